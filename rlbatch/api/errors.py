@@ -1,0 +1,32 @@
+"""Errors that users see: one message, no traceback.
+
+Style: ``<config key>=<value>: <invariant with numbers>. <fix>.``
+"""
+
+
+class RlbatchError(Exception):
+    """Base class: the message alone is shown to the user, then the job ends with exit code 1."""
+
+
+class ConfigError(RlbatchError):
+    """A config key, value or combination that cannot be right."""
+
+
+class PluginError(RlbatchError):
+    """A plugin that does not import, does not fit the API, or clashes with another."""
+
+
+class DataError(RlbatchError):
+    """A prompt file or Hugging Face folder that cannot be used; starts with ``path:line:`` where there is one."""
+
+
+class RewardError(RlbatchError):
+    """A reward that raised, returned the wrong number of values, or returned NaN."""
+
+
+class ModelError(RlbatchError):
+    """A model or checkpoint that does not match its mapping."""
+
+
+class RolloutError(RlbatchError):
+    """An engine that failed, or whose answer does not fit its request."""

@@ -1,0 +1,108 @@
+"""A model family as data: Megatron's config and typed parameter mappings to the Hugging Face checkpoint.
+
+From the mappings follow, without further code: loading, export, weight sync and the audit that every tensor is covered exactly once.
+Names are exact. ``{layer}`` and ``{expert}`` are the only placeholders: decimal indices, global (not of a pipeline stage or an expert-parallel rank).
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Direct:
+    """The same tensor under two names.
+
+    Attributes:
+        megatron: Name in Megatron's model, e.g. ``decoder.layers.{layer}.input_layernorm.weight``.
+        hf: Name in the Hugging Face checkpoint.
+        tp_dim: Dimension that tensor parallelism splits; None if every rank holds all of it.
+    """
+
+    megatron: str
+    hf: str
+    tp_dim: int | None = None
+
+
+@dataclass(frozen=True)
+class Vocab:
+    """A [vocabulary, hidden] matrix, split over rows; Megatron's copy is padded to a multiple of the tensor-parallel size."""
+
+    megatron: str
+    hf: str
+
+
+@dataclass(frozen=True)
+class Qkv:
+    """Fused attention projection (weight or bias): for each key-value head ``[its query heads..., key, value]``, split over key-value heads."""
+
+    megatron: str
+    hf_q: str
+    hf_k: str
+    hf_v: str
+
+
+@dataclass(frozen=True)
+class Gated:
+    """``[gate; up]`` of a gated MLP; under tensor parallelism each rank holds its rows of gate, then its rows of up."""
+
+    megatron: str
+    hf_gate: str
+    hf_up: str
+
+
+@dataclass(frozen=True)
+class ExpertGated:
+    """Stacked ``[experts, 2 x ffn, hidden]`` (``[gate; up]`` for each expert) against one gate and one up matrix an expert."""
+
+    megatron: str
+    hf_gate: str
+    hf_up: str
+
+
+@dataclass(frozen=True)
+class ExpertDown:
+    """Stacked ``[experts, hidden, ffn]`` against one matrix an expert."""
+
+    megatron: str
+    hf: str
+
+
+ParamMapping = Direct | Vocab | Qkv | Gated | ExpertGated | ExpertDown
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """A family, resolved for one Hugging Face config.
+
+    Attributes:
+        name: e.g. ``qwen3_moe``.
+        transformer: Arguments of Megatron's ``TransformerConfig`` that describe the architecture (no layout, no precision).
+            ``activation_func`` is a name of ``torch.nn.functional``.
+        vocab_size: Rows of the embedding in the checkpoint.
+        rotary_base: RoPE theta.
+        tie_embeddings: Whether the output layer is the embedding.
+        max_sequence_length: Context length in tokens.
+        mappings: One for every tensor of the checkpoint.
+    """
+
+    name: str
+    transformer: Mapping[str, Any]
+    vocab_size: int
+    rotary_base: float
+    tie_embeddings: bool
+    max_sequence_length: int
+    mappings: tuple[ParamMapping, ...]
+
+    @property
+    def num_layers(self) -> int:
+        """Transformer layers."""
+        return int(self.transformer["num_layers"])
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of a layer; 0 for a dense model."""
+        return int(self.transformer.get("num_moe_experts") or 0)

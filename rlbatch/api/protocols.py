@@ -1,0 +1,174 @@
+"""What a plugin hands over: how each extension behaves. Discovery is in ``hookspecs``; no torch is imported here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rlbatch.api.types import FinishReason, Prompt, Sample, SamplingParams, WeightBucket
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Reward = Callable[[Sequence[Sample]], Sequence[float]]
+"""One finite float a sample, in order. Called on the rank that generated the samples, with whole groups; no collectives."""
+
+
+@dataclass(frozen=True)
+class Configurable:
+    """An extension with options of its own: they become config keys under its group (``reward.my_option``).
+
+    Attributes:
+        build: Called once a rank with an instance of ``options`` (after the context, where the extension's factory takes one).
+        options: A dataclass; every field has a default.
+    """
+
+    build: Callable[..., Any]
+    options: type
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What an engine answers for one sample.
+
+    Attributes:
+        token_ids: [R] sampled tokens, the stop token included.
+        logprobs: [R] float nats, of the distribution that was sampled from.
+        finish_reason: ``stop`` or ``length``.
+    """
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True)
+class RolloutContext:
+    """What a rollout backend is built from.
+
+    Attributes:
+        hf_folder: Folder with config.json and tokenizer (the weights arrive by ``update_weights``).
+        device: ``cpu`` or ``cuda:<index>``.
+        dtype: ``float32`` or ``bfloat16``.
+    """
+
+    hf_folder: Path
+    device: str
+    dtype: str
+
+
+class RolloutBackend(Protocol):
+    """An engine on this rank."""
+
+    def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[list[Completion]]:
+        """Samples ``params.samples_per_prompt`` completions of each prompt, in order. No collectives."""
+
+    def update_weights(self, buckets: Iterable[WeightBucket]) -> None:
+        """Takes every weight of the model, bucket after bucket.
+
+        The iterator runs collectives: it must be consumed to the end on every rank, and a tensor is only valid until the next bucket is taken.
+
+        Raises:
+            RolloutError: a parameter was not written, or written twice.
+        """
+
+    def close(self) -> None:
+        """Frees the engine; called once, also after a failure."""
+
+
+RolloutBackendFactory = Callable[[RolloutContext], RolloutBackend]
+
+
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """All samples of the step, over all ranks. N samples with T response tokens together, concatenated in order.
+
+    Attributes:
+        rewards: [N] float32, less the KL penalty where ``algorithm.kl_reward_coef`` is not 0.
+        group_ids: [N] int64, equal for samples of one prompt; groups are contiguous.
+        lengths: [N] int64, response tokens of each sample.
+        token_rewards: [T] float32: the KL penalty of each token, and the reward on the last token of each sample.
+    """
+
+    rewards: Tensor
+    group_ids: Tensor
+    lengths: Tensor
+    token_rewards: Tensor
+
+
+AdvantageEstimator = Callable[[AdvantageInputs], "Tensor"]
+"""[N] (one advantage a sample, given to each of its tokens) or [T] (one a token), float32. Called on every rank alike; no collectives."""
+
+
+@dataclass(frozen=True)
+class PolicyLossInputs:
+    """One pack of T tokens; all tensors [T] float32. Masked positions hold 0 and are ignored.
+
+    Attributes:
+        logprobs: By the policy being trained; carries the gradient.
+        old_logprobs: By the policy before this step's first update.
+        rollout_logprobs: As the engine reported them.
+        advantages: One a token.
+        eps_clip: Lower clip range.
+        eps_clip_high: Upper clip range.
+    """
+
+    logprobs: Tensor
+    old_logprobs: Tensor
+    rollout_logprobs: Tensor
+    advantages: Tensor
+    eps_clip: float
+    eps_clip_high: float
+
+
+@dataclass(frozen=True)
+class PolicyLossOutputs:
+    """Per-token results, [T] float32.
+
+    Attributes:
+        losses: What is minimised; aggregated over tokens or sequences by the trainer with one global denominator.
+        clipped: 1 where the clip removed the gradient.
+    """
+
+    losses: Tensor
+    clipped: Tensor
+
+
+PolicyLoss = Callable[[PolicyLossInputs], PolicyLossOutputs]
+"""Called on the last pipeline stage for every pack; no collectives."""
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """How to build the optimizer: arguments of Megatron's ``OptimizerConfig`` that an offload strategy may change."""
+
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+class MemoryHandles(Protocol):
+    """What an offload strategy may move. Filled by the trainer."""
+
+    def optimizer_state(self) -> Iterable[Tensor]:
+        """This rank's optimizer state tensors (master weights and moments)."""
+
+
+class OffloadStrategy(Protocol):
+    """Who holds the accelerator's memory in which phase."""
+
+    def configure_optimizer(self, spec: OptimizerSpec) -> OptimizerSpec:
+        """Called once, before the optimizer is built."""
+
+    def attach(self, handles: MemoryHandles) -> None:
+        """Called once, after it is built."""
+
+    def generating(self) -> AbstractContextManager[None]:
+        """Around weight sync and generation."""
+
+    def training(self) -> AbstractContextManager[None]:
+        """Around log-probs and updates."""
+
+
+OffloadStrategyFactory = Callable[[], OffloadStrategy]

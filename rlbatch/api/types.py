@@ -1,0 +1,150 @@
+"""What flows through a step. Convention: ``logprobs[t]`` scores ``token_ids[t]`` given ``token_ids[:t]``, float32 nats; index 0 is masked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One row of a prompt file.
+
+    Attributes:
+        prompt_id: Position of the row in its file, from 0.
+        text: The prompt as the model reads it (after the chat template, if one is used).
+        token_ids: [P] the tokens of ``text``.
+        label: What the reward compares with; any JSON value.
+        reward_name: Reward for this row; empty for the job's ``reward``.
+        metadata: The row's remaining fields.
+    """
+
+    prompt_id: int
+    text: str
+    token_ids: tuple[int, ...]
+    label: Any = None
+    reward_name: str = ""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Sample:
+    """One response to one prompt. L = prompt tokens + response tokens.
+
+    Attributes:
+        prompt: The prompt that it answers.
+        sample_index: Position in its group, from 0.
+        token_ids: [L] int64, prompt then response (the stop token included).
+        loss_mask: [L] float32, 1 on tokens that the policy sampled, 0 elsewhere.
+        rollout_logprobs: [L] float32 nats at the sampling temperature; 0 where masked.
+        response: The response as text, without special tokens.
+        finish_reason: ``stop`` if a stop token ended it, ``length`` if the limit did.
+    """
+
+    prompt: Prompt
+    sample_index: int
+    token_ids: Tensor
+    loss_mask: Tensor
+    rollout_logprobs: Tensor
+    response: str
+    finish_reason: FinishReason
+
+    @property
+    def response_length(self) -> int:
+        """Sampled tokens, the stop token included."""
+        return len(self.token_ids) - len(self.prompt.token_ids)
+
+
+@dataclass
+class SampleGroup:
+    """All samples of one prompt; never split before advantages are computed.
+
+    Attributes:
+        prompt: The prompt.
+        samples: ``algorithm.group_size`` samples, in the order of their ``sample_index``.
+        rewards: One finite float a sample; empty before scoring.
+    """
+
+    prompt: Prompt
+    samples: list[Sample]
+    rewards: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to sample.
+
+    Attributes:
+        temperature: Softmax temperature; 0 means the most likely token.
+        max_response_tokens: Limit of sampled tokens a sample.
+        stop_token_ids: Tokens that end a sample (kept in it).
+        samples_per_prompt: Samples of each prompt.
+        seed: (run seed, step): with the prompt id and the sample index it determines a sample.
+    """
+
+    temperature: float
+    max_response_tokens: int
+    stop_token_ids: tuple[int, ...]
+    samples_per_prompt: int
+    seed: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class WeightBucket:
+    """Hugging Face tensors on their way to an engine.
+
+    Attributes:
+        names: Checkpoint names, one a tensor (experts one by one).
+        tensors: Full (unsharded) tensors; the receiver may not keep them.
+        policy_version: Number of optimizer updates that made these weights.
+    """
+
+    names: Sequence[str]
+    tensors: Sequence[Tensor]
+    policy_version: int
+
+
+@dataclass
+class Microbatch:
+    """A pack of whole sequences, concatenated (thd). T tokens, N sequences; padding is masked.
+
+    Attributes:
+        token_ids: [T] int64.
+        cu_seqlens: [N+1] int32, where each sequence starts; the last entry is T.
+        loss_mask: [T] float32; 0 on prompts, padding and the first token of each sequence.
+        advantages: [T] float32; 0 where masked.
+        rollout_logprobs: [T] float32 nats; 0 where masked.
+        sequence_weights: [T] float32, one over the number of unmasked tokens of the token's sequence; 0 where masked.
+        old_logprobs: [T] float32 nats, by the policy before this step's first update; None before they are computed.
+        ref_logprobs: [T] float32 nats, by the reference model; None if nothing needs them.
+    """
+
+    token_ids: Tensor
+    cu_seqlens: Tensor
+    loss_mask: Tensor
+    advantages: Tensor
+    rollout_logprobs: Tensor
+    sequence_weights: Tensor
+    old_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did.
+
+    Attributes:
+        step: From 1.
+        policy_version: Optimizer updates so far.
+        metrics: Tag -> value; the tags are in ``rlbatch.metrics.names``.
+    """
+
+    step: int
+    policy_version: int
+    metrics: Mapping[str, float]

@@ -1,0 +1,1 @@
+"""The config: its schema, and Hydra's composition checked against it."""

@@ -1,0 +1,164 @@
+"""Every config key, its unit and its default. The composed config is checked against these dataclasses; nothing else is a key.
+
+``rollout``, ``reward`` and ``offload`` are config groups: ``rollout=transformers`` chooses a plugin, and the plugin's own options become
+keys under the group's ``options`` (``reward.options.my_option``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+EMBEDDED = "embedded"
+"""Value of ``model.hf``, ``data.train`` and ``data.eval`` for what the embedded run generates in its run folder."""
+
+
+def key(default: Any, doc: str) -> Any:
+    """A documented config key."""
+    if isinstance(default, (tuple, Mapping)):
+        return field(default_factory=lambda: default, metadata={"doc": doc})
+    return field(default=default, metadata={"doc": doc})
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """``train.*``"""
+
+    steps: int = key(100, "Steps of the run; each generates, scores and updates.")
+    prompts_per_step: int = key(32, "Prompts (groups) a step.")
+    updates_per_step: int = key(1, "Optimizer updates a step; the step's groups are divided over them.")
+    max_tokens_per_gpu: int = key(4096, "Tokens of a pack (x layout.cp_size); a longer sample forms its own pack, untruncated.")
+    precision: Literal["fp32", "bf16"] = key("fp32", "Arithmetic of the trainer and the engine; bf16 keeps fp32 main weights.")
+    eval_interval: int = key(0, "Steps between held-out evaluations; 0: only before the first and after the last step.")
+    eval_prompts: int = key(128, "Held-out prompts of an evaluation, from the top of data.eval; 0: all.")
+    eval_temperature: float = key(1.0, "Sampling temperature of evaluations; 0: the most likely token.")
+    logprob_chunk_tokens: int = key(4096, "Tokens whose logits exist at once; memory is chunk x vocabulary / tp_size.")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """``optimizer.*``: Adam, as in Megatron's distributed optimizer."""
+
+    name: Literal["adam"] = key("adam", "The optimizer.")
+    lr: float = key(1e-6, "Peak learning rate.")
+    min_lr: float = key(0.0, "Learning rate at the end of the schedule.")
+    lr_schedule: Literal["constant", "linear", "cosine"] = key("constant", "Decay after the warm-up, over train.steps.")
+    lr_warmup_steps: int = key(0, "Steps (not updates) of linear warm-up from 0.")
+    weight_decay: float = key(0.0, "Decoupled weight decay.")
+    beta1: float = key(0.9, "Adam's first-moment decay.")
+    beta2: float = key(0.95, "Adam's second-moment decay.")
+    eps: float = key(1e-8, "Adam's epsilon.")
+    clip_grad: float = key(1.0, "Global gradient norm limit; 0: none.")
+
+
+@dataclass(frozen=True)
+class LayoutConfig:
+    """``layout.*``: how the model is spread over ranks."""
+
+    world_size: int = key(2, "Ranks, one per GPU.")
+    tp_size: int = key(1, "Tensor parallel size of attention and dense layers (sequence parallel when > 1).")
+    pp_size: int = key(1, "Pipeline stages.")
+    cp_size: int = key(1, "Context parallel size.")
+    ep_size: int = key(1, "Expert parallel size.")
+    etp_size: int = key(1, "Tensor parallel size of experts.")
+    first_stage_layers: int | None = key(None, "Layers of the first pipeline stage; null: an equal share.")
+    last_stage_layers: int | None = key(None, "Layers of the last pipeline stage; null: an equal share.")
+    recompute_granularity: Literal["full", "selective"] | None = key(None, "Activation recomputation; null: none.")
+    recompute_method: Literal["uniform", "block"] | None = key(None, "With full recomputation: how layers are chosen.")
+    recompute_num_layers: int | None = key(None, "With full recomputation: layers of a chunk (uniform) or of a stage (block).")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """``model.*``"""
+
+    hf: str = key(EMBEDDED, "Hugging Face folder: config.json, tokenizer, safetensors; `embedded`: a tiny random Qwen3-MoE.")
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """``rollout=<name>`` and ``rollout.*``"""
+
+    name: str = key("transformers", "The rollout backend.")
+    temperature: float = key(1.0, "Sampling temperature; log-probs are scored at it on both sides.")
+    max_response_tokens: int = key(1024, "Limit of sampled tokens a sample.")
+    sync_weights: bool = key(True, "Send the policy's weights to the engine before each step; false only to test that the log-prob check sees it.")
+    bucket_mib: int = key(512, "MiB of a weight-sync bucket; a larger tensor travels alone.")
+    options: Mapping[str, Any] = key({}, "The backend's own options.")
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """``reward=<name>`` and ``reward.*``"""
+
+    name: str = key("sequence", "The reward.")
+    options: Mapping[str, Any] = key({}, "The reward's own options.")
+
+
+@dataclass(frozen=True)
+class OffloadConfig:
+    """``offload=<name>`` and ``offload.*``"""
+
+    name: str = key("none", "The offload strategy.")
+    options: Mapping[str, Any] = key({}, "The strategy's own options.")
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    """``algorithm.*``"""
+
+    advantage: str = key("grpo", "The advantage estimator.")
+    loss: str = key("clip", "The policy loss.")
+    loss_aggregation: Literal["token_mean", "sequence_mean"] = key(
+        "token_mean", "Mean over all sampled tokens of an update, or over sequences of each one's token mean."
+    )
+    group_size: int = key(8, "Samples a prompt.")
+    eps_clip: float = key(0.2, "Lower clip range of the importance ratio.")
+    eps_clip_high: float = key(0.2, "Upper clip range of the importance ratio.")
+    kl_kind: Literal["k1", "k2", "k3", "low_var_kl"] = key("low_var_kl", "Estimator of the KL divergence to the reference model.")
+    kl_loss: bool = key(False, "Measure the KL to the reference model and add kl_loss_coef x KL to the loss.")
+    kl_loss_coef: float = key(0.0, "Coefficient of the KL in the loss; 0 with kl_loss=true only measures it.")
+    kl_reward_coef: float = key(0.0, "Coefficient of the KL subtracted from the reward.")
+    entropy_coef: float = key(0.0, "Coefficient of the entropy bonus.")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """``data.*``"""
+
+    train: str = key(EMBEDDED, "Prompt file (jsonl), one object a line.")
+    eval: str = key(EMBEDDED, "Held-out prompt file; empty: no evaluation.")
+    prompt_key: str = key("prompt", "Field with the prompt: a string, or a list of {role, content} for the chat template.")
+    label_key: str = key("label", "Field with what the reward compares with.")
+    max_prompt_tokens: int | None = key(None, "Longest prompt; null: the context less rollout.max_response_tokens.")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """``checkpoint.*``"""
+
+    load: str = key("", "Where the policy's weights come from: a checkpoint of ours or a Hugging Face folder; empty: ref_load.")
+    ref_load: str = key("", "Where the reference model's weights come from; empty: model.hf.")
+    save: str = key("", "Folder of checkpoints; empty: <run_dir>/checkpoints.")
+    save_interval: int = key(0, "Steps between checkpoints; 0: only after the last step; -1: never.")
+
+
+@dataclass(frozen=True)
+class Config:
+    """The whole config."""
+
+    seed: int = key(0, "Determines weights of the embedded model, prompt order and every sample.")
+    run_dir: str = key("", "Run folder; empty: runs/<time>.")
+    resume: Literal["never", "auto"] = key("never", "`auto`: go on from the newest checkpoint in checkpoint.save, if there is one.")
+    plugins: tuple[str, ...] = key((), "Extra plugins: python files or importable modules.")
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
