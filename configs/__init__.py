@@ -1,0 +1,1 @@
+"""Hydra config groups (yaml), importable so that an installed wheel carries them."""
