@@ -1,0 +1,5 @@
+"""The trainer on Megatron-core: the only package that imports megatron. Importing it makes Megatron-core usable without CUDA."""
+
+from rlbatch.megatron import cpu
+
+cpu.install()

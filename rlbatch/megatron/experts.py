@@ -1,0 +1,78 @@
+"""The experts of a rank as one stacked module, on CPU and GPU, inside Megatron's MoE layer with its router and dispatchers.
+
+Transformer Engine's GroupedLinear launches per expert from Python and leaves the GPU waiting for the host; one ``grouped_mm`` over stacked
+weights does not (``docs/models.md`` has the measurement). Weights keep the checkpoint's orientation, [out, in] for each expert.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+
+class StackedExperts(MegatronModule):
+    """Gated MLPs of this rank's experts.
+
+    Attributes:
+        gate_up: [local experts, 2 x ffn / etp, hidden]; for each expert the rank's rows of gate, then its rows of up.
+        down: [local experts, hidden, ffn / etp].
+    """
+
+    def __init__(self, num_local_experts: int, config: TransformerConfig, pg_collection: Any = None) -> None:
+        super().__init__(config=config)
+        ffn = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        self.num_local_experts = num_local_experts
+        self.activation = config.activation_func
+        self.gate_up = self._parameter((num_local_experts, 2 * ffn, config.hidden_size), 1, device)
+        self.down = self._parameter((num_local_experts, config.hidden_size, ffn), 2, device)
+
+    def _parameter(self, shape: tuple[int, int, int], split_dim: int, device: Any) -> torch.nn.Parameter:
+        # Left uninitialised: weights always come from a checkpoint.
+        parameter = torch.nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype, device=device))
+        # "Not all-reduced with the dense parameters": experts always have buffers and an optimizer of their own, reduced over the expert
+        # data-parallel group. With Megatron's rule (only if ep_size > 1) their gradients are silently not reduced over TP when ep = etp = 1,
+        # and a checkpoint's optimizer state does not fit another ep_size.
+        parameter.allreduce = False
+        set_tensor_model_parallel_attributes(parameter, True, split_dim, 1)
+        return parameter
+
+    def forward(self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+        """Applies each expert to its run of tokens.
+
+        Args:
+            tokens: [T, hidden], sorted by expert.
+            tokens_per_expert: [local experts] int64.
+            probs: [T] routing weight of each token at its expert.
+
+        Returns:
+            [T, hidden] weighted outputs, and no bias.
+        """
+        if tokens.is_cuda:
+            return self._grouped(tokens, tokens_per_expert, probs), None
+        return self._looped(tokens, tokens_per_expert.tolist(), probs), None
+
+    def _gated(self, gate_up: Tensor, probs: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return (self.activation(gate) * up * probs.unsqueeze(-1)).to(gate_up.dtype)
+
+    def _grouped(self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> Tensor:
+        ends = tokens_per_expert.to(device=tokens.device, non_blocking=True).cumsum(0).to(torch.int32)
+        gate_up = F.grouped_mm(tokens, self.gate_up.transpose(1, 2), offs=ends)
+        return F.grouped_mm(self._gated(gate_up, probs), self.down.transpose(1, 2), offs=ends)
+
+    def _looped(self, tokens: Tensor, counts: list[int], probs: Tensor) -> Tensor:
+        outputs = [
+            F.linear(self._gated(F.linear(run, self.gate_up[e]), weights), self.down[e])
+            for e, (run, weights) in enumerate(zip(tokens.split(counts), probs.split(counts), strict=True))
+        ]
+        return torch.cat(outputs)
+
+    def backward_dw(self) -> None:
+        """Megatron's hook for delayed weight gradients, which are not delayed here."""

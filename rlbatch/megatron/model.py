@@ -1,0 +1,172 @@
+"""Megatron's GPTModel for one layout: the Transformer config, the layer spec, and a last stage that returns log-probs instead of logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor
+
+from rlbatch.api import ModelFamily
+from rlbatch.config.schema import LayoutConfig
+from rlbatch.megatron.attention import PackedAttention
+from rlbatch.megatron.experts import StackedExperts
+from rlbatch.megatron.logprobs import chunked_logprobs
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm, with the mark by which Megatron sums its gradient over sequence-parallel ranks (``WrappedTorchNorm`` refuses them)."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+class PolicyModel(GPTModel):
+    """A pipeline stage of the policy. With ``labels``, the last stage returns [2, T] float32: log-prob of each label, entropy.
+
+    Attributes:
+        temperature: Divides the logits.
+        chunk_tokens: Tokens whose logits exist at once.
+        unpadded_vocab_size: Columns of the output layer that are real.
+    """
+
+    temperature: float = 1.0
+    chunk_tokens: int = 4096
+    unpadded_vocab_size: int
+
+    def _postprocess(self, hidden_states: Tensor, input_ids: Any, position_ids: Any, labels: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
+        if not self.post_process or labels is None:
+            return super()._postprocess(hidden_states, input_ids, position_ids, labels, *args, **kwargs)
+        tp_group = self.pg_collection.tp
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden_states, group=tp_group)  # backward reduce-scatters
+        else:
+            hidden = copy_to_tensor_model_parallel_region(hidden_states, group=tp_group)  # backward all-reduces
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
+        logprobs, entropy = chunked_logprobs(
+            hidden.squeeze(1),
+            weight,
+            labels.squeeze(0),
+            temperature=self.temperature,
+            chunk_tokens=self.chunk_tokens,
+            vocab_size=self.unpadded_vocab_size,
+            first=tp_group.rank() * weight.shape[0],
+            group=tp_group,
+        )
+        return torch.stack([logprobs, entropy])
+
+
+def transformer_config(family: ModelFamily, layout: LayoutConfig, precision: str) -> TransformerConfig:
+    """Megatron's config: the family's architecture, the layout, and what reinforcement learning and this code path fix.
+
+    Args:
+        family: Architecture.
+        layout: Degrees and recomputation, already checked.
+        precision: ``fp32`` or ``bf16``.
+
+    Returns:
+        The config of every pipeline stage.
+    """
+    architecture = dict(family.transformer)
+    architecture["activation_func"] = getattr(F, architecture["activation_func"])
+    on_gpu = torch.cuda.is_available()
+    if family.num_experts:
+        architecture |= {
+            "moe_grouped_gemm": False,
+            "moe_token_dispatcher_type": "alltoall",
+            # The router follows the policy gradient alone: a balancing loss or bias would move it off-policy.
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            "moe_router_bias_update_rate": 0.0,
+            "moe_router_dtype": "fp32",
+        }
+    return TransformerConfig(
+        **architecture,
+        tensor_model_parallel_size=layout.tp_size,
+        pipeline_model_parallel_size=layout.pp_size,
+        context_parallel_size=layout.cp_size,
+        expert_model_parallel_size=layout.ep_size,
+        expert_tensor_parallel_size=layout.etp_size,
+        sequence_parallel=layout.tp_size > 1,
+        num_layers_in_first_pipeline_stage=layout.first_stage_layers,
+        num_layers_in_last_pipeline_stage=layout.last_stage_layers,
+        recompute_granularity=layout.recompute_granularity,
+        recompute_method=layout.recompute_method,
+        recompute_num_layers=layout.recompute_num_layers,
+        bf16=precision == "bf16",
+        params_dtype=DTYPES[precision],
+        pipeline_dtype=DTYPES[precision],
+        calculate_per_token_loss=True,  # Megatron divides by nothing: the loss has its global denominator already
+        variable_seq_lengths=True,
+        batch_p2p_comm=on_gpu,  # silently wrong under an interleaved pipeline on gloo
+        use_cpu_initialization=not on_gpu,
+        perform_initialization=False,  # weights always come from a checkpoint
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        attention_softmax_in_fp32=True,
+        add_bias_linear=False,
+        gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+    )
+
+
+def _layer_spec(config: TransformerConfig, vp_stage: int | None) -> Any:
+    """Megatron's local spec with the norm, the attention and the experts that work packed, in parallel and without CUDA."""
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)
+    block.layer_norm = RMSNorm
+    for layer in block.layer_specs:
+        modules, attention = layer.submodules, layer.submodules.self_attention.submodules
+        modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm
+        attention.core_attention = PackedAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
+        if hasattr(modules.mlp.submodules, "experts"):
+            modules.mlp.submodules.experts = ModuleSpec(module=StackedExperts)
+    return block
+
+
+def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
+    """The next multiple of ``tp_size``."""
+    return -(-vocab_size // tp_size) * tp_size
+
+
+def build_model(config: TransformerConfig, family: ModelFamily) -> list[PolicyModel]:
+    """This rank's pipeline stage, uninitialised.
+
+    Args:
+        config: From ``transformer_config``; model-parallel groups exist already.
+        family: Vocabulary, RoPE base and tying.
+
+    Returns:
+        The model chunks of this rank (one, without an interleaved pipeline).
+    """
+    model = PolicyModel(
+        config=config,
+        transformer_layer_spec=_layer_spec(config, None),
+        vocab_size=padded_vocab_size(family.vocab_size, config.tensor_model_parallel_size),
+        max_sequence_length=family.max_sequence_length,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=family.tie_embeddings,
+        position_embedding_type="rope",
+        rotary_base=family.rotary_base,
+        parallel_output=True,
+    )
+    model.unpadded_vocab_size = family.vocab_size
+    if torch.cuda.is_available():
+        model.cuda(torch.cuda.current_device())
+    return [model]
