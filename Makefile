@@ -1,0 +1,42 @@
+# make demo [ARGS="train.steps=10 ..."]    the embedded run: CPU, this machine
+# make test [PYTEST_ARGS="-k loss"]        every check that this machine can run
+PYTHON ?= python3
+ARGS ?=
+PYTEST_ARGS ?=
+
+venv := .venv
+pip := $(venv)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
+requirements := setup.cfg pyproject.toml constraints.txt
+llama := examples/rlbatch-llama
+
+.PHONY: demo test
+.DELETE_ON_ERROR:
+
+demo: $(venv)/.demo
+	$(venv)/bin/python -m rlbatch.submit $(ARGS)
+
+test: $(venv)/.test
+	$(venv)/bin/ruff check .
+	$(venv)/bin/ruff format --check .
+	$(venv)/bin/mypy
+	$(venv)/bin/lint-imports
+	$(venv)/bin/python -m pytest $(PYTEST_ARGS)
+
+# bin/pip is the last file that venv writes: an interrupted creation starts over.
+$(venv)/bin/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo 'make: PYTHON=$(PYTHON): Python 3.10 or newer is needed. Name one: make PYTHON=python3.11.' >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo 'make: PYTHON=$(PYTHON): cannot make virtual environments. On Debian or Ubuntu: apt-get install python3-venv.' >&2; exit 1; }
+	$(PYTHON) -m venv $(venv)
+
+$(venv)/.demo: $(requirements) | $(venv)/bin/pip
+	@echo 'Installing rlbatch into $(venv), for about two minutes (once).'
+	$(pip) -e .
+	@touch $@
+
+$(venv)/.test: $(requirements) $(llama)/setup.cfg | $(venv)/bin/pip
+	@echo 'Installing rlbatch and its checks into $(venv), for about two minutes (once).'
+	$(pip) -e '.[dev]'
+	$(pip) --no-deps -e $(llama)
+	@touch $(venv)/.demo $@

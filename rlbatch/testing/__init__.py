@@ -1,0 +1,1 @@
+"""What tests of rlbatch and of its plugins run on."""

@@ -1,0 +1,31 @@
+"""Fixtures that every test may use."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from rlbatch.testing.ranks import RankPools
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The checkout's root folder."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def rank_pool() -> Iterator[RankPools]:
+    """``rank_pool(2).run(function, *args)`` calls a module-level function on 2 gloo ranks, in processes that the session shares."""
+    pools = RankPools()
+    yield pools
+    pools.close()
