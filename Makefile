@@ -6,6 +6,8 @@ PYTEST_ARGS ?=
 
 venv := .venv
 pip := $(venv)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
+# What a build leaves in the checkout would, once stale, hide the installed entry points from commands that run here.
+clean := rm -rf rlbatch.egg-info
 requirements := setup.cfg pyproject.toml constraints.txt
 llama := examples/rlbatch-llama
 
@@ -33,10 +35,12 @@ $(venv)/bin/pip:
 $(venv)/.demo: $(requirements) | $(venv)/bin/pip
 	@echo 'Installing rlbatch into $(venv), for about two minutes (once).'
 	$(pip) -e .
+	@$(clean)
 	@touch $@
 
 $(venv)/.test: $(requirements) $(llama)/setup.cfg | $(venv)/bin/pip
 	@echo 'Installing rlbatch and its checks into $(venv), for about two minutes (once).'
 	$(pip) -e '.[dev]'
 	$(pip) --no-deps -e $(llama)
+	@$(clean)
 	@touch $(venv)/.demo $@
