@@ -1,0 +1,34 @@
+"""``opo``: the baseline of least variance, the length-weighted mean of the group's rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from rlbatch.api import AdvantageEstimator, AdvantageInputs, hookimpl
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def opo(inputs: AdvantageInputs) -> Tensor:
+    """``A_i = r_i - sum(L_j r_j) / sum(L_j)`` over the group, L the response tokens (Hao et al. 2025, arXiv 2505.23585).
+
+    A group of one sample keeps its raw reward. The sums are float64: equal rewards give exactly 0.
+
+    Returns:
+        [N] float32.
+    """
+    from torch import unique_consecutive
+
+    _, group, sizes = unique_consecutive(inputs.group_ids, return_inverse=True, return_counts=True)
+    rewards, lengths = inputs.rewards.double(), inputs.lengths.double()
+    zeros = rewards.new_zeros(len(sizes))
+    baselines = zeros.index_add(0, group, lengths * rewards) / zeros.index_add(0, group, lengths)
+    return (rewards - baselines.where(sizes > 1, 0.0)[group]).float()
+
+
+@hookimpl
+def rlbatch_register_advantage_estimators() -> Mapping[str, AdvantageEstimator]:
+    """Names of this module."""
+    return {"opo": opo}

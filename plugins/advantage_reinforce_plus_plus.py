@@ -1,0 +1,57 @@
+"""``reinforce_plus_plus`` and ``reinforce_plus_plus_baseline``: whitened over every token of the step (Hu 2025, arXiv 2501.03262)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from rlbatch.api import AdvantageEstimator, AdvantageInputs, hookimpl
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+VARIANCE_EPS = 1e-8
+
+
+def reinforce_plus_plus(inputs: AdvantageInputs) -> Tensor:
+    """``A_t = whiten(R_t)``, ``R_t`` the undiscounted sum (gamma 1) of the token rewards from t to the end of the sample.
+
+    Without a KL penalty in the reward every token of a sample has the sample's reward as its return.
+
+    Returns:
+        [T] float32.
+    """
+    rewards = inputs.token_rewards.double()
+    so_far = rewards.cumsum(0)
+    at_end = so_far[inputs.lengths.cumsum(0) - 1].repeat_interleave(inputs.lengths)
+    return _whiten(at_end - so_far + rewards).float()
+
+
+def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> Tensor:
+    """``A_t = whiten(r_i - mean(group))`` on each token t of sample i, so a long sample weighs more in the statistics.
+
+    A group of one sample enters with its raw reward.
+
+    Returns:
+        [T] float32.
+    """
+    from torch import unique_consecutive
+
+    _, group, sizes = unique_consecutive(inputs.group_ids, return_inverse=True, return_counts=True)
+    rewards = inputs.rewards.double()
+    means = rewards.new_zeros(len(sizes)).index_add(0, group, rewards) / sizes
+    centred = rewards - means.where(sizes > 1, 0.0)[group]
+    return _whiten(centred.repeat_interleave(inputs.lengths)).float()
+
+
+def _whiten(values: Tensor) -> Tensor:
+    """``(x - mean) / sqrt(var + 1e-8)``, var with ddof 1; a single value becomes 0."""
+    centred = values - values.mean()
+    variance = centred.square().sum() / max(len(values) - 1, 1)
+    return centred * (variance + VARIANCE_EPS).rsqrt()
+
+
+@hookimpl
+def rlbatch_register_advantage_estimators() -> Mapping[str, AdvantageEstimator]:
+    """Names of this module."""
+    return {"reinforce_plus_plus": reinforce_plus_plus, "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline}

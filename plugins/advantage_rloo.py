@@ -1,0 +1,34 @@
+"""``rloo``: REINFORCE with the mean of the other samples as baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from rlbatch.api import AdvantageEstimator, AdvantageInputs, hookimpl
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def rloo(inputs: AdvantageInputs) -> Tensor:
+    """``A_i = r_i - mean of the group's other rewards`` (Ahmadian et al. 2024, arXiv 2402.14740, equation 8).
+
+    A group of one sample keeps its raw reward. The sums are float64: equal rewards give exactly 0.
+
+    Returns:
+        [N] float32.
+    """
+    from torch import unique_consecutive
+
+    _, group, sizes = unique_consecutive(inputs.group_ids, return_inverse=True, return_counts=True)
+    rewards = inputs.rewards.double()
+    totals = rewards.new_zeros(len(sizes)).index_add(0, group, rewards)
+    others: Tensor = (totals[group] - rewards) / (sizes[group] - 1).clamp(min=1)
+    return (rewards - others).float()
+
+
+@hookimpl
+def rlbatch_register_advantage_estimators() -> Mapping[str, AdvantageEstimator]:
+    """Names of this module."""
+    return {"rloo": rloo}

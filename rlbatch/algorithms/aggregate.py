@@ -1,0 +1,70 @@
+"""From one loss a token to one loss an update, the same for any split over ranks, microbatches and packs.
+
+``loss = sum over all tokens of the update (per-token loss x weight) / denominator``
+
+Weights are local to a token. The denominator is one number for the whole update: the sum of ``denominator`` over its microbatches and
+data-parallel ranks. Policy loss, KL and entropy share both.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rlbatch.api import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+AGGREGATIONS = ("token_mean", "sequence_mean")
+
+
+def loss_weights(loss_mask: Tensor, sequence_weights: Tensor, aggregation: str) -> Tensor:
+    """Weight of each token's loss.
+
+    Args:
+        loss_mask: [T] float32, of a microbatch or of any slice of it.
+        sequence_weights: [T] float32, one over the unmasked tokens of the token's whole sequence; 0 where masked.
+        aggregation: ``token_mean``: every unmasked token weighs 1. ``sequence_mean``: every sequence weighs 1, shared by its tokens.
+
+    Returns:
+        [T] float32; 0 where masked.
+
+    Raises:
+        ConfigError: an unknown aggregation.
+    """
+    if aggregation == "token_mean":
+        return loss_mask
+    if aggregation == "sequence_mean":
+        return sequence_weights
+    raise _unknown(aggregation)
+
+
+def denominator(loss_mask: Tensor, cu_seqlens: Tensor, aggregation: str) -> float:
+    """What a microbatch adds to the update's denominator: unmasked tokens, or sequences with at least one unmasked token.
+
+    A fully masked sequence counts for nothing. Count whole sequences: before context parallelism slices them, and once for each
+    data-parallel rank.
+
+    Args:
+        loss_mask: [T] float32.
+        cu_seqlens: [N+1] integers, where each sequence starts; the last entry is T.
+        aggregation: ``token_mean`` or ``sequence_mean``.
+
+    Returns:
+        A whole number; 0 for a dummy.
+
+    Raises:
+        ConfigError: an unknown aggregation.
+    """
+    unmasked = loss_mask > 0
+    if aggregation == "token_mean":
+        return float(unmasked.sum())
+    if aggregation == "sequence_mean":
+        before = unmasked.new_zeros(len(unmasked) + 1, dtype=cu_seqlens.dtype)
+        before[1:] = unmasked.cumsum(0)
+        return float((before[cu_seqlens].diff() > 0).sum())
+    raise _unknown(aggregation)
+
+
+def _unknown(aggregation: str) -> ConfigError:
+    return ConfigError(f"algorithm.loss_aggregation={aggregation}: no such aggregation. Use {' or '.join(AGGREGATIONS)}.")

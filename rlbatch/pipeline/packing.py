@@ -1,0 +1,195 @@
+"""Samples to data-parallel ranks, to packs under a token cap, to microbatches, and per-token results back to samples."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from rlbatch.api import Microbatch
+
+
+@dataclass(frozen=True)
+class Pack:
+    """A microbatch and where its sequences come from.
+
+    Attributes:
+        microbatch: The padded sequences, concatenated.
+        sample_indices: Position of each sequence among the samples of ``build_microbatches``; empty for a dummy.
+        lengths: Tokens of each sequence without padding.
+    """
+
+    microbatch: Microbatch
+    sample_indices: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+def assign_to_ranks(lengths: Sequence[int], dp_size: int) -> list[list[int]]:
+    """Balances tokens over data-parallel ranks: the longest remaining sample goes to the rank with the fewest tokens (LPT, Graham 1969).
+
+    Args:
+        lengths: Tokens of each sample. The result depends on nothing else, so every rank computes the same.
+        dp_size: Data-parallel ranks.
+
+    Returns:
+        For each rank the indices of its samples, ascending; each index exactly once.
+    """
+    ranks: list[list[int]] = [[] for _ in range(dp_size)]
+    # Equally loaded ranks are told apart by their number of samples: samples without tokens spread too.
+    heap = [(0, 0, rank) for rank in range(dp_size)]
+    for index in _longest_first(lengths):
+        tokens, count, rank = heap[0]
+        ranks[rank].append(index)
+        heapq.heapreplace(heap, (tokens + lengths[index], count + 1, rank))
+    return [sorted(indices) for indices in ranks]
+
+
+def pack(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Packs samples under a token cap by first-fit-decreasing (at most 11/9 of the fewest packs, plus one).
+
+    Args:
+        lengths: Padded tokens of each sample.
+        max_tokens: Cap of a pack; a longer sample forms a pack of its own.
+
+    Returns:
+        The indices of each pack, ascending; each index exactly once.
+    """
+    packs: list[list[int]] = []
+    free: list[int] = []
+    for index in _longest_first(lengths):
+        length = lengths[index]
+        place = next((p for p, tokens in enumerate(free) if tokens >= length), None)
+        if place is None:
+            packs.append([index])
+            free.append(max_tokens - length)
+        else:
+            packs[place].append(index)
+            free[place] -= length
+    return [sorted(indices) for indices in packs]
+
+
+def _longest_first(lengths: Sequence[int]) -> list[int]:
+    return sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+
+
+def sequence_multiple(tp_size: int, cp_size: int) -> int:
+    """Tokens that every sequence's padded length must be a multiple of.
+
+    Context parallelism cuts each sequence into 2 x cp_size pieces; sequence parallelism (on when tp_size > 1) cuts each piece into tp_size.
+    """
+    return tp_size * (2 * cp_size if cp_size > 1 else 1)
+
+
+def build_microbatches(
+    token_ids: Sequence[Tensor],
+    loss_mask: Sequence[Tensor],
+    rollout_logprobs: Sequence[Tensor],
+    *,
+    max_tokens: int,
+    pad_multiple: int = 1,
+) -> list[Pack]:
+    """Packs this rank's samples. Advantages are 0 until ``with_advantages``.
+
+    Padding has token id 0 and mask 0 and belongs to its sequence; the first token of every sequence is masked.
+
+    Args:
+        token_ids: [L_i] int64 for each sample.
+        loss_mask: [L_i] float32 for each sample, 1 on tokens that the policy sampled.
+        rollout_logprobs: [L_i] float32 nats for each sample.
+        max_tokens: ``train.max_tokens_per_gpu`` x cp_size, padding included.
+        pad_multiple: See ``sequence_multiple``.
+
+    Returns:
+        No pack for no samples.
+    """
+    lengths = [len(tokens) for tokens in token_ids]
+    padded = [-(-length // pad_multiple) * pad_multiple for length in lengths]
+
+    def build(indices: list[int]) -> Pack:
+        def flat(values: Sequence[Tensor]) -> Tensor:
+            return torch.cat([pad(values[i], (0, padded[i] - lengths[i])) for i in indices])
+
+        sizes = [padded[i] for i in indices]
+        microbatch = _microbatch(flat(token_ids), sizes, flat(loss_mask), flat(rollout_logprobs))
+        return Pack(microbatch, tuple(indices), tuple(lengths[i] for i in indices))
+
+    return [build(indices) for indices in pack(padded, max_tokens)]
+
+
+def _microbatch(token_ids: Tensor, sizes: Sequence[int], loss_mask: Tensor, rollout_logprobs: Tensor) -> Microbatch:
+    spans = torch.tensor(sizes, device=token_ids.device)
+    cu_seqlens = pad(spans.cumsum(0), (1, 0))
+    mask = (loss_mask > 0).float()
+    mask[cu_seqlens[:-1]] = 0.0
+    sequence = torch.arange(len(sizes), device=token_ids.device).repeat_interleave(spans)
+    unmasked = mask.new_zeros(len(sizes)).index_add(0, sequence, mask)
+    return Microbatch(
+        token_ids=token_ids,
+        cu_seqlens=cu_seqlens.int(),
+        loss_mask=mask,
+        advantages=torch.zeros_like(mask),
+        rollout_logprobs=rollout_logprobs.float().masked_fill(mask == 0, 0.0),
+        sequence_weights=mask / unmasked.clamp(min=1.0)[sequence],
+    )
+
+
+def pad_with_dummies(packs: Sequence[Pack], count: int, pad_multiple: int = 1, device: torch.device | str = "cpu") -> list[Pack]:
+    """Appends dummies until there are ``count`` packs, the largest number over data-parallel ranks.
+
+    A dummy is one fully masked sequence. It runs forward and backward like any pack, so that collectives match, and adds 0 to the loss and
+    to its denominator.
+
+    Raises:
+        ValueError: more packs than ``count``.
+    """
+    if len(packs) > count:
+        raise ValueError(f"{len(packs)} packs on this rank, but {count} agreed over data-parallel ranks")
+    return [*packs, *(_dummy(max(2, pad_multiple), device) for _ in range(count - len(packs)))]
+
+
+def _dummy(tokens: int, device: torch.device | str) -> Pack:
+    token_ids = torch.zeros(tokens, dtype=torch.int64, device=device)
+    zeros = torch.zeros(tokens, device=device)
+    return Pack(_microbatch(token_ids, [tokens], zeros, zeros), (), ())
+
+
+def with_advantages(packs: Sequence[Pack], advantages: Sequence[Tensor]) -> list[Pack]:
+    """The packs with their advantages.
+
+    Args:
+        packs: From ``build_microbatches``; dummies are left alone.
+        advantages: [R_i] float32 for each sample, on its last R_i tokens (R_i = L_i: on all); ignored where masked.
+    """
+
+    def fill(item: Pack) -> Pack:
+        values = torch.zeros_like(item.microbatch.advantages)
+        starts = item.microbatch.cu_seqlens.tolist()
+        for start, length, index in zip(starts, item.lengths, item.sample_indices, strict=False):
+            end = start + length
+            values[end - len(advantages[index]) : end] = advantages[index]
+        masked = values.masked_fill(item.microbatch.loss_mask == 0, 0.0)
+        return replace(item, microbatch=replace(item.microbatch, advantages=masked))
+
+    return [fill(item) for item in packs]
+
+
+def split_by_sample(packs: Sequence[Pack], values: Sequence[Tensor]) -> list[Tensor]:
+    """Cuts per-token results back into samples.
+
+    Args:
+        packs: From ``build_microbatches``, with or without dummies.
+        values: [T] for each pack, any dtype.
+
+    Returns:
+        [L_i] for each sample, in the order given to ``build_microbatches``; views without the padding.
+    """
+    by_sample: dict[int, Tensor] = {}
+    for item, flat in zip(packs, values, strict=True):
+        starts = item.microbatch.cu_seqlens.tolist()
+        for start, length, index in zip(starts, item.lengths, item.sample_indices, strict=False):
+            by_sample[index] = flat[start : start + length]
+    return [by_sample[index] for index in sorted(by_sample)]
