@@ -7,7 +7,7 @@ PYTEST_ARGS ?=
 venv := .venv
 pip := $(venv)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 # What a build leaves in the checkout would, once stale, hide the installed entry points from commands that run here.
-clean := rm -rf rlbatch.egg-info
+clean := rm -rf rlbatch.egg-info examples/rlbatch-llama/src/rlbatch_llama.egg-info
 requirements := setup.cfg pyproject.toml constraints.txt
 llama := examples/rlbatch-llama
 
