@@ -1,0 +1,36 @@
+"""``offload=none``: weights, gradients, optimizer state and engine share the accelerator's memory; nothing moves."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+
+from rlbatch.api import MemoryHandles, OffloadStrategy, OffloadStrategyFactory, OptimizerSpec, hookimpl
+
+
+class NoOffload:
+    """Leaves everything where it is."""
+
+    def configure_optimizer(self, spec: OptimizerSpec) -> OptimizerSpec:
+        """The spec, unchanged."""
+        return spec
+
+    def attach(self, handles: MemoryHandles) -> None:
+        """Needs no handles."""
+
+    def generating(self) -> AbstractContextManager[None]:
+        """Moves nothing."""
+        return nullcontext()
+
+    def training(self) -> AbstractContextManager[None]:
+        """Moves nothing."""
+        return nullcontext()
+
+
+def build() -> OffloadStrategy:
+    """The strategy of one rank."""
+    return NoOffload()
+
+
+@hookimpl
+def rlbatch_register_offload_strategies() -> Mapping[str, OffloadStrategyFactory]:
+    """Supplies ``none``."""
+    return {"none": build}

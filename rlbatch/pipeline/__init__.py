@@ -1,0 +1,1 @@
+"""From prompts to updated weights: the step, the loop around it, and what they need."""

@@ -1,0 +1,85 @@
+"""Calls rewards and checks what they return, so that a broken reward stops the job instead of bending its gradients."""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, SupportsFloat
+
+from rlbatch.api import Reward, RewardError, Sample, SampleGroup
+
+FLOAT32_MAX = 3.4028234663852886e38
+"""Rewards become float32."""
+
+
+def score(groups: list[SampleGroup], rewards: Mapping[str, Reward], default: str) -> None:
+    """Fills ``rewards`` of every group.
+
+    Each reward is called once, with all samples of its prompts: whole groups, in order.
+
+    Args:
+        groups: Groups with all their samples.
+        rewards: By name.
+        default: Reward of the prompts that name none.
+
+    Raises:
+        RewardError: a reward is unknown, raised, returned the wrong number of values, or a value that is no finite number.
+    """
+    by_reward: dict[str, list[SampleGroup]] = {}
+    for group in groups:
+        by_reward.setdefault(group.prompt.reward_name or default, []).append(group)
+    for name, scored in by_reward.items():
+        if name not in rewards:
+            raise RewardError(
+                f"reward={name}: not registered, but prompt {scored[0].prompt.prompt_id} needs it. Known: {', '.join(sorted(rewards))}."
+            )
+        samples = [sample for group in scored for sample in group.samples]
+        values = iter(_checked_values(name, samples, _call(name, rewards[name], samples)))
+        for group in scored:
+            group.rewards = [next(values) for _ in group.samples]
+
+
+def _call(name: str, reward: Reward, samples: list[Sample]) -> list[Any]:
+    try:
+        returned: Any = reward(samples)
+        if isinstance(returned, Iterable):
+            return list(returned)
+    # The reward is the user's code: it may raise anything, and all of it must reach the user with the reward's name.
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise RewardError(
+            f"reward={name}: raised {type(error).__name__}: {error} ({Path(frame.filename).name}:{frame.lineno}) on {_span(samples)}. "
+            "Correct the reward."
+        ) from error
+    raise RewardError(
+        f"reward={name}: returned {type(returned).__name__} for {_span(samples)}. Return a list of floats, one a sample, in order."
+    )
+
+
+def _checked_values(name: str, samples: list[Sample], values: list[Any]) -> list[float]:
+    if len(values) != len(samples):
+        raise RewardError(
+            f"reward={name}: returned {len(values)} values for {_span(samples)}. Return a list of floats, one a sample, in order."
+        )
+    return [_finite(name, sample, value) for sample, value in zip(samples, values, strict=True)]
+
+
+def _finite(name: str, sample: Sample, value: Any) -> float:
+    place = f"for prompt {sample.prompt.prompt_id} sample {sample.sample_index}"
+    try:
+        number = float(value) if isinstance(value, SupportsFloat) else None
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        number = None
+    if number is None:
+        raise RewardError(f"reward={name}: returned {value!r} ({type(value).__name__}) {place}: not a number. Return a float.")
+    if not math.isfinite(number) or abs(number) > FLOAT32_MAX:
+        raise RewardError(f"reward={name}: returned {value!r} {place}: must be finite in float32. Return a finite float.")
+    return number
+
+
+def _span(samples: list[Sample]) -> str:
+    """E.g. ``8 samples (prompt 3 sample 0 to prompt 4 sample 3)``."""
+    first, last = (f"prompt {s.prompt.prompt_id} sample {s.sample_index}" for s in (samples[0], samples[-1]))
+    return f"{len(samples)} samples ({first} to {last})"

@@ -1,0 +1,103 @@
+"""Rewards are called once on whole groups, and whatever is wrong with them is an error that says where."""
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from rlbatch.api import Prompt, RewardError, Sample, SampleGroup
+from rlbatch.pipeline.score import score
+
+
+def group(prompt_id: int, responses: Sequence[str], reward_name: str = "") -> SampleGroup:
+    prompt = Prompt(prompt_id, "text", (1, 2), label="label", reward_name=reward_name)
+    zeros = torch.zeros(3)
+    samples = [
+        Sample(prompt, index, torch.ones(3, dtype=torch.int64), zeros, zeros, response, "stop") for index, response in enumerate(responses)
+    ]
+    return SampleGroup(prompt, samples)
+
+
+def test_each_reward_sees_its_groups_once_and_in_order() -> None:
+    """Groups of two rewards interleave: each reward gets one call with its own samples in order, and values return to their samples."""
+    calls: list[tuple[str, list[str]]] = []
+
+    def reward(name: str, factor: float) -> Any:
+        def compute(samples: Sequence[Sample]) -> list[float]:
+            calls.append((name, [sample.response for sample in samples]))
+            return [factor * float(sample.response) for sample in samples]
+
+        return compute
+
+    groups = [group(0, ["1", "2"]), group(1, ["3", "4"], "double"), group(2, ["5", "6"])]
+    score(groups, {"single": reward("single", 1.0), "double": reward("double", 2.0), "unused": reward("unused", 0.0)}, "single")
+    assert calls == [("single", ["1", "2", "5", "6"]), ("double", ["3", "4"])]
+    assert [g.rewards for g in groups] == [[1.0, 2.0], [6.0, 8.0], [5.0, 6.0]]
+
+
+def test_numbers_of_other_types_become_floats() -> None:
+    """Booleans, integers, NumPy and zero-dimensional torch values are numbers; a tensor of all values is a sequence."""
+    import numpy as np
+
+    groups = [group(0, ["a", "b", "c", "d"])]
+    score(groups, {"r": lambda samples: [True, 2, np.float32(0.5), torch.tensor(0.25)]}, "r")
+    assert groups[0].rewards == [1.0, 2.0, 0.5, 0.25]
+    assert all(type(value) is float for value in groups[0].rewards)
+    score(groups, {"r": lambda samples: torch.arange(4.0)}, "r")
+    assert groups[0].rewards == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_what_a_reward_raises_is_named_and_chained() -> None:
+    """The error has the reward, the exception's type and text, its line and the samples; the cause is kept."""
+
+    def broken(samples: Sequence[Sample]) -> list[float]:
+        raise KeyError("gold")
+
+    with pytest.raises(RewardError, match=r"reward=r: raised KeyError: 'gold' \(test_score\.py:\d+\)") as caught:
+        score([group(7, ["a", "b"])], {"r": broken}, "r")
+    assert "2 samples (prompt 7 sample 0 to prompt 7 sample 1)" in str(caught.value)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_a_generator_that_raises_is_named_too() -> None:
+    """A reward may yield its values; what it raises on the way is still its error."""
+
+    def broken(samples: Sequence[Sample]) -> Any:
+        yield 1.0
+        raise ZeroDivisionError("division by zero")
+
+    with pytest.raises(RewardError, match=r"reward=r: raised ZeroDivisionError"):
+        score([group(0, ["a", "b"])], {"r": broken}, "r")
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ([1.0] * 7, "reward=r: returned 7 values for 8 samples"),
+        ([1.0] * 9, "reward=r: returned 9 values for 8 samples"),
+        (None, "reward=r: returned NoneType for 8 samples"),
+        (1.0, "reward=r: returned float for 8 samples"),
+        ([1.0] * 5 + [math.nan] * 3, "reward=r: returned nan for prompt 4 sample 1: must be finite"),
+        ([1.0] * 7 + [-math.inf], "reward=r: returned -inf for prompt 4 sample 3: must be finite"),
+        ([1e39] + [1.0] * 7, "reward=r: returned 1e+39 for prompt 3 sample 0: must be finite in float32"),
+        ([10**400] + [1.0] * 7, "for prompt 3 sample 0: not a number"),
+        ([1.0, None] + [1.0] * 6, "reward=r: returned None (NoneType) for prompt 3 sample 1: not a number"),
+        ([1.0] * 4 + ["0.5"] + [1.0] * 3, "reward=r: returned '0.5' (str) for prompt 4 sample 0: not a number"),
+        ([torch.zeros(2)] * 8, "(Tensor) for prompt 3 sample 0: not a number"),
+    ],
+)
+def test_wrong_values_are_refused(returned: Any, message: str) -> None:
+    """A wrong count, NaN, infinity, None and anything else that is no number is an error with the prompt and the sample."""
+    groups = [group(3, ["a"] * 4), group(4, ["a"] * 4)]
+    with pytest.raises(RewardError, match=re.escape(message)):
+        score(groups, {"r": lambda samples: returned}, "r")
+    assert groups[0].rewards == groups[1].rewards == []
+
+
+def test_an_unknown_reward_of_a_row_is_refused() -> None:
+    """The error names the reward, the prompt that asked for it and what there is."""
+    with pytest.raises(RewardError, match=r"reward=mth: not registered, but prompt 5 needs it\. Known: math, sequence"):
+        score([group(5, ["a"], "mth")], {"sequence": lambda samples: [0.0], "math": lambda samples: [0.0]}, "sequence")
