@@ -1,0 +1,77 @@
+"""docs/migrating.md against the schema and against the settings of the documents that people come from."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from rlbatch.config.convert import key_docs
+from rlbatch.config.schema import Config
+
+VERL = "NNODES TP PP EP OFFLOAD_FRACTION OFFLOAD_OPTIM LAST_LAYER MEGATRON_MAX_FRAGMENT_MB".split()
+VERL_RESULTS = ["num gpus", "mean response length", "rollout time(s)", "GPU memory(GB)", "CPU memory(GB)", "mfu", "MFU", "step time(s)"]
+VIME = """
+    --hf-checkpoint --ref-load --load --save --save-interval
+    --tensor-model-parallel-size --sequence-parallel --pipeline-model-parallel-size --context-parallel-size
+    --expert-model-parallel-size --expert-tensor-parallel-size
+    --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers
+    --recompute-granularity --recompute-method --recompute-num-layers
+    --use-dynamic-batch-size --max-tokens-per-gpu micro_batch_size
+    --advantage-estimator --use-kl-loss --kl-loss-coef --kl-loss-type --kl-coef --entropy-coef --eps-clip --eps-clip-high
+    --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer
+    --rollout-num-gpus-per-engine --vllm-gpu-memory-utilization --vllm-enable-expert-parallel --vllm-data-parallel-size
+    --vllm-server-concurrency --vllm-speculative-config
+    --moe-enable-deepep --moe-token-dispatcher-type
+    --input-fp8-hf-path --output-bf16-hf-path tools/fp8_cast_bf16.py tools/convert_hf_to_torch_dist.py
+    --nproc-per-node --nnodes --node-rank --master-addr --master-port --local-dir
+    --address --num-gpus --node-ip-address --disable-usage-stats --head --force
+    MODEL_ARGS MASTER_ADDR NODE_RANK WORKER_IP BASE_DIR PYTHONPATH mpi_hostfile
+""".split()
+
+SETTING = re.compile(r"(?<![\w-])(?:--)?[A-Za-z][\w/.-]*")
+
+
+@pytest.fixture(scope="module")
+def page(repository: Path) -> str:
+    return (repository / "docs/migrating.md").read_text(encoding="utf-8")
+
+
+def rows(page: str) -> list[tuple[str, str, str]]:
+    """Cells of every table row, without the header and the rule."""
+    cells = [tuple(cell.strip() for cell in line.strip("|\n").split("|")) for line in page.splitlines() if line.startswith("| ")]
+    return [(a, b, c) for a, b, c in cells if b not in ("rlbatch", "--")]
+
+
+def keys() -> set[str]:
+    return {doc.name for doc in key_docs(Config)}
+
+
+def test_every_row_answers_with_a_key_or_says_why_not(page: str) -> None:
+    """The second column is a key of the schema, `none` or `not yet`; `none` comes with a reason."""
+    known = keys()
+    for theirs, ours, why in rows(page):
+        assert ours in ("none", "not yet") or ours.strip("`") in known, theirs
+        assert why or ours != "none", theirs
+
+
+def test_every_key_on_the_page_exists(page: str) -> None:
+    """Also in the text: whatever looks like a key of one of our sections is one."""
+    sections = {name.partition(".")[0] for name in keys() if "." in name}
+    named = set(re.findall(rf"(?<![\w./-])(?:{'|'.join(sorted(sections))})\.[a-z_]+(?:\.[a-z_]+)*", page))
+    assert "layout.tp_size" in named
+    assert named <= keys() | {"config.json"}
+
+
+@pytest.mark.parametrize("setting", [*VERL, *VIME])
+def test_every_setting_is_answered(page: str, setting: str) -> None:
+    """Each flag, variable and script has a row of its own (or shares one), matched as a whole word."""
+    answered = {word for theirs, _, _ in rows(page) for word in SETTING.findall(theirs.replace("`", " "))}
+    assert setting in answered
+
+
+@pytest.mark.parametrize("column", VERL_RESULTS)
+def test_every_result_column_is_named(page: str, column: str) -> None:
+    """The columns of verl's benchmark are on the page."""
+    assert f"`{column}`" in page
