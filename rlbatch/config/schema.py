@@ -83,7 +83,9 @@ class RolloutConfig:
     name: str = key("transformers", "The rollout backend.")
     temperature: float = key(1.0, "Sampling temperature; log-probs are scored at it on both sides.")
     max_response_tokens: int = key(1024, "Limit of sampled tokens a sample.")
-    sync_weights: bool = key(True, "Send the policy's weights to the engine before each step; false only to test that the log-prob check sees it.")
+    sync_weights: bool = key(
+        True, "Send the policy's weights to the engine before each step; false only to test that the log-prob check sees it."
+    )
     bucket_mib: int = key(512, "MiB of a weight-sync bucket; a larger tensor travels alone.")
     options: Mapping[str, Any] = key({}, "The backend's own options.")
 

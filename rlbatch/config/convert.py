@@ -1,0 +1,174 @@
+"""Plain mappings to frozen dataclasses and back, with strict types: what does not fit is refused by its key."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from rlbatch.api import ConfigError
+
+T = TypeVar("T")
+
+MISSING_VALUE = "???"
+"""How a yaml file says that the user must give a value (OmegaConf's convention)."""
+
+_TYPE_WORDS: Mapping[Any, str] = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyDoc:
+    """One config key.
+
+    Attributes:
+        name: Dotted, e.g. ``train.steps``.
+        type: In words, e.g. ``an integer or null``.
+        default: Its default value.
+        doc: What it means, with its unit.
+    """
+
+    name: str
+    type: str
+    default: Any
+    doc: str
+
+
+def key_docs(cls: type, prefix: str = "") -> Iterator[KeyDoc]:
+    """Every key of a (nested) config or options dataclass, in order."""
+    hints = get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield from key_docs(hints[field.name], f"{prefix}{field.name}.")
+        else:
+            yield KeyDoc(prefix + field.name, _words(hints[field.name]), _default(field), field.metadata.get("doc", ""))
+
+
+def closest(name: str, known: Iterable[str]) -> list[str]:
+    """At most three of ``known`` that ``name`` may have meant, the likeliest first."""
+    names = list(known)
+    same_end = [other for other in names if other.endswith(f".{name}")]
+    similar = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+    return list(dict.fromkeys(same_end + similar))[:3]
+
+
+def unknown_key(key: str, known: Iterable[str]) -> ConfigError:
+    """The error for a key that does not exist."""
+    names = list(known)
+    meant = " or ".join(f"`{name}`" for name in closest(key, names))
+    if meant:
+        return ConfigError(f"{key}: unknown key. Did you mean {meant}?")
+    parent = key.rpartition(".")[0]
+    beside = [name for name in names if name.startswith(f"{parent}.")] if parent else names
+    return ConfigError(f"{key}: unknown key. Known: {', '.join(beside or names) or 'none'}.")
+
+
+def from_mapping(cls: type[T], values: Mapping[Any, Any], prefix: str = "") -> T:
+    """Builds a dataclass from a mapping; absent keys take their defaults.
+
+    Args:
+        cls: A dataclass whose fields all have defaults.
+        values: Key -> value.
+        prefix: What stands before the keys in messages, e.g. ``reward.options.``.
+
+    Raises:
+        ConfigError: an unknown key, or a value that is not of its key's type.
+    """
+    hints = get_type_hints(cls)
+    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    for name in values:
+        if name not in names:
+            raise unknown_key(f"{prefix}{name}", [prefix + known for known in names])
+    return cls(**{name: _checked(hints[name], value, prefix + name) for name, value in values.items()})
+
+
+def to_plain(value: Any) -> Any:
+    """A dataclass as nested dicts and lists, ready for yaml."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {name: to_plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_plain(item) for item in value]
+    return value
+
+
+def _checked(hint: Any, value: Any, key: str) -> Any:
+    if value == MISSING_VALUE:
+        raise ConfigError(f"{key}: has no value. Give one: {key}=<{_words(hint)}>.")
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        if not isinstance(value, Mapping):
+            raise ConfigError(
+                f"{key}={value}: is a group of keys. Set one of {', '.join(f'`{doc.name}`' for doc in key_docs(hint, f'{key}.'))}."
+            )
+        return from_mapping(hint, value, f"{key}.")
+    if get_origin(hint) in (Union, types.UnionType):
+        return _checked_union(hint, value, key)
+    if not _fits(hint, value):
+        raise ConfigError(f"{key}={_show(value)}: must be {_words(hint)}, not {_kind(value)}.{_quoting(hint, key, value)}")
+    if hint is float:
+        return float(value)
+    if get_origin(hint) in (tuple, list, Sequence):
+        container = list if get_origin(hint) is list else tuple
+        return container(_checked(get_args(hint)[0], item, f"{key}[{index}]") for index, item in enumerate(value))
+    return value
+
+
+def _checked_union(hint: Any, value: Any, key: str) -> Any:
+    for member in get_args(hint):
+        if dataclasses.is_dataclass(member) or _fits(member, value):
+            return _checked(member, value, key)
+    raise ConfigError(f"{key}={_show(value)}: must be {_words(hint)}, not {_kind(value)}.")
+
+
+def _fits(hint: Any, value: Any) -> bool:
+    if hint is Any:
+        return True
+    origin = get_origin(hint)
+    if origin is Literal:
+        return any(value == choice and type(value) is type(choice) for choice in get_args(hint))
+    if origin in (tuple, list, Sequence):
+        return isinstance(value, (list, tuple))
+    if origin is not None:
+        return isinstance(value, origin)
+    if hint is None:
+        return value is None
+    if isinstance(value, bool) and hint is not bool:
+        return False
+    return isinstance(value, (int, float) if hint is float else hint)
+
+
+def _words(hint: Any) -> str:
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        return " or ".join(_words(member) for member in get_args(hint))
+    if origin is Literal:
+        return (
+            ", ".join(f"`{choice}`" for choice in get_args(hint)[:-1])
+            + f"{' or ' if len(get_args(hint)) > 1 else ''}`{get_args(hint)[-1]}`"
+        )
+    if origin in (tuple, list, Sequence):
+        return "a list"
+    if origin is not None and issubclass(origin, Mapping):
+        return "a mapping"
+    return _TYPE_WORDS.get(hint, getattr(hint, "__name__", str(hint)))
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, str):
+        return f"`{value}`"
+    return _TYPE_WORDS.get(type(value)) or ("a list" if isinstance(value, (list, tuple)) else "a mapping")
+
+
+def _show(value: Any) -> str:
+    return {True: "true", False: "false"}[value] if isinstance(value, bool) else "null" if value is None else str(value)
+
+
+def _quoting(hint: Any, key: str, value: Any) -> str:
+    is_scalar = isinstance(value, (int, float, bool))
+    return f""" Quote it: '{key}="{_show(value)}"'.""" if hint is str and is_scalar else ""
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default

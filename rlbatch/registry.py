@@ -1,0 +1,375 @@
+"""The plugins of a job: found by entry point, checked, and sorted into tables of names.
+
+Built-ins register first: pluggy asks the last registered first, so a third party wins where one answer counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+import pluggy
+
+from rlbatch.api import (
+    API_VERSION,
+    AdvantageEstimator,
+    Configurable,
+    ModelError,
+    ModelFamily,
+    OffloadStrategy,
+    PluginError,
+    PolicyLoss,
+    Reward,
+    RolloutBackend,
+    RolloutContext,
+    hookspecs,
+)
+from rlbatch.config.compose import compose
+from rlbatch.config.convert import closest, from_mapping, to_plain
+from rlbatch.config.schema import Config
+
+ENTRY_POINT_GROUP = "rlbatch"
+DISTRIBUTION = "rlbatch"
+
+
+@dataclass(frozen=True)
+class Supplier:
+    """Who registered something.
+
+    Attributes:
+        module: Module, or the path of a python file.
+        distribution: Installed distribution; empty for ``plugins=[...]``.
+        version: Of the distribution.
+    """
+
+    module: str
+    distribution: str = ""
+    version: str = ""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A registered name.
+
+    Attributes:
+        name: What the config says.
+        value: What the plugin returned for it.
+        options: The options dataclass, or None.
+        supplier: Who registered it.
+    """
+
+    name: str
+    value: Any
+    options: type | None
+    supplier: Supplier
+
+    def parse(self, options: Mapping[str, Any], key: str) -> Any:
+        """The options as an instance of the options dataclass; None if the plugin has none.
+
+        Raises:
+            ConfigError: an unknown option or a value of the wrong type.
+        """
+        if self.options is None:
+            from_mapping(_NoOptions, options, f"{key}.options.")
+            return None
+        return from_mapping(self.options, options, f"{key}.options.")
+
+
+@dataclass(frozen=True)
+class _NoOptions:
+    pass
+
+
+class Table(Mapping[str, Entry]):
+    """Names of one kind. Looking up an unknown name explains what there is."""
+
+    def __init__(self, key: str, entries: Mapping[str, Entry]) -> None:
+        """Args:
+        key: The config key that chooses a name, e.g. ``reward``.
+        entries: Name -> entry.
+        """
+        self.key = key
+        self._entries = dict(entries)
+
+    def __getitem__(self, name: str) -> Entry:
+        """The entry of a name.
+
+        Raises:
+            PluginError: the name is unknown; lists what exists and who supplied it.
+        """
+        if name in self._entries:
+            return self._entries[name]
+        meant = " or ".join(self._described(close) for close in closest(name, self._entries))
+        known = ", ".join(self._described(known) for known in sorted(self._entries)) or "nothing"
+        raise PluginError(f"{self.key}={name}: unknown. {f'Did you mean {meant}? ' if meant else ''}Known: {known}.")
+
+    def __iter__(self) -> Iterator[str]:
+        """The names."""
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        """How many names."""
+        return len(self._entries)
+
+    def __contains__(self, name: object) -> bool:
+        """Whether a name is registered; Mapping's own would see PluginError instead of KeyError."""
+        return name in self._entries
+
+    def _described(self, name: str) -> str:
+        return f"`{name}` ({self._entries[name].supplier.module})"
+
+
+KINDS: Mapping[str, tuple[str, bool]] = {
+    "rlbatch_register_rollout_backends": ("rollout", True),
+    "rlbatch_register_advantage_estimators": ("algorithm.advantage", False),
+    "rlbatch_register_policy_losses": ("algorithm.loss", False),
+    "rlbatch_register_offload_strategies": ("offload", True),
+    "rlbatch_register_rewards": ("reward", True),
+}
+"""Hook -> (config key that chooses among its names, whether a name may have options)."""
+
+
+class Registry:
+    """What the plugins offer.
+
+    Attributes:
+        rollouts, advantages, losses, offloads, rewards: Tables, name -> entry.
+        suppliers: Everything that was loaded, in order.
+    """
+
+    def __init__(self, manager: pluggy.PluginManager, suppliers: Mapping[str, Supplier]) -> None:
+        """Asks every plugin for its names."""
+        self._manager = manager
+        self._suppliers = suppliers
+        tables = {key: Table(key, self._entries(hook, has_options)) for hook, (key, has_options) in KINDS.items()}
+        self.rollouts = tables["rollout"]
+        self.advantages = tables["algorithm.advantage"]
+        self.losses = tables["algorithm.loss"]
+        self.offloads = tables["offload"]
+        self.rewards = tables["reward"]
+
+    @property
+    def tables(self) -> tuple[Table, ...]:
+        """All tables."""
+        return (self.rollouts, self.rewards, self.advantages, self.losses, self.offloads)
+
+    @property
+    def model_families(self) -> tuple[Supplier, ...]:
+        """Plugins that claim Hugging Face configs, in the order in which they are asked."""
+        impls = self._manager.hook.rlbatch_resolve_model_family.get_hookimpls()
+        return tuple(self._suppliers[impl.plugin_name] for impl in reversed(impls))
+
+    def resolve_model_family(self, hf_config: Mapping[str, Any]) -> ModelFamily:
+        """The family of a Hugging Face config.json.
+
+        Raises:
+            ModelError: no plugin claims it, or its family refuses a field.
+        """
+        family = self._manager.hook.rlbatch_resolve_model_family(hf_config=hf_config)
+        if family is None:
+            asked = ", ".join(supplier.module for supplier in self.model_families) or "nobody"
+            raise ModelError(
+                f"model.hf: no plugin claims model_type `{hf_config.get('model_type')}`. Asked: {asked}. "
+                "Use a supported model, or add a plugin with rlbatch_resolve_model_family."
+            )
+        if not isinstance(family, ModelFamily):
+            raise PluginError(
+                f"rlbatch_resolve_model_family: must return a ModelFamily or None, returned {type(family).__name__}. Correct it."
+            )
+        return family
+
+    def complete(self, config: Config) -> Config:
+        """Checks the plugin names of a config and fills in the defaults of their options.
+
+        Raises:
+            PluginError: an unknown name.
+            ConfigError: an unknown option or a value of the wrong type.
+        """
+        _ = self.advantages[config.algorithm.advantage], self.losses[config.algorithm.loss]
+        return dataclasses.replace(
+            config,
+            rollout=dataclasses.replace(config.rollout, options=_completed(self.rollouts, config.rollout.name, config.rollout.options)),
+            reward=dataclasses.replace(config.reward, options=_completed(self.rewards, config.reward.name, config.reward.options)),
+            offload=dataclasses.replace(config.offload, options=_completed(self.offloads, config.offload.name, config.offload.options)),
+        )
+
+    def advantage(self, name: str) -> AdvantageEstimator:
+        """An advantage estimator."""
+        return cast(AdvantageEstimator, self.advantages[name].value)
+
+    def loss(self, name: str) -> PolicyLoss:
+        """A policy loss."""
+        return cast(PolicyLoss, self.losses[name].value)
+
+    def build_reward(self, name: str, options: Mapping[str, Any]) -> Reward:
+        """A reward, ready to be called."""
+        entry = self.rewards[name]
+        parsed = entry.parse(options, "reward")
+        return cast(Reward, entry.value if entry.options is None else entry.value.build(parsed))
+
+    def build_rollout(self, name: str, options: Mapping[str, Any], context: RolloutContext) -> RolloutBackend:
+        """An engine on this rank."""
+        entry = self.rollouts[name]
+        parsed = entry.parse(options, "rollout")
+        return cast(RolloutBackend, entry.value(context) if entry.options is None else entry.value.build(context, parsed))
+
+    def build_offload(self, name: str, options: Mapping[str, Any]) -> OffloadStrategy:
+        """This rank's offload strategy."""
+        entry = self.offloads[name]
+        parsed = entry.parse(options, "offload")
+        return cast(OffloadStrategy, entry.value() if entry.options is None else entry.value.build(parsed))
+
+    def _entries(self, hook: str, has_options: bool) -> dict[str, Entry]:
+        entries: dict[str, Entry] = {}
+        for impl in getattr(self._manager.hook, hook).get_hookimpls():
+            supplier = self._suppliers[impl.plugin_name]
+            for name, value in _registered(impl.function, hook, supplier).items():
+                entry = Entry(name, value, _options_type(name, value, has_options, hook, supplier), supplier)
+                if name in entries:
+                    raise PluginError(
+                        f"{KINDS[hook][0]}={name}: registered twice, by {entries[name].supplier.module} and {supplier.module}. "
+                        "Rename one, or uninstall one of the two."
+                    )
+                entries[name] = entry
+        return entries
+
+
+def load_plugins(extra: Sequence[str] = ()) -> Registry:
+    """Imports and registers every plugin: the built-ins, other distributions', then ``extra``.
+
+    Args:
+        extra: Python files or importable modules (the config's ``plugins``).
+
+    Raises:
+        PluginError: a plugin that does not import, does not fit the API, or clashes with another.
+    """
+    manager = pluggy.PluginManager(hookspecs.PROJECT)
+    manager.add_hookspecs(hookspecs)
+    suppliers: dict[str, Supplier] = {}
+    for module, supplier in [*_installed(), *(_extra(name) for name in extra)]:
+        if not manager.is_registered(module):
+            _register(manager, module, supplier)
+            suppliers[supplier.module] = supplier
+    return Registry(manager, suppliers)
+
+
+def compose_job(overrides: Sequence[str]) -> tuple[Config, Registry]:
+    """Composes a config, loads its plugins, and checks the names and options that it gives them.
+
+    Raises:
+        ConfigError: see ``rlbatch.config.compose``.
+        PluginError: see ``load_plugins`` and ``Registry.complete``.
+    """
+    config = compose(overrides)
+    registry = load_plugins(config.plugins)
+    return registry.complete(config), registry
+
+
+def _installed() -> Iterator[tuple[ModuleType, Supplier]]:
+    """Plugins of installed distributions, the built-ins first."""
+    found = [(point.dist.name if point.dist else "", point) for point in metadata.entry_points(group=ENTRY_POINT_GROUP)]
+    if not any(distribution == DISTRIBUTION for distribution, _ in found):
+        raise PluginError(
+            f"plugins: the entry points of {DISTRIBUTION} are not installed, so its own plugins cannot be found. "
+            "Run `pip install -e .` in its source folder."
+        )
+    for distribution, point in sorted(found, key=lambda item: (item[0] != DISTRIBUTION, item[0], item[1].name)):
+        supplier = Supplier(point.value, distribution, point.dist.version if point.dist else "")
+        try:
+            yield cast(ModuleType, point.load()), supplier
+        except Exception as error:  # whatever a plugin raises while it is imported must name the plugin
+            raise _import_error(supplier, error) from error
+
+
+def _extra(name: str) -> tuple[ModuleType, Supplier]:
+    """A plugin named in the config: a python file or a module."""
+    if not name.endswith(".py"):
+        try:
+            return importlib.import_module(name), Supplier(name)
+        except Exception as error:  # see _installed
+            raise _import_error(Supplier(name), error) from error
+    path = Path(name).expanduser().resolve()
+    if not path.is_file():
+        raise PluginError(f"plugins=[{name}]: there is no such file ({path}). Correct the path.")
+    module_name = f"rlbatch_plugin_file_{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise PluginError(f"plugins=[{name}]: cannot be imported as python. Name a .py file.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # dataclasses and pickle look modules up by name
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # see _installed
+        del sys.modules[module_name]
+        raise _import_error(Supplier(name), error) from error
+    return module, Supplier(name)
+
+
+def _import_error(supplier: Supplier, error: Exception) -> PluginError:
+    origin = f" of {supplier.distribution} {supplier.version}" if supplier.distribution else ""
+    return PluginError(f"plugin {supplier.module}{origin}: does not import: {type(error).__name__}: {error}. Correct it, or do without it.")
+
+
+def _register(manager: pluggy.PluginManager, module: ModuleType, supplier: Supplier) -> None:
+    needed = getattr(module, "RLBATCH_API", API_VERSION)
+    if needed > API_VERSION:
+        raise PluginError(f"plugin {supplier.module}: needs plugin API {needed}, this rlbatch has {API_VERSION}. Upgrade rlbatch.")
+    try:
+        manager.register(module, name=supplier.module)
+    except pluggy.PluginValidationError as error:
+        raise PluginError(f"plugin {supplier.module}: {error}. See docs/plugins.md for each hook's arguments.") from error
+    hooks = manager.get_hookcallers(module) or []
+    known = [name for name, _ in inspect.getmembers(hookspecs, inspect.isfunction) if name.startswith("rlbatch_")]
+    for hook in hooks:
+        if not hook.has_spec():
+            meant = difflib.get_close_matches(hook.name, known, n=1, cutoff=0)[0]
+            raise PluginError(f"plugin {supplier.module}: `{hook.name}` is not a hook. Did you mean `{meant}`?")
+    if not hooks:
+        raise PluginError(f"plugin {supplier.module}: implements no hook. Put `@rlbatch.api.hookimpl` above one of {', '.join(known)}.")
+
+
+def _registered(function: Any, hook: str, supplier: Supplier) -> Mapping[str, Any]:
+    try:
+        names = function()
+    except Exception as error:  # plugins run foreign code: whatever it raises must name the plugin
+        raise PluginError(f"plugin {supplier.module}: {hook} raised {type(error).__name__}: {error}. Correct it.") from error
+    if not isinstance(names, Mapping) or not all(isinstance(name, str) for name in names):
+        raise PluginError(
+            f"plugin {supplier.module}: {hook} must return a mapping from names, returned {type(names).__name__}. Correct it."
+        )
+    return names
+
+
+def _options_type(name: str, value: Any, has_options: bool, hook: str, supplier: Supplier) -> type | None:
+    what = f"plugin {supplier.module}: `{name}` of {hook}"
+    if not isinstance(value, Configurable):
+        if not callable(value):
+            raise PluginError(f"{what} must be callable, is {type(value).__name__}. Correct it.")
+        return None
+    if not has_options:
+        raise PluginError(f"{what} cannot have options. Register the function itself.")
+    if not dataclasses.is_dataclass(value.options):
+        raise PluginError(f"{what}: options must be a dataclass. Decorate it with @dataclass(frozen=True).")
+    required = [
+        field.name
+        for field in dataclasses.fields(value.options)
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    ]
+    if required:
+        raise PluginError(f"{what}: the option `{required[0]}` has no default. Give it one.")
+    return value.options
+
+
+def _completed(table: Table, name: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    parsed = table[name].parse(options, table.key)
+    return {} if parsed is None else cast(Mapping[str, Any], to_plain(parsed))
