@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import pytest
+
+from rlbatch.api import ModelFamily
+from rlbatch.metrics.mfu import (
+    attention_flops_per_squared_token,
+    forward_flops,
+    known_peak_flops,
+    matmul_flops_per_token,
+    mfu,
+    peak_flops,
+    training_flops,
+)
+
+
+def family(vocab_size: int, **transformer: object) -> ModelFamily:
+    return ModelFamily(
+        name="test",
+        transformer=transformer,
+        vocab_size=vocab_size,
+        rotary_base=1e6,
+        tie_embeddings=False,
+        max_sequence_length=32768,
+        mappings=(),
+    )
+
+
+QWEN3_30B_A3B = family(
+    151936,
+    num_layers=48,
+    hidden_size=2048,
+    ffn_hidden_size=6144,
+    num_attention_heads=32,
+    num_query_groups=4,
+    kv_channels=128,
+    num_moe_experts=128,
+    moe_router_topk=8,
+    moe_ffn_hidden_size=768,
+    gated_linear_unit=True,
+)
+QWEN25_7B = family(
+    152064, num_layers=28, hidden_size=3584, ffn_hidden_size=18944, num_attention_heads=28, num_query_groups=4, gated_linear_unit=True
+)
+MIXTRAL_8X7B = family(
+    32000,
+    num_layers=32,
+    hidden_size=4096,
+    ffn_hidden_size=14336,
+    num_attention_heads=32,
+    num_query_groups=8,
+    num_moe_experts=8,
+    moe_router_topk=2,
+    gated_linear_unit=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "gflop", "attention_kflop"), [(QWEN3_30B_A3B, 6.06, 393.2), (QWEN25_7B, 14.14, 200.7), (MIXTRAL_8X7B, 25.50, 262.1)]
+)
+def test_forward_flops_of_known_models(model: ModelFamily, gflop: float, attention_kflop: float) -> None:
+    """Forward GFLOP a token and attention kFLOP a token and context token are those of the published shapes."""
+    assert matmul_flops_per_token(model) / 1e9 == pytest.approx(gflop, abs=0.006)
+    assert attention_flops_per_squared_token(model) / 1e3 == pytest.approx(attention_kflop, abs=0.06)
+
+
+def test_a_shared_expert_counts_for_every_token() -> None:
+    """A shared expert adds its three matrices in every layer."""
+    shared = family(151936, **{**QWEN3_30B_A3B.transformer, "moe_shared_expert_intermediate_size": 768})
+    assert matmul_flops_per_token(shared) - matmul_flops_per_token(QWEN3_30B_A3B) == 2 * 48 * 3 * 2048 * 768
+
+
+def test_an_ungated_model_has_two_matrices() -> None:
+    """Without a gate the MLP has two matrices instead of three."""
+    plain = family(152064, **{**QWEN25_7B.transformer, "gated_linear_unit": False})
+    assert matmul_flops_per_token(QWEN25_7B) - matmul_flops_per_token(plain) == 2 * 28 * 3584 * 18944
+
+
+def test_attention_is_quadratic_in_each_sequence() -> None:
+    """Two sequences of 1000 cost less than one of 2000, by exactly the attention between them; training is three forwards."""
+    difference = forward_flops(QWEN25_7B, [2000]) - forward_flops(QWEN25_7B, [1000, 1000])
+    assert difference == pytest.approx(attention_flops_per_squared_token(QWEN25_7B) * 2_000_000)
+    assert training_flops(QWEN25_7B, [7, 9]) == 3 * forward_flops(QWEN25_7B, [7, 9])
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H200", 989),
+        ("NVIDIA H20", 148),
+        ("NVIDIA H20-3e", 148),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA L4", None),
+    ],
+)
+def test_peaks_by_device_name(name: str, tflops: float | None) -> None:
+    """Known cards have their dense bf16 peak; H20 is not H200, and slower variants are not taken for the SXM card."""
+    assert known_peak_flops(name) == (None if tflops is None else tflops * 1e12)
+
+
+def test_the_cpu_is_measured_once() -> None:
+    """A CPU's peak is a measured figure of a plausible size, and the same when asked again."""
+    peak = peak_flops("cpu")
+    assert 1e8 < peak < 1e14
+    assert peak_flops("cpu") == peak
+
+
+def test_mfu_is_a_share_of_all_ranks() -> None:
+    """Half of the peak of 4 ranks for 2 seconds is 0.5."""
+    assert mfu(flops=4e12, seconds=2.0, world_size=4, peak_flops=1e12) == 0.5

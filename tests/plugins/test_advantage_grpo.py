@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from rlbatch_plugins.advantage_grpo import dr_grpo, grpo, rlbatch_register_advantage_estimators
+from tests.plugins.advantage_cases import CASES, Case
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_grpo_divides_by_the_sample_std(case: Case) -> None:
+    """GRPO is (r - mean) / (std + 1e-6) with ddof 1 in each group; one sample keeps its reward."""
+    expected = case.by_group(lambda r, _: (r - r.mean()) / (r.std(ddof=1) + 1e-6) if len(r) > 1 else r)
+    np.testing.assert_allclose(grpo(case.inputs()).numpy(), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_dr_grpo_only_centres(case: Case) -> None:
+    """Dr. GRPO is r - mean in each group; one sample keeps its reward."""
+    expected = case.by_group(lambda r, _: r - r.mean() if len(r) > 1 else r)
+    np.testing.assert_allclose(dr_grpo(case.inputs()).numpy(), expected, rtol=0, atol=1e-6)
+
+
+def test_known_numbers() -> None:
+    """The convention does not move: literal values of one small step."""
+    expected = [0.8660239, -0.8660239, -0.8660239, 0.8660239, 0.1463847, -0.4391540, -1.0246927, 1.3174621]
+    np.testing.assert_allclose(grpo(CASES["two_groups"].inputs()).numpy(), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("estimator", rlbatch_register_advantage_estimators().values(), ids=rlbatch_register_advantage_estimators())
+@pytest.mark.parametrize("size", [2, 3, 7, 8, 16])
+def test_equal_rewards_teach_nothing(estimator, size: int) -> None:
+    """A group of equal rewards has advantages of exactly 0, though 0.1 and 1/3 have no exact binary form."""
+    for reward in (0.1, 1 / 3, 0.7):
+        advantages = estimator(Case([reward] * size, [size], [1] * size).inputs())
+        assert torch.equal(advantages, torch.zeros(size))
+        assert advantages.dtype == torch.float32
