@@ -65,7 +65,7 @@ def _transformer(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         "qk_layernorm": True,
         "gated_linear_unit": True,
         "activation_func": "silu",
-        "num_moe_experts": hf_config["num_experts"],
+        "num_moe_experts": hf_config.get("num_experts") or hf_config["num_local_experts"],
         "moe_ffn_hidden_size": hf_config["moe_intermediate_size"],
         "moe_router_topk": hf_config["num_experts_per_tok"],
         # norm_topk_prob: softmax over the chosen experts = softmax over all, renormalised over the chosen.

@@ -1,0 +1,1 @@
+"""Checkpoints on disk: Hugging Face folders, and the run's own checkpoints."""

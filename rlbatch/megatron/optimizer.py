@@ -1,0 +1,61 @@
+"""Megatron's distributed optimizer and its learning-rate schedule, from our config keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from rlbatch.api import OptimizerSpec
+from rlbatch.config.schema import OptimizerConfig
+from rlbatch.megatron.model import DTYPES
+
+
+def wrap_data_parallel(config: Any, chunks: list[Any]) -> list[DistributedDataParallel]:
+    """Gradient buffers in fp32, reduce-scattered over data-parallel ranks for the distributed optimizer."""
+    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False)
+    return [DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0) for index, chunk in enumerate(chunks)]
+
+
+def optimizer_spec(config: OptimizerConfig, precision: str) -> OptimizerSpec:
+    """Arguments of Megatron's ``OptimizerConfig``, before the offload strategy has seen them."""
+    return OptimizerSpec(
+        {
+            "optimizer": config.name,
+            "lr": config.lr,
+            "min_lr": config.min_lr,
+            "weight_decay": config.weight_decay,
+            "adam_beta1": config.beta1,
+            "adam_beta2": config.beta2,
+            "adam_eps": config.eps,
+            "clip_grad": config.clip_grad,
+            "bf16": precision == "bf16",
+            "params_dtype": DTYPES[precision],
+            "use_distributed_optimizer": True,
+        }
+    )
+
+
+def build_optimizer(spec: OptimizerSpec, chunks: list[DistributedDataParallel]) -> MegatronOptimizer:
+    """The distributed optimizer: one for dense parameters, one for experts, chained."""
+    return get_megatron_optimizer(MegatronOptimizerConfig(**spec.arguments), chunks)
+
+
+def build_schedule(optimizer: MegatronOptimizer, config: OptimizerConfig, steps: int) -> OptimizerParamScheduler:
+    """The learning rate, in units of steps: linear warm-up from 0, then the chosen decay to ``min_lr`` at the last step."""
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        lr_warmup_steps=config.lr_warmup_steps,
+        lr_decay_steps=max(steps, config.lr_warmup_steps + 1),
+        lr_decay_style=config.lr_schedule,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )

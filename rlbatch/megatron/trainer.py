@@ -1,0 +1,226 @@
+"""The trainer: one rank's share of the policy on Megatron-core, seen as three operations: score tokens, update, stream the weights."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
+from torch import Tensor
+
+from rlbatch.algorithms.objective import SUMS, Objective
+from rlbatch.api import Microbatch, ModelError, ModelFamily, OffloadStrategy
+from rlbatch.config.schema import Config
+from rlbatch.megatron import parallel
+from rlbatch.megatron.model import PolicyModel, build_model, transformer_config
+from rlbatch.megatron.optimizer import build_optimizer, build_schedule, optimizer_spec, wrap_data_parallel
+from rlbatch.megatron.shifted import ShiftedPack
+from rlbatch.weights.params import NamedTensor, ParameterMap, ReadTensor
+
+LossFunction = Callable[[Tensor], tuple[Tensor, Tensor, Any]]
+
+
+class Trainer:
+    """Model, optimizer and schedules of this rank. Every method is a collective over all ranks.
+
+    Args:
+        config: The job's config; model-parallel groups exist already.
+        family: Of the model.
+        offload: May change how the optimizer is built, and moves its state.
+    """
+
+    def __init__(self, config: Config, family: ModelFamily, offload: OffloadStrategy) -> None:
+        self._config, self._family = config, family
+        self._device = torch.cuda.current_device()
+        megatron_config = transformer_config(family, config.layout, config.train.precision)
+        megatron_config.finalize_model_grads_func = _finalize_without_scaling
+        stages = build_model(megatron_config, family)
+        for stage in stages:
+            stage.temperature, stage.chunk_tokens = config.rollout.temperature, config.train.logprob_chunk_tokens
+        self.params = _global_names(stages)
+        wrapped = [Float16Module(megatron_config, stage) if megatron_config.bf16 else stage for stage in stages]
+        self._chunks = wrap_data_parallel(megatron_config, wrapped)
+        self.optimizer = build_optimizer(offload.configure_optimizer(optimizer_spec(config.optimizer, config.train.precision)), self._chunks)
+        self.schedule = build_schedule(self.optimizer, config.optimizer, config.train.steps)
+        self._map = ParameterMap(family, parallel.weight_groups())
+        self._reference: dict[str, Tensor] = {}
+        self.policy_version = 0
+        offload.attach(self)
+
+    def optimizer_state(self) -> Iterable[Tensor]:
+        """This rank's master weights and moments (``MemoryHandles``)."""
+        for optimizer in self.optimizer.chained_optimizers:
+            for state in optimizer.optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, Tensor))
+
+    def load(self, read: ReadTensor) -> None:
+        """Fills the policy from Hugging Face tensors."""
+        self._map.load(self.params, read)
+        self.optimizer.reload_model_params()
+
+    def load_reference(self, read: ReadTensor | None) -> None:
+        """Keeps a reference model on the host: from Hugging Face tensors, or (None) a copy of the policy as it is now."""
+        self._reference = {name: torch.empty_like(param, device="cpu") for name, param in self.params.items()}
+        if read is None:
+            for name, param in self.params.items():
+                self._reference[name].copy_(param.detach())
+        else:
+            self._map.load(self._reference, read)
+
+    @contextlib.contextmanager
+    def reference(self) -> Iterator[None]:
+        """The reference model's weights in the place of the policy's: no second model on the accelerator."""
+        if not self._reference:
+            raise ModelError("algorithm.kl_loss: no reference model was loaded. Set kl_loss or kl_reward_coef before the run starts.")
+        self._swap_reference()
+        try:
+            yield
+        finally:
+            self._swap_reference()
+
+    def _swap_reference(self) -> None:
+        with torch.no_grad():
+            for name, param in self.params.items():
+                kept = param.detach().to("cpu", copy=True)
+                param.copy_(self._reference[name])
+                self._reference[name].copy_(kept)
+
+    def export(self) -> Iterator[NamedTensor]:
+        """Streams the policy as full Hugging Face tensors, on every rank."""
+        return self._map.export(self.params)
+
+    def export_gradients(self) -> Iterator[NamedTensor]:
+        """Streams the last ``backward``'s gradients under Hugging Face names, on every rank."""
+        for chunk in self._chunks:
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                for bucket in buffer.buckets:
+                    group = buffer.data_parallel_group
+                    shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()  # the rest was not reduced here
+                    dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
+        return self._map.export({name: param.main_grad for name, param in self.params.items()})
+
+    def logprobs(self, microbatches: Sequence[Microbatch]) -> list[Tensor]:
+        """Log-probabilities under the model's current weights.
+
+        Args:
+            microbatches: As many on every data-parallel rank; the same on the ranks that share the model.
+
+        Returns:
+            [T] float32 nats on the host for each microbatch, 0 where masked; on every rank.
+        """
+
+        def keep(output: Tensor) -> tuple[Tensor, Tensor, Any]:
+            return output.sum(), torch.tensor(0, dtype=torch.int), output[0].float()
+
+        packs = [self._shifted(microbatch) for microbatch in microbatches]
+        outputs = self._run(packs, [keep] * len(packs), forward_only=True)
+        return [
+            pack.restore(self._from_last_stage(outputs[i] if outputs else None, pack.local_tokens)).where(mb.loss_mask.cpu() > 0, 0.0)
+            for i, (pack, mb) in enumerate(zip(packs, microbatches, strict=True))
+        ]
+
+    def update(self, microbatches: Sequence[Microbatch], objective: Objective, denominator: float) -> dict[str, float]:
+        """One optimizer step.
+
+        Args:
+            microbatches: As for ``logprobs``.
+            objective: Loss of a microbatch.
+            denominator: Of the whole update: all microbatches of all data-parallel ranks.
+
+        Returns:
+            ``SUMS`` over all ranks (as sums), ``grad_norm`` and ``lr``.
+        """
+        sums = self.backward(microbatches, objective, denominator)
+        succeeded, grad_norm, _ = self.optimizer.step()
+        if not succeeded:
+            raise ModelError(f"update {self.policy_version + 1}: gradients are not finite. Lower optimizer.lr, or look at the rewards.")
+        self.policy_version += 1
+        return sums | {"grad_norm": float(grad_norm), "lr": float(self.optimizer.param_groups[0]["lr"])}
+
+    def backward(self, microbatches: Sequence[Microbatch], objective: Objective, denominator: float) -> dict[str, float]:
+        """Forward and backward of ``update``, without the optimizer's step; returns ``SUMS`` over all ranks."""
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        packs = [self._shifted(microbatch) for microbatch in microbatches]
+
+        def loss_of(pack: ShiftedPack, output: Tensor) -> tuple[Tensor, Tensor, Any]:
+            loss, sums = objective(output[0], output[1], pack.microbatch, denominator)
+            return loss, torch.tensor(0, dtype=torch.int), sums
+
+        outputs = self._run(packs, [partial(loss_of, pack) for pack in packs], forward_only=False)
+        sums = torch.stack(outputs).sum(0) if outputs else torch.zeros(len(SUMS), dtype=torch.float64, device=self._device)
+        dist.all_reduce(sums, group=parallel.dp_cp_group())
+        self._broadcast_from_last_stage(sums)
+        return dict(zip(SUMS, sums.tolist(), strict=True))
+
+    def _shifted(self, microbatch: Microbatch) -> ShiftedPack:
+        group = parallel_state.get_context_parallel_group()
+        return ShiftedPack.of(microbatch, self._device, group)
+
+    def _run(self, packs: Sequence[ShiftedPack], losses: Sequence[LossFunction], *, forward_only: bool) -> list[Any]:
+        """Megatron's pipeline schedule over the packs; what the losses keep, on the last stage only."""
+
+        def forward_step(iterator: Iterator[tuple[ShiftedPack, LossFunction]], model: Any) -> tuple[Tensor, LossFunction]:
+            pack, loss = next(iterator)
+            return _forward(pack, model), loss
+
+        with torch.set_grad_enabled(not forward_only):
+            return get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=iter(list(zip(packs, losses, strict=True))),
+                model=self._chunks,
+                num_microbatches=len(packs),
+                seq_length=max(pack.local_tokens for pack in packs),
+                micro_batch_size=1,
+                forward_only=forward_only,
+            )
+
+    def _from_last_stage(self, values: Tensor | None, tokens: int) -> Tensor:
+        filled = torch.empty(tokens, device=self._device) if values is None else values
+        self._broadcast_from_last_stage(filled)
+        return filled
+
+    def _broadcast_from_last_stage(self, values: Tensor) -> None:
+        group = parallel_state.get_pipeline_model_parallel_group()
+        if group.size() > 1:
+            dist.broadcast(values, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
+
+
+def _forward(pack: ShiftedPack, model: Any) -> Tensor:
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=pack.cu_seqlens,
+        cu_seqlens_kv=pack.cu_seqlens,
+        max_seqlen_q=pack.longest,
+        max_seqlen_kv=pack.longest,
+    )
+    output: Tensor = model(pack.token_ids[None], pack.position_ids[None], None, labels=pack.targets[None], packed_seq_params=packed)
+    return output
+
+
+def _finalize_without_scaling(model: list[Any], num_tokens: Tensor | None = None, **options: Any) -> None:
+    """Megatron's gradient reduction; the token count stays out of it, because the loss has its denominator already."""
+    finalize_model_grads(model, None, **options)
+
+
+def _global_names(stages: list[PolicyModel]) -> dict[str, torch.nn.Parameter]:
+    """Parameters of this rank under names whose layer indices count from the first pipeline stage."""
+    named: dict[str, torch.nn.Parameter] = {}
+    for stage in stages:
+        numbers = [layer.layer_number - 1 for layer in stage.decoder.layers]
+        for name, param in stage.named_parameters():
+            head, _, rest = name.partition("decoder.layers.")
+            if rest:
+                index, _, tail = rest.partition(".")
+                name = f"{head}decoder.layers.{numbers[int(index)]}.{tail}"
+            named[name] = param
+    return named

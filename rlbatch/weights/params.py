@@ -1,0 +1,150 @@
+"""Applying a family's mappings to a sharded model: loading each rank's shards, and streaming full Hugging Face tensors out of them.
+
+Megatron names here are global: layer indices count from the first pipeline stage. Nothing holds more than one Hugging Face tensor
+(for experts: one expert of each expert-parallel rank) beside the shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlbatch.api import ModelError, ModelFamily, ParamMapping
+from rlbatch.weights.codec import Geometry, hf_names, is_expert, shard, unshard
+
+ReadTensor = Callable[[str], Tensor]
+NamedTensor = tuple[str, Tensor]
+
+
+@dataclass(frozen=True)
+class ParallelGroups:
+    """The process groups that shards are spread over: tensor, expert-tensor, expert and pipeline parallel."""
+
+    tp: dist.ProcessGroup
+    etp: dist.ProcessGroup
+    ep: dist.ProcessGroup
+    pp: dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One Megatron tensor: a mapping at a layer (None outside the layers)."""
+
+    mapping: ParamMapping
+    layer: int | None
+
+    @property
+    def name(self) -> str:
+        return self.mapping.megatron.format(layer=self.layer)
+
+
+class ParameterMap:
+    """A family's mappings over one layout.
+
+    Args:
+        family: Mappings.
+        groups: Who holds what.
+    """
+
+    def __init__(self, family: ModelFamily, groups: ParallelGroups) -> None:
+        self._family = family
+        self._groups = groups
+        self._geometry = Geometry.of(family)
+        # One order on all ranks: first what lies outside the layers, then layer by layer.
+        outside = [_Entry(m, None) for m in family.mappings if "{layer}" not in m.megatron]
+        layered = [m for m in family.mappings if "{layer}" in m.megatron]
+        self._entries = outside + [_Entry(m, layer) for layer in range(family.num_layers) for m in layered]
+
+    def load(self, params: Mapping[str, Tensor], read: ReadTensor) -> None:
+        """Fills this rank's parameters; each must be covered by a mapping.
+
+        Args:
+            params: Global Megatron name -> this rank's parameter.
+            read: Gives a full Hugging Face tensor by name.
+
+        Raises:
+            ModelError: a parameter that no mapping covers, or a shape that does not fit.
+        """
+        uncovered = sorted(set(params) - {entry.name for entry in self._entries})
+        if uncovered:
+            raise ModelError(
+                f"model family {self._family.name}: no mapping covers {', '.join(uncovered[:5])} ({len(uncovered)} parameters). Add them."
+            )
+        for entry in self._entries:
+            if entry.name not in params:
+                continue
+            param = params[entry.name]
+            if is_expert(entry.mapping):
+                first = self._groups.ep.rank() * param.shape[0]
+                for local in range(param.shape[0]):
+                    self._fill(param[local], entry.mapping, hf_names(entry.mapping, entry.layer, first + local), read, self._groups.etp)
+            else:
+                self._fill(param, entry.mapping, hf_names(entry.mapping, entry.layer), read, self._groups.tp)
+
+    def _fill(self, target: Tensor, mapping: ParamMapping, names: tuple[str, ...], read: ReadTensor, group: dist.ProcessGroup) -> None:
+        source = shard(mapping, [read(name) for name in names], self._geometry, group.size(), group.rank())
+        if target.shape != source.shape:
+            raise ModelError(
+                f"{' + '.join(names)}: shape {tuple(source.shape)} does not fit Megatron's {tuple(target.shape)}. Is config.json this model's?"
+            )
+        with torch.no_grad():
+            target.copy_(source)
+
+    def export(self, params: Mapping[str, Tensor]) -> Iterator[NamedTensor]:
+        """Streams full Hugging Face tensors; a collective: every rank iterates to the end and sees every tensor.
+
+        Args:
+            params: Global Megatron name -> this rank's shard (parameters, or their gradients).
+
+        Yields:
+            Hugging Face name and tensor, in the same order on all ranks; a tensor may be a view of a parameter.
+        """
+        owners = self._stage_owners(params)
+        for entry in self._entries:
+            stage, shape, dtype = owners[entry.name]
+            local = params[entry.name].detach() if self._groups.pp.rank() == stage else None
+            if is_expert(entry.mapping):
+                for index in range(shape[0]):
+                    part = self._from_stage(stage, None if local is None else local[index], shape[1:], dtype)
+                    yield from self._experts(entry, index, shape[0], part)
+            else:
+                part = self._from_stage(stage, local, shape, dtype)
+                tensors = unshard(entry.mapping, _gathered(part, self._groups.tp), self._geometry)
+                yield from zip(hf_names(entry.mapping, entry.layer), tensors, strict=True)
+
+    def _experts(self, entry: _Entry, index: int, per_rank: int, part: Tensor) -> Iterator[NamedTensor]:
+        """Expert number ``index`` of every expert-parallel rank."""
+        by_etp = [_gathered(shards, self._groups.ep) for shards in _gathered(part, self._groups.etp)]
+        for rank in range(self._groups.ep.size()):
+            tensors = unshard(entry.mapping, [shards[rank] for shards in by_etp], self._geometry)
+            yield from zip(hf_names(entry.mapping, entry.layer, rank * per_rank + index), tensors, strict=True)
+
+    def _stage_owners(self, params: Mapping[str, Tensor]) -> dict[str, tuple[int, torch.Size, torch.dtype]]:
+        """Name -> (first pipeline rank that holds it, shape and dtype of a shard)."""
+        stages: list[Any] = [None] * self._groups.pp.size()
+        dist.all_gather_object(stages, {name: (t.shape, t.dtype) for name, t in params.items()}, group=self._groups.pp)
+        owners: dict[str, tuple[int, torch.Size, torch.dtype]] = {}
+        for stage, described in enumerate(stages):
+            for name, (shape, dtype) in described.items():
+                owners.setdefault(name, (stage, shape, dtype))
+        return owners
+
+    def _from_stage(self, stage: int, local: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """The owner stage's tensor, on every stage."""
+        tensor = torch.empty(shape, dtype=dtype, device=torch.cuda.current_device()) if local is None else local.contiguous()
+        if self._groups.pp.size() > 1:
+            dist.broadcast(tensor, dist.get_global_rank(self._groups.pp, stage), group=self._groups.pp)
+        return tensor
+
+
+def _gathered(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    if group.size() == 1:
+        return [tensor]
+    parts = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return parts

@@ -1,0 +1,80 @@
+"""One GRPO backward pass on every rank of a pool, for any layout: what the distributed gradient tests run."""
+
+from __future__ import annotations
+
+from functools import lru_cache, partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from rlbatch.algorithms.aggregate import denominator
+from rlbatch.algorithms.objective import Objective
+from rlbatch.config.schema import AlgorithmConfig, Config, LayoutConfig, TrainConfig
+from rlbatch.megatron import parallel
+from rlbatch.pipeline.packing import Pack, assign_to_ranks, build_microbatches, pad_with_dummies, sequence_multiple, with_advantages
+from rlbatch.registry import load_plugins
+
+LENGTHS = (9, 17, 5, 12, 20, 7, 3, 14, 11)
+VOCAB = 61
+
+
+@lru_cache(maxsize=1)
+def _plugins():
+    return load_plugins()
+
+
+def samples() -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    """Token ids, loss masks (prompts of 2 tokens) and advantages of the test batch."""
+    generator = torch.Generator().manual_seed(11)
+    tokens = [torch.randint(0, VOCAB, (length,), generator=generator) for length in LENGTHS]
+    masks = [torch.cat([torch.zeros(2), torch.ones(length - 2)]) for length in LENGTHS]
+    advantages = [torch.full((length,), 1.0 - 0.3 * index) for index, length in enumerate(LENGTHS)]
+    return tokens, masks, advantages
+
+
+def build_trainer(folder: Path, layout: LayoutConfig, **train: object):
+    """A trainer on this rank with the folder's weights."""
+    from rlbatch.checkpoint.hf import HfTensors
+    from rlbatch.config.hf_config import read_config
+    from rlbatch.megatron.trainer import Trainer
+
+    config = Config(layout=layout, train=TrainConfig(**train))
+    parallel.initialize_groups(layout, seed=0)
+    registry = _plugins()
+    trainer = Trainer(config, registry.resolve_model_family(read_config(folder)), registry.build_offload("none", {}))
+    trainer.load(HfTensors(folder).read)
+    return trainer
+
+
+def my_packs(layout: LayoutConfig, max_tokens: int) -> list[Pack]:
+    """This rank's microbatches of the test batch, as many as on every other rank."""
+    tokens, masks, advantages = samples()
+    mine = assign_to_ranks(LENGTHS, parallel.dp_size())[parallel.dp_rank()]
+    multiple = sequence_multiple(layout.tp_size, layout.cp_size)
+    packs = build_microbatches(
+        [tokens[i] for i in mine],
+        [masks[i] for i in mine],
+        [torch.zeros(LENGTHS[i]) for i in mine],
+        max_tokens=max_tokens * layout.cp_size,
+        pad_multiple=multiple,
+    )
+    count = torch.tensor(len(packs))
+    dist.all_reduce(count, dist.ReduceOp.MAX)
+    return pad_with_dummies(with_advantages(packs, [advantages[i] for i in mine]), int(count), multiple)
+
+
+def gradients(folder: str, layout: LayoutConfig, max_tokens: int, aggregation: str) -> dict[str, torch.Tensor]:
+    """Gradient of a GRPO loss with KL and entropy terms by Hugging Face name, and the loss as ``loss``; rank 0 only."""
+    trainer = build_trainer(Path(folder), layout)
+    algorithm = AlgorithmConfig(loss_aggregation=aggregation, kl_loss=True, kl_loss_coef=0.3, entropy_coef=0.1)
+    objective = Objective(algorithm, _plugins().loss("clip"))
+    batches = [pack.microbatch for pack in my_packs(layout, max_tokens)]
+    for batch, old in zip(batches, trainer.logprobs(batches), strict=True):
+        batch.old_logprobs, batch.ref_logprobs = old - 0.05 * batch.loss_mask, 0.9 * old
+    total = torch.tensor(sum(denominator(b.loss_mask, b.cu_seqlens, aggregation) for b in batches))
+    dist.all_reduce(total, group=parallel.dp_group())
+    sums = trainer.backward(batches, objective, float(total))
+    named = {name: grad.clone() for name, grad in trainer.export_gradients()}
+    named["loss"] = torch.tensor(sums["loss"])
+    return named if dist.get_rank() == 0 else {}
