@@ -1,0 +1,76 @@
+"""Every tag that a step may report, with its unit: the one place where they are defined. docs/metrics.md is kept equal by a test."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tag:
+    """A number that a step reports.
+
+    Attributes:
+        tag: ``group/name``, as in TensorBoard.
+        unit: Unit of the value.
+        doc: What it measures.
+    """
+
+    tag: str
+    unit: str
+    doc: str
+
+
+_DEFINED = (
+    Tag("reward/mean", "reward", "Mean over the step's samples."),
+    Tag("reward/std", "reward", "Standard deviation over the step's samples."),
+    Tag("reward/min", "reward", "Smallest of the step's samples."),
+    Tag("reward/max", "reward", "Largest of the step's samples."),
+    Tag("reward/eval", "reward", "Mean over responses to held-out prompts at train.eval_temperature; only on steps that evaluate."),
+    Tag("advantage/mean", "advantage", "Mean over sampled tokens."),
+    Tag("advantage/abs_mean", "advantage", "Mean absolute value over sampled tokens; 0: nothing to learn from."),
+    Tag("response/length_mean", "tokens", "Mean response length, the stop token included."),
+    Tag("response/length_max", "tokens", "Longest response."),
+    Tag("response/clip_ratio", "share", "Responses that were cut at rollout.max_response_tokens."),
+    Tag("train/loss", "1", "What the optimizer minimises, mean over the step's updates."),
+    Tag("train/ppo_kl", "nats", "Mean of old less current log-prob: how far the step's updates moved the policy."),
+    Tag("train/kl", "nats", "KL to the reference model (algorithm.kl_kind), mean over sampled tokens; only if the reference is loaded."),
+    Tag("train/entropy", "nats", "Entropy of the policy, mean over sampled tokens."),
+    Tag("train/clip_fraction", "share", "Sampled tokens whose gradient the clipped objective removed."),
+    Tag("train/grad_norm", "1", "Global gradient norm before clipping, mean over the step's updates."),
+    Tag("train/lr", "1", "Learning rate of the step's last update."),
+    Tag("train/rollout_logprob_diff_mean", "nats", "Trainer and engine log-probs of the sampled tokens: mean absolute difference."),
+    Tag("train/rollout_logprob_diff_max", "nats", "Trainer and engine log-probs of the sampled tokens: largest absolute difference."),
+    Tag("perf/tokens_per_s", "tokens/s", "Prompt and response tokens of the step over its duration, all ranks together."),
+    Tag("perf/tokens_per_s_per_gpu", "tokens/s", "perf/tokens_per_s over the number of ranks."),
+    Tag("perf/mfu", "share", "Model FLOPs utilisation of log-probs and updates; only on devices with a known peak."),
+    Tag("time/step_s", "s", "The whole step, evaluation and checkpoint not included."),
+    Tag("time/sync_s", "s", "Weights to the engine."),
+    Tag("time/rollout_s", "s", "Generation."),
+    Tag("time/reward_s", "s", "Rewards."),
+    Tag("time/exchange_s", "s", "Advantages, exchange over data-parallel ranks, packing."),
+    Tag("time/logprobs_s", "s", "Old and reference log-probs."),
+    Tag("time/update_s", "s", "Forward, backward and optimizer."),
+    Tag("time/eval_s", "s", "Held-out evaluation."),
+    Tag("time/checkpoint_s", "s", "Writing a checkpoint."),
+    Tag("memory/rss_gib", "GiB", "Resident memory of rank 0's process."),
+    Tag("memory/gpu_allocated_gib", "GiB", "Peak of tensors on rank 0's GPU during the step; only with a GPU."),
+    Tag("memory/gpu_reserved_gib", "GiB", "Peak of what PyTorch reserved on rank 0's GPU during the step; only with a GPU."),
+)
+
+TAGS: Mapping[str, Tag] = {tag.tag: tag for tag in _DEFINED}
+
+
+def check_tags(tags: Iterable[str]) -> None:
+    """Checks a step's tags (or its metrics) against ``TAGS``.
+
+    Raises:
+        ValueError: a tag is not defined here.
+    """
+    for tag in tags:
+        if tag not in TAGS:
+            close = difflib.get_close_matches(tag, TAGS, n=3) or sorted(TAGS)
+            raise ValueError(
+                f"metric {tag!r} is not defined in rlbatch/metrics/names.py. Define it there, or use one of: {', '.join(close)}."
+            )

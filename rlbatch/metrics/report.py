@@ -1,0 +1,137 @@
+"""What a run leaves in its folder for people and scripts: ``summary.json`` and ``samples/step_000010.jsonl``."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from rlbatch.api import SampleGroup, StepResult
+
+Status = Literal["running", "finished", "failed", "interrupted"]
+
+
+@dataclass
+class Summary:
+    """The content of summary.json; null where nothing was measured (yet), or where a value was not finite.
+
+    Attributes:
+        status: ``running`` until the end; a run that was killed stays so.
+        steps: Last finished step.
+        seconds: Since the run started on rank 0, loading included.
+        reward_start: Training reward (``reward/mean``) of the first step.
+        reward_end: Training reward of the last step.
+        eval_reward_start: First held-out reward.
+        eval_reward: Last held-out reward.
+        tokens_per_s: All tokens of all steps over the time of the steps.
+        phase_seconds: Sum of each ``time/`` tag over the steps.
+        first_error: What ended the run: the failure that was reported first; null if none.
+    """
+
+    status: Status = "running"
+    steps: int = 0
+    seconds: float = 0.0
+    reward_start: float | None = None
+    reward_end: float | None = None
+    eval_reward_start: float | None = None
+    eval_reward: float | None = None
+    tokens_per_s: float | None = None
+    phase_seconds: dict[str, float] = field(default_factory=dict)
+    first_error: Mapping[str, Any] | None = None
+
+
+class RunReport:
+    """Keeps summary.json up to date: written at the start, after every step and at the end, always as a whole."""
+
+    def __init__(self, run_dir: Path) -> None:
+        """Writes the first summary; the run's clock starts here."""
+        self.summary = Summary()
+        self._path = run_dir / "summary.json"
+        self._started = time.monotonic()
+        self._tokens = 0.0
+        self._step_s = 0.0
+        self._write()
+
+    def record(self, result: StepResult) -> None:
+        """Adds a step (or, as step 0, the evaluation before the first one)."""
+        summary, metrics = self.summary, result.metrics
+        summary.steps = result.step
+        if "reward/mean" in metrics:
+            summary.reward_end = metrics["reward/mean"]
+            summary.reward_start = summary.reward_end if summary.reward_start is None else summary.reward_start
+        if "reward/eval" in metrics:
+            summary.eval_reward = metrics["reward/eval"]
+            summary.eval_reward_start = summary.eval_reward if summary.eval_reward_start is None else summary.eval_reward_start
+        if "perf/tokens_per_s" in metrics and "time/step_s" in metrics:
+            self._tokens += metrics["perf/tokens_per_s"] * metrics["time/step_s"]
+            self._step_s += metrics["time/step_s"]
+            summary.tokens_per_s = self._tokens / self._step_s if self._step_s else None
+        for tag, value in metrics.items():
+            if tag.startswith("time/"):
+                phase = tag.removeprefix("time/").removesuffix("_s")
+                summary.phase_seconds[phase] = summary.phase_seconds.get(phase, 0.0) + value
+        self._write()
+
+    def finish(self, status: Status, first_error: Mapping[str, Any] | None = None) -> None:
+        """Writes the last summary; call it on success and on failure."""
+        self.summary.status = status
+        self.summary.first_error = first_error
+        self._write()
+
+    def _write(self) -> None:
+        self.summary.seconds = time.monotonic() - self._started
+        scratch = self._path.with_suffix(".json.part")
+        scratch.write_text(json.dumps(_finite(asdict(self.summary)), indent=2) + "\n", encoding="utf-8")
+        os.replace(scratch, self._path)
+
+
+def sample_rows(step: int, groups: Sequence[SampleGroup], advantages: Sequence[float]) -> list[dict[str, Any]]:
+    """The step's samples as rows of ``samples/``: plain values, to be gathered over ranks.
+
+    Args:
+        step: From 1.
+        groups: Scored groups.
+        advantages: [N] one a sample, in the order of the groups' samples.
+
+    Returns:
+        [N] rows.
+    """
+    scored = [(group, sample, reward) for group in groups for sample, reward in zip(group.samples, group.rewards, strict=True)]
+    return [
+        {
+            "step": step,
+            "prompt_id": group.prompt.prompt_id,
+            "sample_index": sample.sample_index,
+            "prompt": group.prompt.text,
+            "response": sample.response,
+            "label": group.prompt.label,
+            "reward": reward,
+            "advantage": float(advantage),
+            "finish_reason": sample.finish_reason,
+        }
+        for (group, sample, reward), advantage in zip(scored, advantages, strict=True)
+    ]
+
+
+def write_samples(run_dir: Path, step: int, rows: Sequence[Mapping[str, Any]]) -> Path:
+    """Writes the rows of one step to ``samples/step_<step>.jsonl`` and returns its path."""
+    path = run_dir / "samples" / f"step_{step:06d}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(_finite(row), ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def _finite(value: Any) -> Any:
+    """The value with null for NaN and infinity, which JSON does not have."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value

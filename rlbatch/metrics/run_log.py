@@ -1,0 +1,59 @@
+"""All that a run shows and writes about itself, behind one object that is silent on every rank but 0."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from rlbatch.api import StepResult
+from rlbatch.metrics.progress import RunProgress
+from rlbatch.metrics.report import RunReport, Status, write_samples
+from rlbatch.metrics.tensorboard import TensorBoard
+
+
+class RunLog:
+    """Progress, summary.json, TensorBoard and samples of one run. Every rank calls it alike; only rank 0 does anything."""
+
+    def __init__(self, run_dir: Path, steps: int, rank: int, stream: TextIO | None = None) -> None:
+        """Opens the log.
+
+        Args:
+            run_dir: The run folder, which exists.
+            steps: Steps of the run.
+            rank: This process's rank.
+            stream: Where progress is shown; stdout if None.
+        """
+        self._run_dir = run_dir
+        self._report = RunReport(run_dir) if rank == 0 else None
+        self._progress = RunProgress(steps, stream) if rank == 0 else None
+        self._tensorboard = TensorBoard(run_dir / "tensorboard") if rank == 0 else None
+
+    def phase(self, text: str) -> None:
+        """Announces what happens outside of steps, e.g. ``loading the model``."""
+        if self._progress:
+            self._progress.phase(text)
+
+    def record(self, result: StepResult) -> None:
+        """Records a step; step 0 is the evaluation before the first one."""
+        for sink in (self._tensorboard, self._report, self._progress):
+            if sink:
+                sink.record(result)
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Writes the samples of a step: rows of ``report.sample_rows``, gathered on rank 0."""
+        if self._report:
+            write_samples(self._run_dir, step, rows)
+
+    def finish(self, status: Status, first_error: Mapping[str, Any] | None = None) -> None:
+        """Ends the log, on success and on failure.
+
+        Args:
+            status: How the run ended.
+            first_error: The failure that was reported first, e.g. ``{"rank": 17, "host": "n03", "message": ...}``.
+        """
+        for closing in (self._progress, self._tensorboard):
+            if closing:
+                closing.close()
+        if self._report:
+            self._report.finish(status, first_error)

@@ -1,0 +1,32 @@
+"""Tags are defined once, and the documentation shows exactly them."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from rlbatch.metrics.names import TAGS, check_tags
+
+DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+
+def test_docs_show_every_tag() -> None:
+    """The tables of docs/metrics.md have one row for each tag, in order, with its unit and its text, and no other tag."""
+    rows = re.findall(r"^\| `(\w+/\w+)` \| (.+?) \| (.+) \|$", DOCS.read_text(), flags=re.MULTILINE)
+    assert rows == [(tag.tag, tag.unit, tag.doc) for tag in TAGS.values()]
+
+
+def test_units_are_named_in_the_tag() -> None:
+    """Times end in _s and are seconds, memory in _gib and is GiB."""
+    for tag in TAGS.values():
+        if tag.tag.startswith("time/"):
+            assert tag.tag.endswith("_s") and tag.unit == "s"
+        if tag.tag.startswith("memory/"):
+            assert tag.tag.endswith("_gib") and tag.unit == "GiB"
+
+
+def test_an_unknown_tag_is_an_error_that_offers_the_nearest() -> None:
+    """Known tags pass, a misspelt one is refused by name."""
+    check_tags({"reward/mean": 0.5, "time/step_s": 1.0})
+    with pytest.raises(ValueError, match=r"'reward/maen' is not defined .*reward/mean"):
+        check_tags({"reward/mean": 0.5, "reward/maen": 0.5})

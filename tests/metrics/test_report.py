@@ -1,0 +1,149 @@
+"""summary.json is always whole and says how the run went; samples are complete."""
+
+import json
+import math
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlbatch.api import Prompt, Sample, SampleGroup, StepResult
+from rlbatch.metrics.report import RunReport, Summary, sample_rows, write_samples
+
+DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+
+def step(number: int, **metrics: float) -> StepResult:
+    return StepResult(number, number, {name.replace("__", "/"): value for name, value in metrics.items()})
+
+
+def read(run_dir: Path) -> dict[str, Any]:
+    return json.loads((run_dir / "summary.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+def groups() -> list[SampleGroup]:
+    result = []
+    for prompt_id in (4, 9):
+        prompt = Prompt(prompt_id, f"prompt {prompt_id} é", (1,), label=[prompt_id])
+        samples = [
+            Sample(prompt, index, torch.ones(2), torch.ones(2), torch.ones(2), f"response {index}", "stop" if index else "length")
+            for index in range(2)
+        ]
+        result.append(SampleGroup(prompt, samples, rewards=[prompt_id + 0.0, prompt_id + 0.5]))
+    return result
+
+
+def test_a_summary_exists_from_the_start(tmp_path: Path) -> None:
+    """Before the first step every key is there, with null for what is not known."""
+    RunReport(tmp_path)
+    summary = read(tmp_path)
+    assert set(summary) == {
+        "status", "steps", "seconds", "reward_start", "reward_end", "eval_reward_start", "eval_reward", "tokens_per_s", "phase_seconds",
+        "first_error",
+    }  # fmt: skip
+    assert (summary["status"], summary["steps"], summary["reward_start"], summary["first_error"]) == ("running", 0, None, None)
+
+
+def test_a_run_is_summed_up(tmp_path: Path) -> None:
+    """Rewards of the first and the last step and evaluation, tokens over time (not the mean of rates), and the sum of each phase."""
+    report = RunReport(tmp_path)
+    report.record(step(0, reward__eval=0.1))
+    report.record(step(1, reward__mean=0.2, perf__tokens_per_s=100.0, time__step_s=1.0, time__rollout_s=0.75))
+    report.record(step(2, reward__mean=0.9, perf__tokens_per_s=200.0, time__step_s=3.0, time__rollout_s=1.0))
+    running = read(tmp_path)
+    assert (running["steps"], running["status"], running["eval_reward"]) == (2, "running", 0.1)
+    report.record(step(3, reward__mean=0.5, reward__eval=0.8))
+    report.finish("finished")
+    summary = read(tmp_path)
+    assert summary.pop("seconds") >= 0
+    assert summary == {
+        "status": "finished",
+        "steps": 3,
+        "reward_start": 0.2,
+        "reward_end": 0.5,
+        "eval_reward_start": 0.1,
+        "eval_reward": 0.8,
+        "tokens_per_s": 175.0,
+        "phase_seconds": {"step": 4.0, "rollout": 1.75},
+        "first_error": None,
+    }
+
+
+def test_a_failure_keeps_what_was_measured(tmp_path: Path) -> None:
+    """The error is in the summary, next to the steps before it."""
+    report = RunReport(tmp_path)
+    report.record(step(1, reward__mean=0.2))
+    report.finish("failed", {"rank": 1, "message": "reward=r: raised"})
+    summary = read(tmp_path)
+    assert (summary["status"], summary["reward_end"], summary["steps"]) == ("failed", 0.2, 1)
+    assert summary["first_error"] == {"rank": 1, "message": "reward=r: raised"}
+
+
+def test_values_that_are_not_finite_become_null(tmp_path: Path) -> None:
+    """The file stays JSON when a reward or a time is NaN or infinite."""
+    report = RunReport(tmp_path)
+    report.record(step(1, reward__mean=math.nan, reward__eval=math.inf, time__step_s=math.nan))
+    summary = read(tmp_path)
+    assert (summary["reward_start"], summary["eval_reward"], summary["phase_seconds"]) == (None, None, {"step": None})
+
+
+def test_a_reader_never_sees_a_partial_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If writing stops half-way, the summary before stays as it was."""
+    report = RunReport(tmp_path)
+    report.record(step(1, reward__mean=0.25))
+
+    def half(path: Path, text: str, encoding: str) -> None:
+        path.write_bytes(text.encode(encoding)[: len(text) // 2])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(OSError, match="No space"):
+        report.record(step(2, reward__mean=0.5))
+    assert (read(tmp_path)["steps"], read(tmp_path)["reward_end"]) == (1, 0.25)
+
+
+def test_docs_show_every_key() -> None:
+    """docs/metrics.md lists the keys of summary.json and of a sample row, all of them and no others."""
+    _, _, tail = DOCS.read_text().partition("## summary.json")
+    summary, _, samples = tail.partition("## samples")
+    assert re.findall(r"^\| `(\w+)` \|", summary, flags=re.MULTILINE) == [
+        "status", "steps", "seconds", "reward_start", "reward_end", "eval_reward_start", "eval_reward", "tokens_per_s", "phase_seconds",
+        "first_error",
+    ]  # fmt: skip
+    assert {field.name for field in fields(Summary)} == set(re.findall(r"^\| `(\w+)` \|", summary, flags=re.MULTILINE))
+    table = "".join(re.findall(r"^(\| `.*?) \|", samples, flags=re.MULTILINE))
+    assert re.findall(r"`(\w+)`", table) == list(sample_rows(1, groups(), [0.0] * 4)[0])
+
+
+def test_samples_are_written_whole(tmp_path: Path) -> None:
+    """One row a sample in order, with its own reward, advantage and finish reason; the file is named by the step."""
+    path = write_samples(tmp_path, 10, sample_rows(10, groups(), [-1.0, 1.0, -2.0, math.nan]))
+    assert path == tmp_path / "samples" / "step_000010.jsonl"
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert [(row["prompt_id"], row["sample_index"], row["reward"], row["advantage"]) for row in rows] == [
+        (4, 0, 4.0, -1.0),
+        (4, 1, 4.5, 1.0),
+        (9, 0, 9.0, -2.0),
+        (9, 1, 9.5, None),
+    ]
+    assert rows[2] == {
+        "step": 10,
+        "prompt_id": 9,
+        "sample_index": 0,
+        "prompt": "prompt 9 é",
+        "response": "response 0",
+        "label": [9],
+        "reward": 9.0,
+        "advantage": -2.0,
+        "finish_reason": "length",
+    }
+
+
+def test_advantages_must_match_the_samples() -> None:
+    """One advantage too few or too many is an error, not a silent shift."""
+    for count in (3, 5):
+        with pytest.raises(ValueError, match="zip"):
+            sample_rows(1, groups(), [0.0] * count)

@@ -1,0 +1,34 @@
+"""One object logs a run, on rank 0 only."""
+
+import io
+import json
+from pathlib import Path
+
+from rlbatch.api import StepResult
+from rlbatch.metrics.run_log import RunLog
+
+
+def log_a_run(run_dir: Path, rank: int) -> str:
+    stream = io.StringIO()
+    log = RunLog(run_dir, 1, rank, stream)
+    log.phase("loading")
+    log.record(StepResult(1, 1, {"reward/mean": 0.5}))
+    log.samples(1, [{"reward": 0.5}])
+    log.finish("failed", {"message": "broken"})
+    return stream.getvalue()
+
+
+def test_rank_0_fills_the_run_folder(tmp_path: Path) -> None:
+    """Summary, samples and events exist, progress was shown, and the end is recorded."""
+    shown = log_a_run(tmp_path, rank=0)
+    assert shown.startswith("loading\nstep 1/1  reward 0.50")
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["status"], summary["reward_end"], summary["first_error"]) == ("failed", 0.5, {"message": "broken"})
+    assert json.loads((tmp_path / "samples" / "step_000001.jsonl").read_text()) == {"reward": 0.5}
+    assert list((tmp_path / "tensorboard").glob("events.out.tfevents.*"))
+
+
+def test_other_ranks_are_silent(tmp_path: Path) -> None:
+    """The same calls on another rank write no file and show nothing."""
+    assert log_a_run(tmp_path, rank=1) == ""
+    assert list(tmp_path.iterdir()) == []
