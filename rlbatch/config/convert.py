@@ -94,6 +94,17 @@ def to_plain(value: Any) -> Any:
     return value
 
 
+def show_value(value: Any) -> str:
+    """A value as one would type it on the command line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(show_value(item) for item in value)}]"
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{name}:{show_value(item)}' for name, item in value.items())}}}"
+    return str(value)
+
+
 def _checked(hint: Any, value: Any, key: str) -> Any:
     if value == MISSING_VALUE:
         raise ConfigError(f"{key}: has no value. Give one: {key}=<{_words(hint)}>.")
@@ -106,7 +117,7 @@ def _checked(hint: Any, value: Any, key: str) -> Any:
     if get_origin(hint) in (Union, types.UnionType):
         return _checked_union(hint, value, key)
     if not _fits(hint, value):
-        raise ConfigError(f"{key}={_show(value)}: must be {_words(hint)}, not {_kind(value)}.{_quoting(hint, key, value)}")
+        raise ConfigError(f"{key}={show_value(value)}: must be {_words(hint)}, not {_kind(value)}.{_quoting(hint, key, value)}")
     if hint is float:
         return float(value)
     if get_origin(hint) in (tuple, list, Sequence):
@@ -119,7 +130,7 @@ def _checked_union(hint: Any, value: Any, key: str) -> Any:
     for member in get_args(hint):
         if dataclasses.is_dataclass(member) or _fits(member, value):
             return _checked(member, value, key)
-    raise ConfigError(f"{key}={_show(value)}: must be {_words(hint)}, not {_kind(value)}.")
+    raise ConfigError(f"{key}={show_value(value)}: must be {_words(hint)}, not {_kind(value)}.")
 
 
 def _fits(hint: Any, value: Any) -> bool:
@@ -161,13 +172,9 @@ def _kind(value: Any) -> str:
     return _TYPE_WORDS.get(type(value)) or ("a list" if isinstance(value, (list, tuple)) else "a mapping")
 
 
-def _show(value: Any) -> str:
-    return {True: "true", False: "false"}[value] if isinstance(value, bool) else "null" if value is None else str(value)
-
-
 def _quoting(hint: Any, key: str, value: Any) -> str:
     is_scalar = isinstance(value, (int, float, bool))
-    return f""" Quote it: '{key}="{_show(value)}"'.""" if hint is str and is_scalar else ""
+    return f""" Quote it: '{key}="{show_value(value)}"'.""" if hint is str and is_scalar else ""
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

@@ -1,0 +1,1 @@
+"""Starting a job's ranks, and ending all of them."""

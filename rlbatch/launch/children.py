@@ -1,0 +1,59 @@
+"""Child processes that do not outlive their parent, not even if it is killed with SIGKILL.
+
+Two means, because neither is enough: the kernel's parent-death signal reaches a child but not its children, and a guard process reaches a
+whole process group but must first be running.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+_PR_SET_PDEATHSIG = 1
+_KILL_GROUPS = 'read -r nothing; for group; do kill -KILL -"$group" 2>/dev/null; done'
+
+
+def dies_with_parent() -> Callable[[], None]:
+    """A ``preexec_fn`` for ``Popen``: the child gets SIGKILL when the thread that started it ends."""
+    libc = ctypes.CDLL(None, use_errno=True)  # loaded here: between fork and exec little is safe
+    parent = os.getpid()
+
+    def preexec() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it ended before the request took effect
+            os._exit(1)
+
+    return preexec
+
+
+class GroupGuard:
+    """Kills process groups when this process ends in any way without ``close``: a shell that waits for a pipe to close."""
+
+    def __init__(self, groups: Sequence[int]) -> None:
+        """Args:
+        groups: Process group ids: those of children started with ``start_new_session=True``.
+        """
+        self._process = subprocess.Popen(
+            ["/bin/sh", "-c", _KILL_GROUPS, "rlbatch-guard", *map(str, groups)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def close(self) -> None:
+        """Ends the guard; the groups live on."""
+        self._process.kill()
+        self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
+
+def signal_group(group: int, number: int) -> None:
+    """Sends a signal to a process group that may be gone."""
+    with suppress(ProcessLookupError):
+        os.killpg(group, number)

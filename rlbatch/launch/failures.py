@@ -1,0 +1,107 @@
+"""One message for one failure: the first rank that fails records it in the run folder and alone prints it.
+
+When a rank fails its peers fail too, with errors of the transport that hide the cause.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rlbatch.api import RlbatchError
+
+FIRST_ERROR = "first_error.json"
+TERMINAL_VARIABLE = "RLBATCH_TERMINAL_FD"
+"""File descriptor of the user's terminal, where the launcher sends a rank's own output elsewhere."""
+PATIENCE_S = 1.0
+"""Seconds that an unforeseen error waits to be recorded: it may follow from the end of another rank, which the launcher then records."""
+
+
+@dataclass(frozen=True)
+class FirstError:
+    """Contents of first_error.json.
+
+    Attributes:
+        rank: Rank that failed first.
+        host: Its node.
+        type: Class of the exception, or ``Exit`` if the process ended without one.
+        message: For the user.
+        traceback: Python's; empty if there is none.
+        time: Seconds since the epoch.
+    """
+
+    rank: int
+    host: str
+    type: str
+    message: str
+    traceback: str
+    time: float
+
+    def __str__(self) -> str:
+        """What is printed."""
+        is_ours = self.type == "Exit" or not self.traceback
+        return f"[rank {self.rank} host {self.host}] {self.message if is_ours else self.traceback.rstrip()}"
+
+
+@contextmanager
+def reporting_failures(run_dir: Path, rank: int) -> Iterator[None]:
+    """Turns any exception of a rank into exit code 1, recorded and printed if it is the job's first."""
+    try:
+        yield
+    except Exception as error:  # the outermost frame of a rank: nothing may pass unrecorded
+        if not isinstance(error, RlbatchError):
+            time.sleep(PATIENCE_S)
+        report_failure(run_dir, rank, error)
+        raise SystemExit(1) from None
+
+
+def report_failure(run_dir: Path, rank: int, error: BaseException) -> bool:
+    """Records and prints an error unless another rank was first; users see no traceback of an ``RlbatchError``.
+
+    Returns:
+        Whether this was the first.
+    """
+    lines = "" if isinstance(error, RlbatchError) else "".join(traceback.format_exception(error))
+    return claim(run_dir, FirstError(rank, socket.gethostname(), type(error).__name__, str(error), lines, time.time()))
+
+
+def claim(run_dir: Path, error: FirstError) -> bool:
+    """Writes first_error.json if there is none, and prints the error.
+
+    Returns:
+        Whether there was none.
+    """
+    # Linking a finished file claims the name atomically and never shows half a record.
+    draft = run_dir / f".{FIRST_ERROR}.{error.rank}.{os.getpid()}"
+    draft.write_text(json.dumps(asdict(error), indent=2) + "\n", encoding="utf-8")
+    try:
+        os.link(draft, run_dir / FIRST_ERROR)
+    except FileExistsError:
+        return False
+    finally:
+        draft.unlink()
+    _print(str(error))
+    return True
+
+
+def read_first_error(run_dir: Path) -> FirstError | None:
+    """The job's first failure, or None."""
+    try:
+        return FirstError(**json.loads((run_dir / FIRST_ERROR).read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+
+
+def _print(text: str) -> None:
+    sys.stdout.flush()
+    descriptor = int(os.environ.get(TERMINAL_VARIABLE, "2"))
+    with suppress(OSError):  # the terminal may be gone; the record is on disk
+        os.write(descriptor, (text + "\n").encode())

@@ -1,0 +1,155 @@
+"""Runs a job's ranks as processes of this machine, and ends with all of them or none."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+
+from rlbatch.config.schema import Config
+from rlbatch.launch.children import GroupGuard, dies_with_parent, signal_group
+from rlbatch.launch.environment import RankInfo
+from rlbatch.launch.failures import FIRST_ERROR, TERMINAL_VARIABLE, FirstError, claim
+
+GRACE_S = 3.0
+"""Seconds between SIGTERM and SIGKILL."""
+POLL_S = 0.05
+LOOPBACK = "127.0.0.1"
+
+Rank = subprocess.Popen[bytes]
+
+
+def run_local(config: Config, run_dir: Path, command: Sequence[str] | None = None) -> int:
+    """Starts ``layout.world_size`` ranks and waits for them. Rank 0 keeps the terminal; the others write to ``logs/rank<N>.log``.
+
+    Args:
+        config: The job's.
+        run_dir: Run folder, with config.yaml.
+        command: What a rank runs; None: ``python -m rlbatch.run --run-dir <run_dir>``.
+
+    Returns:
+        0 if every rank succeeded, 130 after Ctrl-C, 143 after SIGTERM, else 1.
+    """
+    (run_dir / FIRST_ERROR).unlink(missing_ok=True)
+    arguments = list(command or [sys.executable, "-m", "rlbatch.run", "--run-dir", str(run_dir)])
+    ranks: list[Rank] = []
+    with ExitStack() as stack:
+        stop = stack.enter_context(_stop_signals())
+        try:
+            for info in _rank_infos(config.layout.world_size):
+                ranks.append(_start(info, arguments, run_dir))
+            guard = GroupGuard([rank.pid for rank in ranks])
+            stack.callback(guard.close)
+            failed = _wait(ranks, stop)
+            if failed is not None:
+                claim(run_dir, _exit_error(failed, ranks[failed].returncode, run_dir))
+        finally:
+            _end(ranks)
+    if stop:
+        print(f"{signal.Signals(stop[0]).name}: all ranks ended. Run folder: {run_dir}", file=sys.stderr)
+        return 128 + stop[0]
+    return 0 if failed is None else 1
+
+
+def _rank_infos(world_size: int) -> Iterator[RankInfo]:
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        port = probe.getsockname()[1]
+    host = socket.gethostname()
+    for rank in range(world_size):
+        yield RankInfo(rank, world_size, rank, world_size, 0, host, LOOPBACK, port)
+
+
+def _start(info: RankInfo, arguments: Sequence[str], run_dir: Path) -> Rank:
+    output = None if info.rank == 0 else _log(run_dir, info.rank)
+    terminal = os.dup(2)
+    try:
+        return subprocess.Popen(
+            arguments,
+            env=_environment(info, terminal),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=[terminal],
+            start_new_session=True,
+            preexec_fn=dies_with_parent(),
+        )
+    finally:
+        os.close(terminal)
+        if output is not None:
+            os.close(output)
+
+
+def _environment(info: RankInfo, terminal: int) -> Mapping[str, str]:
+    return {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        **os.environ,
+        **info.variables(),
+        # A rank that is killed must not take its last lines with it.
+        "PYTHONUNBUFFERED": "1",
+        TERMINAL_VARIABLE: str(terminal),
+    }
+
+
+def _log(run_dir: Path, rank: int) -> int:
+    (run_dir / "logs").mkdir(exist_ok=True)
+    return os.open(run_dir / "logs" / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+
+@contextmanager
+def _stop_signals() -> Iterator[list[int]]:
+    """A list that Ctrl-C and SIGTERM append their number to."""
+    received: list[int] = []
+
+    def receive(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+
+    previous = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _wait(ranks: Sequence[Rank], stop: Sequence[int]) -> int | None:
+    """Returns when all ranks succeeded (None), one failed (its index), or a stop signal came (None)."""
+    while not stop:
+        codes = [rank.poll() for rank in ranks]
+        failed = next((index for index, code in enumerate(codes) if code), None)
+        if failed is not None or all(code == 0 for code in codes):
+            return failed
+        time.sleep(POLL_S)
+    return None
+
+
+def _end(ranks: Sequence[Rank]) -> None:
+    """Ends what still runs, with its children."""
+    for rank in ranks:
+        signal_group(rank.pid, signal.SIGTERM)
+    deadline = time.monotonic() + GRACE_S
+    for rank in ranks:
+        try:
+            rank.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            continue
+    for rank in ranks:
+        signal_group(rank.pid, signal.SIGKILL)
+    for rank in ranks:
+        rank.wait()
+
+
+def _exit_error(rank: int, code: int, run_dir: Path) -> FirstError:
+    """For a rank that ended without saying why."""
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+    log = "its output is above" if rank == 0 else f"its output is in {run_dir / 'logs' / f'rank{rank}.log'}"
+    return FirstError(rank, socket.gethostname(), "Exit", f"{how}{hint}; {log}.", "", time.time())

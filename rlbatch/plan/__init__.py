@@ -1,0 +1,1 @@
+"""What can be known about a job before it is queued: pure arithmetic, no torch."""

@@ -1,0 +1,200 @@
+"""Whether a model can be laid out over the ranks as asked: every degree against every number that it must divide.
+
+Two decompositions of the same ranks hold at once: world = tp x cp x dp x pp for dense layers and attention, and world = etp x ep x edp x pp
+for experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rlbatch.api import ConfigError, ModelFamily
+from rlbatch.config.schema import LayoutConfig
+
+GROUPED_GEMM_MULTIPLE = 8
+"""Rows of a grouped matrix product must be multiples of 16 bytes: 8 elements of bf16."""
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """What follows from a checked layout.
+
+    Attributes:
+        dp_size: Data-parallel size of dense layers.
+        edp_size: Data-parallel size of experts.
+        stage_layers: Layers of each pipeline stage.
+    """
+
+    dp_size: int
+    edp_size: int
+    stage_layers: tuple[int, ...]
+
+
+def degrees(layout: LayoutConfig, num_layers: int) -> Degrees:
+    """The derived degrees of a layout that ``check_layout`` accepts."""
+    return Degrees(
+        dp_size=layout.world_size // (layout.tp_size * layout.pp_size * layout.cp_size),
+        edp_size=layout.world_size // (layout.etp_size * layout.ep_size * layout.pp_size),
+        stage_layers=_stage_layers(layout, num_layers),
+    )
+
+
+def check_layout(layout: LayoutConfig, family: ModelFamily, *, on_gpu: bool) -> None:
+    """Refuses a layout that cannot run, or that is known to run and give wrong gradients.
+
+    Args:
+        layout: Degrees, all positive.
+        family: The model.
+        on_gpu: Whether ranks run on GPUs, whose kernels have rules of their own.
+
+    Raises:
+        ConfigError: the first violated rule, with both numbers and the nearest values that keep it.
+    """
+    if family.num_experts:
+        _check_experts(layout, family, on_gpu)
+    else:
+        _check_no_experts(layout, family)
+    _check_tensor_parallel(layout, family)
+    _check_world(layout, family)
+    _stage_layers(layout, family.num_layers)
+    if layout.recompute_num_layers is not None and layout.recompute_num_layers > family.num_layers:
+        raise ConfigError(
+            f"layout.recompute_num_layers={layout.recompute_num_layers}: must be at most the model's num_layers ({family.num_layers}). "
+            f"Use {family.num_layers} or less."
+        )
+
+
+def _check_world(layout: LayoutConfig, family: ModelFamily) -> None:
+    dense = {"tp_size": layout.tp_size, "pp_size": layout.pp_size, "cp_size": layout.cp_size}
+    experts = {"pp_size": layout.pp_size, "ep_size": layout.ep_size, "etp_size": layout.etp_size}
+    for sizes in (dense, experts) if family.num_experts else (dense,):
+        product = 1
+        for size in sizes.values():
+            product *= size
+        if layout.world_size % product:
+            formula = " x ".join(f"{name} {size}" for name, size in sizes.items())
+            multiples = _multiples_near(layout.world_size, product)
+            raise ConfigError(
+                f"layout.world_size={layout.world_size}: must be a multiple of {' x '.join(sizes)} ({formula} = {product}). "
+                f"Use {_either(multiples)} ranks, or smaller sizes."
+            )
+
+
+def _check_tensor_parallel(layout: LayoutConfig, family: ModelFamily) -> None:
+    names = ["num_attention_heads", "num_query_groups", "moe_shared_expert_intermediate_size"]
+    if _has_dense_layers(family):
+        names.append("ffn_hidden_size")
+    for name in names:
+        _check_divides("tp_size", layout.tp_size, name, family)
+    if layout.tp_size > 1 and family.transformer.get("multi_latent_attention"):
+        raise ConfigError(
+            f"layout.tp_size={layout.tp_size}: with multi-latent attention it must be 1, else the down projections' gradients are wrong. "
+            "Use layout.tp_size=1."
+        )
+
+
+def _check_experts(layout: LayoutConfig, family: ModelFamily, on_gpu: bool) -> None:
+    _check_divides("ep_size", layout.ep_size, "num_moe_experts", family)
+    _check_divides("etp_size", layout.etp_size, "moe_ffn_hidden_size", family)
+    if layout.ep_size == 1 and layout.etp_size != layout.tp_size:
+        # Megatron then reduces expert gradients over the dense data-parallel group, which is not the experts' one.
+        wider = [
+            size
+            for size in _divisors(family.num_experts)
+            if size > 1 and layout.world_size % (size * layout.pp_size * layout.etp_size) == 0
+        ]
+        raise ConfigError(
+            f"layout.etp_size={layout.etp_size}: with ep_size 1 it must equal tp_size ({layout.tp_size}), else expert gradients "
+            f"are silently wrong, summed over other ranks. Use layout.etp_size={layout.tp_size}"
+            f"{f', or layout.ep_size={_either(wider[:3])}' if wider else ''}."
+        )
+    rows = int(family.transformer.get("moe_ffn_hidden_size") or 0) // layout.etp_size
+    if on_gpu and rows % GROUPED_GEMM_MULTIPLE:
+        raise ConfigError(
+            f"layout.etp_size={layout.etp_size}: leaves {rows} rows of moe_ffn_hidden_size ({rows * layout.etp_size}) a rank, "
+            f"grouped GEMM needs a multiple of {GROUPED_GEMM_MULTIPLE}. Use a smaller etp_size."
+        )
+
+
+def _check_no_experts(layout: LayoutConfig, family: ModelFamily) -> None:
+    for name in ("ep_size", "etp_size"):
+        size = getattr(layout, name)
+        if size > 1:
+            raise ConfigError(f"layout.{name}={size}: {family.name} has 0 experts. Use layout.{name}=1.")
+
+
+def _check_divides(name: str, size: int, number_name: str, family: ModelFamily) -> None:
+    number = int(family.transformer.get(number_name) or 0)
+    if number % size:
+        shown = "num_experts" if number_name == "num_moe_experts" else number_name
+        raise ConfigError(f"layout.{name}={size}: must divide {shown} ({number}). Use {_either(_near(size, _divisors(number)))}.")
+
+
+def _has_dense_layers(family: ModelFamily) -> bool:
+    """Megatron's ``moe_layer_freq``: every n-th layer has experts, or a 0/1 a layer."""
+    frequency = family.transformer.get("moe_layer_freq", 1)
+    every_layer = frequency == 1 if isinstance(frequency, int) else all(frequency)
+    return not family.num_experts or not every_layer
+
+
+def _stage_layers(layout: LayoutConfig, num_layers: int) -> tuple[int, ...]:
+    """Layers of each stage: the first and last as asked, the others alike."""
+    stages, first, last = layout.pp_size, layout.first_stage_layers, layout.last_stage_layers
+    if stages == 1:
+        for name, value in (("first_stage_layers", first), ("last_stage_layers", last)):
+            if value is not None and value != num_layers:
+                raise ConfigError(f"layout.{name}={value}: has an effect only with pp_size > 1, which is 1. Leave it out.")
+        return (num_layers,)
+    if stages > num_layers:
+        raise ConfigError(
+            f"layout.pp_size={stages}: must be at most num_layers ({num_layers}), a stage needs 1 layer or more. Use {num_layers} or less."
+        )
+    fixed = [value for value in (first, last) if value is not None]
+    middle_stages, middle_layers = stages - len(fixed), num_layers - sum(fixed)
+    if not fixed:
+        if num_layers % stages:
+            raise ConfigError(
+                f"layout.pp_size={stages}: must divide num_layers ({num_layers}). Use {_either(_near(stages, _divisors(num_layers)))}, "
+                f"or {_uneven(stages, num_layers)}."
+            )
+    elif middle_layers < middle_stages or (middle_stages == 0 and middle_layers) or (middle_stages and middle_layers % middle_stages):
+        asked = " ".join(f"{name}={value}" for name, value in (("layout.first_stage_layers", first), ("last_stage_layers", last)) if value)
+        asked = asked if asked.startswith("layout.") else f"layout.{asked}"
+        raise ConfigError(
+            f"{asked}: leaves {middle_layers} of {num_layers} layers for {middle_stages} other stages of pp_size {stages}, "
+            f"which must be equal and have at least 1 layer each. Use {_uneven(stages, num_layers)}."
+        )
+    middle = [middle_layers // middle_stages] * middle_stages if middle_stages else []
+    return (*([first] if first is not None else []), *middle, *([last] if last is not None else []))
+
+
+def _uneven(stages: int, num_layers: int) -> str:
+    """Settings of first and last stage that fit: the middle stages take the rounded-up share where the ends keep at least one layer."""
+    if num_layers % stages == 0:
+        return "neither key (equal stages)"
+    for middle in (-(-num_layers // stages), num_layers // stages):
+        ends = num_layers - middle * (stages - 2)
+        if ends >= 2:
+            return f"layout.first_stage_layers={ends - ends // 2} layout.last_stage_layers={ends // 2}"
+    return f"layout.pp_size={_either(_near(stages, _divisors(num_layers)))}"
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def _near(size: int, valid: Iterable[int]) -> list[int]:
+    """The two valid values below and the one above."""
+    values = sorted(valid)
+    return [value for value in values if value < size][-2:] + [value for value in values if value > size][:1]
+
+
+def _multiples_near(number: int, product: int) -> list[int]:
+    below = number // product * product
+    return [value for value in (below, below + product) if value > 0]
+
+
+def _either(values: Iterable[int]) -> str:
+    words = [str(value) for value in values]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
