@@ -10,6 +10,7 @@ from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+from rich.table import Column
 
 from rlbatch.api import StepResult
 
@@ -109,7 +110,8 @@ def _start_bar(stream: TextIO, steps: int) -> Progress:
         SpinnerColumn(),
         TextColumn("{task.description} {task.completed:.0f}/{task.total:.0f}"),
         BarColumn(bar_width=20),
-        TextColumn("{task.fields[numbers]}"),
+        # A narrow terminal wraps the numbers instead of cutting off the ETA.
+        TextColumn("{task.fields[numbers]}", table_column=Column(no_wrap=False)),
     )
     bar = Progress(*columns, console=Console(file=stream, force_terminal=True), refresh_per_second=4)
     bar.add_task("starting", total=steps, numbers="")

@@ -67,6 +67,18 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "step 2/2" in last and "eval 0.88  length 4.0  kl 0.002  step 0.81 s  eta 0s" in last
 
 
+def test_a_narrow_terminal_shows_every_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 80 columns the numbers wrap; none is cut off."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    stream = Terminal()
+    progress = RunProgress(1000, stream)
+    progress.record(StepResult(100, 100, METRICS))
+    progress.close()
+    words = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue()).split()
+    assert {"100/1000", "0.43", "4.0", "0.002", "0.81", "12m11s"} <= set(words)
+
+
 def test_a_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the cursor cannot be moved there is no bar."""
     monkeypatch.setenv("TERM", "dumb")
