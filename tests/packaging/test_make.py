@@ -1,0 +1,89 @@
+"""The Makefile, with a recorder in place of Python: what it runs, and when it installs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+RECORDER = '#!/bin/sh\necho "$(basename "$0") $*" >> "{log}"\n'
+
+
+@pytest.fixture
+def checkout(repository: Path, tmp_path: Path) -> Path:
+    """The files that the Makefile looks at, and a virtual environment that only records its calls."""
+    for name in ("Makefile", "setup.cfg", "pyproject.toml", "constraints.txt", "examples/rlbatch-llama/setup.cfg"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(repository / name, tmp_path / name)
+    programs = tmp_path / ".venv/bin"
+    programs.mkdir(parents=True)
+    for name in ("python", "pip", "ruff", "mypy", "lint-imports"):
+        (programs / name).write_text(RECORDER.format(log=tmp_path / "log"))
+        (programs / name).chmod(0o755)
+    return tmp_path
+
+
+def make(checkout: Path, *arguments: str) -> list[str]:
+    """Runs make; returns the calls that it made."""
+    log = checkout / "log"
+    log.write_text("")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    subprocess.run(["make", *arguments], cwd=checkout, env=environment, check=True, capture_output=True)
+    return log.read_text().splitlines()
+
+
+def installs(calls: list[str]) -> list[str]:
+    return [call for call in calls if "pip" in call]
+
+
+def test_demo_installs_once_and_passes_arguments(checkout: Path) -> None:
+    """The first call installs under the constraints and runs; the second only runs; a changed setup.cfg installs again."""
+    first = make(checkout, "demo")
+    assert first[0].startswith("python -m pip install") and first[0].endswith("-c constraints.txt -e .")
+    assert first[1:] == ["python -m rlbatch.submit "] or first[1:] == ["python -m rlbatch.submit"]
+    assert make(checkout, "demo", "ARGS=train.steps=3 seed=1") == ["python -m rlbatch.submit train.steps=3 seed=1"]
+    os.utime(checkout / "setup.cfg", (2**32, 2**32))
+    assert len(installs(make(checkout, "demo"))) == 1
+
+
+def test_test_upgrades_the_demo_in_place(checkout: Path) -> None:
+    """After a demo, `make test` adds the dev extras and the example to the same environment, once; then neither installs."""
+    make(checkout, "demo")
+    (dev, llama) = installs(make(checkout, "test"))
+    assert dev.endswith("-e .[dev]") and llama.endswith("--no-deps -e examples/rlbatch-llama")
+    assert not installs(make(checkout, "test"))
+    assert not installs(make(checkout, "demo"))
+
+
+def test_test_runs_every_check(checkout: Path) -> None:
+    """Lint, format, types, layers and tests."""
+    calls = make(checkout, "test", "PYTEST_ARGS=-k loss")
+    assert [call.strip() for call in calls if "pip" not in call] == [
+        "ruff check .",
+        "ruff format --check .",
+        "mypy",
+        "lint-imports",
+        "python -m pytest -k loss",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("python", "message"),
+    [
+        ('case "$2" in *version_info*) exit 1;; esac', "Python 3.10 or newer is needed"),
+        ('case "$2" in *ensurepip*) exit 1;; esac', "apt-get install python3-venv"),
+    ],
+)
+def test_an_unusable_python_is_named(checkout: Path, python: str, message: str) -> None:
+    """Too old, or Debian's without ensurepip: the error says what to do, and no half-made environment is left."""
+    shutil.rmtree(checkout / ".venv")
+    (checkout / "old-python").write_text(f"#!/bin/sh\n{python}\n")
+    (checkout / "old-python").chmod(0o755)
+    result = subprocess.run(["make", "demo", "PYTHON=./old-python"], cwd=checkout, capture_output=True, text=True)
+    assert result.returncode != 0
+    assert message in result.stderr
+    assert "./old-python" in result.stderr
+    assert not (checkout / ".venv").exists()
