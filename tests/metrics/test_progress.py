@@ -68,9 +68,9 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_narrow_terminal_shows_every_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With 80 columns the numbers wrap; none is cut off."""
+    """With 60 columns the numbers wrap; none is cut off."""
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("COLUMNS", "60")
     stream = Terminal()
     progress = RunProgress(1000, stream)
     progress.record(StepResult(100, 100, METRICS))
