@@ -9,6 +9,7 @@ import pytest
 
 from rlbatch.config.convert import key_docs
 from rlbatch.config.schema import Config
+from rlbatch.metrics.names import TAGS
 
 VERL = "NNODES TP PP EP OFFLOAD_FRACTION OFFLOAD_OPTIM LAST_LAYER MEGATRON_MAX_FRAGMENT_MB".split()
 VERL_RESULTS = ["num gpus", "mean response length", "rollout time(s)", "GPU memory(GB)", "CPU memory(GB)", "mfu", "MFU", "step time(s)"]
@@ -44,13 +45,19 @@ def rows(page: str) -> list[tuple[str, str, str]]:
     return [(a, b, c) for a, b, c in cells if b not in ("rlbatch", "--")]
 
 
+def tags(page: str) -> set[str]:
+    """Whatever looks like a tag of one of our groups."""
+    groups = "|".join({tag.partition("/")[0] for tag in TAGS})
+    return set(re.findall(rf"`((?:{groups})/[a-z_/]+)`", page))
+
+
 def keys() -> set[str]:
     return {doc.name for doc in key_docs(Config)}
 
 
 def test_every_row_answers_with_a_key_or_says_why_not(page: str) -> None:
-    """The second column is a key of the schema, `none` or `not yet`; `none` comes with a reason."""
-    known = keys()
+    """The second column is a key of the schema, a metric's tag, `none` or `not yet`; `none` comes with a reason."""
+    known = keys() | set(TAGS)
     for theirs, ours, why in rows(page):
         assert ours in ("none", "not yet") or ours.strip("`") in known, theirs
         assert why or ours != "none", theirs
@@ -62,6 +69,12 @@ def test_every_key_on_the_page_exists(page: str) -> None:
     named = set(re.findall(rf"(?<![\w./-])(?:{'|'.join(sorted(sections))})\.[a-z_]+(?:\.[a-z_]+)*", page))
     assert "layout.tp_size" in named
     assert named <= keys() | {"config.json"}
+
+
+def test_every_tag_on_the_page_exists(page: str) -> None:
+    """Whatever looks like a metric's tag is one."""
+    assert "time/step_s" in tags(page)
+    assert tags(page) <= set(TAGS)
 
 
 @pytest.mark.parametrize("setting", [*VERL, *VIME])

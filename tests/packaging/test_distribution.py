@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-IMPORT_NAMES = {"hydra-core": "hydra", "megatron-core": "megatron"}
+IMPORT_NAMES = {"hydra-core": "hydra", "megatron-core": "megatron", "pyyaml": "yaml"}
 OPTIONAL = {"transformer_engine"}  # used where it is installed
 NEEDED_INDIRECTLY = {"tensorboard"}  # by torch.utils.tensorboard
 
