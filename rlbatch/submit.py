@@ -36,7 +36,7 @@ Without arguments: the embedded run, a tiny random model that learns a small tas
 Examples:
   python -m rlbatch.submit
   python -m rlbatch.submit train.steps=20 seed=1 run_dir=runs/first
-  python -m rlbatch.submit plugins=[examples/reward_plugin.py] reward=starts_right
+  python -m rlbatch.submit plugins=[examples/reward_plugin.py] reward=contains_label
   python -m rlbatch.submit experiment=hf model.hf=/models/Qwen3-30B-A3B data.train=train.jsonl layout.world_size=8 layout.ep_size=8
 
 The run folder is runs/<date>-<time> (or run_dir): config.yaml, TensorBoard events, samples/, summary.json, logs/, checkpoints/.

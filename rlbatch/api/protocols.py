@@ -19,7 +19,7 @@ Reward = Callable[[Sequence[Sample]], Sequence[float]]
 
 @dataclass(frozen=True)
 class Configurable:
-    """An extension with options of its own: they become config keys under its group (``reward.my_option``).
+    """An extension with options of its own: they become config keys under its group (``reward.options.my_option``).
 
     Attributes:
         build: Called once a rank with an instance of ``options`` (after the context, where the extension's factory takes one).

@@ -52,11 +52,20 @@ def load_config(path: Path | str) -> Config:
     """Reads a resolved config.yaml.
 
     Raises:
-        ConfigError: as ``compose``.
+        ConfigError: the file cannot be read, or as ``compose``.
     """
     from omegaconf import OmegaConf
+    from yaml import YAMLError  # type: ignore[import-untyped]
 
-    return _config(OmegaConf.to_container(OmegaConf.load(path), resolve=False))
+    try:
+        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be read ({error.strerror}). Start runs with `python -m rlbatch.submit`, which writes it."
+        ) from error
+    except YAMLError as error:
+        raise ConfigError(f"{path}: not yaml ({' '.join(str(error).split())}). Correct it.") from error
+    return _config(tree)
 
 
 def save_config(config: Config, path: Path | str) -> None:

@@ -48,8 +48,11 @@ def key_docs(cls: type, prefix: str = "") -> Iterator[KeyDoc]:
 def closest(name: str, known: Iterable[str]) -> list[str]:
     """At most three of ``known`` that ``name`` may have meant, the likeliest first."""
     names = list(known)
-    same_end = [other for other in names if other.endswith(f".{name}")]
-    similar = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+    section, _, last = name.rpartition(".")
+    beside = {other.rpartition(".")[2]: other for other in names if other.rpartition(".")[0] == section}
+    # With the section right, comparing whole names would call all its keys similar.
+    similar = [beside[match] for match in difflib.get_close_matches(last, beside)] if beside else difflib.get_close_matches(name, names)
+    same_end = [other for other in names if other.endswith(f".{last}")]
     return list(dict.fromkeys(same_end + similar))[:3]
 
 
@@ -174,7 +177,7 @@ def _kind(value: Any) -> str:
 
 def _quoting(hint: Any, key: str, value: Any) -> str:
     is_scalar = isinstance(value, (int, float, bool))
-    return f""" Quote it: '{key}="{show_value(value)}"'.""" if hint is str and is_scalar else ""
+    return f""" Quote it: '{key}="{show_value(value)}"'.""" if hint is str and is_scalar and "[" not in key else ""
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

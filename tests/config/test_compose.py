@@ -1,0 +1,149 @@
+"""From overrides to a config: what composes, what is refused, and with which words."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from rlbatch.api import ConfigError
+from rlbatch.config.compose import PLUGIN_GROUPS, compose, group_choices, load_config, save_config
+from rlbatch.config.convert import key_docs
+from rlbatch.config.schema import Config
+
+REQUIRED = {"experiment=hf": ["model.hf=/models/some", "data.train=train.jsonl"]}
+"""What the user must add to a choice."""
+
+
+def shipped_choices() -> list[str]:
+    return [f"{group}={name}" for group, names in group_choices().items() for name in names]
+
+
+@pytest.mark.parametrize("choice", shipped_choices())
+def test_shipped_configs_compose(choice: str) -> None:
+    """Every yaml file in configs/ composes to a config that passes the checks."""
+    compose([choice, *REQUIRED.get(choice, [])])
+
+
+def test_default_is_embedded_run() -> None:
+    """Without overrides: two ranks that share the experts, everything embedded."""
+    config = compose([])
+    assert (config.layout.world_size, config.layout.ep_size) == (2, 2)
+    assert {config.model.hf, config.data.train, config.data.eval} == {"embedded"}
+
+
+@pytest.mark.parametrize("group", PLUGIN_GROUPS)
+def test_names_agree(group: str, repository: Path) -> None:
+    """`rollout=x` is configs/rollout/x.yaml, plugins/rollout_x.py and tests/plugins/test_rollout_x.py; likewise the other groups."""
+    choices = group_choices()[group]
+    assert choices
+    for name in choices:
+        assert f"name: {name}\n" in (repository / f"configs/{group}/{name}.yaml").read_text()
+        assert (repository / f"plugins/{group}_{name}.py").is_file()
+        assert (repository / f"tests/plugins/test_{group}_{name}.py").is_file()
+
+
+def test_overrides_reach_the_config() -> None:
+    """Values arrive with the type of their key; an integer is a number, `+` makes no difference, empty and null are values."""
+    config = compose(
+        [
+            "train.steps=7",
+            "+seed=3",
+            "optimizer.lr=1",
+            "data.eval=",
+            "layout.first_stage_layers=null",
+            "plugins=[a/b.py,c.d]",
+            "reward.options.x=1",
+        ]
+    )
+    assert (config.train.steps, config.seed, config.optimizer.lr, config.data.eval) == (7, 3, 1.0, "")
+    assert isinstance(config.optimizer.lr, float)
+    assert config.layout.first_stage_layers is None
+    assert config.plugins == ("a/b.py", "c.d")
+    assert config.reward.options == {"x": 1}
+
+
+def test_plugin_without_yaml() -> None:
+    """A plugin name needs no yaml file; whether it exists is the registry's business."""
+    assert compose(["reward=somebody_elses"]).reward.name == "somebody_elses"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trian.steps=5", "trian.steps: unknown key. Did you mean `train.steps`?"),
+        ("steps=5", "steps: unknown key. Did you mean `train.steps`?"),
+        ("rewrd=sequence", "rewrd: unknown key. Did you mean `reward`"),
+        ("hydra.run.dir=x", "hydra.run.dir: unknown key."),
+        ("train.zzz=1", "train.zzz: unknown key. Known: train.steps, "),
+        ("train=5", "train=5: `train` is a group of keys. Set one of train.steps, "),
+        ("experiment=embeded", "experiment=embeded: unknown. Did you mean `embedded`? Known: embedded, hf."),
+        ("experiment=null", "experiment=None: must be one name. Choose embedded or hf."),
+        ("reward={name: x}", "reward={'name': 'x'}: must be one name. Choose sequence."),
+        ("rollout@x=transformers", "unknown key|is a group of keys"),
+        ("train.steps=2.5", "train.steps=2.5: must be an integer, not a number."),
+        ("train.steps=many", "train.steps=many: must be an integer, not `many`."),
+        ("seed=true", "seed=true: must be an integer, not true or false."),
+        ("optimizer.lr=high", "optimizer.lr=high: must be a number, not `high`."),
+        ("optimizer.lr=inf", "optimizer.lr=inf: must be a finite number."),
+        ("algorithm.kl_loss=1", "algorithm.kl_loss=1: must be true or false, not an integer."),
+        ("train.precision=fp16", "train.precision=fp16: must be `fp32` or `bf16`, not `fp16`."),
+        ("algorithm.kl_kind=k4", "must be `k1`, `k2`, `k3` or `low_var_kl`, not `k4`."),
+        ("layout.recompute_granularity=some", "must be `full` or `selective` or null, not `some`."),
+        ("layout.first_stage_layers=1.5", "must be an integer or null, not a number."),
+        ("train.steps=null", "train.steps=null: must be an integer, not null."),
+        ("run_dir=5", "run_dir=5: must be text, not an integer. Quote it: 'run_dir=\"5\"'."),
+        ("plugins=a.py", "plugins=a.py: must be a list, not `a.py`."),
+        ("plugins=[1]", "plugins[0]=1: must be text, not an integer."),
+        ("reward.options=3", "reward.options=3: must be a mapping, not an integer."),
+        ("train.steps=1,2", "train.steps=1,2: has several values. Give one; a list is written [a,b]."),
+        ("~train.steps", "~train.steps: keys cannot be removed."),
+        ("train.steps", "`train.steps`: not of the form key=value."),
+        ("--steps=3", "`--steps=3`: not of the form key=value."),
+        ("data.train=${oops}", "oops"),
+        ("experiment=hf", "model.hf: has no value. Give one: model.hf=<text>."),
+    ],
+)
+def test_refused_overrides(override: str, message: str) -> None:
+    """An override that does not fit is refused by its key, with the closest names or the allowed values."""
+    with pytest.raises(ConfigError) as caught:
+        compose([override])
+    assert message in str(caught.value) or re.search(message, str(caught.value))
+
+
+def test_composition_is_repeatable() -> None:
+    """A composition leaves nothing behind for the next one in the same process."""
+    before = compose([])
+    compose(["reward=somebody_elses", "seed=9"])
+    assert compose([]) == before
+
+
+def test_saved_config_reads_back_equal(tmp_path: Path) -> None:
+    """config.yaml holds every key, one a line, and reads back as the same config."""
+    config = compose(["plugins=[a.py]", "reward.options.x=[1,2]", "optimizer.lr=1e-7", "run_dir='with: colon'"])
+    save_config(config, tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml") == config
+    text = (tmp_path / "config.yaml").read_text()
+    assert all(re.search(rf"^ *{doc.name.rpartition('.')[2]}:", text, re.MULTILINE) for doc in key_docs(Config))
+
+
+def test_edited_config_is_checked(tmp_path: Path) -> None:
+    """A run folder's config.yaml that was edited by hand is checked like overrides."""
+    path = tmp_path / "config.yaml"
+    path.write_text("train:\n  stepps: 5\n")
+    with pytest.raises(ConfigError, match=r"train\.stepps: unknown key\. Did you mean `train\.steps`\?"):
+        load_config(path)
+    path.write_text("- 1\n")
+    with pytest.raises(ConfigError, match="must be a mapping"):
+        load_config(path)
+    path.write_text("train: [\n")
+    with pytest.raises(ConfigError, match=re.escape(str(path))):
+        load_config(path)
+    with pytest.raises(ConfigError, match=r"absent\.yaml: cannot be read"):
+        load_config(tmp_path / "absent.yaml")
+
+
+def test_every_key_is_documented() -> None:
+    """Each key of the schema says what it means."""
+    assert not [doc.name for doc in key_docs(Config) if not doc.doc]
