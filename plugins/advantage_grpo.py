@@ -29,7 +29,7 @@ def grpo(inputs: AdvantageInputs) -> Tensor:
 
 
 def dr_grpo(inputs: AdvantageInputs) -> Tensor:
-    """``A_i = r_i - mean(group)``, without the std (Liu et al. 2025, arXiv 2503.20783, section 3.2).
+    """``A_i = r_i - mean(group)``, without the std (Liu et al. 2025, arXiv 2503.20783).
 
     Dividing by the std gives more weight to prompts that are almost always or almost never solved.
     A group of one sample keeps its raw reward.

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def rloo(inputs: AdvantageInputs) -> Tensor:
-    """``A_i = r_i - mean of the group's other rewards`` (Ahmadian et al. 2024, arXiv 2402.14740, equation 8).
+    """``A_i = r_i - mean of the group's other rewards`` (Ahmadian et al. 2024, arXiv 2402.14740).
 
     A group of one sample keeps its raw reward. The sums are float64: equal rewards give exactly 0.
 
