@@ -159,8 +159,8 @@ def _stage_layers(layout: LayoutConfig, num_layers: int) -> tuple[int, ...]:
                 f"or {_uneven(stages, num_layers)}."
             )
     elif middle_layers < middle_stages or (middle_stages == 0 and middle_layers) or (middle_stages and middle_layers % middle_stages):
-        asked = " ".join(f"{name}={value}" for name, value in (("layout.first_stage_layers", first), ("last_stage_layers", last)) if value)
-        asked = asked if asked.startswith("layout.") else f"layout.{asked}"
+        ends = (("first_stage_layers", first), ("last_stage_layers", last))
+        asked = " ".join(f"layout.{name}={value}" for name, value in ends if value is not None)
         raise ConfigError(
             f"{asked}: leaves {middle_layers} of {num_layers} layers for {middle_stages} other stages of pp_size {stages}, "
             f"which must be equal and have at least 1 layer each. Use {_uneven(stages, num_layers)}."
@@ -170,14 +170,13 @@ def _stage_layers(layout: LayoutConfig, num_layers: int) -> tuple[int, ...]:
 
 
 def _uneven(stages: int, num_layers: int) -> str:
-    """Settings of first and last stage that fit: the middle stages take the rounded-up share where the ends keep at least one layer."""
+    """First and last stage that fit: middle stages take the share rounded up if that leaves layers for the ends, else down."""
     if num_layers % stages == 0:
         return "neither key (equal stages)"
-    for middle in (-(-num_layers // stages), num_layers // stages):
-        ends = num_layers - middle * (stages - 2)
-        if ends >= 2:
-            return f"layout.first_stage_layers={ends - ends // 2} layout.last_stage_layers={ends // 2}"
-    return f"layout.pp_size={_either(_near(stages, _divisors(num_layers)))}"
+    above, below = -(-num_layers // stages), num_layers // stages
+    middle = above if num_layers - above * (stages - 2) >= 2 else below
+    ends = num_layers - middle * (stages - 2)
+    return f"layout.first_stage_layers={ends - ends // 2} layout.last_stage_layers={ends // 2}"
 
 
 def _divisors(number: int) -> list[int]:

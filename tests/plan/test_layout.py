@@ -1,0 +1,173 @@
+"""Layouts that are refused, with their messages, and layouts that are not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rlbatch.api import ConfigError, ModelFamily
+from rlbatch.config.schema import LayoutConfig
+from rlbatch.plan.layout import check_layout, degrees
+
+
+def family(**transformer: Any) -> ModelFamily:
+    return ModelFamily(
+        "some_model", transformer, vocab_size=1000, rotary_base=1e4, tie_embeddings=False, max_sequence_length=64, mappings=()
+    )
+
+
+MOE = family(  # Qwen3-235B-A22B
+    num_layers=94,
+    num_attention_heads=64,
+    num_query_groups=4,
+    ffn_hidden_size=12289,  # not used: every layer has experts
+    num_moe_experts=128,
+    moe_ffn_hidden_size=1536,
+    moe_layer_freq=1,
+)
+DENSE = family(num_layers=32, num_attention_heads=32, num_query_groups=8, ffn_hidden_size=11008)
+FIRST_LAYER_DENSE = replace(MOE, transformer={**MOE.transformer, "moe_layer_freq": [0] + [1] * 93})
+SHARED_EXPERTS = replace(MOE, transformer={**MOE.transformer, "moe_shared_expert_intermediate_size": 1537})
+LATENT_ATTENTION = replace(MOE, transformer={**MOE.transformer, "multi_latent_attention": True})
+
+REFUSED: list[tuple[ModelFamily, dict[str, Any], str]] = [
+    # world = tp x cp x dp x pp, and = etp x ep x edp x pp
+    (
+        MOE,
+        {"world_size": 6, "tp_size": 4, "ep_size": 2},
+        "layout.world_size=6: must be a multiple of tp_size x pp_size x cp_size (tp_size 4 x",
+    ),
+    (MOE, {"world_size": 6, "tp_size": 4, "ep_size": 2}, "= 4). Use 4 or 8 ranks"),
+    (MOE, {"world_size": 2, "tp_size": 4, "ep_size": 2}, "Use 4 ranks"),
+    (
+        MOE,
+        {"world_size": 12, "ep_size": 8},
+        "layout.world_size=12: must be a multiple of pp_size x ep_size x etp_size (pp_size 1 x ep_size 8 x etp_size 1 = 8)",
+    ),
+    (MOE, {"world_size": 8, "ep_size": 4, "etp_size": 4}, "= 16). Use 16 ranks, or smaller sizes."),
+    (DENSE, {"world_size": 3, "cp_size": 2}, "layout.world_size=3: must be a multiple of tp_size x pp_size x cp_size"),
+    # heads, rows and experts
+    (MOE, {"world_size": 8, "tp_size": 8, "ep_size": 8}, "layout.tp_size=8: must divide num_query_groups (4). Use 2 or 4."),
+    (MOE, {"world_size": 3, "tp_size": 3, "etp_size": 3}, "layout.tp_size=3: must divide num_attention_heads (64). Use 1, 2 or 4."),
+    (MOE, {"world_size": 48, "ep_size": 48}, "layout.ep_size=48: must divide num_experts (128). Use 16, 32 or 64."),
+    (MOE, {"world_size": 256, "ep_size": 256}, "layout.ep_size=256: must divide num_experts (128). Use 64 or 128."),
+    (MOE, {"world_size": 5, "etp_size": 5}, "layout.etp_size=5: must divide moe_ffn_hidden_size (1536). Use 3, 4 or 6."),
+    (DENSE, {"world_size": 3, "tp_size": 3}, "layout.tp_size=3: must divide num_attention_heads (32). Use 1, 2 or 4."),
+    (
+        FIRST_LAYER_DENSE,
+        {"world_size": 2, "tp_size": 2, "ep_size": 2},
+        "layout.tp_size=2: must divide ffn_hidden_size (12289). Use 1 or 12289.",
+    ),
+    (SHARED_EXPERTS, {"world_size": 2, "tp_size": 2, "ep_size": 2}, "must divide moe_shared_expert_intermediate_size (1537)"),
+    (DENSE, {"world_size": 2, "ep_size": 2}, "layout.ep_size=2: some_model has 0 experts. Use layout.ep_size=1."),
+    (DENSE, {"world_size": 2, "etp_size": 2}, "layout.etp_size=2: some_model has 0 experts. Use layout.etp_size=1."),
+    # stages
+    (
+        MOE,
+        {"world_size": 8, "pp_size": 8},
+        "layout.pp_size=8: must divide num_layers (94). Use 1, 2 or 47, or layout.first_stage_layers=11 layout.last_stage_layers=11.",
+    ),
+    (
+        MOE,
+        {"world_size": 8, "pp_size": 8, "last_stage_layers": 6},
+        "layout.last_stage_layers=6: leaves 88 of 94 layers for 7 other stages of pp_size 8",
+    ),
+    (
+        MOE,
+        {"world_size": 2, "pp_size": 2, "first_stage_layers": 40, "last_stage_layers": 40},
+        "layout.first_stage_layers=40 layout.last_stage_layers=40: leaves 14 of 94 layers for 0 other stages of pp_size 2",
+    ),
+    (
+        MOE,
+        {"world_size": 4, "pp_size": 4, "first_stage_layers": 92},
+        "layout.first_stage_layers=92: leaves 2 of 94 layers for 3 other stages",
+    ),
+    (MOE, {"world_size": 2, "pp_size": 2, "first_stage_layers": 94}, "leaves 0 of 94 layers for 1 other stages"),
+    (MOE, {"world_size": 95, "pp_size": 95}, "layout.pp_size=95: must be at most num_layers (94)"),
+    (MOE, {"world_size": 1, "first_stage_layers": 3}, "layout.first_stage_layers=3: has an effect only with pp_size > 1, which is 1."),
+    (MOE, {"world_size": 1, "recompute_num_layers": 95}, "layout.recompute_num_layers=95: must be at most the model's num_layers (94)."),
+    # silently wrong
+    (
+        MOE,
+        {"world_size": 2, "tp_size": 2},
+        "layout.etp_size=1: with ep_size 1 it must equal tp_size (2), else expert gradients are silently wrong",
+    ),
+    (MOE, {"world_size": 4, "tp_size": 4}, "Use layout.etp_size=4, or layout.ep_size=2 or 4."),
+    (MOE, {"world_size": 4, "tp_size": 4, "etp_size": 2}, "layout.etp_size=2: with ep_size 1 it must equal tp_size (4)"),
+    (MOE, {"world_size": 2, "etp_size": 2}, "layout.etp_size=2: with ep_size 1 it must equal tp_size (1)"),
+    (LATENT_ATTENTION, {"world_size": 2, "tp_size": 2, "ep_size": 2}, "layout.tp_size=2: with multi-latent attention it must be 1"),
+]
+
+
+@pytest.mark.parametrize(("model", "layout", "message"), REFUSED)
+def test_refused(model: ModelFamily, layout: dict[str, Any], message: str) -> None:
+    """A layout that cannot run, or would give wrong gradients, is refused with both numbers and values that fit."""
+    with pytest.raises(ConfigError) as caught:
+        check_layout(LayoutConfig(**layout), model, on_gpu=False)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "dp_size", "edp_size"),
+    [
+        (MOE, {"world_size": 1}, 1, 1),
+        (MOE, {"world_size": 8}, 8, 8),
+        (MOE, {"world_size": 8, "ep_size": 8}, 8, 1),
+        (MOE, {"world_size": 8, "tp_size": 2, "ep_size": 4}, 4, 2),
+        (MOE, {"world_size": 8, "tp_size": 2, "etp_size": 2}, 4, 4),
+        (MOE, {"world_size": 16, "tp_size": 2, "pp_size": 2, "cp_size": 2, "ep_size": 4}, 2, 2),
+        (DENSE, {"world_size": 32, "tp_size": 8, "pp_size": 2}, 2, 16),
+        (LATENT_ATTENTION, {"world_size": 2, "ep_size": 2}, 2, 1),
+    ],
+)
+def test_accepted(model: ModelFamily, layout: dict[str, Any], dp_size: int, edp_size: int) -> None:
+    """Layouts that keep every rule pass, with the data-parallel sizes that remain."""
+    checked = LayoutConfig(**layout)
+    check_layout(checked, model, on_gpu=False)
+    found = degrees(checked, model.num_layers)
+    assert found.dp_size == dp_size
+    if model.num_experts:
+        assert found.edp_size == edp_size
+
+
+@pytest.mark.parametrize(
+    ("layout", "stages"),
+    [
+        ({"pp_size": 1}, (94,)),
+        ({"pp_size": 2}, (47, 47)),
+        ({"pp_size": 8, "last_stage_layers": 10}, (12,) * 7 + (10,)),
+        ({"pp_size": 8, "first_stage_layers": 11, "last_stage_layers": 11}, (11, *(12,) * 6, 11)),
+        ({"pp_size": 2, "first_stage_layers": 50}, (50, 44)),
+        ({"pp_size": 2, "first_stage_layers": 50, "last_stage_layers": 44}, (50, 44)),
+    ],
+)
+def test_stage_layers(layout: dict[str, Any], stages: tuple[int, ...]) -> None:
+    """Layers are shared as asked: the ends by their keys, the rest equally."""
+    checked = LayoutConfig(world_size=layout["pp_size"], **layout)
+    check_layout(checked, MOE, on_gpu=False)
+    assert degrees(checked, 94).stage_layers == stages
+
+
+@pytest.mark.parametrize(("num_layers", "pp_size"), [(5, 3), (5, 4), (7, 4), (23, 16), (26, 4), (61, 8), (61, 16), (94, 8)])
+def test_proposed_stages_are_accepted(num_layers: int, pp_size: int) -> None:
+    """When layers do not divide over the stages, the proposed first and last stage do."""
+    model = replace(MOE, transformer={**MOE.transformer, "num_layers": num_layers})
+    layout = LayoutConfig(world_size=pp_size, pp_size=pp_size)
+    with pytest.raises(ConfigError) as caught:
+        check_layout(layout, model, on_gpu=False)
+    proposal = str(caught.value).rpartition(" or ")[2].rstrip(".")
+    changes = dict(part.removeprefix("layout.").split("=") for part in proposal.split())
+    changed = replace(layout, **{name: int(value) for name, value in changes.items()})
+    check_layout(changed, model, on_gpu=False)
+    assert sum(degrees(changed, num_layers).stage_layers) == num_layers
+
+
+def test_grouped_gemm_rows() -> None:
+    """On GPUs a rank's rows of an expert are a multiple of 8; the CPU does not mind."""
+    model = replace(MOE, transformer={**MOE.transformer, "moe_ffn_hidden_size": 20})
+    layout = LayoutConfig(world_size=2, tp_size=2, etp_size=2)
+    check_layout(layout, model, on_gpu=False)
+    with pytest.raises(ConfigError, match=r"leaves 10 rows of moe_ffn_hidden_size \(20\) a rank, grouped GEMM needs a multiple of 8"):
+        check_layout(layout, model, on_gpu=True)

@@ -1,0 +1,252 @@
+"""Discovery of plugins: who is found, in which order, and what is refused."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+
+import rlbatch.registry
+from rlbatch.api import API_VERSION, ConfigError, ModelError, ModelFamily, PluginError, RolloutContext
+from rlbatch.registry import compose_job, load_plugins
+
+HEADER = "from rlbatch.api import Configurable, ModelFamily, hookimpl\nfrom dataclasses import dataclass, field\n"
+REWARD = """
+    @hookimpl
+    def rlbatch_register_rewards():
+        return {"%s": lambda samples: [1.0 for _ in samples]}
+"""
+WITH_OPTIONS = """
+    from __future__ import annotations
+    from rlbatch.api import Configurable, hookimpl
+    from dataclasses import dataclass, field
+
+    @dataclass(frozen=True)
+    class Options:
+        limit: int = field(default=20, metadata={"doc": "Tokens that cost nothing."})
+        kind: str = "a"
+
+    @hookimpl
+    def rlbatch_register_rewards():
+        return {"short": Configurable(lambda options: lambda samples: [options.limit for _ in samples], Options)}
+
+    @hookimpl
+    def rlbatch_register_rollout_backends():
+        return {"engine": Configurable(lambda context, options: (context, options), Options)}
+
+    @hookimpl
+    def rlbatch_register_offload_strategies():
+        return {"mover": Configurable(lambda options: options, Options)}
+"""
+
+Write = Callable[..., str]
+
+
+@pytest.fixture
+def plugin(tmp_path: Path) -> Write:
+    """Writes a plugin file and returns its path."""
+
+    def write(body: str, name: str = "my_plugin") -> str:
+        path = tmp_path / f"{name}.py"
+        path.write_text((HEADER if "__future__" not in body else "") + dedent(body))
+        return str(path)
+
+    return write
+
+
+def refusal(*extra: str) -> str:
+    with pytest.raises(PluginError) as caught:
+        load_plugins(extra)
+    return str(caught.value)
+
+
+def test_built_ins_are_found() -> None:
+    """The names that the default config uses are registered, each by its module in plugins/."""
+    registry = load_plugins()
+    config = rlbatch.registry.Config()
+    for table, name in (
+        (registry.rollouts, config.rollout.name),
+        (registry.rewards, config.reward.name),
+        (registry.offloads, config.offload.name),
+        (registry.advantages, config.algorithm.advantage),
+        (registry.losses, config.algorithm.loss),
+    ):
+        assert table[name].supplier.distribution == "rlbatch"
+        assert table[name].supplier.module.startswith("rlbatch_plugins.")
+
+
+def test_file_and_module_plugins(plugin: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`plugins=[...]` takes python files and importable modules; naming one twice changes nothing."""
+    path = plugin(REWARD % "from_file")
+    plugin(REWARD % "from_module", name="some_reward_module")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    registry = load_plugins([path, "some_reward_module", "some_reward_module"])
+    assert registry.rewards["from_file"].supplier.module == path
+    assert registry.rewards["from_module"].supplier.module == "some_reward_module"
+    assert registry.build_reward("from_file", {})([object(), object()]) == [1.0, 1.0]  # type: ignore[list-item]
+
+
+def test_unknown_name_lists_what_exists() -> None:
+    """An unknown name is refused with the closest ones and everything that exists, each with its supplier."""
+    with pytest.raises(PluginError) as caught:
+        compose_job(["reward=squence"])
+    message = str(caught.value)
+    assert message.startswith("reward=squence: unknown. Did you mean `sequence` (rlbatch_plugins.reward_sequence)? Known: ")
+    with pytest.raises(PluginError, match=r"^algorithm\.advantage=gpro: unknown\. Did you mean `grpo` \(rlbatch_plugins\.advantage_grpo\)"):
+        compose_job(["algorithm.advantage=gpro"])
+    with pytest.raises(PluginError, match=r"^algorithm\.loss=zzz: unknown\. Known: `clip` \(rlbatch_plugins\.loss_clip\)"):
+        compose_job(["algorithm.loss=zzz"])
+    with pytest.raises(PluginError, match=r"^rollout=vllm: unknown\."):
+        compose_job(["rollout=vllm"])
+    with pytest.raises(PluginError, match=r"^offload=nine: unknown\."):
+        compose_job(["offload=nine"])
+
+
+def test_two_plugins_with_one_name(plugin: Write) -> None:
+    """Two plugins that offer one name are an error that names both."""
+    path = plugin(REWARD % "sequence")
+    message = refusal(path)
+    assert message.startswith("reward=sequence: registered twice, by rlbatch_plugins.reward_sequence and ")
+    assert path in message
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("import module_that_is_not_there", "does not import: ModuleNotFoundError: No module named 'module_that_is_not_there'"),
+        ("this is no python", "does not import: SyntaxError"),
+        ("1 / 0", "does not import: ZeroDivisionError"),
+        ("x = 1", "implements no hook. Put `@rlbatch.api.hookimpl` above one of rlbatch_register_"),
+        ("def rlbatch_register_rewards():\n    return {}", "implements no hook."),
+        (
+            "@hookimpl\ndef rlbatch_register_reward():\n    return {}",
+            "`rlbatch_register_reward` is not a hook. Did you mean `rlbatch_register_rewards`?",
+        ),
+        ("@hookimpl\ndef rlbatch_resolve_model_family(config):\n    return None", "rlbatch_resolve_model_family"),
+        (
+            "@hookimpl\ndef rlbatch_register_rewards():\n    return [1]",
+            "rlbatch_register_rewards must return a mapping from names, returned list.",
+        ),
+        ("@hookimpl\ndef rlbatch_register_rewards():\n    return {1: print}", "must return a mapping from names"),
+        ("@hookimpl\ndef rlbatch_register_rewards():\n    return {'x': 5}", "`x` of rlbatch_register_rewards must be callable, is int."),
+        (
+            "@hookimpl\ndef rlbatch_register_rewards():\n    return 1 / 0",
+            "rlbatch_register_rewards raised ZeroDivisionError: division by zero",
+        ),
+        (
+            f"RLBATCH_API = {API_VERSION + 1}\n" + dedent(REWARD % "x"),
+            f"needs plugin API {API_VERSION + 1}, this rlbatch has {API_VERSION}.",
+        ),
+        ("@hookimpl\ndef rlbatch_register_rewards():\n    return {'x': Configurable(print, int)}", "options must be a dataclass."),
+        (
+            "@dataclass\nclass Options:\n    a: int\n\n@hookimpl\ndef rlbatch_register_rewards():\n"
+            "    return {'x': Configurable(print, Options)}",
+            "the option `a` has no default.",
+        ),
+        (
+            "@dataclass\nclass Options:\n    a: int = 1\n\n@hookimpl\ndef rlbatch_register_policy_losses():\n"
+            "    return {'x': Configurable(print, Options)}",
+            "cannot have options.",
+        ),
+    ],
+)
+def test_broken_plugins(plugin: Write, body: str, message: str) -> None:
+    """A plugin that does not import or does not fit the API stops the job, named, with the cause."""
+    path = plugin(body)
+    refused = refusal(path)
+    assert refused.startswith(f"plugin {path}: ")
+    assert message in refused
+
+
+def test_missing_files_and_modules() -> None:
+    """A path or module that does not exist is named as it was written."""
+    assert refusal("no/such_file.py").startswith("plugins=[no/such_file.py]: there is no such file (/")
+    cause = "ModuleNotFoundError: No module named 'no_such_module_here'"
+    assert refusal("no_such_module_here") == f"plugin no_such_module_here: does not import: {cause}. Correct it, or do without it."
+
+
+def test_accepted_api_version(plugin: Write) -> None:
+    """A plugin may require the API version that there is."""
+    assert "x" in load_plugins([plugin(f"RLBATCH_API = {API_VERSION}\n" + dedent(REWARD % "x"))]).rewards
+
+
+def test_broken_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installed plugin that does not import stops the job as well, naming its entry point."""
+    found = list(rlbatch.registry.metadata.entry_points(group="rlbatch"))
+    found.append(EntryPoint("broken", "module_that_is_not_there", "rlbatch"))
+    monkeypatch.setattr(rlbatch.registry.metadata, "entry_points", lambda group: found)
+    assert refusal().startswith("plugin module_that_is_not_there: does not import: ModuleNotFoundError")
+
+
+def test_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From source, without the entry points of an installation, the error says what to do."""
+    monkeypatch.setattr(rlbatch.registry.metadata, "entry_points", lambda group: [])
+    assert "entry points of rlbatch are not installed" in refusal()
+    assert "pip install -e ." in refusal()
+
+
+def test_model_family(plugin: Write) -> None:
+    """A built-in family claims its model type; a third party is asked first; an unclaimed type is refused by name."""
+    qwen: dict[str, Any] = {"model_type": "qwen3_moe"}
+    body = """
+        @hookimpl
+        def rlbatch_resolve_model_family(hf_config):
+            if hf_config["model_type"] in ("qwen3_moe", "mine"):
+                return ModelFamily("mine", {"num_layers": 1}, 10, 1e4, False, 8, ())
+            return 5 if hf_config["model_type"] == "odd" else None
+    """
+    registry = load_plugins([plugin(body)])
+    assert isinstance(registry.resolve_model_family(qwen), ModelFamily)
+    assert registry.resolve_model_family(qwen).name == "mine"
+    assert registry.model_families[0].module.endswith("my_plugin.py")
+    assert registry.model_families[-1].module == "rlbatch_plugins.model_qwen3_moe"
+    with pytest.raises(
+        ModelError, match=r"^model\.hf: no plugin claims model_type `gpt9`\. Asked: .*my_plugin\.py, .*rlbatch_plugins\.model_qwen3_moe"
+    ):
+        registry.resolve_model_family({"model_type": "gpt9"})
+    with pytest.raises(PluginError, match="must return a ModelFamily or None, returned int"):
+        registry.resolve_model_family({"model_type": "odd"})
+
+
+def test_options_become_config_keys(plugin: Write) -> None:
+    """Options appear in the config with their defaults, overridden by `reward.options.*`, and reach the factory as the dataclass."""
+    path = plugin(WITH_OPTIONS)
+    config, registry = compose_job([f"plugins=['{path}']", "reward=short", "reward.options.limit=3", "rollout=engine", "offload=mover"])
+    assert config.reward.options == {"limit": 3, "kind": "a"}
+    assert config.rollout.options == {"limit": 20, "kind": "a"}
+    assert registry.build_reward("short", config.reward.options)([object()]) == [3]  # type: ignore[list-item]
+    context = RolloutContext(Path("model"), "cpu", "float32")
+    built: Any = registry.build_rollout("engine", config.rollout.options, context)
+    assert built[0] is context
+    assert built[1].limit == 20
+    moved: Any = registry.build_offload("mover", {"kind": "b"})
+    assert moved.kind == "b"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("reward.options.limt=3", "reward.options.limt: unknown key. Did you mean `reward.options.limit`?"),
+        ("reward.options.limit=x", "reward.options.limit=x: must be an integer, not `x`."),
+        ("offload.options.limit=3", "offload.options.limit: unknown key. Known: none."),
+    ],
+)
+def test_refused_options(plugin: Write, override: str, message: str) -> None:
+    """Options are as strict as other keys, also for a plugin that has none."""
+    with pytest.raises(ConfigError) as caught:
+        compose_job([f"plugins=['{plugin(WITH_OPTIONS)}']", "reward=short", override])
+    assert str(caught.value) == message
+
+
+def test_failed_file_leaves_no_module(plugin: Write) -> None:
+    """A plugin file that failed can be corrected and loaded again in the same process."""
+    path = plugin("1 / 0")
+    refusal(path)
+    assert "rlbatch_plugin_file_my_plugin" not in sys.modules
+    plugin(REWARD % "repaired")
+    assert "repaired" in load_plugins([path]).rewards
