@@ -73,7 +73,7 @@ def _start(info: RankInfo, arguments: Sequence[str], run_dir: Path) -> Rank:
     try:
         return subprocess.Popen(
             arguments,
-            env=_environment(info, terminal),
+            env=rank_environment(info, terminal),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -87,7 +87,13 @@ def _start(info: RankInfo, arguments: Sequence[str], run_dir: Path) -> Rank:
             os.close(output)
 
 
-def _environment(info: RankInfo, terminal: int) -> Mapping[str, str]:
+def rank_environment(info: RankInfo, terminal: int) -> Mapping[str, str]:
+    """Variables of a rank.
+
+    Args:
+        info: The rank.
+        terminal: File descriptor of the terminal, for its first error.
+    """
     return {
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",

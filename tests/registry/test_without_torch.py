@@ -21,6 +21,6 @@ registry.resolve_model_family({"model_type": "unknown"})
 
 
 def test_login_node_imports_no_torch() -> None:
-    """With torch blocked, submit imports, every plugin loads, the help renders, a config composes; only the last line raises, on purpose."""
+    """With torch blocked, submit imports, plugins load, the help renders, a config composes; only the last line raises, on purpose."""
     result = subprocess.run([sys.executable, "-c", BLOCKED], capture_output=True, text=True, check=False)
     assert "ModelError: model.hf: no plugin claims model_type `unknown`" in result.stderr, result.stderr

@@ -1,0 +1,40 @@
+"""The first failure of a job is recorded once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlbatch.api import RewardError
+from rlbatch.launch import failures
+from rlbatch.launch.failures import FIRST_ERROR, read_first_error, report_failure, reporting_failures
+
+
+def test_only_the_first_is_kept(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The first error is recorded and printed; later ones are neither."""
+    assert report_failure(tmp_path, 3, RewardError("reward=x: raised"))
+    assert not report_failure(tmp_path, 0, RuntimeError("connection closed"))
+    first = read_first_error(tmp_path)
+    assert first is not None
+    assert (first.rank, first.type, first.message) == (3, "RewardError", "reward=x: raised")
+    assert capfd.readouterr().err == f"[rank 3 host {first.host}] reward=x: raised\n"
+    assert set(json.loads((tmp_path / FIRST_ERROR).read_text())) == {"rank", "host", "type", "message", "traceback", "time"}
+    assert [path.name for path in tmp_path.iterdir()] == [FIRST_ERROR]
+
+
+def test_rank_ends_with_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """A rank that raises ends with exit code 1; what is not for users keeps its traceback."""
+    monkeypatch.setattr(failures, "PATIENCE_S", 0.0)
+    with pytest.raises(SystemExit) as caught, reporting_failures(tmp_path, 0):
+        raise KeyError("unforeseen")
+    assert caught.value.code == 1
+    assert "Traceback" in capfd.readouterr().err
+
+
+def test_success_leaves_nothing(tmp_path: Path) -> None:
+    """Without an error there is no record."""
+    with reporting_failures(tmp_path, 0):
+        pass
+    assert read_first_error(tmp_path) is None
