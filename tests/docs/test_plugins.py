@@ -1,0 +1,82 @@
+"""docs/plugins.md against the hooks, and its examples against the registry."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import rlbatch.api
+from rlbatch.api import Prompt, Sample, hookspecs
+from rlbatch.registry import KINDS, load_plugins
+
+HOOKS = {name: function for name, function in inspect.getmembers(hookspecs, inspect.isfunction) if name.startswith("rlbatch_")}
+
+
+@pytest.fixture(scope="module")
+def page(repository: Path) -> str:
+    return (repository / "docs/plugins.md").read_text(encoding="utf-8")
+
+
+def blocks(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+
+
+def sample(prompt_text: str, label: str, response: str) -> Sample:
+    return Sample(Prompt(0, prompt_text, (1,), label), 0, [1, 2, 3], [0, 1, 1], [0, 0, 0], response, "stop")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_every_hook_is_documented(page: str, name: str) -> None:
+    """Each hook stands in the page with its exact arguments and result."""
+    signature = str(inspect.signature(HOOKS[name])).replace("'", "")
+    assert f"\n{name}{signature}\n" in page
+
+
+def test_no_invented_hook(page: str) -> None:
+    """Each name in the page that looks like a hook is one."""
+    assert {word for word in re.findall(r"\brlbatch_\w+", page) if word not in ("rlbatch_llama",)} == set(HOOKS)
+
+
+def test_every_registering_hook_is_called() -> None:
+    """The registry asks every hook that there is: none is declared and forgotten."""
+    assert set(KINDS) | {"rlbatch_resolve_model_family"} == set(HOOKS)
+
+
+def test_names_of_the_page_exist(page: str) -> None:
+    """What a reward is told to read exists on a sample, and what is named as importable is in rlbatch.api."""
+    prompt_fields = {field.name for field in fields(Prompt)}
+    sample_fields = {field.name for field in fields(Sample)} | {"response_length"}
+    assert set(re.findall(r"sample\.prompt\.(\w+)", page)) <= prompt_fields
+    assert set(re.findall(r"sample\.(\w+)", page)) <= sample_fields
+    imported = {name.strip() for line in re.findall(r"from rlbatch\.api import (.*)", page) for name in line.split(",")}
+    assert imported <= set(rlbatch.api.__all__)
+
+
+def test_worked_reward(page: str, tmp_path: Path) -> None:
+    """The page's first example has at most 15 lines and works as it stands, saved to a file."""
+    code = blocks(page)[0]
+    assert len(code.splitlines()) <= 15
+    path = tmp_path / "my_reward.py"
+    path.write_text(code)
+    reward = load_plugins([str(path)]).build_reward("contains_label", {})
+    assert list(reward([sample("a", "b c", "x b c"), sample("a", "b c", "c b")])) == [1.0, 0.0]
+
+
+def test_reward_with_options(page: str, tmp_path: Path) -> None:
+    """The example with options works as it stands."""
+    path = tmp_path / "short.py"
+    path.write_text(blocks(page)[1])
+    reward = load_plugins([str(path)]).build_reward("short", {"limit": 1})
+    assert list(reward([sample("a", "b", "b b")])) == [-0.01]
+
+
+def test_example_file(repository: Path) -> None:
+    """examples/reward_plugin.py has at most 15 lines and is what the page shows."""
+    path = repository / "examples/reward_plugin.py"
+    assert len(path.read_text().splitlines()) <= 15
+    reward = load_plugins([str(path)]).build_reward("contains_label", {})
+    assert list(reward([sample("a", "b", "a b"), sample("a", "b", "a")])) == [1.0, 0.0]

@@ -1,0 +1,192 @@
+"""The command `python -m rlbatch.submit`, up to the point where ranks start."""
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rlbatch.submit
+from rlbatch.config.compose import load_config
+from rlbatch.config.convert import key_docs
+from rlbatch.config.schema import Config
+
+QWEN3_MOE: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 100,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture(autouse=True)
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Config, Path]]:
+    """Works in an empty folder without GPUs and collects what would be started."""
+    jobs: list[tuple[Config, Path]] = []
+
+    def run_local(config: Config, run_dir: Path) -> int:
+        jobs.append((config, run_dir))
+        return 0
+
+    monkeypatch.setattr(rlbatch.submit, "run_local", run_local)
+    monkeypatch.setattr(rlbatch.submit, "visible_gpus", lambda: 0)
+    monkeypatch.chdir(tmp_path)
+    return jobs
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A Hugging Face folder as far as submit looks at it."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(QWEN3_MOE))
+    (folder / "model.safetensors").touch()
+    return folder
+
+
+def refusal(capsys: pytest.CaptureFixture[str], overrides: Sequence[str]) -> str:
+    """The message of a job that is refused with exit code 2."""
+    assert rlbatch.submit.main(overrides) == 2
+    return capsys.readouterr().err
+
+
+def test_embedded_run(started: list[tuple[Config, Path]], tmp_path: Path) -> None:
+    """Without arguments: a private run folder with the resolved config and the generated task, then the ranks."""
+    assert rlbatch.submit.main([]) == 0
+    [(config, run_dir)] = started
+    assert run_dir.parent == tmp_path / "runs"
+    assert re.fullmatch(r"\d{8}-\d{6}", run_dir.name)
+    assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
+    assert load_config(run_dir / "config.yaml") == config
+    assert config.run_dir == str(run_dir)
+    assert (run_dir / "embedded/model/config.json").is_file()
+    assert (run_dir / "embedded/train.jsonl").is_file()
+
+
+def test_two_runs_in_one_second(started: list[tuple[Config, Path]]) -> None:
+    """Runs that start in the same second have folders of their own."""
+    for _ in range(3):
+        assert rlbatch.submit.main([]) == 0
+    assert len({run_dir for _, run_dir in started}) == 3
+
+
+def test_hf_folder(started: list[tuple[Config, Path]], model: Path, tmp_path: Path) -> None:
+    """A model folder and prompt files of one's own start without anything embedded."""
+    (tmp_path / "train.jsonl").write_text('{"prompt": "a", "label": "b"}\n' * 4)
+    overrides = ["experiment=hf", f"model.hf={model}", "data.train=train.jsonl", "train.prompts_per_step=4", "run_dir=new/run"]
+    assert rlbatch.submit.main(overrides) == 0
+    [(_, run_dir)] = started
+    assert run_dir == tmp_path / "new/run"
+    assert not (run_dir / "embedded").exists()
+
+
+def test_run_folder_is_never_reused(started: list[tuple[Config, Path]], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A folder with content is refused and left alone, unless the run goes on; an empty one is used."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    assert rlbatch.submit.main(["run_dir=mine"]) == 0
+    (folder / "note").write_text("keep")
+    before = sorted(folder.iterdir())
+    assert refusal(capsys, ["run_dir=mine", "seed=5"]).startswith(f"run_dir=mine: must be new or empty, has {len(before)} entries.")
+    assert sorted(folder.iterdir()) == before
+    assert load_config(folder / "config.yaml").seed == 0
+    assert rlbatch.submit.main(["run_dir=mine", "resume=auto"]) == 0
+    assert (folder / "note").read_text() == "keep"
+    (tmp_path / "file").touch()
+    assert refusal(capsys, ["run_dir=file"]).startswith("run_dir=file: must be a folder, is a file.")
+    assert refusal(capsys, ["run_dir=file/below"]).startswith("run_dir=file/below: cannot be made")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["trian.steps=3"], "trian.steps: unknown key. Did you mean `train.steps`?"),
+        (["reward=squence"], "reward=squence: unknown. Did you mean `sequence`"),
+        (["plugins=[absent.py]"], "plugins=[absent.py]: there is no such file"),
+        (["layout.world_size=3"], "layout.world_size=3: must be a multiple of pp_size x ep_size x etp_size"),
+        (["layout.ep_size=3"], "layout.ep_size=3: must divide num_experts (4). Use 1, 2 or 4."),
+        (
+            ["layout.tp_size=2", "layout.ep_size=1"],
+            "layout.etp_size=1: with ep_size 1 it must equal tp_size (2), else expert gradients are silently wrong",
+        ),
+        (["model.hf=absent"], "model.hf=absent: must be a Hugging Face folder, config.json cannot be read (No such file or directory)."),
+        (["data.train=absent.jsonl"], "absent.jsonl"),
+        (["data.train=empty.jsonl"], "empty.jsonl:1: "),
+        (["data.eval=malformed.jsonl"], "malformed.jsonl:2: "),
+        (["data.train=rewards.jsonl"], "rewards.jsonl:1: reward `nope` is unknown. Known: "),
+        (
+            ["data.train=one.jsonl"],
+            "train.prompts_per_step=32: must be at most the prompts of data.train (1). Use 1 or less, or add prompts.",
+        ),
+        (["checkpoint.load=absent"], "checkpoint.load=absent: there is no such folder."),
+        (["checkpoint.ref_load=absent"], "checkpoint.ref_load=absent: there is no such folder."),
+    ],
+)
+def test_bad_input(
+    started: list[tuple[Config, Path]], capsys: pytest.CaptureFixture[str], tmp_path: Path, overrides: list[str], message: str
+) -> None:
+    """Bad input is one message on stderr and exit code 2; nothing is started and no run folder is left."""
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "malformed.jsonl").write_text('{"prompt": "a", "label": "b"}\n{"prompt": \n')
+    (tmp_path / "rewards.jsonl").write_text('{"prompt": "a", "label": "b", "reward": "nope"}\n' * 40)
+    (tmp_path / "one.jsonl").write_text('{"prompt": "a", "label": "b"}\n')
+    stderr = refusal(capsys, overrides)
+    assert stderr.startswith(message) or message in stderr
+    assert "Traceback" not in stderr
+    assert started == []
+    assert not list((tmp_path / "runs").glob("*"))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "config.json: not JSON"),
+        ("[]", "config.json: has no model_type"),
+        ('{"model_type": "gpt9"}', "model.hf: no plugin claims model_type `gpt9`."),
+        (json.dumps({**QWEN3_MOE, "hidden_act": "relu"}), "hidden_act"),
+    ],
+)
+def test_bad_model_folder(capsys: pytest.CaptureFixture[str], model: Path, content: str, message: str) -> None:
+    """A model folder that cannot be trained is refused with the reason."""
+    (model / "config.json").write_text(content)
+    assert message in refusal(capsys, [f"model.hf={model}"])
+
+
+def test_model_folder_without_weights(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    """Weights that are missing are noticed before the job starts."""
+    (model / "model.safetensors").unlink()
+    assert "has no *.safetensors" in refusal(capsys, [f"model.hf={model}"])
+
+
+def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a machine with GPUs there are not more ranks than GPUs."""
+    monkeypatch.setattr(rlbatch.submit, "visible_gpus", lambda: 1)
+    assert refusal(capsys, []).startswith(
+        "layout.world_size=2: must be at most the GPUs of this machine (1), one a rank. Use layout.world_size=1"
+    )
+
+
+def test_help_is_complete(capsys: pytest.CaptureFixture[str]) -> None:
+    """--help has every key with its default and its meaning, every group with its choices, and the run folder."""
+    assert rlbatch.submit.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for doc in key_docs(Config):
+        assert f"\n  {doc.name}=" in text
+        assert doc.doc in text
+    for words in ("reward               sequence", "experiment           embedded, hf", "runs/<date>-<time>", "python -m rlbatch.plugins"):
+        assert words in text
