@@ -86,6 +86,9 @@ class RolloutConfig:
     sync_weights: bool = key(
         True, "Send the policy's weights to the engine before each step; false only to test that the log-prob check sees it."
     )
+    max_logprob_diff: float | None = key(
+        None, "Largest accepted mean difference of trainer and engine log-probs, nats; beyond it the run ends. null: only reported."
+    )
     bucket_mib: int = key(512, "MiB of a weight-sync bucket; a larger tensor travels alone.")
     options: Mapping[str, Any] = key({}, "The backend's own options.")
 

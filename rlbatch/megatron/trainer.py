@@ -162,6 +162,10 @@ class Trainer:
         self._broadcast_from_last_stage(sums)
         return dict(zip(SUMS, sums.tolist(), strict=True))
 
+    def next_learning_rate(self) -> None:
+        """Advances the schedule by one step; its updates share the rate."""
+        self.schedule.step(1)
+
     def _shifted(self, microbatch: Microbatch) -> ShiftedPack:
         group = parallel_state.get_context_parallel_group()
         return ShiftedPack.of(microbatch, self._device, group)

@@ -1,0 +1,167 @@
+"""Generation by Hugging Face transformers inside each rank: slow, but everywhere, and the oracle for the other engines.
+
+A sample depends on (run seed, step, prompt id, sample index) and the weights alone: its random numbers come from a generator of its own. In fp32 that
+makes it the same on whatever rank and in whatever batch it is generated, up to rounding.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rlbatch.api import Completion, Configurable, Prompt, RolloutContext, RolloutError, SamplingParams, WeightBucket, hookimpl
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TransformersOptions:
+    """``rollout.options.*``"""
+
+    max_batch_size: int = field(default=512, metadata={"doc": "Samples generated at once on a rank."})
+
+
+@hookimpl
+def rlbatch_register_rollout_backends() -> Mapping[str, Configurable]:
+    """Offers ``rollout=transformers``."""
+    return {"transformers": Configurable(TransformersRollout, TransformersOptions)}
+
+
+class TransformersRollout:
+    """A ``RolloutBackend`` that holds a whole model on this rank.
+
+    Args:
+        context: Folder, device and dtype.
+        options: Batch size.
+    """
+
+    def __init__(self, context: RolloutContext, options: TransformersOptions) -> None:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        self._device, self._batch = torch.device(context.device), options.max_batch_size
+        config = AutoConfig.from_pretrained(context.hf_folder, local_files_only=True)
+        # The random weights made here are overwritten by the first sync, and must not disturb the trainer's random numbers.
+        with torch.random.fork_rng(devices=[]), self._device:
+            self._model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, context.dtype)).eval()
+        self._targets = _checkpoint_views(self._model)
+        # transformers 5.2x renamed the argument and warns at every use of the old name.
+        known = inspect.signature(self._model.forward).parameters
+        self._cache_argument = "cache" if "cache" in known else "past_key_values"
+
+    def update_weights(self, buckets: Iterable[WeightBucket]) -> None:
+        """Writes every tensor into the model; see ``RolloutBackend``."""
+        import torch
+
+        written: set[str] = set()
+        with torch.no_grad():
+            for bucket in buckets:
+                for name, tensor in zip(bucket.names, bucket.tensors, strict=True):
+                    if name not in self._targets or name in written:
+                        raise RolloutError(f"weight sync: {name} is {'written twice' if name in written else 'no parameter of the engine'}.")
+                    self._targets[name].copy_(tensor)
+                    written.add(name)
+        if missing := sorted(set(self._targets) - written):
+            raise RolloutError(f"weight sync: {len(missing)} parameters of the engine were not written, first {missing[0]}.")
+
+    def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[list[Completion]]:
+        """Samples in batches; see ``RolloutBackend``."""
+        wanted = [(prompt, index) for prompt in prompts for index in range(params.samples_per_prompt)]
+        done: list[Completion] = []
+        for start in range(0, len(wanted), self._batch):
+            done += self._generate_batch(wanted[start : start + self._batch], params)
+        per_prompt = params.samples_per_prompt
+        return [done[start : start + per_prompt] for start in range(0, len(done), per_prompt)]
+
+    def _generate_batch(self, wanted: Sequence[tuple[Prompt, int]], params: SamplingParams) -> list[Completion]:
+        import torch
+
+        draws = _uniforms(wanted, params).to(self._device)
+        tokens, mask = _left_padded([prompt.token_ids for prompt, _ in wanted], self._device)
+        stops = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=self._device)
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        alive = torch.ones(len(wanted), dtype=torch.bool, device=self._device)
+        chosen, logprobs, cache = [], [], None
+        with torch.inference_mode():
+            for step in range(params.max_response_tokens):
+                options = {self._cache_argument: cache, "use_cache": True, "logits_to_keep": 1}
+                output = self._model(input_ids=tokens, attention_mask=mask, position_ids=positions, **options)
+                cache = output[self._cache_argument]
+                token, logprob = _sample(output.logits[:, -1].float(), params.temperature, draws[:, step])
+                chosen.append(torch.where(alive, token, -1))
+                logprobs.append(logprob)
+                alive = alive & ~torch.isin(token, stops)
+                if not alive.any():
+                    break
+                tokens, positions = token.unsqueeze(-1), positions[:, -1:] + 1
+                mask = torch.cat([mask, mask.new_ones(len(wanted), 1)], dim=-1)
+        return [
+            _completion(ids, values, stopped)
+            for ids, values, stopped in zip(
+                torch.stack(chosen, 1).tolist(), torch.stack(logprobs, 1).tolist(), (~alive).tolist(), strict=True
+            )
+        ]
+
+    def close(self) -> None:
+        """Drops the model."""
+        del self._model, self._targets
+
+
+def _checkpoint_views(model: Any) -> dict[str, Tensor]:
+    """Checkpoint name -> where it lies in the model, which stacks the experts that checkpoints hold one by one."""
+    views: dict[str, Tensor] = {}
+    for name, param in model.named_parameters():
+        stem, _, leaf = name.rpartition(".")
+        for expert in range(param.shape[0] if leaf in ("gate_up_proj", "down_proj") else 0):
+            if leaf == "gate_up_proj":
+                gate, up = param[expert].chunk(2, 0)
+                views[f"{stem}.{expert}.gate_proj.weight"], views[f"{stem}.{expert}.up_proj.weight"] = gate, up
+            else:
+                views[f"{stem}.{expert}.down_proj.weight"] = param[expert]
+        if leaf not in ("gate_up_proj", "down_proj"):
+            views[name] = param
+    return views
+
+
+def _uniforms(wanted: Sequence[tuple[Prompt, int]], params: SamplingParams) -> Tensor:
+    """[samples, max_response_tokens] float64 in [0, 1), each row from the sample's own generator."""
+    import numpy as np
+    import torch
+
+    rows = [
+        np.random.default_rng((*params.seed, prompt.prompt_id, index)).random(params.max_response_tokens) for prompt, index in wanted
+    ]
+    return torch.from_numpy(np.stack(rows))
+
+
+def _left_padded(rows: Sequence[Sequence[int]], device: Any) -> tuple[Tensor, Tensor]:
+    """[rows, longest] int64 token ids, padded on the left, and 1 where they are real."""
+    import torch
+
+    longest = max(len(row) for row in rows)
+    tokens = torch.tensor([[0] * (longest - len(row)) + list(row) for row in rows], device=device)
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=device)
+    return tokens, mask
+
+
+def _sample(logits: Tensor, temperature: float, draws: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, V] logits -> [B] tokens by inversion of the cumulative distribution, and [B] their log-probs; temperature 0: the most likely."""
+    import torch
+
+    scaled = logits / (temperature or 1.0)
+    logprobs = scaled.log_softmax(-1)
+    if temperature == 0:
+        tokens = scaled.argmax(-1)
+    else:
+        cumulative = logprobs.double().exp().cumsum(-1)
+        tokens = torch.searchsorted(cumulative, (draws * cumulative[:, -1]).unsqueeze(-1), right=True).squeeze(-1)
+        tokens = tokens.clamp(max=logits.shape[-1] - 1)
+    return tokens, logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+
+
+def _completion(ids: list[int], logprobs: list[float], stopped: bool) -> Completion:
+    length = ids.index(-1) if -1 in ids else len(ids)
+    return Completion(ids[:length], logprobs[:length], "stop" if stopped else "length")

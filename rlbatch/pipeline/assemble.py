@@ -1,0 +1,127 @@
+"""From a resolved config to a ``Job``: plugins, model, weights, engine, prompts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from rlbatch.algorithms.objective import Objective
+from rlbatch.api import ConfigError, ModelFamily, Prompt, Reward, RolloutContext
+from rlbatch.checkpoint.hf import HfTensors
+from rlbatch.config.hf_config import read_config
+from rlbatch.config.schema import EMBEDDED, Config
+from rlbatch.launch.environment import RankInfo
+from rlbatch.megatron import parallel
+from rlbatch.megatron.trainer import Trainer
+from rlbatch.pipeline.embedded import write_random_weights
+from rlbatch.pipeline.job import Job
+from rlbatch.pipeline.prompts import PromptOrder, load_prompts
+from rlbatch.pipeline.rollout import Rollout, stop_tokens
+from rlbatch.plan.layout import check_layout
+from rlbatch.registry import Registry, load_plugins
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+
+
+def assemble(config: Config, run_dir: Path, info: RankInfo, device: str, announce: Callable[[str], None]) -> Job:
+    """Builds this rank's part of the job; a collective.
+
+    Args:
+        config: Resolved.
+        run_dir: Run folder.
+        info: This rank.
+        device: ``cpu`` or ``cuda:<index>``.
+        announce: Told what is being done.
+
+    Raises:
+        RlbatchError: what cannot be used.
+    """
+    if info.world_size != config.layout.world_size:
+        raise ConfigError(f"layout.world_size={config.layout.world_size}: {info.world_size} ranks were started. Make both equal.")
+    announce("loading plugins")
+    registry = load_plugins(config.plugins)
+    hf_folder = _model_folder(config, run_dir, info.rank)
+    family = registry.resolve_model_family(read_config(hf_folder))
+    check_layout(config.layout, family, on_gpu=device != "cpu")
+    parallel.initialize_groups(config.layout, config.seed)
+    announce(f"building {family.name}: {family.num_layers} layers, {family.num_experts} experts")
+    offload = registry.build_offload(config.offload.name, config.offload.options)
+    trainer = Trainer(config, family, offload)
+    needs_reference = config.algorithm.kl_loss or config.algorithm.kl_reward_coef != 0
+    _load_weights(config, trainer, hf_folder, needs_reference)
+    announce(f"starting the {config.rollout.name} engine")
+    context = RolloutContext(hf_folder, device, DTYPES[config.train.precision])
+    backend = registry.build_rollout(config.rollout.name, config.rollout.options, context)
+    tokenizer = _tokenizer(hf_folder)
+    train, held_out = _prompts(config, run_dir, tokenizer, family)
+    return Job(
+        config=config,
+        run_dir=run_dir,
+        rank=info.rank,
+        device=device,
+        hf_folder=hf_folder,
+        family=family,
+        trainer=trainer,
+        rollout=Rollout(backend, tokenizer, config, stop_tokens(tokenizer, _generation_config(hf_folder)), info.rank, info.world_size),
+        offload=offload,
+        rewards=_rewards(config, registry, [*train, *held_out]),
+        estimator=registry.advantage(config.algorithm.advantage),
+        objective=Objective(config.algorithm, registry.loss(config.algorithm.loss)),
+        prompts=train,
+        order=PromptOrder(len(train), config.seed),
+        eval_prompts=held_out,
+        needs_reference=needs_reference,
+    )
+
+
+def _model_folder(config: Config, run_dir: Path, rank: int) -> Path:
+    """The Hugging Face folder; rank 0 makes the embedded model's weights."""
+    if config.model.hf != EMBEDDED:
+        return Path(config.model.hf)
+    folder = run_dir / EMBEDDED / "model"
+    if rank == 0 and not (folder / "model.safetensors").exists():
+        write_random_weights(folder, config.seed)
+    dist.barrier()
+    return folder
+
+
+def _load_weights(config: Config, trainer: Trainer, hf_folder: Path, needs_reference: bool) -> None:
+    reference = Path(config.checkpoint.ref_load) if config.checkpoint.ref_load else hf_folder
+    policy = Path(config.checkpoint.load) if config.checkpoint.load else reference
+    trainer.load(HfTensors(policy).read)
+    if needs_reference:
+        trainer.load_reference(None if reference == policy else HfTensors(reference).read)
+
+
+def _tokenizer(hf_folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(hf_folder, local_files_only=True)
+
+
+def _generation_config(hf_folder: Path) -> dict[str, Any]:
+    path = hf_folder / "generation_config.json"
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return content
+
+
+def _prompts(config: Config, run_dir: Path, tokenizer: Any, family: ModelFamily) -> tuple[list[Prompt], list[Prompt]]:
+    def load(name: str, source: str) -> list[Prompt]:
+        path = run_dir / EMBEDDED / f"{name}.jsonl" if source == EMBEDDED else Path(source)
+        limits = {"context_tokens": family.max_sequence_length, "max_response_tokens": config.rollout.max_response_tokens}
+        return load_prompts(path, config.data, tokenizer, **limits)
+
+    held_out = load("eval", config.data.eval) if config.data.eval else []
+    return load("train", config.data.train), held_out[: config.train.eval_prompts or None]
+
+
+def _rewards(config: Config, registry: Registry, prompts: list[Prompt]) -> dict[str, Reward]:
+    """The job's reward, and those that prompts name (with their default options)."""
+    rewards = {config.reward.name: registry.build_reward(config.reward.name, config.reward.options)}
+    for name in sorted({prompt.reward_name for prompt in prompts} - {"", config.reward.name}):
+        rewards[name] = registry.build_reward(name, {})
+    return rewards

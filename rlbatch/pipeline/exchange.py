@@ -1,0 +1,98 @@
+"""Samples between ranks: each rank generated some groups, every rank needs the numbers of all. Flat tensors, never pickles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlbatch.api import SampleGroup
+
+
+@dataclass(frozen=True)
+class Batch:
+    """All N samples of the step, in prompt order then sample order, on every rank.
+
+    Attributes:
+        token_ids: N tensors [L_i] int64.
+        loss_mask: N tensors [L_i] float32.
+        rollout_logprobs: N tensors [L_i] float32 nats.
+        rewards: [N] float32.
+        group_ids: [N] int64, position of the prompt in the step.
+        truncated: [N] bool, cut at the length limit.
+    """
+
+    token_ids: list[Tensor]
+    loss_mask: list[Tensor]
+    rollout_logprobs: list[Tensor]
+    rewards: Tensor
+    group_ids: Tensor
+    truncated: Tensor
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sample, prompt included."""
+        return [len(tokens) for tokens in self.token_ids]
+
+    @property
+    def response_lengths(self) -> Tensor:
+        """[N] int64, sampled tokens of each sample."""
+        return torch.tensor([int(mask.sum()) for mask in self.loss_mask])
+
+
+def all_gather_ragged(values: Tensor, group: Any = None) -> list[Tensor]:
+    """Gathers one-dimensional host tensors of different lengths from all ranks, in rank order.
+
+    Args:
+        values: [n] on the host; the same dtype on every rank.
+        group: Process group; None: all ranks.
+    """
+    size = dist.get_world_size(group)
+    lengths = torch.zeros(size, dtype=torch.int64)
+    dist.all_gather_into_tensor(lengths, torch.tensor([len(values)]), group=group)
+    padded = values.new_zeros(int(lengths.max()))
+    padded[: len(values)] = values
+    gathered = values.new_empty(size * len(padded))
+    dist.all_gather_into_tensor(gathered, padded, group=group)
+    return [gathered[rank * len(padded) :][: int(length)] for rank, length in enumerate(lengths)]
+
+
+def exchange(groups: Sequence[SampleGroup], positions: Sequence[int]) -> Batch:
+    """Gives every rank the samples of all ranks; a collective.
+
+    Args:
+        groups: This rank's scored groups.
+        positions: Of their prompts in the step.
+    """
+    mine = [
+        (position, sample, reward)
+        for position, group in zip(positions, groups, strict=True)
+        for sample, reward in zip(group.samples, group.rewards, strict=True)
+    ]
+
+    def flat(values: list[Tensor], dtype: torch.dtype) -> Tensor:
+        return torch.cat(all_gather_ragged(torch.cat([torch.empty(0, dtype=dtype), *(value.to(dtype) for value in values)])))
+
+    per_sample = [
+        torch.tensor([position, sample.sample_index, len(sample.token_ids), sample.finish_reason == "length"])
+        for position, sample, _ in mine
+    ]
+    position, index, length, truncated = flat(per_sample, torch.int64).view(-1, 4).unbind(1)
+    sizes = length.tolist()
+    token_ids = flat([s.token_ids for _, s, _ in mine], torch.int64).split(sizes)
+    loss_mask = flat([s.loss_mask for _, s, _ in mine], torch.float32).split(sizes)
+    logprobs = flat([s.rollout_logprobs for _, s, _ in mine], torch.float32).split(sizes)
+    rewards = flat([torch.tensor([reward for _, _, reward in mine])], torch.float32)
+    order = sorted(range(len(sizes)), key=lambda i: (int(position[i]), int(index[i])))
+    return Batch(
+        token_ids=[token_ids[i] for i in order],
+        loss_mask=[loss_mask[i] for i in order],
+        rollout_logprobs=[logprobs[i] for i in order],
+        rewards=rewards[order],
+        group_ids=position[order],
+        truncated=truncated[order].bool(),
+    )

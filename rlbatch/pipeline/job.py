@@ -1,0 +1,55 @@
+"""What a rank of a running job holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlbatch.algorithms.objective import Objective
+from rlbatch.api import AdvantageEstimator, ModelFamily, OffloadStrategy, Prompt, Reward
+from rlbatch.config.schema import Config
+from rlbatch.megatron.trainer import Trainer
+from rlbatch.pipeline.prompts import PromptOrder
+from rlbatch.pipeline.rollout import Rollout
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that a step uses.
+
+    Attributes:
+        config: Resolved.
+        run_dir: Run folder.
+        rank: This process.
+        device: ``cpu`` or ``cuda:<index>``.
+        hf_folder: The model's config.json and tokenizer.
+        family: Of the model.
+        trainer: Policy and optimizer.
+        rollout: Engine.
+        offload: Memory choreography.
+        rewards: By name: the job's, and those that prompts name.
+        estimator: Advantages.
+        objective: Loss.
+        prompts: Training prompts.
+        order: Which prompts a step takes.
+        eval_prompts: Held-out prompts; may be empty.
+        needs_reference: Whether log-probs of the reference model are computed.
+    """
+
+    config: Config
+    run_dir: Path
+    rank: int
+    device: str
+    hf_folder: Path
+    family: ModelFamily
+    trainer: Trainer
+    rollout: Rollout
+    offload: OffloadStrategy
+    rewards: Mapping[str, Reward]
+    estimator: AdvantageEstimator
+    objective: Objective
+    prompts: list[Prompt]
+    order: PromptOrder
+    eval_prompts: list[Prompt]
+    needs_reference: bool

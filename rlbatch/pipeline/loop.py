@@ -1,0 +1,73 @@
+"""The run: evaluate, train step by step, evaluate and save at intervals, resume where it ended."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlbatch.api import SampleGroup, StepResult
+from rlbatch.metrics.names import check_tags
+from rlbatch.metrics.report import sample_rows
+from rlbatch.metrics.run_log import RunLog
+from rlbatch.pipeline.exchange import all_gather_ragged
+from rlbatch.pipeline.job import Job
+from rlbatch.pipeline.saving import load_newest, save
+from rlbatch.pipeline.score import score
+from rlbatch.pipeline.step import train_step
+
+
+def run(job: Job, log: RunLog) -> None:
+    """Runs ``train.steps`` steps.
+
+    Args:
+        job: This rank's part.
+        log: Silent on ranks other than 0.
+    """
+    config = job.config
+    done = load_newest(job) if config.resume == "auto" else 0
+    if done:
+        log.phase(f"resumed after step {done}")
+    if job.eval_prompts and not done:
+        log.phase("evaluating before the first step")
+        log.record(StepResult(0, job.trainer.policy_version, evaluate(job)))
+    for step in range(done + 1, config.train.steps + 1):
+        result, groups, advantages = train_step(job, step)
+        metrics = dict(result.metrics)
+        if _is_due(step, config.train.eval_interval, config.train.steps) and job.eval_prompts:
+            metrics |= evaluate(job)
+        if config.checkpoint.save_interval >= 0 and _is_due(step, config.checkpoint.save_interval, config.train.steps):
+            started = time.perf_counter()
+            save(job, step)
+            metrics["time/checkpoint_s"] = time.perf_counter() - started
+        check_tags(metrics)
+        log.record(StepResult(step, result.policy_version, metrics))
+        log.samples(step, _all_rows(step, groups, advantages))
+
+
+def _is_due(step: int, interval: int, steps: int) -> bool:
+    return step == steps or (interval > 0 and step % interval == 0)
+
+
+def evaluate(job: Job) -> dict[str, float]:
+    """Mean reward of one response to each held-out prompt, under the current weights."""
+    started = time.perf_counter()
+    mine = job.rollout.share(len(job.eval_prompts))
+    with job.offload.generating():
+        job.rollout.sync_weights(job.trainer.export(), job.trainer.policy_version)
+        groups = job.rollout.evaluate([job.eval_prompts[i] for i in mine])
+    score(groups, job.rewards, job.config.reward.name)
+    sums = torch.tensor([sum(sum(group.rewards) for group in groups), float(len(groups))], dtype=torch.float64)
+    dist.all_reduce(sums)
+    return {"reward/eval": float(sums[0] / sums[1]), "time/eval_s": time.perf_counter() - started}
+
+
+def _all_rows(step: int, groups: list[SampleGroup], advantages: list[float]) -> list[dict[str, Any]]:
+    """The sample rows of all ranks, in prompt order, as JSON text in byte tensors."""
+    text = "\n".join(json.dumps(row) for row in sample_rows(step, groups, advantages))
+    parts = all_gather_ragged(torch.frombuffer(bytearray(text.encode() or b"\n"), dtype=torch.uint8))
+    rows = [json.loads(line) for part in parts for line in bytes(part.tolist()).decode().splitlines() if line]
+    return sorted(rows, key=lambda row: (row["prompt_id"], row["sample_index"]))

@@ -1,0 +1,112 @@
+"""What a step reports, computed from what it did; the tags are defined in ``rlbatch.metrics.names``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlbatch.api import RolloutError
+from rlbatch.config.schema import Config
+from rlbatch.megatron import parallel
+from rlbatch.metrics import mfu
+from rlbatch.metrics.clock import PhaseClock
+from rlbatch.pipeline.exchange import Batch
+from rlbatch.pipeline.job import Job
+from rlbatch.pipeline.updates import Update
+
+GIB = 2**30
+
+
+def samples(batch: Batch, advantages: Sequence[Tensor]) -> dict[str, float]:
+    """Rewards, advantages and responses of the step."""
+    rewards, lengths, flat = batch.rewards, batch.response_lengths.float(), torch.cat(list(advantages))
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std(correction=0)),
+        "reward/min": float(rewards.min()),
+        "reward/max": float(rewards.max()),
+        "advantage/mean": float(flat.mean()),
+        "advantage/abs_mean": float(flat.abs().mean()),
+        "response/length_mean": float(lengths.mean()),
+        "response/length_max": float(lengths.max()),
+        "response/clip_ratio": float(batch.truncated.float().mean()),
+    }
+
+
+def updates(results: Sequence[Mapping[str, float]], batch: Batch, *, with_kl: bool) -> dict[str, float]:
+    """Means over the step's updates; ``results`` are what ``Trainer.update`` returned."""
+    tokens = float(batch.response_lengths.sum())
+
+    def per_token(name: str) -> float:
+        return sum(result[name] for result in results) / tokens
+
+    def per_update(name: str) -> float:
+        return sum(result[name] for result in results) / len(results)
+
+    metrics = {
+        "train/loss": per_update("loss"),
+        "train/ppo_kl": per_token("ppo_kl"),
+        "train/entropy": per_token("entropy"),
+        "train/clip_fraction": per_token("clip_fraction"),
+        "train/grad_norm": per_update("grad_norm"),
+        "train/lr": results[-1]["lr"],
+    }
+    return metrics | ({"train/kl": per_token("kl")} if with_kl else {})
+
+
+def logprob_difference(job: Job, planned: Sequence[Update]) -> dict[str, float]:
+    """How far the engine's log-probs are from the trainer's, on the sampled tokens of all ranks."""
+    sums, largest = torch.zeros(2, dtype=torch.float64), torch.zeros(1)
+    for microbatch in (pack.microbatch for update in planned for pack in update.packs):
+        difference = (microbatch.old_logprobs - microbatch.rollout_logprobs).abs() * microbatch.loss_mask
+        sums += torch.stack([difference.sum(), microbatch.loss_mask.sum()])
+        largest = torch.maximum(largest, difference.max())
+    dist.all_reduce(sums, group=parallel.dp_group())
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=parallel.dp_group())
+    return {
+        "train/rollout_logprob_diff_mean": float(sums[0] / sums[1]),
+        "train/rollout_logprob_diff_max": float(largest),
+    }
+
+
+def check_logprob_difference(config: Config, metrics: Mapping[str, float]) -> None:
+    """Ends the run when engine and trainer disagree more than ``rollout.max_logprob_diff`` allows.
+
+    Raises:
+        RolloutError: with both numbers.
+    """
+    limit, mean = config.rollout.max_logprob_diff, metrics["train/rollout_logprob_diff_mean"]
+    if limit is not None and not mean <= limit:
+        raise RolloutError(
+            f"rollout.max_logprob_diff={limit:g}: trainer and engine differ by {mean:.3g} nats on average. Check rollout.sync_weights and "
+            "that the engine supports this model exactly; raise the limit if its precision is lower."
+        )
+
+
+def speed(job: Job, batch: Batch, clock: PhaseClock) -> dict[str, float]:
+    """Times, throughput and model FLOPs utilisation."""
+    seconds, world_size, lengths = clock.total(), job.config.layout.world_size, batch.lengths
+    per_second = sum(lengths) / seconds
+    forwards = 2 if job.needs_reference else 1
+    flops = mfu.training_flops(job.family, lengths) + forwards * mfu.forward_flops(job.family, lengths)
+    trained = clock.seconds("logprobs", "update")
+    return clock.tags() | {
+        "time/step_s": seconds,
+        "perf/tokens_per_s": per_second,
+        "perf/tokens_per_s_per_gpu": per_second / world_size,
+        "perf/mfu": mfu.mfu(flops, trained, world_size, mfu.peak_flops(job.device)),
+    }
+
+
+def memory(device: str) -> dict[str, float]:
+    """Of this process, and of its GPU since the last call."""
+    metrics = {"memory/rss_gib": psutil.Process().memory_info().rss / GIB}
+    if device != "cpu":
+        metrics["memory/gpu_allocated_gib"] = torch.cuda.max_memory_allocated() / GIB
+        metrics["memory/gpu_reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
+        torch.cuda.reset_peak_memory_stats()
+    return metrics

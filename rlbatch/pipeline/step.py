@@ -1,0 +1,104 @@
+"""One step of training, from top to bottom; every rank runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rlbatch.algorithms.advantages import advantage_inputs, token_advantages
+from rlbatch.algorithms.kl import kl_penalty
+from rlbatch.api import SampleGroup, StepResult
+from rlbatch.megatron import parallel
+from rlbatch.metrics.clock import PhaseClock
+from rlbatch.pipeline import measure
+from rlbatch.pipeline.exchange import Batch, all_gather_ragged, exchange
+from rlbatch.pipeline.job import Job
+from rlbatch.pipeline.score import score
+from rlbatch.pipeline.updates import Update, plan_updates
+
+
+def train_step(job: Job, step: int) -> tuple[StepResult, list[SampleGroup], list[float]]:
+    """Generates, scores and updates.
+
+    Args:
+        job: This rank's part of the job.
+        step: From 1.
+
+    Returns:
+        The step's metrics (the same on every rank), this rank's groups, and the mean advantage of each of their samples.
+    """
+    config, clock = job.config, PhaseClock()
+    prompts = [job.prompts[i] for i in job.order.take(config.train.prompts_per_step)]
+    mine = job.rollout.share(len(prompts))
+
+    with job.offload.generating():
+        with clock.phase("sync"):
+            job.rollout.sync_weights(job.trainer.export(), job.trainer.policy_version)
+        with clock.phase("rollout"):
+            groups = job.rollout.generate([prompts[i] for i in mine], step)
+
+    with clock.phase("reward"):
+        score(groups, job.rewards, config.reward.name)
+
+    with clock.phase("exchange"):
+        batch = exchange(groups, mine)
+        updates = plan_updates(batch, config, parallel.dp_rank(), parallel.dp_size())
+
+    with job.offload.training():
+        with clock.phase("logprobs"):
+            _add_logprobs(job, updates)
+        with clock.phase("exchange"):
+            advantages = _advantages(job, batch, updates)
+            updates = [update.with_advantages(advantages) for update in updates]
+        with clock.phase("update"):
+            job.trainer.next_learning_rate()
+            results = [
+                job.trainer.update([pack.microbatch for pack in update.packs], job.objective, update.denominator) for update in updates
+            ]
+
+    metrics = (
+        measure.samples(batch, advantages)
+        | measure.updates(results, batch, with_kl=job.needs_reference)
+        | measure.logprob_difference(job, updates)
+        | measure.speed(job, batch, clock)
+        | measure.memory(job.device)
+    )
+    measure.check_logprob_difference(config, metrics)
+    own = torch.isin(batch.group_ids, torch.tensor(list(mine))).tolist()
+    shown = [float(values.mean()) for values, is_own in zip(advantages, own, strict=True) if is_own]
+    return StepResult(step, job.trainer.policy_version, metrics), groups, shown
+
+
+def _add_logprobs(job: Job, updates: Sequence[Update]) -> None:
+    """Old log-probs into all packs, by the policy before the first update, and the reference's where something needs them."""
+    microbatches = [pack.microbatch for update in updates for pack in update.packs]
+    for microbatch, values in zip(microbatches, job.trainer.logprobs(microbatches), strict=True):
+        microbatch.old_logprobs = values
+    if job.needs_reference:
+        with job.trainer.reference():
+            for microbatch, values in zip(microbatches, job.trainer.logprobs(microbatches), strict=True):
+                microbatch.ref_logprobs = values
+
+
+def _advantages(job: Job, batch: Batch, updates: Sequence[Update]) -> list[Tensor]:
+    """[R_i] for each of the N samples: one advantage a response token, estimated from all samples of the step."""
+    algorithm, lengths = job.config.algorithm, batch.response_lengths
+    kl = _response_kl(job, batch, updates) if algorithm.kl_reward_coef else None
+    inputs = advantage_inputs(batch.rewards, batch.group_ids, lengths, kl, algorithm.kl_reward_coef)
+    return list(token_advantages(algorithm.advantage, job.estimator, inputs).split(lengths.tolist()))
+
+
+def _response_kl(job: Job, batch: Batch, updates: Sequence[Update]) -> Tensor:
+    """[T] KL to the reference at every response token of the step; each data-parallel rank measures its own samples."""
+    mine: dict[int, Tensor] = {}
+    for update in updates:
+        batches = [pack.microbatch for pack in update.packs]
+        kinds = [kl_penalty(job.config.algorithm.kl_kind, mb.old_logprobs, mb.ref_logprobs) for mb in batches]
+        mine |= update.by_sample(kinds)
+    group = parallel.dp_group()
+    owned = torch.cat(all_gather_ragged(torch.tensor(list(mine), dtype=torch.int64), group)).tolist()
+    values = torch.cat(all_gather_ragged(torch.cat([torch.empty(0), *mine.values()]), group))
+    by_sample = dict(zip(owned, values.split([batch.lengths[i] for i in owned]), strict=True))
+    return torch.cat([by_sample[i][batch.loss_mask[i] > 0] for i in range(len(batch.lengths))])

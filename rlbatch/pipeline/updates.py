@@ -1,0 +1,92 @@
+"""A step's samples as optimizer updates: which samples, on which data-parallel rank, in which packs.
+
+Every rank has the lengths of all samples, so every rank computes the same division; nothing is communicated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from rlbatch.algorithms.aggregate import denominator
+from rlbatch.config.schema import Config
+from rlbatch.pipeline.exchange import Batch
+from rlbatch.pipeline.packing import (
+    Pack,
+    assign_to_ranks,
+    build_microbatches,
+    pack,
+    pad_with_dummies,
+    sequence_multiple,
+    split_by_sample,
+    with_advantages,
+)
+
+
+@dataclass(frozen=True)
+class Update:
+    """One optimizer update.
+
+    Attributes:
+        samples: This rank's samples, as indices into the batch.
+        packs: Of these samples; as many on every data-parallel rank, dummies included.
+        denominator: Of the loss, over the samples of all ranks.
+    """
+
+    samples: tuple[int, ...]
+    packs: tuple[Pack, ...]
+    denominator: float
+
+    def with_advantages(self, advantages: Sequence[Tensor]) -> Update:
+        """The update with the advantages (N tensors, of the whole batch) in its packs."""
+        return replace(self, packs=tuple(with_advantages(self.packs, [advantages[i] for i in self.samples])))
+
+    def by_sample(self, values: Sequence[Tensor]) -> dict[int, Tensor]:
+        """[T] for each pack -> [L] for each sample, by its index in the batch."""
+        return dict(zip(self.samples, split_by_sample(self.packs, values), strict=True))
+
+
+def plan_updates(batch: Batch, config: Config, dp_rank: int, dp_size: int) -> list[Update]:
+    """Divides the step's groups, in prompt order, over ``train.updates_per_step`` updates.
+
+    Args:
+        batch: All samples.
+        config: Packing, layout and aggregation.
+        dp_rank: This rank's share.
+        dp_size: Shares.
+
+    Returns:
+        The updates, each with this rank's packs.
+    """
+    per_update = config.train.prompts_per_step // config.train.updates_per_step
+    number = batch.group_ids // per_update
+    return [
+        _plan(batch, torch.nonzero(number == update).flatten().tolist(), config, dp_rank, dp_size)
+        for update in range(config.train.updates_per_step)
+    ]
+
+
+def _plan(batch: Batch, samples: list[int], config: Config, dp_rank: int, dp_size: int) -> Update:
+    layout = config.layout
+    multiple = sequence_multiple(layout.tp_size, layout.cp_size)
+    max_tokens = config.train.max_tokens_per_gpu * layout.cp_size
+    lengths = [batch.lengths[i] for i in samples]
+    shares = assign_to_ranks(lengths, dp_size)
+    padded = [-(-length // multiple) * multiple for length in lengths]
+    most_packs = max(len(pack([padded[i] for i in share], max_tokens)) for share in shares)
+    mine = [samples[i] for i in shares[dp_rank]]
+    packs = build_microbatches(
+        [batch.token_ids[i] for i in mine],
+        [batch.loss_mask[i] for i in mine],
+        [batch.rollout_logprobs[i] for i in mine],
+        max_tokens=max_tokens,
+        pad_multiple=multiple,
+    )
+    masks = torch.cat([batch.loss_mask[i] for i in samples])
+    bounds = pad(torch.tensor(lengths).cumsum(0), (1, 0))
+    total = denominator(masks, bounds, config.algorithm.loss_aggregation)
+    return Update(tuple(mine), tuple(pad_with_dummies(packs, most_packs, multiple)), total)

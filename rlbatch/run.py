@@ -1,0 +1,76 @@
+"""One rank of a job: ``python -m rlbatch.run --run-dir DIR``. The launchers start it; people start ``rlbatch.submit``."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+
+from rlbatch.config.compose import load_config
+from rlbatch.launch.environment import RankInfo
+from rlbatch.launch.failures import read_first_error, reporting_failures
+
+CONFIG_FILE = "config.yaml"
+
+
+def main() -> None:
+    """Reads the run folder's config and runs this rank to the end."""
+    parser = argparse.ArgumentParser(prog="python -m rlbatch.run", description="One rank of a job. Started by the launchers.")
+    parser.add_argument("--run-dir", type=Path, required=True, help="Run folder with config.yaml, as made by rlbatch.submit.")
+    run_dir = parser.parse_args().run_dir.resolve()
+    signal.signal(signal.SIGTERM, _exit_on_signal)
+    info = RankInfo.from_environment()
+    with reporting_failures(run_dir, info.rank):
+        _run_rank(run_dir, info)
+
+
+def _exit_on_signal(number: int, frame: FrameType | None) -> None:
+    # SystemExit unwinds: engines are closed and the run folder says "interrupted".
+    sys.exit(128 + number)
+
+
+def _run_rank(run_dir: Path, info: RankInfo) -> None:
+    config = load_config(run_dir / CONFIG_FILE)
+    _quiet_libraries()
+    from rlbatch.metrics.run_log import RunLog
+
+    log = RunLog(run_dir, config.train.steps, info.rank)
+    try:
+        log.phase("importing Megatron-core")
+        from rlbatch.launch.process_group import process_group
+        from rlbatch.pipeline.assemble import assemble
+        from rlbatch.pipeline.loop import run
+
+        with process_group(info) as device:
+            job = assemble(config, run_dir, info, device, log.phase)
+            try:
+                run(job, log)
+            finally:
+                job.rollout.close()
+    except Exception:
+        error = read_first_error(run_dir)
+        log.finish("failed", asdict(error) if error else None)
+        raise
+    except SystemExit:
+        log.finish("interrupted")
+        raise
+    log.finish("finished")
+
+
+def _quiet_libraries() -> None:
+    """Keeps the terminal for the run: missing optional kernels are no news on a machine without CUDA."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    warnings.filterwarnings("ignore", module="megatron")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+
+
+if __name__ == "__main__":
+    main()
