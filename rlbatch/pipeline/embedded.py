@@ -49,8 +49,8 @@ class EmbeddedTask:
 
 TASK = EmbeddedTask()
 
-PAD, BOS, EOS, UNK, EQUALS = "<pad>", "<bos>", "<eos>", "<unk>", "="
-SPECIAL_TOKENS = (PAD, BOS, EOS, UNK)
+# Only the end of the response is a special token: whatever else the policy appends shows in its text and costs reward.
+EOS, UNK, EQUALS = "<eos>", "<unk>", "="
 
 MODEL_CONFIG: Mapping[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -94,7 +94,7 @@ def write_embedded_task(folder: Path, seed: int) -> None:
     model = folder / "model"
     model.mkdir(parents=True, exist_ok=True)
     vocabulary = _vocabulary(TASK)
-    special = {"pad_token_id": vocabulary[PAD], "bos_token_id": vocabulary[BOS], "eos_token_id": vocabulary[EOS]}
+    special = {"pad_token_id": vocabulary[EOS], "bos_token_id": None, "eos_token_id": vocabulary[EOS]}
     _write_json(model / "config.json", {**MODEL_CONFIG, "vocab_size": len(vocabulary), **special})
     _write_tokenizer(model, vocabulary)
     train, held_out = _split(TASK, seed)
@@ -131,19 +131,18 @@ def _symbols(task: EmbeddedTask) -> str:
 
 
 def _vocabulary(task: EmbeddedTask) -> dict[str, int]:
-    return {token: index for index, token in enumerate((*SPECIAL_TOKENS, EQUALS, *_symbols(task)))}
+    return {token: index for index, token in enumerate((EOS, UNK, EQUALS, *_symbols(task)))}
 
 
 def _write_tokenizer(folder: Path, vocabulary: Mapping[str, int]) -> None:
-    """A word-level tokenizer: whitespace separates tokens, ``<bos>`` is put in front."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    """A word-level tokenizer: whitespace separates tokens."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
 
     tokenizer = Tokenizer(models.WordLevel(dict(vocabulary), unk_token=UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, vocabulary[BOS])])
-    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    tokenizer.add_special_tokens([EOS])
     tokenizer.save(str(folder / "tokenizer.json"))
-    named = {"pad_token": PAD, "bos_token": BOS, "eos_token": EOS, "unk_token": UNK}
+    named = {"pad_token": EOS, "eos_token": EOS}
     _write_json(
         folder / "tokenizer_config.json",
         {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, "model_max_length": 64, **named},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -33,12 +34,12 @@ class Batch:
     group_ids: Tensor
     truncated: Tensor
 
-    @property
+    @cached_property
     def lengths(self) -> list[int]:
         """Tokens of each sample, prompt included."""
         return [len(tokens) for tokens in self.token_ids]
 
-    @property
+    @cached_property
     def response_lengths(self) -> Tensor:
         """[N] int64, sampled tokens of each sample."""
         return torch.tensor([int(mask.sum()) for mask in self.loss_mask])
