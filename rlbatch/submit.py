@@ -6,17 +6,17 @@ Runs on a login node: imports no torch.
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from textwrap import fill
 
 from rlbatch.api import ConfigError, DataError, PluginError, RlbatchError
-from rlbatch.config.compose import group_choices, save_config
+from rlbatch.config.compose import choice_values, group_choices, save_config
 from rlbatch.config.convert import KeyDoc, key_docs, show_value
+from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import EMBEDDED, Config
 from rlbatch.launch.environment import visible_gpus
 from rlbatch.launch.local import run_local
@@ -25,6 +25,7 @@ from rlbatch.registry import Registry, compose_job, load_plugins
 
 CONFIG_FILE = "config.yaml"
 EXIT_REFUSED = 2
+HELP_COLUMNS = 140
 
 INTRODUCTION = """\
 Trains a mixture-of-experts language model by reinforcement learning, as one job of one process per rank.
@@ -95,7 +96,9 @@ def prepare_run(config: Config, registry: Registry) -> tuple[Config, Path]:
 
 def help_text() -> str:
     """What ``--help`` prints: introduction, config groups with their choices, every key with its default."""
-    sections = [INTRODUCTION, "Groups (group=choice):", *_group_lines(), "", "Keys (key=value):"]
+    embedded = " ".join(f"{key}={show_value(value)}" for key, value in choice_values("experiment", EMBEDDED).items())
+    preset = fill(f"experiment=embedded, the default, sets {embedded}", HELP_COLUMNS, break_on_hyphens=False, subsequent_indent="  ")
+    sections = [INTRODUCTION, "Groups (group=choice):", *_group_lines(), "", preset, "", "Keys (key=value):"]
     section = ""
     for doc in key_docs(Config):
         if doc.name.partition(".")[0] != section and "." in doc.name:
@@ -156,7 +159,7 @@ def _new_folder(path: Path) -> Path:
 def _check_model(config: Config, registry: Registry, run_dir: Path) -> None:
     is_embedded = config.model.hf == EMBEDDED
     folder = run_dir / EMBEDDED / "model" if is_embedded else Path(config.model.hf)
-    family = registry.resolve_model_family(_hf_config(folder))
+    family = registry.resolve_model_family(read_config(folder))
     gpus = visible_gpus()
     check_layout(config.layout, family, on_gpu=gpus > 0)
     if 0 < gpus < config.layout.world_size:
@@ -169,21 +172,6 @@ def _check_model(config: Config, registry: Registry, run_dir: Path) -> None:
     for key, path in (("checkpoint.load", config.checkpoint.load), ("checkpoint.ref_load", config.checkpoint.ref_load)):
         if path and not Path(path).exists():
             raise ConfigError(f"{key}={path}: there is no such folder. Correct the path.")
-
-
-def _hf_config(folder: Path) -> Mapping[str, Any]:
-    path = folder / "config.json"
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DataError(
-            f"model.hf={folder}: must be a Hugging Face folder, config.json cannot be read ({error.strerror}). Correct it."
-        ) from error
-    except ValueError as error:
-        raise DataError(f"{path}: not JSON ({error}). Download it again.") from error
-    if not isinstance(content, dict) or "model_type" not in content:
-        raise DataError(f"{path}: has no model_type, so it describes no model. Point model.hf to a Hugging Face folder.")
-    return content
 
 
 def _check_prompts(config: Config, registry: Registry, run_dir: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import rlbatch.submit
-from rlbatch.config.compose import load_config
+from rlbatch.config.compose import compose, load_config
 from rlbatch.config.convert import key_docs
 from rlbatch.config.schema import Config
 
@@ -124,7 +124,7 @@ def test_run_folder_is_never_reused(started: list[tuple[Config, Path]], capsys: 
             ["layout.tp_size=2", "layout.ep_size=1"],
             "layout.etp_size=1: with ep_size 1 it must equal tp_size (2), else expert gradients are silently wrong",
         ),
-        (["model.hf=absent"], "model.hf=absent: must be a Hugging Face folder, config.json cannot be read (No such file or directory)."),
+        (["model.hf=absent"], "absent/config.json: not there. A Hugging Face folder holds"),
         (["data.train=absent.jsonl"], "absent.jsonl"),
         (["data.train=empty.jsonl"], "empty.jsonl:1: "),
         (["data.eval=malformed.jsonl"], "malformed.jsonl:2: "),
@@ -155,8 +155,8 @@ def test_bad_input(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "config.json: not JSON"),
-        ("[]", "config.json: has no model_type"),
+        ("{", "config.json:1: not JSON"),
+        ("{}", "model.hf: no plugin claims model_type `None`."),
         ('{"model_type": "gpt9"}', "model.hf: no plugin claims model_type `gpt9`."),
         (json.dumps({**QWEN3_MOE, "hidden_act": "relu"}), "hidden_act"),
     ],
@@ -190,3 +190,4 @@ def test_help_is_complete(capsys: pytest.CaptureFixture[str]) -> None:
         assert doc.doc in text
     for words in ("reward               sequence", "experiment           embedded, hf", "runs/<date>-<time>", "python -m rlbatch.plugins"):
         assert words in text
+    assert f"layout.ep_size={compose([]).layout.ep_size}" in text.partition("the default, sets")[2].partition("Keys")[0]

@@ -28,6 +28,7 @@ POSITIVE = (
     "layout.recompute_num_layers",
     "rollout.temperature",
     "rollout.max_response_tokens",
+    "rollout.max_logprob_diff",
     "rollout.bucket_mib",
     "algorithm.group_size",
     "algorithm.eps_clip",

@@ -5,7 +5,7 @@ Only the login node composes; ranks read the resolved config.yaml.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,6 +90,21 @@ def group_choices() -> Mapping[str, tuple[str, ...]]:
         name: tuple(sorted(file.name.removesuffix(".yaml") for file in groups[name].iterdir() if file.name.endswith(".yaml")))
         for name in sorted(groups)
     }
+
+
+def choice_values(group: str, name: str) -> Mapping[str, Any]:
+    """What a choice's yaml file sets: keys as written below its package, dotted -> value."""
+    from yaml import safe_load
+
+    def flat(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+        for key, value in tree.items():
+            if isinstance(value, Mapping):
+                yield from flat(value, f"{prefix}{key}.")
+            else:
+                yield prefix + key, value
+
+    text = resources.files(CONFIG_PACKAGE).joinpath(group).joinpath(f"{name}.yaml").read_text(encoding="utf-8")
+    return dict(flat(safe_load(text), ""))
 
 
 def _config(tree: Any) -> Config:
