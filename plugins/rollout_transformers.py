@@ -1,7 +1,7 @@
 """Generation by Hugging Face transformers inside each rank: slow, but everywhere, and the oracle for the other engines.
 
-A sample depends on (run seed, step, prompt id, sample index) and the weights alone: its random numbers come from a generator of its own. In fp32 that
-makes it the same on whatever rank and in whatever batch it is generated, up to rounding.
+A sample depends on (run seed, step, prompt id, sample index) and the weights alone: its random numbers come from a generator of its
+own. In fp32 that makes it the same on whatever rank and in whatever batch it is generated, up to rounding.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ class TransformersRollout:
             for bucket in buckets:
                 for name, tensor in zip(bucket.names, bucket.tensors, strict=True):
                     if name not in self._targets or name in written:
-                        raise RolloutError(f"weight sync: {name} is {'written twice' if name in written else 'no parameter of the engine'}.")
+                        raise RolloutError(
+                            f"weight sync: {name} is {'written twice' if name in written else 'no parameter of the engine'}."
+                        )
                     self._targets[name].copy_(tensor)
                     written.add(name)
         if missing := sorted(set(self._targets) - written):
@@ -131,9 +133,7 @@ def _uniforms(wanted: Sequence[tuple[Prompt, int]], params: SamplingParams) -> T
     import numpy as np
     import torch
 
-    rows = [
-        np.random.default_rng((*params.seed, prompt.prompt_id, index)).random(params.max_response_tokens) for prompt, index in wanted
-    ]
+    rows = [np.random.default_rng((*params.seed, prompt.prompt_id, index)).random(params.max_response_tokens) for prompt, index in wanted]
     return torch.from_numpy(np.stack(rows))
 
 

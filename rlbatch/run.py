@@ -26,8 +26,7 @@ def main() -> None:
     run_dir = parser.parse_args().run_dir.resolve()
     signal.signal(signal.SIGTERM, _exit_on_signal)
     info = RankInfo.from_environment()
-    with reporting_failures(run_dir, info.rank):
-        _run_rank(run_dir, info)
+    _run_rank(run_dir, info)
 
 
 def _exit_on_signal(number: int, frame: FrameType | None) -> None:
@@ -36,29 +35,27 @@ def _exit_on_signal(number: int, frame: FrameType | None) -> None:
 
 
 def _run_rank(run_dir: Path, info: RankInfo) -> None:
-    config = load_config(run_dir / CONFIG_FILE)
     _quiet_libraries()
+    config = load_config(run_dir / CONFIG_FILE)
     from rlbatch.metrics.run_log import RunLog
 
     log = RunLog(run_dir, config.train.steps, info.rank)
     try:
-        log.phase("importing Megatron-core")
-        from rlbatch.launch.process_group import process_group
-        from rlbatch.pipeline.assemble import assemble
-        from rlbatch.pipeline.loop import run
+        with reporting_failures(run_dir, info.rank):  # inside: the log's end tells of the error that it records
+            log.phase("importing Megatron-core")
+            from rlbatch.launch.process_group import process_group
+            from rlbatch.pipeline.assemble import assemble
+            from rlbatch.pipeline.loop import run
 
-        with process_group(info) as device:
-            job = assemble(config, run_dir, info, device, log.phase)
-            try:
-                run(job, log)
-            finally:
-                job.rollout.close()
-    except Exception:
+            with process_group(info) as device:
+                job = assemble(config, run_dir, info, device, log.phase)
+                try:
+                    run(job, log)
+                finally:
+                    job.rollout.close()
+    except SystemExit:  # another rank failed, or somebody stopped the job
         error = read_first_error(run_dir)
-        log.finish("failed", asdict(error) if error else None)
-        raise
-    except SystemExit:
-        log.finish("interrupted")
+        log.finish("failed" if error else "interrupted", asdict(error) if error else None)
         raise
     log.finish("finished")
 
@@ -69,6 +66,7 @@ def _quiet_libraries() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     warnings.filterwarnings("ignore", module="megatron")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     logging.getLogger("megatron").setLevel(logging.ERROR)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -56,6 +57,7 @@ def main(arguments: Sequence[str]) -> int:
         The exit code.
     """
     if {"-h", "--help"} & set(arguments):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly
         print(help_text())
         return 0
     try:

@@ -1,8 +1,8 @@
 """A model family as data: Megatron's config and typed parameter mappings to the Hugging Face checkpoint.
 
 From the mappings follow, without further code: loading, export, weight sync and the audit that every tensor is covered exactly once.
-Names are exact. ``{layer}`` and ``{expert}`` are the only placeholders: decimal indices, global (not of a pipeline stage or an expert-parallel rank).
-Nothing here imports torch.
+Names are exact. ``{layer}`` and ``{expert}`` are the only placeholders: decimal indices, global (not of a pipeline stage or an
+expert-parallel rank). Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Vocab:
 
 @dataclass(frozen=True)
 class Qkv:
-    """Fused attention projection (weight or bias): for each key-value head ``[its query heads..., key, value]``, split over key-value heads."""
+    """Fused attention projection (weight or bias): ``[query heads..., key, value]`` of each key-value head, split over key-value heads."""
 
     megatron: str
     hf_q: str

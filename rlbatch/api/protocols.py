@@ -69,7 +69,8 @@ class RolloutBackend(Protocol):
     def update_weights(self, buckets: Iterable[WeightBucket]) -> None:
         """Takes every weight of the model, bucket after bucket.
 
-        The iterator runs collectives: it must be consumed to the end on every rank, and a tensor is only valid until the next bucket is taken.
+        The iterator runs collectives: it must be consumed to the end on every rank, and a tensor is only valid until the next bucket
+        is taken.
 
         Raises:
             RolloutError: a parameter was not written, or written twice.

@@ -1,4 +1,7 @@
-"""What flows through a step. Convention: ``logprobs[t]`` scores ``token_ids[t]`` given ``token_ids[:t]``, float32 nats; index 0 is masked."""
+"""What flows through a step.
+
+Convention: ``logprobs[t]`` scores ``token_ids[t]`` given ``token_ids[:t]``, float32 nats; index 0 is masked.
+"""
 
 from __future__ import annotations
 

@@ -93,7 +93,8 @@ class HfWriter:
         """Writes the rest, names the files as Hugging Face does, and copies config and tokenizer."""
         if self._held:
             self._flush()
-        count, weight_map = len(self._written), {}
+        count = len(self._written)
+        weight_map: dict[str, str] = {}
         for number, names in enumerate(self._written, 1):
             final = "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
             (self._folder / f"part-{number}.safetensors").rename(self._folder / final)

@@ -1,13 +1,14 @@
 """Core attention of the local layer spec: causal, over packed sequences, with context parallelism; torch's kernels only.
 
-Megatron's own ``DotProductAttention`` refuses packing, context parallelism and multi-latent attention. Under context parallelism every sequence is cut
-into 2 x CP chunks and rank r holds chunks r and 2 x CP - 1 - r (equal work); keys and values are gathered, queries stay.
+Megatron's own ``DotProductAttention`` refuses packing, context parallelism and multi-latent attention. Under context parallelism every
+sequence is cut into 2 x CP chunks and rank r holds chunks r and 2 x CP - 1 - r (equal work); keys and values are gathered, queries stay.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ def zigzag_indices(cu_seqlens: list[int], cp_size: int, cp_rank: int) -> Tensor:
         [T / cp_size] int64 indices into the pack, in the order in which the rank holds them.
     """
     indices = []
-    for start, end in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True):
+    for start, end in pairwise(cu_seqlens):
         chunk = (end - start) // (2 * cp_size)
         indices.append(torch.arange(start + cp_rank * chunk, start + (cp_rank + 1) * chunk))
         indices.append(torch.arange(end - (cp_rank + 1) * chunk, end - cp_rank * chunk))
@@ -82,6 +83,7 @@ class PackedAttention(torch.nn.Module):
             attention_mask: Unused: always causal.
             attn_mask_type: Unused.
             attention_bias: Unused.
+            **unused: What Megatron passes to other implementations.
             packed_seq_params: With ``cu_seqlens_q`` over the whole pack (all CP ranks); None for [s, b, h, d].
 
         Returns:
@@ -107,7 +109,7 @@ class PackedAttention(torch.nn.Module):
         order = torch.cat([zigzag_indices(bounds, size, r) for r in range(size)]).argsort().to(both.device)
         key, value = both.index_select(0, order).split([key.shape[-1], value.shape[-1]], -1)
         outputs, taken = [], 0
-        for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+        for start, end in pairwise(bounds):
             chunk = (end - start) // (2 * size)
             for offset in (rank * chunk, (2 * size - 1 - rank) * chunk):
                 stop = start + offset + chunk
@@ -155,7 +157,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, bounds: list[int], scale:
         else:
             key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=query.device)
-    longest = max(end - start for start, end in zip(bounds[:-1], bounds[1:], strict=True))
+    longest = max(end - start for start, end in pairwise(bounds))
     if "scale" in known:
         options["scale"] = scale
     else:

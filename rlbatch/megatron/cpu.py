@@ -1,7 +1,8 @@
 """Megatron-core 0.16 without CUDA: gloo instead of NCCL, the host instead of the device. Nothing happens where CUDA is available.
 
-Megatron names the CUDA device literally in schedules, optimizer, dispatcher and random-number code. On a machine without one, these names are
-redirected to the host, so that the trainer that runs on GPUs is the trainer that a laptop and the tests run. Each redirection says whom it serves.
+Megatron names the CUDA device literally in schedules, optimizer, dispatcher and random-number code. On a machine without one, these
+names are redirected to the host, so that the trainer that runs on GPUs is the trainer that a laptop and the tests run. Each
+redirection says whom it serves.
 """
 
 from __future__ import annotations
@@ -204,3 +205,18 @@ def _repair_without_transformer_engine() -> None:
         if not hasattr(moe_utils, "te_general_gemm"):
             moe_utils.te_general_gemm = None  # the router's gating tests it; 0.16.1 leaves it undefined
         mla.HAVE_TE = False  # else it tests isinstance against a mock
+        _let_torch_adam_load()
+
+
+def _let_torch_adam_load() -> None:
+    """Without Apex, Adam keeps its step count as a tensor beside the moments; Megatron's loader expects it among the loaded tensors."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    def set_states(self: Any, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
+        group, position = self.model_param_group_index_map[model_param]
+        main_param = self.optimizer.param_groups[group]["params"][position]
+        for name, target in {"param": main_param, **self.optimizer.state[main_param]}.items():
+            if name in tensors:
+                target.copy_(tensors[name])
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = set_states

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -28,7 +29,7 @@ class StackedExperts(MegatronModule):
         super().__init__(config=config)
         ffn = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        self.num_local_experts = num_local_experts
+        self.groups = pg_collection
         self.activation = config.activation_func
         self.gate_up = self._parameter((num_local_experts, 2 * ffn, config.hidden_size), 1, device)
         self.down = self._parameter((num_local_experts, config.hidden_size, ffn), 2, device)
@@ -37,8 +38,8 @@ class StackedExperts(MegatronModule):
         # Left uninitialised: weights always come from a checkpoint.
         parameter = torch.nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype, device=device))
         # "Not all-reduced with the dense parameters": experts always have buffers and an optimizer of their own, reduced over the expert
-        # data-parallel group. With Megatron's rule (only if ep_size > 1) their gradients are silently not reduced over TP when ep = etp = 1,
-        # and a checkpoint's optimizer state does not fit another ep_size.
+        # data-parallel group. With Megatron's rule (only if ep_size > 1) their gradients are silently not reduced over TP when ep =
+        # etp = 1, # and a checkpoint's optimizer state does not fit another ep_size.
         parameter.allreduce = False
         set_tensor_model_parallel_attributes(parameter, True, split_dim, 1)
         return parameter
@@ -76,3 +77,32 @@ class StackedExperts(MegatronModule):
 
     def backward_dw(self) -> None:
         """Megatron's hook for delayed weight gradients, which are not delayed here."""
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None) -> dict[str, Any]:
+        """Both stacks as one global tensor each, [layers..., all experts, ...]: a checkpoint loads under any ep_size and etp_size.
+
+        Args:
+            prefix: Of the names.
+            sharded_offsets: The layer's place among all layers, from Megatron.
+            metadata: Unused.
+        """
+        first = len(sharded_offsets)  # the expert dimension comes after Megatron's prepended ones
+        etp, etp_rank = self.groups.expt_tp.size(), self.groups.expt_tp.rank()
+        experts = (*sharded_offsets, (first, self.groups.ep.rank(), self.groups.ep.size()))
+        replica_id = (0, 0, self.groups.expt_dp.rank())
+
+        def placed(key: str, tensor: Tensor, split: tuple[int, int, int], replica: Any) -> ShardedTensor:
+            return ShardedTensor.from_rank_offsets(key, tensor, *experts, split, replica_id=replica, prepend_axis_num=first)
+
+        def build(key: str, tensor: Tensor, replica: Any, flattened_range: Any) -> list[ShardedTensor]:
+            gate, up = tensor.chunk(2, dim=1)
+            return [
+                placed(key, gate, (first + 1, etp_rank, 2 * etp), replica),
+                placed(key, up, (first + 1, etp + etp_rank, 2 * etp), replica),
+            ]
+
+        names = {name: f"{prefix}{name}" for name in ("gate_up", "down")}
+        return {
+            names["gate_up"]: ShardedTensorFactory(names["gate_up"], self.gate_up, build, lambda halves: torch.cat(halves, 1), replica_id),
+            names["down"]: placed(names["down"], self.down, (first + 2, etp_rank, etp), replica_id),
+        }

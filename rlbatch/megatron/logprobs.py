@@ -40,9 +40,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         probabilities, local, columns, shifted, log_total, entropy = ctx.saved_tensors
         log_probabilities = shifted - log_total.unsqueeze(-1)
         # d logprob / d logit_j = [j is the target] - p_j;  d entropy / d logit_j = -p_j (log p_j + entropy)
-        grad = -probabilities * (
-            grad_logprobs.unsqueeze(-1) + grad_entropy.unsqueeze(-1) * (log_probabilities + entropy.unsqueeze(-1))
-        )
+        grad = -probabilities * (grad_logprobs.unsqueeze(-1) + grad_entropy.unsqueeze(-1) * (log_probabilities + entropy.unsqueeze(-1)))
         grad.scatter_add_(-1, columns.unsqueeze(-1), torch.where(local, grad_logprobs, 0.0).unsqueeze(-1))
         return grad, None, None, None
 

@@ -24,7 +24,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm, with the mark by which Megatron sums its gradient over sequence-parallel ranks (``WrappedTorchNorm`` refuses them)."""
+    """torch's RMSNorm, marked so that Megatron sums its gradient over sequence-parallel ranks (``WrappedTorchNorm`` refuses them)."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -44,7 +44,9 @@ class PolicyModel(GPTModel):
     chunk_tokens: int = 4096
     unpadded_vocab_size: int
 
-    def _postprocess(self, hidden_states: Tensor, input_ids: Any, position_ids: Any, labels: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
+    def _postprocess(
+        self, hidden_states: Tensor, input_ids: Any, position_ids: Any, labels: Tensor | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
         if not self.post_process or labels is None:
             return super()._postprocess(hidden_states, input_ids, position_ids, labels, *args, **kwargs)
         tp_group = self.pg_collection.tp
@@ -83,7 +85,6 @@ def transformer_config(family: ModelFamily, layout: LayoutConfig, precision: str
     if family.num_experts:
         architecture |= {
             "moe_grouped_gemm": False,
-            "moe_token_dispatcher_type": "alltoall",
             # The router follows the policy gradient alone: a balancing loss or bias would move it off-policy.
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
@@ -108,6 +109,7 @@ def transformer_config(family: ModelFamily, layout: LayoutConfig, precision: str
         pipeline_dtype=DTYPES[precision],
         calculate_per_token_loss=True,  # Megatron divides by nothing: the loss has its global denominator already
         variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # of a dense model too: Megatron checks it against variable lengths
         batch_p2p_comm=on_gpu,  # silently wrong under an interleaved pipeline on gloo
         use_cpu_initialization=not on_gpu,
         perform_initialization=False,  # weights always come from a checkpoint

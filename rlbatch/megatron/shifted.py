@@ -1,13 +1,14 @@
 """A microbatch as the model needs it: aligned with predictions, on the device, this context-parallel rank's part.
 
-``Microbatch`` follows the convention that position t holds what concerns ``token_ids[t]``. The model predicts token t + 1 at position t, so every
-per-token tensor is rolled by one, before context parallelism slices it. The first token of each sequence is masked, so nothing leaks from one
-sequence into the one before.
+``Microbatch`` follows the convention that position t holds what concerns ``token_ids[t]``. The model predicts token t + 1 at position
+t, so every per-token tensor is rolled by one, before context parallelism slices it. The first token of each sequence is masked, so
+nothing leaks from one sequence into the one before.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ class ShiftedPack:
             cp_group: Context-parallel group.
         """
         bounds = microbatch.cu_seqlens.tolist()
-        lengths = [end - start for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
+        lengths = [end - start for start, end in pairwise(bounds)]
         size, rank = cp_group.size(), cp_group.rank()
         select = zigzag_indices(bounds, size, rank) if size > 1 else torch.arange(bounds[-1])
         positions = torch.cat([torch.arange(length) for length in lengths])

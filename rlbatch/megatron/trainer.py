@@ -42,13 +42,15 @@ class Trainer:
         self._device = torch.cuda.current_device()
         megatron_config = transformer_config(family, config.layout, config.train.precision)
         megatron_config.finalize_model_grads_func = _finalize_without_scaling
-        stages = build_model(megatron_config, family)
-        for stage in stages:
+        self.stages = build_model(megatron_config, family)
+        for stage in self.stages:
             stage.temperature, stage.chunk_tokens = config.rollout.temperature, config.train.logprob_chunk_tokens
-        self.params = _global_names(stages)
-        wrapped = [Float16Module(megatron_config, stage) if megatron_config.bf16 else stage for stage in stages]
+        self.params = _global_names(self.stages)
+        wrapped = [Float16Module(megatron_config, stage) if megatron_config.bf16 else stage for stage in self.stages]
         self._chunks = wrap_data_parallel(megatron_config, wrapped)
-        self.optimizer = build_optimizer(offload.configure_optimizer(optimizer_spec(config.optimizer, config.train.precision)), self._chunks)
+        self.optimizer = build_optimizer(
+            offload.configure_optimizer(optimizer_spec(config.optimizer, config.train.precision)), self._chunks
+        )
         self.schedule = build_schedule(self.optimizer, config.optimizer, config.train.steps)
         self._map = ParameterMap(family, parallel.weight_groups())
         self._reference: dict[str, Tensor] = {}
@@ -222,6 +224,8 @@ def _global_names(stages: list[PolicyModel]) -> dict[str, torch.nn.Parameter]:
     for stage in stages:
         numbers = [layer.layer_number - 1 for layer in stage.decoder.layers]
         for name, param in stage.named_parameters():
+            if stage.share_embeddings_and_output_weights and name == "output_layer.weight":
+                name = "embedding.word_embeddings.weight"  # the last stage's copy, which Megatron keeps equal to the first stage's
             head, _, rest = name.partition("decoder.layers.")
             if rest:
                 index, _, tail = rest.partition(".")

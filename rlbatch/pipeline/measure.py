@@ -62,6 +62,7 @@ def logprob_difference(job: Job, planned: Sequence[Update]) -> dict[str, float]:
     """How far the engine's log-probs are from the trainer's, on the sampled tokens of all ranks."""
     sums, largest = torch.zeros(2, dtype=torch.float64), torch.zeros(1)
     for microbatch in (pack.microbatch for update in planned for pack in update.packs):
+        assert microbatch.old_logprobs is not None
         difference = (microbatch.old_logprobs - microbatch.rollout_logprobs).abs() * microbatch.loss_mask
         sums += torch.stack([difference.sum(), microbatch.loss_mask.sum()])
         largest = torch.maximum(largest, difference.max())

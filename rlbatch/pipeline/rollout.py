@@ -33,7 +33,13 @@ class Rollout:
     """
 
     def __init__(
-        self, backend: RolloutBackend, tokenizer: PreTrainedTokenizerBase, config: Config, stop_token_ids: tuple[int, ...], rank: int, num_engines: int
+        self,
+        backend: RolloutBackend,
+        tokenizer: PreTrainedTokenizerBase,
+        config: Config,
+        stop_token_ids: tuple[int, ...],
+        rank: int,
+        num_engines: int,
     ) -> None:
         self._backend, self._tokenizer, self._config, self._stops = backend, tokenizer, config, stop_token_ids
         self._rank, self._num_engines = rank, num_engines
@@ -71,7 +77,9 @@ class Rollout:
         params = SamplingParams(temperature, self._config.rollout.max_response_tokens, self._stops, samples, (self._config.seed, step))
         answers = self._backend.generate(prompts, params)
         if [len(completions) for completions in answers] != [samples] * len(prompts):
-            raise RolloutError(f"rollout={self._config.rollout.name}: must answer {samples} samples for each of {len(prompts)} prompts. Mend the backend.")
+            raise RolloutError(
+                f"rollout={self._config.rollout.name}: must answer {samples} samples for each of {len(prompts)} prompts. Mend the backend."
+            )
         return [self._group(prompt, completions) for prompt, completions in zip(prompts, answers, strict=True)]
 
     def _group(self, prompt: Prompt, completions: Sequence[Completion]) -> SampleGroup:
@@ -79,7 +87,11 @@ class Rollout:
         return SampleGroup(prompt, [self._sample(prompt, i, c, text) for i, (c, text) in enumerate(zip(completions, texts, strict=True))])
 
     def _sample(self, prompt: Prompt, index: int, completion: Completion, text: str) -> Sample:
-        if not completion.token_ids or len(completion.token_ids) != len(completion.logprobs) or not all(map(math.isfinite, completion.logprobs)):
+        if (
+            not completion.token_ids
+            or len(completion.token_ids) != len(completion.logprobs)
+            or not all(map(math.isfinite, completion.logprobs))
+        ):
             raise RolloutError(
                 f"rollout={self._config.rollout.name}: prompt {prompt.prompt_id} sample {index} has {len(completion.token_ids)} tokens and "
                 f"{len(completion.logprobs)} log-probs; every token needs a finite one. Mend the backend."

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rlbatch.algorithms.advantages import advantage_inputs, token_advantages
 from rlbatch.algorithms.kl import kl_penalty
-from rlbatch.api import SampleGroup, StepResult
+from rlbatch.api import Microbatch, SampleGroup, StepResult
 from rlbatch.megatron import parallel
 from rlbatch.metrics.clock import PhaseClock
 from rlbatch.pipeline import measure
@@ -94,11 +94,15 @@ def _response_kl(job: Job, batch: Batch, updates: Sequence[Update]) -> Tensor:
     """[T] KL to the reference at every response token of the step; each data-parallel rank measures its own samples."""
     mine: dict[int, Tensor] = {}
     for update in updates:
-        batches = [pack.microbatch for pack in update.packs]
-        kinds = [kl_penalty(job.config.algorithm.kl_kind, mb.old_logprobs, mb.ref_logprobs) for mb in batches]
-        mine |= update.by_sample(kinds)
+        mine |= update.by_sample([_kl(job.config.algorithm.kl_kind, pack.microbatch) for pack in update.packs])
     group = parallel.dp_group()
     owned = torch.cat(all_gather_ragged(torch.tensor(list(mine), dtype=torch.int64), group)).tolist()
     values = torch.cat(all_gather_ragged(torch.cat([torch.empty(0), *mine.values()]), group))
     by_sample = dict(zip(owned, values.split([batch.lengths[i] for i in owned]), strict=True))
     return torch.cat([by_sample[i][batch.loss_mask[i] > 0] for i in range(len(batch.lengths))])
+
+
+def _kl(kind: str, microbatch: Microbatch) -> Tensor:
+    assert microbatch.old_logprobs is not None
+    assert microbatch.ref_logprobs is not None
+    return kl_penalty(kind, microbatch.old_logprobs, microbatch.ref_logprobs)

@@ -90,7 +90,8 @@ class ParameterMap:
         source = shard(mapping, [read(name) for name in names], self._geometry, group.size(), group.rank())
         if target.shape != source.shape:
             raise ModelError(
-                f"{' + '.join(names)}: shape {tuple(source.shape)} does not fit Megatron's {tuple(target.shape)}. Is config.json this model's?"
+                f"{' + '.join(names)}: shape {tuple(source.shape)} does not fit Megatron's {tuple(target.shape)}. "
+                "Is config.json this model's?"
             )
         with torch.no_grad():
             target.copy_(source)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import processors
 
 from rlbatch.api import ConfigError, DataError
 from rlbatch.config.schema import DataConfig
@@ -111,12 +112,14 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
 
 
 def test_strings_are_tokenised_with_special_tokens(tmp_path: Path, tokenizer: Any) -> None:
-    """A plain prompt starts with the tokenizer's own <bos>; ids are positions in the file; label and metadata arrive."""
+    """A plain prompt gets what the tokenizer adds by itself; ids are positions in the file; label and metadata arrive."""
+    first = ("<eos>", tokenizer.eos_token_id)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="<eos> $A", special_tokens=[first])
     path = write(tmp_path / "p.jsonl", {"prompt": "a b c =", "label": "a b c", "tag": 1}, {"prompt": "c =", "label": "c"})
     prompts = load_prompts(path, DATA, tokenizer, context_tokens=64, max_response_tokens=4)
     assert [prompt.prompt_id for prompt in prompts] == [0, 1]
     assert prompts[0].text == "a b c ="
-    assert tokenizer.convert_ids_to_tokens(list(prompts[0].token_ids)) == ["<bos>", "a", "b", "c", "="]
+    assert tokenizer.convert_ids_to_tokens(list(prompts[0].token_ids)) == ["<eos>", "a", "b", "c", "="]
     assert (prompts[0].label, prompts[0].metadata) == ("a b c", {"tag": 1})
 
 
