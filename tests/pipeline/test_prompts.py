@@ -141,7 +141,7 @@ def test_messages_without_a_chat_template_are_refused(tmp_path: Path, tokenizer:
 
 def test_long_prompts_are_refused_with_both_numbers(tmp_path: Path, tokenizer: Any) -> None:
     """Too long prompts are counted, the first three named with their lengths, and the limit comes with its origin; at the limit is fine."""
-    rows = [{"prompt": " ".join("a" * length), "label": ""} for length in (5, 6, 7, 8, 9)]
+    rows = [{"prompt": " ".join("a" * length), "label": ""} for length in (6, 7, 8, 9, 10)]
     path = write(tmp_path / "p.jsonl", *rows)
     assert len(load_prompts(path, DATA, tokenizer, context_tokens=14, max_response_tokens=4)) == 5
     with pytest.raises(DataError) as caught:
