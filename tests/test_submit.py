@@ -131,7 +131,7 @@ def test_run_folder_is_never_reused(started: list[tuple[Config, Path]], capsys: 
         (["data.train=rewards.jsonl"], "rewards.jsonl:1: reward `nope` is unknown. Known: "),
         (
             ["data.train=one.jsonl"],
-            "train.prompts_per_step=32: must be at most the prompts of data.train (1). Use 1 or less, or add prompts.",
+            "train.prompts_per_step=64: must be at most the prompts of data.train (1). Use 1 or less, or add prompts.",
         ),
         (["checkpoint.load=absent"], "checkpoint.load=absent: there is no such folder."),
         (["checkpoint.ref_load=absent"], "checkpoint.ref_load=absent: there is no such folder."),

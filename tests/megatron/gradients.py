@@ -64,9 +64,9 @@ def my_packs(layout: LayoutConfig, max_tokens: int) -> list[Pack]:
     return pad_with_dummies(with_advantages(packs, [advantages[i] for i in mine]), int(count), multiple)
 
 
-def gradients(folder: str, layout: LayoutConfig, max_tokens: int, aggregation: str) -> dict[str, torch.Tensor]:
+def gradients(folder: str, layout: LayoutConfig, max_tokens: int, aggregation: str, **train: object) -> dict[str, torch.Tensor]:
     """Gradient of a GRPO loss with KL and entropy terms by Hugging Face name, and the loss as ``loss``; rank 0 only."""
-    trainer = build_trainer(Path(folder), layout)
+    trainer = build_trainer(Path(folder), layout, **train)
     algorithm = AlgorithmConfig(loss_aggregation=aggregation, kl_loss=True, kl_loss_coef=0.3, entropy_coef=0.1)
     objective = Objective(algorithm, _plugins().loss("clip"))
     batches = [pack.microbatch for pack in my_packs(layout, max_tokens)]
