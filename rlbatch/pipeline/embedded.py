@@ -80,7 +80,7 @@ MODEL_CONFIG: Mapping[str, Any] = {
     "sliding_window": None,
     "max_position_embeddings": 64,
     "tie_word_embeddings": False,
-    "initializer_range": 0.02,
+    "initializer_range": 0.03,
 }
 
 

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import torch
 
-from rlbatch.config.schema import LayoutConfig
 from rlbatch.launch.environment import RankInfo
+from tests.gpu.layouts import LAYOUTS
 
 
 def main() -> None:
-    """Computes the gradients of the test batch; rank 0 writes them."""
-    folder, layout_text, precision, result = sys.argv[1:]
-    layout = eval(layout_text, {"LayoutConfig": LayoutConfig})  # written by compare.py
+    """Computes the gradients of the test batch under each layout; rank 0 writes them."""
+    folder, results, precisions, *names = sys.argv[1:]
     from rlbatch.launch.process_group import process_group
     from tests.megatron.gradients import gradients
 
     with process_group(RankInfo.from_environment()):
-        named = gradients(folder, layout, 40, "token_mean", precision=precision)
-        if named:
-            torch.save({name: tensor.cpu() for name, tensor in named.items()}, result)
+        for name in names:
+            for precision in precisions.split(","):
+                named = gradients(folder, LAYOUTS[name], 40, "token_mean", precision=precision)
+                if named:
+                    torch.save({key: tensor.cpu() for key, tensor in named.items()}, Path(results) / f"{name}.{precision}.pt")
 
 
 if __name__ == "__main__":
