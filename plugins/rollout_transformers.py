@@ -16,6 +16,8 @@ from rlbatch.api import Completion, Configurable, Prompt, RolloutContext, Rollou
 if TYPE_CHECKING:
     from torch import Tensor
 
+INITIAL_SEED = 2**62 + 1
+
 
 @dataclass(frozen=True)
 class TransformersOptions:
@@ -44,8 +46,10 @@ class TransformersRollout:
 
         self._device, self._batch = torch.device(context.device), options.max_batch_size
         config = AutoConfig.from_pretrained(context.hf_folder, local_files_only=True)
-        # The random weights made here are overwritten by the first sync, and must not disturb the trainer's random numbers.
+        # The random weights made here are overwritten by the first sync, and must not disturb the trainer's random numbers. Their seed is no
+        # run's, so that they are not by chance the policy's first weights, which would hide a sync that never came.
         with torch.random.fork_rng(devices=[]), self._device:
+            torch.manual_seed(INITIAL_SEED)
             self._model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, context.dtype)).eval()
         self._targets = _checkpoint_views(self._model)
         # transformers 5.2x renamed the argument and warns at every use of the old name.

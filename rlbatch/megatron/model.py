@@ -9,6 +9,12 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -21,6 +27,8 @@ from rlbatch.megatron.experts import StackedExperts
 from rlbatch.megatron.logprobs import chunked_logprobs
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+SPLIT_DIM = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
+"""Which dimension of a module's weight tensor parallelism splits."""
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -169,6 +177,17 @@ def build_model(config: TransformerConfig, family: ModelFamily) -> list[PolicyMo
         parallel_output=True,
     )
     model.unpadded_vocab_size = family.vocab_size
+    _mark_split_weights(model)
     if torch.cuda.is_available():
         model.cuda(torch.cuda.current_device())
     return [model]
+
+
+def _mark_split_weights(model: torch.nn.Module) -> None:
+    """Says which weights tensor parallelism splits. Megatron says so only where it initialises them, and would take the others for copies
+    of rank 0's, which the gradient norm (and so the clipping) leaves out.
+    """
+    for module in model.modules():
+        dim = next((dim for kind, dim in SPLIT_DIM.items() if isinstance(module, kind)), None)
+        if dim is not None and module.weight is not None:  # a tied output layer has none
+            set_tensor_model_parallel_attributes(module.weight, True, dim, 1)

@@ -1,0 +1,78 @@
+"""What one tensor-parallel rank of the log-prob tests computes."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from rlbatch.megatron.logprobs import chunked_logprobs, vocab_parallel_logprobs
+
+TOKENS, HIDDEN, VOCAB, TEMPERATURE = 23, 8, 13, 0.6
+
+
+def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states, output layer, targets (the first and the last column included), gradients of log-prob and entropy."""
+    generator = torch.Generator().manual_seed(2)
+    hidden = torch.randn(TOKENS, HIDDEN, generator=generator, dtype=dtype)
+    weight = torch.randn(VOCAB, HIDDEN, generator=generator, dtype=dtype) * 2
+    targets = torch.randint(0, VOCAB, (TOKENS,), generator=generator)
+    targets[0], targets[1] = 0, VOCAB - 1
+    grads = torch.randn(2, TOKENS, generator=generator, dtype=dtype)
+    return hidden, weight, targets, grads[0], grads[1]
+
+
+def plain(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Log-probs, entropy, and gradients of hidden states and output layer by log_softmax over all logits."""
+    hidden, weight, targets, grad_logprobs, grad_entropy = inputs(dtype)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    everything = (hidden @ weight.T / TEMPERATURE).log_softmax(-1)
+    logprobs, entropy = everything.gather(-1, targets[:, None])[:, 0], -(everything.exp() * everything).sum(-1)
+    torch.autograd.backward([logprobs, entropy], [grad_logprobs, grad_entropy])
+    return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad
+
+
+def _rows(padded: int) -> tuple[int, int]:
+    size = padded // dist.get_world_size()
+    return dist.get_rank() * size, size
+
+
+def by_columns() -> tuple[torch.Tensor, ...]:
+    """As ``plain``, in float64, by this rank's columns of the logits (13 over 2 ranks: 7 and 6)."""
+    hidden, weight, targets, grad_logprobs, grad_entropy = inputs(torch.float64)
+    first = 7 * dist.get_rank()
+    mine = weight[first : first + 7] if dist.get_world_size() == 2 else weight
+    mine = mine.clone().requires_grad_()
+    hidden.requires_grad_()
+    logprobs, entropy = vocab_parallel_logprobs(hidden @ mine.T / TEMPERATURE, targets, first, dist.group.WORLD)
+    torch.autograd.backward([logprobs, entropy], [grad_logprobs, grad_entropy])
+    return _whole(logprobs, entropy, hidden, mine)
+
+
+def by_chunks(chunk_tokens: int) -> tuple[torch.Tensor, ...]:
+    """As ``plain``, by chunks of tokens, with rows that pad the vocabulary and would take all of the probability."""
+    hidden, weight, targets, grad_logprobs, grad_entropy = inputs(torch.float32)
+    padded = VOCAB + VOCAB % dist.get_world_size()
+    first, size = _rows(padded)
+    mine = torch.cat([weight, torch.full((padded - VOCAB, HIDDEN), 1e3)])[first : first + size].clone().requires_grad_()
+    hidden.requires_grad_()
+    logprobs, entropy = chunked_logprobs(
+        hidden,
+        mine,
+        targets,
+        temperature=TEMPERATURE,
+        chunk_tokens=chunk_tokens,
+        vocab_size=VOCAB,
+        first=first,
+        group=dist.group.WORLD,
+    )
+    torch.autograd.backward([logprobs, entropy], [grad_logprobs, grad_entropy])
+    return _whole(logprobs, entropy, hidden, mine)
+
+
+def _whole(logprobs: torch.Tensor, entropy: torch.Tensor, hidden: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The gradient of the hidden states is a rank's part; the rows' gradients are cut from one matrix."""
+    dist.all_reduce(hidden.grad)
+    parts: list[torch.Tensor] = [torch.empty(0)] * dist.get_world_size()
+    dist.all_gather_object(parts, rows.grad)
+    return logprobs.detach(), entropy.detach(), hidden.grad, torch.cat(parts)[:VOCAB]

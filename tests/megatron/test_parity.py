@@ -1,0 +1,83 @@
+"""Megatron's models are Hugging Face's: the same logits, and the same tensors after a round trip."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlbatch.checkpoint.hf import HfTensors
+from rlbatch.config.schema import LayoutConfig
+from tests import tiny_models
+from tests.megatron.parity import forward_and_export, padded_vocabulary, round_trip, sequences
+
+TOLERANCE = 1e-4
+VOCAB = tiny_models.COMMON["vocab_size"]
+MODELS = {
+    "qwen3_moe": lambda: tiny_models.qwen3_moe(),
+    "qwen3_moe tied": lambda: tiny_models.qwen3_moe(tie_word_embeddings=True),
+    "llama": lambda: tiny_models.llama(),
+    "llama tied": lambda: tiny_models.llama(tie_word_embeddings=True),
+}
+ONE = LayoutConfig(world_size=1)
+TP2 = LayoutConfig(world_size=2, tp_size=2, etp_size=2)
+PP2 = LayoutConfig(world_size=2, pp_size=2, first_stage_layers=1)
+EP2 = LayoutConfig(world_size=2, ep_size=2)
+LAYOUTS = {"1 rank": ONE, "tp2": TP2, "pp2": PP2, "ep2": EP2}
+CASES = [(model, layout) for model in MODELS for layout in LAYOUTS if layout != "ep2" or "moe" in model]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[torch.Tensor]]]:
+    """Folder and transformers' own logits of each test sequence."""
+    made = {}
+    for name, build in MODELS.items():
+        model = build()
+        folder = tiny_models.saved(model, tmp_path_factory.mktemp("model"))
+        with torch.no_grad():
+            made[name] = (folder, [model(tokens[None]).logits[0] for tokens in sequences(VOCAB)])
+    return made
+
+
+@pytest.mark.parametrize(("model", "layout"), CASES)
+def test_logits_and_export_are_hugging_faces(model: str, layout: str, models, rank_pool) -> None:
+    """fp32 logits within 1e-4 for every token of a ragged pack; the export has the checkpoint's names, each once, bitwise equal."""
+    folder, expected = models[model]
+    for logits, exported in rank_pool(LAYOUTS[layout].world_size).run(forward_and_export, str(folder), LAYOUTS[layout], VOCAB):
+        assert [len(ours) for ours in logits] == [len(theirs) for theirs in expected]
+        assert max(float((ours[:, :VOCAB] - theirs).abs().max()) for ours, theirs in zip(logits, expected, strict=True)) < TOLERANCE
+        source = HfTensors(folder)
+        assert sorted(name for name, _ in exported) == sorted(source.names())
+        assert [name for name, tensor in exported if not torch.equal(tensor, source.read(name))] == []
+    assert max(float(theirs.abs().max()) for theirs in expected) > 1.0, "logits of a size at which an error would show"
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"), [("qwen3_moe", "ep2"), ("qwen3_moe", "tp2"), ("qwen3_moe tied", "pp2"), ("llama tied", "tp2")]
+)
+def test_round_trip_is_bitwise(model: str, layout: str, models, tmp_path: Path, rank_pool) -> None:
+    """Megatron -> Hugging Face folder of several files -> Megatron changes no parameter; transformers reads the folder too."""
+    from transformers import AutoModelForCausalLM
+
+    folder, expected = models[model]
+    assert rank_pool(2).run(round_trip, str(folder), str(tmp_path / "again"), LAYOUTS[layout]) == [[], []]
+    assert len(list((tmp_path / "again").glob("model-*.safetensors"))) > 1
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", attn_implementation="eager", dtype=torch.float32)
+    with torch.no_grad():
+        for tokens, theirs in zip(sequences(VOCAB), expected, strict=True):
+            torch.testing.assert_close(again(tokens[None]).logits[0], theirs)
+
+
+def test_padding_of_the_vocabulary_takes_no_probability(models, rank_pool) -> None:
+    """61 tokens over 2 ranks: whatever the 62nd row holds, log-probs are those over 61 tokens, and it is not exported."""
+    assert VOCAB % 2
+    folder, expected = models["qwen3_moe"]
+    for logprobs, exported in rank_pool(2).run(padded_vocabulary, str(folder), TP2, VOCAB):
+        for ours, logits, tokens in zip(logprobs, expected, sequences(VOCAB), strict=True):
+            theirs = logits.log_softmax(-1)[:-1].gather(-1, tokens[1:, None])[:, 0]
+            torch.testing.assert_close(ours[1:], theirs, atol=TOLERANCE, rtol=0)
+        assert {name: len(tensor) for name, tensor in exported.items()} == dict.fromkeys(
+            ("model.embed_tokens.weight", "lm_head.weight"), VOCAB
+        )
+        assert all(torch.equal(tensor, HfTensors(folder).read(name)) for name, tensor in exported.items())

@@ -1,0 +1,180 @@
+"""Real steps of the embedded model on the ranks of a pool: what the step tests run, and what they get back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlbatch.algorithms.objective import Objective
+from rlbatch.api import PolicyLossInputs, PolicyLossOutputs, RolloutError
+from rlbatch.config.compose import compose
+from rlbatch.config.schema import EMBEDDED, Config
+from rlbatch.launch.environment import RankInfo
+from rlbatch.pipeline.assemble import assemble
+from rlbatch.pipeline.embedded import write_embedded_task, write_random_weights
+from rlbatch.pipeline.job import Job
+from rlbatch.pipeline.step import train_step
+
+SMALL = (
+    "train.steps=4",
+    "train.prompts_per_step=8",
+    "train.updates_per_step=2",
+    "train.max_tokens_per_gpu=40",
+    "algorithm.group_size=4",
+    "optimizer.lr_schedule=constant",
+    "data.eval=",
+)
+LAYOUTS = {
+    "1 rank": ("layout.world_size=1", "layout.ep_size=1"),
+    "dp2": ("layout.ep_size=1",),
+    "ep2": ("layout.ep_size=2",),
+    "pp2": ("layout.ep_size=1", "layout.pp_size=2"),
+    "tp2": ("layout.ep_size=1", "layout.tp_size=2", "layout.etp_size=2"),
+    "tp2 ep2": ("layout.ep_size=2", "layout.tp_size=2"),
+}
+
+
+def small_config(layout: str, *overrides: str) -> Config:
+    """The embedded run, a few samples a step."""
+    return compose([*SMALL, *LAYOUTS[layout], *overrides])
+
+
+def prepared(run_dir: Path, seed: int = 0) -> Path:
+    """A run folder with the embedded task and weights, as submit and rank 0 make it."""
+    write_embedded_task(run_dir / EMBEDDED, seed)
+    write_random_weights(run_dir / EMBEDDED / "model", seed)
+    return run_dir
+
+
+def job_of(config: Config, run_dir: str) -> Job:
+    """This rank's part of the job."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    info = RankInfo(rank, size, rank, size, 0, "test", "127.0.0.1", 0)
+    return assemble(config, Path(run_dir), info, "cpu", lambda text: None)
+
+
+@dataclass
+class Steps:
+    """What this rank saw.
+
+    Attributes:
+        metrics: Of each step.
+        samples: Of each step: (prompt id, sample index) -> token ids, of this rank's groups.
+        advantages: Of each step: the same keys -> mean advantage.
+    """
+
+    metrics: list[dict[str, float]]
+    samples: list[dict[tuple[int, int], list[int]]]
+    advantages: list[dict[tuple[int, int], float]]
+
+
+def steps(config: Config, run_dir: str, count: int) -> Steps:
+    """Runs the first ``count`` steps."""
+    return run_steps(job_of(config, run_dir), count)
+
+
+def run_steps(job: Job, count: int, first: int = 1) -> Steps:
+    """Runs steps ``first``, ``first + 1``, ..."""
+    result = Steps([], [], [])
+    for step in range(first, first + count):
+        done, groups, advantages = train_step(job, step)
+        keys = [(group.prompt.prompt_id, sample.sample_index) for group in groups for sample in group.samples]
+        result.metrics.append(dict(done.metrics))
+        result.samples.append({key: s.token_ids.tolist() for key, s in zip(keys, (s for g in groups for s in g.samples), strict=True)})
+        result.advantages.append(dict(zip(keys, advantages, strict=True)))
+    return result
+
+
+def merged(ranks: Sequence[dict[Any, Any]]) -> dict[Any, Any]:
+    """All ranks' parts as one, in key order; no key twice."""
+    keys = [key for rank in ranks for key in rank]
+    assert len(keys) == len(set(keys))
+    return {key: rank[key] for key in sorted(keys) for rank in ranks if key in rank}
+
+
+def ratios(config: Config, run_dir: str) -> tuple[list[float], list[float], dict[str, float]]:
+    """Importance ratios at every unmasked token of one step: of its first update, of its later updates; and the step's metrics."""
+    job = job_of(config, run_dir)
+    seen: list[torch.Tensor] = []
+
+    def recording(inputs: PolicyLossInputs) -> PolicyLossOutputs:
+        seen.append((inputs.logprobs.detach() - inputs.old_logprobs).exp()[inputs.old_logprobs != 0])
+        return job.objective.policy_loss(inputs)
+
+    boundaries: list[int] = []
+    trainer_update = job.trainer.update
+
+    def update(*arguments: Any) -> dict[str, float]:
+        result = trainer_update(*arguments)
+        boundaries.append(len(seen))
+        return result
+
+    job.trainer.update = update
+    done, _, _ = train_step(replace(job, objective=Objective(config.algorithm, recording)), 1)
+    first, later = seen[: boundaries[0]], seen[boundaries[0] :]
+    return (*(torch.cat([torch.empty(0), *part]).tolist() for part in (first, later)), dict(done.metrics))
+
+
+def reference_is_the_first_policy(config: Config, run_dir: str) -> dict[str, Any]:
+    """Measures, with the policy as its own reference, what the reference gives before and after updates."""
+    from tests.megatron.gradients import my_packs
+
+    job = job_of(config, run_dir)
+    packs = [replace(pack.microbatch, token_ids=pack.microbatch.token_ids % job.family.vocab_size) for pack in my_packs(config.layout, 40)]
+
+    def logprobs() -> torch.Tensor:
+        return torch.cat(job.trainer.logprobs(packs))
+
+    def by_reference() -> torch.Tensor:
+        with job.trainer.reference():
+            return logprobs()
+
+    policy_before, reference_before = logprobs(), by_reference()
+    metrics = run_steps(job, 2).metrics
+    weights = {name: param.detach().clone() for name, param in job.trainer.params.items()}
+    policy_after, reference_after = logprobs(), by_reference()
+    return {
+        "metrics": metrics,
+        "equal before": torch.equal(policy_before, reference_before),
+        "reference unchanged": torch.equal(reference_before, reference_after),
+        "difference after": float((policy_after - reference_after).abs().max()),
+        "restored": all(torch.equal(param, weights[name]) for name, param in job.trainer.params.items()),
+    }
+
+
+def refused_step(config: Config, run_dir: str, count: int) -> str:
+    """The message of the RolloutError that ends one of the first steps; empty if none does."""
+    job = job_of(config, run_dir)
+    try:
+        run_steps(job, count)
+    except RolloutError as error:
+        return str(error)
+    return ""
+
+
+def sync_stops_after_a_step(config: Config, run_dir: str) -> list[dict[str, float]]:
+    """Metrics of two steps with weight sync and of a third without."""
+    job = job_of(config, run_dir)
+    before = run_steps(job, 2).metrics
+    job.rollout._config = replace(config, rollout=replace(config.rollout, sync_weights=False))
+    return before + run_steps(job, 1, first=3).metrics
+
+
+def penalised_rewards(config: Config, run_dir: str) -> tuple[Steps, dict[tuple[int, int], float]]:
+    """A step whose advantage is the penalised reward itself, and the rewards of this rank's samples."""
+    job = job_of(config, run_dir)
+    rewards: dict[tuple[int, int], float] = {}
+    reward = job.rewards[config.reward.name]
+
+    def recording(samples: Any) -> list[float]:
+        values = list(reward(samples))
+        rewards.update({(s.prompt.prompt_id, s.sample_index): value for s, value in zip(samples, values, strict=True)})
+        return values
+
+    job = replace(job, rewards={config.reward.name: recording}, estimator=lambda inputs: inputs.rewards)
+    return run_steps(job, 1), rewards

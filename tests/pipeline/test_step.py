@@ -1,0 +1,145 @@
+"""The step on real ranks: what must be exactly equal, what must agree between engine and trainer, and independence of the layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlbatch.config.schema import EMBEDDED
+from tests.pipeline import steps
+from tests.pipeline.steps import LAYOUTS, merged, prepared, small_config
+
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepared(tmp_path_factory.mktemp("run"))
+
+
+def world_size(layout: str) -> int:
+    return 1 if layout == "1 rank" else 2
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_first_update_has_ratio_one(layout: str, run_dir: Path, rank_pool) -> None:
+    """With old log-probs from a separate forward pass, every importance ratio of the first update is exactly 1; later ones are not."""
+    seen = rank_pool(world_size(layout)).run(steps.ratios, small_config(layout), str(run_dir))
+    assert {ratio for first, _, _ in seen for ratio in first} == {1.0}
+    assert any(ratio != 1.0 for _, later, _ in seen for ratio in later)
+    assert seen[0][2]["train/ppo_kl"] != 0.0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ppo_kl_and_kl_are_exactly_zero_at_first(layout: str, run_dir: Path, rank_pool) -> None:
+    """One update: ppo_kl is 0.0; the policy is its own reference: kl is 0.0, though kl_loss with coefficient 0 does measure it later."""
+    config = small_config(layout, "train.updates_per_step=1", "algorithm.kl_loss=true")
+    for rank in rank_pool(world_size(layout)).run(steps.steps, config, str(run_dir), 2):
+        assert [metrics["train/ppo_kl"] for metrics in rank.metrics] == [0.0, 0.0]
+        assert rank.metrics[0]["train/kl"] == 0.0
+        assert rank.metrics[1]["train/kl"] > 1e-6
+        assert rank.metrics[0]["train/grad_norm"] > 0
+
+
+@pytest.mark.parametrize("layout", ["ep2", "pp2"])
+def test_the_reference_stays_the_first_policy(layout: str, run_dir: Path, rank_pool) -> None:
+    """Its log-probs equal the policy's bitwise before the first step and do not change; using it leaves the policy's weights bitwise."""
+    for rank in rank_pool(2).run(steps.reference_is_the_first_policy, small_config(layout, "algorithm.kl_loss=true"), str(run_dir)):
+        assert rank["equal before"]
+        assert rank["reference unchanged"]
+        assert rank["difference after"] > 1e-3
+        assert rank["restored"]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_trainer_and_engine_agree(temperature: float, run_dir: Path, rank_pool) -> None:
+    """In fp32, log-probs of the sampled tokens differ by less than 1e-4 at every step, while updates move the policy by far more."""
+    config = small_config("ep2", f"rollout.temperature={temperature}", "optimizer.lr=2e-2")
+    for rank in rank_pool(2).run(steps.steps, config, str(run_dir), 4):
+        assert max(metrics["train/rollout_logprob_diff_max"] for metrics in rank.metrics) < TOLERANCE
+        assert max(abs(metrics["train/ppo_kl"]) for metrics in rank.metrics) > 100 * TOLERANCE
+
+
+def test_the_agreement_check_sees_a_missing_weight_sync(run_dir: Path, rank_pool) -> None:
+    """With rollout.sync_weights=false the difference is far above 1e-4, and rollout.max_logprob_diff ends the run."""
+    message = rank_pool(2).run(steps.refused_step, small_config("ep2", "rollout.sync_weights=false"), str(run_dir), 1)[0]
+    assert message.startswith("rollout.max_logprob_diff=0.0001: trainer and engine differ by ")
+    config = small_config("ep2", "rollout.sync_weights=false", "rollout.max_logprob_diff=null")
+    [metrics] = rank_pool(2).run(steps.steps, config, str(run_dir), 1)[0].metrics
+    assert metrics["train/rollout_logprob_diff_max"] > 100 * TOLERANCE
+    assert rank_pool(2).run(steps.refused_step, small_config("ep2"), str(run_dir), 1) == ["", ""]
+
+
+def test_the_agreement_check_sees_weights_that_are_one_step_old(run_dir: Path, rank_pool) -> None:
+    """A sync that stops during the run shows at the next step."""
+    config = small_config("ep2", "optimizer.lr=2e-2", "rollout.max_logprob_diff=null")
+    *synced, stale = rank_pool(2).run(steps.sync_stops_after_a_step, config, str(run_dir))[0]
+    assert max(metrics["train/rollout_logprob_diff_max"] for metrics in synced) < TOLERANCE
+    assert stale["train/rollout_logprob_diff_mean"] > 10 * TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def by_layout(run_dir: Path, rank_pool) -> dict[str, list[steps.Steps]]:
+    """Two steps under each layout, with a KL term, so that every metric is there."""
+    overrides = ("algorithm.kl_loss=true", "algorithm.kl_loss_coef=0.1")
+    return {layout: rank_pool(world_size(layout)).run(steps.steps, small_config(layout, *overrides), str(run_dir), 2) for layout in LAYOUTS}
+
+
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "1 rank"])
+def test_the_layout_does_not_matter(layout: str, by_layout: dict[str, list[steps.Steps]]) -> None:
+    """From one seed, every layout samples the same tokens, has the same advantages and reports the same metrics for two steps."""
+    [one], ranks = by_layout["1 rank"], by_layout[layout]
+    for step in range(2):
+        assert merged([rank.samples[step] for rank in ranks]) == one.samples[step]
+        advantages = merged([rank.advantages[step] for rank in ranks])
+        assert advantages == pytest.approx(one.advantages[step], abs=TOLERANCE)
+        for rank in ranks:
+            measured = {tag: value for tag, value in rank.metrics[step].items() if not tag.startswith(("time/", "perf/", "memory/"))}
+            assert len(measured) > 15
+            assert measured == pytest.approx({tag: one.metrics[step][tag] for tag in measured}, abs=TOLERANCE)
+
+
+def test_metrics_differ_between_steps(by_layout: dict[str, list[steps.Steps]]) -> None:
+    """The comparison of layouts compares something: the second step has other samples, and its policy has moved."""
+    [one] = by_layout["1 rank"]
+    assert one.samples[0] != one.samples[1]
+    assert one.metrics[1]["train/kl"] > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("layout", ["1 rank", "dp2", "ep2", "pp2"])
+def test_kl_is_subtracted_from_the_reward(layout: str, run_dir: Path, rank_pool, other_model: Path) -> None:
+    """Every sample's reward loses kl_reward_coef x the sum over its tokens of log policy - log reference, on any number of ranks."""
+    coefficient = 0.3
+    overrides = (f"checkpoint.load={run_dir}/{EMBEDDED}/model", f"checkpoint.ref_load={other_model}")
+    config = small_config(layout, *overrides, f"algorithm.kl_reward_coef={coefficient}", "algorithm.kl_kind=k1")
+    ranks = rank_pool(world_size(layout)).run(steps.penalised_rewards, config, str(run_dir))
+    samples, penalised = (merged([getattr(done, name)[0] for done, _ in ranks]) for name in ("samples", "advantages"))
+    rewards = merged([given for _, given in ranks])
+    kl = {key: expected_kl(tokens, run_dir / EMBEDDED / "model", other_model) for key, tokens in samples.items()}
+    assert max(map(abs, kl.values())) > 0.05
+    assert penalised == pytest.approx({key: rewards[key] - coefficient * kl[key] for key in samples}, abs=TOLERANCE)
+
+
+@pytest.fixture(scope="module")
+def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded model with other weights."""
+    return prepared(tmp_path_factory.mktemp("other"), seed=7) / EMBEDDED / "model"
+
+
+_LOADED: dict[Path, torch.nn.Module] = {}
+
+
+def expected_kl(tokens: list[int], policy: Path, reference: Path) -> float:
+    """By transformers: the log-ratio of both models, summed over the response (after the 4 tokens of the prompt)."""
+    from transformers import AutoModelForCausalLM
+
+    scores = []
+    for folder in (policy, reference):
+        if folder not in _LOADED:
+            _LOADED[folder] = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        with torch.no_grad():
+            logprobs = _LOADED[folder](torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+        scores.append(logprobs.gather(-1, torch.tensor(tokens[1:])[:, None])[3:, 0].sum())
+    return float(scores[0] - scores[1])
