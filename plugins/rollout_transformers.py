@@ -46,8 +46,8 @@ class TransformersRollout:
 
         self._device, self._batch = torch.device(context.device), options.max_batch_size
         config = AutoConfig.from_pretrained(context.hf_folder, local_files_only=True)
-        # The random weights made here are overwritten by the first sync, and must not disturb the trainer's random numbers. Their seed is no
-        # run's, so that they are not by chance the policy's first weights, which would hide a sync that never came.
+        # The random weights made here are overwritten by the first sync, and must not disturb the trainer's random numbers.
+        # Their seed is no run's: if they were the policy's first weights, a sync that never came would go unnoticed.
         with torch.random.fork_rng(devices=[]), self._device:
             torch.manual_seed(INITIAL_SEED)
             self._model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, context.dtype)).eval()

@@ -104,17 +104,20 @@ class ParameterMap:
 
         Yields:
             Hugging Face name and tensor, in the same order on all ranks; a tensor may be a view of a parameter.
+
+        Raises:
+            ModelError: a mapping whose parameter no rank has.
         """
-        owners = self._stage_owners(params)
+        owners, device = self._stage_owners(params), next(iter(params.values())).device
         for entry in self._entries:
             stage, shape, dtype = owners[entry.name]
             local = params[entry.name].detach() if self._groups.pp.rank() == stage else None
             if is_expert(entry.mapping):
                 for index in range(shape[0]):
-                    part = self._from_stage(stage, None if local is None else local[index], shape[1:], dtype)
+                    part = self._from_stage(stage, None if local is None else local[index], shape[1:], dtype, device)
                     yield from self._experts(entry, index, shape[0], part)
             else:
-                part = self._from_stage(stage, local, shape, dtype)
+                part = self._from_stage(stage, local, shape, dtype, device)
                 tensors = unshard(entry.mapping, _gathered(part, self._groups.tp), self._geometry)
                 yield from zip(hf_names(entry.mapping, entry.layer), tensors, strict=True)
 
@@ -133,11 +136,16 @@ class ParameterMap:
         for stage, described in enumerate(stages):
             for name, (shape, dtype) in described.items():
                 owners.setdefault(name, (stage, shape, dtype))
+        absent = [entry.name for entry in self._entries if entry.name not in owners]
+        if absent:
+            raise ModelError(
+                f"model family {self._family.name}: Megatron's model has no {', '.join(absent[:5])} ({len(absent)} mappings). Correct them."
+            )
         return owners
 
-    def _from_stage(self, stage: int, local: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    def _from_stage(self, stage: int, local: Tensor | None, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The owner stage's tensor, on every stage."""
-        tensor = torch.empty(shape, dtype=dtype, device=torch.cuda.current_device()) if local is None else local.contiguous()
+        tensor = torch.empty(shape, dtype=dtype, device=device) if local is None else local.contiguous()
         if self._groups.pp.size() > 1:
             dist.broadcast(tensor, dist.get_global_rank(self._groups.pp, stage), group=self._groups.pp)
         return tensor

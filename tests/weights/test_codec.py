@@ -1,0 +1,94 @@
+"""What each kind of mapping means, against layouts written out by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlbatch.api import Direct, ExpertDown, ExpertGated, Gated, ParamMapping, Qkv, Vocab
+from rlbatch.weights.codec import Geometry, hf_names, layers_of, shard, unshard
+
+GEOMETRY = Geometry(num_layers=2, num_experts=4, heads=6, kv_heads=2, vocab_size=7)
+HEAD_DIM, HIDDEN = 4, 8
+DIRECT = Direct("decoder.layers.{layer}.norm.weight", "model.layers.{layer}.norm.weight")
+ROW = Direct("decoder.layers.{layer}.proj.weight", "model.layers.{layer}.o_proj.weight", tp_dim=1)
+VOCAB = Vocab("embedding.weight", "model.embed_tokens.weight")
+QKV = Qkv("decoder.layers.{layer}.qkv.weight", "q.{layer}", "k.{layer}", "v.{layer}")
+GATED = Gated("decoder.layers.{layer}.fc1.weight", "gate.{layer}", "up.{layer}")
+EXPERT_GATED = ExpertGated("decoder.layers.{layer}.gate_up", "{layer}.{expert}.gate", "{layer}.{expert}.up")
+EXPERT_DOWN = ExpertDown("decoder.layers.{layer}.down", "{layer}.{expert}.down")
+
+
+def numbered(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    """Tensors in which every element is different."""
+    tensors, start = [], 0
+    for shape in shapes:
+        size = torch.Size(shape).numel()
+        tensors.append(torch.arange(start, start + size, dtype=torch.float32).view(shape))
+        start += size
+    return tensors
+
+
+CASES: list[tuple[ParamMapping, list[torch.Tensor]]] = [
+    (DIRECT, numbered((HIDDEN,))),
+    (ROW, numbered((HIDDEN, 12))),
+    (VOCAB, numbered((7, HIDDEN))),
+    (QKV, numbered((6 * HEAD_DIM, HIDDEN), (2 * HEAD_DIM, HIDDEN), (2 * HEAD_DIM, HIDDEN))),
+    (QKV, numbered((6 * HEAD_DIM,), (2 * HEAD_DIM,), (2 * HEAD_DIM,))),
+    (GATED, numbered((10, HIDDEN), (10, HIDDEN))),
+    (EXPERT_GATED, numbered((10, HIDDEN), (10, HIDDEN))),
+    (EXPERT_DOWN, numbered((HIDDEN, 10))),
+]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("mapping", "tensors"), CASES)
+def test_unshard_is_the_inverse_of_shard(mapping: ParamMapping, tensors: list[torch.Tensor], size: int) -> None:
+    """Hugging Face tensors survive the way to all shards and back bitwise."""
+    shards = [shard(mapping, tensors, GEOMETRY, size, rank) for rank in range(size)]
+    assert len({part.shape for part in shards}) == 1
+    back = unshard(mapping, shards, GEOMETRY)
+    assert len(back) == len(tensors)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(back, tensors, strict=True))
+
+
+def test_qkv_is_grouped_by_key_value_head() -> None:
+    """Megatron's rows: the queries of the first key-value head, its key, its value, then the same of the second, on the second rank."""
+    query, key, value = numbered((6 * HEAD_DIM, HIDDEN), (2 * HEAD_DIM, HIDDEN), (2 * HEAD_DIM, HIDDEN))
+    for head in range(2):
+        expected = torch.cat([query[12 * head : 12 * head + 12], key[4 * head : 4 * head + 4], value[4 * head : 4 * head + 4]])
+        assert torch.equal(shard(QKV, [query, key, value], GEOMETRY, 2, head), expected)
+
+
+def test_gate_and_up_are_cut_before_they_are_joined() -> None:
+    """Each rank's rows of gate, then its rows of up."""
+    gate, up = numbered((10, HIDDEN), (10, HIDDEN))
+    for mapping in (GATED, EXPERT_GATED):
+        assert torch.equal(shard(mapping, [gate, up], GEOMETRY, 2, 1), torch.cat([gate[5:], up[5:]]))
+
+
+def test_down_is_cut_by_columns() -> None:
+    """What an expert's gate rows feed."""
+    (down,) = numbered((HIDDEN, 10))
+    assert torch.equal(shard(EXPERT_DOWN, [down], GEOMETRY, 2, 1), down[:, 5:])
+
+
+def test_vocabulary_is_padded_with_zero_rows() -> None:
+    """7 rows over 2 ranks: 4 each, the last one 0; the checkpoint gets its 7 rows back."""
+    (rows,) = numbered((7, HIDDEN))
+    last = shard(VOCAB, [rows], GEOMETRY, 2, 1)
+    assert torch.equal(last, torch.cat([rows[4:], torch.zeros(1, HIDDEN)]))
+
+
+def test_replicated_tensors_are_whole_on_every_rank() -> None:
+    """A Direct mapping without tp_dim."""
+    (norm,) = numbered((HIDDEN,))
+    assert all(torch.equal(shard(DIRECT, [norm], GEOMETRY, 2, rank), norm) for rank in range(2))
+
+
+def test_names() -> None:
+    """Placeholders are filled with global indices, in the order of the tensors; what lies outside the layers has no index."""
+    assert hf_names(QKV, 1) == ("q.1", "k.1", "v.1")
+    assert hf_names(EXPERT_GATED, 1, 3) == ("1.3.gate", "1.3.up")
+    assert list(layers_of(QKV, GEOMETRY)) == [0, 1]
+    assert list(layers_of(VOCAB, GEOMETRY)) == [None]

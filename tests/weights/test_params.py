@@ -1,0 +1,106 @@
+"""Loading and exporting through mappings: what does not fit is refused by name, and every rank sees every tensor."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rlbatch.api import Direct, ExpertDown, ModelError, ModelFamily, Vocab
+from rlbatch.weights.params import ParallelGroups, ParameterMap
+
+ALONE: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+GROUPS = ParallelGroups(tp=ALONE, etp=ALONE, ep=ALONE, pp=ALONE)
+FAMILY = ModelFamily(
+    name="toy",
+    transformer={"num_layers": 2, "num_attention_heads": 2, "num_moe_experts": 4},
+    vocab_size=5,
+    rotary_base=1.0,
+    tie_embeddings=True,
+    max_sequence_length=8,
+    mappings=(
+        Vocab("embedding", "embed"),
+        Direct("layers.{layer}.norm", "model.{layer}.norm"),
+        ExpertDown("layers.{layer}.down", "model.{layer}.{expert}.down"),
+    ),
+)
+
+
+def source(name: str) -> torch.Tensor:
+    """A tensor that is different for every name."""
+    shape = (5, 3) if name == "embed" else (3,) if name.endswith("norm") else (3, 2)
+    return torch.full(shape, float(sum(map(ord, name)))) + torch.arange(torch.Size(shape).numel()).view(shape)
+
+
+def empty(layers: int = 2) -> dict[str, torch.Tensor]:
+    params = {"embedding": torch.zeros(5, 3)}
+    for layer in range(layers):
+        params |= {f"layers.{layer}.norm": torch.zeros(3), f"layers.{layer}.down": torch.zeros(4, 3, 2)}
+    return params
+
+
+def test_every_parameter_is_filled() -> None:
+    """From the tensors of its layer and of its experts."""
+    params = empty()
+    ParameterMap(FAMILY, GROUPS).load(params, source)
+    assert torch.equal(params["layers.1.norm"], source("model.1.norm"))
+    assert all(torch.equal(params["layers.1.down"][expert], source(f"model.1.{expert}.down")) for expert in range(4))
+
+
+def test_a_parameter_without_mapping_is_refused() -> None:
+    """It would keep whatever memory held."""
+    with pytest.raises(ModelError, match=r"model family toy: no mapping covers bias, layers\.2\.down"):
+        ParameterMap(FAMILY, GROUPS).load(empty(layers=3) | {"bias": torch.zeros(1)}, source)
+
+
+def test_a_shape_that_does_not_fit_is_refused() -> None:
+    """Both shapes are named; torch would have broadcast a single row."""
+    with pytest.raises(ModelError, match=r"model\.0\.norm: shape \(1,\) does not fit Megatron's \(3,\)"):
+        ParameterMap(FAMILY, GROUPS).load(empty(), lambda name: torch.zeros(1) if name == "model.0.norm" else source(name))
+
+
+def on_two_ranks(spread: str) -> list[tuple[str, torch.Tensor]]:
+    """Exports what this rank holds if its experts or its layers are half of the model's."""
+    rank, world = dist.get_rank(), dist.group.WORLD
+    solo = [dist.new_group([0]), dist.new_group([1])][rank]
+    groups = ParallelGroups(tp=solo, etp=solo, ep=world if spread == "ep" else solo, pp=world if spread == "pp" else solo)
+    everything = empty()
+    if spread == "ep":
+        params = {name: param[:2] if name.endswith("down") else param for name, param in everything.items()}
+    else:
+        params = {name: param for name, param in everything.items() if name.startswith("layers.1") == (rank == 1)}
+    mapping = ParameterMap(FAMILY, groups)
+    mapping.load(params, source)
+    return [(name, tensor.clone()) for name, tensor in mapping.export(params)]
+
+
+@pytest.mark.parametrize("spread", ["ep", "pp"])
+def test_every_rank_sees_every_tensor_once(spread: str, rank_pool) -> None:
+    """In the same order on both ranks, with the experts and layers of both, each under its global index."""
+    first, second = rank_pool(2).run(on_two_ranks, spread)
+    names = ["embed", *(f"model.{layer}.norm" for layer in range(2))]
+    names += [f"model.{layer}.{expert}.down" for layer in range(2) for expert in range(4)]
+    assert sorted(name for name, _ in first) == sorted(names)
+    assert [name for name, _ in first] == [name for name, _ in second]
+    for name, tensor in [*first, *second]:
+        assert torch.equal(tensor, source(name)), name
+
+
+def export_of_a_part() -> str:
+    """The message of an export in which no rank has the second layer."""
+    world = dist.group.WORLD
+    mapping = ParameterMap(FAMILY, ParallelGroups(tp=world, etp=world, ep=world, pp=world))
+    try:
+        list(mapping.export(empty(layers=1)))
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+def test_a_mapping_without_parameter_is_refused(rank_pool) -> None:
+    """A name that Megatron's model does not have would be missing in the export."""
+    message = "model family toy: Megatron's model has no layers.1.norm, layers.1.down (2 mappings). Correct them."
+    assert rank_pool(1).run(export_of_a_part) == [message]
