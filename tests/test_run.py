@@ -1,0 +1,284 @@
+"""Real runs, started as users start them: what they leave behind, and how they fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlbatch.metrics.names import TAGS
+
+LIMIT_S = 120.0
+TINY = ("train.prompts_per_step=4", "train.updates_per_step=1", "algorithm.group_size=2", "train.eval_prompts=4")
+QUICK = (*TINY, "train.steps=2", "data.eval=", "checkpoint.save_interval=-1")
+ONE_RANK = ("layout.world_size=1", "layout.ep_size=1")
+SUMMARY = "status reward_start reward_end eval_reward_start eval_reward steps seconds tokens_per_s phase_seconds first_error".split()
+SAMPLE = "step prompt_id sample_index prompt response label reward advantage finish_reason".split()
+WITHOUT_GPU = {tag for tag in TAGS if not tag.startswith("memory/gpu")} - {"train/kl"}
+
+
+@dataclass
+class Ended:
+    """A run that ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+    run_dir: Path
+
+    def json(self, name: str) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads((self.run_dir / name).read_text())
+        return content
+
+
+def start(run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "rlbatch.submit", f"run_dir={run_dir}", *overrides],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], run_dir: Path) -> Ended:
+    try:
+        stdout, stderr = process.communicate(timeout=LIMIT_S)
+    finally:
+        process.kill()
+    return Ended(process.returncode, stdout, stderr, run_dir)
+
+
+def submit(run_dir: Path, *overrides: str) -> Ended:
+    return finish(start(run_dir, *overrides), run_dir)
+
+
+def tags(run_dir: Path) -> dict[str, list[int]]:
+    """TensorBoard's tags and the steps of their values."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    return {tag: [event.step for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    return submit(tmp_path_factory.mktemp("good") / "run", *TINY, "train.steps=2", "train.eval_interval=1")
+
+
+def test_a_good_run_says_what_it_does(good: Ended) -> None:
+    """Exit code 0, nothing on stderr, a plain line a step where stdout is no terminal."""
+    assert (good.code, good.stderr) == (0, "")
+    lines = good.stdout.splitlines()
+    assert lines[0] == f"Run folder: {good.run_dir}"
+    assert [line.split()[1] for line in lines if line.startswith("step ")] == ["0/2", "1/2", "2/2"]
+    assert all(word in lines[-1] for word in ("reward ", "length ", "ppo_kl ", "eta "))
+
+
+def test_a_good_run_leaves_its_folder(good: Ended) -> None:
+    """Config, events with every defined tag at every step and no other, samples, summary, checkpoint, logs; no error."""
+    assert {path.name for path in good.run_dir.iterdir()} == {
+        "checkpoints",
+        "config.yaml",
+        "embedded",
+        "logs",
+        "samples",
+        "summary.json",
+        "tensorboard",
+    }
+    assert tags(good.run_dir) == {tag: steps_of(tag) for tag in WITHOUT_GPU}
+    assert good.json("checkpoints/latest.json") == {"folder": "step_000002"}
+
+
+def steps_of(tag: str) -> list[int]:
+    return {"reward/eval": [0, 1, 2], "time/eval_s": [0, 1, 2], "time/checkpoint_s": [2]}.get(tag, [1, 2])
+
+
+def test_samples_of_a_good_run(good: Ended) -> None:
+    """One row a sample with the promised fields; the rows of a step are whole groups whose advantages are grpo's."""
+    for step in (1, 2):
+        lines = (good.run_dir / f"samples/step_{step:06d}.jsonl").read_text().splitlines()
+        rows = [json.loads(line) for line in lines]
+        assert len(rows) == 4 * 2
+        assert all(list(row) == SAMPLE for row in rows)
+        assert {row["step"] for row in rows} == {step}
+        assert len({(row["prompt_id"], row["sample_index"]) for row in rows}) == 8
+        for first, second in zip(rows[::2], rows[1::2], strict=True):
+            assert first["prompt"] == second["prompt"]
+            assert (first["advantage"] > second["advantage"]) == (first["reward"] > second["reward"])
+            assert first["advantage"] + second["advantage"] == pytest.approx(0, abs=1e-5)
+        assert {row["finish_reason"] for row in rows} <= {"stop", "length"}
+
+
+def test_summary_of_a_good_run(good: Ended) -> None:
+    """The promised keys, agreeing with the samples."""
+    summary = good.json("summary.json")
+    assert sorted(summary) == sorted(SUMMARY)
+    assert (summary["status"], summary["steps"], summary["first_error"]) == ("finished", 2, None)
+    for name, step in (("reward_start", 1), ("reward_end", 2)):
+        lines = (good.run_dir / f"samples/step_{step:06d}.jsonl").read_text().splitlines()
+        rewards = [json.loads(line)["reward"] for line in lines]
+        assert summary[name] == pytest.approx(sum(rewards) / len(rewards))
+    assert 0 <= summary["eval_reward"] <= 1
+    assert summary["tokens_per_s"] > 0
+    assert summary["seconds"] > sum(summary["phase_seconds"][phase] for phase in ("step", "eval", "checkpoint")) > 0
+
+
+def test_a_finished_run_goes_on(good: Ended) -> None:
+    """resume=auto in its folder with more train.steps does the further steps only."""
+    before = (good.run_dir / "samples/step_000001.jsonl").read_bytes()
+    ended = submit(good.run_dir, *TINY, "train.steps=3", "resume=auto")
+    assert (ended.code, ended.stderr) == (0, "")
+    assert "resumed after step 2" in ended.stdout
+    assert [line.split()[1] for line in ended.stdout.splitlines() if line.startswith("step ")] == ["3/3"]
+    assert ended.json("summary.json")["steps"] == 3
+    assert ended.json("checkpoints/latest.json") == {"folder": "step_000003"}
+    assert (good.run_dir / "samples/step_000001.jsonl").read_bytes() == before
+    assert (good.run_dir / "samples/step_000003.jsonl").exists()
+
+
+REWARD = """
+import torch.distributed as dist
+from rlbatch.api import hookimpl
+
+def compute(samples):
+    values = [0.5 * s.sample_index for s in samples]
+    {body}
+
+@hookimpl
+def rlbatch_register_rewards():
+    return {{"broken": compute}}
+"""
+BODIES = {
+    "nan": "return [float('nan') if s.sample_index else 0.0 for s in samples]",
+    "count": "return values[1:]",
+    "second rank raises": "return values if dist.get_rank() == 0 else [][0]",
+}
+
+
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    """Runs that fail in their ranks; those of one rank two at a time, one a core."""
+    root = tmp_path_factory.mktemp("failed")
+    prompts = root / "long.jsonl"
+    rows = [{"prompt": "a b c =", "label": "a"}] * 3 + [{"prompt": "a " * 70 + "=", "label": "a"}]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    overrides: dict[str, tuple[str, ...]] = {"prompt": (*QUICK, *ONE_RANK, f"data.train={prompts}")}
+    for name, body in BODIES.items():
+        plugin = root / f"{name.split()[0]}_reward.py"
+        plugin.write_text(REWARD.format(body=body))
+        ranks = () if "rank" in name else ONE_RANK
+        overrides[name] = (*QUICK, *ranks, f"plugins=['{plugin}']", "reward=broken")
+    ended = {}
+    for pair in (("prompt", "nan"), ("count",), ("second rank raises",)):
+        processes = {name: start(root / name, *overrides[name]) for name in pair}
+        ended |= {name: finish(process, root / name) for name, process in processes.items()}
+    return ended
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "words"),
+    [
+        ("nan", 0, ("reward=broken: returned nan for prompt ", " sample 1: must be finite")),
+        ("count", 0, ("reward=broken: returned 7 values for 8 samples (prompt ", " sample 0 to prompt ", " sample 1). Return a list")),
+        (
+            "second rank raises",
+            1,
+            ("reward=broken: raised IndexError: list index out of range (second_reward.py:", "(prompt ", " sample 0 "),
+        ),
+        ("prompt", 0, ("long.jsonl:4: 71 tokens: 1 of 4 prompts are longer than 60 ",)),
+    ],
+)
+def test_a_failure_is_told_once(failed: dict[str, Ended], name: str, rank: int, words: tuple[str, ...]) -> None:
+    """Exit code 1, one line that names the rank and the cause, and the same in first_error.json and summary.json."""
+    ended = failed[name]
+    assert ended.code == 1
+    [line] = ended.stderr.splitlines()
+    assert line.startswith(f"[rank {rank} host ")
+    assert all(word in line for word in words), line
+    assert "Traceback" not in ended.stdout
+    first, summary = ended.json("first_error.json"), ended.json("summary.json")
+    assert (first["rank"], line.partition("] ")[2]) == (rank, first["message"])
+    assert summary["status"] == "failed"
+    assert summary["first_error"] == first
+    assert processes_of(ended.run_dir) == []
+
+
+def processes_of(run_dir: Path) -> list[int]:
+    """Live processes that were started for a run folder, or by such a process."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                command = (entry / "cmdline").read_bytes()
+                environment = (entry / "environ").read_bytes()
+            except OSError:
+                continue
+            if str(run_dir).encode() in command + environment:
+                found.append(int(entry.name))
+    return found
+
+
+def test_ctrl_c(tmp_path: Path) -> None:
+    """In the middle of training: exit code 130, every process gone within 5 s, nothing left in shared memory, the summary says so."""
+    run_dir, shared = tmp_path / "run", set(os.listdir("/dev/shm"))
+    os.environ["RLBATCH_TEST_RUN"] = str(run_dir)  # every process of the run inherits it, whatever its command line says
+    try:
+        process = start(run_dir, *QUICK, "train.steps=100000")
+    finally:
+        del os.environ["RLBATCH_TEST_RUN"]
+    assert process.stdout is not None
+    hang = threading.Timer(LIMIT_S, process.kill)
+    hang.start()
+    for line in process.stdout:
+        if line.startswith("step 3/"):
+            break
+    hang.cancel()
+    during = processes_of(run_dir)
+    assert len(during) >= 3
+    os.killpg(process.pid, signal.SIGINT)
+    started = time.monotonic()
+    ended = finish(process, run_dir)
+    while processes_of(run_dir) and time.monotonic() < started + 5:
+        time.sleep(0.02)
+    assert processes_of(run_dir) == []
+    assert time.monotonic() < started + 5
+    assert ended.code == 130
+    assert ended.stderr == f"SIGINT: all ranks ended. Run folder: {run_dir}\n"
+    summary = ended.json("summary.json")
+    assert (summary["status"], summary["first_error"]) == ("interrupted", None)
+    assert summary["steps"] >= 3
+    assert not (run_dir / "first_error.json").exists()
+    assert set(os.listdir("/dev/shm")) - shared == set()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trian.steps=3", "trian.steps: unknown key. Did you mean `train.steps`?"),
+        ("plugins=[plugin.py]", "plugin plugin.py: does not import: ZeroDivisionError: division by zero. Correct it"),
+        ("data.train=prompts.jsonl", "prompts.jsonl:2: not JSON"),
+    ],
+)
+def test_refusals_start_nothing(override: str, message: str, tmp_path: Path) -> None:
+    """Bad input that can be seen before ranks start: exit code 2, one line, no run folder."""
+    (tmp_path / "plugin.py").write_text("1 / 0\n")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a", "label": "b"}\n{"prompt": \n')
+    command = [sys.executable, "-m", "rlbatch.submit", override]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert line.startswith(message)
+    assert not list((tmp_path / "runs").glob("*"))
