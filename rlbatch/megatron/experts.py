@@ -1,7 +1,7 @@
 """The experts of a rank as one stacked module, on CPU and GPU, inside Megatron's MoE layer with its router and dispatchers.
 
 Transformer Engine's GroupedLinear launches per expert from Python and leaves the GPU waiting for the host; one ``grouped_mm`` over stacked
-weights does not (``docs/models.md`` has the measurement). Weights keep the checkpoint's orientation, [out, in] for each expert.
+weights does not (``docs/models.md``). Weights keep the checkpoint's orientation, [out, in] for each expert.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class StackedExperts(MegatronModule):
         parameter = torch.nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype, device=device))
         # "Not all-reduced with the dense parameters": experts always have buffers and an optimizer of their own, reduced over the expert
         # data-parallel group. With Megatron's rule (only if ep_size > 1) their gradients are silently not reduced over TP when ep =
-        # etp = 1, # and a checkpoint's optimizer state does not fit another ep_size.
+        # etp = 1, and a checkpoint's optimizer state does not fit another ep_size.
         parameter.allreduce = False
         set_tensor_model_parallel_attributes(parameter, True, split_dim, 1)
         return parameter
