@@ -68,7 +68,10 @@ class TransformersRollout:
                         raise RolloutError(
                             f"weight sync: {name} is {'written twice' if name in written else 'no parameter of the engine'}."
                         )
-                    self._targets[name].copy_(tensor)
+                    target = self._targets[name]
+                    if tensor.shape != target.shape:  # copy_ would broadcast
+                        raise RolloutError(f"weight sync: {name} has shape {list(tensor.shape)}, the engine's has {list(target.shape)}.")
+                    target.copy_(tensor)
                     written.add(name)
         if missing := sorted(set(self._targets) - written):
             raise RolloutError(f"weight sync: {len(missing)} parameters of the engine were not written, first {missing[0]}.")

@@ -17,6 +17,9 @@ VOCAB = tiny_models.COMMON["vocab_size"]
 MODELS = {
     "qwen3_moe": lambda: tiny_models.qwen3_moe(),
     "qwen3_moe tied": lambda: tiny_models.qwen3_moe(tie_word_embeddings=True),
+    "qwen3_moe unnormalised": lambda: tiny_models.qwen3_moe(
+        norm_topk_prob=False, rope_parameters={"rope_type": "default", "rope_theta": 50.0}
+    ),
     "llama": lambda: tiny_models.llama(),
     "llama tied": lambda: tiny_models.llama(tie_word_embeddings=True),
 }
@@ -25,7 +28,12 @@ TP2 = LayoutConfig(world_size=2, tp_size=2, etp_size=2)
 PP2 = LayoutConfig(world_size=2, pp_size=2, first_stage_layers=1)
 EP2 = LayoutConfig(world_size=2, ep_size=2)
 LAYOUTS = {"1 rank": ONE, "tp2": TP2, "pp2": PP2, "ep2": EP2}
-CASES = [(model, layout) for model in MODELS for layout in LAYOUTS if layout != "ep2" or "moe" in model]
+CASES = [
+    (model, layout)
+    for model in MODELS
+    for layout in LAYOUTS
+    if ("moe" in model or layout != "ep2") and ("unnormalised" not in model or layout == "1 rank")
+]
 
 
 @pytest.fixture(scope="module")

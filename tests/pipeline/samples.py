@@ -1,0 +1,44 @@
+"""Sample groups made by hand, and their way through the exchange on the ranks of a pool."""
+
+from __future__ import annotations
+
+import torch
+
+from rlbatch.api import Prompt, Sample, SampleGroup
+from rlbatch.pipeline.exchange import Batch, all_gather_ragged, exchange
+
+LARGE = 2**24 + 1
+"""The first integer that float32 does not have."""
+GROUPS, SAMPLES = 5, 3
+
+
+def group(position: int) -> SampleGroup:
+    """A group whose every number follows from its position in the step; prompts and responses of different lengths."""
+    prompt = Prompt(prompt_id=100 + position, text="", token_ids=tuple(range(2 + position % 3)))
+    made = []
+    for index in range(SAMPLES):
+        before, after = len(prompt.token_ids), 1 + (position + 2 * index) % 4
+        made.append(
+            Sample(
+                prompt=prompt,
+                sample_index=index,
+                token_ids=torch.arange(before + after) + LARGE + 100 * position + 10 * index,
+                loss_mask=torch.tensor([0.0] * before + [1.0] * after),
+                rollout_logprobs=torch.tensor([0.0] * before + [-(position + index / 8.0)] * after),
+                response="",
+                finish_reason="length" if (position + index) % 2 else "stop",
+            )
+        )
+    return SampleGroup(prompt, made, rewards=[position + index / 4 for index in range(SAMPLES)])
+
+
+def exchanged(distribution: list[list[int]]) -> Batch:
+    """The batch on this rank, which generated the groups at ``distribution[rank]``."""
+    mine = distribution[torch.distributed.get_rank()]
+    return exchange([group(position) for position in mine], mine)
+
+
+def gathered(lengths: list[int]) -> list[list[int]]:
+    """All ranks' tensors: rank r has ``lengths[r]`` elements of value LARGE + r."""
+    rank = torch.distributed.get_rank()
+    return [values.tolist() for values in all_gather_ragged(torch.full((lengths[rank],), LARGE + rank))]

@@ -1,0 +1,130 @@
+"""From prompts to sample groups, around any engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rlbatch.api import Completion, Prompt, RolloutError, SamplingParams, WeightBucket
+from rlbatch.config.schema import Config, RolloutConfig, TrainConfig
+from rlbatch.pipeline.rollout import EVAL_SEED, Rollout, stop_tokens
+
+CONFIG = replace(
+    Config(seed=5, train=TrainConfig(eval_temperature=0.0), rollout=RolloutConfig(name="fake", temperature=0.7, max_response_tokens=4)),
+)
+PROMPTS = [Prompt(3, "a b", (7, 8)), Prompt(9, "a", (7,))]
+
+
+class FakeEngine:
+    """Answers with what it was made with, and keeps what it was asked."""
+
+    def __init__(self, answer: Any = None) -> None:
+        self.answer, self.asked, self.buckets, self.closed = answer, [], [], 0
+
+    def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[list[Completion]]:
+        self.asked.append((list(prompts), params))
+        completion = Completion([5, 6, 1], [-0.1, -0.2, -0.3], "stop")
+        return self.answer if self.answer is not None else [[completion] * params.samples_per_prompt for _ in prompts]
+
+    def update_weights(self, buckets: Iterable[WeightBucket]) -> None:
+        self.buckets += list(buckets)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class FakeTokenizer:
+    def batch_decode(self, rows: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
+        assert skip_special_tokens
+        return [" ".join(map(str, row[:-1])) for row in rows]
+
+
+def rollout(engine: FakeEngine, config: Config = CONFIG, rank: int = 0, engines: int = 1) -> Rollout:
+    return Rollout(engine, FakeTokenizer(), config, (1, 2), rank, engines)  # type: ignore[arg-type]
+
+
+def test_samples_join_prompt_and_response() -> None:
+    """Token ids, mask and log-probs are aligned; the prompt is masked and has log-prob 0."""
+    engine = FakeEngine()
+    groups = rollout(engine).generate(PROMPTS, step=11)
+    assert [group.prompt for group in groups] == PROMPTS
+    assert [[sample.sample_index for sample in group.samples] for group in groups] == [list(range(8))] * 2
+    sample = groups[0].samples[0]
+    assert sample.token_ids.tolist() == [7, 8, 5, 6, 1]
+    assert sample.loss_mask.tolist() == [0, 0, 1, 1, 1]
+    torch.testing.assert_close(sample.rollout_logprobs, torch.tensor([0, 0, -0.1, -0.2, -0.3]))
+    assert (sample.response, sample.finish_reason, sample.response_length) == ("5 6", "stop", 3)
+    assert groups[0].rewards == []
+
+
+def test_training_and_evaluation_ask_differently() -> None:
+    """Training samples groups at the sampling temperature, seeded by the step; an evaluation one sample each, always the same seed."""
+    engine = FakeEngine()
+    rollout(engine).generate(PROMPTS, step=11)
+    rollout(engine).evaluate(PROMPTS)
+    training, evaluation = (params for _, params in engine.asked)
+    assert training == SamplingParams(0.7, 4, (1, 2), CONFIG.algorithm.group_size, (5, 11))
+    assert evaluation == SamplingParams(0.0, 4, (1, 2), 1, (5, EVAL_SEED))
+
+
+@pytest.mark.parametrize("engines", [1, 2, 3, 7])
+def test_every_prompt_has_one_engine(engines: int) -> None:
+    """Shares cover the step's prompts exactly once, and their sizes differ by at most 1; an engine without prompts is not asked."""
+    shares = [list(rollout(FakeEngine(), rank=rank, engines=engines).share(5)) for rank in range(engines)]
+    assert sorted(position for share in shares for position in share) == list(range(5))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    idle = FakeEngine()
+    assert rollout(idle).generate([], step=1) == []
+    assert idle.asked == []
+
+
+GOOD = Completion([5], [-0.1], "stop")
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ([[GOOD] * 8], r"rollout=fake: must answer 8 samples for each of 2 prompts"),
+        ([[GOOD] * 8, [GOOD] * 7], r"rollout=fake: must answer 8 samples for each of 2 prompts"),
+        ([[GOOD] * 8, [GOOD] * 7 + [Completion([], [], "stop")]], r"prompt 9 sample 7 has 0 tokens and 0 log-probs"),
+        ([[GOOD] * 8, [GOOD] * 7 + [Completion([5, 6], [-0.1], "stop")]], r"prompt 9 sample 7 has 2 tokens and 1 log-probs"),
+        ([[GOOD] * 8, [GOOD] * 7 + [Completion([5], [float("nan")], "stop")]], r"prompt 9 sample 7 .* every token needs a finite one"),
+    ],
+)
+def test_wrong_answers_are_refused(answer: Any, message: str) -> None:
+    """An engine that leaves out samples, tokens or log-probs is named, with the prompt and the sample."""
+    with pytest.raises(RolloutError, match=message):
+        rollout(FakeEngine(answer)).generate(PROMPTS, step=1)
+
+
+def test_weights_go_to_the_engine_unless_switched_off() -> None:
+    """In buckets of rollout.bucket_mib, stamped with the policy's version; with sync_weights=false nothing is sent."""
+    config = replace(CONFIG, rollout=replace(CONFIG.rollout, bucket_mib=1))
+    tensors = [(f"t{index}", torch.zeros(200_000)) for index in range(3)]
+    engine = FakeEngine()
+    rollout(engine, config).sync_weights(iter(tensors), 4)
+    assert [(list(bucket.names), bucket.policy_version) for bucket in engine.buckets] == [(["t0"], 4), (["t1"], 4), (["t2"], 4)]
+    off = FakeEngine()
+    rollout(off, replace(config, rollout=replace(config.rollout, sync_weights=False))).sync_weights(iter(tensors), 4)
+    assert off.buckets == []
+
+
+@pytest.mark.parametrize(
+    ("listed", "tokenizer", "expected"), [(None, 2, (2,)), (5, 2, (2, 5)), ([5, 2, 9], 2, (2, 5, 9)), ([5], None, (5,)), (None, None, ())]
+)
+def test_stop_tokens(listed: Any, tokenizer: int | None, expected: tuple[int, ...]) -> None:
+    """Those of generation_config.json, one or many, and the tokenizer's, each once."""
+    config = {} if listed is None else {"eos_token_id": listed}
+    assert stop_tokens(SimpleNamespace(eos_token_id=tokenizer), config) == expected
+
+
+def test_close_ends_the_engine() -> None:
+    """Once."""
+    engine = FakeEngine()
+    rollout(engine).close()
+    assert engine.closed == 1

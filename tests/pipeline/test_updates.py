@@ -1,0 +1,99 @@
+"""How a step's samples are divided over optimizer updates and ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rlbatch.config.schema import AlgorithmConfig, Config, LayoutConfig, TrainConfig
+from rlbatch.pipeline.exchange import Batch
+from rlbatch.pipeline.updates import Update, plan_updates
+
+PROMPTS, SAMPLES = 6, 3
+LENGTHS = [4 + (7 * index) % 11 for index in range(PROMPTS * SAMPLES)]
+PROMPT_TOKENS = 2
+
+
+def batch() -> Batch:
+    """Sample i has tokens 100 i, 100 i + 1, ..."""
+    return Batch(
+        token_ids=[100 * index + torch.arange(length) for index, length in enumerate(LENGTHS)],
+        loss_mask=[torch.tensor([0.0] * PROMPT_TOKENS + [1.0] * (length - PROMPT_TOKENS)) for length in LENGTHS],
+        rollout_logprobs=[torch.full((length,), -float(index)) for index, length in enumerate(LENGTHS)],
+        rewards=torch.zeros(len(LENGTHS)),
+        group_ids=torch.arange(PROMPTS).repeat_interleave(SAMPLES),
+        truncated=torch.zeros(len(LENGTHS), dtype=torch.bool),
+    )
+
+
+def config(updates: int, max_tokens: int = 20, aggregation: str = "token_mean", **layout: int) -> Config:
+    return Config(
+        train=TrainConfig(prompts_per_step=PROMPTS, updates_per_step=updates, max_tokens_per_gpu=max_tokens),
+        layout=LayoutConfig(**layout),
+        algorithm=replace(AlgorithmConfig(), loss_aggregation=aggregation),
+    )
+
+
+def plans(job: Config, dp_size: int) -> list[list[Update]]:
+    """For each rank its updates."""
+    return [plan_updates(batch(), job, rank, dp_size) for rank in range(dp_size)]
+
+
+@pytest.mark.parametrize("updates", [1, 2, 3, 6])
+@pytest.mark.parametrize("dp_size", [1, 2, 4, 20])
+def test_groups_are_divided_in_prompt_order(updates: int, dp_size: int) -> None:
+    """Update u has the u-th run of whole groups, each sample on exactly one rank, whatever the number of ranks."""
+    ranks = plans(config(updates), dp_size)
+    per_update = len(LENGTHS) // updates
+    for number in range(updates):
+        samples = sorted(sample for rank in ranks for sample in rank[number].samples)
+        assert samples == list(range(number * per_update, (number + 1) * per_update))
+
+
+@pytest.mark.parametrize(("dp_size", "max_tokens"), [(2, 20), (3, 5), (4, 30), (20, 20)])
+def test_every_rank_has_as_many_packs(dp_size: int, max_tokens: int) -> None:
+    """Collectives match: with dummies, ranks have equal numbers of packs in each update, and no more than the busiest needs."""
+    ranks = plans(config(2, max_tokens), dp_size)
+    for number in range(2):
+        assert len({len(rank[number].packs) for rank in ranks}) == 1
+        assert any(all(pack.sample_indices for pack in rank[number].packs) for rank in ranks)
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 5])
+def test_denominators_are_those_of_the_whole_update(dp_size: int) -> None:
+    """The same on every rank: sampled tokens, or samples, of all ranks; dummies and prompts add nothing."""
+    for aggregation, of in (("token_mean", lambda length: length - PROMPT_TOKENS), ("sequence_mean", lambda length: 1)):
+        for rank in plans(config(2, aggregation=aggregation), dp_size):
+            assert [update.denominator for update in rank] == [sum(map(of, LENGTHS[:9])), sum(map(of, LENGTHS[9:]))]
+
+
+@pytest.mark.parametrize("layout", [{}, {"cp_size": 2}, {"tp_size": 2}, {"tp_size": 2, "cp_size": 2}])
+def test_packs_hold_their_samples(layout: dict[str, int]) -> None:
+    """Tokens and log-probs of each pack are its samples'; sequences are padded to what the layout cuts them into."""
+    multiple = layout.get("tp_size", 1) * (4 if "cp_size" in layout else 1)
+    for update in plan_updates(batch(), config(2, **layout), 1, 2):
+        seen = update.by_sample([pack.microbatch.token_ids for pack in update.packs])
+        assert list(seen) == list(update.samples)
+        assert all(torch.equal(tokens, batch().token_ids[index]) for index, tokens in seen.items())
+        logprobs = update.by_sample([pack.microbatch.rollout_logprobs for pack in update.packs])
+        assert all(torch.equal(values, batch().rollout_logprobs[index] * batch().loss_mask[index]) for index, values in logprobs.items())
+        for pack in update.packs:
+            assert not (pack.microbatch.cu_seqlens % multiple).any()
+            assert len(pack.microbatch.token_ids) <= 20 * layout.get("cp_size", 1)
+
+
+def test_a_context_parallel_pack_is_larger() -> None:
+    """The cap is tokens a GPU: twice as many fit into a pack that two share."""
+    packs = {size: len(plan_updates(batch(), config(1, 24, cp_size=size), 0, 1)[0].packs) for size in (1, 2)}
+    assert packs[2] < packs[1]
+
+
+def test_advantages_reach_their_tokens() -> None:
+    """Advantages of the whole batch, [R] a sample, land on the sampled tokens of the right samples."""
+    advantages = [index + torch.arange(length - PROMPT_TOKENS) / 100 for index, length in enumerate(LENGTHS)]
+    for update in plan_updates(batch(), config(3), 1, 2):
+        filled = update.with_advantages(advantages)
+        for index, values in filled.by_sample([pack.microbatch.advantages for pack in filled.packs]).items():
+            assert torch.equal(values, torch.cat([torch.zeros(PROMPT_TOKENS), advantages[index]]))
