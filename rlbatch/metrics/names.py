@@ -44,7 +44,7 @@ _DEFINED = (
     Tag("train/rollout_logprob_diff_max", "nats", "Trainer and engine log-probs of the sampled tokens: largest absolute difference."),
     Tag("perf/tokens_per_s", "tokens/s", "Prompt and response tokens of the step over its duration, all ranks together."),
     Tag("perf/tokens_per_s_per_gpu", "tokens/s", "perf/tokens_per_s over the number of ranks."),
-    Tag("perf/mfu", "share", "Model FLOPs utilisation of log-probs and updates; the peak is the card's bf16 figure, or measured where none is known."),
+    Tag("perf/mfu", "share", "Model FLOPs utilisation of log-probs and updates; the peak is the card's bf16 figure, else measured."),
     Tag("time/step_s", "s", "The whole step, evaluation and checkpoint not included."),
     Tag("time/sync_s", "s", "Weights to the engine."),
     Tag("time/rollout_s", "s", "Generation."),
