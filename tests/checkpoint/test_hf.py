@@ -85,8 +85,10 @@ def test_tensors_are_copied_when_they_are_taken(tmp_path: Path, like: Path) -> N
     def stream():
         for value in (1.0, 2.0):
             buffer.fill_(value)
-            yield f"t{value:.0f}", buffer[:, :2]
+            yield f"whole.{value:.0f}", buffer
+            yield f"view.{value:.0f}", buffer[:, :2]
 
     writer.write(stream())
     writer.close()
-    assert torch.equal(HfTensors(tmp_path / "out").read("t1"), torch.ones(4, 2))
+    assert torch.equal(HfTensors(tmp_path / "out").read("whole.1"), torch.ones(4, 4))
+    assert torch.equal(HfTensors(tmp_path / "out").read("view.1"), torch.ones(4, 2))

@@ -24,11 +24,12 @@ def test_no_bucket_is_larger_than_the_limit() -> None:
 def test_a_larger_tensor_travels_alone() -> None:
     """It is neither refused nor joined by others."""
     assert [list(bucket.names) for bucket in buckets(tensors(0.5, 5, 0.5), 2, 0)] == [["t0"], ["t1"], ["t2"]]
+    assert [list(bucket.names) for bucket in buckets(tensors(5, 5, 0.5), 2, 0)] == [["t0"], ["t1"], ["t2"]]
 
 
 def test_sizes_are_bytes_not_elements() -> None:
-    """Half a MiB of float32 elements is two MiB."""
-    wide = [(f"t{index}", torch.zeros(MIB // 2)) for index in range(2)]
+    """2^19 float32 elements are two MiB."""
+    wide = [("t0", torch.zeros(MIB, dtype=torch.uint8)), ("t1", torch.zeros(MIB // 2))]
     assert [list(bucket.names) for bucket in buckets(wide, 2, 0)] == [["t0"], ["t1"]]
 
 
