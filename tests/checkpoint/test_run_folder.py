@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlbatch.api import DataError
-from rlbatch.checkpoint.run_folder import LATEST, PROGRESS, STATE, begin, complete, draft_folder, newest
+from rlbatch.checkpoint.run_folder import FORMAT, LATEST, PROGRESS, STATE, begin, complete, draft_folder, newest
 
 
 def save(root: Path, step: int, **progress: object) -> Path:
@@ -76,6 +76,6 @@ def test_damage_is_named(tmp_path: Path, latest: str, message: str) -> None:
 def test_another_format_is_refused(tmp_path: Path) -> None:
     """A checkpoint of a later version is not misread."""
     progress = save(tmp_path, 10) / PROGRESS
-    progress.write_text(json.dumps({**json.loads(progress.read_text()), "format": 2}))
-    with pytest.raises(DataError, match="has checkpoint format 2, this version reads 1"):
+    progress.write_text(json.dumps({**json.loads(progress.read_text()), "format": FORMAT + 1}))
+    with pytest.raises(DataError, match=f"has checkpoint format {FORMAT + 1}, this version reads {FORMAT}"):
         newest(tmp_path)
