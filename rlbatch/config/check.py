@@ -20,6 +20,7 @@ POSITIVE = (
     "layout.world_size",
     "layout.tp_size",
     "layout.pp_size",
+    "layout.vpp_size",
     "layout.cp_size",
     "layout.ep_size",
     "layout.etp_size",
@@ -50,6 +51,7 @@ NOT_NEGATIVE = (
     "algorithm.kl_loss_coef",
     "algorithm.kl_reward_coef",
     "algorithm.entropy_coef",
+    "checkpoint.keep",
 )
 
 GROUP_RELATIVE = ("grpo", "dr_grpo", "opo", "rloo", "reinforce_plus_plus_baseline")

@@ -59,6 +59,7 @@ class LayoutConfig:
     world_size: int = key(2, "Ranks, one per GPU.")
     tp_size: int = key(1, "Tensor parallel size of attention and dense layers (sequence parallel when > 1).")
     pp_size: int = key(1, "Pipeline stages.")
+    vpp_size: int = key(1, "Model chunks of a pipeline stage; more than 1: interleaved pipeline, a smaller bubble for more communication.")
     cp_size: int = key(1, "Context parallel size.")
     ep_size: int = key(1, "Expert parallel size.")
     etp_size: int = key(1, "Tensor parallel size of experts.")
@@ -143,10 +144,14 @@ class DataConfig:
 class CheckpointConfig:
     """``checkpoint.*``"""
 
-    load: str = key("", "Where the policy's weights come from: a checkpoint of ours or a Hugging Face folder; empty: ref_load.")
-    ref_load: str = key("", "Where the reference model's weights come from; empty: model.hf.")
+    load: str = key(
+        "", "Where the policy's weights come from: a run's checkpoint (.../step_000100) or a Hugging Face folder; empty: ref_load."
+    )
+    ref_load: str = key("", "Where the reference model's weights come from: as checkpoint.load; empty: model.hf.")
     save: str = key("", "Folder of checkpoints; empty: <run_dir>/checkpoints.")
     save_interval: int = key(0, "Steps between checkpoints; 0: only after the last step; -1: never.")
+    keep: int = key(2, "Newest checkpoints to keep; older ones are deleted once a new one is complete. 0: all.")
+    async_save: bool = key(False, "Write checkpoints while training goes on, from a copy in host memory.")
 
 
 @dataclass(frozen=True)

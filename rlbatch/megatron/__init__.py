@@ -2,4 +2,8 @@
 
 from rlbatch.megatron import cpu
 
-cpu.install()
+cpu.install()  # before anything imports megatron
+
+from rlbatch.megatron import repairs  # noqa: E402
+
+repairs.install()

@@ -59,17 +59,15 @@ _STREAM = _Stream()
 
 
 def install() -> None:
-    """Redirects CUDA names to the host, once, and repairs what Megatron-core lacks without Transformer Engine (on a GPU too)."""
-    if getattr(torch, "_rlbatch_cpu", False):
+    """Redirects CUDA names to the host, once."""
+    if torch.cuda.is_available() or getattr(torch, "_rlbatch_cpu", False):
         return
     torch._rlbatch_cpu = True
-    if not torch.cuda.is_available():
-        # Megatron decorates with torch.compile at import; compiling tiny CPU functions costs minutes and needs a C++ compiler.
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-        _redirect_torch()
-        _redirect_megatron()
-        _emulate_uneven_gloo_collectives()
-    _repair_without_transformer_engine()
+    # Megatron decorates with torch.compile at import; compiling tiny CPU functions costs minutes and needs a C++ compiler.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    _redirect_torch()
+    _redirect_megatron()
+    _emulate_uneven_gloo_collectives()
 
 
 def _names_cuda(device: Any) -> bool:
@@ -193,30 +191,3 @@ def _emulate_uneven_gloo_collectives() -> None:
         return torch.split(total, [int(size) for size in input_split_sizes])[group.rank()].contiguous()
 
     mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather, reduce_scatter
-
-
-def _repair_without_transformer_engine() -> None:
-    try:
-        import transformer_engine  # noqa: F401
-    except ImportError:
-        import megatron.core.transformer.moe.moe_utils as moe_utils
-        import megatron.core.transformer.multi_latent_attention as mla
-
-        if not hasattr(moe_utils, "te_general_gemm"):
-            moe_utils.te_general_gemm = None  # the router's gating tests it; 0.16.1 leaves it undefined
-        mla.HAVE_TE = False  # else it tests isinstance against a mock
-        _let_torch_adam_load()
-
-
-def _let_torch_adam_load() -> None:
-    """Without Apex, Adam keeps its step count as a tensor beside the moments; Megatron's loader expects it among the loaded tensors."""
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    def set_states(self: Any, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
-        group, position = self.model_param_group_index_map[model_param]
-        main_param = self.optimizer.param_groups[group]["params"][position]
-        for name, target in {"param": main_param, **self.optimizer.state[main_param]}.items():
-            if name in tensors:
-                target.copy_(tensors[name])
-
-    DistributedOptimizer._set_main_param_and_optimizer_states = set_states

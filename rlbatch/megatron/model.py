@@ -103,6 +103,7 @@ def transformer_config(family: ModelFamily, layout: LayoutConfig, precision: str
         **architecture,
         tensor_model_parallel_size=layout.tp_size,
         pipeline_model_parallel_size=layout.pp_size,
+        virtual_pipeline_model_parallel_size=layout.vpp_size if layout.vpp_size > 1 else None,
         context_parallel_size=layout.cp_size,
         expert_model_parallel_size=layout.ep_size,
         expert_tensor_parallel_size=layout.etp_size,
@@ -116,9 +117,11 @@ def transformer_config(family: ModelFamily, layout: LayoutConfig, precision: str
         params_dtype=DTYPES[precision],
         pipeline_dtype=DTYPES[precision],
         calculate_per_token_loss=True,  # Megatron divides by nothing: the loss has its global denominator already
-        variable_seq_lengths=True,
+        # An interleaved pipeline sends forward and backward messages over one pair of ranks if it has two stages: announcing each one's shape
+        # would mix them up, so all packs get one length instead.
+        variable_seq_lengths=layout.vpp_size == 1,
         moe_token_dispatcher_type="alltoall",  # of a dense model too: Megatron checks it against variable lengths
-        batch_p2p_comm=on_gpu,  # silently wrong under an interleaved pipeline on gloo
+        batch_p2p_comm=on_gpu and layout.vpp_size == 1,  # with two stages, interleaved, batched messages are mistaken for each other
         use_cpu_initialization=not on_gpu,
         perform_initialization=False,  # weights always come from a checkpoint
         hidden_dropout=0.0,
@@ -162,25 +165,32 @@ def build_model(config: TransformerConfig, family: ModelFamily) -> list[PolicyMo
         family: Vocabulary, RoPE base and tying.
 
     Returns:
-        The model chunks of this rank (one, without an interleaved pipeline).
+        The model chunks of this rank: one, or ``layout.vpp_size`` under an interleaved pipeline.
     """
+    chunks = config.virtual_pipeline_model_parallel_size
+    return [_build_chunk(config, family, index) for index in range(chunks)] if chunks else [_build_chunk(config, family, None)]
+
+
+def _build_chunk(config: TransformerConfig, family: ModelFamily, vp_stage: int | None) -> PolicyModel:
+    place = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     model = PolicyModel(
         config=config,
-        transformer_layer_spec=_layer_spec(config, None),
+        transformer_layer_spec=_layer_spec(config, vp_stage),
         vocab_size=padded_vocab_size(family.vocab_size, config.tensor_model_parallel_size),
         max_sequence_length=family.max_sequence_length,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(**place),
+        post_process=parallel_state.is_pipeline_last_stage(**place),
         share_embeddings_and_output_weights=family.tie_embeddings,
         position_embedding_type="rope",
         rotary_base=family.rotary_base,
         parallel_output=True,
+        vp_stage=vp_stage,
     )
     model.unpadded_vocab_size = family.vocab_size
     _mark_split_weights(model)
     if torch.cuda.is_available():
         model.cuda(torch.cuda.current_device())
-    return [model]
+    return model
 
 
 def _mark_split_weights(model: torch.nn.Module) -> None:

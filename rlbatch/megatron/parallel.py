@@ -21,6 +21,7 @@ def initialize_groups(layout: LayoutConfig, seed: int) -> None:
     parallel_state.initialize_model_parallel(
         layout.tp_size,
         layout.pp_size,
+        layout.vpp_size if layout.vpp_size > 1 else None,
         context_parallel_size=layout.cp_size,
         expert_model_parallel_size=layout.ep_size,
         expert_tensor_parallel_size=layout.etp_size,

@@ -14,9 +14,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from rlbatch.api import Microbatch
 from rlbatch.megatron.attention import zigzag_indices
+
+
+def padded_to(microbatch: Microbatch, tokens: int) -> Microbatch:
+    """The microbatch with one more, fully masked sequence that makes it ``tokens`` long; itself if it is."""
+    missing = tokens - len(microbatch.token_ids)
+    if missing == 0:
+        return microbatch
+    flat = ("token_ids", "loss_mask", "advantages", "rollout_logprobs", "sequence_weights", "old_logprobs", "ref_logprobs")
+    values = {name: getattr(microbatch, name) for name in flat}
+    padded = {name: None if value is None else pad(value, (0, missing)) for name, value in values.items()}
+    return replace(microbatch, cu_seqlens=pad(microbatch.cu_seqlens, (0, 1), value=tokens), **padded)
 
 
 @dataclass(frozen=True)

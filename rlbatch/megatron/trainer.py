@@ -22,7 +22,7 @@ from rlbatch.config.schema import Config
 from rlbatch.megatron import parallel
 from rlbatch.megatron.model import PolicyModel, build_model, transformer_config
 from rlbatch.megatron.optimizer import build_optimizer, build_schedule, optimizer_spec, wrap_data_parallel
-from rlbatch.megatron.shifted import ShiftedPack
+from rlbatch.megatron.shifted import ShiftedPack, padded_to
 from rlbatch.weights.params import NamedTensor, ParameterMap, ReadTensor
 
 LossFunction = Callable[[Tensor], tuple[Tensor, Tensor, Any]]
@@ -122,12 +122,10 @@ class Trainer:
         def keep(output: Tensor) -> tuple[Tensor, Tensor, Any]:
             return output.sum(), torch.tensor(0, dtype=torch.int), output[0].float()
 
-        packs = [self._shifted(microbatch) for microbatch in microbatches]
+        packs = self._shifted(microbatches)
         outputs = self._run(packs, [keep] * len(packs), forward_only=True)
-        return [
-            pack.restore(self._from_last_stage(outputs[i] if outputs else None, pack.local_tokens)).where(mb.loss_mask.cpu() > 0, 0.0)
-            for i, (pack, mb) in enumerate(zip(packs, microbatches, strict=True))
-        ]
+        whole = [pack.restore(self._from_last_stage(outputs[i] if outputs else None, pack.local_tokens)) for i, pack in enumerate(packs)]
+        return [values[: len(mb.token_ids)].where(mb.loss_mask.cpu() > 0, 0.0) for values, mb in zip(whole, microbatches, strict=True)]
 
     def update(self, microbatches: Sequence[Microbatch], objective: Objective, denominator: float) -> dict[str, float]:
         """One optimizer step.
@@ -152,7 +150,7 @@ class Trainer:
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        packs = [self._shifted(microbatch) for microbatch in microbatches]
+        packs = self._shifted(microbatches)
 
         def loss_of(pack: ShiftedPack, output: Tensor) -> tuple[Tensor, Tensor, Any]:
             loss, sums = objective(output[0], output[1], pack.microbatch, denominator)
@@ -168,9 +166,12 @@ class Trainer:
         """Advances the schedule by one step; its updates share the rate."""
         self.schedule.step(1)
 
-    def _shifted(self, microbatch: Microbatch) -> ShiftedPack:
+    def _shifted(self, microbatches: Sequence[Microbatch]) -> list[ShiftedPack]:
         group = parallel_state.get_context_parallel_group()
-        return ShiftedPack.of(microbatch, self._device, group)
+        if self._config.layout.vpp_size > 1:
+            longest = max(len(microbatch.token_ids) for microbatch in microbatches)
+            microbatches = [padded_to(microbatch, longest) for microbatch in microbatches]
+        return [ShiftedPack.of(microbatch, self._device, group) for microbatch in microbatches]
 
     def _run(self, packs: Sequence[ShiftedPack], losses: Sequence[LossFunction], *, forward_only: bool) -> list[Any]:
         """Megatron's pipeline schedule over the packs; what the losses keep, on the last stage only."""
@@ -182,10 +183,10 @@ class Trainer:
         with torch.set_grad_enabled(not forward_only):
             return get_forward_backward_func()(
                 forward_step_func=forward_step,
-                data_iterator=iter(list(zip(packs, losses, strict=True))),
+                data_iterator=[iter(list(zip(packs, losses, strict=True))) for _ in self._chunks],
                 model=self._chunks,
                 num_microbatches=len(packs),
-                seq_length=max(pack.local_tokens for pack in packs),
+                seq_length=max(pack.local_tokens for pack in packs) * self._config.layout.cp_size,
                 micro_batch_size=1,
                 forward_only=forward_only,
             )

@@ -19,6 +19,7 @@ from rlbatch.pipeline.packing import (
     Pack,
     assign_to_ranks,
     build_microbatches,
+    microbatch_multiple,
     pack,
     pad_with_dummies,
     sequence_multiple,
@@ -78,6 +79,7 @@ def _plan(batch: Batch, samples: list[int], config: Config, dp_rank: int, dp_siz
     shares = assign_to_ranks(lengths, dp_size)
     padded = [-(-length // multiple) * multiple for length in lengths]
     most_packs = max(len(pack([padded[i] for i in share], max_tokens)) for share in shares)
+    most_packs = -(-most_packs // microbatch_multiple(layout)) * microbatch_multiple(layout)
     mine = [samples[i] for i in shares[dp_rank]]
     packs = build_microbatches(
         [batch.token_ids[i] for i in mine],

@@ -141,6 +141,7 @@ def _has_dense_layers(family: ModelFamily) -> bool:
 def _stage_layers(layout: LayoutConfig, num_layers: int) -> tuple[int, ...]:
     """Layers of each stage: the first and last as asked, the others alike."""
     stages, first, last = layout.pp_size, layout.first_stage_layers, layout.last_stage_layers
+    _check_interleaved(layout, num_layers)
     if stages == 1:
         for name, value in (("first_stage_layers", first), ("last_stage_layers", last)):
             if value is not None and value != num_layers:
@@ -167,6 +168,26 @@ def _stage_layers(layout: LayoutConfig, num_layers: int) -> tuple[int, ...]:
         )
     middle = [middle_layers // middle_stages] * middle_stages if middle_stages else []
     return (*([first] if first is not None else []), *middle, *([last] if last is not None else []))
+
+
+def _check_interleaved(layout: LayoutConfig, num_layers: int) -> None:
+    chunks = layout.vpp_size
+    if chunks == 1:
+        return
+    if layout.pp_size == 1:
+        raise ConfigError(f"layout.vpp_size={chunks}: has an effect only with pp_size > 1, which is 1. Use layout.vpp_size=1.")
+    for name in ("first_stage_layers", "last_stage_layers"):
+        value = getattr(layout, name)
+        if value is not None:
+            raise ConfigError(
+                f"layout.{name}={value}: an interleaved pipeline (vpp_size {chunks}) has equal stages. Leave out one of both."
+            )
+    if num_layers % layout.pp_size == 0 and num_layers % (layout.pp_size * chunks):
+        per_stage = num_layers // layout.pp_size
+        raise ConfigError(
+            f"layout.vpp_size={chunks}: must divide the layers of a stage ({per_stage} = {num_layers} layers / pp_size {layout.pp_size}). "
+            f"Use {_either(_near(chunks, _divisors(per_stage)))}."
+        )
 
 
 def _uneven(stages: int, num_layers: int) -> str:

@@ -12,7 +12,15 @@ from rlbatch.algorithms.aggregate import denominator
 from rlbatch.algorithms.objective import Objective
 from rlbatch.config.schema import AlgorithmConfig, Config, LayoutConfig, TrainConfig
 from rlbatch.megatron import parallel
-from rlbatch.pipeline.packing import Pack, assign_to_ranks, build_microbatches, pad_with_dummies, sequence_multiple, with_advantages
+from rlbatch.pipeline.packing import (
+    Pack,
+    assign_to_ranks,
+    build_microbatches,
+    microbatch_multiple,
+    pad_with_dummies,
+    sequence_multiple,
+    with_advantages,
+)
 from rlbatch.registry import load_plugins
 
 LENGTHS = (9, 17, 5, 12, 20, 7, 3, 14, 11)
@@ -61,7 +69,8 @@ def my_packs(layout: LayoutConfig, max_tokens: int) -> list[Pack]:
     )
     count = torch.tensor(len(packs))
     dist.all_reduce(count, dist.ReduceOp.MAX)
-    return pad_with_dummies(with_advantages(packs, [advantages[i] for i in mine]), int(count), multiple)
+    rounds = -(-int(count) // microbatch_multiple(layout)) * microbatch_multiple(layout)
+    return pad_with_dummies(with_advantages(packs, [advantages[i] for i in mine]), rounds, multiple)
 
 
 def gradients(folder: str, layout: LayoutConfig, max_tokens: int, aggregation: str, **train: object) -> dict[str, torch.Tensor]:
