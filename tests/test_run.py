@@ -175,14 +175,17 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     prompts = root / "long.jsonl"
     rows = [{"prompt": "a b c =", "label": "a"}] * 3 + [{"prompt": "a " * 70 + "=", "label": "a"}]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    overrides: dict[str, tuple[str, ...]] = {"prompt": (*QUICK, *ONE_RANK, f"data.train={prompts}")}
+    overrides: dict[str, tuple[str, ...]] = {
+        "prompt": (*QUICK, *ONE_RANK, f"data.train={prompts}"),
+        "no sync": (*QUICK, *ONE_RANK, "rollout.sync_weights=false"),
+    }
     for name, body in BODIES.items():
         plugin = root / f"{name.split()[0]}_reward.py"
         plugin.write_text(REWARD.format(body=body))
         ranks = () if "rank" in name else ONE_RANK
         overrides[name] = (*QUICK, *ranks, f"plugins=['{plugin}']", "reward=broken")
     ended = {}
-    for pair in (("prompt", "nan"), ("count",), ("second rank raises",)):
+    for pair in (("prompt", "nan"), ("count", "no sync"), ("second rank raises",)):
         processes = {name: start(root / name, *overrides[name]) for name in pair}
         ended |= {name: finish(process, root / name) for name, process in processes.items()}
     return ended
@@ -198,6 +201,7 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
             1,
             ("reward=broken: raised IndexError: list index out of range (second_reward.py:", "(prompt ", " sample 0 "),
         ),
+        ("no sync", 0, ("rollout.max_logprob_diff=0.0001: trainer and engine differ by ", "Check rollout.sync_weights")),
         ("prompt", 0, ("long.jsonl:4: 71 tokens: 1 of 4 prompts are longer than 60 ",)),
     ],
 )
