@@ -23,6 +23,7 @@ import pluggy
 from rlbatch.api import (
     API_VERSION,
     AdvantageEstimator,
+    ConfigError,
     Configurable,
     ModelError,
     ModelFamily,
@@ -228,6 +229,19 @@ class Registry:
         entry = self.offloads[name]
         parsed = entry.parse(options, "offload")
         return cast(OffloadStrategy, entry.value() if entry.options is None else entry.value.build(parsed))
+
+    def check_hardware(self, config: Config, *, on_gpu: bool) -> None:
+        """Refuses plugins that cannot run on this hardware.
+
+        Raises:
+            ConfigError: the plugin and what it needs.
+        """
+        chosen = {"offload": self.offloads[config.offload.name], "rollout": self.rollouts[config.rollout.name]}
+        for key, entry in chosen.items():
+            if not on_gpu and isinstance(entry.value, Configurable) and entry.value.needs_gpu:
+                raise ConfigError(
+                    f"{key}={entry.name}: needs GPUs, the ranks would run on CPUs here. Choose another {key}, or a GPU machine."
+                )
 
     def _entries(self, hook: str, has_options: bool) -> dict[str, Entry]:
         entries: dict[str, Entry] = {}

@@ -163,6 +163,7 @@ def _check_model(config: Config, registry: Registry, run_dir: Path) -> None:
     folder = run_dir / EMBEDDED / "model" if is_embedded else Path(config.model.hf)
     family = registry.resolve_model_family(read_config(folder))
     gpus = visible_gpus()
+    registry.check_hardware(config, on_gpu=gpus > 0)
     check_layout(config.layout, family, on_gpu=gpus > 0)
     if 0 < gpus < config.layout.world_size:
         raise ConfigError(

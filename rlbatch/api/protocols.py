@@ -24,10 +24,12 @@ class Configurable:
     Attributes:
         build: Called once a rank with an instance of ``options`` (after the context, where the extension's factory takes one).
         options: A dataclass; every field has a default.
+        needs_gpu: Refused at submit where the ranks would run on CPUs.
     """
 
     build: Callable[..., Any]
     options: type
+    needs_gpu: bool = False
 
 
 @dataclass(frozen=True)

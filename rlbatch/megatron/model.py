@@ -117,8 +117,8 @@ def transformer_config(family: ModelFamily, layout: LayoutConfig, precision: str
         params_dtype=DTYPES[precision],
         pipeline_dtype=DTYPES[precision],
         calculate_per_token_loss=True,  # Megatron divides by nothing: the loss has its global denominator already
-        # An interleaved pipeline sends forward and backward messages over one pair of ranks if it has two stages: announcing each one's shape
-        # would mix them up, so all packs get one length instead.
+        # An interleaved pipeline of two stages sends forward and backward messages over one pair of ranks: announcing each shape would
+        # mix them up, so all packs get one length instead.
         variable_seq_lengths=layout.vpp_size == 1,
         moe_token_dispatcher_type="alltoall",  # of a dense model too: Megatron checks it against variable lengths
         batch_p2p_comm=on_gpu and layout.vpp_size == 1,  # with two stages, interleaved, batched messages are mistaken for each other

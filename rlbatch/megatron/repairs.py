@@ -9,6 +9,7 @@ import torch
 
 def install() -> None:
     """Applies all repairs; may be called again."""
+    _mend_hybrid_optimizer()
     try:
         import transformer_engine  # noqa: F401
     except ImportError:
@@ -29,7 +30,11 @@ def _let_torch_adam_load() -> None:
     """Without Apex, Adam keeps its step count as a tensor beside the moments; Megatron's loader expects it among the loaded tensors."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+    original = DistributedOptimizer._set_main_param_and_optimizer_states
+
     def set_states(self: Any, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
+        if self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+            return original(self, model_param, tensors)
         group, position = self.model_param_group_index_map[model_param]
         main_param = self.optimizer.param_groups[group]["params"][position]
         for name, target in {"param": main_param, **self.optimizer.state[main_param]}.items():
@@ -37,3 +42,45 @@ def _let_torch_adam_load() -> None:
                 target.copy_(tensors[name])
 
     DistributedOptimizer._set_main_param_and_optimizer_states = set_states
+
+
+def _mend_hybrid_optimizer() -> None:
+    """``HybridDeviceOptimizer`` (Adam partly on the host) in three ways.
+
+    Its parameter groups carry optimizer classes, which a checkpoint that loads safely refuses. Its map from parameters to fp32 copies lacks
+    those that are fp32 already: loading raises KeyError, and their host copies keep the old values after weights or a checkpoint were
+    loaded.
+    """
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer as Hybrid
+
+    initialise, refresh, synchronise = Hybrid.__init__, Hybrid.update_fp32_param_by_new_param, Hybrid._sync_hdo_state_to_sub_optimizers
+
+    def without_classes(self: Any, *args: Any, **kwargs: Any) -> None:
+        initialise(self, *args, **kwargs)
+        for optimizer in (self, *self.sub_optimizers):
+            for group in optimizer.param_groups:
+                for name in ("cpu_optimizer_cls", "gpu_optimizer_cls"):
+                    group.pop(name, None)
+
+    def refresh_host_copies(self: Any) -> None:
+        for param, copy in self.gpu_params_map_cpu_copy.items():
+            if param not in self.param_to_fp32_param:
+                copy.data.copy_(param)
+
+    def update_from_model(self: Any) -> None:
+        refresh(self)
+        refresh_host_copies(self)
+
+    def update_from_state(self: Any) -> None:
+        for param, state in self.state.items():
+            if param in self.param_to_fp32_param and "master_param" in state:
+                self.param_to_fp32_param[param].data.copy_(state["master_param"])
+
+    def synchronise_all(self: Any) -> None:
+        synchronise(self)
+        refresh_host_copies(self)
+
+    Hybrid.__init__ = without_classes
+    Hybrid.update_fp32_param_by_new_param = update_from_model
+    Hybrid._update_fp32_params_by_new_state = update_from_state
+    Hybrid._sync_hdo_state_to_sub_optimizers = synchronise_all

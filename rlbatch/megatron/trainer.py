@@ -58,8 +58,10 @@ class Trainer:
         offload.attach(self)
 
     def optimizer_state(self) -> Iterable[Tensor]:
-        """This rank's master weights and moments (``MemoryHandles``)."""
+        """This rank's fp32 main weights (where the model's are bf16) and moments (``MemoryHandles``)."""
         for optimizer in self.optimizer.chained_optimizers:
+            for group in optimizer.shard_fp32_from_float16_groups:
+                yield from (main for main in group if main is not None)
             for state in optimizer.optimizer.state.values():
                 yield from (value for value in state.values() if isinstance(value, Tensor))
 

@@ -1,0 +1,63 @@
+"""``offload=cpu_adam``: a fraction of the optimizer lives on the host: fp32 main weights, moments and their update.
+
+Megatron's ``HybridDeviceOptimizer``: gradients go to the host and new weights come back while other parameters are updated. The GPU is
+spared 12 bytes a parameter that is offloaded, divided over data-parallel ranks; the host takes 16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+
+from rlbatch.api import ConfigError, Configurable, MemoryHandles, OptimizerSpec, hookimpl
+
+
+@dataclass(frozen=True)
+class CpuAdamOptions:
+    """``offload.options.*``"""
+
+    fraction: float = field(default=1.0, metadata={"doc": "Share of the parameters whose optimizer is on the host, above 0, at most 1."})
+
+
+class CpuAdam:
+    """An ``OffloadStrategy`` that builds another optimizer and moves nothing afterwards.
+
+    Args:
+        options: The fraction.
+
+    Raises:
+        ConfigError: a fraction outside (0, 1].
+    """
+
+    def __init__(self, options: CpuAdamOptions) -> None:
+        if not 0 < options.fraction <= 1:
+            raise ConfigError(f"offload.options.fraction={options.fraction:g}: must be above 0 and at most 1. Use offload=none for 0.")
+        self._fraction = options.fraction
+
+    def configure_optimizer(self, spec: OptimizerSpec) -> OptimizerSpec:
+        """Puts the fraction on the host; the optimizer then holds the fp32 main weights of bf16 parameters itself."""
+        offload = {
+            "optimizer_cpu_offload": True,
+            "optimizer_offload_fraction": self._fraction,
+            "overlap_cpu_optimizer_d2h_h2d": True,
+            "use_precision_aware_optimizer": spec.arguments["bf16"],
+        }
+        return replace(spec, arguments={**spec.arguments, **offload})
+
+    def attach(self, handles: MemoryHandles) -> None:
+        """Needs no handles."""
+
+    def generating(self) -> AbstractContextManager[None]:
+        """Moves nothing."""
+        return nullcontext()
+
+    def training(self) -> AbstractContextManager[None]:
+        """Moves nothing."""
+        return nullcontext()
+
+
+@hookimpl
+def rlbatch_register_offload_strategies() -> Mapping[str, Configurable]:
+    """Supplies ``cpu_adam``."""
+    return {"cpu_adam": Configurable(CpuAdam, CpuAdamOptions, needs_gpu=True)}

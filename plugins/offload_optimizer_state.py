@@ -1,0 +1,91 @@
+"""``offload=optimizer_state``: main weights and moments leave the GPU while the engine generates, and come back to be updated there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from rlbatch.api import Configurable, MemoryHandles, OptimizerSpec, hookimpl
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class OptimizerStateOptions:
+    """``offload.options.*``"""
+
+    pin_memory: bool = field(default=True, metadata={"doc": "Page-locked host memory: faster copies, but the host cannot swap it."})
+
+
+class OptimizerState:
+    """An ``OffloadStrategy`` that empties the tensors' storage in between; the tensors stay, so that the optimizer finds them again.
+
+    Args:
+        options: Host memory.
+    """
+
+    def __init__(self, options: OptimizerStateOptions) -> None:
+        self._pin = options.pin_memory
+        self._handles: MemoryHandles | None = None
+        self._host: list[Tensor] = []
+
+    def configure_optimizer(self, spec: OptimizerSpec) -> OptimizerSpec:
+        """The spec, unchanged."""
+        return spec
+
+    def attach(self, handles: MemoryHandles) -> None:
+        """Remembers where the state is; Adam makes its moments at the first update only."""
+        self._handles = handles
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Host copies, no GPU storage; back again at the end, also after an error."""
+        moved = self._to_host()
+        try:
+            yield
+        finally:
+            self._to_device(moved)
+
+    def training(self) -> AbstractContextManager[None]:
+        """The state is on the GPU already."""
+        return nullcontext()
+
+    def _to_host(self) -> list[Tensor]:
+        import torch
+
+        assert self._handles is not None
+        moved = [tensor for tensor in self._handles.optimizer_state() if tensor.is_cuda and _owns_storage(tensor)]
+        if not moved:
+            return []
+        if [copy.shape for copy in self._host] != [tensor.shape for tensor in moved]:
+            self._host = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._pin) for tensor in moved]
+        for tensor, copy in zip(moved, self._host, strict=True):
+            copy.copy_(tensor, non_blocking=True)
+        torch.cuda.synchronize()  # storage may go only after its copy
+        for tensor in moved:
+            tensor.untyped_storage().resize_(0)
+        torch.cuda.empty_cache()
+        return moved
+
+    def _to_device(self, moved: list[Tensor]) -> None:
+        import torch
+
+        for tensor, copy in zip(moved, self._host, strict=False):  # nothing moved: nothing to bring back
+            tensor.untyped_storage().resize_(tensor.nbytes)
+            tensor.copy_(copy, non_blocking=True)
+        if moved:
+            torch.cuda.synchronize()
+
+
+def _owns_storage(tensor: Tensor) -> bool:
+    """Whether the storage holds this tensor and nothing else."""
+    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+@hookimpl
+def rlbatch_register_offload_strategies() -> Mapping[str, Configurable]:
+    """Supplies ``optimizer_state``."""
+    return {"optimizer_state": Configurable(OptimizerState, OptimizerStateOptions, needs_gpu=True)}
