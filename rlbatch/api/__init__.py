@@ -1,6 +1,7 @@
 """All that a plugin needs. Imports no torch."""
 
 from rlbatch.api.errors import (
+    CheckpointError,
     ConfigError,
     DataError,
     ModelError,
@@ -43,6 +44,7 @@ __all__ = [
     "API_VERSION",
     "AdvantageEstimator",
     "AdvantageInputs",
+    "CheckpointError",
     "Completion",
     "ConfigError",
     "Configurable",

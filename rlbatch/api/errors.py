@@ -30,3 +30,7 @@ class ModelError(RlbatchError):
 
 class RolloutError(RlbatchError):
     """An engine that failed, or whose answer does not fit its request."""
+
+
+class CheckpointError(RlbatchError):
+    """A checkpoint that could not be written."""

@@ -1,7 +1,12 @@
-"""A run's checkpoints on disk: ``step_000100/`` folders that appear whole, and ``latest.json``, written last, which names the newest."""
+"""A run's checkpoints on disk: ``step_000100/`` folders that appear whole, and ``latest.json``, written last, which names the newest.
+
+A folder has ``progress.json`` (plain values, and the size of every file), ``state/`` (tensors, torch_dist) and ``rng.pt``. What ends in
+``.part`` is unfinished or being deleted, and is removed by the next save.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -15,7 +20,11 @@ from rlbatch.api import DataError
 LATEST = "latest.json"
 PROGRESS = "progress.json"
 STATE = "state"
-FORMAT = 1
+RNG = "rng.pt"
+FORMAT = 2
+STEP_FOLDER = re.compile(r"step_\d+")
+TENSOR_SUFFIX = ".distcp"
+"""Of the files whose writers have synced them, too large to be read for a digest."""
 
 
 def draft_folder(root: Path, step: int) -> Path:
@@ -25,27 +34,42 @@ def draft_folder(root: Path, step: int) -> Path:
 
 def begin(root: Path, step: int) -> Path:
     """Makes an empty draft, removing what a killed save left behind, and returns it. Rank 0 only."""
+    root.mkdir(parents=True, exist_ok=True, mode=0o700)
     for leftover in root.glob("step_*.part"):
         shutil.rmtree(leftover)
     folder = draft_folder(root, step)
-    (folder / STATE).mkdir(parents=True, mode=0o700)
+    folder.mkdir(mode=0o700)
+    (folder / STATE).mkdir(mode=0o700)
     return folder
 
 
-def complete(root: Path, step: int, progress: Mapping[str, Any]) -> Path:
+def complete(root: Path, step: int, progress: Mapping[str, Any], keep: int = 0) -> Path:
     """Makes a draft the newest checkpoint and returns its folder. Rank 0 only, after every rank has written.
 
     Args:
         root: Folder of checkpoints.
         step: Of the draft.
         progress: Plain values to be read back by ``newest``.
+        keep: Newest checkpoints to keep, this one included; 0: all.
     """
     folder, draft = root / f"step_{step:06d}", draft_folder(root, step)
-    _write_json(draft / PROGRESS, {"format": FORMAT, **progress})
-    if folder.exists():
-        shutil.rmtree(folder)  # an earlier life of this run saved the same step
+    files = sorted(path for path in draft.rglob("*") if path.is_file())
+    for path in files:
+        if path.suffix != TENSOR_SUFFIX:
+            _sync(path)
+    listed = {str(path.relative_to(draft)): _listing(path) for path in files}
+    _write_json(draft / PROGRESS, {"format": FORMAT, **progress, "files": listed})
+    for changed in (draft / STATE, draft):
+        _sync(changed)
+    if folder.exists():  # an earlier life of this run saved the same step, and latest.json names another
+        _delete(folder)
     os.replace(draft, folder)
+    _sync(root)
     _write_json(root / LATEST, {"folder": folder.name})
+    _sync(root)
+    if keep:
+        for old in _by_age(root, newest=folder)[:-keep]:
+            _delete(old)
     return folder
 
 
@@ -59,23 +83,103 @@ def newest(root: Path) -> tuple[Path, dict[str, Any]] | None:
     if not latest.exists():
         return None
     name = _read_json(latest).get("folder")
-    if not isinstance(name, str) or not re.fullmatch(r"step_\d+", name):
+    if not isinstance(name, str) or not STEP_FOLDER.fullmatch(name):
         raise DataError(f"{latest}: must name a folder step_<number>, names {name!r}. Correct it by hand.")
-    progress = _read_json(root / name / PROGRESS)
+    return root / name, read_progress(root / name)
+
+
+def read_progress(folder: Path) -> dict[str, Any]:
+    """The progress of a complete checkpoint, which is private and whole.
+
+    Raises:
+        DataError: it is not, or another version wrote it.
+    """
+    progress = _read_json(folder / PROGRESS)
     if progress.get("format") != FORMAT:
         raise DataError(
-            f"{root / name}: has checkpoint format {progress.get('format')}, this version reads {FORMAT}. Use the version that wrote it."
+            f"{folder}: has checkpoint format {progress.get('format')}, this version reads {FORMAT}. Use the version that wrote it."
         )
-    return root / name, progress
+    try:
+        int(progress["step"])
+        listed = {folder / str(name): (int(size), digest) for name, (size, digest) in progress["files"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"{folder / PROGRESS}: is damaged ({error!r}). {_OTHER}") from error
+    check_private(folder, listed)
+    for path, (size, digest) in listed.items():
+        found = path.stat().st_size if path.exists() else 0
+        if found != size:
+            raise DataError(f"{path}: has {found} bytes, {size} were written. {_OTHER}")
+        if digest and _listing(path)[1] != digest:
+            raise DataError(f"{path}: was changed after it was written. {_OTHER}")
+    return progress
+
+
+def check_private(folder: Path, files: Mapping[Path, Any]) -> None:
+    """Refuses files that others could have written: they hold pickles, and reading a pickle can run code.
+
+    Args:
+        folder: A checkpoint.
+        files: Its files.
+
+    Raises:
+        DataError: another owner, or a folder that others may enter.
+    """
+    for path in (folder, folder / STATE, *files):
+        if not path.exists():
+            continue  # told by name and size later
+        status = path.stat()
+        if status.st_uid != os.geteuid():
+            raise DataError(f"{path}: belongs to user {status.st_uid}, you are {os.geteuid()}. Copy the checkpoint if you trust that user.")
+        if path.is_dir() and status.st_mode & 0o077:
+            raise DataError(
+                f"{path}: others may enter it (mode {status.st_mode & 0o777:o}, must be 700). If you trust its files: chmod 700."
+            )
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder is one of a run's checkpoints."""
+    return (folder / PROGRESS).exists()
+
+
+_OTHER = f"Name another checkpoint in {LATEST}, or remove it to start anew."
+
+
+def _by_age(root: Path, newest: Path) -> list[Path]:
+    """Complete checkpoints, oldest first. Steps tell no age: a run may have been set back to an earlier checkpoint."""
+    complete = [path for path in root.iterdir() if STEP_FOLDER.fullmatch(path.name) and is_checkpoint(path) and path != newest]
+    return [*sorted(complete, key=lambda path: ((path / PROGRESS).stat().st_mtime_ns, path.name)), newest]
+
+
+def _delete(folder: Path) -> None:
+    """Deletes a checkpoint; it stops being one at once."""
+    gone = folder.with_name(f"{folder.name}.deleted.part")
+    if gone.exists():
+        shutil.rmtree(gone)
+    os.replace(folder, gone)
+    shutil.rmtree(gone)
+
+
+def _listing(path: Path) -> tuple[int, str]:
+    """Size, and a digest of what is small or is read as a pickle."""
+    digest = "" if path.suffix == TENSOR_SUFFIX else hashlib.sha256(path.read_bytes()).hexdigest()
+    return path.stat().st_size, digest
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read ({error}). Name another checkpoint in {LATEST}, or remove it to start anew.") from error
+        raise DataError(f"{path}: cannot be read ({error}). {_OTHER}") from error
     if not isinstance(content, dict):
-        raise DataError(f"{path}: must hold an object. Name another checkpoint in {LATEST}, or remove it to start anew.")
+        raise DataError(f"{path}: must hold an object. {_OTHER}")
     return content
 
 

@@ -1,50 +1,141 @@
-"""Model and optimizer as a torch_dist checkpoint, through Megatron's distributed checkpointing."""
+"""Model and optimizer as a torch_dist checkpoint, through Megatron's distributed checkpointing; written at once, or by a child process."""
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories, is_main_replica
+from torch.distributed.checkpoint.api import CheckpointException
 
+from rlbatch.api import DataError
+from rlbatch.megatron.state_writer import Writing
 from rlbatch.megatron.trainer import Trainer
 
+TENSOR_OVERHEAD_BYTES = 4096
+"""At most what a tensor costs on disk beyond its values: its archive's headers and its entry in the metadata."""
 
-def save_state(trainer: Trainer, folder: Path) -> None:
-    """Writes weights, moments and step counts; a collective.
 
-    Args:
-        trainer: Whose.
-        folder: Existing and empty.
+class TrainerState:
+    """Weights, main weights, moments and step counts of a trainer, ready to be written. Building it is a collective.
+
+    The distributed optimizer's parts are gathered to the host, for each data-parallel group whole: the checkpoint then loads under any
+    layout.
+
+    Attributes:
+        write_bytes: What this rank will write.
     """
-    dist_checkpointing.save(_sharded_state(trainer, is_loading=False), str(folder))
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._state = _sharded_state(trainer, is_loading=False)
+        apply_factories(self._state)
+        mine = [v for v in nested_values(self._state) if isinstance(v, ShardedTensor) and is_main_replica(v.replica_id)]
+        self.write_bytes = sum(tensor.data.nbytes + TENSOR_OVERHEAD_BYTES for tensor in mine)
+
+    def write(self, folder: Path) -> None:
+        """Writes the state, and returns when every rank has; a collective.
+
+        Args:
+            folder: Existing and empty, seen by all ranks.
+
+        Raises:
+            CheckpointError: a rank could not write; on every rank.
+        """
+        self._writing(folder).run_here()
+
+    def start_writing(self, folder: Path) -> Writing:
+        """Begins to write the state as it is now from a child process of each rank; a collective."""
+        writing = self._writing(folder)
+        writing.start()
+        return writing
+
+    def _writing(self, folder: Path) -> Writing:
+        return Writing(dist_checkpointing.save(self._state, str(folder), async_sharded_save=True))
 
 
 def load_state(trainer: Trainer, folder: Path) -> None:
-    """Reads what ``save_state`` wrote, under the same layout or another; a collective.
+    """Reads what ``TrainerState`` wrote, under the same layout or another; a collective.
+
+    Learning rate, weight decay and betas stay those of the config; the schedule sets the rate anew.
 
     Args:
         trainer: Whose state is replaced.
-        folder: Of ``save_state``.
+        folder: Of a checkpoint's state; its files are trusted, they hold pickles.
+
+    Raises:
+        DataError: the state cannot be read.
     """
+    inner = [optimizer.optimizer for optimizer in trainer.optimizer.chained_optimizers]
+    kept = [[{k: v for k, v in group.items() if k not in ("params", "step")} for group in o.param_groups] for o in inner]
     for optimizer in trainer.optimizer.chained_optimizers:
         optimizer._init_optimizer_states_with_dummy_values()  # torch's Adam has no moments to fill before its first step
-    loaded = dist_checkpointing.load(_sharded_state(trainer, is_loading=True), str(folder))
+    with _reading(folder):
+        loaded = dist_checkpointing.load(_sharded_state(trainer, is_loading=True), str(folder))
+    _fill_stages(trainer, loaded)
+    trainer.optimizer.load_state_dict(loaded["optimizer"])
+    for optimizer, groups in zip(inner, kept, strict=True):
+        for group, values in zip(optimizer.param_groups, groups, strict=True):
+            group.update(values)
+        for state in optimizer.state.values():
+            if torch.is_tensor(state.get("step")):
+                # Megatron gives all parameters one tensor, which every parameter's update would then count up.
+                state["step"] = state["step"].clone()
+
+
+def load_weights(trainer: Trainer, folder: Path) -> None:
+    """Reads the weights alone; a collective.
+
+    Args:
+        trainer: Whose weights are replaced.
+        folder: As for ``load_state``.
+
+    Raises:
+        DataError: the state cannot be read.
+    """
+    with _reading(folder):
+        loaded = dist_checkpointing.load(_sharded_weights(trainer), str(folder))
+    _fill_stages(trainer, loaded)
+    trainer.optimizer.reload_model_params()
+
+
+@contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (CheckpointException, CheckpointingException, OSError, EOFError, pickle.UnpicklingError) as error:
+        causes = [str(cause) for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [str(error)]
+        text = (causes or ["another rank failed"])[0].strip().splitlines()[0]
+        raise DataError(f"{folder}: cannot be read ({text}). Name another checkpoint in latest.json, or restore the folder.") from error
+
+
+def _fill_stages(trainer: Trainer, loaded: dict[str, Any]) -> None:
     with torch.no_grad():
         for index, stage in enumerate(trainer.stages):
             stage.load_state_dict(loaded[f"model{index}"], strict=True)
-    trainer.optimizer.load_state_dict(loaded["optimizer"])
+
+
+def _sharded_weights(trainer: Trainer) -> dict[str, Any]:
+    return {f"model{index}": stage.sharded_state_dict(metadata=_metadata()) for index, stage in enumerate(trainer.stages)}
 
 
 def _sharded_state(trainer: Trainer, *, is_loading: bool) -> dict[str, Any]:
-    metadata = {
+    state = _sharded_weights(trainer)
+    state["optimizer"] = trainer.optimizer.sharded_state_dict(dict(state), is_loading, metadata=_metadata())
+    return state
+
+
+def _metadata() -> dict[str, Any]:
+    return {
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "distrib_optim_sharding_type": "fully_reshardable",
         "distrib_optim_fully_reshardable_mem_efficient": False,
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,
     }
-    state: dict[str, Any] = {f"model{index}": stage.sharded_state_dict(metadata=metadata) for index, stage in enumerate(trainer.stages)}
-    state["optimizer"] = trainer.optimizer.sharded_state_dict(dict(state), is_loading, metadata=metadata)
-    return state

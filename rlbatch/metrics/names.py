@@ -53,7 +53,7 @@ _DEFINED = (
     Tag("time/logprobs_s", "s", "Old and reference log-probs."),
     Tag("time/update_s", "s", "Forward, backward and optimizer."),
     Tag("time/eval_s", "s", "Held-out evaluation."),
-    Tag("time/checkpoint_s", "s", "Writing a checkpoint."),
+    Tag("time/checkpoint_s", "s", "Writing a checkpoint; with checkpoint.async_save what training waits for, also when it is completed."),
     Tag("memory/rss_gib", "GiB", "Resident memory of rank 0's process."),
     Tag("memory/gpu_allocated_gib", "GiB", "Peak of tensors on rank 0's GPU during the step; only with a GPU."),
     Tag("memory/gpu_reserved_gib", "GiB", "Peak of what PyTorch reserved on rank 0's GPU during the step; only with a GPU."),

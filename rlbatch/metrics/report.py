@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ class Summary:
     Attributes:
         status: ``running`` until the end; a run that was killed stays so.
         steps: Last finished step.
-        seconds: Since the run started on rank 0, loading included.
+        seconds: Since the run started on rank 0, loading included; of this life of the run, as all sums are.
         reward_start: Training reward (``reward/mean``) of the first step.
         reward_end: Training reward of the last step.
         eval_reward_start: First held-out reward.
@@ -49,12 +49,17 @@ class RunReport:
     """Keeps summary.json up to date: written at the start, after every step and at the end, always as a whole."""
 
     def __init__(self, run_dir: Path) -> None:
-        """Writes the first summary; the run's clock starts here."""
-        self.summary = Summary()
+        """Writes the first summary; the run's clock starts here. Steps and rewards of an earlier life stay until ``begin``."""
         self._path = run_dir / "summary.json"
+        self.summary = Summary(**_earlier_life(self._path))
         self._started = time.monotonic()
         self._tokens = 0.0
         self._step_s = 0.0
+        self._write()
+
+    def begin(self, done: int) -> None:
+        """Goes on after step ``done``; from the start (0), an earlier life is forgotten."""
+        self.summary = replace(self.summary, steps=done) if done else Summary()
         self._write()
 
     def record(self, result: StepResult) -> None:
@@ -71,10 +76,14 @@ class RunReport:
             self._tokens += metrics["perf/tokens_per_s"] * metrics["time/step_s"]
             self._step_s += metrics["time/step_s"]
             summary.tokens_per_s = self._tokens / self._step_s if self._step_s else None
+        self.measure(metrics)
+
+    def measure(self, metrics: Mapping[str, float]) -> None:
+        """Adds times of a step that may be recorded already."""
         for tag, value in metrics.items():
             if tag.startswith("time/"):
                 phase = tag.removeprefix("time/").removesuffix("_s")
-                summary.phase_seconds[phase] = summary.phase_seconds.get(phase, 0.0) + value
+                self.summary.phase_seconds[phase] = self.summary.phase_seconds.get(phase, 0.0) + value
         self._write()
 
     def finish(self, status: Status, first_error: Mapping[str, Any] | None = None) -> None:
@@ -124,6 +133,24 @@ def write_samples(run_dir: Path, step: int, rows: Sequence[Mapping[str, Any]]) -
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(_finite(row), ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     return path
+
+
+def remove_samples_after(run_dir: Path, step: int) -> None:
+    """Removes the samples of later steps, which are done again."""
+    for path in (run_dir / "samples").glob("step_*.jsonl"):
+        number = path.stem.removeprefix("step_")
+        if number.isdecimal() and int(number) > step:
+            path.unlink()
+
+
+def _earlier_life(path: Path) -> dict[str, Any]:
+    """What a resumed run keeps of its last summary; nothing if that is damaged."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    names = ("steps", "reward_start", "reward_end", "eval_reward_start", "eval_reward")
+    return {name: content[name] for name in names if name in content} if isinstance(content, dict) else {}
 
 
 def _finite(value: Any) -> Any:

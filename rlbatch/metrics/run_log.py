@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 from rlbatch.api import StepResult
 from rlbatch.metrics.progress import RunProgress
-from rlbatch.metrics.report import RunReport, Status, write_samples
+from rlbatch.metrics.report import RunReport, Status, remove_samples_after, write_samples
 from rlbatch.metrics.tensorboard import TensorBoard
 
 
@@ -34,11 +34,24 @@ class RunLog:
         if self._progress:
             self._progress.phase(text)
 
+    def begin(self, done: int) -> None:
+        """Goes on after step ``done`` (0: from the start): what an earlier life of the run wrote of later steps is done again."""
+        if self._report and self._tensorboard:
+            self._report.begin(done)
+            self._tensorboard.begin(done)
+            remove_samples_after(self._run_dir, done)
+
     def record(self, result: StepResult) -> None:
         """Records a step; step 0 is the evaluation before the first one."""
         for sink in (self._tensorboard, self._report, self._progress):
             if sink:
                 sink.record(result)
+
+    def measure(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Adds what is known of a recorded step only later."""
+        if self._report and self._tensorboard:
+            self._report.measure(metrics)
+            self._tensorboard.record(StepResult(step, 0, metrics))
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Writes the samples of a step: rows of ``report.sample_rows``, gathered on rank 0."""

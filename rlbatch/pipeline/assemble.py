@@ -11,15 +11,16 @@ import torch.distributed as dist
 
 from rlbatch.algorithms.objective import Objective
 from rlbatch.api import ConfigError, ModelFamily, Prompt, Reward, RolloutContext
-from rlbatch.checkpoint.hf import HfTensors
 from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import EMBEDDED, Config
 from rlbatch.launch.environment import RankInfo
 from rlbatch.megatron import parallel
+from rlbatch.megatron.rng import seed_random_numbers
 from rlbatch.megatron.trainer import Trainer
 from rlbatch.pipeline.embedded import write_random_weights
 from rlbatch.pipeline.job import Job
 from rlbatch.pipeline.prompts import PromptOrder, load_prompts
+from rlbatch.pipeline.resuming import load_policy
 from rlbatch.pipeline.rollout import Rollout, stop_tokens
 from rlbatch.plan.layout import check_layout
 from rlbatch.registry import Registry, load_plugins
@@ -47,12 +48,13 @@ def assemble(config: Config, run_dir: Path, info: RankInfo, device: str, announc
     hf_folder = _model_folder(config, run_dir, info.rank)
     family = registry.resolve_model_family(read_config(hf_folder))
     check_layout(config.layout, family, on_gpu=device != "cpu")
+    seed_random_numbers(config.seed, info.rank)
     parallel.initialize_groups(config.layout, config.seed)
     announce(f"building {family.name}: {family.num_layers} layers, {family.num_experts} experts")
     offload = registry.build_offload(config.offload.name, config.offload.options)
     trainer = Trainer(config, family, offload)
     needs_reference = config.algorithm.kl_loss or config.algorithm.kl_reward_coef != 0
-    _load_weights(config, trainer, hf_folder, needs_reference)
+    load_policy(config, trainer, hf_folder, needs_reference=needs_reference)
     announce(f"starting the {config.rollout.name} engine")
     context = RolloutContext(hf_folder, device, DTYPES[config.train.precision])
     backend = registry.build_rollout(config.rollout.name, config.rollout.options, context)
@@ -87,14 +89,6 @@ def _model_folder(config: Config, run_dir: Path, rank: int) -> Path:
         write_random_weights(folder, config.seed)
     dist.barrier()
     return folder
-
-
-def _load_weights(config: Config, trainer: Trainer, hf_folder: Path, needs_reference: bool) -> None:
-    reference = Path(config.checkpoint.ref_load) if config.checkpoint.ref_load else hf_folder
-    policy = Path(config.checkpoint.load) if config.checkpoint.load else reference
-    trainer.load(HfTensors(policy).read)
-    if needs_reference:
-        trainer.load_reference(None if reference == policy else HfTensors(reference).read)
 
 
 def _tokenizer(hf_folder: Path) -> Any:

@@ -15,7 +15,8 @@ from rlbatch.metrics.report import sample_rows
 from rlbatch.metrics.run_log import RunLog
 from rlbatch.pipeline.exchange import all_gather_ragged
 from rlbatch.pipeline.job import Job
-from rlbatch.pipeline.saving import load_newest, save
+from rlbatch.pipeline.resuming import resume
+from rlbatch.pipeline.saving import Checkpoints
 from rlbatch.pipeline.score import score
 from rlbatch.pipeline.step import train_step
 
@@ -27,10 +28,20 @@ def run(job: Job, log: RunLog) -> None:
         job: This rank's part.
         log: Silent on ranks other than 0.
     """
-    config = job.config
-    done = load_newest(job) if config.resume == "auto" else 0
+    done = resume(job, log.phase)
+    log.begin(done)
     if done:
         log.phase(f"resumed after step {done}")
+    checkpoints = Checkpoints(job, log.phase)
+    try:
+        _run_steps(job, log, checkpoints, done)
+        checkpoints.close()
+    finally:
+        checkpoints.abort()
+
+
+def _run_steps(job: Job, log: RunLog, checkpoints: Checkpoints, done: int) -> None:
+    config = job.config
     if job.eval_prompts and not done:
         log.phase("evaluating before the first step")
         log.record(StepResult(0, job.trainer.policy_version, evaluate(job)))
@@ -39,13 +50,14 @@ def run(job: Job, log: RunLog) -> None:
         metrics = dict(result.metrics)
         if _is_due(step, config.train.eval_interval, config.train.steps) and job.eval_prompts:
             metrics |= evaluate(job)
-        if config.checkpoint.save_interval >= 0 and _is_due(step, config.checkpoint.save_interval, config.train.steps):
-            started = time.perf_counter()
-            save(job, step)
-            metrics["time/checkpoint_s"] = time.perf_counter() - started
         check_tags(metrics)
         log.record(StepResult(step, result.policy_version, metrics))
         log.samples(step, _all_rows(step, groups, advantages))
+        # Last: a run that goes on from this checkpoint does not do the step again, so all of it must have been written.
+        save_interval = config.checkpoint.save_interval
+        seconds = checkpoints.after_step(step, is_due=save_interval >= 0 and _is_due(step, save_interval, config.train.steps))
+        if seconds is not None:
+            log.measure(step, {"time/checkpoint_s": seconds})
 
 
 def _is_due(step: int, interval: int, steps: int) -> bool:

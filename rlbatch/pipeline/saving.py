@@ -1,16 +1,27 @@
-"""Saving a run and going on with it: Megatron's state, and the little that the pipeline adds (step, schedule, place in the prompts)."""
+"""A run's checkpoints: Megatron's state, and the little that the pipeline adds (step, schedule, place in the prompts, random numbers)."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from rlbatch.api import ConfigError
+from rlbatch.api import CheckpointError
 from rlbatch.checkpoint import run_folder
-from rlbatch.megatron.checkpoint import load_state, save_state
+from rlbatch.checkpoint.identity import identity
+from rlbatch.config.hf_config import read_config
+from rlbatch.megatron.checkpoint import TrainerState
+from rlbatch.megatron.rng import rng_states
+from rlbatch.megatron.state_writer import Writing
+from rlbatch.pipeline import room
+from rlbatch.pipeline.exchange import all_gather_ragged
 from rlbatch.pipeline.job import Job
 
 
@@ -19,56 +30,120 @@ def checkpoint_root(job: Job) -> Path:
     return Path(job.config.checkpoint.save) if job.config.checkpoint.save else job.run_dir / "checkpoints"
 
 
-def save(job: Job, step: int) -> None:
-    """Writes a checkpoint of the state after ``step``; a collective."""
-    root = checkpoint_root(job)
-    if job.rank == 0:
-        run_folder.begin(root, step)
-    dist.barrier()
-    save_state(job.trainer, run_folder.draft_folder(root, step) / run_folder.STATE)
-    dist.barrier()
-    if job.rank == 0:
-        run_folder.complete(root, step, _progress(job, step))
-    dist.barrier()
+@dataclass
+class _Pending:
+    """A checkpoint whose state is being written by child processes."""
+
+    step: int
+    need: int
+    progress: dict[str, Any]
+    writing: Writing
 
 
-def _progress(job: Job, step: int) -> dict[str, Any]:
-    return {
-        "step": step,
-        "policy_version": job.trainer.policy_version,
-        "schedule_steps": job.trainer.schedule.num_steps,
-        "prompt_cursor": list(job.order.cursor),
-        "num_prompts": len(job.prompts),
-        "seed": job.config.seed,
-        "family": job.family.name,
-        "layout": asdict(job.config.layout),
-    }
+class Checkpoints:
+    """Saves a job at its steps. Every method but ``abort`` is a collective.
 
-
-def load_newest(job: Job) -> int:
-    """Restores the newest checkpoint; a collective.
-
-    Returns:
-        Its step; 0 if there is none.
-
-    Raises:
-        ConfigError: it belongs to another model, seed or prompt file.
+    Args:
+        job: What is saved.
+        announce: Told what the user should know.
     """
-    found = run_folder.newest(checkpoint_root(job))
-    if found is None:
-        return 0
-    folder, progress = found
-    changed = [
-        f"{name} was {progress[name]}, is {value}"
-        for name, value in (("family", job.family.name), ("seed", job.config.seed), ("num_prompts", len(job.prompts)))
-        if progress[name] != value
-    ]
-    if changed:
-        raise ConfigError(
-            f"resume=auto: {folder} is of another run: {'; '.join(changed)}. Restore these, or choose another checkpoint.save."
-        )
-    load_state(job.trainer, folder / run_folder.STATE)
-    job.trainer.policy_version = progress["policy_version"]
-    job.trainer.schedule.num_steps = progress["schedule_steps"]
-    job.order.cursor = (progress["prompt_cursor"][0], progress["prompt_cursor"][1])
-    return int(progress["step"])
+
+    def __init__(self, job: Job, announce: Callable[[str], None]) -> None:
+        self._job, self._announce = job, announce
+        self._root = checkpoint_root(job)
+        self._identity = identity(job.config, read_config(job.hf_folder), job.prompts)
+        self._pending: _Pending | None = None
+
+    def after_step(self, step: int, *, is_due: bool) -> float | None:
+        """Completes a checkpoint that has been written in the meantime, and saves this step if it is due.
+
+        Returns:
+            Seconds that training waited; None if there was nothing to do.
+
+        Raises:
+            CheckpointError: it cannot be written; the previous one stays the latest.
+        """
+        started, before = time.perf_counter(), self._pending
+        if before and (is_due or before.writing.is_done()):
+            self.close()
+        if is_due:
+            self.save(step)
+        return time.perf_counter() - started if is_due or self._pending is not before else None
+
+    def save(self, step: int) -> None:
+        """Saves the state after ``step``: whole on return, or, with ``checkpoint.async_save``, when it was written and ``close`` ran."""
+        self.close()
+        draft = run_folder.draft_folder(self._root, step)
+        if self._job.rank == 0:
+            run_folder.begin(self._root, step)
+        dist.barrier()
+        with self._removing(draft):
+            state = TrainerState(self._job.trainer)
+            need = torch.tensor(state.write_bytes)
+            dist.all_reduce(need)
+            room.check_disk(self._root, int(need), step)
+            with room.telling_what_was_needed(self._root, int(need), step):
+                self._save_rng(draft)
+                if self._may_write_later(step, state.write_bytes):
+                    self._pending = _Pending(step, int(need), self._progress(step), state.start_writing(draft / run_folder.STATE))
+                else:
+                    state.write(draft / run_folder.STATE)
+                    self._complete(step, self._progress(step))
+
+    def close(self) -> None:
+        """Waits for a checkpoint that is being written and makes it the newest."""
+        pending = self._pending
+        if pending:
+            with (
+                self._removing(run_folder.draft_folder(self._root, pending.step)),
+                room.telling_what_was_needed(self._root, pending.need, pending.step),
+            ):
+                pending.writing.finish()
+                self._complete(pending.step, pending.progress)
+            self._pending = None
+
+    def abort(self) -> None:
+        """Drops a checkpoint that is being written, on this rank."""
+        pending, self._pending = self._pending, None
+        if pending:
+            pending.writing.abort()
+
+    def _may_write_later(self, step: int, own_bytes: int) -> bool:
+        if not self._job.config.checkpoint.async_save:
+            return False
+        reason = room.host_without_room(own_bytes)
+        if reason:
+            self._announce(
+                f"checkpoint.async_save=true: refused at step {step}: {reason}. This checkpoint is written while training waits."
+            )
+        return not reason
+
+    @contextmanager
+    def _removing(self, draft: Path) -> Iterator[None]:
+        """Gives the disk back what a failed save took."""
+        try:
+            yield
+        except CheckpointError:
+            if self._job.rank == 0:
+                shutil.rmtree(draft, ignore_errors=True)
+            raise
+
+    def _complete(self, step: int, progress: dict[str, Any]) -> None:
+        if self._job.rank == 0:
+            run_folder.complete(self._root, step, progress, self._job.config.checkpoint.keep)
+        dist.barrier()
+
+    def _save_rng(self, draft: Path) -> None:
+        ranks = all_gather_ragged(rng_states())
+        if self._job.rank == 0:
+            torch.save([states.clone() for states in ranks], draft / run_folder.RNG)
+
+    def _progress(self, step: int) -> dict[str, Any]:
+        job = self._job
+        return {
+            "step": step,
+            "policy_version": job.trainer.policy_version,
+            "schedule_steps": job.trainer.schedule.num_steps,
+            "prompt_cursor": list(job.order.cursor),
+            **self._identity,
+        }

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from rlbatch.api import DataError
+from rlbatch.checkpoint import run_folder
 from rlbatch.checkpoint.run_folder import FORMAT, LATEST, PROGRESS, STATE, begin, complete, draft_folder, newest
 
 
@@ -78,4 +82,94 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
     progress = save(tmp_path, 10) / PROGRESS
     progress.write_text(json.dumps({**json.loads(progress.read_text()), "format": FORMAT + 1}))
     with pytest.raises(DataError, match=f"has checkpoint format {FORMAT + 1}, this version reads {FORMAT}"):
+        newest(tmp_path)
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    """keep=2: older ones go once a new one is complete, whatever their steps; an unfinished save deletes none; keep=0 deletes none."""
+    for step in (10, 20, 30):
+        save(tmp_path, step)
+    begin(tmp_path, 40)
+    assert checkpoints(tmp_path) == ["step_000010", "step_000020", "step_000030"]
+    (tmp_path / LATEST).write_text(json.dumps({"folder": "step_000010"}))  # set back by hand
+    begin(tmp_path, 15)
+    complete(tmp_path, 15, {"step": 15}, keep=2)
+    assert checkpoints(tmp_path) == ["step_000015", "step_000030"]
+    assert (newest(tmp_path) or ("", {}))[1]["step"] == 15
+    begin(tmp_path, 16)
+    complete(tmp_path, 16, {"step": 16}, keep=1)
+    assert checkpoints(tmp_path) == ["step_000016"]
+
+
+def test_nothing_is_deleted_before_latest_names_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill while latest.json is written leaves the checkpoint that it named."""
+    save(tmp_path, 10)
+    begin(tmp_path, 20)
+    written = run_folder._write_json
+
+    def killed(path: Path, content: dict[str, object]) -> None:
+        if path.name == LATEST:
+            raise KeyboardInterrupt
+        written(path, content)
+
+    monkeypatch.setattr(run_folder, "_write_json", killed)
+    with pytest.raises(KeyboardInterrupt):
+        complete(tmp_path, 20, {"step": 20}, keep=1)
+    assert (newest(tmp_path) or ("", {}))[1]["step"] == 10
+
+
+def test_a_deletion_that_was_killed_leaves_no_half_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest of it is no checkpoint any more, and the next save removes it."""
+    save(tmp_path, 10)
+    begin(tmp_path, 20)
+    removing = shutil.rmtree
+    monkeypatch.setattr(run_folder.shutil, "rmtree", lambda path: (path / PROGRESS).touch() or (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        complete(tmp_path, 20, {"step": 20}, keep=1)
+    monkeypatch.setattr(run_folder.shutil, "rmtree", removing)
+    assert checkpoints(tmp_path) == ["step_000020"]
+    begin(tmp_path, 30)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [LATEST, "step_000020", "step_000030.part"]
+
+
+def checkpoints(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir() if run_folder.STEP_FOLDER.fullmatch(path.name))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / STATE / "weights").write_text("of step 1X"), r"state/weights: was changed after it was written"),
+        (lambda folder: os.truncate(folder / STATE / "weights", 3), r"state/weights: has 3 bytes, 10 were written"),
+        (lambda folder: (folder / STATE / "weights").unlink(), r"state/weights: has 0 bytes, 10 were written"),
+        (lambda folder: (folder / PROGRESS).write_text("{"), r"progress\.json: cannot be read"),
+        (lambda folder: (folder / PROGRESS).write_text(f'{{"format": {FORMAT}, "files": {{}}}}'), r"progress\.json: is damaged \(KeyError"),
+        (lambda folder: (folder / PROGRESS).write_text(f'{{"format": {FORMAT}, "step": 1, "files": [1]}}'), r"progress\.json: is damaged"),
+        (lambda folder: folder.chmod(0o755), r"step_000010: others may enter it \(mode 755, must be 700\)"),
+        (lambda folder: (folder / STATE).chmod(0o770), r"state: others may enter it \(mode 770, must be 700\)"),
+    ],
+)
+def test_what_is_read_is_what_was_written(damage: Callable[[Path], object], message: str, tmp_path: Path) -> None:
+    """Truncated, changed and missing files are named, and folders in which others may have put pickles are not read."""
+    folder = save(tmp_path, 10)
+    damage(folder)
+    with pytest.raises(DataError, match=message):
+        newest(tmp_path)
+
+
+@pytest.mark.parametrize("name", [".", STATE, f"{STATE}/weights"])
+def test_files_of_another_user_are_not_read(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading a pickle runs what its writer wants."""
+    folder = save(tmp_path, 10)
+    stat_of = Path.stat
+    foreign = (folder / name).resolve()
+
+    def stat(path: Path, **options: bool) -> object:
+        status = stat_of(path, **options)
+        if path == foreign:
+            return type("Status", (), {"st_uid": os.geteuid() + 1, "st_mode": status.st_mode, "st_size": status.st_size})
+        return status
+
+    monkeypatch.setattr(Path, "stat", stat)
+    with pytest.raises(DataError, match=f"belongs to user {os.geteuid() + 1}, you are {os.geteuid()}"):
         newest(tmp_path)

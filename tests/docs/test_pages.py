@@ -15,7 +15,7 @@ from rlbatch.metrics.names import TAGS
 
 PAGES = [
     "README.md",
-    *(f"docs/{name}.md" for name in ("launch", "models", "rollout", "planner", "troubleshooting", "decisions", "results")),
+    *(f"docs/{name}.md" for name in ("launch", "models", "rollout", "planner", "troubleshooting", "decisions", "results", "checkpoints")),
 ]
 PAGES += [f"docs/{name}.md" for name in ("plugins", "algorithms", "metrics", "migrating")]
 LINK = re.compile(r"\]\(([^)\s]+)\)")

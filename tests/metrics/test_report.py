@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rlbatch.api import Prompt, Sample, SampleGroup, StepResult
-from rlbatch.metrics.report import RunReport, Summary, sample_rows, write_samples
+from rlbatch.metrics.report import RunReport, Summary, remove_samples_after, sample_rows, write_samples
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 
@@ -147,3 +147,40 @@ def test_advantages_must_match_the_samples() -> None:
     for count in (3, 5):
         with pytest.raises(ValueError, match="zip"):
             sample_rows(1, groups(), [0.0] * count)
+
+
+def test_a_resumed_run_keeps_the_first_rewards(tmp_path: Path) -> None:
+    """Rewards of the first life stay, steps go on after the checkpoint; a start from the beginning forgets them."""
+    first = RunReport(tmp_path)
+    first.record(step(0, reward__eval=0.1))
+    for number in (1, 2, 3):
+        first.record(step(number, reward__mean=0.2 * number, time__step_s=1.0))
+    resumed = RunReport(tmp_path)
+    assert (read(tmp_path)["steps"], read(tmp_path)["reward_start"]) == (3, 0.2)
+    resumed.begin(2)
+    assert read(tmp_path)["steps"] == 2
+    resumed.record(step(3, reward__mean=0.9, reward__eval=0.8, time__step_s=5.0))
+    resumed.measure({"time/checkpoint_s": 2.0})
+    summary = read(tmp_path)
+    names = ("steps", "reward_start", "reward_end", "eval_reward_start", "eval_reward")
+    assert [summary[name] for name in names] == [3, 0.2, 0.9, 0.1, 0.8]
+    assert summary["phase_seconds"] == {"step": 5.0, "checkpoint": 2.0}
+    RunReport(tmp_path).begin(0)
+    assert [read(tmp_path)[name] for name in names] == [0, None, None, None, None]
+
+
+def test_a_damaged_summary_does_not_stop_a_run(tmp_path: Path) -> None:
+    """It is written anew."""
+    (tmp_path / "summary.json").write_text("{")
+    RunReport(tmp_path)
+    assert read(tmp_path)["reward_start"] is None
+
+
+def test_samples_of_steps_that_are_done_again_go(tmp_path: Path) -> None:
+    """What a resumed run will write anew, and nothing else."""
+    for number in (1, 2, 3):
+        write_samples(tmp_path, number, [])
+    (tmp_path / "samples" / "notes.txt").touch()
+    remove_samples_after(tmp_path, 1)
+    assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == ["notes.txt", "step_000001.jsonl"]
+    remove_samples_after(tmp_path / "nowhere", 1)

@@ -1,0 +1,153 @@
+"""Writing the tensors of a torch_dist checkpoint: in this process, or in a forked child that writes the state of that moment.
+
+Megatron's own way starts a manager process, and one more process for every file, which outlive a rank that is killed. Here a rank has at
+most one child, which dies with it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import queue
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from torch.distributed.checkpoint.api import CheckpointException
+
+from rlbatch.api import CheckpointError
+from rlbatch.launch.children import dies_with_parent
+
+
+class _SharedResults:
+    """What a forked child hands back: a file in memory that both processes hold, and nobody else sees."""
+
+    def __init__(self) -> None:
+        self._file = os.fdopen(os.memfd_create("rlbatch-checkpoint"), "w+b")
+
+    def put(self, results: Any) -> None:
+        pickle.dump(results, self._file)
+        self._file.flush()
+
+    def get_nowait(self) -> Any:
+        self._file.seek(0)
+        try:
+            return pickle.load(self._file)
+        except EOFError:
+            raise queue.Empty from None
+
+
+# Megatron's is a queue in a manager process: seconds to start, and an orphan if this process is killed.
+filesystem_async._get_write_results_queue = _SharedResults
+
+
+class Writing:
+    """A checkpoint that is being written: this rank's part of it. Every method but ``abort`` is a collective.
+
+    Args:
+        request: Of ``dist_checkpointing.save(..., async_sharded_save=True)``.
+    """
+
+    def __init__(self, request: Any) -> None:
+        self._request = request
+        self._results: _SharedResults | None = request.async_fn_args[2] if request.async_fn else None
+        self._process: Any = None
+
+    def run_here(self) -> None:
+        """Writes and completes in this process; tensors come to the host one by one.
+
+        Raises:
+            CheckpointError: a rank could not write; on every rank.
+        """
+        if self._results:
+            self._write(lambda tensors: ((item, tensor.to("cpu")) for item, tensor in tensors))
+        self._complete()
+
+    def start(self) -> None:
+        """Copies the tensors to the host and forks a child that writes them."""
+        if not self._results:
+            return
+        copied: dict[int, list[Any]] = {}
+        for _, _, (_, tensors) in self._request.async_fn_args[1]:
+            copied[id(tensors)] = [(item, tensor.to("cpu")) for item, tensor in tensors]
+        die = dies_with_parent()
+
+        def child() -> None:
+            die()
+            torch.set_num_threads(1)  # the threads of OpenMP's pool were not forked
+            self._write(lambda tensors: copied[id(tensors)])
+
+        self._process = multiprocessing.get_context("fork").Process(target=child)
+        self._process.start()
+
+    def is_done(self) -> bool:
+        """Whether no rank's child is writing any more."""
+        running = torch.tensor([self._process is not None and self._process.is_alive()], dtype=torch.int, device=_device())
+        dist.all_reduce(running)
+        return int(running) == 0
+
+    def finish(self) -> None:
+        """Waits for the children and completes the checkpoint.
+
+        Raises:
+            CheckpointError: a rank could not write; on every rank.
+        """
+        if self._process is not None:
+            self._process.join()
+            self._process.close()
+            self._process = None
+        self._complete()
+
+    def abort(self) -> None:
+        """Ends this rank's child, if there is one."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+            self._process = None
+
+    def _write(self, on_host: Callable[[Any], Any]) -> None:
+        _, buckets, results = self._request.async_fn_args
+        transforms = self._request.async_fn.args[0]
+        written: Any = {}
+        for index, (path, name, (objects, tensors)) in enumerate(buckets):
+            answers: Any = queue.Queue()
+            pending: Any = queue.Queue()
+            pending.put(index)
+            filesystem_async.FileSystemWriterAsync.write_preloaded_data(
+                transforms, index, (path, name, (objects, on_host(tensors))), answers, pending, use_fsync=True
+            )
+            _, answer = answers.get()
+            if isinstance(answer, Exception):
+                written = RuntimeError(str(answer))  # what is told must be picklable
+                break
+            written[index] = answer
+        results.put(written)
+
+    def _complete(self) -> None:
+        self._raise_failures()
+        try:
+            for finalize in self._request.finalize_fns:
+                finalize()
+        except CheckpointException as error:  # not an Exception: it would pass everything that reports errors
+            raise CheckpointError(f"it cannot be completed: {error}") from error
+
+    def _raise_failures(self) -> None:
+        failure = ""
+        if self._results:
+            try:
+                outcome = self._results.get_nowait()
+                failure = str(outcome) if isinstance(outcome, Exception) else ""
+            except queue.Empty:
+                failure = "the writing process was killed (out of memory?)"
+        failures: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(failures, failure)
+        told = [f"rank {rank}: {text}" for rank, text in enumerate(failures) if text]
+        if told:
+            raise CheckpointError("; ".join(told[:3]))
+
+
+def _device() -> Any:
+    return torch.cuda.current_device()

@@ -1,0 +1,177 @@
+"""Real runs that are killed and go on: the end is that of a run that was never interrupted, and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.test_run import TINY, Ended, finish, processes_of, start, submit
+
+LIMIT_S = 120.0
+STEPS = 6
+RUN = (*TINY, f"train.steps={STEPS}", "checkpoint.save_interval=2", "optimizer.lr_schedule=linear", "train.eval_interval=3")
+TIMES = ("time/", "perf/", "memory/")
+
+
+def scalars(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
+    """TensorBoard's values by tag, as TensorBoard shows them, without what the clock decides."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    tags = [tag for tag in events.Tags()["scalars"] if not tag.startswith(TIMES)]
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
+
+
+def samples(run_dir: Path) -> dict[str, str]:
+    """Every row of every step."""
+    return {path.name: path.read_text() for path in sorted((run_dir / "samples").iterdir())}
+
+
+def tensors(run_dir: Path) -> dict[str, bytes]:
+    """The files with weights, main weights and moments of the last checkpoint, and its random numbers."""
+    folder = run_dir / "checkpoints" / f"step_{STEPS:06d}"
+    return {path.name: path.read_bytes() for path in [*(folder / "state").glob("*.distcp"), folder / "rng.pt"]}
+
+
+def progress(run_dir: Path, step: int = STEPS) -> dict[str, Any]:
+    """What the last checkpoint says of schedule, version and place in the prompts."""
+    content: dict[str, Any] = json.loads((run_dir / "checkpoints" / f"step_{step:06d}" / "progress.json").read_text())
+    return {key: content[key] for key in ("step", "policy_version", "schedule_steps", "prompt_cursor")}
+
+
+def latest(run_dir: Path) -> str:
+    return str(json.loads((run_dir / "checkpoints" / "latest.json").read_text())["folder"])
+
+
+def ranks_of(run_dir: Path) -> list[int]:
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes_of(run_dir)}
+    return [pid for pid, command in commands.items() if b"rlbatch.run" in command]
+
+
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    """Returns as soon as a path exists."""
+    deadline = time.monotonic() + LIMIT_S
+    while not path.exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, path
+        time.sleep(0.0005)
+
+
+def kill_ranks_when(path: Path, run_dir: Path, *overrides: str) -> Ended:
+    """Starts a run and kills all of its ranks with SIGKILL as soon as a path exists."""
+    process = start(run_dir, *overrides)
+    while len(ranks := ranks_of(run_dir)) < 2:
+        time.sleep(0.01)
+    wait_for(path, process)
+    for pid in ranks:
+        os.kill(pid, signal.SIGKILL)
+    return finish(process, run_dir)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("uninterrupted") / "run"
+    ended = submit(run_dir, *RUN)
+    assert (ended.code, ended.stderr) == (0, "")
+    return run_dir
+
+
+def test_a_run_that_was_killed_twice_ends_as_one_that_was_not(uninterrupted: Path, tmp_path: Path) -> None:
+    """SIGKILL of all ranks within a save, then between saves. Bitwise the same at the end: tensors of the checkpoint, samples, metrics,
+    schedule, place in the prompts; each step once in TensorBoard; rewards of the first life in summary.json.
+    """
+    run_dir = tmp_path / "run"
+    checkpoints = run_dir / "checkpoints"
+    ended = kill_ranks_when(checkpoints / "step_000004.part", run_dir, *RUN)
+    assert ended.code == 1
+    assert (checkpoints / "step_000004.part").exists(), "killed too late: not within the save"
+    assert latest(run_dir) == "step_000002"
+    assert (run_dir / "samples" / "step_000004.jsonl").exists()
+
+    ended = kill_ranks_when(run_dir / "samples" / "step_000005.jsonl", run_dir, *RUN, "resume=auto")
+    assert ended.code == 1
+    assert "resumed after step 2" in ended.stdout
+    assert latest(run_dir) == "step_000004"
+    assert not list(checkpoints.glob("*.part"))
+
+    ended = submit(run_dir, *RUN, "resume=auto")
+    assert (ended.code, ended.stderr) == (0, "")
+    assert "resumed after step 4" in ended.stdout
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["latest.json", "step_000004", "step_000006"]
+    assert samples(run_dir) == samples(uninterrupted)
+    assert len(samples(run_dir)) == STEPS
+    assert scalars(run_dir) == scalars(uninterrupted)
+    assert [step for step, _ in scalars(run_dir)["reward/mean"]] == list(range(1, STEPS + 1))
+    assert progress(run_dir) == progress(uninterrupted)
+    assert tensors(run_dir) == tensors(uninterrupted)
+    summary, whole = ended.json("summary.json"), json.loads((uninterrupted / "summary.json").read_text())
+    for key in ("status", "steps", "reward_start", "reward_end", "eval_reward_start", "eval_reward"):
+        assert summary[key] == whole[key], key
+
+
+def test_a_run_that_saves_asynchronously_ends_the_same(uninterrupted: Path, tmp_path: Path) -> None:
+    """checkpoint.async_save changes nothing but when files are written: the last checkpoint is completed before the run ends."""
+    run_dir, shared = tmp_path / "run", set(os.listdir("/dev/shm"))
+    ended = submit(run_dir, *RUN, "checkpoint.async_save=true")
+    assert (ended.code, ended.stderr) == (0, "")
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["latest.json", "step_000004", "step_000006"]
+    assert latest(run_dir) == "step_000006"
+    assert progress(run_dir) == progress(uninterrupted)
+    assert tensors(run_dir) == tensors(uninterrupted)
+    assert processes_of(run_dir) == []
+    assert set(os.listdir("/dev/shm")) <= shared
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_run_that_ends_while_it_saves_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
+    """Ctrl-C, and SIGKILL of the launcher, while child processes write: all are gone within 5 s, nothing stays in shared memory, and
+    latest.json names a whole checkpoint.
+    """
+    run_dir, shared = tmp_path / "run", set(os.listdir("/dev/shm"))
+    process = start(run_dir, *TINY, "train.steps=100000", "data.eval=", "checkpoint.save_interval=1", "checkpoint.async_save=true")
+    wait_for(run_dir / "checkpoints" / "step_000003.part" / "state" / "common.pt", process)
+    os.kill(process.pid, number)
+    deadline = time.monotonic() + 5
+    ended = finish(process, run_dir)
+    while processes_of(run_dir) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert processes_of(run_dir) == []
+    assert ended.code == (130 if number == signal.SIGINT else -signal.SIGKILL)
+    assert set(os.listdir("/dev/shm")) <= shared
+    files = json.loads((run_dir / "checkpoints" / latest(run_dir) / "progress.json").read_text())["files"]
+    for name, (size, _) in files.items():
+        assert (run_dir / "checkpoints" / latest(run_dir) / name).stat().st_size == size
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB: one checkpoint of the embedded model fits."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], check=True)
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+if os.geteuid() == 0:
+
+    def test_a_full_disk_ends_the_run(small_disk: Path, tmp_path: Path) -> None:
+        """Exit code 1 and one line with path, need and free space; the previous checkpoint stays the latest (only root may mount)."""
+        ended = submit(
+            tmp_path / "run", *TINY, "train.steps=3", "data.eval=", "checkpoint.save_interval=1", f"checkpoint.save={small_disk}"
+        )
+        assert ended.code == 1
+        [line] = ended.stderr.splitlines()
+        assert f"] checkpoint.save={small_disk}: the checkpoint of step 2 needs " in line
+        assert " are free. The previous checkpoint stays the latest." in line
+        assert sorted(path.name for path in small_disk.iterdir()) == ["latest.json", "step_000001"]
+        assert ended.json("summary.json")["status"] == "failed"
