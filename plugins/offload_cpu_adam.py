@@ -36,12 +36,18 @@ class CpuAdam:
         self._fraction = options.fraction
 
     def configure_optimizer(self, spec: OptimizerSpec) -> OptimizerSpec:
-        """Puts the fraction on the host; the optimizer then holds the fp32 main weights of bf16 parameters itself."""
+        """Puts the fraction on the host; the optimizer then holds the fp32 main weights itself.
+
+        Raises:
+            ConfigError: fp32 training, which Megatron's hybrid optimizer does not build for.
+        """
+        if not spec.arguments["bf16"]:
+            raise ConfigError("offload=cpu_adam: needs train.precision=bf16, is fp32. Set train.precision=bf16, or another offload.")
         offload = {
             "optimizer_cpu_offload": True,
             "optimizer_offload_fraction": self._fraction,
             "overlap_cpu_optimizer_d2h_h2d": True,
-            "use_precision_aware_optimizer": spec.arguments["bf16"],
+            "use_precision_aware_optimizer": True,
         }
         return replace(spec, arguments={**spec.arguments, **offload})
 

@@ -36,8 +36,7 @@ def process_group(info: RankInfo) -> Iterator[str]:
         init_method=f"tcp://{info.master_addr}:{info.master_port}",
         rank=info.rank,
         world_size=info.world_size,
-        timeout=TIMEOUT,
-        device_id=torch.device(device) if on_gpu else None,
+        timeout=TIMEOUT,  # no device_id: with it every one of Megatron's groups would hold NCCL buffers before it is used
     )
     try:
         yield device

@@ -20,10 +20,12 @@ def install() -> None:
 def _live_without_transformer_engine() -> None:
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.multi_latent_attention as mla
+    import megatron.core.utils as utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # the router's gating tests it; 0.16.1 leaves it undefined
     mla.HAVE_TE = False  # else it tests isinstance against a mock
+    utils.get_te_version = lambda: utils.PkgVersion("0")  # else the precision-aware optimizer's config compares None with a version
 
 
 def _let_torch_adam_load() -> None:
@@ -45,11 +47,12 @@ def _let_torch_adam_load() -> None:
 
 
 def _mend_hybrid_optimizer() -> None:
-    """``HybridDeviceOptimizer`` (Adam partly on the host) in three ways.
+    """``HybridDeviceOptimizer`` (Adam partly on the host) in four ways.
 
     Its parameter groups carry optimizer classes, which a checkpoint that loads safely refuses. Its map from parameters to fp32 copies lacks
     those that are fp32 already: loading raises KeyError, and their host copies keep the old values after weights or a checkpoint were
-    loaded.
+    loaded. And it tells host from GPU by the optimizer's class, which is the same for both without Transformer Engine: a resumed GPU part
+    finds its moments on the host.
     """
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer as Hybrid
 
@@ -76,6 +79,13 @@ def _mend_hybrid_optimizer() -> None:
             if param in self.param_to_fp32_param and "master_param" in state:
                 self.param_to_fp32_param[param].data.copy_(state["master_param"])
 
+    def move_state(self: Any) -> None:
+        for optimizer in self.sub_optimizers:
+            for param, state in optimizer.state.items():
+                for name, value in state.items():
+                    if torch.is_tensor(value):
+                        state[name] = value.to(param.device)
+
     def synchronise_all(self: Any) -> None:
         synchronise(self)
         refresh_host_copies(self)
@@ -83,4 +93,5 @@ def _mend_hybrid_optimizer() -> None:
     Hybrid.__init__ = without_classes
     Hybrid.update_fp32_param_by_new_param = update_from_model
     Hybrid._update_fp32_params_by_new_state = update_from_state
+    Hybrid._move_new_state_to_right_device = move_state
     Hybrid._sync_hdo_state_to_sub_optimizers = synchronise_all

@@ -8,19 +8,25 @@ from rlbatch.api import ConfigError, OptimizerSpec
 from rlbatch.registry import compose_job, load_plugins
 
 
-@pytest.mark.parametrize(("precision_is_bf16", "fraction"), [(True, 1.0), (False, 0.5)])
-def test_megatrons_hybrid_optimizer_is_asked_for(precision_is_bf16: bool, fraction: float) -> None:
-    """The fraction goes to the host with overlapped copies; bf16 parameters get their main weights in the optimizer; the rest stays."""
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_megatrons_hybrid_optimizer_is_asked_for(fraction: float) -> None:
+    """The fraction goes to the host with overlapped copies, main weights are the optimizer's; the rest of the spec stays."""
     strategy = load_plugins().build_offload("cpu_adam", {"fraction": fraction})
-    spec = strategy.configure_optimizer(OptimizerSpec({"bf16": precision_is_bf16, "lr": 0.5}))
+    spec = strategy.configure_optimizer(OptimizerSpec({"bf16": True, "lr": 0.5}))
     assert spec.arguments == {
-        "bf16": precision_is_bf16,
+        "bf16": True,
         "lr": 0.5,
         "optimizer_cpu_offload": True,
         "optimizer_offload_fraction": fraction,
         "overlap_cpu_optimizer_d2h_h2d": True,
-        "use_precision_aware_optimizer": precision_is_bf16,
+        "use_precision_aware_optimizer": True,
     }
+
+
+def test_fp32_training_is_refused() -> None:
+    """Megatron builds its hybrid optimizer for bf16 parameters only."""
+    with pytest.raises(ConfigError, match=r"offload=cpu_adam: needs train\.precision=bf16, is fp32"):
+        load_plugins().build_offload("cpu_adam", {}).configure_optimizer(OptimizerSpec({"bf16": False}))
 
 
 @pytest.mark.parametrize("fraction", [0.0, -0.5, 1.5])
