@@ -170,6 +170,11 @@ def _check_model(config: Config, registry: Registry, run_dir: Path) -> None:
             f"layout.world_size={config.layout.world_size}: must be at most the GPUs of this machine ({gpus}), one a rank. "
             f"Use layout.world_size={gpus} with sizes that fit, or set CUDA_VISIBLE_DEVICES= to run on the CPU."
         )
+    if config.rollout.max_response_tokens >= family.max_sequence_length:
+        raise ConfigError(
+            f"rollout.max_response_tokens={config.rollout.max_response_tokens}: must leave room for a prompt in the model's context "
+            f"({family.max_sequence_length} tokens). Use less."
+        )
     if not (is_embedded or config.checkpoint.ref_load or list(folder.glob("*.safetensors"))):
         raise DataError(f"model.hf={folder}: has no *.safetensors. Download the weights, or set checkpoint.ref_load.")
     for key, path in (("checkpoint.load", config.checkpoint.load), ("checkpoint.ref_load", config.checkpoint.ref_load)):

@@ -122,7 +122,7 @@ def test_run_folder_is_never_reused(started: list[tuple[Config, Path]], capsys: 
         (["layout.ep_size=3"], "layout.ep_size=3: must divide num_experts (4). Use 1, 2 or 4."),
         (
             ["layout.tp_size=2", "layout.ep_size=1"],
-            "layout.etp_size=1: with ep_size 1 it must equal tp_size (2), else expert gradients are silently wrong",
+            "layout.etp_size=1: with ep_size 1 it must equal tp_size (2), else stock Megatron's expert gradients are silently wrong",
         ),
         (["model.hf=absent"], "absent/config.json: not there. A Hugging Face folder holds"),
         (["data.train=absent.jsonl"], "absent.jsonl"),
@@ -132,6 +132,10 @@ def test_run_folder_is_never_reused(started: list[tuple[Config, Path]], capsys: 
         (
             ["data.train=one.jsonl"],
             "train.prompts_per_step=64: must be at most the prompts of data.train (1). Use 1 or less, or add prompts.",
+        ),
+        (
+            ["rollout.max_response_tokens=64"],
+            "rollout.max_response_tokens=64: must leave room for a prompt in the model's context (64 tokens). Use less.",
         ),
         (["checkpoint.load=absent"], "checkpoint.load=absent: there is no such folder."),
         (["checkpoint.ref_load=absent"], "checkpoint.ref_load=absent: there is no such folder."),

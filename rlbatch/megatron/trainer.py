@@ -65,8 +65,15 @@ class Trainer:
             for state in optimizer.optimizer.state.values():
                 yield from (value for value in state.values() if isinstance(value, Tensor))
 
-    def load(self, read: ReadTensor) -> None:
-        """Fills the policy from Hugging Face tensors."""
+    def load(self, read: ReadTensor, names: Iterable[str] | None = None) -> None:
+        """Fills the policy from Hugging Face tensors.
+
+        Args:
+            read: Gives a tensor by name.
+            names: All that the checkpoint has, to be checked; None: not checked.
+        """
+        if names is not None:
+            self._map.check_names(names)
         self._map.load(self.params, read)
         self.optimizer.reload_model_params()
 

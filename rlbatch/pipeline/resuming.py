@@ -122,7 +122,8 @@ def _load_weights(trainer: Trainer, key: str, folder: Path, hf_folder: Path) -> 
     if is_ours:
         load_weights(trainer, folder / run_folder.STATE)
     else:
-        trainer.load(HfTensors(folder).read)
+        tensors = HfTensors(folder)
+        trainer.load(tensors.read, tensors.names())
 
 
 def _check_weights(key: str, folder: Path, hf_folder: Path) -> bool:

@@ -105,8 +105,8 @@ def _check_experts(layout: LayoutConfig, family: ModelFamily, on_gpu: bool) -> N
             if size > 1 and layout.world_size % (size * layout.pp_size * layout.etp_size) == 0
         ]
         raise ConfigError(
-            f"layout.etp_size={layout.etp_size}: with ep_size 1 it must equal tp_size ({layout.tp_size}), else expert gradients "
-            f"are silently wrong, summed over other ranks. Use layout.etp_size={layout.tp_size}"
+            f"layout.etp_size={layout.etp_size}: with ep_size 1 it must equal tp_size ({layout.tp_size}), else stock Megatron's "
+            f"expert gradients are silently wrong, summed over other ranks. Use layout.etp_size={layout.tp_size}"
             f"{f', or layout.ep_size={_either(wider[:3])}' if wider else ''}."
         )
     rows = int(family.transformer.get("moe_ffn_hidden_size") or 0) // layout.etp_size

@@ -6,7 +6,7 @@ Megatron names here are global: layer indices count from the first pipeline stag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +85,33 @@ class ParameterMap:
                     self._fill(param[local], entry.mapping, hf_names(entry.mapping, entry.layer, first + local), read, self._groups.etp)
             else:
                 self._fill(param, entry.mapping, hf_names(entry.mapping, entry.layer), read, self._groups.tp)
+
+    def check_names(self, names: Iterable[str]) -> None:
+        """Refuses a checkpoint with tensors that the family does not use: computing without them would be another model.
+
+        Args:
+            names: Of all tensors in the Hugging Face folder.
+
+        Raises:
+            ModelError: tensors that no mapping names.
+        """
+        experts = range(self._geometry.num_experts)
+        used = {
+            name
+            for entry in self._entries
+            for expert in (experts if is_expert(entry.mapping) else (None,))
+            for name in hf_names(entry.mapping, entry.layer, expert)
+        }
+        unused = sorted(name for name in set(names) - used if not self._is_redundant(name))
+        if unused:
+            raise ModelError(
+                f"model family {self._family.name}: does not use {len(unused)} tensors of the checkpoint, first {', '.join(unused[:3])}. "
+                "Use a family that implements them."
+            )
+
+    def _is_redundant(self, name: str) -> bool:
+        """RoPE frequencies, which follow from the config, and a tied output layer's copy of the embedding."""
+        return name.endswith(".rotary_emb.inv_freq") or (self._family.tie_embeddings and name == "lm_head.weight")
 
     def _fill(self, target: Tensor, mapping: ParamMapping, names: tuple[str, ...], read: ReadTensor, group: dist.ProcessGroup) -> None:
         source = shard(mapping, [read(name) for name in names], self._geometry, group.size(), group.rank())

@@ -92,7 +92,7 @@ REFUSED: list[tuple[ModelFamily, dict[str, Any], str]] = [
     (
         MOE,
         {"world_size": 2, "tp_size": 2},
-        "layout.etp_size=1: with ep_size 1 it must equal tp_size (2), else expert gradients are silently wrong",
+        "layout.etp_size=1: with ep_size 1 it must equal tp_size (2), else stock Megatron's expert gradients are silently wrong",
     ),
     (MOE, {"world_size": 4, "tp_size": 4}, "Use layout.etp_size=4, or layout.ep_size=2 or 4."),
     (MOE, {"world_size": 4, "tp_size": 4, "etp_size": 2}, "layout.etp_size=2: with ep_size 1 it must equal tp_size (4)"),

@@ -62,6 +62,15 @@ def test_a_shape_that_does_not_fit_is_refused() -> None:
         ParameterMap(FAMILY, GROUPS).load(empty(), lambda name: torch.zeros(1) if name == "model.0.norm" else source(name))
 
 
+def test_a_checkpoint_tensor_that_nobody_uses_is_refused() -> None:
+    """A bias or a layer too many would be left out of the arithmetic silently; RoPE frequencies and a tied output layer may be there."""
+    mapped = ParameterMap(FAMILY, GROUPS)
+    known = ["embed", *(f"model.{i}.norm" for i in range(2)), *(f"model.{i}.{e}.down" for i in range(2) for e in range(4))]
+    mapped.check_names([*known, "lm_head.weight", "model.0.rotary_emb.inv_freq"])
+    with pytest.raises(ModelError, match=r"toy: does not use 2 tensors of the checkpoint, first model\.0\.bias, model\.2\.norm\."):
+        mapped.check_names([*known, "model.2.norm", "model.0.bias"])
+
+
 def on_two_ranks(spread: str) -> list[tuple[str, torch.Tensor]]:
     """Exports what this rank holds if its experts or its layers are half of the model's."""
     rank, world = dist.get_rank(), dist.group.WORLD
