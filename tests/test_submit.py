@@ -30,7 +30,7 @@ QWEN3_MOE: dict[str, Any] = {
     "hidden_act": "silu",
     "rms_norm_eps": 1e-6,
     "vocab_size": 100,
-    "max_position_embeddings": 64,
+    "max_position_embeddings": 4096,
 }
 
 
@@ -192,6 +192,6 @@ def test_help_is_complete(capsys: pytest.CaptureFixture[str]) -> None:
     for doc in key_docs(Config):
         assert f"\n  {doc.name}=" in text
         assert doc.doc in text
-    for words in ("reward               sequence", "experiment           embedded, hf", "runs/<date>-<time>", "python -m rlbatch.plugins"):
+    for words in ("reward               number, sequence", "experiment           embedded, hf", "runs/<date>-<time>", "python -m rlbatch.plugins"):
         assert words in text
     assert f"layout.ep_size={compose([]).layout.ep_size}" in text.partition("the default, sets")[2].partition("Keys")[0]
