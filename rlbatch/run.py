@@ -26,6 +26,7 @@ def main() -> None:
     run_dir = parser.parse_args().run_dir.resolve()
     signal.signal(signal.SIGTERM, _exit_on_signal)
     info = RankInfo.from_environment()
+    info.init_method()  # refuses what is no rank of a job before its folder is touched
     _run_rank(run_dir, info)
 
 

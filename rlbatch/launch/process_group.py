@@ -33,7 +33,7 @@ def process_group(info: RankInfo) -> Iterator[str]:
         torch.cuda.set_device(info.local_rank)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        init_method=f"tcp://{info.master_addr}:{info.master_port}",
+        init_method=info.init_method(),
         rank=info.rank,
         world_size=info.world_size,
         timeout=TIMEOUT,  # no device_id: with it every one of Megatron's groups would hold NCCL buffers before it is used
