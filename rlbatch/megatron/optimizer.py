@@ -41,7 +41,7 @@ def optimizer_spec(config: OptimizerConfig, precision: str) -> OptimizerSpec:
 
 def build_optimizer(spec: OptimizerSpec, chunks: list[DistributedDataParallel]) -> MegatronOptimizer:
     """The distributed optimizer: one for dense parameters, one for experts, chained."""
-    return get_megatron_optimizer(MegatronOptimizerConfig(**spec.arguments), chunks)
+    return get_megatron_optimizer(MegatronOptimizerConfig(**spec.arguments), chunks, use_gloo_process_groups=False)
 
 
 def build_schedule(optimizer: MegatronOptimizer, config: OptimizerConfig, steps: int) -> OptimizerParamScheduler:

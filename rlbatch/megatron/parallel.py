@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from torch.distributed import distributed_c10d
 
 from rlbatch.config.schema import LayoutConfig
 from rlbatch.weights.params import ParallelGroups
@@ -17,7 +18,8 @@ def initialize_groups(layout: LayoutConfig, seed: int) -> None:
         layout: Degrees, already checked.
         seed: Of the trainer's random numbers; generation has its own.
     """
-    parallel_state.destroy_model_parallel()
+    if parallel_state.model_parallel_is_initialized():
+        _destroy_groups()
     parallel_state.initialize_model_parallel(
         layout.tp_size,
         layout.pp_size,
@@ -25,8 +27,17 @@ def initialize_groups(layout: LayoutConfig, seed: int) -> None:
         context_parallel_size=layout.cp_size,
         expert_model_parallel_size=layout.ep_size,
         expert_tensor_parallel_size=layout.etp_size,
+        create_gloo_process_groups=False,
     )
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def _destroy_groups() -> None:
+    """Megatron forgets its groups and leaves them alive, each with threads (gloo) or device memory (NCCL)."""
+    parallel_state.destroy_model_parallel()
+    for group in list(distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 def weight_groups() -> ParallelGroups:
