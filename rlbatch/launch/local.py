@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -22,6 +23,7 @@ GRACE_S = 3.0
 """Seconds between SIGTERM and SIGKILL."""
 POLL_S = 0.05
 LOOPBACK = "127.0.0.1"
+PORTS = (20000, 30000)
 
 Rank = subprocess.Popen[bytes]
 
@@ -59,12 +61,19 @@ def run_local(config: Config, run_dir: Path, command: Sequence[str] | None = Non
 
 
 def _rank_infos(world_size: int) -> Iterator[RankInfo]:
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        port = probe.getsockname()[1]
+    port = _free_port()
     host = socket.gethostname()
     for rank in range(world_size):
         yield RankInfo(rank, world_size, rank, world_size, 0, host, LOOPBACK, port)
+
+
+def _free_port() -> int:
+    """A port that rank 0 can take seconds later: below the range from which the system hands ports to other processes meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(*PORTS)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((LOOPBACK, port))
+            return port
 
 
 def _start(info: RankInfo, arguments: Sequence[str], run_dir: Path) -> Rank:
