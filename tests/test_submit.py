@@ -192,6 +192,7 @@ def test_help_is_complete(capsys: pytest.CaptureFixture[str]) -> None:
     for doc in key_docs(Config):
         assert f"\n  {doc.name}=" in text
         assert doc.doc in text
-    for words in ("reward               number, sequence", "experiment           embedded, hf", "runs/<date>-<time>", "python -m rlbatch.plugins"):
+    choices = ("reward               number, sequence", "experiment           embedded, hf")
+    for words in (*choices, "runs/<date>-<time>", "python -m rlbatch.plugins"):
         assert words in text
     assert f"layout.ep_size={compose([]).layout.ep_size}" in text.partition("the default, sets")[2].partition("Keys")[0]
