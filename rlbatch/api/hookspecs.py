@@ -43,7 +43,6 @@ def rlbatch_register_rollout_backends() -> Mapping[str, RolloutBackendFactory | 
         def rlbatch_register_rollout_backends():
             return {"my_engine": build_my_engine}
     """
-    raise NotImplementedError
 
 
 @hookspec(firstresult=True)
@@ -85,7 +84,6 @@ def rlbatch_register_advantage_estimators() -> Mapping[str, AdvantageEstimator]:
         def rlbatch_register_advantage_estimators():
             return {"reward_itself": lambda inputs: inputs.rewards}
     """
-    raise NotImplementedError
 
 
 @hookspec
@@ -104,7 +102,6 @@ def rlbatch_register_policy_losses() -> Mapping[str, PolicyLoss]:
         def rlbatch_register_policy_losses():
             return {"reinforce": reinforce}
     """
-    raise NotImplementedError
 
 
 @hookspec
@@ -123,7 +120,6 @@ def rlbatch_register_offload_strategies() -> Mapping[str, OffloadStrategyFactory
         def rlbatch_register_offload_strategies():
             return {"mine": MyStrategy}
     """
-    raise NotImplementedError
 
 
 @hookspec
@@ -142,4 +138,3 @@ def rlbatch_register_rewards() -> Mapping[str, Reward | Configurable]:
         def rlbatch_register_rewards():
             return {"short": lambda samples: [1.0 / s.response_length for s in samples]}
     """
-    raise NotImplementedError
