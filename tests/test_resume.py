@@ -131,28 +131,24 @@ def test_a_run_that_saves_asynchronously_ends_the_same(uninterrupted: Path, tmp_
     assert set(os.listdir("/dev/shm")) <= shared
 
 
-def test_runs_that_end_while_they_save_leave_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_run_that_ends_while_it_saves_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
     """Ctrl-C, and SIGKILL of the launcher, while child processes write: all are gone within 5 s, nothing stays in shared memory, and
     latest.json names a whole checkpoint.
     """
-    shared = set(os.listdir("/dev/shm"))
-    endless = (*TINY, "train.steps=100000", "data.eval=", "checkpoint.save_interval=1", "checkpoint.async_save=true")
-    processes = {number: start(tmp_path / number.name, *endless) for number in (signal.SIGINT, signal.SIGKILL)}
-    for number, process in processes.items():
-        run_dir = tmp_path / number.name
-        wait_for(run_dir / "checkpoints" / "step_000002", process)
-        while not list((run_dir / "checkpoints").glob("*.part/state/common.pt")):
-            assert process.poll() is None
-        os.kill(process.pid, number)
-        deadline = time.monotonic() + 5
-        ended = finish(process, run_dir)
-        while processes_of(run_dir) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert processes_of(run_dir) == []
-        assert ended.code == (130 if number == signal.SIGINT else -signal.SIGKILL)
-        newest = run_dir / "checkpoints" / latest(run_dir)
-        for name, (size, _) in json.loads((newest / "progress.json").read_text())["files"].items():
-            assert (newest / name).stat().st_size == size
+    run_dir, shared = tmp_path / "run", set(os.listdir("/dev/shm"))
+    process = start(run_dir, *TINY, "train.steps=100000", "data.eval=", "checkpoint.save_interval=1", "checkpoint.async_save=true")
+    wait_for(run_dir / "checkpoints" / "step_000003.part" / "state" / "common.pt", process)
+    os.kill(process.pid, number)
+    deadline = time.monotonic() + 5
+    ended = finish(process, run_dir)
+    while processes_of(run_dir) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert processes_of(run_dir) == []
+    assert ended.code == (130 if number == signal.SIGINT else -signal.SIGKILL)
+    newest = run_dir / "checkpoints" / latest(run_dir)
+    for name, (size, _) in json.loads((newest / "progress.json").read_text())["files"].items():
+        assert (newest / name).stat().st_size == size
     assert set(os.listdir("/dev/shm")) <= shared
 
 
