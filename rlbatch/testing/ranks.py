@@ -22,12 +22,20 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 START_TIMEOUT_S = 120.0
+MAX_THREADS = 400
+"""Threads of a worker after which the pool is replaced: gloo keeps 48 for every model that was trained."""
 PR_SET_PDEATHSIG = 1
 LAUNCH = "from rlbatch.testing.ranks import work; work()"
 
 
 class RankFailure(Exception):
     """A rank raised, died or did not answer in time; the message names it."""
+
+
+def _threads(pid: int) -> int:
+    with contextlib.suppress(OSError):
+        return len(os.listdir(f"/proc/{pid}/task"))
+    return 0
 
 
 @dataclass(frozen=True)
@@ -71,6 +79,8 @@ class RankPool:
         call = pickle.dumps((function, args))
         finished = False
         try:
+            if any(_threads(worker.process.pid) > MAX_THREADS for worker in self._workers):
+                self._kill()
             self._start()
             for rank in range(self.world_size):
                 self._send(rank, call)
