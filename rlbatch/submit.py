@@ -192,7 +192,10 @@ def _check_prompts(config: Config, registry: Registry, run_dir: Path) -> None:
         rows = read_prompt_rows(path, config.data)
         for row in rows:
             if row.reward_name and row.reward_name not in registry.rewards:
-                raise DataError(f"{path}:{row.line}: reward `{row.reward_name}` is unknown. Known: {', '.join(sorted(registry.rewards))}.")
+                raise DataError(
+                    f"{path}:{row.line}: reward `{row.reward_name}` is unknown. "
+                    f"Known: {', '.join(sorted(registry.rewards))}; others need plugins=[...]."
+                )
         if name == "train" and len(rows) < config.train.prompts_per_step:
             raise ConfigError(
                 f"train.prompts_per_step={config.train.prompts_per_step}: must be at most the prompts of data.train ({len(rows)}). "

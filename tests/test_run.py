@@ -137,9 +137,11 @@ def test_summary_of_a_good_run(good: Ended) -> None:
 
 
 def test_a_finished_run_goes_on(good: Ended) -> None:
-    """resume=auto in its folder with more train.steps does the further steps only."""
+    """resume=auto in its folder with more train.steps does the further steps only, and exports the policy when asked."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     before = (good.run_dir / "samples/step_000001.jsonl").read_bytes()
-    ended = submit(good.run_dir, *TINY, "train.steps=3", "resume=auto")
+    ended = submit(good.run_dir, *TINY, "train.steps=3", "resume=auto", "checkpoint.export_hf=true")
     assert (ended.code, ended.stderr) == (0, "")
     assert "resumed after step 2" in ended.stdout
     assert [line.split()[1] for line in ended.stdout.splitlines() if line.startswith("step ")] == ["3/3"]
@@ -147,6 +149,11 @@ def test_a_finished_run_goes_on(good: Ended) -> None:
     assert ended.json("checkpoints/latest.json") == {"folder": "step_000003"}
     assert (good.run_dir / "samples/step_000001.jsonl").read_bytes() == before
     assert (good.run_dir / "samples/step_000003.jsonl").exists()
+    first = AutoModelForCausalLM.from_pretrained(good.run_dir / "embedded/model").state_dict()
+    trained = AutoModelForCausalLM.from_pretrained(good.run_dir / "hf").state_dict()
+    assert sorted(trained) == sorted(first)
+    assert all(not trained[name].equal(first[name]) for name in first)
+    assert AutoTokenizer.from_pretrained(good.run_dir / "hf")("a b")["input_ids"]
 
 
 REWARD = """

@@ -73,21 +73,22 @@ class HfWriter:
         self._folder, self._like, self._limit = folder, like, shard_bytes
         self._held: dict[str, Tensor] = {}
         self._written: list[list[str]] = []
-        self._total = 0
+        self._held_bytes = self._total_bytes = 0
         folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Takes tensors (copied) and writes a file whenever ``shard_bytes`` have come together."""
         for name, tensor in tensors:
-            if self._held and sum(t.nbytes for t in self._held.values()) + tensor.nbytes > self._limit:
+            if self._held and self._held_bytes + tensor.nbytes > self._limit:
                 self._flush()
+            self._held_bytes += tensor.nbytes
             self._held[name] = tensor.detach().to("cpu", copy=True).contiguous()
 
     def _flush(self) -> None:
         save_file(self._held, self._folder / f"part-{len(self._written) + 1}.safetensors", metadata={"format": "pt"})
         self._written.append(list(self._held))
-        self._total += sum(tensor.nbytes for tensor in self._held.values())
-        self._held = {}
+        self._total_bytes += self._held_bytes
+        self._held, self._held_bytes = {}, 0
 
     def close(self) -> None:
         """Writes the rest, names the files as Hugging Face does, and copies config and tokenizer."""
@@ -100,7 +101,7 @@ class HfWriter:
             (self._folder / f"part-{number}.safetensors").rename(self._folder / final)
             weight_map |= dict.fromkeys(names, final)
         if count > 1:
-            index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
+            index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
             (self._folder / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
         for path in self._like.iterdir():
             if path.is_file() and path.suffix in {".json", ".txt", ".model", ".jinja"} and path.name != INDEX:

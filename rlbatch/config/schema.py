@@ -28,7 +28,9 @@ class TrainConfig:
     steps: int = key(100, "Steps of the run; each generates, scores and updates.")
     prompts_per_step: int = key(32, "Prompts (groups) a step.")
     updates_per_step: int = key(1, "Optimizer updates a step; the step's groups are divided over them.")
-    max_tokens_per_gpu: int = key(4096, "Tokens of a pack (x layout.cp_size); a longer sample forms its own pack, untruncated.")
+    max_tokens_per_gpu: int = key(
+        4096, "Most tokens of a pack (x layout.cp_size): memory and speed, never the loss. A longer sample forms its own pack, untruncated."
+    )
     precision: Literal["fp32", "bf16"] = key("fp32", "Arithmetic of the trainer and the engine; bf16 keeps fp32 main weights.")
     eval_interval: int = key(0, "Steps between held-out evaluations; 0: only before the first and after the last step.")
     eval_prompts: int = key(128, "Held-out prompts of an evaluation, from the top of data.eval; 0: all.")
@@ -42,7 +44,7 @@ class OptimizerConfig:
 
     name: Literal["adam"] = key("adam", "The optimizer.")
     lr: float = key(1e-6, "Peak learning rate.")
-    min_lr: float = key(0.0, "Learning rate at the end of the schedule.")
+    min_lr: float = key(0.0, "Learning rate that the schedule decays to, one step after the last.")
     lr_schedule: Literal["constant", "linear", "cosine"] = key("constant", "Decay after the warm-up, over train.steps.")
     lr_warmup_steps: int = key(0, "Steps (not updates) of linear warm-up from 0.")
     weight_decay: float = key(0.0, "Decoupled weight decay.")
@@ -150,6 +152,7 @@ class CheckpointConfig:
     ref_load: str = key("", "Where the reference model's weights come from: as checkpoint.load; empty: model.hf.")
     save: str = key("", "Folder of checkpoints; empty: <run_dir>/checkpoints.")
     save_interval: int = key(0, "Steps between checkpoints; 0: only after the last step; -1: never.")
+    export_hf: bool = key(False, "After the last step, write the policy as a Hugging Face folder: <run_dir>/hf.")
     keep: int = key(2, "Newest checkpoints to keep; older ones are deleted once a new one is complete. 0: all.")
     async_save: bool = key(False, "Write checkpoints while training goes on, from a copy in host memory.")
 

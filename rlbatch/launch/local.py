@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -55,7 +56,7 @@ def run_local(config: Config, run_dir: Path, command: Sequence[str] | None = Non
         finally:
             _end(ranks)
     if stop:
-        print(f"{signal.Signals(stop[0]).name}: all ranks ended. Run folder: {run_dir}", file=sys.stderr)
+        print(f"{signal.Signals(stop[0]).name}: all ranks ended. Run folder: {run_dir}; {_saved(run_dir)}", file=sys.stderr)
         return 128 + stop[0]
     return 0 if failed is None else 1
 
@@ -65,6 +66,14 @@ def _rank_infos(world_size: int) -> Iterator[RankInfo]:
     host = socket.gethostname()
     for rank in range(world_size):
         yield RankInfo(rank, world_size, rank, world_size, 0, host, LOOPBACK, port)
+
+
+def _saved(run_dir: Path) -> str:
+    """What a stopped run can go on from, where its checkpoints are in the run folder."""
+    latest = run_dir / "checkpoints" / "latest.json"
+    if latest.exists():
+        return f"resume=auto goes on from {json.loads(latest.read_text(encoding='utf-8'))['folder']}"
+    return "no checkpoint in it"
 
 
 def _free_port() -> int:

@@ -45,14 +45,14 @@ def build_optimizer(spec: OptimizerSpec, chunks: list[DistributedDataParallel]) 
 
 
 def build_schedule(optimizer: MegatronOptimizer, config: OptimizerConfig, steps: int) -> OptimizerParamScheduler:
-    """The learning rate, in units of steps: linear warm-up from 0, then the chosen decay to ``min_lr`` at the last step."""
+    """The learning rate, in units of steps: linear warm-up from 0, then the chosen decay, to ``min_lr`` one step after the last."""
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=config.lr,
         min_lr=config.min_lr,
         lr_warmup_steps=config.lr_warmup_steps,
-        lr_decay_steps=max(steps, config.lr_warmup_steps + 1),
+        lr_decay_steps=max(steps, config.lr_warmup_steps) + 1,
         lr_decay_style=config.lr_schedule,
         start_wd=config.weight_decay,
         end_wd=config.weight_decay,

@@ -14,6 +14,7 @@ from rlbatch.metrics.names import check_tags
 from rlbatch.metrics.report import sample_rows
 from rlbatch.metrics.run_log import RunLog
 from rlbatch.pipeline.exchange import all_gather_ragged
+from rlbatch.pipeline.exporting import export_hf
 from rlbatch.pipeline.job import Job
 from rlbatch.pipeline.resuming import resume
 from rlbatch.pipeline.saving import Checkpoints
@@ -32,10 +33,15 @@ def run(job: Job, log: RunLog) -> None:
     log.begin(done)
     if done:
         log.phase(f"resumed after step {done}")
+    elif job.config.resume == "auto":
+        log.phase("no checkpoint to resume from: starting at step 1")
     checkpoints = Checkpoints(job, log.phase)
     try:
         _run_steps(job, log, checkpoints, done)
         checkpoints.close()
+        if job.config.checkpoint.export_hf:
+            log.phase("writing the policy as a Hugging Face folder")
+            export_hf(job)
     finally:
         checkpoints.abort()
 

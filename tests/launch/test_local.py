@@ -132,13 +132,18 @@ def test_earlier_failure_is_forgotten(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("behaviour", ["wait", "stubborn"])
 def test_stop_signals(tmp_path: Path, number: int, code: int, behaviour: str) -> None:
-    """Ctrl-C and SIGTERM end all ranks and their children, also those that ignore SIGTERM."""
+    """Ctrl-C and SIGTERM end all ranks and their children, also those that ignore SIGTERM; the message says what can be resumed."""
+    saved = "no checkpoint in it"
+    if behaviour == "stubborn":
+        (tmp_path / "checkpoints").mkdir()
+        (tmp_path / "checkpoints/latest.json").write_text('{"folder": "step_000004"}')
+        saved = "resume=auto goes on from step_000004"
     job = start(tmp_path, behaviour)
     pids = wait_for_pids(tmp_path)
     job.send_signal(number)
     _, stderr = job.communicate(timeout=HANG_S)
     assert job.returncode == code
-    assert stderr == f"{signal.Signals(number).name}: all ranks ended. Run folder: {tmp_path}\n"
+    assert stderr == f"{signal.Signals(number).name}: all ranks ended. Run folder: {tmp_path}; {saved}\n"
     assert not [pid for pid in pids if alive(pid)]
     assert read_first_error(tmp_path) is None
 
