@@ -267,7 +267,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
     assert processes_of(run_dir) == []
     assert time.monotonic() < started + 5
     assert ended.code == 130
-    assert ended.stderr == f"SIGINT: all ranks ended. Run folder: {run_dir}\n"
+    assert ended.stderr == f"SIGINT: all ranks ended. Run folder: {run_dir}; no checkpoint in it\n"
     summary = ended.json("summary.json")
     assert (summary["status"], summary["first_error"]) == ("interrupted", None)
     assert summary["steps"] >= 3
