@@ -17,6 +17,9 @@ _REQUIRED = {
     "use_sliding_window": False,
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
+    "attention_dropout": 0.0,
+    "clip_qkv": None,
+    "quantization_config": None,
 }
 
 
@@ -35,6 +38,11 @@ def qwen3_moe(hf_config: Mapping[str, Any]) -> ModelFamily:
     for name, value in _REQUIRED.items():
         if hf_config.get(name, value) not in (value, None):
             raise ModelError(f"config.json {name}={hf_config[name]!r}: the qwen3_moe family implements {value!r} only. Use another model.")
+    if set(hf_config.get("layer_types") or ()) - {"full_attention"}:
+        raise ModelError("config.json layer_types: the qwen3_moe family implements 'full_attention' only. Use another model.")
+    experts, chosen = hf_config.get("num_experts") or hf_config["num_local_experts"], hf_config["num_experts_per_tok"]
+    if not 1 <= chosen <= experts:
+        raise ModelError(f"config.json num_experts_per_tok={chosen}: must be from 1 to the number of experts ({experts}). Correct it.")
     rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
     rope_type = rope.get("rope_type") or rope.get("type") or "default"
     if rope_type != "default":

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rlbatch.api import Completion, Configurable, Prompt, RolloutContext, RolloutError, SamplingParams, WeightBucket, hookimpl
+from rlbatch.api import Completion, ConfigError, Configurable, Prompt, RolloutContext, RolloutError, SamplingParams, WeightBucket, hookimpl
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,6 +44,8 @@ class TransformersRollout:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
+        if options.max_batch_size < 1:
+            raise ConfigError(f"rollout.options.max_batch_size={options.max_batch_size}: must be at least 1. Give more.")
         self._device, self._batch = torch.device(context.device), options.max_batch_size
         config = AutoConfig.from_pretrained(context.hf_folder, local_files_only=True)
         # The random weights made here are overwritten by the first sync, and must not disturb the trainer's random numbers.

@@ -301,7 +301,7 @@ def _installed() -> Iterator[tuple[ModuleType, Supplier]]:
         supplier = Supplier(point.value, distribution, point.dist.version if point.dist else "")
         try:
             yield cast(ModuleType, point.load()), supplier
-        except Exception as error:  # whatever a plugin raises while it is imported must name the plugin
+        except (Exception, SystemExit) as error:  # whatever a plugin raises while it is imported must name the plugin
             raise _import_error(supplier, error) from error
 
 
@@ -310,7 +310,7 @@ def _extra(name: str) -> tuple[ModuleType, Supplier]:
     if not name.endswith(".py"):
         try:
             return importlib.import_module(name), Supplier(name)
-        except Exception as error:  # see _installed
+        except (Exception, SystemExit) as error:  # see _installed
             raise _import_error(Supplier(name), error) from error
     path = Path(name).expanduser().resolve()
     if not path.is_file():
@@ -323,21 +323,23 @@ def _extra(name: str) -> tuple[ModuleType, Supplier]:
     sys.modules[module_name] = module  # dataclasses and pickle look modules up by name
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # see _installed
+    except (Exception, SystemExit) as error:  # see _installed
         del sys.modules[module_name]
         raise _import_error(Supplier(name), error) from error
     return module, Supplier(name)
 
 
-def _import_error(supplier: Supplier, error: Exception) -> PluginError:
+def _import_error(supplier: Supplier, error: BaseException) -> PluginError:
     origin = f" of {supplier.distribution} {supplier.version}" if supplier.distribution else ""
     return PluginError(f"plugin {supplier.module}{origin}: does not import: {type(error).__name__}: {error}. Correct it, or do without it.")
 
 
 def _register(manager: pluggy.PluginManager, module: ModuleType, supplier: Supplier) -> None:
     needed = getattr(module, "RLBATCH_API", API_VERSION)
-    if needed > API_VERSION:
+    if not isinstance(needed, int) or needed > API_VERSION:
         raise PluginError(f"plugin {supplier.module}: needs plugin API {needed}, this rlbatch has {API_VERSION}. Upgrade rlbatch.")
+    if manager.has_plugin(supplier.module):
+        raise PluginError(f"plugins=[{supplier.module}]: is listed twice. Leave one out.")
     try:
         manager.register(module, name=supplier.module)
     except pluggy.PluginValidationError as error:
@@ -355,7 +357,7 @@ def _register(manager: pluggy.PluginManager, module: ModuleType, supplier: Suppl
 def _registered(function: Any, hook: str, supplier: Supplier) -> Mapping[str, Any]:
     try:
         names = function()
-    except Exception as error:  # plugins run foreign code: whatever it raises must name the plugin
+    except (Exception, SystemExit) as error:  # plugins run foreign code: whatever it raises must name the plugin
         raise PluginError(f"plugin {supplier.module}: {hook} raised {type(error).__name__}: {error}. Correct it.") from error
     if not isinstance(names, Mapping) or not all(isinstance(name, str) for name in names):
         raise PluginError(

@@ -6,7 +6,6 @@ import argparse
 import logging
 import os
 import signal
-import sys
 import warnings
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +13,7 @@ from types import FrameType
 
 from rlbatch.config.compose import load_config
 from rlbatch.launch.environment import RankInfo
-from rlbatch.launch.failures import read_first_error, reporting_failures
+from rlbatch.launch.failures import StoppedBySignal, read_first_error, reporting_failures
 
 CONFIG_FILE = "config.yaml"
 
@@ -31,8 +30,7 @@ def main() -> None:
 
 
 def _exit_on_signal(number: int, frame: FrameType | None) -> None:
-    # SystemExit unwinds: engines are closed and the run folder says "interrupted".
-    sys.exit(128 + number)
+    raise StoppedBySignal(128 + number)
 
 
 def _run_rank(run_dir: Path, info: RankInfo) -> None:

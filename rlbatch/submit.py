@@ -6,6 +6,7 @@ Runs on a login node: imports no torch.
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 import signal
 import sys
@@ -21,11 +22,14 @@ from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import EMBEDDED, Config
 from rlbatch.launch.environment import visible_gpus
 from rlbatch.launch.local import run_local
+from rlbatch.launch.lock import run_folder_lock
 from rlbatch.plan.layout import check_layout
 from rlbatch.registry import Registry, compose_job, load_plugins
 
 CONFIG_FILE = "config.yaml"
 EXIT_REFUSED = 2
+RANKS_PER_CORE = 8
+"""Of a machine without GPUs."""
 HELP_COLUMNS = 140
 
 INTRODUCTION = """\
@@ -63,11 +67,14 @@ def main(arguments: Sequence[str]) -> int:
     try:
         config, registry = compose_job(arguments)
         config, run_dir = prepare_run(config, registry)
+        with run_folder_lock(run_dir):
+            print(f"Run folder: {run_dir}", flush=True)
+            return run_local(config, run_dir)
     except RlbatchError as error:
         print(error, file=sys.stderr)
         return EXIT_REFUSED
-    print(f"Run folder: {run_dir}", flush=True)
-    return run_local(config, run_dir)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
 
 
 def prepare_run(config: Config, registry: Registry) -> tuple[Config, Path]:
@@ -81,6 +88,8 @@ def prepare_run(config: Config, registry: Registry) -> tuple[Config, Path]:
     """
     run_dir, is_new = _make_run_dir(config)
     config = dataclasses.replace(config, run_dir=str(run_dir))
+    with run_folder_lock(run_dir):
+        pass  # before anything in it is replaced; held later, for as long as the job runs
     try:
         if EMBEDDED in (config.model.hf, config.data.train, config.data.eval):
             from rlbatch.pipeline.embedded import write_embedded_task
@@ -88,7 +97,7 @@ def prepare_run(config: Config, registry: Registry) -> tuple[Config, Path]:
             write_embedded_task(run_dir / EMBEDDED, config.seed)
         _check_model(config, registry, run_dir)
         _check_prompts(config, registry, run_dir)
-    except RlbatchError:
+    except (RlbatchError, KeyboardInterrupt):
         if is_new:
             shutil.rmtree(run_dir)
         raise
@@ -175,10 +184,15 @@ def _check_model(config: Config, registry: Registry, run_dir: Path) -> None:
             f"rollout.max_response_tokens={config.rollout.max_response_tokens}: must leave room for a prompt in the model's context "
             f"({family.max_sequence_length} tokens). Use less."
         )
+    most = RANKS_PER_CORE * (os.cpu_count() or 1)
+    if not gpus and config.layout.world_size > most:
+        raise ConfigError(
+            f"layout.world_size={config.layout.world_size}: must be at most {most} without GPUs, {RANKS_PER_CORE} ranks a core. Use less."
+        )
     if not (is_embedded or config.checkpoint.ref_load or list(folder.glob("*.safetensors"))):
         raise DataError(f"model.hf={folder}: has no *.safetensors. Download the weights, or set checkpoint.ref_load.")
     for key, path in (("checkpoint.load", config.checkpoint.load), ("checkpoint.ref_load", config.checkpoint.ref_load)):
-        if path and not Path(path).exists():
+        if path and not Path(path).is_dir():
             raise ConfigError(f"{key}={path}: there is no such folder. Correct the path.")
 
 

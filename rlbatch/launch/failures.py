@@ -51,12 +51,18 @@ class FirstError:
         return f"[rank {self.rank} host {self.host}] {self.message if is_ours else self.traceback.rstrip()}"
 
 
+class StoppedBySignal(SystemExit):
+    """What a rank's signal handler raises: it unwinds, so that engines are closed, and is no failure of this rank."""
+
+
 @contextmanager
 def reporting_failures(run_dir: Path, rank: int) -> Iterator[None]:
-    """Turns any exception of a rank into exit code 1, recorded and printed if it is the job's first."""
+    """Turns any exception of a rank into exit code 1, recorded and printed if it is the job's first; ``sys.exit`` in foreign code too."""
     try:
         yield
-    except Exception as error:  # the outermost frame of a rank: nothing may pass unrecorded
+    except StoppedBySignal:
+        raise
+    except (Exception, SystemExit) as error:  # the outermost frame of a rank: nothing may pass unrecorded
         if not isinstance(error, RlbatchError):
             time.sleep(PATIENCE_S)
         report_failure(run_dir, rank, error)

@@ -172,6 +172,8 @@ def _parse_row(place: str, line: int, text: str, data: DataConfig) -> PromptRow:
         fields = json.loads(text)
     except json.JSONDecodeError as error:
         raise DataError(f"{place}: not JSON ({error.msg} at column {error.colno}). Write one JSON object a line.") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists a thousand deep
+        raise DataError(f"{place}: cannot be read ({error}). Write plain values.") from error
     if not isinstance(fields, dict):
         raise DataError(
             f'{place}: must be a JSON object, is {_json_type(fields)}. Write {{"{data.prompt_key}": ..., "{data.label_key}": ...}}.'

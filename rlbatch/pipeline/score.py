@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import traceback
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, SupportsFloat
 
 from rlbatch.api import Reward, RewardError, Sample, SampleGroup
+from rlbatch.launch.failures import StoppedBySignal
 
 FLOAT32_MAX = 3.4028234663852886e38
 """Rewards become float32."""
@@ -43,11 +45,13 @@ def score(groups: list[SampleGroup], rewards: Mapping[str, Reward], default: str
 
 def _call(name: str, reward: Reward, samples: list[Sample]) -> list[Any]:
     try:
-        returned: Any = reward(samples)
+        returned: Any = reward([_copied(sample) for sample in samples])
         if isinstance(returned, Iterable):
             return list(returned)
     # The reward is the user's code: it may raise anything, and all of it must reach the user with the reward's name.
-    except Exception as error:
+    except StoppedBySignal:
+        raise
+    except (Exception, SystemExit) as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise RewardError(
             f"reward={name}: raised {type(error).__name__}: {error} ({Path(frame.filename).name}:{frame.lineno}) on {_span(samples)}. "
@@ -56,6 +60,12 @@ def _call(name: str, reward: Reward, samples: list[Sample]) -> list[Any]:
     raise RewardError(
         f"reward={name}: returned {type(returned).__name__} for {_span(samples)}. Return a list of floats, one a sample, in order."
     )
+
+
+def _copied(sample: Sample) -> Sample:
+    """What a reward writes into a sample must not reach the trainer."""
+    tensors = {name: getattr(sample, name).clone() for name in ("token_ids", "loss_mask", "rollout_logprobs")}
+    return replace(sample, **tensors)
 
 
 def _checked_values(name: str, samples: list[Sample], values: list[Any]) -> list[float]:

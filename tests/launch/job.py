@@ -32,7 +32,7 @@ with reporting_failures(run_dir, info.rank):
     if info.rank == 1 and behaviour == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if info.rank == 1 and behaviour == "exit":
-        sys.exit(7)
+        os._exit(7)
     if behaviour == "all_refuse":
         raise ConfigError(f"rank {info.rank} refuses")
     if info.rank == 0 and behaviour == "killed":

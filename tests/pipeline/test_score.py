@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from rlbatch.api import Prompt, RewardError, Sample, SampleGroup
+from rlbatch.launch.failures import StoppedBySignal
 from rlbatch.pipeline.score import score
 
 
@@ -101,3 +103,30 @@ def test_an_unknown_reward_of_a_row_is_refused() -> None:
     """The error names the reward, the prompt that asked for it and what there is."""
     with pytest.raises(RewardError, match=r"reward=mth: not registered, but prompt 5 needs it\. Known: math, sequence"):
         score([group(5, ["a"], "mth")], {"sequence": lambda samples: [0.0], "math": lambda samples: [0.0]}, "sequence")
+
+
+def test_a_reward_that_exits_is_an_error() -> None:
+    """sys.exit(0) in a reward must not end the job as if it had succeeded; the signal handler's exit passes through."""
+    with pytest.raises(RewardError, match=r"reward=r: raised SystemExit: 0"):
+        score([group(0, ["a"])], {"r": lambda samples: sys.exit(0)}, "r")
+
+    def stopped(samples: Sequence[Sample]) -> list[float]:
+        raise StoppedBySignal(143)
+
+    with pytest.raises(StoppedBySignal):
+        score([group(0, ["a"])], {"r": stopped}, "r")
+
+
+def test_what_a_reward_writes_stays_with_it() -> None:
+    """A reward that edits the tensors of its samples does not change what is trained on."""
+
+    def editing(samples: Sequence[Sample]) -> list[float]:
+        for sample in samples:
+            sample.loss_mask += 1
+            sample.token_ids += 1
+            sample.rollout_logprobs += 1
+        return [0.0] * len(samples)
+
+    scored = group(0, ["a", "b"])
+    score([scored], {"r": editing}, "r")
+    assert all(s.loss_mask.sum() == 0 and s.rollout_logprobs.sum() == 0 and s.token_ids.sum() == 3 for s in scored.samples)
