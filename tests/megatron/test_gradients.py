@@ -71,3 +71,12 @@ def test_packs_give_the_gradient_of_one_pack(max_tokens: int, aggregation: str, 
     got = rank_pool(2).run(gradients, str(folder), LayoutConfig(world_size=2), max_tokens, aggregation)[0]
     error, name = worst(got, reference[aggregation])
     assert error <= TOLERANCE, f"{name}: {error:.2e}"
+
+
+def test_uneven_stages_of_a_deep_pipeline(rank_pool, tmp_path: Path) -> None:
+    """Four stages of 1, 2, 2 and 1 layers give the gradient of one process."""
+    folder = tiny_models.saved(tiny_models.qwen3_moe(num_hidden_layers=6), tmp_path / "six layers")
+    want = rank_pool(1).run(gradients, str(folder), LayoutConfig(world_size=1), 1000, "token_mean")[0]
+    layout = LayoutConfig(world_size=4, pp_size=4, first_stage_layers=1, last_stage_layers=1)
+    error, name = worst(rank_pool(4).run(gradients, str(folder), layout, 40, "token_mean")[0], want)
+    assert error <= TOLERANCE, f"{name}: {error:.2e}"
