@@ -77,14 +77,9 @@ class Trainer:
         self._map.load(self.params, read)
         self.optimizer.reload_model_params()
 
-    def load_reference(self, read: ReadTensor | None) -> None:
-        """Keeps a reference model on the host: from Hugging Face tensors, or (None) a copy of the policy as it is now."""
-        self._reference = {name: torch.empty_like(param, device="cpu") for name, param in self.params.items()}
-        if read is None:
-            for name, param in self.params.items():
-                self._reference[name].copy_(param.detach())
-        else:
-            self._map.load(self._reference, read)
+    def keep_reference(self) -> None:
+        """Keeps the weights as they are now, on the host, as the reference model."""
+        self._reference = {name: param.detach().to("cpu", copy=True) for name, param in self.params.items()}
 
     @contextlib.contextmanager
     def reference(self) -> Iterator[None]:

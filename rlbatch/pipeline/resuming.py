@@ -112,7 +112,7 @@ def load_policy(config: Config, trainer: Trainer, hf_folder: Path, *, needs_refe
     policy = ("checkpoint.load", Path(config.checkpoint.load)) if config.checkpoint.load else reference
     if needs_reference:
         _load_weights(trainer, *reference, hf_folder)
-        trainer.load_reference(None)
+        trainer.keep_reference()
     if policy != reference or not needs_reference:
         _load_weights(trainer, *policy, hf_folder)
 
