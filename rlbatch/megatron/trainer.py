@@ -38,7 +38,7 @@ class Trainer:
     """
 
     def __init__(self, config: Config, family: ModelFamily, offload: OffloadStrategy) -> None:
-        self._config, self._family = config, family
+        self._config = config
         self._device = torch.cuda.current_device()
         megatron_config = transformer_config(family, config.layout, config.train.precision)
         megatron_config.finalize_model_grads_func = _finalize_without_scaling

@@ -20,14 +20,12 @@ class Geometry:
     """The numbers that the mappings need.
 
     Attributes:
-        num_layers: Transformer layers.
         num_experts: Experts of a layer; 0 if dense.
         heads: Query heads.
         kv_heads: Key-value heads.
         vocab_size: Rows of the embedding in the checkpoint.
     """
 
-    num_layers: int
     num_experts: int
     heads: int
     kv_heads: int
@@ -39,7 +37,7 @@ class Geometry:
         transformer = family.transformer
         heads = int(transformer["num_attention_heads"])
         kv_heads = int(transformer.get("num_query_groups") or heads)
-        return cls(family.num_layers, family.num_experts, heads, kv_heads, family.vocab_size)
+        return cls(family.num_experts, heads, kv_heads, family.vocab_size)
 
 
 def is_expert(mapping: ParamMapping) -> bool:
@@ -61,11 +59,6 @@ def hf_patterns(mapping: ParamMapping) -> tuple[str, ...]:
 def hf_names(mapping: ParamMapping, layer: int | None, expert: int | None = None) -> tuple[str, ...]:
     """The checkpoint names of one layer (and expert)."""
     return tuple(pattern.format(layer=layer, expert=expert) for pattern in hf_patterns(mapping))
-
-
-def layers_of(mapping: ParamMapping, geometry: Geometry) -> Sequence[int | None]:
-    """The layers that a mapping stands for; [None] for a tensor outside the layers."""
-    return range(geometry.num_layers) if "{layer}" in mapping.megatron else (None,)
 
 
 def shard(mapping: ParamMapping, tensors: Sequence[Tensor], geometry: Geometry, size: int, rank: int) -> Tensor:

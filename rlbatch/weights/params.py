@@ -86,6 +86,16 @@ class ParameterMap:
             else:
                 self._fill(param, entry.mapping, hf_names(entry.mapping, entry.layer), read, self._groups.tp)
 
+    def names(self) -> list[str]:
+        """The Hugging Face name of every tensor that the mappings make, each as often as they name it."""
+        experts = range(self._geometry.num_experts)
+        return [
+            name
+            for entry in self._entries
+            for expert in (experts if is_expert(entry.mapping) else (None,))
+            for name in hf_names(entry.mapping, entry.layer, expert)
+        ]
+
     def check_names(self, names: Iterable[str]) -> None:
         """Refuses a checkpoint with tensors that the family does not use: computing without them would be another model.
 
@@ -95,14 +105,7 @@ class ParameterMap:
         Raises:
             ModelError: tensors that no mapping names.
         """
-        experts = range(self._geometry.num_experts)
-        used = {
-            name
-            for entry in self._entries
-            for expert in (experts if is_expert(entry.mapping) else (None,))
-            for name in hf_names(entry.mapping, entry.layer, expert)
-        }
-        unused = sorted(name for name in set(names) - used if not self._is_redundant(name))
+        unused = sorted(name for name in set(names) - set(self.names()) if not self._is_redundant(name))
         if unused:
             raise ModelError(
                 f"model family {self._family.name}: does not use {len(unused)} tensors of the checkpoint, first {', '.join(unused[:3])}. "

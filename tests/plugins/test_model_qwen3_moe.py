@@ -11,7 +11,8 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rlbatch.api import ExpertDown, ExpertGated, ModelError
 from rlbatch.checkpoint.hf import HfTensors
-from rlbatch.weights.codec import Geometry, hf_names, is_expert, layers_of
+from rlbatch.weights.codec import is_expert
+from rlbatch.weights.params import ParallelGroups, ParameterMap
 from rlbatch_plugins.model_qwen3_moe import qwen3_moe, rlbatch_resolve_model_family
 from tests import tiny_models
 
@@ -27,11 +28,7 @@ def test_every_tensor_is_mapped_exactly_once(tied: bool, tmp_path) -> None:
     """The mappings name the tensors of a checkpoint that transformers writes, each once and nothing else."""
     folder = tiny_models.saved(tiny_models.qwen3_moe(tie_word_embeddings=tied), tmp_path)
     family = qwen3_moe(json.loads((folder / "config.json").read_text()))
-    geometry, names = Geometry.of(family), []
-    for mapping in family.mappings:
-        for layer in layers_of(mapping, geometry):
-            for expert in range(family.num_experts) if is_expert(mapping) else (None,):
-                names += hf_names(mapping, layer, expert)
+    names = ParameterMap(family, ParallelGroups(None, None, None, None)).names()
     assert sorted(names) == sorted(HfTensors(folder).names())
     assert family.tie_embeddings is tied
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from rlbatch.api import Direct, ExpertDown, ExpertGated, Gated, ParamMapping, Qkv, Vocab
-from rlbatch.weights.codec import Geometry, hf_names, layers_of, shard, unshard
+from rlbatch.weights.codec import Geometry, hf_names, shard, unshard
 
-GEOMETRY = Geometry(num_layers=2, num_experts=4, heads=6, kv_heads=2, vocab_size=7)
+GEOMETRY = Geometry(num_experts=4, heads=6, kv_heads=2, vocab_size=7)
 HEAD_DIM, HIDDEN = 4, 8
 DIRECT = Direct("decoder.layers.{layer}.norm.weight", "model.layers.{layer}.norm.weight")
 ROW = Direct("decoder.layers.{layer}.proj.weight", "model.layers.{layer}.o_proj.weight", tp_dim=1)
@@ -90,5 +90,4 @@ def test_names() -> None:
     """Placeholders are filled with global indices, in the order of the tensors; what lies outside the layers has no index."""
     assert hf_names(QKV, 1) == ("q.1", "k.1", "v.1")
     assert hf_names(EXPERT_GATED, 1, 3) == ("1.3.gate", "1.3.up")
-    assert list(layers_of(QKV, GEOMETRY)) == [0, 1]
-    assert list(layers_of(VOCAB, GEOMETRY)) == [None]
+    assert hf_names(VOCAB, None) == ("model.embed_tokens.weight",)
