@@ -11,7 +11,7 @@ from rlbatch.api.errors import (
     RolloutError,
 )
 from rlbatch.api.hookspecs import API_VERSION, hookimpl
-from rlbatch.api.mapping import Direct, ExpertDown, ExpertGated, Gated, ModelFamily, ParamMapping, Qkv, Vocab
+from rlbatch.api.mapping import Buffer, Direct, ExpertDown, ExpertGated, Gated, ModelFamily, ParamMapping, Passthrough, Qkv, Vocab
 from rlbatch.api.protocols import (
     AdvantageEstimator,
     AdvantageInputs,
@@ -44,6 +44,7 @@ __all__ = [
     "API_VERSION",
     "AdvantageEstimator",
     "AdvantageInputs",
+    "Buffer",
     "CheckpointError",
     "Completion",
     "ConfigError",
@@ -62,6 +63,7 @@ __all__ = [
     "OffloadStrategyFactory",
     "OptimizerSpec",
     "ParamMapping",
+    "Passthrough",
     "PluginError",
     "PolicyLoss",
     "PolicyLossInputs",

@@ -8,12 +8,23 @@ expert-parallel rank). Nothing here imports torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
 @dataclass(frozen=True)
-class Direct:
+class _Mapping:
+    """What every mapping has.
+
+    Attributes:
+        layers: Layers that it applies to, where ``{layer}`` is in its names; None: all of them.
+    """
+
+    layers: range | None = field(default=None, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Direct(_Mapping):
     """The same tensor under two names.
 
     Attributes:
@@ -28,7 +39,7 @@ class Direct:
 
 
 @dataclass(frozen=True)
-class Vocab:
+class Vocab(_Mapping):
     """A [vocabulary, hidden] matrix, split over rows; Megatron's copy is padded to a multiple of the tensor-parallel size."""
 
     megatron: str
@@ -36,7 +47,7 @@ class Vocab:
 
 
 @dataclass(frozen=True)
-class Qkv:
+class Qkv(_Mapping):
     """Fused attention projection (weight or bias): ``[query heads..., key, value]`` of each key-value head, split over key-value heads."""
 
     megatron: str
@@ -46,7 +57,7 @@ class Qkv:
 
 
 @dataclass(frozen=True)
-class Gated:
+class Gated(_Mapping):
     """``[gate; up]`` of a gated MLP; under tensor parallelism each rank holds its rows of gate, then its rows of up."""
 
     megatron: str
@@ -55,7 +66,7 @@ class Gated:
 
 
 @dataclass(frozen=True)
-class ExpertGated:
+class ExpertGated(_Mapping):
     """Stacked ``[experts, 2 x ffn, hidden]`` (``[gate; up]`` for each expert) against one gate and one up matrix an expert."""
 
     megatron: str
@@ -64,14 +75,37 @@ class ExpertGated:
 
 
 @dataclass(frozen=True)
-class ExpertDown:
+class ExpertDown(_Mapping):
     """Stacked ``[experts, hidden, ffn]`` against one matrix an expert."""
 
     megatron: str
     hf: str
 
 
-ParamMapping = Direct | Vocab | Qkv | Gated | ExpertGated | ExpertDown
+@dataclass(frozen=True)
+class Buffer(_Mapping):
+    """A tensor of the model that no optimizer changes, the same on all ranks of its pipeline stage: it has no gradient."""
+
+    megatron: str
+    hf: str
+
+
+ParamMapping = Direct | Vocab | Qkv | Gated | ExpertGated | ExpertDown | Buffer
+
+
+@dataclass(frozen=True)
+class Passthrough:
+    """Tensors of the checkpoint that Megatron's model does not have: not trained, but carried from the source to exports and engines.
+
+    Attributes:
+        hf: Name in the checkpoint; ``{expert}`` stands for every expert.
+        layers: Layers of ``{layer}``, e.g. ``range(61, 62)`` for a multi-token-prediction layer behind 61 layers.
+        is_dropped: Known and left out on purpose, e.g. what follows from another tensor.
+    """
+
+    hf: str
+    layers: range | None = None
+    is_dropped: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,7 +120,11 @@ class ModelFamily:
         rotary_base: RoPE theta.
         tie_embeddings: Whether the output layer is the embedding.
         max_sequence_length: Context length in tokens.
-        mappings: One for every tensor of the checkpoint.
+        mappings: One for every tensor of the checkpoint that is trained (or is a buffer of what is trained).
+        passthrough: The other tensors of the checkpoint.
+        fp8: Hugging Face names, as written in the mappings, of the weights that this family's block-quantised checkpoints hold in fp8
+            (e4m3 in blocks of 128 x 128, with ``<name>_scale_inv``). The others stay in bf16.
+        rope: What positions are embedded with, beyond ``rotary_base``: Megatron's arguments, e.g. of yarn; empty for plain RoPE.
     """
 
     name: str
@@ -96,6 +134,9 @@ class ModelFamily:
     tie_embeddings: bool
     max_sequence_length: int
     mappings: tuple[ParamMapping, ...]
+    passthrough: tuple[Passthrough, ...] = ()
+    fp8: frozenset[str] = frozenset()
+    rope: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def num_layers(self) -> int:

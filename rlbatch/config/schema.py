@@ -35,6 +35,9 @@ class TrainConfig:
     eval_interval: int = key(0, "Steps between held-out evaluations; 0: only before the first and after the last step.")
     eval_prompts: int = key(128, "Held-out prompts of an evaluation, from the top of data.eval; 0: all.")
     eval_temperature: float = key(1.0, "Sampling temperature of evaluations; 0: the most likely token.")
+    spec: Literal["auto", "local", "transformer_engine"] = key(
+        "auto", "Megatron's layers: torch's own (local), or Transformer Engine's; auto: the latter on GPUs that have it installed."
+    )
     logprob_chunk_tokens: int = key(4096, "Tokens whose logits exist at once; memory is chunk x vocabulary / tp_size.")
 
 
@@ -65,6 +68,8 @@ class LayoutConfig:
     cp_size: int = key(1, "Context parallel size.")
     ep_size: int = key(1, "Expert parallel size.")
     etp_size: int = key(1, "Tensor parallel size of experts.")
+    dispatcher: Literal["alltoall", "flex"] = key("alltoall", "Megatron's token dispatcher of experts; flex is for DeepEP.")
+    deepep: bool = key(False, "Move tokens between experts with DeepEP (needs layout.dispatcher=flex and the deep_ep package).")
     first_stage_layers: int | None = key(None, "Layers of the first pipeline stage; null: an equal share.")
     last_stage_layers: int | None = key(None, "Layers of the last pipeline stage; null: an equal share.")
     recompute_granularity: Literal["full", "selective"] | None = key(None, "Activation recomputation; null: none.")
@@ -76,6 +81,7 @@ class LayoutConfig:
 class ModelConfig:
     """``model.*``"""
 
+    name: str = key("", "Name under which layouts are looked up, e.g. deepseek671b; `model=<name>` sets it.")
     hf: str = key(EMBEDDED, "Hugging Face folder: config.json, tokenizer, safetensors; `embedded`: a tiny random Qwen3-MoE.")
 
 
@@ -158,6 +164,52 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class ClusterConfig:
+    """``+cluster=<name>`` and ``cluster.*``: the machines of a job."""
+
+    name: str = key("", "The cluster.")
+    gpus: int = key(0, "GPUs of the whole job; 0: layout.world_size.")
+    gpus_per_node: int = key(8, "GPUs (and ranks) of a node.")
+    gpu: str = key("", "Kind of GPU, e.g. H100; empty: not said.")
+    gpu_memory_gib: float = key(0.0, "Memory of a GPU, GiB; 0: not said.")
+    gpu_bf16_tflops: float = key(0.0, "Dense bf16 peak of a GPU, TFLOP/s; 0: not said.")
+    gpu_link_gbs: float = key(0.0, "NVLink bandwidth of a GPU, one direction, GB/s; 0: not said.")
+    host_memory_gib: float = key(0.0, "Memory of a node, GiB; 0: not said.")
+    storage_gbs: float = key(1.0, "Rate at which the whole job writes checkpoints, GB/s, until one was measured.")
+    partition: str = key("", "Slurm partition; empty: the default one.")
+    account: str = key("", "Slurm account; empty: the default one.")
+    qos: str = key("", "Slurm quality of service; empty: the default one.")
+    time_limit: str = key("", "Slurm time limit, e.g. 1-00:00:00; empty: the partition's.")
+    constraint: str = key("", "Slurm node features, e.g. h100; empty: any.")
+    exclusive: bool = key(True, "Whether nodes are the job's alone.")
+    gres: str = key("gpu", "Generic resource name of GPUs, `gpu` or `gpu:<type>`; empty: nodes have no GPUs to ask for.")
+    sbatch_options: tuple[str, ...] = key((), "Further options of sbatch, e.g. --reservation=rl.")
+    container: Literal["none", "pyxis", "apptainer"] = key("none", "What runs the ranks: the host itself, pyxis/enroot or apptainer.")
+    container_image: str = key("", "Image of the container.")
+    container_mounts: tuple[str, ...] = key((), "Folders that the container sees, as host:container.")
+    environment: Mapping[str, Any] = key({}, "Environment variables of every rank.")
+    hostfile: str = key("", "Nodes for mpirun, one a line; empty: this machine.")
+    interface: str = key("", "Network interface between nodes, e.g. bond0; empty: the one that leads to the first node.")
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """``launch.*``: how ranks meet, and how long they may be silent."""
+
+    rendezvous_timeout_s: float = key(600.0, "Seconds until the job ends because ranks did not come.")
+    collective_timeout_s: float = key(600.0, "Seconds until a collective of torch.distributed gives up.")
+    preflight: bool = key(True, "Check nodes, versions, memory, folders and collectives before the model is built.")
+    start_limit_s: float = key(3600.0, "Hang limit of loading: seconds from the rendezvous to the first step.")
+    generation_limit_s: float = key(7200.0, "Hang limit of generation and rewards of a step or an evaluation, seconds.")
+    training_limit_s: float = key(3600.0, "Hang limit of everything else in a step (sync, exchange, log-probs, update), seconds each.")
+    checkpoint_limit_s: float = key(3600.0, "Hang limit of a checkpoint or an export, seconds.")
+    notice_s: int | None = key(
+        None, "Seconds before the time limit at which Slurm announces it; null: from the size of a checkpoint and the storage."
+    )
+    max_idle_requeues: int = key(3, "Requeues in a row without a new step after which the job ends instead.")
+
+
+@dataclass(frozen=True)
 class Config:
     """The whole config."""
 
@@ -165,6 +217,12 @@ class Config:
     run_dir: str = key("", "Run folder; empty: runs/<time>.")
     resume: Literal["never", "auto"] = key("never", "`auto`: go on from the newest checkpoint in checkpoint.save, if there is one.")
     plugins: tuple[str, ...] = key((), "Extra plugins: python files or importable modules.")
+    launcher: Literal["local", "slurm", "mpi", "none"] = key(
+        "local",
+        "Who starts the ranks: this machine, Slurm (submitit), mpirun; none: only the run folder is written, a batch script starts them.",
+    )
+    dry_run: bool = key(False, "Print exactly what would run, and start nothing.")
+    follow: bool = key(False, "After submitting, show the job's log until it ends.")
     train: TrainConfig = field(default_factory=TrainConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     layout: LayoutConfig = field(default_factory=LayoutConfig)
@@ -175,3 +233,5 @@ class Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)

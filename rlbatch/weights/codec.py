@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlbatch.api import Direct, ExpertDown, ExpertGated, Gated, ModelFamily, ParamMapping, Qkv, Vocab
+from rlbatch.api import Buffer, Direct, ExpertDown, ExpertGated, Gated, ModelFamily, ParamMapping, Qkv, Vocab
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,8 @@ def shard(mapping: ParamMapping, tensors: Sequence[Tensor], geometry: Geometry, 
         The shard; for an expert mapping, one expert's slice of the stack.
     """
     match mapping:
+        case Buffer():
+            return tensors[0]
         case Direct():
             return tensors[0] if mapping.tp_dim is None else tensors[0].chunk(size, mapping.tp_dim)[rank]
         case Vocab():
@@ -92,6 +94,8 @@ def shard(mapping: ParamMapping, tensors: Sequence[Tensor], geometry: Geometry, 
 def unshard(mapping: ParamMapping, shards: Sequence[Tensor], geometry: Geometry) -> list[Tensor]:
     """The inverse of ``shard``: all ranks' parts -> Hugging Face tensors in the order of ``hf_names``."""
     match mapping:
+        case Buffer():
+            return [shards[0]]
         case Direct():
             return [shards[0] if mapping.tp_dim is None else torch.cat(list(shards), mapping.tp_dim)]
         case Vocab():

@@ -58,7 +58,9 @@ class ParameterMap:
         # One order on all ranks: first what lies outside the layers, then layer by layer.
         outside = [_Entry(m, None) for m in family.mappings if "{layer}" not in m.megatron]
         layered = [m for m in family.mappings if "{layer}" in m.megatron]
-        self._entries = outside + [_Entry(m, layer) for layer in range(family.num_layers) for m in layered]
+        self._entries = outside + [
+            _Entry(m, layer) for layer in range(family.num_layers) for m in layered if m.layers is None or layer in m.layers
+        ]
 
     def load(self, params: Mapping[str, Tensor], read: ReadTensor) -> None:
         """Fills this rank's parameters; each must be covered by a mapping.
