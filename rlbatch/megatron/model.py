@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -17,26 +16,16 @@ from megatron.core.tensor_parallel.layers import (
 )
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from rlbatch.api import ModelFamily
 from rlbatch.config.schema import LayoutConfig
-from rlbatch.megatron.attention import PackedAttention
-from rlbatch.megatron.experts import StackedExperts
+from rlbatch.megatron.local_spec import block_spec
 from rlbatch.megatron.logprobs import chunked_logprobs
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SPLIT_DIM = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
 """Which dimension of a module's weight tensor parallelism splits."""
-
-
-class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm, marked so that Megatron sums its gradient over sequence-parallel ranks (``WrappedTorchNorm`` refuses them)."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel
 
 
 class PolicyModel(GPTModel):
@@ -137,21 +126,6 @@ def transformer_config(family: ModelFamily, layout: LayoutConfig, precision: str
     )
 
 
-def _layer_spec(config: TransformerConfig, vp_stage: int | None) -> Any:
-    """Megatron's local spec with the norm, the attention and the experts that work packed, in parallel and without CUDA."""
-    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)
-    block.layer_norm = RMSNorm
-    for layer in block.layer_specs:
-        modules, attention = layer.submodules, layer.submodules.self_attention.submodules
-        modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm
-        attention.core_attention = PackedAttention
-        if config.qk_layernorm:
-            attention.q_layernorm = attention.k_layernorm = RMSNorm
-        if hasattr(modules.mlp.submodules, "experts"):
-            modules.mlp.submodules.experts = ModuleSpec(module=StackedExperts)
-    return block
-
-
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
     """The next multiple of ``tp_size``."""
     return -(-vocab_size // tp_size) * tp_size
@@ -175,7 +149,7 @@ def _build_chunk(config: TransformerConfig, family: ModelFamily, vp_stage: int |
     place = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     model = PolicyModel(
         config=config,
-        transformer_layer_spec=_layer_spec(config, vp_stage),
+        transformer_layer_spec=block_spec(config, vp_stage),
         vocab_size=padded_vocab_size(family.vocab_size, config.tensor_model_parallel_size),
         max_sequence_length=family.max_sequence_length,
         pre_process=parallel_state.is_pipeline_first_stage(**place),

@@ -1,0 +1,44 @@
+"""The layer spec without Transformer Engine: Megatron's local modules, save those that do not work packed, in parallel or on a host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from rlbatch.megatron.attention import PackedAttention
+from rlbatch.megatron.experts import StackedExperts
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm, marked so that Megatron sums its gradient over sequence-parallel ranks (``WrappedTorchNorm`` refuses them)."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+def block_spec(config: TransformerConfig, vp_stage: int | None) -> Any:
+    """The layers of one pipeline stage (and virtual stage), from Megatron's spec.
+
+    Args:
+        config: Of the model; model-parallel groups exist already.
+        vp_stage: Chunk of an interleaved pipeline; None without one.
+
+    Returns:
+        ``TransformerBlockSubmodules`` of this rank's layers.
+    """
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)
+    block.layer_norm = RMSNorm
+    for layer in block.layer_specs:
+        modules, attention = layer.submodules, layer.submodules.self_attention.submodules
+        modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm
+        attention.core_attention = PackedAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
+        if hasattr(modules.mlp.submodules, "experts"):
+            modules.mlp.submodules.experts = ModuleSpec(module=StackedExperts)
+    return block
