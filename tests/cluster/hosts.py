@@ -1,0 +1,41 @@
+"""Lines in /etc/hosts that belong to a test, marked so that exactly they are removed again."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+HOSTS = Path("/etc/hosts")
+
+
+def add_hosts(owner: str, addresses: Mapping[str, str]) -> None:
+    """Appends ``name -> address`` lines.
+
+    Raises:
+        RuntimeError: a name is there already, as something else.
+    """
+    with _edited() as lines:
+        known = {name for line in lines for name in line.partition("#")[0].split()[1:]}
+        if taken := sorted(known & set(addresses)):
+            raise RuntimeError(f"{HOSTS}: has {', '.join(taken)} already. Is another cluster up?")
+        lines.extend(f"{address} {name} # {owner}" for name, address in addresses.items())
+
+
+def remove_hosts(owner: str) -> None:
+    """Removes the owner's lines."""
+    with _edited() as lines:
+        lines[:] = [line for line in lines if not line.endswith(f"# {owner}")]
+
+
+@contextmanager
+def _edited() -> Iterator[list[str]]:
+    """The lines, written back at the end into the same file: containers mount it, so that it cannot be replaced."""
+    with HOSTS.open("r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        lines = file.read().splitlines()
+        yield lines
+        file.seek(0)
+        file.truncate()
+        file.write("".join(f"{line}\n" for line in lines))

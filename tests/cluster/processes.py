@@ -1,0 +1,80 @@
+"""Processes that tests start as daemons: alive or not, ended for certain, and none left behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+POLL_S = 0.05
+PACKAGES = "apt-get install --no-install-recommends slurm-wlm munge openssh-server iproute2 psmisc"
+
+
+def require(*programs: str) -> None:
+    """Skips the test where it cannot run, saying what it needs; with ``CI=true`` fails it instead."""
+    missing = [program for program in programs if shutil.which(program) is None]
+    problems = [f"not installed: {', '.join(missing)} (Debian: {PACKAGES})"] if missing else []
+    if os.geteuid() != 0:
+        problems.append("needs root: its daemons act for other users")
+    if problems and os.environ.get("CI") == "true":
+        pytest.fail("; ".join(problems))
+    if problems:
+        pytest.skip("; ".join(problems))
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+    """Polls until the condition holds.
+
+    Raises:
+        TimeoutError: it did not hold in time; says what was waited for.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not within {timeout_s:g} s: {what}")
+        time.sleep(POLL_S)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that ended and that nobody waits for (a zombie) does not."""
+    with suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+def stop(pids: Iterable[int], grace_s: float = 8.0) -> None:
+    """Ends processes: asked first, then forced."""
+    pids = [pid for pid in pids if is_alive(pid)]
+    for number, seconds in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 5.0)):
+        for pid in filter(is_alive, pids):
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+        deadline = time.monotonic() + seconds
+        while any(map(is_alive, pids)) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+
+
+def pids_of(files: Iterable[Path]) -> list[int]:
+    """Process ids in those of the pidfiles that exist."""
+    return [int(text) for file in files if file.exists() and (text := file.read_text().strip())]
+
+
+def with_variable(name: str, value: str) -> list[int]:
+    """Living processes, other than this one, that were started with this environment variable."""
+    wanted, found = f"{name}={value}".encode(), []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if wanted in (folder / "environ").read_bytes().split(b"\0") and is_alive(int(folder.name)):
+                found.append(int(folder.name))
+    return [pid for pid in found if pid != os.getpid()]
+
+
+def shared_memory() -> set[str]:
+    """Names in /dev/shm."""
+    return set(os.listdir("/dev/shm"))
