@@ -28,7 +28,7 @@ class StackedExperts(MegatronModule):
     def __init__(self, num_local_experts: int, config: TransformerConfig, pg_collection: Any = None) -> None:
         super().__init__(config=config)
         ffn = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
         self.groups = pg_collection
         self.activation = config.activation_func
         self.gate_up = self._parameter((num_local_experts, 2 * ffn, config.hidden_size), 1, device)

@@ -11,6 +11,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from rlbatch.megatron.attention import PackedAttention
 from rlbatch.megatron.experts import StackedExperts
+from rlbatch.megatron.names import checkpoint_names
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -39,6 +40,8 @@ def block_spec(config: TransformerConfig, vp_stage: int | None) -> Any:
         attention.core_attention = PackedAttention
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
-        if hasattr(modules.mlp.submodules, "experts"):
+        has_experts = hasattr(modules.mlp.submodules, "experts")
+        modules.sharded_state_dict_keys_map = checkpoint_names(config, has_experts=has_experts)
+        if has_experts:
             modules.mlp.submodules.experts = ModuleSpec(module=StackedExperts)
     return block

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,17 +17,19 @@ from megatron.core.tensor_parallel.layers import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
-from rlbatch.api import ModelFamily
+from rlbatch.api import ConfigError, ModelFamily
 from rlbatch.config.schema import LayoutConfig
-from rlbatch.megatron.local_spec import block_spec
+from rlbatch.megatron import local_spec, te_spec
 from rlbatch.megatron.logprobs import chunked_logprobs
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SPLIT_DIM = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
 """Which dimension of a module's weight tensor parallelism splits."""
+EXTRA_STATE = "_extra_state"
+"""How Transformer Engine's modules name what they hold beside tensors."""
 
 
 class PolicyModel(GPTModel):
@@ -40,6 +44,19 @@ class PolicyModel(GPTModel):
     temperature: float = 1.0
     chunk_tokens: int = 4096
     unpadded_vocab_size: int
+
+    def _set_attention_backend(self) -> None:
+        """Nothing: Transformer Engine reads NVTE_FLASH_ATTN, NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN itself; Megatron fixes their values."""
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Without Transformer Engine's extra states: they are empty without fp8, and a checkpoint must load under either layer spec."""
+        state = super().sharded_state_dict(*args, **kwargs)
+        return {name: value for name, value in state.items() if not name.endswith(EXTRA_STATE)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As torch's, of what ``sharded_state_dict`` gives."""
+        extra = {name: value for name, value in self.state_dict().items() if name.endswith(EXTRA_STATE)}
+        return super().load_state_dict({**extra, **state_dict}, strict, assign)
 
     def _postprocess(
         self, hidden_states: Tensor, input_ids: Any, position_ids: Any, labels: Tensor | None, *args: Any, **kwargs: Any
@@ -65,17 +82,26 @@ class PolicyModel(GPTModel):
         return torch.stack([logprobs, entropy])
 
 
-def transformer_config(family: ModelFamily, layout: LayoutConfig, precision: str) -> TransformerConfig:
+def transformer_config(family: ModelFamily, layout: LayoutConfig, precision: str, *, transformer_engine: bool = False) -> TransformerConfig:
     """Megatron's config: the family's architecture, the layout, and what reinforcement learning and this code path fix.
 
     Args:
         family: Architecture.
         layout: Degrees and recomputation, already checked.
         precision: ``fp32`` or ``bf16``.
+        transformer_engine: Which layer spec ``build_model`` takes.
 
     Returns:
         The config of every pipeline stage.
+
+    Raises:
+        ConfigError: DeepEP is asked for and not installed.
     """
+    if layout.deepep and importlib.util.find_spec("deep_ep") is None:
+        raise ConfigError(
+            "layout.deepep=true: the package deep_ep is not installed in this Python (github.com/deepseek-ai/DeepEP). "
+            "Install it, or use layout.deepep=false layout.dispatcher=alltoall."
+        )
     architecture = dict(family.transformer)
     architecture["activation_func"] = getattr(F, architecture["activation_func"])
     on_gpu = torch.cuda.is_available()
@@ -88,8 +114,12 @@ def transformer_config(family: ModelFamily, layout: LayoutConfig, precision: str
             "moe_router_bias_update_rate": 0.0,
             "moe_router_dtype": "fp32",
         }
-    return TransformerConfig(
+    kind = TransformerConfig
+    if architecture.get("multi_latent_attention"):
+        kind, architecture = MLATransformerConfig, architecture | {"rope_type": "rope", "rotary_base": family.rotary_base, **family.rope}
+    return kind(
         **architecture,
+        transformer_impl="transformer_engine" if transformer_engine else "local",
         tensor_model_parallel_size=layout.tp_size,
         pipeline_model_parallel_size=layout.pp_size,
         virtual_pipeline_model_parallel_size=layout.vpp_size if layout.vpp_size > 1 else None,
@@ -109,7 +139,8 @@ def transformer_config(family: ModelFamily, layout: LayoutConfig, precision: str
         # An interleaved pipeline of two stages sends forward and backward messages over one pair of ranks: announcing each shape would
         # mix them up, so all packs get one length instead.
         variable_seq_lengths=layout.vpp_size == 1,
-        moe_token_dispatcher_type="alltoall",  # of a dense model too: Megatron checks it against variable lengths
+        moe_token_dispatcher_type=layout.dispatcher,  # of a dense model too: Megatron checks it against variable lengths
+        moe_enable_deepep=layout.deepep,
         batch_p2p_comm=on_gpu and layout.vpp_size == 1,  # with two stages, interleaved, batched messages are mistaken for each other
         use_cpu_initialization=not on_gpu,
         perform_initialization=False,  # weights always come from a checkpoint
@@ -147,9 +178,10 @@ def build_model(config: TransformerConfig, family: ModelFamily) -> list[PolicyMo
 
 def _build_chunk(config: TransformerConfig, family: ModelFamily, vp_stage: int | None) -> PolicyModel:
     place = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
+    transformer_engine = config.transformer_impl == "transformer_engine"
     model = PolicyModel(
         config=config,
-        transformer_layer_spec=block_spec(config, vp_stage),
+        transformer_layer_spec=(te_spec if transformer_engine else local_spec).block_spec(config, vp_stage),
         vocab_size=padded_vocab_size(family.vocab_size, config.tensor_model_parallel_size),
         max_sequence_length=family.max_sequence_length,
         pre_process=parallel_state.is_pipeline_first_stage(**place),
@@ -162,6 +194,8 @@ def _build_chunk(config: TransformerConfig, family: ModelFamily, vp_stage: int |
     )
     model.unpadded_vocab_size = family.vocab_size
     _mark_split_weights(model)
+    if transformer_engine:
+        te_spec.mark_replicated_weights(model)
     if torch.cuda.is_available():
         model.cuda(torch.cuda.current_device())
     return model

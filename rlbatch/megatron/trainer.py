@@ -20,9 +20,11 @@ from rlbatch.algorithms.objective import SUMS, Objective
 from rlbatch.api import Microbatch, ModelError, ModelFamily, OffloadStrategy
 from rlbatch.config.schema import Config
 from rlbatch.megatron import parallel
-from rlbatch.megatron.model import PolicyModel, build_model, transformer_config
+from rlbatch.megatron.model import build_model, transformer_config
+from rlbatch.megatron.names import canonical_tensors
 from rlbatch.megatron.optimizer import build_optimizer, build_schedule, optimizer_spec, wrap_data_parallel
 from rlbatch.megatron.shifted import ShiftedPack, padded_to
+from rlbatch.megatron.te_spec import uses_transformer_engine
 from rlbatch.weights.params import NamedTensor, ParameterMap, ReadTensor
 
 LossFunction = Callable[[Tensor], tuple[Tensor, Tensor, Any]]
@@ -40,12 +42,13 @@ class Trainer:
     def __init__(self, config: Config, family: ModelFamily, offload: OffloadStrategy) -> None:
         self._config = config
         self._device = torch.cuda.current_device()
-        megatron_config = transformer_config(family, config.layout, config.train.precision)
+        transformer_engine = uses_transformer_engine(config.train)
+        megatron_config = transformer_config(family, config.layout, config.train.precision, transformer_engine=transformer_engine)
         megatron_config.finalize_model_grads_func = _finalize_without_scaling
         self.stages = build_model(megatron_config, family)
         for stage in self.stages:
             stage.temperature, stage.chunk_tokens = config.rollout.temperature, config.train.logprob_chunk_tokens
-        self.params = _global_names(self.stages)
+        self.params = canonical_tensors(self.stages)
         wrapped = [Float16Module(megatron_config, stage) if megatron_config.bf16 else stage for stage in self.stages]
         self._chunks = wrap_data_parallel(megatron_config, wrapped)
         self.optimizer = build_optimizer(
@@ -221,19 +224,3 @@ def _forward(pack: ShiftedPack, model: Any) -> Tensor:
 def _finalize_without_scaling(model: list[Any], num_tokens: Tensor | None = None, **options: Any) -> None:
     """Megatron's gradient reduction; the token count stays out of it, because the loss has its denominator already."""
     finalize_model_grads(model, None, **options)
-
-
-def _global_names(stages: list[PolicyModel]) -> dict[str, torch.nn.Parameter]:
-    """Parameters of this rank under names whose layer indices count from the first pipeline stage."""
-    named: dict[str, torch.nn.Parameter] = {}
-    for stage in stages:
-        numbers = [layer.layer_number - 1 for layer in stage.decoder.layers]
-        for name, param in stage.named_parameters():
-            if stage.share_embeddings_and_output_weights and name == "output_layer.weight":
-                name = "embedding.word_embeddings.weight"  # the last stage's copy, which Megatron keeps equal to the first stage's
-            head, _, rest = name.partition("decoder.layers.")
-            if rest:
-                index, _, tail = rest.partition(".")
-                name = f"{head}decoder.layers.{numbers[int(index)]}.{tail}"
-            named[name] = param
-    return named

@@ -1,0 +1,61 @@
+"""Names of parameters: one canonical name each, whatever the layer spec and the pipeline stage.
+
+Canonical are the local spec's names with layer indices that count from the first pipeline stage; a family's mappings are written in them.
+Transformer Engine's fused modules hold the norm's weight inside the linear layer behind it. Checkpoints hold the names that Megatron's
+Transformer Engine spec gives: what one spec wrote, the other reads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+_FUSED = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+}
+"""Canonical name of a norm in a layer -> its name where Transformer Engine fuses it into a linear layer."""
+
+
+def checkpoint_names(config: TransformerConfig, *, has_experts: bool) -> dict[str, str]:
+    """What a layer of the local spec is called in a checkpoint, where that differs: ``sharded_state_dict_keys_map``.
+
+    Args:
+        config: Of the model.
+        has_experts: Whether the layer has experts, whose router needs the norm before the MLP unfused.
+    """
+    fused = {"self_attention.q_layernorm.", "self_attention.kv_layernorm."} if config.multi_latent_attention else {"input_layernorm."}
+    if not has_experts:
+        fused.add("pre_mlp_layernorm.")
+    return {name: _FUSED[name] for name in sorted(fused)}
+
+
+def canonical_tensors(stages: list[Any]) -> dict[str, Tensor]:
+    """This rank's parameters under their canonical names.
+
+    Args:
+        stages: Its model chunks.
+    """
+    named: dict[str, Tensor] = {}
+    for stage in stages:
+        numbers = [layer.layer_number - 1 for layer in stage.decoder.layers]
+        for name, param in stage.named_parameters():
+            if stage.share_embeddings_and_output_weights and name == "output_layer.weight":
+                name = "embedding.word_embeddings.weight"  # the last stage's copy, which Megatron keeps equal to the first stage's
+            named[_canonical(name, numbers)] = param
+    return named
+
+
+def _canonical(name: str, numbers: list[int]) -> str:
+    head, _, rest = name.partition("decoder.layers.")
+    if not rest:
+        return name
+    index, _, tail = rest.partition(".")
+    for norm, fused in _FUSED.items():
+        if tail.startswith(fused):
+            tail = norm + tail.removeprefix(fused)
+    return f"{head}decoder.layers.{numbers[int(index)]}.{tail}"

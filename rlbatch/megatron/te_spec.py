@@ -1,0 +1,71 @@
+"""The layer spec with Transformer Engine: norms fused into the linear layers behind them, and its attention over packs.
+
+Attention takes the same packs as ``PackedAttention``: ``cu_seqlens`` of the whole pack, and under context parallelism the same two chunks
+of every sequence. Experts stay ``StackedExperts``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from rlbatch.api import ConfigError
+from rlbatch.config.schema import TrainConfig
+from rlbatch.megatron.experts import StackedExperts
+
+
+def uses_transformer_engine(train: TrainConfig) -> bool:
+    """Whether the model is built with Transformer Engine: ``train.spec``, and what this machine has.
+
+    Raises:
+        ConfigError: it is asked for and cannot be used.
+    """
+    missing = _what_is_missing(train.precision)
+    if train.spec == "transformer_engine" and missing:
+        raise ConfigError(f"train.spec=transformer_engine: {missing}. Use train.spec=auto or train.spec=local.")
+    return train.spec != "local" and not missing
+
+
+def _what_is_missing(precision: str) -> str:
+    if precision == "fp32":
+        return "its attention over packs has no fp32 kernels, and train.precision is fp32"
+    if not torch.cuda.is_available():
+        return "it needs a GPU, and this rank has 0"
+    if importlib.util.find_spec("transformer_engine") is None:
+        return "the package transformer_engine is not installed in this Python (pip install 'transformer-engine[pytorch]')"
+    return ""
+
+
+def block_spec(config: TransformerConfig, vp_stage: int | None) -> Any:
+    """The layers of one pipeline stage (and virtual stage), from Megatron's spec.
+
+    Args:
+        config: Of the model; model-parallel groups exist already.
+        vp_stage: Chunk of an interleaved pipeline; None without one.
+
+    Returns:
+        ``TransformerBlockSubmodules`` of this rank's layers.
+    """
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    for layer in block.layer_specs:
+        modules = layer.submodules
+        if hasattr(modules.mlp.submodules, "experts"):
+            modules.mlp.submodules.experts = ModuleSpec(module=StackedExperts)
+    return block
+
+
+def mark_replicated_weights(model: torch.nn.Module) -> None:
+    """Says that the linear layers which every tensor-parallel rank holds whole are not split.
+
+    Transformer Engine marks the weight of every linear layer as split; the gradient norm (and so the clipping) would count each copy.
+    """
+    from megatron.core.extensions.transformer_engine import TELinear
+
+    for module in model.modules():
+        if isinstance(module, TELinear) and module.parallel_mode is None:
+            module.weight.tensor_model_parallel = False
