@@ -22,7 +22,18 @@ def main() -> None:
     """Reads the run folder's config and runs this rank to the end."""
     parser = argparse.ArgumentParser(prog="python -m rlbatch.run", description="One rank of a job. Started by the launchers.")
     parser.add_argument("--run-dir", type=Path, required=True, help="Run folder with config.yaml, as made by rlbatch.submit.")
-    run_dir = parser.parse_args().run_dir.resolve()
+    run_rank(parser.parse_args().run_dir.resolve())
+
+
+def run_rank(run_dir: Path) -> None:
+    """Runs this process's rank to the end.
+
+    Args:
+        run_dir: Run folder, as made by rlbatch.submit.
+
+    Raises:
+        SystemExit: the job failed or was stopped.
+    """
     signal.signal(signal.SIGTERM, _exit_on_signal)
     info = RankInfo.from_environment()
     info.init_method()  # refuses what is no rank of a job before its folder is touched
@@ -42,12 +53,17 @@ def _run_rank(run_dir: Path, info: RankInfo) -> None:
     try:
         with reporting_failures(run_dir, info.rank):  # inside: the log's end tells of the error that it records
             log.phase("importing Megatron-core")
+            from rlbatch.launch.job_store import open_store
             from rlbatch.launch.process_group import process_group
+            from rlbatch.launch.watchdog import Watchdog
             from rlbatch.pipeline.assemble import assemble
             from rlbatch.pipeline.loop import run
 
-            with process_group(info) as device:
-                job = assemble(config, run_dir, info, device, log.phase)
+            watchdog = Watchdog(config.launch)
+            store = open_store(info, config.launch.rendezvous_timeout_s)
+            with process_group(store, config.launch.collective_timeout_s) as device:
+                with watchdog.phase("start"):
+                    job = assemble(config, run_dir, device, store, watchdog, log.phase)
                 try:
                     run(job, log)
                 finally:

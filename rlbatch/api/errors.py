@@ -32,5 +32,9 @@ class RolloutError(RlbatchError):
     """An engine that failed, or whose answer does not fit its request."""
 
 
+class LaunchError(RlbatchError):
+    """Ranks that did not meet, or that died, left or hang."""
+
+
 class CheckpointError(RlbatchError):
     """A checkpoint that could not be written."""

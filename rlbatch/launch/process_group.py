@@ -10,22 +10,21 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from rlbatch.launch.environment import RankInfo
-
-TIMEOUT = datetime.timedelta(minutes=10)
+from rlbatch.launch.job_store import JobStore
 
 
 @contextmanager
-def process_group(info: RankInfo) -> Iterator[str]:
+def process_group(store: JobStore, timeout_s: float) -> Iterator[str]:
     """Joins the job's default group and leaves it at the end.
 
     Args:
-        info: Who this process is.
+        store: The job's, over which the group meets.
+        timeout_s: Seconds until a collective gives up.
 
     Yields:
         The device of this rank: ``cuda:<local_rank>``, or ``cpu`` where there is no CUDA.
     """
-    on_gpu = torch.cuda.is_available()
+    info, on_gpu = store.info, torch.cuda.is_available()
     device = f"cuda:{info.local_rank}" if on_gpu else "cpu"
     if on_gpu:
         # The Megatron order of kernels needs one hardware queue where communication and computation overlap.
@@ -33,10 +32,12 @@ def process_group(info: RankInfo) -> Iterator[str]:
         torch.cuda.set_device(info.local_rank)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        init_method=info.init_method(),
+        store=dist.PrefixStore("default", store.store),
         rank=info.rank,
         world_size=info.world_size,
-        timeout=TIMEOUT,  # no device_id: with it every one of Megatron's groups would hold NCCL buffers before it is used
+        timeout=datetime.timedelta(
+            seconds=timeout_s
+        ),  # no device_id: with it every one of Megatron's groups would hold NCCL buffers before it is used
     )
     try:
         yield device

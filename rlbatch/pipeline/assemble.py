@@ -13,7 +13,8 @@ from rlbatch.algorithms.objective import Objective
 from rlbatch.api import ConfigError, ModelFamily, Prompt, Reward, RolloutContext
 from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import EMBEDDED, Config
-from rlbatch.launch.environment import RankInfo
+from rlbatch.launch.job_store import JobStore
+from rlbatch.launch.watchdog import Watchdog
 from rlbatch.megatron import parallel
 from rlbatch.megatron.rng import seed_random_numbers
 from rlbatch.megatron.trainer import Trainer
@@ -28,19 +29,21 @@ from rlbatch.registry import Registry, load_plugins
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
-def assemble(config: Config, run_dir: Path, info: RankInfo, device: str, announce: Callable[[str], None]) -> Job:
+def assemble(config: Config, run_dir: Path, device: str, store: JobStore, watchdog: Watchdog, announce: Callable[[str], None]) -> Job:
     """Builds this rank's part of the job; a collective.
 
     Args:
         config: Resolved.
         run_dir: Run folder.
-        info: This rank.
         device: ``cpu`` or ``cuda:<index>``.
+        store: The job's, which knows this rank.
+        watchdog: Of this rank.
         announce: Told what is being done.
 
     Raises:
         RlbatchError: what cannot be used.
     """
+    info = store.info
     if info.world_size != config.layout.world_size:
         raise ConfigError(f"layout.world_size={config.layout.world_size}: {info.world_size} ranks were started. Make both equal.")
     announce("loading plugins")
@@ -65,6 +68,8 @@ def assemble(config: Config, run_dir: Path, info: RankInfo, device: str, announc
         run_dir=run_dir,
         rank=info.rank,
         device=device,
+        store=store,
+        watchdog=watchdog,
         hf_folder=hf_folder,
         family=family,
         trainer=trainer,

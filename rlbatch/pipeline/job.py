@@ -9,6 +9,8 @@ from pathlib import Path
 from rlbatch.algorithms.objective import Objective
 from rlbatch.api import AdvantageEstimator, ModelFamily, OffloadStrategy, Prompt, Reward
 from rlbatch.config.schema import Config
+from rlbatch.launch.job_store import JobStore
+from rlbatch.launch.watchdog import Phase, Watchdog
 from rlbatch.megatron.trainer import Trainer
 from rlbatch.pipeline.prompts import PromptOrder
 from rlbatch.pipeline.rollout import Rollout
@@ -23,6 +25,8 @@ class Job:
         run_dir: Run folder.
         rank: This process.
         device: ``cpu`` or ``cuda:<index>``.
+        store: Where ranks wait for each other outside of collectives.
+        watchdog: Ends the job if a rank hangs; told what this rank does.
         hf_folder: The model's config.json and tokenizer.
         family: Of the model.
         trainer: Policy and optimizer.
@@ -41,6 +45,8 @@ class Job:
     run_dir: Path
     rank: int
     device: str
+    store: JobStore
+    watchdog: Watchdog
     hf_folder: Path
     family: ModelFamily
     trainer: Trainer
@@ -53,3 +59,8 @@ class Job:
     order: PromptOrder
     eval_prompts: list[Prompt]
     needs_reference: bool
+
+    def wait_for_all(self, phase: Phase) -> None:
+        """Waits until every rank has come here, as long as the phase may last: on the store, since no collective waits so long."""
+        with self.watchdog.phase(phase):
+            self.store.barrier(phase, self.watchdog.limit_s(phase))

@@ -38,10 +38,12 @@ def run(job: Job, log: RunLog) -> None:
     checkpoints = Checkpoints(job, log.phase)
     try:
         _run_steps(job, log, checkpoints, done)
-        checkpoints.close()
+        with job.watchdog.phase("checkpoint"):
+            checkpoints.close()
         if job.config.checkpoint.export_hf:
             log.phase("writing the policy as a Hugging Face folder")
-            export_hf(job)
+            with job.watchdog.phase("checkpoint"):
+                export_hf(job)
     finally:
         checkpoints.abort()
 
@@ -61,7 +63,8 @@ def _run_steps(job: Job, log: RunLog, checkpoints: Checkpoints, done: int) -> No
         log.samples(step, _all_rows(step, groups, advantages))
         # Last: a run that goes on from this checkpoint does not do the step again, so all of it must have been written.
         save_interval = config.checkpoint.save_interval
-        seconds = checkpoints.after_step(step, is_due=save_interval >= 0 and _is_due(step, save_interval, config.train.steps))
+        with job.watchdog.phase("checkpoint"):
+            seconds = checkpoints.after_step(step, is_due=save_interval >= 0 and _is_due(step, save_interval, config.train.steps))
         if seconds is not None:
             log.measure(step, {"time/checkpoint_s": seconds})
 
@@ -76,8 +79,11 @@ def evaluate(job: Job) -> dict[str, float]:
     mine = job.rollout.share(len(job.eval_prompts))
     with job.offload.generating():
         job.rollout.sync_weights(job.trainer.export(), job.trainer.policy_version)
-        groups = job.rollout.evaluate([job.eval_prompts[i] for i in mine])
-    score(groups, job.rewards, job.config.reward.name)
+        with job.watchdog.phase("generation"):
+            groups = job.rollout.evaluate([job.eval_prompts[i] for i in mine])
+    with job.watchdog.phase("generation"):
+        score(groups, job.rewards, job.config.reward.name)
+    job.wait_for_all("generation")
     sums = torch.tensor([sum(sum(group.rewards) for group in groups), float(len(groups))], dtype=torch.float64)
     dist.all_reduce(sums)
     return {"reward/eval": float(sums[0] / sums[1]), "time/eval_s": time.perf_counter() - started}

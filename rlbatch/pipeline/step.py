@@ -34,15 +34,16 @@ def train_step(job: Job, step: int) -> tuple[StepResult, list[SampleGroup], list
     mine = job.rollout.share(len(prompts))
 
     with job.offload.generating():
-        with clock.phase("sync"):
+        with clock.phase("sync"), job.watchdog.phase("training"):
             job.rollout.sync_weights(job.trainer.export(), job.trainer.policy_version)
-        with clock.phase("rollout"):
+        with clock.phase("rollout"), job.watchdog.phase("generation"):
             groups = job.rollout.generate([prompts[i] for i in mine], step)
 
-    with clock.phase("reward"):
+    with clock.phase("reward"), job.watchdog.phase("generation"):
         score(groups, job.rewards, config.reward.name)
 
     with clock.phase("exchange"):
+        job.wait_for_all("generation")
         batch = exchange(groups, mine)
         updates = plan_updates(batch, config, parallel.dp_rank(), parallel.dp_size())
 

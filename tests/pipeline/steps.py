@@ -15,6 +15,8 @@ from rlbatch.api import PolicyLossInputs, PolicyLossOutputs, RolloutError
 from rlbatch.config.compose import compose
 from rlbatch.config.schema import EMBEDDED, Config
 from rlbatch.launch.environment import RankInfo
+from rlbatch.launch.job_store import JobStore
+from rlbatch.launch.watchdog import Watchdog
 from rlbatch.pipeline.assemble import assemble
 from rlbatch.pipeline.embedded import write_embedded_task, write_random_weights
 from rlbatch.pipeline.job import Job
@@ -55,7 +57,8 @@ def job_of(config: Config, run_dir: str) -> Job:
     """This rank's part of the job."""
     rank, size = dist.get_rank(), dist.get_world_size()
     info = RankInfo(rank, size, rank, size, 0, "test", "127.0.0.1", 0)
-    return assemble(config, Path(run_dir), info, "cpu", lambda text: None)
+    store = JobStore(dist.distributed_c10d._get_default_store(), info)
+    return assemble(config, Path(run_dir), "cpu", store, Watchdog(config.launch), lambda text: None)
 
 
 @dataclass
