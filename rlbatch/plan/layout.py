@@ -55,6 +55,7 @@ def check_layout(layout: LayoutConfig, family: ModelFamily, *, on_gpu: bool) -> 
         _check_experts(layout, family, on_gpu)
     else:
         _check_no_experts(layout, family)
+    _check_dispatcher(layout, on_gpu)
     _check_tensor_parallel(layout, family)
     _check_world(layout, family)
     _stage_layers(layout, family.num_layers)
@@ -117,11 +118,26 @@ def _check_experts(layout: LayoutConfig, family: ModelFamily, on_gpu: bool) -> N
         )
 
 
+def _check_dispatcher(layout: LayoutConfig, on_gpu: bool) -> None:
+    """Megatron's flex dispatcher is a front of DeepEP, which moves tokens between GPUs."""
+    way_out = "Use layout.deepep=false layout.dispatcher=alltoall."
+    if layout.deepep and layout.dispatcher != "flex":
+        raise ConfigError(f"layout.deepep=true: needs layout.dispatcher=flex, not {layout.dispatcher}. Set it, or layout.deepep=false.")
+    if layout.dispatcher == "flex" and not layout.deepep:
+        raise ConfigError("layout.dispatcher=flex: moves tokens with DeepEP only, and layout.deepep is false. Set it, or use alltoall.")
+    if layout.deepep and not on_gpu:
+        raise ConfigError(f"layout.deepep=true: DeepEP needs GPUs, and this job has 0. {way_out}")
+    if layout.deepep and layout.ep_size * layout.etp_size == 1:
+        raise ConfigError(f"layout.deepep=true: needs ep_size x etp_size > 1, and has 1 x 1: no token moves between ranks. {way_out}")
+
+
 def _check_no_experts(layout: LayoutConfig, family: ModelFamily) -> None:
     for name in ("ep_size", "etp_size"):
         size = getattr(layout, name)
         if size > 1:
             raise ConfigError(f"layout.{name}={size}: {family.name} has 0 experts. Use layout.{name}=1.")
+    if layout.deepep:
+        raise ConfigError(f"layout.deepep=true: {family.name} has 0 experts. Use layout.deepep=false layout.dispatcher=alltoall.")
 
 
 def _check_divides(name: str, size: int, number_name: str, family: ModelFamily) -> None:

@@ -48,6 +48,19 @@ REFUSED: list[tuple[ModelFamily, dict[str, Any], str]] = [
     ),
     (MOE, {"world_size": 8, "ep_size": 4, "etp_size": 4}, "= 16). Use 16 ranks, or smaller sizes."),
     (DENSE, {"world_size": 3, "cp_size": 2}, "layout.world_size=3: must be a multiple of tp_size x pp_size x cp_size"),
+    # how tokens reach experts
+    (MOE, {"world_size": 2, "ep_size": 2, "deepep": True}, "layout.deepep=true: needs layout.dispatcher=flex, not alltoall."),
+    (
+        MOE,
+        {"world_size": 2, "ep_size": 2, "dispatcher": "flex"},
+        "layout.dispatcher=flex: moves tokens with DeepEP only, and layout.deepep is",
+    ),
+    (
+        MOE,
+        {"world_size": 2, "ep_size": 2, "dispatcher": "flex", "deepep": True},
+        "layout.deepep=true: DeepEP needs GPUs, and this job has 0.",
+    ),
+    (DENSE, {"world_size": 2, "dispatcher": "flex", "deepep": True}, "layout.deepep=true: some_model has 0 experts."),
     # heads, rows and experts
     (MOE, {"world_size": 8, "tp_size": 8, "ep_size": 8}, "layout.tp_size=8: must divide num_query_groups (4). Use 2 or 4."),
     (MOE, {"world_size": 3, "tp_size": 3, "etp_size": 3}, "layout.tp_size=3: must divide num_attention_heads (64). Use 1, 2 or 4."),
