@@ -16,7 +16,8 @@ from pathlib import Path
 from textwrap import fill
 
 from rlbatch.api import ConfigError, DataError, PluginError, RlbatchError
-from rlbatch.config.compose import choice_values, group_choices, save_config
+from rlbatch.config.choices import choice_values, group_choices
+from rlbatch.config.compose import save_config
 from rlbatch.config.convert import KeyDoc, key_docs, show_value
 from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import EMBEDDED, Config

@@ -115,7 +115,7 @@ def test_run_folder_is_never_reused(started: list[tuple[Config, Path]], capsys: 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["trian.steps=3"], "trian.steps: unknown key. Did you mean `train.steps`?"),
+        (["trian.steps=3"], "trian.steps: unknown key. Did you mean `train.steps`"),
         (["reward=squence"], "reward=squence: unknown. Did you mean `sequence`"),
         (["plugins=[absent.py]"], "plugins=[absent.py]: there is no such file"),
         (["layout.world_size=3"], "layout.world_size=3: must be a multiple of pp_size x ep_size x etp_size"),

@@ -5,24 +5,24 @@ Only the login node composes; ranks read the resolved config.yaml.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from importlib import resources
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rlbatch.api import ConfigError
 from rlbatch.config.check import check_config
+from rlbatch.config.choices import AUTO, CONFIG_PACKAGE, complete_choices, group_choices
 from rlbatch.config.convert import closest, from_mapping, key_docs, to_plain, unknown_key
 from rlbatch.config.schema import Config
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
-CONFIG_PACKAGE = "rlbatch_configs"
 PLUGIN_GROUPS = ("rollout", "reward", "offload")
 """Groups whose choices are plugins: any registered name is a choice, with or without a yaml file."""
 
-_HAS_OPTIONS = tuple(f"{group}.options." for group in PLUGIN_GROUPS)
+_ANY_KEY = ("cluster.environment.", *(f"{group}.options." for group in PLUGIN_GROUPS))
+"""Mappings: what begins so is a key."""
 
 
 def compose(overrides: Sequence[str]) -> Config:
@@ -39,13 +39,14 @@ def compose(overrides: Sequence[str]) -> Config:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    lines = _checked_overrides(overrides)
-    try:
-        with initialize_config_module(CONFIG_PACKAGE, version_base="1.3"):
-            tree = OmegaConf.to_container(hydra_compose("config", overrides=lines), resolve=True)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(f"overrides {' '.join(overrides)}: {error}") from error
-    return _config(tree)
+    def tree(lines: Sequence[str]) -> Mapping[str, Any]:
+        try:
+            with initialize_config_module(CONFIG_PACKAGE, version_base="1.3"):
+                return cast(Mapping[str, Any], OmegaConf.to_container(hydra_compose("config", overrides=list(lines)), resolve=True))
+        except (HydraException, OmegaConfBaseException) as error:
+            raise ConfigError(f"overrides {' '.join(overrides)}: {error}") from error
+
+    return _config(tree(complete_choices(*_checked_overrides(overrides), tree)))
 
 
 def load_config(path: Path | str) -> Config:
@@ -75,38 +76,6 @@ def save_config(config: Config, path: Path | str) -> None:
     Path(path).write_text(OmegaConf.to_yaml(OmegaConf.create(to_plain(config))), encoding="utf-8")
 
 
-def group_choices() -> Mapping[str, tuple[str, ...]]:
-    """Config groups and the choices that have a yaml file.
-
-    Raises:
-        ConfigError: the package is not installed.
-    """
-    try:
-        root = resources.files(CONFIG_PACKAGE)
-    except ModuleNotFoundError as error:
-        raise ConfigError("rlbatch_configs: not found, so rlbatch is not installed here. Run `pip install -e .` in its folder.") from error
-    groups = {folder.name: folder for folder in root.iterdir() if folder.is_dir() and not folder.name.startswith("_")}
-    return {
-        name: tuple(sorted(file.name.removesuffix(".yaml") for file in groups[name].iterdir() if file.name.endswith(".yaml")))
-        for name in sorted(groups)
-    }
-
-
-def choice_values(group: str, name: str) -> Mapping[str, Any]:
-    """What a choice's yaml file sets: keys as written below its package, dotted -> value."""
-    from yaml import safe_load
-
-    def flat(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-        for key, value in tree.items():
-            if isinstance(value, Mapping):
-                yield from flat(value, f"{prefix}{key}.")
-            else:
-                yield prefix + key, value
-
-    text = resources.files(CONFIG_PACKAGE).joinpath(group).joinpath(f"{name}.yaml").read_text(encoding="utf-8")
-    return dict(flat(safe_load(text), ""))
-
-
 def _config(tree: Any) -> Config:
     if not isinstance(tree, Mapping):
         raise ConfigError("config.yaml: must be a mapping of keys to values.")
@@ -115,12 +84,13 @@ def _config(tree: Any) -> Config:
     return config
 
 
-def _checked_overrides(overrides: Sequence[str]) -> list[str]:
+def _checked_overrides(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Choices of groups, and the lines of the other keys."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
     parser = OverridesParser.create()
-    lines = []
+    choices, lines = {}, []
     for text in overrides:
         try:
             override = parser.parse_override(text)
@@ -130,17 +100,19 @@ def _checked_overrides(overrides: Sequence[str]) -> list[str]:
             raise ConfigError(f"{text}: has several values. Give one; a list is written [a,b].")
         if override.is_delete():
             raise ConfigError(f"{text}: keys cannot be removed. Set the value that you want instead.")
-        lines.append(_checked_override(override))
-    return lines
+        key, groups = override.key_or_group, group_choices()
+        if key in groups and override.package is None:
+            _check_choice(key, override.value(), groups[key])
+            choices[key] = str(override.value())
+        else:
+            lines.append(_checked_override(override, groups))
+    return choices, lines
 
 
-def _checked_override(override: Override) -> str:
-    text, key, groups = str(override.input_line), override.key_or_group, group_choices()
-    if key in groups and override.package is None:
-        _check_choice(key, override.value(), groups[key])
-        return text
+def _checked_override(override: Override, groups: Mapping[str, Sequence[str]]) -> str:
+    text, key = str(override.input_line), override.key_or_group
     keys = [doc.name for doc in key_docs(Config)]
-    if override.package is not None or not (key in keys or key.startswith(_HAS_OPTIONS)):
+    if override.package is not None or not (key in keys or key.startswith(_ANY_KEY)):
         sections = {name.partition(".")[0] for name in keys if "." in name}
         if key in sections:
             raise ConfigError(
@@ -152,7 +124,7 @@ def _checked_override(override: Override) -> str:
 
 
 def _check_choice(group: str, choice: Any, with_file: Sequence[str]) -> None:
-    if choice in with_file:
+    if choice in with_file or (group, choice) == ("layout", AUTO):
         return
     if not isinstance(choice, str) or not choice:
         raise ConfigError(f"{group}={choice}: must be one name. Choose {' or '.join(with_file)}.")

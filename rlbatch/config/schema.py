@@ -82,6 +82,7 @@ class ModelConfig:
     """``model.*``"""
 
     name: str = key("", "Name under which layouts are looked up, e.g. deepseek671b; `model=<name>` sets it.")
+    parameters: float = key(0.0, "Parameters, for estimates at submit, e.g. 671.0e9; 0: from the size of model.hf's weights.")
     hf: str = key(EMBEDDED, "Hugging Face folder: config.json, tokenizer, safetensors; `embedded`: a tiny random Qwen3-MoE.")
 
 
@@ -168,7 +169,8 @@ class ClusterConfig:
     """``+cluster=<name>`` and ``cluster.*``: the machines of a job."""
 
     name: str = key("", "The cluster.")
-    gpus: int = key(0, "GPUs of the whole job; 0: layout.world_size.")
+    model: str = key("", "What is trained if `model=` does not say: a choice of model; empty: the experiment's.")
+    gpus: int = key(0, "GPUs that a job may take; 0: layout.world_size.")
     gpus_per_node: int = key(8, "GPUs (and ranks) of a node.")
     gpu: str = key("", "Kind of GPU, e.g. H100; empty: not said.")
     gpu_memory_gib: float = key(0.0, "Memory of a GPU, GiB; 0: not said.")
@@ -182,6 +184,7 @@ class ClusterConfig:
     time_limit: str = key("", "Slurm time limit, e.g. 1-00:00:00; empty: the partition's.")
     constraint: str = key("", "Slurm node features, e.g. h100; empty: any.")
     exclusive: bool = key(True, "Whether nodes are the job's alone.")
+    cpus_per_task: int = key(0, "CPUs of a rank, for nodes that are shared; 0: not said, which is right for exclusive nodes.")
     gres: str = key("gpu", "Generic resource name of GPUs, `gpu` or `gpu:<type>`; empty: nodes have no GPUs to ask for.")
     sbatch_options: tuple[str, ...] = key((), "Further options of sbatch, e.g. --reservation=rl.")
     container: Literal["none", "pyxis", "apptainer"] = key("none", "What runs the ranks: the host itself, pyxis/enroot or apptainer.")

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from rlbatch.api import ConfigError
-from rlbatch.config.compose import PLUGIN_GROUPS, compose, group_choices, load_config, save_config
+from rlbatch.config.choices import group_choices
+from rlbatch.config.compose import PLUGIN_GROUPS, compose, load_config, save_config
 from rlbatch.config.convert import key_docs
 from rlbatch.config.schema import Config
 
-REQUIRED = {"experiment=hf": ["model.hf=/models/some", "data.train=train.jsonl"]}
+REQUIRED = {"experiment=hf": ["model.hf=/models/some", "data.train=train.jsonl"], "experiment=math": ["model.hf=/models/some"]}
 """What the user must add to a choice."""
 
 
@@ -72,14 +73,14 @@ def test_plugin_without_yaml() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("trian.steps=5", "trian.steps: unknown key. Did you mean `train.steps`?"),
+        ("trian.steps=5", "trian.steps: unknown key. Did you mean `train.steps`"),
         ("steps=5", "steps: unknown key. Did you mean `train.steps`?"),
         ("rewrd=sequence", "rewrd: unknown key. Did you mean `reward`"),
         ("hydra.run.dir=x", "hydra.run.dir: unknown key."),
         ("train.zzz=1", "train.zzz: unknown key. Known: train.steps, "),
         ("train=5", "train=5: `train` is a group of keys. Set one of train.steps, "),
-        ("experiment=embeded", "experiment=embeded: unknown. Did you mean `embedded`? Known: embedded, hf"),
-        ("experiment=null", "experiment=None: must be one name. Choose embedded or hf."),
+        ("experiment=embeded", "experiment=embeded: unknown. Did you mean `embedded`? Known: embedded, hf, math"),
+        ("experiment=null", "experiment=None: must be one name. Choose embedded or hf or math."),
         ("reward={name: x}", "reward={'name': 'x'}: must be one name. Choose "),
         ("rollout@x=transformers", "unknown key|is a group of keys"),
         ("train.steps=2.5", "train.steps=2.5: must be an integer, not a number."),

@@ -1,0 +1,101 @@
+"""Config groups and their choices, and the choices that follow from others: cluster -> model -> experiment and layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import resources
+from typing import Any
+
+from rlbatch.api import ConfigError
+
+CONFIG_PACKAGE = "rlbatch_configs"
+AUTO = "auto"
+"""Choice of ``layout`` that is looked up by the model's name and the cluster's GPUs."""
+LARGE_MODEL_EXPERIMENT = "math"
+"""What a chosen model is trained with."""
+_ADDED = ("model", "layout", "cluster")
+"""Groups that are not in the defaults list, in the order in which they override each other."""
+
+
+def group_choices() -> Mapping[str, tuple[str, ...]]:
+    """Config groups and the choices that have a yaml file.
+
+    Raises:
+        ConfigError: the package is not installed.
+    """
+    try:
+        root = resources.files(CONFIG_PACKAGE)
+    except ModuleNotFoundError as error:
+        raise ConfigError("rlbatch_configs: not found, so rlbatch is not installed here. Run `pip install -e .` in its folder.") from error
+    groups = {folder.name: folder for folder in root.iterdir() if folder.is_dir() and not folder.name.startswith("_")}
+    return {
+        name: tuple(sorted(file.name.removesuffix(".yaml") for file in groups[name].iterdir() if file.name.endswith(".yaml")))
+        for name in sorted(groups)
+    }
+
+
+def choice_values(group: str, name: str) -> Mapping[str, Any]:
+    """What a choice's yaml file sets: keys as written below its package, dotted -> value."""
+    from yaml import safe_load
+
+    def flat(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+        for key, value in tree.items():
+            if isinstance(value, Mapping):
+                yield from flat(value, f"{prefix}{key}.")
+            else:
+                yield prefix + key, value
+
+    text = resources.files(CONFIG_PACKAGE).joinpath(group).joinpath(f"{name}.yaml").read_text(encoding="utf-8")
+    return dict(flat(safe_load(text), ""))
+
+
+def complete_choices(
+    choices: Mapping[str, str], keys: Sequence[str], compose: Callable[[Sequence[str]], Mapping[str, Any]]
+) -> Sequence[str]:
+    """Overrides for Hydra, with the choices that follow from the user's.
+
+    A cluster names its model, a model is trained by the math experiment, and the layout is the file named ``<model>_<gpus>x<gpu>``.
+
+    Args:
+        choices: The user's: group -> choice.
+        keys: The user's other overrides.
+        compose: From overrides to the composed tree.
+
+    Raises:
+        ConfigError: there is no layout for this model and cluster.
+    """
+    chosen = dict(choices)
+    if "cluster" in chosen and "model" not in chosen:
+        model = compose(_lines({**chosen, "layout": AUTO}, keys)).get("cluster", {}).get("model")
+        chosen |= {"model": model} if model else {}
+    if "model" in chosen:
+        chosen.setdefault("experiment", LARGE_MODEL_EXPERIMENT)
+    if "model" in chosen or chosen.get("layout") == AUTO:
+        chosen["layout"] = _layout(chosen, keys, compose)
+    return _lines(chosen, keys)
+
+
+def _layout(chosen: Mapping[str, str], keys: Sequence[str], compose: Callable[[Sequence[str]], Mapping[str, Any]]) -> str:
+    asked = chosen.get("layout")
+    if asked and asked != AUTO:
+        return asked
+    tree = compose(_lines({**chosen, "layout": AUTO}, keys))
+    model, cluster = tree.get("model", {}).get("name", ""), tree.get("cluster", {})
+    machines = f"{cluster.get('gpus')}x{str(cluster.get('gpu')).lower()}"
+    known = [name for name in group_choices()["layout"] if name.startswith(f"{model}_")]
+    if f"{model}_{machines}" in known:
+        return f"{model}_{machines}"
+    by_hand = any(key.lstrip("+").startswith("layout.world_size=") for key in keys)
+    if asked is None and (by_hand or not cluster.get("gpus")):
+        return AUTO
+    shown = f"cluster.gpus={cluster.get('gpus', 0)} cluster.gpu={cluster.get('gpu', '')}"
+    raise ConfigError(
+        f"layout=auto: there is no layout of model.name={model or '(none)'} for {shown}. Choose one of "
+        f"{', '.join(known) or 'configs/layout'} with layout=<name>, or set layout.world_size and the sizes yourself."
+    )
+
+
+def _lines(choices: Mapping[str, str], keys: Sequence[str]) -> list[str]:
+    listed = [f"{group}={choice}" for group, choice in choices.items() if group not in _ADDED]
+    added = [f"+{group}={choices[group]}" for group in _ADDED if choices.get(group, AUTO) != AUTO]
+    return [*listed, *added, *keys]
