@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import tempfile
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -78,3 +79,14 @@ def with_variable(name: str, value: str) -> list[int]:
 def shared_memory() -> set[str]:
     """Names in /dev/shm."""
     return set(os.listdir("/dev/shm"))
+
+
+@contextmanager
+def public_folder(prefix: str) -> Iterator[Path]:
+    """A folder in /tmp that every user may enter, as daemons demand of their sockets and keys."""
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir="/tmp"))
+    folder.chmod(0o755)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

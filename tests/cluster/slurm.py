@@ -12,17 +12,15 @@ import argparse
 import os
 import re
 import secrets
-import shutil
 import signal
 import stat
 import subprocess
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tests.cluster.hosts import add_hosts, remove_hosts
-from tests.cluster.processes import pids_of, stop, wait_until, with_variable
+from tests.cluster.processes import pids_of, public_folder, stop, wait_until, with_variable
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "unshare")
 START_S = 60.0
@@ -183,17 +181,6 @@ def running_slurm(nodes: int, port: int, prefix: str = "n", grace_s: int = 60) -
             yield slurm
         finally:
             slurm.stop()
-
-
-@contextmanager
-def public_folder(prefix: str) -> Iterator[Path]:
-    """A folder in /tmp that every user may enter, as daemons demand of their sockets and keys."""
-    folder = Path(tempfile.mkdtemp(prefix=prefix, dir="/tmp"))
-    folder.chmod(0o755)
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def main() -> None:
