@@ -5,22 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rlbatch.api import Direct, ExpertDown, ExpertGated, ModelError, ModelFamily, Qkv, Vocab, hookimpl
+from rlbatch.api import (
+    Direct,
+    ExpertDown,
+    ExpertGated,
+    Gated,
+    HfFields,
+    ModelFamily,
+    ParamMapping,
+    Passthrough,
+    Qkv,
+    Vocab,
+    hookimpl,
+)
 
 _MEGATRON = "decoder.layers.{layer}."
 _HF = "model.layers.{layer}."
-
-# Fields that change the arithmetic, with the only values that this family implements.
-_REQUIRED = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "use_sliding_window": False,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "attention_dropout": 0.0,
-    "clip_qkv": None,
-    "quantization_config": None,
-}
+_EXPERT = _HF + "mlp.experts.{expert}."
 
 
 @hookimpl
@@ -35,52 +36,106 @@ def qwen3_moe(hf_config: Mapping[str, Any]) -> ModelFamily:
     Raises:
         ModelError: a field has a value that would change the arithmetic.
     """
-    for name, value in _REQUIRED.items():
-        if hf_config.get(name, value) not in (value, None):
-            raise ModelError(f"config.json {name}={hf_config[name]!r}: the qwen3_moe family implements {value!r} only. Use another model.")
-    if set(hf_config.get("layer_types") or ()) - {"full_attention"}:
-        raise ModelError("config.json layer_types: the qwen3_moe family implements 'full_attention' only. Use another model.")
-    experts, chosen = hf_config.get("num_experts") or hf_config["num_local_experts"], hf_config["num_experts_per_tok"]
-    if not 1 <= chosen <= experts:
-        raise ModelError(f"config.json num_experts_per_tok={chosen}: must be from 1 to the number of experts ({experts}). Correct it.")
-    rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type") or rope.get("type") or "default"
-    if rope_type != "default":
-        raise ModelError(f"config.json rope type {rope_type!r}: the qwen3_moe family implements 'default' only. Remove the scaling.")
-    tied = bool(hf_config.get("tie_word_embeddings", False))
-    return ModelFamily(
+    fields = HfFields(hf_config, "qwen3_moe")
+    fields.only("hidden_act", "silu")
+    fields.only("attention_bias", False)
+    fields.only("attention_dropout", 0.0)
+    fields.only("use_sliding_window", False)
+    fields.ignore("sliding_window", "max_window_layers")  # without effect unless use_sliding_window
+    if set(fields.value("layer_types") or ()) - {"full_attention"}:
+        raise fields.refuse("layer_types", "the qwen3_moe family implements 'full_attention' only", "Use another model.")
+    fields.block_fp8()
+    rope = fields.rope(default_theta=10000.0)
+    tied = fields.flag("tie_word_embeddings", default=False)
+    has_experts = _layers_with_experts(fields)
+    family = ModelFamily(
         name="qwen3_moe",
-        transformer=_transformer(hf_config),
-        vocab_size=hf_config["vocab_size"],
-        rotary_base=float(rope.get("rope_theta") or hf_config.get("rope_theta") or 10000.0),
+        transformer=_transformer(fields, has_experts),
+        vocab_size=fields.size("vocab_size"),
+        rotary_base=rope["rope_theta"],
         tie_embeddings=tied,
-        max_sequence_length=hf_config["max_position_embeddings"],
-        mappings=_MAPPINGS if tied else (*_MAPPINGS, Vocab("output_layer.weight", "lm_head.weight")),
+        max_sequence_length=fields.size("max_position_embeddings", default=32768),
+        mappings=_mappings(has_experts, tied),
+        passthrough=(Passthrough("lm_head.weight", is_dropped=True),) if tied else (),
+        fp8=_FP8,
     )
+    fields.close()
+    return family
 
 
-def _transformer(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    heads = hf_config["num_attention_heads"]
+def _layers_with_experts(fields: HfFields) -> list[bool]:
+    """Every ``decoder_sparse_step``-th layer, except ``mlp_only_layers``; the others have a dense MLP."""
+    layers, step = fields.size("num_hidden_layers"), fields.size("decoder_sparse_step", default=1)
+    dense = fields.value("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(layer in range(layers) for layer in dense):
+        raise fields.refuse("mlp_only_layers", f"must be a list of layers, from 0 to {layers - 1}")
+    has_experts = [layer not in dense and (layer + 1) % step == 0 for layer in range(layers)]
+    if not any(has_experts):
+        raise fields.refuse("mlp_only_layers", f"leaves no layer of {layers} with experts (decoder_sparse_step={step})")
+    return has_experts
+
+
+def _transformer(fields: HfFields, has_experts: list[bool]) -> dict[str, Any]:
+    hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+    groups = fields.size("num_key_value_heads", default=4)
+    fields.divides("num_key_value_heads", groups, "num_attention_heads", heads)
+    experts = fields.size("num_experts", "num_local_experts", default=128)
+    chosen, is_normalised = fields.size("num_experts_per_tok", default=8), fields.flag("norm_topk_prob", default=False)
+    if chosen > experts:
+        raise fields.refuse("num_experts_per_tok", f"must be at most the number of experts ({experts})")
+    if is_normalised and chosen == 1:
+        raise fields.refuse(
+            "num_experts_per_tok",
+            "with norm_topk_prob a single expert's weight is always 1, its router learns nothing",
+            "Choose 2 or more.",
+        )
     return {
-        "num_layers": hf_config["num_hidden_layers"],
-        "hidden_size": hf_config["hidden_size"],
+        "num_layers": len(has_experts),
+        "hidden_size": hidden,
         "num_attention_heads": heads,
-        "num_query_groups": hf_config["num_key_value_heads"],
-        "kv_channels": hf_config.get("head_dim") or hf_config["hidden_size"] // heads,
-        "ffn_hidden_size": hf_config["intermediate_size"],
+        "num_query_groups": groups,
+        "kv_channels": fields.size("head_dim", default=hidden // heads),
+        "ffn_hidden_size": fields.size("intermediate_size"),
         "normalization": "RMSNorm",
-        "layernorm_epsilon": hf_config["rms_norm_eps"],
+        "layernorm_epsilon": fields.number("rms_norm_eps", 1e-6),
         "qk_layernorm": True,
         "gated_linear_unit": True,
         "activation_func": "silu",
-        "num_moe_experts": hf_config.get("num_experts") or hf_config["num_local_experts"],
-        "moe_ffn_hidden_size": hf_config["moe_intermediate_size"],
-        "moe_router_topk": hf_config["num_experts_per_tok"],
+        "num_moe_experts": experts,
+        "moe_ffn_hidden_size": fields.size("moe_intermediate_size"),
+        "moe_router_topk": chosen,
         # norm_topk_prob: softmax over the chosen experts = softmax over all, renormalised over the chosen.
-        "moe_router_pre_softmax": not hf_config.get("norm_topk_prob", False),
-        "moe_layer_freq": 1,
+        "moe_router_pre_softmax": not is_normalised,
+        "moe_layer_freq": 1 if all(has_experts) else [int(has) for has in has_experts],
     }
 
+
+def _mappings(has_experts: list[bool], tied: bool) -> tuple[ParamMapping, ...]:
+    sparse = tuple(layer for layer, has in enumerate(has_experts) if has)
+    dense = tuple(layer for layer, has in enumerate(has_experts) if not has)
+    return (
+        *_MAPPINGS,
+        Direct(_MEGATRON + "mlp.router.weight", _HF + "mlp.gate.weight", layers=sparse),
+        ExpertGated(_MEGATRON + "mlp.experts.gate_up", _EXPERT + "gate_proj.weight", _EXPERT + "up_proj.weight", layers=sparse),
+        ExpertDown(_MEGATRON + "mlp.experts.down", _EXPERT + "down_proj.weight", layers=sparse),
+        *(
+            (
+                Gated(_MEGATRON + "mlp.linear_fc1.weight", _HF + "mlp.gate_proj.weight", _HF + "mlp.up_proj.weight", layers=dense),
+                Direct(_MEGATRON + "mlp.linear_fc2.weight", _HF + "mlp.down_proj.weight", tp_dim=1, layers=dense),
+            )
+            if dense
+            else ()
+        ),
+        *(() if tied else (Vocab("output_layer.weight", "lm_head.weight"),)),
+    )
+
+
+_FP8 = frozenset(
+    (
+        *(_HF + f"self_attn.{name}_proj.weight" for name in "qkvo"),
+        *(place + f"{name}_proj.weight" for place in (_EXPERT, _HF + "mlp.") for name in ("gate", "up", "down")),
+    )
+)
 
 _MAPPINGS = (
     Vocab("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
@@ -95,12 +150,5 @@ _MAPPINGS = (
     Direct(_MEGATRON + "self_attention.k_layernorm.weight", _HF + "self_attn.k_norm.weight"),
     Direct(_MEGATRON + "self_attention.linear_proj.weight", _HF + "self_attn.o_proj.weight", tp_dim=1),
     Direct(_MEGATRON + "pre_mlp_layernorm.weight", _HF + "post_attention_layernorm.weight"),
-    Direct(_MEGATRON + "mlp.router.weight", _HF + "mlp.gate.weight"),
-    ExpertGated(
-        _MEGATRON + "mlp.experts.gate_up",
-        _HF + "mlp.experts.{expert}.gate_proj.weight",
-        _HF + "mlp.experts.{expert}.up_proj.weight",
-    ),
-    ExpertDown(_MEGATRON + "mlp.experts.down", _HF + "mlp.experts.{expert}.down_proj.weight"),
     Direct("decoder.final_layernorm.weight", "model.norm.weight"),
 )

@@ -7,7 +7,7 @@ expert-parallel rank). Nothing here imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ class _Mapping:
         layers: Layers that it applies to, where ``{layer}`` is in its names; None: all of them.
     """
 
-    layers: range | None = field(default=None, kw_only=True)
+    layers: Sequence[int] | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Passthrough:
     """
 
     hf: str
-    layers: range | None = None
+    layers: Sequence[int] | None = None
     is_dropped: bool = False
 
 

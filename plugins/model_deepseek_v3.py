@@ -1,0 +1,248 @@
+"""DeepSeek-V3, R1, V3.1 and Moonlight: multi-latent attention, sigmoid routing with an expert bias, shared experts, leading dense layers.
+
+Layers for multi-token prediction, behind the last, are not trained: they are carried from the checkpoint to exports and engines.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from rlbatch.api import (
+    Buffer,
+    Direct,
+    ExpertDown,
+    ExpertGated,
+    Gated,
+    HfFields,
+    ModelFamily,
+    ParamMapping,
+    Passthrough,
+    Vocab,
+    hookimpl,
+)
+
+_MEGATRON = "decoder.layers.{layer}."
+_HF = "model.layers.{layer}."
+_EXPERT = _HF + "mlp.experts.{expert}."
+_SHARED = _HF + "mlp.shared_experts."
+_YARN = ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+
+
+@hookimpl
+def rlbatch_resolve_model_family(hf_config: Mapping[str, Any]) -> ModelFamily | None:
+    """Claims ``model_type: deepseek_v3``."""
+    return deepseek_v3(hf_config) if hf_config.get("model_type") == "deepseek_v3" else None
+
+
+def deepseek_v3(hf_config: Mapping[str, Any]) -> ModelFamily:
+    """The family for a config.
+
+    Raises:
+        ModelError: a field has a value that would change the arithmetic.
+    """
+    fields = HfFields(hf_config, "deepseek_v3")
+    fields.only("hidden_act", "silu")
+    fields.only("attention_bias", False)
+    fields.only("attention_dropout", 0.0)
+    fields.only("rope_interleave", True)
+    fields.only("scoring_func", "sigmoid")
+    fields.only("topk_method", "noaux_tc")
+    fields.only("moe_layer_freq", 1)
+    # Of training and serving elsewhere; head_dim and qk_head_dim follow from the other head sizes.
+    fields.ignore("aux_loss_alpha", "seq_aux", "ep_size", "pretraining_tp", "head_dim", "qk_head_dim")
+    fields.block_fp8()
+    layers = fields.size("num_hidden_layers")
+    dense = min(layers, fields.size("first_k_dense_replace", default=3, least=0))
+    context = fields.size("max_position_embeddings", default=4096)
+    rope = fields.rope(10000.0, yarn=_YARN)
+    tied = fields.flag("tie_word_embeddings", default=False)
+    has_low_rank_query = fields.value("q_lora_rank", 1536) is not None
+    family = ModelFamily(
+        name="deepseek_v3",
+        transformer=_attention(fields, has_low_rank_query) | (_experts(fields, dense, layers) if dense < layers else {}),
+        vocab_size=fields.size("vocab_size"),
+        rotary_base=rope["rope_theta"],
+        tie_embeddings=tied,
+        max_sequence_length=context,
+        mappings=_mappings(fields, dense, layers, has_low_rank_query, tied),
+        passthrough=_passthrough(fields, dense, layers, has_low_rank_query, tied),
+        fp8=_FP8,
+        rope=_yarn(fields, rope, context) if rope["rope_type"] == "yarn" else {},
+    )
+    fields.ignore(*_OF_EXPERTS)  # without effect if no layer has experts
+    fields.close()
+    return family
+
+
+def _attention(fields: HfFields, has_low_rank_query: bool) -> dict[str, Any]:
+    heads = fields.size("num_attention_heads")
+    if fields.size("num_key_value_heads", default=heads) != heads:
+        raise fields.refuse("num_key_value_heads", f"must equal num_attention_heads ({heads}) with multi-latent attention")
+    rotated = fields.size("qk_rope_head_dim", default=64)
+    if rotated % 2:
+        raise fields.refuse("qk_rope_head_dim", "must be even, rotary embeddings turn pairs")
+    return {
+        "num_layers": fields.size("num_hidden_layers"),
+        "hidden_size": fields.size("hidden_size"),
+        "num_attention_heads": heads,
+        "num_query_groups": heads,
+        "ffn_hidden_size": fields.size("intermediate_size"),
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": fields.number("rms_norm_eps", 1e-6),
+        "gated_linear_unit": True,
+        "activation_func": "silu",
+        "multi_latent_attention": True,
+        "qk_layernorm": True,
+        "q_lora_rank": fields.size("q_lora_rank", default=1536) if has_low_rank_query else None,
+        "kv_lora_rank": fields.size("kv_lora_rank", default=512),
+        "qk_head_dim": fields.size("qk_nope_head_dim", default=128),
+        "qk_pos_emb_head_dim": rotated,
+        "v_head_dim": fields.size("v_head_dim", default=128),
+    }
+
+
+_OF_EXPERTS = (
+    "n_routed_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "n_group",
+    "topk_group",
+    "norm_topk_prob",
+    "routed_scaling_factor",
+    "moe_intermediate_size",
+    "n_shared_experts",
+)
+
+
+def _experts(fields: HfFields, dense: int, layers: int) -> dict[str, Any]:
+    experts, chosen = fields.size("n_routed_experts", "num_local_experts", default=256), fields.size("num_experts_per_tok", default=8)
+    groups = 1 if fields.value("n_group", 8) is None else fields.size("n_group", default=8)
+    kept = groups if fields.value("topk_group", 4) is None else fields.size("topk_group", default=4)
+    width = fields.size("moe_intermediate_size", default=2048)
+    is_normalised = fields.flag("norm_topk_prob", default=True)
+    fields.divides("n_group", groups, "n_routed_experts", experts)
+    if kept > groups:
+        raise fields.refuse("topk_group", f"must be at most n_group ({groups})")
+    if groups > 1 and experts // groups < 2:
+        raise fields.refuse("n_group", f"leaves {experts // groups} of {experts} experts to a group, which is judged by its best 2")
+    if chosen > kept * (experts // groups):
+        raise fields.refuse("num_experts_per_tok", f"must be at most {kept * (experts // groups)}: {kept} groups of {experts // groups}")
+    if is_normalised and chosen == 1:
+        raise fields.refuse(
+            "num_experts_per_tok", "with norm_topk_prob a single expert's weight is always the same, its router learns nothing", "Choose 2."
+        )
+    return {
+        "num_moe_experts": experts,
+        "moe_ffn_hidden_size": width,
+        "moe_shared_expert_intermediate_size": width * _shared_experts(fields) or None,
+        "moe_layer_freq": [0] * dense + [1] * (layers - dense),
+        "moe_router_topk": chosen,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_pre_softmax": not is_normalised,  # of a sigmoid router too: weights are not normalised over the chosen
+        "moe_router_enable_expert_bias": True,
+        "moe_router_num_groups": groups if kept < groups else None,
+        "moe_router_group_topk": kept if kept < groups else None,
+        "moe_router_topk_scaling_factor": fields.number("routed_scaling_factor", 2.5),
+    }
+
+
+def _shared_experts(fields: HfFields) -> int:
+    return 0 if fields.value("n_shared_experts", 1) is None else fields.size("n_shared_experts", default=1, least=0)
+
+
+def _yarn(fields: HfFields, rope: Mapping[str, Any], context: int) -> dict[str, Any]:
+    """Megatron's arguments for YaRN (arXiv:2309.00071), as transformers computes it.
+
+    Megatron multiplies cosine and sine by ``m(mscale) / m(mscale_all_dim)``, and the logits by ``m(mscale_all_dim) ** 2``, where
+    ``m(x) = 0.1 x ln(factor) + 1``. transformers does so only if both are given and not 0; else it takes ``attention_factor`` or ``m(1)``
+    for cosine and sine. ``mscale`` is chosen so that the products agree.
+    """
+    factor, before = rope.get("factor"), rope.get("original_max_position_embeddings") or context
+    if not isinstance(factor, (int, float)) or factor <= 1:
+        raise fields.refuse("rope_scaling" if fields.value("rope_scaling") else "rope_parameters", "yarn's factor must be above 1")
+    slope = 0.1 * math.log(factor)
+    mscale, all_dim, concentration = rope.get("mscale"), rope.get("mscale_all_dim") or 0.0, rope.get("attention_factor")
+    if concentration is not None or not (mscale and all_dim):
+        concentration = concentration if concentration is not None else slope + 1
+        mscale = (concentration * (slope * all_dim + 1) - 1) / slope
+    return {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": float(factor),
+        "original_max_position_embeddings": before,
+        "beta_fast": float(rope.get("beta_fast") or 32),
+        "beta_slow": float(rope.get("beta_slow") or 1),
+        "mscale": float(mscale),
+        "mscale_all_dim": float(all_dim),
+    }
+
+
+def _mappings(fields: HfFields, dense: int, layers: int, has_low_rank_query: bool, tied: bool) -> tuple[ParamMapping, ...]:
+    query = _LOW_RANK_QUERY if has_low_rank_query else _QUERY
+    parts: list[ParamMapping] = [*_EVERYWHERE, *query]
+    if dense:
+        first = range(dense)
+        parts += [
+            Gated(_MEGATRON + "mlp.linear_fc1.weight", _HF + "mlp.gate_proj.weight", _HF + "mlp.up_proj.weight", layers=first),
+            Direct(_MEGATRON + "mlp.linear_fc2.weight", _HF + "mlp.down_proj.weight", tp_dim=1, layers=first),
+        ]
+    if dense < layers:
+        parts += _expert_mappings(range(dense, layers), has_shared=_shared_experts(fields) > 0)
+    return (*parts, *(() if tied else (Vocab("output_layer.weight", "lm_head.weight"),)))
+
+
+def _expert_mappings(sparse: range, *, has_shared: bool) -> list[ParamMapping]:
+    mlp = _MEGATRON + "mlp."
+    routed: list[ParamMapping] = [
+        Direct(mlp + "router.weight", _HF + "mlp.gate.weight", layers=sparse),
+        Buffer(mlp + "router.expert_bias", _HF + "mlp.gate.e_score_correction_bias", layers=sparse),
+        ExpertGated(mlp + "experts.gate_up", _EXPERT + "gate_proj.weight", _EXPERT + "up_proj.weight", layers=sparse),
+        ExpertDown(mlp + "experts.down", _EXPERT + "down_proj.weight", layers=sparse),
+    ]
+    shared: list[ParamMapping] = [
+        Gated(mlp + "shared_experts.linear_fc1.weight", _SHARED + "gate_proj.weight", _SHARED + "up_proj.weight", layers=sparse),
+        Direct(mlp + "shared_experts.linear_fc2.weight", _SHARED + "down_proj.weight", tp_dim=1, layers=sparse),
+    ]
+    return routed + shared if has_shared else routed
+
+
+def _passthrough(fields: HfFields, dense: int, layers: int, has_low_rank_query: bool, tied: bool) -> tuple[Passthrough, ...]:
+    ahead = fields.size("num_nextn_predict_layers", "num_mtp_layers", default=1, least=0)
+    of_query = ("q_a_proj", "q_a_layernorm", "q_b_proj") if has_low_rank_query else ("q_proj",)
+    names = [_HF + f"self_attn.{name}.weight" for name in (*of_query, "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")]
+    names += [_HF + f"{name}.weight" for name in ("input_layernorm", "post_attention_layernorm", "mlp.gate")]
+    names += [place + f"{name}_proj.weight" for place in (_EXPERT, _SHARED) for name in ("gate", "up", "down")]
+    names += [_HF + f"{name}.weight" for name in ("embed_tokens", "enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head")]
+    carried = [Passthrough(name, range(layers, layers + ahead)) for name in (*names, _HF + "mlp.gate.e_score_correction_bias") if ahead]
+    if not _shared_experts(fields):  # transformers writes empty tensors then
+        carried += [Passthrough(_SHARED + f"{name}_proj.weight", range(dense, layers)) for name in ("gate", "up", "down")]
+    dropped = [Passthrough(_HF + "self_attn.rotary_emb.inv_freq", range(layers + ahead), is_dropped=True)]
+    return (*carried, *dropped, *((Passthrough("lm_head.weight", is_dropped=True),) if tied else ()))
+
+
+_ATTENTION, _HF_ATTENTION = _MEGATRON + "self_attention.", _HF + "self_attn."
+
+_EVERYWHERE = (
+    Vocab("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
+    Direct(_MEGATRON + "input_layernorm.weight", _HF + "input_layernorm.weight"),
+    Direct(_ATTENTION + "linear_kv_down_proj.weight", _HF_ATTENTION + "kv_a_proj_with_mqa.weight"),
+    Direct(_ATTENTION + "kv_layernorm.weight", _HF_ATTENTION + "kv_a_layernorm.weight"),
+    Direct(_ATTENTION + "linear_kv_up_proj.weight", _HF_ATTENTION + "kv_b_proj.weight", tp_dim=0),
+    Direct(_ATTENTION + "linear_proj.weight", _HF_ATTENTION + "o_proj.weight", tp_dim=1),
+    Direct(_MEGATRON + "pre_mlp_layernorm.weight", _HF + "post_attention_layernorm.weight"),
+    Direct("decoder.final_layernorm.weight", "model.norm.weight"),
+)
+_QUERY = (Direct(_ATTENTION + "linear_q_proj.weight", _HF_ATTENTION + "q_proj.weight", tp_dim=0),)
+_LOW_RANK_QUERY = (
+    Direct(_ATTENTION + "linear_q_down_proj.weight", _HF_ATTENTION + "q_a_proj.weight"),
+    Direct(_ATTENTION + "q_layernorm.weight", _HF_ATTENTION + "q_a_layernorm.weight"),
+    Direct(_ATTENTION + "linear_q_up_proj.weight", _HF_ATTENTION + "q_b_proj.weight", tp_dim=0),
+)
+
+_FP8 = frozenset(
+    (
+        *(_HF_ATTENTION + f"{name}.weight" for name in ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")),
+        *(place + f"{name}_proj.weight" for place in (_EXPERT, _SHARED, _HF + "mlp.") for name in ("gate", "up", "down")),
+    )
+)
