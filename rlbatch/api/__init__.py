@@ -11,6 +11,7 @@ from rlbatch.api.errors import (
     RlbatchError,
     RolloutError,
 )
+from rlbatch.api.hf_fields import HfFields
 from rlbatch.api.hookspecs import API_VERSION, hookimpl
 from rlbatch.api.mapping import Buffer, Direct, ExpertDown, ExpertGated, Gated, ModelFamily, ParamMapping, Passthrough, Qkv, Vocab
 from rlbatch.api.protocols import (
@@ -57,6 +58,7 @@ __all__ = [
     "FinishReason",
     "LaunchError",
     "Gated",
+    "HfFields",
     "MemoryHandles",
     "Microbatch",
     "ModelError",
