@@ -10,10 +10,13 @@ import torch
 def install() -> None:
     """Applies all repairs; may be called again."""
     _mend_hybrid_optimizer()
+    from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
+
     try:
         import transformer_engine  # noqa: F401
     except ImportError:
         _live_without_transformer_engine()
+    if not HAVE_APEX_OR_TE:
         _let_torch_adam_load()
 
 

@@ -1,0 +1,3 @@
+"""Names only."""
+
+from . import recipe as recipe

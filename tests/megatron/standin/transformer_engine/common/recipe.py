@@ -1,0 +1,5 @@
+"""Names only."""
+
+
+class DelayedScaling:
+    """A base class of Megatron's."""

@@ -1,0 +1,108 @@
+"""The Transformer Engine spec: the local spec's names, gradients, gradient norm and checkpoints. Here over a stand-in for TE's modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlbatch.config.schema import LayoutConfig
+from rlbatch.testing.ranks import RankPools
+from tests import tiny_models
+from tests.megatron import te_spec
+from tests.megatron.gradients import gradients
+from tests.megatron.test_gradients import worst
+
+STAND_IN = Path(__file__).parent / "standin"
+TOLERANCE = 1e-5
+LAYOUTS = {
+    "one": LayoutConfig(world_size=1),
+    "pp2": LayoutConfig(world_size=2, pp_size=2),
+    "cp2": LayoutConfig(world_size=2, cp_size=2),
+    "tp2 ep2": LayoutConfig(world_size=2, tp_size=2, ep_size=2),
+}
+MODELS = {"qwen3_moe": tiny_models.qwen3_moe}
+
+
+class StandInPools:
+    """Ranks that find the stand-in as ``transformer_engine``; those of other pools do not."""
+
+    def __init__(self) -> None:
+        self.pools = RankPools(max_processes=3)
+
+    def __call__(self, world_size: int) -> StandInPools:
+        self.pool = self.pools(world_size)
+        return self
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.syspath_prepend(STAND_IN)
+            return self.pool.run(function, *args)
+
+
+@pytest.fixture(scope="module")
+def te_pool() -> Iterator[StandInPools]:
+    pools = StandInPools()
+    yield pools
+    pools.pools.close()
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.saved(MODELS[request.param](), tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path, rank_pool) -> dict:
+    return rank_pool(1).run(gradients, str(folder), LAYOUTS["one"], 1000, "token_mean")[0]
+
+
+def test_norms_are_inside_linear_layers(folder: Path, te_pool) -> None:
+    """The spec really is the fused one: else these tests would test the local spec twice."""
+    names = te_pool(1).run(te_spec.module_names, str(folder), LAYOUTS["one"])[0]
+    assert any(name.endswith(".layer_norm_weight") for name in names)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_gradients_by_name_are_those_of_the_local_spec(layout: LayoutConfig, folder: Path, reference, te_pool) -> None:
+    """One list of mappings loads both specs and names the gradients of both: relative L2 error of each at most 1e-5."""
+    got = te_pool(layout.world_size).run(te_spec.te_gradients, str(folder), layout, 40)[0]
+    error, name = worst(got, reference)
+    assert error <= TOLERANCE, f"{name}: {error:.2e}"
+
+
+def test_gradient_norm_counts_each_weight_once(folder: Path, rank_pool, te_pool) -> None:
+    """Under tensor parallelism clipping sees the norm of one process, also of weights that every rank holds whole."""
+    want = rank_pool(1).run(te_spec.grad_norm, str(folder), LAYOUTS["one"], "local")[0]
+    for got in te_pool(2).run(te_spec.grad_norm, str(folder), LAYOUTS["tp2 ep2"], "transformer_engine"):
+        assert got == pytest.approx(want, rel=1e-5)
+
+
+@pytest.mark.parametrize("writer", ["local", "transformer_engine"])
+def test_a_checkpoint_of_one_spec_loads_under_the_other(writer: str, folder: Path, rank_pool, te_pool, tmp_path: Path) -> None:
+    """Weights and optimizer go on as if nothing had happened, under another layout too."""
+    reader = "local" if writer == "transformer_engine" else "transformer_engine"
+    pools = {"local": rank_pool, "transformer_engine": te_pool}
+    state = str(tmp_path / "state")
+    want = pools[writer](2).run(te_spec.save, str(folder), LAYOUTS["tp2 ep2"], state, writer)[0]
+    got = pools[reader](2).run(te_spec.load, str(folder), LAYOUTS["pp2"], state, reader)[0]
+    error, name = worst(got, want)
+    assert error <= TOLERANCE, f"{name}: {error:.2e}"
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        (
+            {"precision": "fp32"},
+            "train.spec=transformer_engine: its attention over packs has no fp32 kernels, and train.precision is fp32.",
+        ),
+        ({"precision": "bf16"}, "train.spec=transformer_engine: it needs a GPU, and this rank has 0. Use train.spec=auto or"),
+    ],
+)
+def test_refused_where_it_cannot_be_used(train: dict[str, str], message: str, rank_pool) -> None:
+    """Asked for by name, Transformer Engine is not replaced silently."""
+    (error,) = rank_pool(1).run(te_spec.refusal, train)
+    assert message in error
