@@ -35,9 +35,8 @@ def process_group(store: JobStore, timeout_s: float) -> Iterator[str]:
         store=dist.PrefixStore("default", store.store),
         rank=info.rank,
         world_size=info.world_size,
-        timeout=datetime.timedelta(
-            seconds=timeout_s
-        ),  # no device_id: with it every one of Megatron's groups would hold NCCL buffers before it is used
+        timeout=datetime.timedelta(seconds=timeout_s),
+        # No device_id: with it every one of Megatron's groups would hold NCCL buffers before it is used.
     )
     try:
         yield device

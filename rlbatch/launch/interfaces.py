@@ -1,0 +1,82 @@
+"""Network interfaces and the addresses of this machine."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Sequence
+
+import psutil
+
+from rlbatch.api import ConfigError
+
+LOOPBACK = "127.0.0.1"
+_BRIDGES = ("docker", "br-", "virbr", "veth", "cni", "flannel", "podman")
+"""Interfaces that lead to containers of this machine; other machines have some of the same address."""
+
+
+def addresses_of(interface: str) -> list[str]:
+    """IP addresses of an interface, IPv4 first.
+
+    Raises:
+        ConfigError: there is no such interface, or it has no address; lists those that have one.
+    """
+    found = _addresses()
+    if interface not in found:
+        shown = ", ".join(f"{name} ({', '.join(addresses)})" for name, addresses in found.items())
+        raise ConfigError(
+            f"cluster.interface={interface}: {socket.gethostname()} has no such interface with an IP address. Use one of: {shown}."
+        )
+    return found[interface]
+
+
+def reachable_addresses() -> list[str]:
+    """Addresses under which other machines may reach this one, the most likely first."""
+    found = _addresses()
+    names = sorted(found, key=lambda name: name.startswith(_BRIDGES))  # a stable sort: else the system's order
+    addresses = [address for name in names for address in found[name]]
+    return [address for address in addresses if not ipaddress.ip_address(address).is_loopback]
+
+
+def interface_of(address: str) -> str:
+    """The interface that has an address; empty if none has."""
+    return next((name for name, addresses in _addresses().items() if address in addresses), "")
+
+
+def listen(address: str, port: int, backlog: int) -> socket.socket:
+    """A listening TCP socket.
+
+    Args:
+        address: Of this machine; empty: all of them, IPv4 and IPv6.
+        port: 0: any that is free.
+        backlog: Connections that may wait.
+
+    Raises:
+        OSError: the port is taken, or the address is not of this machine.
+    """
+    family = socket.AF_INET
+    if ":" in address or (not address and socket.has_dualstack_ipv6()):
+        family = socket.AF_INET6
+    server = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(bool(address)))
+        server.bind((address or ("::" if family == socket.AF_INET6 else "0.0.0.0"), port))
+        server.listen(backlog)
+    except OSError:
+        server.close()
+        raise
+    return server
+
+
+def _addresses() -> dict[str, Sequence[str]]:
+    """IPv4, then global IPv6 addresses of each interface that is up; link-local ones need a scope and are left out."""
+    up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
+    found: dict[str, list[str]] = {}
+    for family in (socket.AF_INET, socket.AF_INET6):
+        for name, entries in psutil.net_if_addrs().items():
+            addresses = [entry.address for entry in entries if entry.family == family and "%" not in entry.address and name in up]
+            if addresses:
+                found.setdefault(name, []).extend(addresses)
+    return found

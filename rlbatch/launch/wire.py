@@ -1,0 +1,107 @@
+"""Messages between rank 0 and the others: JSON objects, one a line, over TCP connections that the kernels at both ends watch."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+Message = dict[str, Any]
+
+PROBE_S = 2
+"""Seconds between the kernel's probes of an idle connection."""
+LOST_S = 10
+"""Seconds without any answer from the other machine's kernel after which a connection counts as lost."""
+SEND_S = 5.0
+"""Longest wait for a peer that reads nothing."""
+MAX_LINE = 1 << 24
+
+
+class Link:
+    """One connection. Any thread may send; one receives.
+
+    The kernel tells at once when the process at the other end is gone, and after ``LOST_S`` when its machine is. A process that is busy or
+    slow is neither: its kernel goes on answering.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        """Args:
+        connection: Connected TCP socket; the link owns it.
+        """
+        self._socket = connection
+        self._sending = threading.Lock()
+        self._received = b""
+        connection.settimeout(SEND_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, LOST_S // PROBE_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_S * 1000)
+
+    def send(self, message: Mapping[str, Any]) -> bool:
+        """Sends a message.
+
+        Returns:
+            Whether the connection is still there. That the peer read it is not known.
+        """
+        line = json.dumps(message).encode() + b"\n"
+        with self._sending:
+            try:
+                self._socket.sendall(line)
+            except OSError:
+                return False
+        return True
+
+    def receive(self) -> list[Message]:
+        """Messages that have come, after a wait for at least some bytes; maybe none is whole yet.
+
+        Raises:
+            ConnectionError: the peer ended, or sends something else.
+        """
+        try:
+            part = self._socket.recv(1 << 16)
+        except TimeoutError:
+            return []
+        except OSError as error:
+            raise ConnectionError(str(error)) from None
+        *lines, self._received = (self._received + part).split(b"\n")
+        if not part or len(self._received) > MAX_LINE:
+            raise ConnectionError("closed")
+        try:
+            messages = [json.loads(line) for line in lines]
+        except ValueError:
+            raise ConnectionError("does not speak this protocol") from None
+        if not all(isinstance(message, dict) for message in messages):
+            raise ConnectionError("does not speak this protocol")
+        return messages
+
+    def set_wait(self, seconds: float) -> None:
+        """Longest wait of ``receive``."""
+        self._socket.settimeout(seconds)
+
+    def fileno(self) -> int:
+        """For ``select``; -1 once closed."""
+        return self._socket.fileno()
+
+    def local_address(self) -> str:
+        """This end's IP address."""
+        return plain_address(str(self._socket.getsockname()[0]))
+
+    def peer_address(self) -> str:
+        """The other end's IP address."""
+        try:
+            return plain_address(str(self._socket.getpeername()[0]))
+        except OSError:
+            return "?"
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self._socket.close()
+
+
+def plain_address(address: str) -> str:
+    """An IPv4 address as such, also where a socket for both versions wrote it as IPv6."""
+    return address.removeprefix("::ffff:")
