@@ -1,0 +1,207 @@
+"""One tensor as the zip archive that ``torch.save`` writes and ``torch.load`` reads, written and read in place inside a larger file.
+
+``torch.save`` itself computes its checksum at a third of a gigabyte a second, and ``torch.load`` can only read a whole tensor; here writing
+costs one pass of zlib's checksum, and any run of a tensor's bytes can be read without the rest.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import struct
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import IO, Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.utils import _create_file_view
+
+STORAGES = {
+    torch.float32: "FloatStorage",
+    torch.float64: "DoubleStorage",
+    torch.float16: "HalfStorage",
+    torch.bfloat16: "BFloat16Storage",
+    torch.int64: "LongStorage",
+    torch.int32: "IntStorage",
+    torch.uint8: "ByteStorage",
+    torch.bool: "BoolStorage",
+}
+"""torch's names of typed storages, of the types that checkpoints hold."""
+DTYPES = {name: dtype for dtype, name in STORAGES.items()}
+
+_NAME = "archive"
+_ALIGNMENT = 64
+_LOCAL, _CENTRAL, _END = 0x04034B50, 0x02014B50, 0x06054B50
+LARGEST_TENSOR_BYTES = 2**31
+"""Of an archive without zip64; larger tensors are stored in several."""
+
+
+class _Storage:
+    """Stands for a tensor's storage in its pickle."""
+
+    def __init__(self, dtype: torch.dtype, length: int) -> None:
+        self.reference = ("storage", getattr(torch, STORAGES[dtype]), "0", "cpu", length)
+
+
+class _Rebuilt:
+    """Pickles as a contiguous tensor does."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+        self._shape, self._dtype = tuple(shape), dtype
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        strides, step = [], 1
+        for size in reversed(self._shape):
+            strides.append(step)
+            step *= size
+        length = torch.Size(self._shape).numel()
+        arguments: tuple[Any, ...] = (_Storage(self._dtype, length), 0, self._shape, tuple(reversed(strides)), False, OrderedDict())
+        return torch._utils._rebuild_tensor_v2, arguments
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, value: Any) -> Any:
+        return value.reference if isinstance(value, _Storage) else None
+
+
+def parts(tensor: Tensor) -> Iterator[bytes | memoryview]:
+    """The archive of a tensor, to be written one part after the other.
+
+    Args:
+        tensor: Contiguous, on the host, of a type in ``STORAGES``, smaller than ``LARGEST_TENSOR_BYTES``.
+    """
+    pickled = io.BytesIO()
+    _Pickler(pickled, protocol=2).dump(_Rebuilt(tensor.shape, tensor.dtype))
+    records: list[tuple[str, bytes | memoryview]] = [
+        ("data.pkl", pickled.getvalue()),
+        ("byteorder", b"little"),
+        ("data/0", raw_bytes(tensor)),
+        ("version", b"3\n"),
+    ]
+    position, central = 0, b""
+    for record, data in records:
+        name = f"{_NAME}/{record}".encode()
+        padding = -(position + 30 + len(name) + 4) % _ALIGNMENT
+        extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding
+        about = struct.pack("<HHHHIIIH", 0, 0, 0, 0, zlib.crc32(data), len(data), len(data), len(name))
+        yield struct.pack("<IH", _LOCAL, 0) + about + struct.pack("<H", len(extra)) + name + extra
+        yield data
+        central += struct.pack("<IHH", _CENTRAL, 0, 0) + about + struct.pack("<HHHHII", 0, 0, 0, 0, 0, position) + name
+        position += 30 + len(name) + len(extra) + len(data)
+    yield central + struct.pack("<IHHHHIIH", _END, 0, 0, len(records), len(records), len(central), position, 0)
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """A contiguous host tensor's own memory."""
+    view: Any = tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""
+    return memoryview(view)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where an archive keeps its tensor.
+
+    Attributes:
+        start: Of the storage, bytes from the file's start.
+        nbytes: Of the storage.
+        dtype: Of the tensor.
+        first: Element of the storage at which the tensor starts.
+        shape: Of the tensor.
+        strides: Of the tensor, in elements.
+    """
+
+    start: int
+    nbytes: int
+    dtype: torch.dtype
+    first: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class _LayoutUnpickler(pickle.Unpickler):
+    """Reads what a tensor's pickle says about it; builds no tensor and runs nothing."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and name in DTYPES:
+            return DTYPES[name]
+        known = {
+            ("torch._utils", "_rebuild_tensor_v2"): lambda storage, first, shape, strides, *rest: (storage, first, shape, strides),
+            ("torch._utils", "_rebuild_parameter"): lambda tensor, *rest: tensor,
+            ("collections", "OrderedDict"): OrderedDict,
+        }
+        try:
+            return known[module, name]
+        except KeyError:
+            raise pickle.UnpicklingError(f"a tensor's archive names {module}.{name}, which is none of a tensor") from None
+
+    def persistent_load(self, reference: Any) -> Any:
+        return reference[1], reference[2]
+
+
+def find(file: IO[bytes], offset: int, length: int) -> Layout:
+    """Reads an archive's directory.
+
+    Args:
+        file: Open for reading.
+        offset: Of the archive, bytes.
+        length: Of the archive, bytes.
+
+    Raises:
+        pickle.UnpicklingError: it is not a tensor's archive.
+    """
+    try:
+        reader: Any = torch._C.PyTorchFileReader(cast("IO[bytes]", _create_file_view(cast("io.IOBase", file), offset, length)))
+        (dtype, key), first, shape, strides = _LayoutUnpickler(io.BytesIO(reader.get_record("data.pkl"))).load()
+        start, nbytes = reader.get_record_offset(f"data/{key}"), reader.get_record_size(f"data/{key}")
+        last = first + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        is_inside = min(first, *shape, *strides, 0) == 0 and (last + 1) * dtype.itemsize <= nbytes and start + nbytes <= length
+    except pickle.UnpicklingError:
+        raise
+    except (RuntimeError, AttributeError, EOFError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+        text = (str(error).strip().splitlines() or [""])[0]
+        raise pickle.UnpicklingError(f"the archive at byte {offset} is damaged ({type(error).__name__}: {text})") from error
+    if 0 not in shape and not is_inside:
+        raise pickle.UnpicklingError(f"the archive at byte {offset} holds less than its tensor of shape {tuple(shape)}")
+    return Layout(offset + start, nbytes, dtype, first, tuple(shape), tuple(strides))
+
+
+def read_box(descriptor: int, layout: Layout, starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """Part of a tensor; reads from its first to its last element and nothing else.
+
+    Args:
+        descriptor: Of the file.
+        layout: Of the archive.
+        starts: First index of each dimension.
+        sizes: Of each dimension.
+
+    Returns:
+        The part, perhaps a strided view of what was read.
+
+    Raises:
+        OSError: the file ends before it.
+    """
+    first = layout.first + sum(start * stride for start, stride in zip(starts, layout.strides, strict=True))
+    span = 1 + sum((size - 1) * stride for size, stride in zip(sizes, layout.strides, strict=True))
+    if 0 in sizes:
+        return torch.empty(tuple(sizes), dtype=layout.dtype)
+    read = torch.empty(span, dtype=layout.dtype)
+    read_into(descriptor, raw_bytes(read), layout.start + first * layout.dtype.itemsize)
+    return read.as_strided(tuple(sizes), layout.strides)
+
+
+def read_into(descriptor: int, target: memoryview, offset: int) -> None:
+    """Fills ``target`` from a file's bytes at ``offset``.
+
+    Raises:
+        OSError: the file ends before.
+    """
+    done = 0
+    while done < len(target):
+        count = os.preadv(descriptor, [target[done:]], offset + done)
+        if not count:
+            raise OSError(f"ends at byte {offset + done}, {len(target) - done} more were expected")
+        done += count

@@ -1,0 +1,202 @@
+"""torch_dist checkpoints (``torch.distributed.checkpoint``'s files with Megatron's conventions), tensor by tensor.
+
+A folder has ``.metadata`` (which chunk of which tensor lies where), ``*.distcp`` (chunks, each an archive of ``torch.save``), ``common.pt``
+(plain values) and ``metadata.json`` (the format's name). Megatron's own writer and reader hold a rank's whole state; these hold a chunk.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pickle
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from rlbatch.api import DataError
+from rlbatch.checkpoint import archive
+from rlbatch.checkpoint.unpickle import METADATA, read_metadata
+
+FORMAT = "metadata.json"
+COMMON = "common.pt"
+CHUNK_SUFFIX = ".distcp"
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One stored piece of a tensor.
+
+    Attributes:
+        key: Of the tensor.
+        dtype: Of the piece.
+        shape: Of the whole tensor.
+        offset: Of the piece in it.
+        size: Of the piece.
+        file: Name of the file with it.
+        start: Of its archive in the file, bytes.
+        length: Of its archive, bytes.
+    """
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    file: str
+    start: int
+    length: int
+
+
+def write_metadata(folder: Path, chunks: Iterable[Chunk]) -> None:
+    """Makes a folder with finished chunk files a checkpoint.
+
+    Args:
+        folder: With the files.
+        chunks: All of them. A tensor whose pieces have several types is described by the widest.
+    """
+    tensors: dict[str, TensorStorageMetadata] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    for chunk in chunks:
+        stored = tensors.setdefault(chunk.key, TensorStorageMetadata(TensorProperties(dtype=chunk.dtype), torch.Size(chunk.shape), []))
+        stored.properties.dtype = torch.promote_types(stored.properties.dtype, chunk.dtype)
+        stored.chunks.append(ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.size)))
+        places[MetadataIndex(chunk.key, chunk.offset)] = _StorageInfo(chunk.file, chunk.start, chunk.length)
+    torch.save({}, folder / COMMON)
+    backends = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+    (folder / FORMAT).write_text(json.dumps(backends), encoding="utf-8")
+    with (folder / METADATA).open("wb") as file:
+        pickle.dump(Metadata(dict[str, Any](tensors), planner_data={}, storage_data=places, version=CURRENT_DCP_VERSION), file)
+
+
+class TorchDist:
+    """The tensors of a torch_dist checkpoint, read from disk when asked for.
+
+    Args:
+        folder: Of the checkpoint.
+
+    Raises:
+        DataError: no readable metadata, or a file that it names is missing or too short.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._metadata = read_metadata(folder)
+        self._files: dict[str, IO[bytes]] = {}
+        self._grids: dict[str, _Grid] = {}
+        self._check_files()
+
+    def __enter__(self) -> TorchDist:
+        """Returns itself."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Closes the files."""
+        for file in self._files.values():
+            file.close()
+        self._files = {}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Key -> shape, of every tensor."""
+        return {key: tuple(stored.size) for key, stored in self._tensors()}
+
+    def dtype(self, key: str) -> torch.dtype:
+        """Of a tensor that is there."""
+        return next(stored.properties.dtype for name, stored in self._tensors() if name == key)
+
+    def read(self, key: str, starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """A box of a tensor, put together from the chunks that it touches.
+
+        Args:
+            key: Of the tensor.
+            starts: First index of each dimension.
+            sizes: Of each dimension.
+
+        Raises:
+            DataError: no such tensor, chunks that leave a hole, or a damaged file.
+        """
+        pieces = []
+        for chunk, first, extent in self._grid(key).touching(starts, sizes):
+            pieces.append((first, self._read_chunk(key, chunk, [f - o for f, o in zip(first, chunk.offsets, strict=True)], extent)))
+        if sum(piece.numel() for _, piece in pieces) != torch.Size(sizes).numel():
+            raise DataError(f"{self._folder}: chunks of {key} do not cover {list(starts)} + {list(sizes)} once. Convert it anew.")
+        if len(pieces) == 1:
+            return pieces[0][1]
+        box = torch.empty(tuple(sizes), dtype=self.dtype(key))
+        for first, piece in pieces:
+            place = tuple(slice(f - s, f - s + size) for f, s, size in zip(first, starts, piece.shape, strict=True))
+            box[place].copy_(piece)
+        return box
+
+    def _tensors(self) -> Iterable[tuple[str, TensorStorageMetadata]]:
+        return ((key, stored) for key, stored in self._metadata.state_dict_metadata.items() if isinstance(stored, TensorStorageMetadata))
+
+    def _grid(self, key: str) -> _Grid:
+        if key not in self._grids:
+            stored = self._metadata.state_dict_metadata.get(key)
+            if not isinstance(stored, TensorStorageMetadata):
+                raise DataError(f"{self._folder}: no tensor {key}. The checkpoint is another model's, or incomplete.")
+            self._grids[key] = _Grid(stored.chunks)
+        return self._grids[key]
+
+    def _read_chunk(self, key: str, chunk: ChunkStorageMetadata, starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        place = self._metadata.storage_data.get(MetadataIndex(key, chunk.offsets))
+        if place is None:
+            raise DataError(f"{self._folder / METADATA}: does not say where {key} at {list(chunk.offsets)} lies. Convert it anew.")
+        file = self._open(place.relative_path)
+        try:
+            layout = archive.find(file, place.offset, place.length)
+            if layout.shape != tuple(chunk.sizes):
+                raise pickle.UnpicklingError(f"{key} has shape {layout.shape} at byte {place.offset}, metadata says {tuple(chunk.sizes)}")
+            return archive.read_box(file.fileno(), layout, starts, sizes)
+        except (pickle.UnpicklingError, OSError) as error:
+            raise DataError(f"{self._folder / place.relative_path}: cannot be read ({error}). Restore the file.") from error
+
+    def _open(self, name: str) -> IO[bytes]:
+        if name not in self._files:
+            self._files[name] = (self._folder / name).open("rb", buffering=0)
+        return self._files[name]
+
+    def _check_files(self) -> None:
+        ends: dict[str, int] = {}
+        for info in self._metadata.storage_data.values():
+            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+        for name, end in ends.items():
+            path = self._folder / name
+            found = path.stat().st_size if path.is_file() else 0
+            if found < end:
+                raise DataError(f"{path}: has {found} bytes, the metadata speaks of {end}. The checkpoint is incomplete: restore the file.")
+
+
+class _Grid:
+    """A tensor's chunks by the leading dimensions in which each is one wide (layers, experts): there may be tens of thousands."""
+
+    def __init__(self, chunks: Sequence[ChunkStorageMetadata]) -> None:
+        dimensions = len(chunks[0].sizes) if chunks else 0
+        self._lead = next((axis for axis in range(dimensions) if any(chunk.sizes[axis] != 1 for chunk in chunks)), dimensions)
+        self._chunks: dict[tuple[int, ...], list[ChunkStorageMetadata]] = {}
+        for chunk in chunks:
+            self._chunks.setdefault(tuple(chunk.offsets[: self._lead]), []).append(chunk)
+
+    def touching(self, starts: Sequence[int], sizes: Sequence[int]) -> Iterable[tuple[ChunkStorageMetadata, list[int], list[int]]]:
+        """Chunks that share elements with a box, with where the shared part starts (in the tensor) and its size."""
+        ranges = (range(start, start + size) for start, size in zip(starts[: self._lead], sizes[: self._lead], strict=True))
+        for place in itertools.product(*ranges):
+            for chunk in self._chunks.get(place, ()):
+                first = [max(start, offset) for start, offset in zip(starts, chunk.offsets, strict=True)]
+                ends = (min(s + n, o + m) for s, n, o, m in zip(starts, sizes, chunk.offsets, chunk.sizes, strict=True))
+                extent = [end - begin for end, begin in zip(ends, first, strict=True)]
+                if all(size > 0 for size in extent):
+                    yield chunk, first, extent
