@@ -122,16 +122,17 @@ def _fill_stages(trainer: Trainer, loaded: dict[str, Any]) -> None:
 
 
 def _sharded_weights(trainer: Trainer) -> dict[str, Any]:
-    return {f"model{index}": stage.sharded_state_dict(metadata=_metadata()) for index, stage in enumerate(trainer.stages)}
+    return {f"model{index}": stage.sharded_state_dict(metadata=sharding_metadata()) for index, stage in enumerate(trainer.stages)}
 
 
 def _sharded_state(trainer: Trainer, *, is_loading: bool) -> dict[str, Any]:
     state = _sharded_weights(trainer)
-    state["optimizer"] = trainer.optimizer.sharded_state_dict(dict(state), is_loading, metadata=_metadata())
+    state["optimizer"] = trainer.optimizer.sharded_state_dict(dict(state), is_loading, metadata=sharding_metadata())
     return state
 
 
-def _metadata() -> dict[str, Any]:
+def sharding_metadata() -> dict[str, Any]:
+    """How Megatron names and splits what it saves; the same for every checkpoint that rlbatch reads or writes."""
     return {
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "distrib_optim_sharding_type": "fully_reshardable",

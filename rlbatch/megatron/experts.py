@@ -81,6 +81,9 @@ class StackedExperts(MegatronModule):
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None) -> dict[str, Any]:
         """Both stacks as one global tensor each, [layers..., all experts, ...]: a checkpoint loads under any ep_size and etp_size.
 
+        The tensors are named and laid out as those of Megatron's own experts (``SequentialMLP``, ``TEGroupedMLP``), which read the same
+        checkpoints.
+
         Args:
             prefix: Of the names.
             sharded_offsets: The layer's place among all layers, from Megatron.
@@ -101,8 +104,8 @@ class StackedExperts(MegatronModule):
                 placed(key, up, (first + 1, etp + etp_rank, 2 * etp), replica),
             ]
 
-        names = {name: f"{prefix}{name}" for name in ("gate_up", "down")}
+        gate_up, down = (f"{prefix}experts.linear_{name}.weight" for name in ("fc1", "fc2"))
         return {
-            names["gate_up"]: ShardedTensorFactory(names["gate_up"], self.gate_up, build, lambda halves: torch.cat(halves, 1), replica_id),
-            names["down"]: placed(names["down"], self.down, (first + 2, etp_rank, etp), replica_id),
+            f"{prefix}gate_up": ShardedTensorFactory(gate_up, self.gate_up, build, lambda halves: torch.cat(halves, 1), replica_id),
+            f"{prefix}down": placed(down, self.down, (first + 2, etp_rank, etp), replica_id),
         }
