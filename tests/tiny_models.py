@@ -35,13 +35,88 @@ def llama(**changes: object) -> torch.nn.Module:
     return scrambled(LlamaForCausalLM(LlamaConfig(**{**COMMON, "rope_theta": 10000.0, **changes}, attn_implementation="eager")))
 
 
+def qwen3(**changes: object) -> torch.nn.Module:
+    """Dense, 4 layers; norms of queries and keys."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return scrambled(Qwen3ForCausalLM(Qwen3Config(**{**COMMON, "rope_theta": 10000.0, **changes}, attn_implementation="eager")))
+
+
+def qwen2(**changes: object) -> torch.nn.Module:
+    """Dense, 4 layers; biases of queries, keys and values."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    return scrambled(Qwen2ForCausalLM(Qwen2Config(**{**COMMON, "rope_theta": 10000.0, **changes}, attn_implementation="eager")))
+
+
+def mixtral(**changes: object) -> torch.nn.Module:
+    """4 experts, 2 chosen; 4 layers."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    moe = {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_theta": 10000.0}
+    return scrambled(MixtralForCausalLM(MixtralConfig(**{**COMMON, **moe, **changes}, attn_implementation="eager")))
+
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+def deepseek_v3(**changes: object) -> torch.nn.Module:
+    """4 layers, the first dense; 8 experts in 4 groups, 3 chosen from 2 of them, one shared; low-rank queries, yarn.
+
+    Keys and queries are as wide as neither values nor the hidden size over heads.
+    """
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    latent = {
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 24,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 20,
+        "kv_lora_rank": 12,
+        "qk_nope_head_dim": 10,
+        "qk_rope_head_dim": 6,
+        "v_head_dim": 14,
+        "num_nextn_predict_layers": 0,
+        "rope_parameters": YARN,
+    }
+    common = {name: value for name, value in COMMON.items() if name != "head_dim"}
+    config = DeepseekV3Config(**{**common, **latent, **changes}, attn_implementation="eager")
+    return scrambled(DeepseekV3ForCausalLM(config))
+
+
+def moonlight(**changes: object) -> torch.nn.Module:
+    """DeepSeek-V3 as Moonlight has it: no low-rank queries, no groups, plain rotary embeddings, two shared experts."""
+    different = {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "n_shared_experts": 2, "rope_parameters": PLAIN, "rms_norm_eps": 1e-5}
+    return deepseek_v3(**{**different, **changes})
+
+
 def scrambled(model: torch.nn.Module) -> torch.nn.Module:
-    """Every parameter random and non-trivial, norms around 1."""
+    """Every parameter random and non-trivial, norms around 1; biases of experts that change who is chosen."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, param in model.named_parameters():
             noise = torch.randn(param.shape, generator=generator)
             param.copy_(noise * (0.25 if param.ndim > 1 else 0.1) + (1.0 if "norm" in name else 0.0))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
     return model.float().eval()
 
 

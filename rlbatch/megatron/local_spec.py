@@ -6,12 +6,17 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from rlbatch.megatron.attention import PackedAttention
 from rlbatch.megatron.experts import StackedExperts
 from rlbatch.megatron.names import checkpoint_names
+from rlbatch.megatron.router import Router
+
+LATENT_EPSILON = 1e-6
+"""Of the two norms inside multi-latent attention: DeepSeek's code (and transformers') leaves it there, whatever ``rms_norm_eps`` says."""
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -20,6 +25,13 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel
+
+
+class LatentNorm(RMSNorm):
+    """``RMSNorm`` of a compressed query, or of compressed keys and values."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, **unused: Any) -> None:
+        super().__init__(config, hidden_size, eps=LATENT_EPSILON)
 
 
 def block_spec(config: TransformerConfig, vp_stage: int | None) -> Any:
@@ -38,10 +50,16 @@ def block_spec(config: TransformerConfig, vp_stage: int | None) -> Any:
         modules, attention = layer.submodules, layer.submodules.self_attention.submodules
         modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm
         attention.core_attention = PackedAttention
-        if config.qk_layernorm:
+        if config.multi_latent_attention:
+            # Whole on every tensor-parallel rank, each applied to its part of the sequence. Megatron's local spec splits them over columns,
+            # where the latents' gradients come out wrong.
+            attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
+            attention.q_layernorm = attention.kv_layernorm = LatentNorm
+        elif config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
         has_experts = hasattr(modules.mlp.submodules, "experts")
         modules.sharded_state_dict_keys_map = checkpoint_names(config, has_experts=has_experts)
         if has_experts:
             modules.mlp.submodules.experts = ModuleSpec(module=StackedExperts)
+            modules.mlp.submodules.router = Router
     return block

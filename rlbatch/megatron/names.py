@@ -35,7 +35,7 @@ def checkpoint_names(config: TransformerConfig, *, has_experts: bool) -> dict[st
 
 
 def canonical_tensors(stages: list[Any]) -> dict[str, Tensor]:
-    """This rank's parameters under their canonical names.
+    """This rank's parameters, and the buffers that checkpoints hold, under their canonical names.
 
     Args:
         stages: Its model chunks.
@@ -43,7 +43,9 @@ def canonical_tensors(stages: list[Any]) -> dict[str, Tensor]:
     named: dict[str, Tensor] = {}
     for stage in stages:
         numbers = [layer.layer_number - 1 for layer in stage.decoder.layers]
-        for name, param in stage.named_parameters():
+        persistent = stage.state_dict(keep_vars=True)
+        buffers = [(name, buffer) for name, buffer in stage.named_buffers() if name in persistent]
+        for name, param in (*stage.named_parameters(), *buffers):
             if stage.share_embeddings_and_output_weights and name == "output_layer.weight":
                 name = "embedding.word_embeddings.weight"  # the last stage's copy, which Megatron keeps equal to the first stage's
             named[_canonical(name, numbers)] = param

@@ -10,6 +10,7 @@ import torch
 def install() -> None:
     """Applies all repairs; may be called again."""
     _mend_hybrid_optimizer()
+    _judge_groups_of_experts_by_two()
     from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
 
     try:
@@ -18,6 +19,24 @@ def install() -> None:
         _live_without_transformer_engine()
     if not HAVE_APEX_OR_TE:
         _let_torch_adam_load()
+
+
+def _judge_groups_of_experts_by_two() -> None:
+    """Group-limited routing judges a group by its two best experts (DeepSeek-V3, arXiv:2412.19437; transformers). Megatron takes ``topk //
+    group_topk``, which is two for DeepSeek-V3 itself and something else for other numbers.
+    """
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+
+    def choose(
+        scores: torch.Tensor, topk: int, num_tokens: int, num_experts: int, num_groups: int, group_topk: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        by_group = scores.view(num_tokens, num_groups, num_experts // num_groups)
+        best = by_group.topk(2, dim=-1).values.sum(dim=-1).topk(group_topk, dim=-1, sorted=False).indices
+        kept = torch.zeros(num_tokens, num_groups, dtype=torch.bool, device=scores.device).scatter_(1, best, True)
+        masked = by_group.masked_fill(~kept.unsqueeze(-1), float("-inf")).view(num_tokens, num_experts)
+        return torch.topk(masked, k=topk, dim=-1)
+
+    moe_utils.group_limited_topk = choose
 
 
 def _live_without_transformer_engine() -> None:

@@ -17,6 +17,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from rlbatch.api import ConfigError
 from rlbatch.config.schema import TrainConfig
 from rlbatch.megatron.experts import StackedExperts
+from rlbatch.megatron.local_spec import LATENT_EPSILON
+from rlbatch.megatron.router import Router
+from rlbatch.megatron.router import Router
 
 
 def uses_transformer_engine(train: TrainConfig) -> bool:
@@ -56,6 +59,7 @@ def block_spec(config: TransformerConfig, vp_stage: int | None) -> Any:
         modules = layer.submodules
         if hasattr(modules.mlp.submodules, "experts"):
             modules.mlp.submodules.experts = ModuleSpec(module=StackedExperts)
+            modules.mlp.submodules.router = Router
     return block
 
 

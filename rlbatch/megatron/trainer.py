@@ -23,6 +23,7 @@ from rlbatch.megatron import parallel
 from rlbatch.megatron.model import build_model, transformer_config
 from rlbatch.megatron.names import canonical_tensors
 from rlbatch.megatron.optimizer import build_optimizer, build_schedule, optimizer_spec, wrap_data_parallel
+from rlbatch.megatron.router import check_routers
 from rlbatch.megatron.shifted import ShiftedPack, padded_to
 from rlbatch.megatron.te_spec import uses_transformer_engine
 from rlbatch.weights.params import NamedTensor, ParameterMap, ReadTensor
@@ -48,6 +49,7 @@ class Trainer:
         self.stages = build_model(megatron_config, family)
         for stage in self.stages:
             stage.temperature, stage.chunk_tokens = config.rollout.temperature, config.train.logprob_chunk_tokens
+        check_routers(self.stages)
         self.params = canonical_tensors(self.stages)
         wrapped = [Float16Module(megatron_config, stage) if megatron_config.bf16 else stage for stage in self.stages]
         self._chunks = wrap_data_parallel(megatron_config, wrapped)
@@ -114,7 +116,8 @@ class Trainer:
                     group = buffer.data_parallel_group
                     shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()  # the rest was not reduced here
                     dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
-        return self._map.export({name: param.main_grad for name, param in self.params.items()})
+        gradients = {name: param.main_grad for name, param in self.params.items() if isinstance(param, torch.nn.Parameter)}
+        return self._map.export(gradients, gradients=True)
 
     def logprobs(self, microbatches: Sequence[Microbatch]) -> list[Tensor]:
         """Log-probabilities under the model's current weights.

@@ -88,11 +88,6 @@ def _check_tensor_parallel(layout: LayoutConfig, family: ModelFamily) -> None:
         names.append("ffn_hidden_size")
     for name in names:
         _check_divides("tp_size", layout.tp_size, name, family)
-    if layout.tp_size > 1 and family.transformer.get("multi_latent_attention"):
-        raise ConfigError(
-            f"layout.tp_size={layout.tp_size}: with multi-latent attention it must be 1, else the down projections' gradients are wrong. "
-            "Use layout.tp_size=1."
-        )
 
 
 def _check_experts(layout: LayoutConfig, family: ModelFamily, on_gpu: bool) -> None:

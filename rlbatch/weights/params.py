@@ -6,7 +6,7 @@ Megatron names here are global: layer indices count from the first pipeline stag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlbatch.api import ModelError, ModelFamily, ParamMapping
+from rlbatch.api import Buffer, ModelError, ModelFamily, ParamMapping
 from rlbatch.weights.codec import Geometry, hf_names, is_expert, shard, unshard
 
 ReadTensor = Callable[[str], Tensor]
@@ -107,12 +107,21 @@ class ParameterMap:
         Raises:
             ModelError: tensors that no mapping names.
         """
-        unused = sorted(name for name in set(names) - set(self.names()) if not self._is_redundant(name))
+        unused = sorted(name for name in set(names) - set(self.names()) - self._untrained_names() if not self._is_redundant(name))
         if unused:
             raise ModelError(
                 f"model family {self._family.name}: does not use {len(unused)} tensors of the checkpoint, first {', '.join(unused[:3])}. "
                 "Use a family that implements them."
             )
+
+    def _untrained_names(self) -> set[str]:
+        experts = range(self._geometry.num_experts)
+        return {
+            carried.hf.format(layer=layer, expert=expert)
+            for carried in self._family.passthrough
+            for layer in carried.layers or (None,)
+            for expert in (experts if "{expert}" in carried.hf else (None,))
+        }
 
     def _is_redundant(self, name: str) -> bool:
         """RoPE frequencies, which follow from the config, and a tied output layer's copy of the embedding."""
@@ -128,11 +137,12 @@ class ParameterMap:
         with torch.no_grad():
             target.copy_(source)
 
-    def export(self, params: Mapping[str, Tensor]) -> Iterator[NamedTensor]:
+    def export(self, params: Mapping[str, Tensor], *, gradients: bool = False) -> Iterator[NamedTensor]:
         """Streams full Hugging Face tensors; a collective: every rank iterates to the end and sees every tensor.
 
         Args:
             params: Global Megatron name -> this rank's shard (parameters, or their gradients).
+            gradients: Whether they are gradients, which buffers have none of.
 
         Yields:
             Hugging Face name and tensor, in the same order on all ranks; a tensor may be a view of a parameter.
@@ -140,8 +150,9 @@ class ParameterMap:
         Raises:
             ModelError: a mapping whose parameter no rank has.
         """
-        owners, device = self._stage_owners(params), next(iter(params.values())).device
-        for entry in self._entries:
+        entries = [entry for entry in self._entries if not (gradients and isinstance(entry.mapping, Buffer))]
+        owners, device = self._stage_owners(params, entries), next(iter(params.values())).device
+        for entry in entries:
             stage, shape, dtype = owners[entry.name]
             local = params[entry.name].detach() if self._groups.pp.rank() == stage else None
             if is_expert(entry.mapping):
@@ -160,7 +171,7 @@ class ParameterMap:
             tensors = unshard(entry.mapping, [shards[rank] for shards in by_etp], self._geometry)
             yield from zip(hf_names(entry.mapping, entry.layer, rank * per_rank + index), tensors, strict=True)
 
-    def _stage_owners(self, params: Mapping[str, Tensor]) -> dict[str, tuple[int, torch.Size, torch.dtype]]:
+    def _stage_owners(self, params: Mapping[str, Tensor], entries: Sequence[_Entry]) -> dict[str, tuple[int, torch.Size, torch.dtype]]:
         """Name -> (first pipeline rank that holds it, shape and dtype of a shard)."""
         stages: list[Any] = [None] * self._groups.pp.size()
         dist.all_gather_object(stages, {name: (t.shape, t.dtype) for name, t in params.items()}, group=self._groups.pp)
@@ -168,7 +179,7 @@ class ParameterMap:
         for stage, described in enumerate(stages):
             for name, (shape, dtype) in described.items():
                 owners.setdefault(name, (stage, shape, dtype))
-        absent = [entry.name for entry in self._entries if entry.name not in owners]
+        absent = [entry.name for entry in entries if entry.name not in owners]
         if absent:
             raise ModelError(
                 f"model family {self._family.name}: Megatron's model has no {', '.join(absent[:5])} ({len(absent)} mappings). Correct them."

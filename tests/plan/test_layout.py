@@ -110,7 +110,6 @@ REFUSED: list[tuple[ModelFamily, dict[str, Any], str]] = [
     (MOE, {"world_size": 4, "tp_size": 4}, "Use layout.etp_size=4, or layout.ep_size=2 or 4."),
     (MOE, {"world_size": 4, "tp_size": 4, "etp_size": 2}, "layout.etp_size=2: with ep_size 1 it must equal tp_size (4)"),
     (MOE, {"world_size": 2, "etp_size": 2}, "layout.etp_size=2: with ep_size 1 it must equal tp_size (1)"),
-    (LATENT_ATTENTION, {"world_size": 2, "tp_size": 2, "ep_size": 2}, "layout.tp_size=2: with multi-latent attention it must be 1"),
 ]
 
 
@@ -132,7 +131,7 @@ def test_refused(model: ModelFamily, layout: dict[str, Any], message: str) -> No
         (MOE, {"world_size": 8, "tp_size": 2, "etp_size": 2}, 4, 4),
         (MOE, {"world_size": 16, "tp_size": 2, "pp_size": 2, "cp_size": 2, "ep_size": 4}, 2, 2),
         (DENSE, {"world_size": 32, "tp_size": 8, "pp_size": 2}, 2, 16),
-        (LATENT_ATTENTION, {"world_size": 2, "ep_size": 2}, 2, 1),
+        (LATENT_ATTENTION, {"world_size": 2, "tp_size": 2, "ep_size": 2}, 1, 1),
     ],
 )
 def test_accepted(model: ModelFamily, layout: dict[str, Any], dp_size: int, edp_size: int) -> None:

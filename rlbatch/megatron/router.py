@@ -1,0 +1,84 @@
+"""Megatron's router, for routings that it does not know, and the check that nothing but the policy's loss moves a router."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from rlbatch.api import ModelError
+
+
+class Router(TopKRouter):
+    """``TopKRouter``, whose sigmoid scores stay as they are with ``moe_router_pre_softmax`` (Megatron always normalises them)."""
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Router:
+        """Keeps the expert bias through ``bfloat16()``: rounded, it would choose other experts."""
+        bias = self.expert_bias
+        super()._apply(*args, **kwargs)
+        if bias is not None and self.expert_bias.dtype != bias.dtype:
+            self.expert_bias = bias.to(self.expert_bias.device)
+        return self
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Chooses experts.
+
+        Args:
+            logits: [s, b, experts] float32.
+            padding_mask: As Megatron's.
+
+        Returns:
+            [T, experts] weights, 0 where not chosen; [T, experts] bool.
+        """
+        probs, chosen = super().routing(logits, padding_mask)
+        if self.score_function == "sigmoid" and self.config.moe_router_pre_softmax:
+            scores = torch.sigmoid(logits.view(-1, logits.shape[-1]).float())
+            probs = (scores * chosen * (self.config.moe_router_topk_scaling_factor or 1.0)).type_as(logits)
+        return probs, chosen
+
+
+_FIXED = {
+    "moe_router_load_balancing_type": "none",
+    "moe_aux_loss_coeff": 0.0,
+    "moe_z_loss_coeff": None,
+    "moe_input_jitter_eps": None,
+    "moe_router_bias_update_rate": 0.0,
+    "moe_router_dtype": "fp32",
+    "moe_router_force_load_balancing": False,
+    "moe_expert_capacity_factor": None,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+
+
+def check_routers(stages: list[Any]) -> None:
+    """Refuses a model with a router that something else than the policy's loss moves, or that drops tokens or computes in less than fp32.
+
+    Looks at the modules that were built: a family's arguments, Megatron's defaults and its layer spec all have a say in them.
+
+    Args:
+        stages: This rank's model chunks.
+
+    Raises:
+        ModelError: the first such setting.
+    """
+    for stage in stages:
+        for name, module in stage.named_modules():
+            if isinstance(module, TopKRouter):
+                _check_router(name, module)
+
+
+def _check_router(name: str, router: TopKRouter) -> None:
+    found = {key: getattr(router.config, key) for key in _FIXED} | {"moe_router_load_balancing_type": router.routing_type}
+    wrong = [f"{key}={value!r} (not {_FIXED[key]!r})" for key, value in found.items() if value != _FIXED[key]]
+    if router.is_aux_loss_enabled():
+        wrong.append("a balancing loss")
+    if router.expert_bias is not None and router.expert_bias.dtype != torch.float32:
+        wrong.append(f"expert_bias in {router.expert_bias.dtype} (not torch.float32)")
+    if wrong:
+        raise ModelError(
+            f"{name}: was built with {', '.join(wrong)}; in reinforcement learning the policy's loss alone moves a router, in fp32. "
+            "Correct the model family's plugin."
+        )
