@@ -36,5 +36,9 @@ class LaunchError(RlbatchError):
     """Ranks that did not meet, or that died, left or hang."""
 
 
+class PreflightError(LaunchError):
+    """A node that cannot run the job, found before the model was built."""
+
+
 class CheckpointError(RlbatchError):
     """A checkpoint that could not be written."""

@@ -1,0 +1,61 @@
+"""The preflight's result for people: a table with a line a node, or one line."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from rich import box
+from rich.table import Table
+
+from rlbatch.launch.footprint import Footprint
+from rlbatch.launch.link_check import Links
+from rlbatch.launch.node_facts import NodeFacts
+
+SHOWN_VERSIONS = ("rlbatch", "torch", "megatron-core", "transformer-engine", "nccl", "driver")
+
+
+def table(facts: Sequence[NodeFacts], floor: Footprint, clocks: Sequence[float], links: Sequence[Links], seconds: float) -> Table:
+    """A line a node.
+
+    Args:
+        facts: Of every rank.
+        floor: What the run takes at least.
+        clocks: Of every rank, seconds since the epoch.
+        links: Of every rank; empty: not measured.
+        seconds: What the preflight took.
+    """
+    rows = Table(
+        box=box.SIMPLE_HEAD, header_style="bold", title_justify="left", title=f"Preflight ({seconds:.1f} s): {_versions(facts[0])}"
+    )
+    needs = (f"GPU GiB free (>= {floor.gpu_gib:.1f})", f"memory GiB free (>= {floor.host_gib:.1f})", f"/dev/shm GiB (>= {floor.shm_gib:g})")
+    for column in ("node", "ranks", "GPUs", *needs, "clock s", "folders", "all-reduce GB/s"):
+        rows.add_column(column, justify="left" if column in ("node", "GPUs", "folders") else "right")
+    middle = statistics.median(clocks)
+    for fact in facts:
+        if fact.is_first:
+            here = [other for other in facts if other.host == fact.host]
+            gpus = f"{fact.gpu.visible} x {fact.gpu.name}" if fact.gpu else "none"
+            free = f"{min(other.gpu.free_gib for other in here if other.gpu):.1f}" if fact.gpu else "-"
+            speed = f"{links[fact.rank].node_gbs:.1f}" if links and fact.node_ranks > 1 else "-"
+            memory = f"{fact.host_free_gib:.1f}", f"{fact.shm_free_gib:.1f}"
+            skew = f"{clocks[fact.rank] - middle:+.1f}"
+            ranks = f"{fact.rank}+{fact.node_ranks}"
+            rows.add_row(fact.host, ranks, gpus, free, *memory, skew, "bad" if fact.problems else "ok", speed)
+    if links:
+        rows.add_section()
+        rows.add_row("all", str(len(facts)), "", "", "", "", "", "", f"{links[0].gbs:.1f}")
+    return rows
+
+
+def one_line(facts: Sequence[NodeFacts], floor: Footprint, links: Sequence[Links], seconds: float) -> str:
+    """For one node on which all is well."""
+    first = facts[0]
+    gpus = f", {first.gpu.name}, {first.gpu.free_gib:.1f} GiB free (at least {floor.gpu_gib:.1f} needed)" if first.gpu else ""
+    speed = f", all-reduce {links[0].gbs:.1f} GB/s" if len(facts) > 1 else ""
+    memory = f"{first.host_free_gib:.1f} GiB of memory free (at least {floor.host_gib:.1f} needed)"
+    return f"preflight: {len(facts)} ranks on {first.host}{gpus}, {memory}{speed}; {seconds:.1f} s"
+
+
+def _versions(fact: NodeFacts) -> str:
+    return ", ".join(f"{name} {fact.versions[name]}" for name in SHOWN_VERSIONS if name in fact.versions)
