@@ -3,61 +3,184 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from safetensors import SafetensorError, safe_open
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from rlbatch.api import DataError
+from rlbatch.checkpoint.safetensors_file import DTYPES, Entry, SafetensorsFile
+from rlbatch.weights.quantize import BLOCK, SCALE_SUFFIX, check_scales, dequantize, scales_shape
 
 INDEX = "model.safetensors.index.json"
+SHARD_FILE = re.compile(r"model-\d+-of-\d+\.safetensors")
+FLOATING = ("F64", "F32", "BF16", "F16")
+"""Dtypes of weights that are used as they are."""
 SHARD_BYTES = 5 * 10**9
+
+
+@dataclass(frozen=True)
+class HfSource:
+    """A tensor of a folder, read when it is sliced; e4m3 with scales is dequantised (``rlbatch.weights.codec.Source``).
+
+    Attributes:
+        file: That holds it.
+        name: Its name.
+        entry: Where it lies.
+        dtype: Of its slices.
+        scales: Of an e4m3 tensor that is dequantised.
+    """
+
+    file: SafetensorsFile
+    name: str
+    entry: Entry
+    dtype: torch.dtype
+    scales: HfSource | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensor."""
+        return self.entry.shape
+
+    @property
+    def origin(self) -> str:
+        """File and tensor, for messages."""
+        return f"{self.file.path}: {self.name}"
+
+    def __getitem__(self, index: tuple[slice, ...], /) -> Tensor:
+        """A part of it, on the host; one slice of step 1 for each leading dimension."""
+        ranges = [range(length)[part] for length, part in zip(self.shape, (*index, *[slice(None)] * len(self.shape)), strict=False)]
+        part = self.file.read(self.entry, ranges)
+        if self.scales is None:
+            return part
+        blocks = [slice(indices.start // BLOCK, -(-indices.stop // BLOCK)) for indices in ranges]
+        scales = self.scales[tuple(blocks)].float()
+        check_scales(scales, self.scales.origin)
+        return dequantize(part, scales, self.dtype, (ranges[0].start % BLOCK, ranges[1].start % BLOCK))
 
 
 class HfTensors:
     """The tensors of a Hugging Face folder, read from disk when asked for.
 
     Args:
-        folder: Folder with one or more safetensors files.
+        folder: Folder with one or more safetensors files, with an index if it has one.
 
     Raises:
-        DataError: no safetensors, or an unreadable one.
+        DataError: no safetensors, a damaged one, or an index that does not describe them.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._files: dict[str, Any] = {}
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
+        weight_map = _read_index(folder)
+        self._where: dict[str, SafetensorsFile] = {}
+        for path in _listed_files(folder, weight_map) if weight_map else sorted(folder.glob("*.safetensors")):
+            file = SafetensorsFile(path)
+            for name in file.entries:
+                if name in self._where:
+                    raise DataError(
+                        f"{path}: {name} is in {self._where[name].path.name} too. Remove the file that does not belong to the model."
+                    )
+                self._where[name] = file
+        if not self._where:
             raise DataError(f"{folder}: no *.safetensors in it. Download the weights, or convert them to safetensors.")
-        self._where = {name: path.name for path in files for name in self._open(path.name).keys()}  # noqa: SIM118 (not a dict)
+        if weight_map:
+            _check_index(folder / INDEX, weight_map, self._where)
+
+    @property
+    def bytes_read(self) -> int:
+        """Of tensors, so far."""
+        return sum(file.bytes_read for file in {id(file): file for file in self._where.values()}.values())
 
     def names(self) -> list[str]:
-        """All tensor names."""
+        """All tensor names, those of scales (``<name>_scale_inv``) among them."""
         return list(self._where)
 
+    def stored(self, name: str) -> HfSource:
+        """A tensor as it is stored, e4m3 values without their scales.
+
+        Raises:
+            DataError: no such tensor, or of an unknown dtype.
+        """
+        if name not in self._where:
+            raise DataError(f"{self._folder}: no tensor {name}. The folder is incomplete, or config.json is another model's.")
+        file = self._where[name]
+        entry = file.entries[name]
+        if entry.dtype not in DTYPES:
+            raise DataError(f"{file.path}: {name}: dtype {entry.dtype} is unknown. Known: {', '.join(DTYPES)}.")
+        return HfSource(file, name, entry, DTYPES[entry.dtype])
+
+    def source(self, name: str) -> HfSource:
+        """A weight, to be sliced: floating point; e4m3 values are dequantised to bfloat16.
+
+        Raises:
+            DataError: no such tensor, another dtype, or scales that are missing or do not fit.
+        """
+        stored = self.stored(name)
+        if stored.entry.dtype in FLOATING:
+            return stored
+        if stored.entry.dtype != "F8_E4M3":
+            known = ", ".join(FLOATING)
+            raise DataError(f"{stored.origin}: dtype {stored.entry.dtype}: weights must be {known}, or F8_E4M3 with scales. Convert them.")
+        scale_name = name + SCALE_SUFFIX
+        if scale_name not in self._where:
+            raise DataError(f"{stored.origin}: F8_E4M3 needs its scales, {scale_name}, which the folder lacks. Download it again.")
+        scales = self.stored(scale_name)
+        wanted = scales_shape(*stored.shape) if len(stored.shape) == 2 else None
+        if scales.shape != wanted or scales.entry.dtype not in FLOATING:
+            raise DataError(
+                f"{scales.origin}: {scales.entry.dtype} {list(scales.shape)}: scales of {list(stored.shape)} must be floating point, "
+                f"one for each block of {BLOCK} x {BLOCK}. Download it again."
+            )
+        return HfSource(stored.file, name, stored.entry, torch.bfloat16, scales)
+
     def read(self, name: str) -> Tensor:
-        """One full tensor, on the host.
+        """One full tensor, on the host; as ``source``, but of any dtype.
 
         Raises:
             DataError: no such tensor.
         """
-        if name not in self._where:
-            raise DataError(f"{self._folder}: no tensor {name}. The folder is incomplete, or config.json is another model's.")
-        tensor: Tensor = self._open(self._where[name]).get_tensor(name)
-        return tensor
+        stored = self.stored(name)
+        return (self.source(name) if stored.entry.dtype == "F8_E4M3" else stored)[()]
 
-    def _open(self, file: str) -> Any:
-        if file not in self._files:
-            try:
-                self._files[file] = safe_open(self._folder / file, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise DataError(f"{self._folder / file}: cannot be read ({error}). Download it again.") from error
-        return self._files[file]
+
+def _read_index(folder: Path) -> dict[str, str]:
+    """Tensor -> file; empty without an index."""
+    path = folder / INDEX
+    if not path.exists():
+        return {}
+    try:
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: cannot be read ({error!r}). Download it again.") from error
+    files = set(weight_map.values()) if isinstance(weight_map, dict) else {""}
+    for file in files:
+        if not isinstance(file, str) or Path(file).name != file:
+            raise DataError(f"{path}: weight_map must map tensors to files of this folder, names {file!r}. Download it again.")
+    return dict(weight_map)
+
+
+def _listed_files(folder: Path, weight_map: dict[str, str]) -> list[Path]:
+    listed = set(weight_map.values())
+    present = {path.name for path in folder.glob("*.safetensors")}
+    if missing := sorted(listed - present):
+        raise DataError(f"{folder / missing[0]}: is in {INDEX} and not there ({len(missing)} of {len(listed)} files). Download the rest.")
+    if unlisted := sorted(name for name in present - listed if SHARD_FILE.fullmatch(name)):
+        raise DataError(f"{folder / unlisted[0]}: is not in {INDEX}. Download the index again, or remove the file.")
+    return [folder / name for name in sorted(listed)]
+
+
+def _check_index(index: Path, weight_map: dict[str, str], where: dict[str, SafetensorsFile]) -> None:
+    for name, file in weight_map.items():
+        if name not in where or where[name].path.name != file:
+            other = f", {where[name].path.name} has it" if name in where else ""
+            raise DataError(f"{index}: {name} must be in {file} and is not{other}. Download the folder again.")
+    if unlisted := sorted(set(where) - set(weight_map)):
+        raise DataError(f"{index}: lacks {unlisted[0]} of {where[unlisted[0]].path.name} ({len(unlisted)} tensors). Download it again.")
 
 
 class HfWriter:

@@ -5,14 +5,34 @@ Pure functions of tensors; who holds which shard, and how shards meet, is ``rlba
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from rlbatch.api import Buffer, Direct, ExpertDown, ExpertGated, Gated, ModelFamily, ParamMapping, Qkv, Vocab
+from rlbatch.api import Buffer, DataError, Direct, ExpertDown, ExpertGated, Gated, ModelFamily, ParamMapping, Qkv, Vocab
+
+CHUNK_BYTES = 16 * 2**20
+"""At most so much of a source is in memory at once; the C library reuses blocks of up to 32 MiB without asking the kernel for new pages."""
+_CHUNK_ROWS = 128
+"""Chunks end where a quantised source's blocks do."""
+
+
+class Source(Protocol):
+    """A Hugging Face tensor: a ``Tensor``, or one that is read when it is sliced."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """As in the checkpoint."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its slices."""
+
+    def __getitem__(self, index: tuple[slice, ...], /) -> Tensor:
+        """A part, on the host (or where the tensor is); one slice of step 1 for each leading dimension."""
 
 
 @dataclass(frozen=True)
@@ -61,34 +81,116 @@ def hf_names(mapping: ParamMapping, layer: int | None, expert: int | None = None
     return tuple(pattern.format(layer=layer, expert=expert) for pattern in hf_patterns(mapping))
 
 
-def shard(mapping: ParamMapping, tensors: Sequence[Tensor], geometry: Geometry, size: int, rank: int) -> Tensor:
-    """Rank ``rank``'s part, of ``size``, of what ``tensors`` become in Megatron.
+def shard_shape(mapping: ParamMapping, sources: Sequence[Source], geometry: Geometry, size: int) -> tuple[int, ...]:
+    """The shape of ``shard``'s result; nothing is read.
+
+    Raises:
+        DataError: shapes that do not go together, or cannot be divided by ``size``.
+    """
+    shapes = [tuple(source.shape) for source in sources]
+    first = shapes[0]
+    match mapping:
+        case Buffer():
+            return first
+        case Direct():
+            return first if mapping.tp_dim is None else _divided(mapping, first, mapping.tp_dim, size)
+        case Vocab():
+            _require(mapping, shapes, first[:1] == (geometry.vocab_size,), f"must have {geometry.vocab_size} rows")
+            return (-(-first[0] // size), *first[1:])
+        case Qkv():
+            query, key, value = shapes
+            is_grouped = key == value and query[1:] == key[1:] and query[:1] == (key[0] // geometry.kv_heads * geometry.heads,)
+            _require(mapping, shapes, is_grouped, f"must be {geometry.heads} query heads and {geometry.kv_heads} key and value heads")
+            if geometry.kv_heads % size:
+                raise DataError(f"{mapping.hf_k}: {geometry.kv_heads} key-value heads cannot be divided over {size} ranks. Use fewer.")
+            return ((query[0] + 2 * key[0]) // size, *query[1:])
+        case Gated() | ExpertGated():
+            _require(mapping, shapes, first == shapes[1], "must have one shape")
+            rows, *rest = _divided(mapping, first, 0, size)
+            return (2 * rows, *rest)
+        case ExpertDown():
+            return _divided(mapping, first, 1, size)
+
+
+def fill(target: Tensor, mapping: ParamMapping, sources: Sequence[Source], geometry: Geometry, size: int, rank: int) -> None:
+    """Copies rank ``rank``'s part, of ``size``, of what ``sources`` become in Megatron; at most ``CHUNK_BYTES`` at a time.
 
     Args:
+        target: Of ``shard_shape``, on any device, in any dtype; for an expert mapping, one expert's slice of the stack.
         mapping: Kind and names.
-        tensors: Full Hugging Face tensors in the order of ``hf_names`` (of one expert, for an expert mapping).
+        sources: Full Hugging Face tensors in the order of ``hf_names`` (of one expert, for an expert mapping); sliced before anything is
+            read.
         geometry: Model numbers.
         size: Tensor-parallel size (of experts, for an expert mapping).
         rank: Tensor-parallel rank.
-
-    Returns:
-        The shard; for an expert mapping, one expert's slice of the stack.
     """
+    for part, source, index in _pieces(target, mapping, sources, geometry, size, rank):
+        if part.ndim == 0:
+            part.copy_(source[()])
+            continue
+        first = index[0].start if index else 0
+        rows = max(1, CHUNK_BYTES // max(1, part[:1].numel() * source.dtype.itemsize))
+        rows -= rows % _CHUNK_ROWS if rows > _CHUNK_ROWS else 0
+        start = 0
+        while start < len(part):
+            stop = min(len(part), (first + start + rows) // rows * rows - first)
+            rows_index = (slice(first + start, first + stop), *index[1:])
+            part[start:stop].copy_(source[rows_index])
+            start = stop
+
+
+def shard(mapping: ParamMapping, sources: Sequence[Source], geometry: Geometry, size: int, rank: int) -> Tensor:
+    """As ``fill``, into a new tensor of the first source's dtype."""
+    device = sources[0].device if isinstance(sources[0], Tensor) else "cpu"
+    target = torch.empty(shard_shape(mapping, sources, geometry, size), dtype=sources[0].dtype, device=device)
+    fill(target, mapping, sources, geometry, size, rank)
+    return target
+
+
+Piece = tuple[Tensor, Source, "tuple[slice, ...]"]
+
+
+def _pieces(target: Tensor, mapping: ParamMapping, sources: Sequence[Source], geometry: Geometry, size: int, rank: int) -> Iterator[Piece]:
+    """Views of the target, and which part of which source belongs there."""
     match mapping:
         case Buffer():
-            return tensors[0]
+            yield target, sources[0], ()
         case Direct():
-            return tensors[0] if mapping.tp_dim is None else tensors[0].chunk(size, mapping.tp_dim)[rank]
+            yield target, sources[0], () if mapping.tp_dim is None else _part(sources[0], mapping.tp_dim, size, rank)
         case Vocab():
-            missing = -tensors[0].shape[0] % size
-            return F.pad(tensors[0], (0, 0, 0, missing)).chunk(size, 0)[rank]
+            start, real = rank * len(target), geometry.vocab_size - rank * len(target)
+            target[max(0, real) :].zero_()
+            if real > 0:
+                yield target[:real], sources[0], (slice(start, start + min(real, len(target))),)
         case Qkv():
-            per_head = [tensor.unflatten(0, (geometry.kv_heads, -1)) for tensor in tensors]
-            return torch.cat(per_head, dim=1).chunk(size, 0)[rank].flatten(0, 1)
+            heads = geometry.kv_heads // size
+            rows = [source.shape[0] // geometry.kv_heads for source in sources]
+            start = 0
+            for head in range(rank * heads, (rank + 1) * heads):
+                for source, count in zip(sources, rows, strict=True):
+                    yield target[start : start + count], source, (slice(head * count, (head + 1) * count),)
+                    start += count
         case Gated() | ExpertGated():
-            return torch.cat([tensor.chunk(size, 0)[rank] for tensor in tensors])
+            for half, source in zip(target.chunk(2), sources, strict=True):
+                yield half, source, _part(source, 0, size, rank)
         case ExpertDown():
-            return tensors[0].chunk(size, 1)[rank]
+            yield target, sources[0], _part(sources[0], 1, size, rank)
+
+
+def _part(source: Source, dim: int, size: int, rank: int) -> tuple[slice, ...]:
+    length = source.shape[dim] // size
+    return (*(slice(0, n) for n in source.shape[:dim]), slice(rank * length, (rank + 1) * length))
+
+
+def _divided(mapping: ParamMapping, shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
+    _require(mapping, [shape], len(shape) > dim and shape[dim] % size == 0, f"dimension {dim} must be divisible by {size}")
+    return (*shape[:dim], shape[dim] // size, *shape[dim + 1 :])
+
+
+def _require(mapping: ParamMapping, shapes: Sequence[tuple[int, ...]], is_right: bool, rule: str) -> None:
+    if not is_right:
+        shown = ", ".join(map(str, shapes))
+        raise DataError(f"{' + '.join(hf_patterns(mapping))}: shapes {shown}: {rule}. Is config.json this model's?")
 
 
 def unshard(mapping: ParamMapping, shards: Sequence[Tensor], geometry: Geometry) -> list[Tensor]:

@@ -14,11 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlbatch.api import Buffer, ModelError, ModelFamily, ParamMapping
-from rlbatch.weights.codec import Geometry, hf_names, is_expert, shard, unshard
+from rlbatch.api import Buffer, DataError, ModelError, ModelFamily, ParamMapping
+from rlbatch.weights.audit import check_names, layers_of, trained_names
+from rlbatch.weights.codec import Geometry, Source, fill, hf_names, is_expert, shard_shape, unshard
 
-ReadTensor = Callable[[str], Tensor]
+ReadTensor = Callable[[str], Source]
 NamedTensor = tuple[str, Tensor]
+
+
+def _ignore(nbytes: int) -> None:
+    """For whoever shows no progress."""
 
 
 @dataclass(frozen=True)
@@ -56,21 +61,23 @@ class ParameterMap:
         self._groups = groups
         self._geometry = Geometry.of(family)
         # One order on all ranks: first what lies outside the layers, then layer by layer.
-        outside = [_Entry(m, None) for m in family.mappings if "{layer}" not in m.megatron]
-        layered = [m for m in family.mappings if "{layer}" in m.megatron]
-        self._entries = outside + [
-            _Entry(m, layer) for layer in range(family.num_layers) for m in layered if m.layers is None or layer in m.layers
-        ]
+        entries = [_Entry(mapping, layer) for mapping in family.mappings for layer in layers_of(family, mapping)]
+        self._entries = sorted(entries, key=lambda entry: -1 if entry.layer is None else entry.layer)
 
-    def load(self, params: Mapping[str, Tensor], read: ReadTensor) -> None:
-        """Fills this rank's parameters; each must be covered by a mapping.
+    def load(self, params: Mapping[str, Tensor], read: ReadTensor, loaded: Callable[[int], None] = _ignore) -> None:
+        """Fills this rank's parameters and buffers; each must be covered by a mapping.
+
+        Each source is sliced before it is read, and goes straight into the parameter: beside the parameters there are at most twice
+        ``codec.CHUNK_BYTES`` in memory, or what the source needs for a chunk.
 
         Args:
-            params: Global Megatron name -> this rank's parameter.
-            read: Gives a full Hugging Face tensor by name.
+            params: Global Megatron name -> this rank's parameter or buffer.
+            read: Gives a Hugging Face tensor by name, or one that is read when it is sliced.
+            loaded: Told the bytes of each parameter (or expert of it) that was filled.
 
         Raises:
-            ModelError: a parameter that no mapping covers, or a shape that does not fit.
+            ModelError: a parameter that no mapping covers.
+            DataError: a shape that does not fit.
         """
         uncovered = sorted(set(params) - {entry.name for entry in self._entries})
         if uncovered:
@@ -84,64 +91,35 @@ class ParameterMap:
             if is_expert(entry.mapping):
                 first = self._groups.ep.rank() * param.shape[0]
                 for local in range(param.shape[0]):
-                    self._fill(param[local], entry.mapping, hf_names(entry.mapping, entry.layer, first + local), read, self._groups.etp)
+                    names = hf_names(entry.mapping, entry.layer, first + local)
+                    self._fill(param[local], entry.mapping, names, read, self._groups.etp)
+                    loaded(param[local].nbytes)
             else:
                 self._fill(param, entry.mapping, hf_names(entry.mapping, entry.layer), read, self._groups.tp)
+                loaded(param.nbytes)
 
     def names(self) -> list[str]:
-        """The Hugging Face name of every tensor that the mappings make, each as often as they name it."""
-        experts = range(self._geometry.num_experts)
-        return [
-            name
-            for entry in self._entries
-            for expert in (experts if is_expert(entry.mapping) else (None,))
-            for name in hf_names(entry.mapping, entry.layer, expert)
-        ]
+        """The Hugging Face name of every tensor that the mappings make."""
+        return list(trained_names(self._family))
 
     def check_names(self, names: Iterable[str]) -> None:
-        """Refuses a checkpoint with tensors that the family does not use: computing without them would be another model.
-
-        Args:
-            names: Of all tensors in the Hugging Face folder.
-
-        Raises:
-            ModelError: tensors that no mapping names.
-        """
-        unused = sorted(name for name in set(names) - set(self.names()) - self._untrained_names() if not self._is_redundant(name))
-        if unused:
-            raise ModelError(
-                f"model family {self._family.name}: does not use {len(unused)} tensors of the checkpoint, first {', '.join(unused[:3])}. "
-                "Use a family that implements them."
-            )
-
-    def _untrained_names(self) -> set[str]:
-        experts = range(self._geometry.num_experts)
-        return {
-            carried.hf.format(layer=layer, expert=expert)
-            for carried in self._family.passthrough
-            for layer in carried.layers or (None,)
-            for expert in (experts if "{expert}" in carried.hf else (None,))
-        }
-
-    def _is_redundant(self, name: str) -> bool:
-        """RoPE frequencies, which follow from the config, and a tied output layer's copy of the embedding."""
-        return name.endswith(".rotary_emb.inv_freq") or (self._family.tie_embeddings and name == "lm_head.weight")
+        """As ``audit.check_names``."""
+        check_names(self._family, names)
 
     def _fill(self, target: Tensor, mapping: ParamMapping, names: tuple[str, ...], read: ReadTensor, group: dist.ProcessGroup) -> None:
-        source = shard(mapping, [read(name) for name in names], self._geometry, group.size(), group.rank())
-        if target.shape != source.shape:
-            raise ModelError(
-                f"{' + '.join(names)}: shape {tuple(source.shape)} does not fit Megatron's {tuple(target.shape)}. "
-                "Is config.json this model's?"
-            )
+        sources = [read(name) for name in names]
+        shape = shard_shape(mapping, sources, self._geometry, group.size())
+        if tuple(target.shape) != shape:
+            where = " + ".join(getattr(source, "origin", name) for source, name in zip(sources, names, strict=True))
+            raise DataError(f"{where}: shape {shape} does not fit Megatron's {tuple(target.shape)}. Is config.json this model's?")
         with torch.no_grad():
-            target.copy_(source)
+            fill(target, mapping, sources, self._geometry, group.size(), group.rank())
 
     def export(self, params: Mapping[str, Tensor], *, gradients: bool = False) -> Iterator[NamedTensor]:
         """Streams full Hugging Face tensors; a collective: every rank iterates to the end and sees every tensor.
 
         Args:
-            params: Global Megatron name -> this rank's shard (parameters, or their gradients).
+            params: Global Megatron name -> this rank's shard (parameters and buffers, or gradients).
             gradients: Whether they are gradients, which buffers have none of.
 
         Yields:

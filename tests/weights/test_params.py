@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlbatch.api import Direct, ExpertDown, ModelError, ModelFamily, Vocab
+from rlbatch.api import DataError, Direct, ExpertDown, ModelError, ModelFamily, Vocab
 from rlbatch.weights.params import ParallelGroups, ParameterMap
 
 ALONE: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
@@ -58,7 +58,7 @@ def test_a_parameter_without_mapping_is_refused() -> None:
 
 def test_a_shape_that_does_not_fit_is_refused() -> None:
     """Both shapes are named; torch would have broadcast a single row."""
-    with pytest.raises(ModelError, match=r"model\.0\.norm: shape \(1,\) does not fit Megatron's \(3,\)"):
+    with pytest.raises(DataError, match=r"model\.0\.norm: shape \(1,\) does not fit Megatron's \(3,\)"):
         ParameterMap(FAMILY, GROUPS).load(empty(), lambda name: torch.zeros(1) if name == "model.0.norm" else source(name))
 
 

@@ -1,0 +1,177 @@
+"""One safetensors file, read by ranges: a header that is checked against the file's size, and the bytes of a slice, no more.
+
+The library's own slices map the file: pages that were read stay in the process's memory. Here they do not.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from rlbatch.api import DataError
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Names of the format."""
+HEADER_LIMIT = 100 * 10**6
+"""Bytes; the format's."""
+PAGE = 4096
+"""Bytes that a file system reads at least."""
+SPAN_BYTES = 16 * 2**20
+"""At most so much is read at once beyond what is asked for."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a tensor lies.
+
+    Attributes:
+        dtype: Name in the header.
+        shape: Of the tensor.
+        start: Its first byte in the file.
+        nbytes: Its length.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+class SafetensorsFile:
+    """A file's tensors.
+
+    Args:
+        path: The file.
+
+    Attributes:
+        entries: By name.
+        bytes_read: Of tensors, so far.
+
+    Raises:
+        DataError: not a whole safetensors file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.bytes_read = 0
+        try:
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                length = int.from_bytes(file.read(8), "little")
+                if size < 8 or length > min(HEADER_LIMIT, size - 8):
+                    raise self._damaged(f"{size} bytes with a header of {length}")
+                header = json.loads(file.read(length))
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read ({error.strerror}). Look at the folder.") from error
+        except ValueError as error:
+            raise self._damaged(f"its header is not JSON: {error}") from error
+        self.entries = self._entries(header, 8 + length, size)
+
+    def read(self, entry: Entry, ranges: Sequence[range]) -> Tensor:
+        """A part of a tensor, in memory of its own.
+
+        Only its bytes are read; but where it has gaps of less than a page, they are read with it, as the disk does anyway.
+
+        Args:
+            entry: One of ``entries``, of a dtype in ``DTYPES``.
+            ranges: Indices of step 1 in each dimension.
+        """
+        dtype = DTYPES[entry.dtype]
+        lengths = [len(indices) for indices in ranges]
+        data = torch.empty(math.prod(lengths) * dtype.itemsize, dtype=torch.uint8)
+        if len(data):
+            self._read_runs(entry, ranges, dtype.itemsize, data)
+        return data.view(dtype).view(lengths)
+
+    def _read_runs(self, entry: Entry, ranges: Sequence[range], itemsize: int, data: Tensor) -> None:
+        split = len(ranges)  # from this dimension on, all is wanted: it lies in one run
+        while split and len(ranges[split - 1]) == entry.shape[split - 1]:
+            split -= 1
+        strides = [math.prod(entry.shape[dim + 1 :]) * itemsize for dim in range(split)]
+        first = entry.start + sum(stride * indices.start for stride, indices in zip(strides, ranges, strict=False))
+        if split <= 1:
+            self._pread(first, data)
+            return
+        run = len(ranges[split - 1]) * strides[-1]
+        if split == 2 and strides[0] - run < PAGE:
+            self._read_span(first, strides[0], run, data.view(-1, run))
+            return
+        places = itertools.product(*(range(len(indices)) for indices in ranges[: split - 1]))
+        for target, place in zip(data.split(run), places, strict=True):
+            self._pread(first + sum(stride * step for stride, step in zip(strides, place, strict=False)), target)
+
+    def _read_span(self, start: int, stride: int, run: int, target: Tensor) -> None:
+        """[rows, run] bytes that lie ``stride`` apart."""
+        rows = max(1, SPAN_BYTES // stride)
+        for row in range(0, len(target), rows):
+            part = target[row : row + rows]
+            span = torch.empty((len(part) - 1) * stride + run, dtype=torch.uint8)
+            self._pread(start + row * stride, span)
+            part.copy_(span.as_strided(part.shape, (stride, 1)))
+
+    def _pread(self, start: int, target: Tensor) -> None:
+        view, done = memoryview(cast(Any, target.numpy())), 0
+        while done < len(view):
+            try:
+                count = os.preadv(self._descriptor.fileno(), [view[done:]], start + done)
+            except OSError as error:
+                raise DataError(f"{self.path}: cannot be read ({error.strerror}). Look at the folder.") from error
+            if not count:
+                raise self._damaged("it has become shorter")
+            done += count
+        self.bytes_read += done
+
+    @cached_property
+    def _descriptor(self) -> Any:
+        return self.path.open("rb", buffering=0)
+
+    def _entries(self, header: Any, data_start: int, size: int) -> dict[str, Entry]:
+        if not isinstance(header, dict):
+            raise self._damaged("its header is no object")
+        entries: dict[str, Entry] = {}
+        for name, described in header.items():
+            if name == "__metadata__":
+                continue
+            try:
+                start, stop = map(int, described["data_offsets"])
+                entry = Entry(str(described["dtype"]), tuple(map(int, described["shape"])), data_start + start, stop - start)
+            except (TypeError, KeyError, ValueError) as error:
+                raise self._damaged(f"{name}: its header is incomplete ({error!r})") from error
+            wanted = math.prod(entry.shape) * DTYPES[entry.dtype].itemsize if entry.dtype in DTYPES else entry.nbytes
+            if min(entry.shape, default=0) < 0 or entry.nbytes != wanted:
+                raise self._damaged(f"{name}: {entry.dtype} {list(entry.shape)} has {wanted} bytes, the header gives it {entry.nbytes}")
+            entries[name] = entry
+        end = data_start
+        for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].nbytes)):
+            if entry.start != end:
+                raise self._damaged(f"{name}: begins at byte {entry.start}, the tensor before it ends at {end}")
+            end += entry.nbytes
+        if end != size:
+            raise self._damaged(f"its header describes {end} bytes, the file has {size}")
+        return entries
+
+    def _damaged(self, what: str) -> DataError:
+        return DataError(f"{self.path}: is truncated or damaged ({what}). Download it again.")

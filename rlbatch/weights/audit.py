@@ -1,0 +1,152 @@
+"""Which tensors of a checkpoint are used, carried or left out, by name alone: every one exactly once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from rlbatch.api import ModelError, ModelFamily, ParamMapping, Passthrough
+from rlbatch.weights.codec import hf_patterns, is_expert
+from rlbatch.weights.quantize import SCALE_SUFFIX
+
+SHOWN = 3
+"""Names in a message."""
+
+
+@dataclass(frozen=True)
+class Audit:
+    """Every name of a checkpoint in exactly one group, in the checkpoint's order; and names that it lacks.
+
+    Attributes:
+        trained: What mappings name: parameters and buffers.
+        carried: Not trained, but exported with the rest.
+        dropped: Left out on purpose.
+        scales: Of block-quantised weights, trained or carried.
+        unexpected: Named by nothing.
+        missing: Tensors that mappings name, and scales of fp8 weights.
+        missing_carried: Tensors to be carried.
+    """
+
+    trained: list[str]
+    carried: list[str]
+    dropped: list[str]
+    scales: list[str]
+    unexpected: list[str]
+    missing: list[str]
+    missing_carried: list[str]
+
+    @property
+    def is_complete(self) -> bool:
+        """Nothing is missing and nothing unexpected."""
+        return not (self.unexpected or self.missing or self.missing_carried)
+
+
+def layers_of(family: ModelFamily, mapping: ParamMapping) -> Iterable[int | None]:
+    """The layers of a mapping; (None,) outside the layers."""
+    if "{layer}" not in mapping.megatron:
+        return (None,)
+    return range(family.num_layers) if mapping.layers is None else mapping.layers
+
+
+def trained_names(family: ModelFamily) -> dict[str, str]:
+    """Checkpoint name -> its pattern, of every tensor that the mappings make.
+
+    Raises:
+        ModelError: two mappings make one tensor.
+    """
+    experts = range(family.num_experts)
+    pairs = [
+        (pattern.format(layer=layer, expert=expert), pattern)
+        for mapping in family.mappings
+        for layer in layers_of(family, mapping)
+        for expert in (experts if is_expert(mapping) else (None,))
+        for pattern in hf_patterns(mapping)
+    ]
+    if twice := [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]:
+        raise ModelError(f"model family {family.name}: {_list(twice)}: more than one mapping each. Correct them.")
+    return dict(pairs)
+
+
+def passthrough_names(family: ModelFamily, *, is_dropped: bool) -> dict[str, str]:
+    """Checkpoint name -> its pattern, of what is carried or, with ``is_dropped``, left out."""
+    return {
+        name: passthrough.hf
+        for passthrough in family.passthrough
+        if passthrough.is_dropped == is_dropped
+        for name in _expanded(family, passthrough)
+    }
+
+
+def fp8_names(family: ModelFamily) -> set[str]:
+    """Names of the weights that this family's block-quantised checkpoints hold in fp8, trained or carried."""
+    named = trained_names(family) | passthrough_names(family, is_dropped=False)
+    return {name for name, pattern in named.items() if pattern in family.fp8}
+
+
+def audit(family: ModelFamily, names: Iterable[str]) -> Audit:
+    """Sorts the names of a checkpoint.
+
+    A checkpoint is taken for a block-quantised one if it has any scales; each of its fp8 weights must then have them.
+
+    Args:
+        family: Of the model.
+        names: Of all tensors, each once.
+    """
+    trained, carried = trained_names(family), passthrough_names(family, is_dropped=False)
+    dropped = passthrough_names(family, is_dropped=True)
+    named = trained | carried
+    quantised = {name + SCALE_SUFFIX: name for name, pattern in named.items() if pattern in family.fp8}
+    present = dict.fromkeys(names)
+    found: dict[str, list[str]] = {group: [] for group in ("trained", "carried", "dropped", "scales", "unexpected")}
+    for name in present:
+        is_left_out = name in dropped or _is_redundant(family, name)
+        groups = {"trained": name in trained, "carried": name in carried, "scales": name in quantised, "dropped": is_left_out}
+        found[next((group for group, belongs in groups.items() if belongs), "unexpected")].append(name)
+    wanted = quantised if found["scales"] else {}
+    missing = [name for name in trained if name not in present] + [s for s, name in wanted.items() if name in trained and s not in present]
+    without = [name for name in carried if name not in present] + [s for s, name in wanted.items() if name in carried and s not in present]
+    return Audit(**found, missing=missing, missing_carried=without)
+
+
+def check_names(family: ModelFamily, names: Iterable[str]) -> None:
+    """Refuses a checkpoint with tensors that the family does not use (computing without them would be another model), or that lacks some.
+
+    Tensors to be carried may be missing: exports then lack them too.
+
+    Args:
+        family: Of the model.
+        names: Of all tensors in the Hugging Face folder.
+
+    Raises:
+        ModelError: tensors that nothing names, or that are not there.
+    """
+    found = audit(family, names)
+    if found.unexpected:
+        unused = sorted(found.unexpected)
+        raise ModelError(
+            f"model family {family.name}: does not use {len(unused)} tensors of the checkpoint, first {_list(unused)}. "
+            "Use a family that implements them."
+        )
+    if found.missing:
+        raise ModelError(
+            f"model family {family.name}: the checkpoint lacks {len(found.missing)} of its tensors, first {_list(found.missing)}. "
+            "Complete the folder, or correct config.json."
+        )
+
+
+def _expanded(family: ModelFamily, passthrough: Passthrough) -> Iterator[str]:
+    layers: Iterable[int | None] = (None,)
+    if "{layer}" in passthrough.hf:
+        layers = range(family.num_layers) if passthrough.layers is None else passthrough.layers
+    experts = range(family.num_experts) if "{expert}" in passthrough.hf else (None,)
+    return (passthrough.hf.format(layer=layer, expert=expert) for layer in layers for expert in experts)
+
+
+def _is_redundant(family: ModelFamily, name: str) -> bool:
+    """RoPE frequencies, which follow from the config, and a tied output layer's copy of the embedding."""
+    return name.endswith(".rotary_emb.inv_freq") or (family.tie_embeddings and name == "lm_head.weight")
+
+
+def _list(names: Iterable[str]) -> str:
+    return ", ".join(list(names)[:SHOWN])
