@@ -195,7 +195,7 @@ def _build_chunk(config: TransformerConfig, family: ModelFamily, vp_stage: int |
     model.unpadded_vocab_size = family.vocab_size
     _mark_split_weights(model)
     if transformer_engine:
-        te_spec.mark_replicated_weights(model)
+        te_spec.correct(model)
     if torch.cuda.is_available():
         model.cuda(torch.cuda.current_device())
     return model

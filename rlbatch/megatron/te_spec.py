@@ -19,7 +19,6 @@ from rlbatch.config.schema import TrainConfig
 from rlbatch.megatron.experts import StackedExperts
 from rlbatch.megatron.local_spec import LATENT_EPSILON
 from rlbatch.megatron.router import Router
-from rlbatch.megatron.router import Router
 
 
 def uses_transformer_engine(train: TrainConfig) -> bool:
@@ -63,13 +62,16 @@ def block_spec(config: TransformerConfig, vp_stage: int | None) -> Any:
     return block
 
 
-def mark_replicated_weights(model: torch.nn.Module) -> None:
-    """Says that the linear layers which every tensor-parallel rank holds whole are not split.
+def correct(model: torch.nn.Module) -> None:
+    """Corrects what Megatron's spec builds, in two ways.
 
-    Transformer Engine marks the weight of every linear layer as split; the gradient norm (and so the clipping) would count each copy.
+    Transformer Engine marks the weight of every linear layer as split; of those that every tensor-parallel rank holds whole, the gradient
+    norm (and so the clipping) would count each copy. And the norms inside multi-latent attention have an epsilon of their own.
     """
     from megatron.core.extensions.transformer_engine import TELinear
 
-    for module in model.modules():
+    for name, module in model.named_modules():
         if isinstance(module, TELinear) and module.parallel_mode is None:
             module.weight.tensor_model_parallel = False
+        if name.endswith((".linear_q_up_proj", ".linear_kv_up_proj")):
+            module.eps = LATENT_EPSILON
