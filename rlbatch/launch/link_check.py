@@ -44,11 +44,12 @@ def check_links(device: str, rank: int, hosts: Sequence[str]) -> Links:
     """
     if len(hosts) == 1:
         return Links()
-    everybody = list(range(len(hosts)))
-    neighbours = [other for other in everybody if hosts[other] == hosts[rank]]
-    node_gbs = _over(neighbours, device, rank).gbs if 1 < len(neighbours) < len(everybody) else None
-    links = _over(everybody, device, rank)
-    return Links(links.wrong, links.gbs, (links.gbs if len(neighbours) > 1 else 0.0) if node_gbs is None else node_gbs)
+    nodes = [[rank for rank, other in enumerate(hosts) if other == host] for host in dict.fromkeys(hosts)]
+    node_gbs = 0.0
+    for ranks in nodes if 1 < len(nodes) < len(hosts) else []:
+        node_gbs = _over(ranks, device, rank).gbs or node_gbs
+    links = _over(list(range(len(hosts))), device, rank)
+    return Links(links.wrong, links.gbs, links.gbs if len(nodes) == 1 else node_gbs)
 
 
 def wrong_contributions(reduced: Tensor) -> list[int]:
@@ -73,9 +74,11 @@ def contribution(position: int, size: int, device: str) -> Tensor:
 
 
 def _over(ranks: list[int], device: str, rank: int) -> Links:
-    # Local: only its own ranks wait for each other; the names of other nodes' groups need not be known here.
+    """Checks some of the ranks; all ranks call it, and those that are not among them measure nothing."""
     kind = device.partition(":")[0]
-    group = dist.new_group(ranks, backend="nccl" if kind == "cuda" else "gloo", use_local_synchronization=True)
+    group = dist.new_group(ranks, backend="nccl" if kind == "cuda" else "gloo")
+    if rank not in ranks or len(ranks) == 1:
+        return Links()
     data = contribution(ranks.index(rank), len(ranks), device)
     dist.all_reduce(data, group=group)
     wrong = tuple(ranks[position] for position in wrong_contributions(data))

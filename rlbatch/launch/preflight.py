@@ -10,7 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -67,12 +67,12 @@ class Preflight:
         facts = collect_facts(info, self._registry, [*problems, *unreadable(self._sources())] if info.local_rank == 0 else [])
         self._facts = [NodeFacts.from_json(text) for text in self._store.barrier("preflight/facts", self._patience, facts.to_json())]
         clock = time.time()  # the barrier has just let go of every rank
-        seen = {"clock": clock, "unseen": self._unseen(folders) if info.local_rank == 0 else []}
+        seen = {"clock": clock, "unseen": self._unseen(folders)}
         views = [json.loads(text) for text in self._store.barrier("preflight/folders", self._patience, json.dumps(seen))]
         folders.remove()
         self._clocks = [view["clock"] for view in views]
-        self._facts = [replace(fact, problems=[*fact.problems, *view["unseen"]]) for fact, view in zip(self._facts, views, strict=True)]
-        self._conclude([*rules.check_folders(self._facts), *rules.check_versions(self._facts)], [])
+        unseen = rules.check_visibility(self._facts, [view["unseen"] for view in views])
+        self._conclude([*rules.check_folders(self._facts), *unseen, *rules.check_versions(self._facts)], [])
         self._floor = self._needs()
         cluster = self._config.cluster
         found = [*rules.check_gpus(self._facts, cluster, self._floor), *rules.check_memory(self._facts, cluster, self._floor)]
@@ -106,7 +106,7 @@ class Preflight:
                 hosts[rank],
                 f"its numbers arrive wrong in an all-reduce ({count} of {len(hosts)} ranks see it). Take it out of the job",
             )
-            for rank, count in _blamed([link.wrong for link in links])
+            for rank, count in blamed([link.wrong for link in links])
         ]
         self._conclude([*wrong, *rules.check_bandwidth(self._facts, node_gbs, self._config.cluster.gpu_link_gbs)], links)
         self._show(links)
@@ -152,15 +152,13 @@ class Preflight:
     def _hosts(self) -> list[str]:
         return list(dict.fromkeys(fact.host for fact in self._facts))
 
-    def _unseen(self, folders: SharedFolders) -> list[str]:
-        """Marks of the job's first node and of the node before this one, which this node should see: a ring that all nodes close."""
-        writers = [fact for fact in self._facts if fact.is_first and not fact.problems]
-        me = next((index for index, fact in enumerate(writers) if fact.rank == self._store.info.rank), None)
-        if me is None:
+    def _unseen(self, folders: SharedFolders) -> list[tuple[str, int]]:
+        """Marks that this node should see and does not: the first node looks for all others', they look for its."""
+        writers = [fact.rank for fact in self._facts if fact.is_first and not fact.problems]
+        mine = self._store.info.rank
+        if mine not in writers:
             return []
-        looked_at = {writers[0].rank: writers[0].host, writers[me - 1].rank: writers[me - 1].host}
-        missing = folders.read(sorted(looked_at))
-        return [f"does not see in {folder} what rank {writer} on {looked_at[writer]} wrote" for folder, writer in missing]
+        return [(str(folder), writer) for folder, writer in folders.read(writers[1:] if mine == writers[0] else writers[:1])]
 
     def _folders(self) -> list[Path]:
         save = self._config.checkpoint.save
@@ -173,7 +171,7 @@ class Preflight:
         return [Path(path) for path in dict.fromkeys(paths) if path not in ("", EMBEDDED)]
 
 
-def _blamed(wrong: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+def blamed(wrong: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
     """Whose fault wrong numbers are: (rank, ranks that see it).
 
     Args:

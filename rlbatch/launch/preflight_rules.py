@@ -85,9 +85,7 @@ def check_gpus(facts: Sequence[NodeFacts], cluster: ClusterConfig, floor: Footpr
         elif fact.is_first and gpu.name != usual_name:
             yield Finding(fact.rank, fact.host, f"its GPUs are {gpu.name}, most are {usual_name}", is_error=False)
         if gpu.total_gib < MEMORY_SHARE * cluster.gpu_memory_gib:
-            text = (
-                f"its GPU has {gpu.total_gib:.1f} GiB, cluster.gpu_memory_gib is {cluster.gpu_memory_gib:g}. Is it divided (MIG)"
-            )
+            text = f"its GPU has {gpu.total_gib:.1f} GiB, cluster.gpu_memory_gib is {cluster.gpu_memory_gib:g}. Is it divided (MIG)"
             yield Finding(fact.rank, fact.host, text)
         elif gpu.free_gib < floor.gpu_gib:
             text = f"{gpu.free_gib:.1f} of {gpu.total_gib:.1f} GiB of its GPU are free, the trainer takes {floor.gpu_gib:.1f}"
@@ -116,6 +114,25 @@ def check_folders(facts: Sequence[NodeFacts]) -> Iterator[Finding]:
     for fact in facts:
         for problem in fact.problems:
             yield Finding(fact.rank, fact.host, f"{problem}. Put it on storage that all nodes may write, or correct the path")
+
+
+def check_visibility(facts: Sequence[NodeFacts], unseen: Sequence[Sequence[tuple[str, int]]]) -> Iterator[Finding]:
+    """Folders that are not the same on all nodes.
+
+    Args:
+        facts: Of every rank.
+        unseen: Of every rank: folder, and the rank whose file it does not see there. The first node looks for all others' files, and they
+            for its.
+    """
+    pairs = [(folder, min(reader, writer), max(reader, writer)) for reader, missing in enumerate(unseen) for folder, writer in missing]
+    for folder in dict.fromkeys(folder for folder, _, _ in pairs):
+        first = next(first for other, first, _ in pairs if other == folder)
+        odd = sorted({rank for other, _, rank in pairs if other == folder})
+        if len(odd) > 1 and len(odd) == len(_firsts(facts)) - 1:  # nobody agrees with the first: it is the odd one
+            first, odd = odd[0], [first]
+        for rank in odd:
+            text = f"{folder} is not the same as on host {facts[first].host}: a file written on one is not seen on the other"
+            yield Finding(rank, facts[rank].host, f"{text}. Put it on storage that all nodes share")
 
 
 def check_clocks(facts: Sequence[NodeFacts], clocks: Sequence[float]) -> Iterator[Finding]:
