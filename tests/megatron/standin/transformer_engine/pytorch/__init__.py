@@ -58,6 +58,8 @@ class Linear(_Module):
         self.weight.partition_dim = 1 if parallel_mode == "row" else 0
         self.weight.partition_stride = 1
         self.bias = torch.nn.Parameter(torch.empty(rows, dtype=params_dtype)) if bias else None
+        if bias and parallel_mode == "column":
+            self.bias.tensor_model_parallel, self.bias.partition_dim, self.bias.partition_stride = True, 0, 1
 
     def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
         from megatron.core.tensor_parallel import mappings
