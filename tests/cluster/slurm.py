@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tests.cluster.hosts import add_hosts, remove_hosts
-from tests.cluster.processes import pids_of, public_folder, stop, wait_until, with_variable
+from tests.cluster.processes import has_variable, pids_of, public_folder, stop, wait_until, with_variable
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "unshare")
 START_S = 60.0
@@ -101,7 +101,16 @@ class Slurm:
         for name in self.nodes:
             (self.folder / "spool" / name).mkdir(parents=True)
             self._daemon("unshare", "--uts", "sh", "-c", f"hostname {name}; exec slurmd -N {name}")
+        self.wait_until_idle()
+
+    def wait_until_idle(self) -> None:
+        """Waits until no node has a job."""
         wait_until(self._all_idle, START_S, f"{len(self.nodes)} idle nodes; logs in {self.folder}")
+
+    def job_processes(self) -> list[int]:
+        """Living processes of jobs."""
+        ours = with_variable("SLURM_CONF", self.environment["SLURM_CONF"])
+        return [pid for pid in ours if has_variable(pid, "SLURM_JOB_ID")]
 
     def stop(self) -> None:
         """Ends every job, daemon and process that this Slurm started, and removes its lines from /etc/hosts."""
