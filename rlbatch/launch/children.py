@@ -14,6 +14,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 _PR_SET_PDEATHSIG = 1
+MAX_FILES = 4096
+"""Files that a process may have open while it starts."""
+GUARD_POLL_S = 60.0
 _KILL_GROUPS = 'read -r nothing; for group; do kill -KILL -"$group" 2>/dev/null; done'
 
 
@@ -51,6 +54,28 @@ class GroupGuard:
         self._process.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()
+
+
+def children_end_with_this_process() -> None:
+    """Kills this process's group once this process has ended, in any way: its children, their children and so on.
+
+    Makes the process a group of its own. Call it before there are threads: the process that waits is a fork, which holds no files.
+    """
+    if os.getpgrp() != os.getpid():
+        os.setpgid(0, 0)
+    libc, parent = ctypes.CDLL(None, use_errno=True), os.getpid()
+    if os.fork():
+        return
+    try:
+        os.setsid()
+        signal.pthread_sigmask(signal.SIG_SETMASK, set(signal.Signals))
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1, 0, 0, 0)
+        os.closerange(0, MAX_FILES)
+        while os.getppid() == parent:  # others may signal this process too, e.g. srun all of a step's
+            signal.sigtimedwait({signal.SIGUSR1}, GUARD_POLL_S)
+        signal_group(parent, signal.SIGKILL)
+    finally:
+        os._exit(0)
 
 
 def signal_group(group: int, number: int) -> None:

@@ -55,12 +55,16 @@ class StoppedBySignal(SystemExit):
     """What a rank's signal handler raises: it unwinds, so that engines are closed, and is no failure of this rank."""
 
 
+class Reported(SystemExit):
+    """Ends a rank whose failure was told already, by it or by another one."""
+
+
 @contextmanager
 def reporting_failures(run_dir: Path, rank: int) -> Iterator[None]:
     """Turns any exception of a rank into exit code 1, recorded and printed if it is the job's first; ``sys.exit`` in foreign code too."""
     try:
         yield
-    except StoppedBySignal:
+    except (StoppedBySignal, Reported):
         raise
     except (Exception, SystemExit) as error:  # the outermost frame of a rank: nothing may pass unrecorded
         if not isinstance(error, RlbatchError):

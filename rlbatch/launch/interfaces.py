@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
-from collections.abc import Sequence
 
 import psutil
 
@@ -43,6 +43,20 @@ def interface_of(address: str) -> str:
     return next((name for name, addresses in _addresses().items() if address in addresses), "")
 
 
+def set_interface(interface: str, *, is_chosen: bool) -> None:
+    """Makes torch.distributed use an interface.
+
+    Args:
+        interface: Its name; empty: none was found.
+        is_chosen: Whether the user chose it: then it is NCCL's too, and counts more than the environment. One that was found is only
+            gloo's, since NCCL may use several.
+    """
+    if interface and is_chosen:
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
+    elif interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
 def listen(address: str, port: int, backlog: int) -> socket.socket:
     """A listening TCP socket.
 
@@ -70,7 +84,7 @@ def listen(address: str, port: int, backlog: int) -> socket.socket:
     return server
 
 
-def _addresses() -> dict[str, Sequence[str]]:
+def _addresses() -> dict[str, list[str]]:
     """IPv4, then global IPv6 addresses of each interface that is up; link-local ones need a scope and are left out."""
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
     found: dict[str, list[str]] = {}

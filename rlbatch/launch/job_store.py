@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import socket
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -35,6 +36,10 @@ class JobStore:
         self.store, self.info = store, info
         self.hosts = tuple(hosts) or ("",) * info.world_size
         self._uses: Counter[str] = Counter()
+
+    def clone(self) -> JobStore:
+        """The same store over a connection of its own, for another thread: a connection serves one wait at a time."""
+        return JobStore(self.store.clone(), self.info, self.hosts)  # type: ignore[attr-defined]  # missing in the stub
 
     def set(self, key: str, value: bytes) -> None:
         """Writes a value; the last one counts."""
@@ -113,8 +118,14 @@ class JobStore:
             raise LaunchError(message) from None
 
 
-def open_store(info: RankInfo, timeout_s: float) -> JobStore:
+def open_store(info: RankInfo, timeout_s: float, hosts: Sequence[str] = (), listening: socket.socket | None = None) -> JobStore:
     """Rank 0 serves the store at the job's address, the others connect; returns when this rank is connected.
+
+    Args:
+        info: This rank, with address and port.
+        timeout_s: Longest wait for rank 0.
+        hosts: Node of every rank, for messages.
+        listening: On rank 0: a socket that listens there already.
 
     Raises:
         ConfigError: the launcher named no address.
@@ -129,5 +140,6 @@ def open_store(info: RankInfo, timeout_s: float) -> JobStore:
         is_master=info.rank == 0,
         timeout=datetime.timedelta(seconds=timeout_s),
         wait_for_workers=False,
+        master_listen_fd=listening.detach() if listening else None,
     )
-    return JobStore(store, info)
+    return JobStore(store, info, hosts)

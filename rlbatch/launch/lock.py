@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rlbatch.api import ConfigError
+
+LIFE_LOCK = "life.lock"
 
 
 @contextmanager
@@ -18,7 +21,7 @@ def run_folder_lock(run_dir: Path) -> Iterator[None]:
     A file system that cannot lock a folder (some network ones) is taken as it is.
 
     Raises:
-        ConfigError: another process holds it.
+        ConfigError: another process holds it, or the ranks of a job do.
     """
     folder = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -27,6 +30,38 @@ def run_folder_lock(run_dir: Path) -> Iterator[None]:
                 fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ConfigError(f"run_dir={run_dir}: another job is running in it. Wait for its end, or choose another.") from None
+        if (run_dir / LIFE_LOCK).exists():
+            ranks = LifeLock(run_dir)
+            is_free = ranks.try_for(0.0)
+            ranks.release()
+            if not is_free:
+                raise ConfigError(f"run_dir={run_dir}: the ranks of another job run in it. Wait for their end, or choose another.")
         yield
     finally:
         os.close(folder)
+
+
+class LifeLock:
+    """What rank 0 holds as long as it lives; a lock of its own, since the command that starts the ranks may hold the folder, or be gone."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._file = os.open(run_dir / LIFE_LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+
+    def try_for(self, seconds: float) -> bool:
+        """Tries to get the lock; a file system that has none gives it to everybody."""
+        until = time.monotonic() + seconds
+        while True:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    return False
+                time.sleep(0.1)
+            except OSError:
+                return True
+            else:
+                return True
+
+    def release(self) -> None:
+        """Lets go; otherwise the system does when the process ends."""
+        os.close(self._file)

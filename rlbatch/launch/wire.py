@@ -33,6 +33,7 @@ class Link:
         self._socket = connection
         self._sending = threading.Lock()
         self._received = b""
+        self._unread: list[Message] = []
         connection.settimeout(SEND_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -56,11 +57,14 @@ class Link:
         return True
 
     def receive(self) -> list[Message]:
-        """Messages that have come, after a wait for at least some bytes; maybe none is whole yet.
+        """Messages that have come, after a wait for at least some bytes; maybe none is whole yet, or none came in time.
 
         Raises:
             ConnectionError: the peer ended, or sends something else.
         """
+        if self._unread:
+            unread, self._unread = self._unread, []
+            return unread
         try:
             part = self._socket.recv(1 << 16)
         except TimeoutError:
@@ -77,6 +81,10 @@ class Link:
         if not all(isinstance(message, dict) for message in messages):
             raise ConnectionError("does not speak this protocol")
         return messages
+
+    def unread(self, messages: list[Message]) -> None:
+        """Gives messages back: the next ``receive`` returns them."""
+        self._unread = messages + self._unread
 
     def set_wait(self, seconds: float) -> None:
         """Longest wait of ``receive``."""

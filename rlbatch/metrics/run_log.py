@@ -58,6 +58,11 @@ class RunLog:
         if self._report:
             write_samples(self._run_dir, step, rows)
 
+    def failed(self, first_error: Mapping[str, Any]) -> None:
+        """Writes the failure into summary.json, whatever this process's main thread does; from any thread."""
+        if self._report:
+            self._report.finish("failed", first_error)
+
     def finish(self, status: Status, first_error: Mapping[str, Any] | None = None) -> None:
         """Ends the log, on success and on failure.
 

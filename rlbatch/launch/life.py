@@ -1,0 +1,116 @@
+"""``life.json``: where rank 0 of the job's current life is to be found, and the token that only its own ranks know.
+
+A run folder belongs to one life of one job. Whoever starts later takes it over by writing a new token; what is left of earlier lives sees
+that, and ends.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rlbatch.api import LaunchError
+from rlbatch.launch.environment import RankInfo
+
+LIFE = "life.json"
+LAUNCH_VARIABLE = "RLBATCH_LAUNCH"
+"""A word that a launcher without job ids gives to all ranks of one start: two starts in one run folder are told apart by it."""
+
+
+@dataclass(frozen=True)
+class Life:
+    """Contents of life.json.
+
+    Attributes:
+        job_id: Of the batch system or the launcher; empty if there is none.
+        restart_count: How often the job was started again.
+        launch: The word of this start, where its launcher or MPI gave one.
+        world_size: Ranks.
+        token: Random; the same on all ranks of this life.
+        host: Rank 0's node.
+        addresses: Where rank 0 may be reached, the most likely first.
+        port: Its TCP port.
+        pid: Rank 0's process.
+    """
+
+    job_id: str
+    restart_count: int
+    launch: str
+    world_size: int
+    token: str
+    host: str
+    addresses: tuple[str, ...]
+    port: int
+    pid: int
+
+    def is_of(self, info: RankInfo, launch: str) -> bool:
+        """Whether a rank is of this life, as far as its launcher's variables say. Words come before job ids: mpirun over ssh carries
+        the variables of a batch system to some nodes only.
+        """
+        if self.launch and launch:
+            return self.launch == launch
+        return (self.job_id, self.restart_count) == (info.job_id, info.restart_count)
+
+    def is_earlier_of(self, info: RankInfo) -> bool:
+        """Whether this is an earlier life of a rank's job."""
+        return bool(self.job_id) and self.job_id == info.job_id and self.restart_count < info.restart_count
+
+    def name(self) -> str:
+        """For messages."""
+        job = f"job {self.job_id}" if self.job_id else "a job without id"
+        return f"{job}, restart {self.restart_count}" if self.restart_count else job
+
+
+def new_life(info: RankInfo, launch: str, addresses: Sequence[str], port: int) -> Life:
+    """The life that rank 0 begins."""
+    token = secrets.token_hex(16)
+    return Life(info.job_id, info.restart_count, launch, info.world_size, token, info.host, tuple(addresses), port, os.getpid())
+
+
+def write_life(run_dir: Path, life: Life) -> None:
+    """Takes the run folder over, in one go."""
+    draft = run_dir / f".{LIFE}.{life.token[:8]}"
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(life), indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(draft, run_dir / LIFE)
+
+
+def read_life(run_dir: Path) -> Life | None:
+    """The folder's current life; None if there is none, or it is none of this version's.
+
+    Raises:
+        LaunchError: it is another user's, who could lead this rank anywhere.
+    """
+    os.listdir(run_dir)  # network file systems look again for names that were not there before
+    path = run_dir / LIFE
+    try:
+        with path.open(encoding="utf-8") as file:
+            owner = os.fstat(file.fileno()).st_uid
+            content = json.load(file)
+        life = Life(**(content | {"addresses": tuple(content["addresses"])}))
+    except (FileNotFoundError, ValueError, TypeError, KeyError):
+        return None
+    if owner not in (os.getuid(), 0):
+        raise LaunchError(f"{path}: belongs to user id {owner}, this process to {os.getuid()}. Use a run folder of your own.")
+    return life
+
+
+def is_superseded(run_dir: Path, token: str) -> bool:
+    """Whether another life has taken the folder over. A folder that cannot be read says nothing."""
+    try:
+        life = read_life(run_dir)
+    except (OSError, LaunchError):
+        return False
+    return life is not None and not same_token(life.token, token)
+
+
+def same_token(first: object, second: str) -> bool:
+    """Compares tokens without telling by the time how much of them agrees."""
+    return hmac.compare_digest(str(first).encode(), second.encode())

@@ -1,0 +1,336 @@
+"""Rank 0's side of the watch: gathers the ranks, hears from their kernels and from themselves, and decides which failure came first."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rlbatch.launch.environment import RankInfo
+from rlbatch.launch.failures import FirstError, claim, read_first_error
+from rlbatch.launch.life import Life, is_superseded, same_token
+from rlbatch.launch.places import Place, find_culprit
+from rlbatch.launch.wire import LOST_S, Link, Message
+
+TICK_S = 0.25
+"""Seconds between looks at the time limits."""
+BEAT_S = 10.0
+"""Seconds between signs of life of rank 0 to the others."""
+PATIENCE_S = 1.0
+"""Seconds between a failure that may follow from another one and the decision; a launcher that knows the exit code speaks meanwhile."""
+ANSWER_S = 3.0
+"""Seconds that ranks have to say where they are."""
+STOPPING_S = 5.0
+"""Seconds in which the others must end after a rank was stopped by a signal, or it was that rank alone."""
+LEAVING_S = 60.0
+"""Seconds in which the others must end after a rank came to its regular end."""
+GUEST_S = 10.0
+"""Seconds in which a connection must say who it is."""
+
+
+@dataclass
+class Seat:
+    """What is known of a rank.
+
+    Attributes:
+        link: To it.
+        host: Its node.
+        phase: What it does.
+        deadline: When its phase has lasted too long; None: it waits for others.
+        limit_s: Of its phase.
+        place: Where its main thread is, if it answered.
+        has_left: Whether it came to its regular end, or was stopped.
+        is_gone: Whether its process has ended.
+    """
+
+    link: Link
+    host: str
+    phase: str = "start"
+    deadline: float | None = None
+    limit_s: float = 0.0
+    place: Place | None = None
+    has_left: bool = False
+    is_gone: bool = False
+
+
+@dataclass
+class Troubles:
+    """What went wrong so far.
+
+    Attributes:
+        decide_at: When the first error is chosen.
+        failures: What ranks said of themselves, with whether it may follow from another failure.
+        deaths: Ranks that ended without a word, and how that showed.
+        hung: Ranks whose phase lasted too long.
+        stopped: A rank that was stopped by a signal, and by which.
+    """
+
+    decide_at: float | None = None
+    failures: list[tuple[FirstError, bool]] = field(default_factory=list)
+    deaths: dict[int, str] = field(default_factory=dict)
+    hung: list[int] = field(default_factory=list)
+    stopped: tuple[int, str] | None = None
+
+
+class Overseer(threading.Thread):
+    """A thread of rank 0 from the rendezvous to the end of the job; every rank, rank 0 too, is connected to it.
+
+    That a rank's process ended, its kernel tells at once. That its machine is gone, the kernel here finds after ``LOST_S``. Neither needs
+    Python on the other side: a slow import or a long call into C code is no death.
+    """
+
+    def __init__(self, server: socket.socket, life: Life, info: RankInfo, run_dir: Path, timeout_s: float, store_port: int) -> None:
+        """Args:
+        server: Listening socket.
+        life: Of this job.
+        info: Rank 0.
+        run_dir: Run folder.
+        timeout_s: Seconds in which all ranks must have come.
+        store_port: Where the job's store will listen.
+        """
+        super().__init__(name="rlbatch-overseer", daemon=True)
+        self._server, self._life, self._info, self._run_dir, self._store_port = server, life, info, run_dir, store_port
+        self._timeout_s, self._gather_until = timeout_s, time.monotonic() + timeout_s
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(server, selectors.EVENT_READ)
+        self._guests: dict[Link, float] = {}
+        self._seats: dict[int, Seat] = {}
+        self._troubles = Troubles()
+        self._has_met = False
+        self._leave_until: float | None = None
+        self._next_beat = 0.0
+        self.on_failure: Callable[[FirstError], None] = lambda error: None
+
+    def run(self) -> None:
+        """Watches until all ranks have ended or the job has failed."""
+        try:
+            while not self._is_over():
+                self._serve(TICK_S)
+                error = self._look()
+                if error:
+                    self._end(error)
+                    return
+        finally:
+            self._selector.close()
+            self._server.close()
+            for link in [*self._guests, *(seat.link for seat in self._seats.values())]:
+                link.close()
+
+    def _is_over(self) -> bool:
+        return self._has_met and all(seat.has_left or seat.is_gone for seat in self._seats.values()) and not self._pending()
+
+    def _pending(self) -> bool:
+        return bool(self._troubles.failures or self._troubles.deaths or self._troubles.hung)
+
+    def _serve(self, wait_s: float) -> None:
+        """Reads what has come."""
+        for key, _ in self._selector.select(wait_s):
+            if key.fileobj is self._server:
+                with suppress(OSError):
+                    guest = Link(self._server.accept()[0])
+                    self._guests[guest] = time.monotonic() + GUEST_S
+                    self._selector.register(guest, selectors.EVENT_READ)
+            elif isinstance(key.data, int):
+                self._hear(key.data)
+            elif isinstance(key.fileobj, Link):
+                self._greet(key.fileobj)
+
+    def _greet(self, guest: Link) -> None:
+        """Gives a newcomer its seat, or says why not."""
+        try:
+            messages = guest.receive()
+        except ConnectionError:
+            messages = [{}]
+        if not messages:
+            return
+        refusal, is_final = self._refusal(messages[0], guest)
+        if refusal:
+            guest.send({"refused": refusal, "final": is_final})
+            self._dismiss(guest)
+            return
+        del self._guests[guest]
+        self._seats[messages[0]["rank"]] = Seat(guest, str(messages[0].get("host")))
+        self._selector.modify(guest, selectors.EVENT_READ, messages[0]["rank"])
+        guest.send({"joined": True, "store_port": self._store_port})
+        if len(self._seats) == self._info.world_size:
+            self._has_met = True
+            hosts = [self._seats[rank].host for rank in range(self._info.world_size)]
+            for seat in self._seats.values():
+                seat.link.send({"hosts": hosts})
+
+    def _dismiss(self, guest: Link) -> None:
+        del self._guests[guest]
+        self._selector.unregister(guest)
+        guest.close()
+
+    def _refusal(self, join: Message, guest: Link) -> tuple[str, bool]:
+        rank, size, me = join.get("rank"), join.get("world_size"), f"rank 0 of {self._life.name()} on {self._info.host}"
+        if "token" not in join or not same_token(join["token"], self._life.token):
+            print(f"rendezvous: refused a process at {guest.peer_address()}: it is of another job, or of an earlier life.", file=sys.stderr)
+            return f"{me} does not know this process's token: that is another job, or another life of this one", False
+        if size != self._info.world_size or not isinstance(rank, int) or not 0 <= rank < self._info.world_size:
+            return f"{me} has {self._info.world_size} ranks, this process is rank {rank} of {size}", True
+        if rank in self._seats:
+            return f"rank {rank} has joined {me} already, from {self._seats[rank].host}: two jobs in one run folder, or a rank twice", True
+        return "", False
+
+    def _hear(self, rank: int) -> None:
+        seat = self._seats[rank]
+        try:
+            messages = seat.link.receive()
+        except ConnectionError as error:
+            seat.is_gone = True
+            self._selector.unregister(seat.link)
+            seat.link.close()
+            if not seat.has_left and all(failure.rank != rank for failure, _ in self._troubles.failures):
+                lost = "timed out" in str(error).lower()
+                self._troubles.deaths[rank] = f"no answer from its machine for {LOST_S} s" if lost else ""
+                self._decide_within(PATIENCE_S)
+            return
+        for message in messages:
+            self._note(rank, seat, message)
+
+    def _note(self, rank: int, seat: Seat, message: Message) -> None:
+        if "phase" in message:
+            seat.phase, seat.limit_s = message["phase"], message["limit_s"]
+            seat.deadline = None if message["waits"] else time.monotonic() + seat.limit_s
+        elif "place" in message:
+            seat.place = Place(tuple(message["place"]), message["waits"])
+        elif "failed" in message:
+            self._troubles.failures.append((FirstError(**message["failed"]), message["follows"]))
+            self._decide_within(PATIENCE_S if message["follows"] else 0.0)
+        elif "left" in message:
+            seat.has_left = True
+            if message["left"]:
+                self._troubles.stopped = self._troubles.stopped or (rank, message["left"])
+            within = STOPPING_S if message["left"] else LEAVING_S
+            self._leave_until = min(self._leave_until or float("inf"), time.monotonic() + within)
+
+    def _decide_within(self, seconds: float) -> None:
+        if self._troubles.decide_at is None and seconds:
+            self._ask()
+        self._troubles.decide_at = min(self._troubles.decide_at or float("inf"), time.monotonic() + seconds)
+
+    def _ask(self) -> None:
+        for seat in self._running():
+            seat.place = None
+            seat.link.send({"where": True})
+
+    def _running(self) -> Iterator[Seat]:
+        return (seat for seat in self._seats.values() if self._is_running(seat))
+
+    def _is_running(self, seat: Seat) -> bool:
+        return not seat.is_gone and not seat.has_left
+
+    def _look(self) -> FirstError | None:
+        """The first error, once it is clear which one that is."""
+        now = time.monotonic()
+        for guest in [guest for guest, until in self._guests.items() if now > until]:
+            self._dismiss(guest)
+        if now > self._next_beat:
+            self._next_beat = now + BEAT_S
+            for seat in self._running():
+                seat.link.send({"beat": True})
+            if not self._has_met:
+                recorded = read_first_error(self._run_dir)
+                if recorded:  # by a rank that failed before it came here
+                    return recorded
+        if not self._has_met and now > self._gather_until:
+            return self._missing()
+        if self._troubles.decide_at is None:
+            hung = [rank for rank, seat in self._seats.items() if seat.deadline and now > seat.deadline and not seat.has_left]
+            late = self._leave_until is not None and now > self._leave_until
+            if hung or late:
+                self._troubles.hung = hung or [rank for rank, seat in self._seats.items() if self._is_running(seat)]
+                self._decide_within(ANSWER_S)
+        elif now > self._troubles.decide_at or (self._troubles.hung and all(seat.place for seat in self._running())):
+            return read_first_error(self._run_dir) or self._decide()
+        return None
+
+    def _missing(self) -> FirstError:
+        missing = [rank for rank in range(self._info.world_size) if rank not in self._seats]
+        named = _named({rank: self._expected_host(rank) for rank in missing})
+        came = sorted({seat.host for seat in self._seats.values()})
+        absent = [node for node in self._info.nodes if node not in came]
+        nodes = f" No rank came from {', '.join(absent[:8])}." if absent else ""
+        text = (
+            f"launch.rendezvous_timeout_s={self._timeout_s:g}: {len(missing)} of {self._info.world_size} ranks did not come: {named}."
+            f"{nodes} See their logs in {self._run_dir / 'logs'}, or wait longer."
+        )
+        return FirstError(missing[0], self._expected_host(missing[0]) or "?", "LaunchError", text, "", time.time())
+
+    def _expected_host(self, rank: int) -> str:
+        """Where a rank should run, if ranks fill equal nodes one after the other."""
+        info = self._info
+        is_even = info.nodes and len(info.nodes) * info.local_size == info.world_size
+        return info.nodes[rank // info.local_size] if is_even else ""
+
+    def _decide(self) -> FirstError:
+        troubles = self._troubles
+        causes = [error for error, follows in troubles.failures if not follows]
+        if causes:
+            return causes[0]
+        if troubles.deaths:
+            return self._death(next(iter(troubles.deaths)))
+        if troubles.stopped and troubles.hung:
+            rank, name = troubles.stopped
+            return FirstError(rank, self._seats[rank].host, "Exit", f"was stopped by {name}, and other ranks were not.", "", time.time())
+        failed = {error.rank for error, _ in troubles.failures}
+        places = {rank: seat.place for rank, seat in self._seats.items() if self._is_running(seat) and rank not in failed}
+        working = {rank: place for rank, place in places.items() if place is None or not place.waits}
+        if troubles.hung:
+            return self._hang(find_culprit(places), places)
+        if working and "timed out" in troubles.failures[0][0].message.lower():
+            return self._hang(find_culprit(working), places)
+        return troubles.failures[0][0]
+
+    def _death(self, rank: int) -> FirstError:
+        seat, how = self._seats[rank], self._troubles.deaths[rank]
+        text = f"{how or 'ended without a word (killed, out of memory, or os._exit)'}, in phase {seat.phase}. See logs/rank{rank}.log."
+        return FirstError(rank, seat.host, "Exit", text, "", time.time())
+
+    def _hang(self, rank: int, places: Mapping[int, Place | None]) -> FirstError:
+        seat, place = self._seats[rank], places[rank]
+        waiting = sum(other is not None and other.waits for number, other in places.items() if number != rank)
+        where = f"is at {place}" if place else "does not answer: it is stopped, or C code holds its interpreter"
+        if self._leave_until:
+            what = f"other ranks ended {LEAVING_S:g} s ago, and this one did not"
+        elif self._troubles.failures:
+            first = self._troubles.failures[0][0]
+            what = f"rank {first.rank} waited for others in vain ({first.message.splitlines()[0][:200]})"
+        else:
+            key = seat.phase if seat.phase in ("start", "generation", "checkpoint") else "training"
+            what = f"launch.{key}_limit_s={self._seats[self._troubles.hung[0]].limit_s:g}: phase {seat.phase} lasts longer"
+        text = f"{what}. This rank {where}; {waiting} others wait. Stacks of all ranks: logs/rank*.stacks."
+        return FirstError(rank, seat.host, "Hang", text, "\n".join(place.frames) if place else "", time.time())
+
+    def _end(self, error: FirstError) -> None:
+        """Records the error and ends all ranks."""
+        # In a thread: a file system that hangs must not keep the ranks alive.
+        recording = threading.Thread(target=self._record, args=(error,), daemon=True)
+        recording.start()
+        recording.join(ANSWER_S)
+        for link in [*self._guests, *(seat.link for seat in self._seats.values() if not seat.is_gone)]:
+            link.send({"end": str(error)})
+        until = time.monotonic() + ANSWER_S
+        while time.monotonic() < until and any(not seat.is_gone for rank, seat in self._seats.items() if rank):
+            with suppress(ConnectionError):
+                self._serve(TICK_S)
+
+    def _record(self, error: FirstError) -> None:
+        if is_superseded(self._run_dir, self._life.token):
+            return  # the folder is another life's
+        claim(self._run_dir, error)
+        self.on_failure(read_first_error(self._run_dir) or error)
+
+
+def _named(hosts: Mapping[int, str]) -> str:
+    """``rank 3 (host n1), rank 17 (host n3) and 5 more``."""
+    shown = [f"rank {rank}" + (f" (host {host})" if host else "") for rank, host in list(hosts.items())[:8]]
+    return ", ".join(shown) + (f" and {len(hosts) - 8} more" if len(hosts) > 8 else "")

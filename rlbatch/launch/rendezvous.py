@@ -1,0 +1,222 @@
+"""How the ranks of a job meet: through ``life.json`` in the run folder, which all of them see, at rank 0's address.
+
+Rank 0 listens, at a port that follows from the job id, and writes where. The others read that and prove with its token that they are of
+the same life of the same job; a rank that ends up elsewhere, because a file is old or a port is another job's, is refused and looks again.
+Needs no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+import zlib
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+
+from rlbatch.api import ConfigError, LaunchError
+from rlbatch.config.schema import Config
+from rlbatch.launch.environment import RankInfo
+from rlbatch.launch.failures import FIRST_ERROR, read_first_error
+from rlbatch.launch.interfaces import LOOPBACK, addresses_of, interface_of, listen, reachable_addresses
+from rlbatch.launch.life import LAUNCH_VARIABLE, Life, new_life, read_life, write_life
+from rlbatch.launch.lock import LifeLock
+from rlbatch.launch.overseer import Overseer
+from rlbatch.launch.wire import Link, Message
+
+FIRST_PORT, NUM_PORTS = 20000, 10000
+"""Below the range from which Linux hands ports to other connections."""
+MAX_PROBES = 64
+"""Ports in a row that are tried."""
+CONNECT_S = 3.0
+"""Longest wait for an address to answer."""
+REPLY_S = 10.0
+"""Longest wait for rank 0's word; it may be held up by an import."""
+GRACE_S = 5.0
+"""Seconds that rank 0 waits longer than the others, so that who could not connect says why before rank 0 says that it did not come."""
+HANDOVER_S = 5.0
+"""Longest wait for an earlier job's last process to end."""
+CLOCK_S = 3.0
+"""Difference of clocks within which a record counts as of this life."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """A rank's way into its job.
+
+    Attributes:
+        info: This rank, with the address and port of the job's store.
+        life: Of the job.
+        link: To rank 0's overseer.
+        overseer: On rank 0.
+        store_socket: On rank 0: where the store will listen.
+        interface: The network interface that leads to the other ranks.
+    """
+
+    info: RankInfo
+    life: Life
+    link: Link
+    overseer: Overseer | None
+    store_socket: socket.socket | None
+    interface: str
+
+
+def join(info: RankInfo, run_dir: Path, config: Config, launch: str) -> Meeting:
+    """Finds rank 0, or is it; returns when this rank has joined, maybe before the others.
+
+    Args:
+        info: This rank.
+        run_dir: Run folder.
+        config: For ``launch.rendezvous_timeout_s`` and ``cluster.interface``.
+        launch: The word of this start; may be empty.
+
+    Raises:
+        ConfigError: there is no such interface.
+        LaunchError: rank 0 did not come, cannot be reached, or refused this rank.
+    """
+    timeout_s, interface = config.launch.rendezvous_timeout_s, config.cluster.interface
+    if interface:
+        addresses_of(interface)  # on every rank: names the node that lacks it
+    overseer = store_socket = None
+    if info.rank == 0:
+        overseer, store_socket = _open(info, run_dir, timeout_s + GRACE_S, interface, launch)
+    life, link, address, store_port = _find(info, run_dir, timeout_s, launch)
+    if overseer:
+        address = life.addresses[0]
+    interface = interface or interface_of(link.local_address())
+    return Meeting(replace(info, master_addr=address, master_port=store_port), life, link, overseer, store_socket, interface)
+
+
+def launch_word() -> str:
+    """The word of this start that its launcher gave."""
+    return os.environ.get(LAUNCH_VARIABLE, "")
+
+
+def _open(info: RankInfo, run_dir: Path, timeout_s: float, interface: str, launch: str) -> tuple[Overseer, socket.socket]:
+    """Rank 0: listens, and takes the run folder over."""
+    addresses = _candidates(info, interface)
+    bound = addresses[0] if len(addresses) == 1 else ""
+    lock = LifeLock(run_dir)
+    is_free = lock.try_for(HANDOVER_S)
+    previous = None if is_free else read_life(run_dir)
+    if not is_free and not (previous and previous.is_earlier_of(info)):
+        who = f"{previous.name()}, with rank 0 on {previous.host}, process {previous.pid}," if previous else "another job"
+        raise ConfigError(f"run_dir={run_dir}: {who} is running in it. Wait for its end, or choose another.")
+    server = _probe(info, bound)
+    store_socket = listen(bound, 0, info.world_size + 16)
+    life = new_life(info, launch, addresses, server.getsockname()[1])
+    _forget_earlier_failure(run_dir)
+    write_life(run_dir, life)
+    if previous and not lock.try_for(timeout_s):  # what is left of this job's earlier life sees the new token, and ends
+        raise LaunchError(f"run_dir={run_dir}: {previous.name()} does not end. Kill process {previous.pid} on {previous.host}.")
+    overseer = Overseer(server, life, info, run_dir, timeout_s, store_socket.getsockname()[1])
+    overseer.start()
+    return overseer, store_socket
+
+
+def _candidates(info: RankInfo, interface: str) -> list[str]:
+    """Where rank 0 may be reached, the most likely address first: the others take the first one that leads to it.
+
+    A wrong address does no harm, because who answers there does not know the token.
+    """
+    if interface:
+        return addresses_of(interface)[:1]
+    if info.local_size == info.world_size:
+        return [LOOPBACK]
+    names = [info.master_addr, *reachable_addresses(), *info.nodes[:1], info.host, LOOPBACK]
+    return list(dict.fromkeys(name for name in names if name))
+
+
+def _probe(info: RankInfo, address: str) -> socket.socket:
+    """Listens at the first free port from the one that follows from job and restart."""
+    first = info.master_port or first_port(info.job_id, info.restart_count)
+    for port in range(first, first + MAX_PROBES):
+        with suppress(OSError, OverflowError):
+            return listen(address, port, info.world_size + 16)
+    with suppress(OSError):
+        return listen(address, 0, info.world_size + 16)
+    raise LaunchError(f"rendezvous: cannot listen on {address or 'any address'} of {info.host}. Is cluster.interface right?")
+
+
+def first_port(job_id: str, restart_count: int) -> int:
+    """Port at which rank 0 tries to listen first: jobs on one node mostly differ in it, and so do lives of a job."""
+    digits = re.match("[0-9]+", job_id)
+    number = int(digits[0]) if digits else zlib.crc32(job_id.encode()) if job_id else os.getpid()
+    return FIRST_PORT + (number + restart_count) % NUM_PORTS
+
+
+def _forget_earlier_failure(run_dir: Path) -> None:
+    """Removes the first error of an earlier life; one of this life may be there already."""
+    recorded = read_first_error(run_dir)
+    if recorded and recorded.time < psutil.Process().create_time() - CLOCK_S:
+        (run_dir / FIRST_ERROR).unlink(missing_ok=True)
+
+
+def _find(info: RankInfo, run_dir: Path, timeout_s: float, launch: str) -> tuple[Life, Link, str, int]:
+    """Reads where rank 0 is until it answers there; returns also the address that led to it, and the store's port."""
+    until, pause_s, trouble = time.monotonic() + timeout_s, 0.02, ""
+    while True:
+        life = read_life(run_dir)
+        if life is None:
+            trouble = f"rank 0{_on(info)} did not come: it wrote no life.json into {run_dir}. Do all nodes see the run folder?"
+        elif not life.is_of(info, launch):
+            trouble = f"rank 0{_on(info)} did not come: {run_dir / 'life.json'} is of {life.name()}, this rank of {_job(info)}."
+        else:
+            tried = []
+            for address in life.addresses:
+                reply = _ask(address, life, info)
+                if isinstance(reply, tuple):
+                    return life, reply[0], address, int(reply[1]["store_port"])
+                tried.append(f"{address}: {reply}")
+            trouble = (
+                f"rank 0 listens on {life.host}, port {life.port}, and {info.host} cannot join it ({'; '.join(tried)}). "
+                "Set cluster.interface to the network between the nodes."
+            )
+        if time.monotonic() > until:
+            raise LaunchError(f"launch.rendezvous_timeout_s={timeout_s:g}: {trouble}")
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.5)
+
+
+def _ask(address: str, life: Life, info: RankInfo) -> tuple[Link, Message] | str:
+    """Tries to join at an address; returns the link with rank 0's answer, or why not.
+
+    Raises:
+        LaunchError: rank 0 refused this rank for good.
+    """
+    try:
+        link = Link(socket.create_connection((address, life.port), CONNECT_S))
+    except OSError as error:
+        return error.strerror or str(error)
+    link.send({"token": life.token, "rank": info.rank, "world_size": info.world_size, "host": info.host})
+    until = time.monotonic() + REPLY_S
+    try:
+        while time.monotonic() < until:
+            messages = link.receive()
+            if not messages:
+                continue
+            if messages[0].get("joined"):
+                link.unread(messages[1:])
+                return link, messages[0]
+            link.close()
+            if messages[0].get("final"):
+                raise LaunchError(f"rendezvous: {messages[0]['refused']}. One job a run folder; start each with its own run_dir.")
+            return str(messages[0].get("refused", "another service answers"))
+    except ConnectionError as error:
+        link.close()
+        return f"another service answers, or rank 0 ended ({error})"
+    link.close()
+    return f"no answer within {REPLY_S:g} s"
+
+
+def _on(info: RankInfo) -> str:
+    return f" (host {info.nodes[0]})" if info.nodes else ""
+
+
+def _job(info: RankInfo) -> str:
+    name = f"job {info.job_id}" if info.job_id else "a job without id"
+    return f"{name}, restart {info.restart_count}" if info.restart_count else name
