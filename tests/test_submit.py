@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+import rlbatch.prepare
+import rlbatch.start
 import rlbatch.submit
 from rlbatch.config.compose import compose, load_config
 from rlbatch.config.convert import key_docs
@@ -43,8 +45,8 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Confi
         jobs.append((config, run_dir))
         return 0
 
-    monkeypatch.setattr(rlbatch.submit, "run_local", run_local)
-    monkeypatch.setattr(rlbatch.submit, "visible_gpus", lambda: 0)
+    monkeypatch.setattr(rlbatch.start, "run_local", run_local)
+    monkeypatch.setattr(rlbatch.prepare, "visible_gpus", lambda: 0)
     monkeypatch.chdir(tmp_path)
     return jobs
 
@@ -179,7 +181,7 @@ def test_model_folder_without_weights(capsys: pytest.CaptureFixture[str], model:
 
 def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """On a machine with GPUs there are not more ranks than GPUs."""
-    monkeypatch.setattr(rlbatch.submit, "visible_gpus", lambda: 1)
+    monkeypatch.setattr(rlbatch.prepare, "visible_gpus", lambda: 1)
     assert refusal(capsys, []).startswith(
         "layout.world_size=2: must be at most the GPUs of this machine (1), one a rank. Use layout.world_size=1"
     )

@@ -36,7 +36,7 @@ def group_choices() -> Mapping[str, tuple[str, ...]]:
 
 def choice_values(group: str, name: str) -> Mapping[str, Any]:
     """What a choice's yaml file sets: keys as written below its package, dotted -> value."""
-    from yaml import safe_load
+    from yaml import safe_load  # type: ignore[import-untyped]
 
     def flat(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         for key, value in tree.items():

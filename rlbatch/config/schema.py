@@ -82,7 +82,7 @@ class ModelConfig:
     """``model.*``"""
 
     name: str = key("", "Name under which layouts are looked up, e.g. deepseek671b; `model=<name>` sets it.")
-    parameters: float = key(0.0, "Parameters, for estimates at submit, e.g. 671.0e9; 0: from the size of model.hf's weights.")
+    parameters: float = key(0.0, "Parameters, e.g. 671.0e9: what a dry run goes by while model.hf is not there.")
     hf: str = key(EMBEDDED, "Hugging Face folder: config.json, tokenizer, safetensors; `embedded`: a tiny random Qwen3-MoE.")
 
 
@@ -160,6 +160,9 @@ class CheckpointConfig:
     save: str = key("", "Folder of checkpoints; empty: <run_dir>/checkpoints.")
     save_interval: int = key(0, "Steps between checkpoints; 0: only after the last step; -1: never.")
     export_hf: bool = key(False, "After the last step, write the policy as a Hugging Face folder: <run_dir>/hf.")
+    export_dtype: Literal["auto", "bf16", "fp8"] = key(
+        "auto", "Of that folder's weights: bf16, fp8 (e4m3 in blocks of 128 x 128, where the model family has them), auto: as in model.hf."
+    )
     keep: int = key(2, "Newest checkpoints to keep; older ones are deleted once a new one is complete. 0: all.")
     async_save: bool = key(False, "Write checkpoints while training goes on, from a copy in host memory.")
 

@@ -1,0 +1,151 @@
+"""``dry_run=true``: shows exactly what would run, and what would be refused; starts, submits and writes nothing."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from itertools import groupby
+from pathlib import Path
+
+from rlbatch.api import ModelFamily, RlbatchError
+from rlbatch.config.convert import key_docs, show_value
+from rlbatch.config.schema import Config
+from rlbatch.launch.cluster_variables import cluster_variables
+from rlbatch.launch.mpirun import Mpi, find_mpi, mpi_job, mpirun_variables
+from rlbatch.launch.notice import checkpoint_bytes, notice_s
+from rlbatch.launch.placement import place, stages
+from rlbatch.launch.sbatch import NOTICE_SIGNAL, job_name
+from rlbatch.plan.layout import degrees
+from rlbatch.prepare import find_problems, parameter_count
+from rlbatch.registry import Registry
+from rlbatch.start import rank_command, slurm_script
+
+EXIT_REFUSED = 2
+MOST_STAGES = 64
+
+
+def show(config: Config, registry: Registry) -> int:
+    """Prints what would run.
+
+    Returns:
+        0, or 2 if the job would be refused: the reasons are on stderr.
+    """
+    problems, run_dir, family = find_problems(config, registry)
+    parameters = parameter_count(config, family)
+    sections = (_summary(config, run_dir, parameters), _mesh(config, family), _launch(config, run_dir, parameters), _keys(config))
+    print("Dry run: nothing is submitted, started or written.")
+    for section in sections:
+        try:
+            lines = list(section)
+        except RlbatchError as error:
+            problems += [error] if str(error) not in map(str, problems) else []
+            continue
+        print("\n" + "\n".join(lines))
+    if problems:
+        sys.stdout.flush()
+        print("\nThis would be refused:", *(f"  {error}" for error in problems), sep="\n", file=sys.stderr)
+    return EXIT_REFUSED if problems else 0
+
+
+def _summary(config: Config, run_dir: Path, parameters: float) -> Iterator[str]:
+    cluster, where = config.cluster, place(config)
+    yield f"Job         {job_name(config)}, launcher={config.launcher}{f', cluster {cluster.name}' if cluster.name else ''}"
+    size = f", {parameters / 1e9:.4g} billion parameters" if parameters else ""
+    yield f"Model       {config.model.hf}{size}, {config.train.precision}"
+    yield f"Prompts     {config.data.train}{f'; held-out {config.data.eval}' if config.data.eval else ''}"
+    yield f"Run folder  {run_dir} ({'goes on' if run_dir.exists() else 'new'})"
+    yield f"Ranks       {config.layout.world_size} = {where.nodes} nodes x {where.ranks_per_node}{_hardware(config)}"
+    if config.launcher in ("slurm", "none"):
+        seconds = notice_s(config, parameters, run_dir)
+        saved = checkpoint_bytes(parameters, config.train.precision) / 1e9
+        yield (
+            f"Notice      {NOTICE_SIGNAL} {seconds} s before the end: a checkpoint is about {saved:.4g} GB (1e9 bytes), "
+            f"written at {cluster.storage_gbs:g} GB/s"
+        )
+
+
+def _hardware(config: Config) -> str:
+    cluster = config.cluster
+    if not cluster.gres:
+        return " (CPU)"
+    gpu = f" {cluster.gpu or 'GPUs'}"
+    each = [f"{cluster.gpu_memory_gib:g} GiB a GPU"] if cluster.gpu_memory_gib else []
+    each += [f"{cluster.host_memory_gib:g} GiB host memory a node"] if cluster.host_memory_gib else []
+    return f"{gpu} ({', '.join(each)})" if each else gpu
+
+
+def _mesh(config: Config, family: ModelFamily | None) -> Iterator[str]:
+    """How ranks divide the model, and which stage is on which nodes."""
+    layout, where = config.layout, place(config)
+    dense, experts = layout.tp_size * layout.pp_size * layout.cp_size, layout.etp_size * layout.ep_size * layout.pp_size
+    yield (
+        f"Layout      attention and dense layers: tp {layout.tp_size} x cp {layout.cp_size} x dp {layout.world_size / dense:g} "
+        f"x pp {layout.pp_size}"
+    )
+    yield f"            experts: etp {layout.etp_size} x ep {layout.ep_size} x edp {layout.world_size / experts:g} x pp {layout.pp_size}"
+    offload = "".join(f" {name}={show_value(value)}" for name, value in config.offload.options.items())
+    yield f"            recompute {layout.recompute_granularity or 'none'}, offload {config.offload.name}{offload}"
+    if family is None:
+        yield f"Stages      {layout.pp_size}; their layers are known once model.hf is"
+        return
+    if layout.vpp_size > 1 or layout.pp_size > MOST_STAGES:
+        return
+    for number, stage in enumerate(stages(degrees(layout, family.num_layers).stage_layers, layout.world_size, where.ranks_per_node)):
+        title = "Stages" if number == 0 else ""
+        yield f"{title:<12}{number}: {stage.layers} layers on {_span('rank', stage.ranks)} of {_span('node', stage.nodes)}"
+
+
+def _span(word: str, numbers: range) -> str:
+    return f"{word} {numbers[0]}" if len(numbers) == 1 else f"{word}s {numbers[0]}-{numbers[-1]}"
+
+
+def _launch(config: Config, run_dir: Path, parameters: float) -> Iterator[str]:
+    if config.launcher == "slurm":
+        yield f"Hosts       {place(config).nodes} nodes, chosen by Slurm (partition {config.cluster.partition or 'default'})"
+        yield "Command     sbatch <the script below>, submitted by submitit; its task is rlbatch.run of the run folder"
+        yield "Environment that of the shell which submits, and the script's exports"
+        yield ""
+        yield from slurm_script(config, run_dir, parameters).rstrip().splitlines()
+    elif config.launcher == "mpi":
+        yield from _mpi(config, run_dir)
+    else:
+        words = "srun or mpirun, by your own script" if config.launcher == "none" else "this machine"
+        yield f"Hosts       {words}"
+        yield f"Command     {shlex.join(rank_command(config, run_dir))}, once a rank"
+        yield from _variables(cluster_variables(config.cluster))
+
+
+def _mpi(config: Config, run_dir: Path) -> Iterator[str]:
+    try:
+        mpi, problem = find_mpi(), None
+    except RlbatchError as error:
+        mpi, problem = Mpi.OPEN_MPI_5, error
+    job = mpi_job(config, run_dir, mpi, rank_command(config, run_dir))
+    yield f"Launcher    {mpi.value}{', assumed because there is no mpirun here' if problem else ''}"
+    first = 0
+    for slots, group in groupby(job.hosts, key=lambda host: host.slots or 0):
+        names = [host.name for host in group]
+        yield f"Hosts       {', '.join(names)}: {_span('rank', range(first, first + slots * len(names)))}, {slots} on each"
+        first += slots * len(names)
+    if job.hostfile:
+        yield f"Hostfile    {run_dir / 'hostfile'}"
+        yield from (f"    {line}" for line in job.hostfile.splitlines())
+    yield f"Command     {shlex.join(job.command)}"
+    yield from _variables(mpirun_variables(config, mpi))
+
+
+def _variables(variables: Mapping[str, str]) -> Iterator[str]:
+    yield "Environment that of this shell, with"
+    yield from (f"    {name}={shlex.quote(value)}" for name, value in variables.items())
+
+
+def _keys(config: Config) -> Iterator[str]:
+    """Keys that differ from the schema's defaults: what config.yaml would say beside them."""
+    yield "Config (config.yaml; all other keys have the defaults of --help)"
+    for doc in key_docs(Config):
+        value: object = config
+        for name in doc.name.split("."):
+            value = getattr(value, name)
+        if value != doc.default and doc.name not in ("dry_run", "run_dir"):
+            yield f"    {doc.name}={show_value(value)}"

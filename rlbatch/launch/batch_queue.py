@@ -1,0 +1,110 @@
+"""A job in Slurm's queue, seen from where it was submitted: slurmctld is asked, then the accounting, where there is one."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlbatch.api import ConfigError
+
+TIMEOUT_S = 60.0
+ENDED = (
+    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"),
+    "UNKNOWN",
+)
+"""States that a job does not leave."""
+UNKNOWN = "UNKNOWN"
+
+
+@dataclass(frozen=True)
+class JobState:
+    """What Slurm says of a job.
+
+    Attributes:
+        state: Slurm's word; ``UNKNOWN`` if neither slurmctld nor the accounting knows the job.
+        reason: Why it waits or ended, as Slurm says; empty if it does not.
+        nodes: Slurm's node list; empty before it starts.
+        exit_code: As a shell would tell it: 128 + signal. None before the end.
+        restarts: How often it was requeued.
+        log: File with the batch script's output; empty if unknown.
+    """
+
+    state: str
+    reason: str = ""
+    nodes: str = ""
+    exit_code: int | None = None
+    restarts: int = 0
+    log: str = ""
+
+    @property
+    def ended(self) -> bool:
+        """Whether the job is over."""
+        return self.state in ENDED
+
+
+def job_state(job_id: str) -> JobState:
+    """Asks ``scontrol``, then ``sacct``."""
+    return _from_controller(job_id) or _from_accounting(job_id) or JobState(UNKNOWN, "neither scontrol nor sacct knows it")
+
+
+def cancel_job(job_id: str) -> None:
+    """Cancels a job, running or not.
+
+    Raises:
+        ConfigError: scancel refused.
+    """
+    done = _run(["scancel", job_id])
+    if done is None or done.returncode:
+        said = " ".join(done.stderr.split()) if done else "there is no scancel here"
+        raise ConfigError(f"job {job_id}: cannot be cancelled ({said}). Give the id of a job of yours that runs or waits.")
+
+
+def _from_controller(job_id: str) -> JobState | None:
+    done = _run(["scontrol", "--oneliner", "show", "job", job_id])
+    if done is None or done.returncode:
+        return None
+    fields = dict(re.findall(r"(\w+)=(\S*)", done.stdout))
+    if "JobState" not in fields:
+        return None
+    state = fields["JobState"]
+    return JobState(
+        state=state,
+        reason=_word(fields.get("Reason", "")),
+        nodes=_word(fields.get("NodeList", "")),
+        exit_code=_exit_code(fields.get("ExitCode", ""), state) if state in ENDED else None,
+        restarts=int(fields.get("Restarts", "0") or 0),
+        log=_word(fields.get("StdOut", "")),
+    )
+
+
+def _from_accounting(job_id: str) -> JobState | None:
+    done = _run(["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job_id}", "--format=State,ExitCode,NodeList"])
+    if done is None or done.returncode or not done.stdout.strip():
+        return None
+    state, exit_code, nodes = done.stdout.strip().splitlines()[-1].split("|")[:3]
+    state = state.split()[0]  # CANCELLED by 1000
+    return JobState(state, nodes=_word(nodes), exit_code=_exit_code(exit_code, state) if state in ENDED else None)
+
+
+def _exit_code(text: str, state: str) -> int:
+    """``1:0`` is exit code 1, ``0:9`` the signal 9; a job that ended badly is never 0."""
+    code, _, number = text.partition(":")
+    found = int(code or 0) or (128 + int(number) if int(number or 0) else 0)
+    return found or (0 if state == "COMPLETED" else 1)
+
+
+def _word(text: str) -> str:
+    return "" if text in ("(null)", "None", "None assigned") else text
+
+
+def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str] | None:
+    """None: there is no such program here, or it does not answer."""
+    if shutil.which(command[0]) is None:
+        return None
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, stdin=subprocess.DEVNULL)
+    except subprocess.TimeoutExpired:
+        return None

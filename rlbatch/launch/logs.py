@@ -1,0 +1,44 @@
+"""Where the output of a job goes: rank 0 keeps that of whoever started it, every other rank has a file of its own.
+
+So a batch job's output, or mpirun's, tells in short what matters: what the launcher says, rank 0's steps, the first error of any rank.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from rlbatch.launch.failures import TERMINAL_VARIABLE
+
+LOGS = "logs"
+MERGED_LOG = "logs/job.log"
+"""Of a batch job, in its run folder: the batch script's output, with rank 0's and the first error."""
+
+
+def rank_log(run_dir: Path, rank: int) -> Path:
+    """The file with a rank's output, from rank 1."""
+    return run_dir / LOGS / f"rank{rank}.log"
+
+
+def open_rank_log(run_dir: Path, rank: int) -> int:
+    """A file descriptor that appends to a rank's file."""
+    (run_dir / LOGS).mkdir(exist_ok=True)
+    return os.open(rank_log(run_dir, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+
+def own_log(run_dir: Path, rank: int) -> None:
+    """Sends this process's output to its rank's file, unless it is rank 0 or its launcher did that already.
+
+    Its first error still goes where its output went before. That descriptor is not inherited: a process that a rank leaves behind keeps no
+    launcher waiting for the end of the output.
+    """
+    if rank == 0 or TERMINAL_VARIABLE in os.environ:
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.environ[TERMINAL_VARIABLE] = str(os.dup(2))
+    log = open_rank_log(run_dir, rank)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)

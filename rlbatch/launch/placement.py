@@ -1,0 +1,74 @@
+"""How many nodes a job takes, and which pipeline stage is where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlbatch.api import ConfigError
+from rlbatch.config.schema import Config
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Nodes of a job whose nodes are all alike.
+
+    Attributes:
+        nodes: How many.
+        ranks_per_node: Ranks, and so GPUs, of each.
+    """
+
+    nodes: int
+    ranks_per_node: int
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A pipeline stage: consecutive ranks, because Megatron numbers stages slowest.
+
+    Attributes:
+        layers: Of the model.
+        ranks: All of them.
+        nodes: The numbers of the nodes that have some of its ranks.
+    """
+
+    layers: int
+    ranks: range
+    nodes: range
+
+
+def place(config: Config) -> Placement:
+    """The nodes that ``layout.world_size`` ranks take.
+
+    Raises:
+        ConfigError: more ranks than the cluster has GPUs, or nodes that would not all be full.
+    """
+    ranks, per_node, gpus = config.layout.world_size, config.cluster.gpus_per_node, config.cluster.gpus
+    if gpus and ranks > gpus:
+        raise ConfigError(
+            f"layout.world_size={ranks}: must be at most cluster.gpus ({gpus}), one rank a GPU. "
+            f"Use a layout for {gpus} ranks or less, or a larger cluster."
+        )
+    if ranks <= per_node:
+        return Placement(1, ranks)
+    if ranks % per_node:
+        raise ConfigError(
+            f"layout.world_size={ranks}: must be a multiple of cluster.gpus_per_node ({per_node}), nodes are filled. "
+            f"Use {ranks // per_node * per_node} or {(ranks // per_node + 1) * per_node}."
+        )
+    return Placement(ranks // per_node, per_node)
+
+
+def stages(stage_layers: tuple[int, ...], world_size: int, ranks_per_node: int) -> list[Stage]:
+    """Where each pipeline stage is.
+
+    Args:
+        stage_layers: Layers of each stage (``rlbatch.plan.layout.degrees``).
+        world_size: Ranks of the job.
+        ranks_per_node: Ranks of each node.
+    """
+    size = world_size // len(stage_layers)
+    found = []
+    for stage, layers in enumerate(stage_layers):
+        ranks = range(stage * size, (stage + 1) * size)
+        found.append(Stage(layers, ranks, range(ranks[0] // ranks_per_node, ranks[-1] // ranks_per_node + 1)))
+    return found

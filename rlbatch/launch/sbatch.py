@@ -1,0 +1,69 @@
+"""The batch script of a job: its resources, environment and one ``srun``."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rlbatch.config.schema import Config
+from rlbatch.launch.cluster_variables import cluster_variables
+from rlbatch.launch.container import srun_options
+from rlbatch.launch.logs import MERGED_LOG
+from rlbatch.launch.placement import place
+
+NOTICE_SIGNAL = "USR2"
+"""What Slurm sends to every rank, not to the batch script, before the time limit or a preemption; NCCL may catch USR1."""
+SRUN = ("--kill-on-bad-exit=1", "--wait=30", "--cpu-bind=none", "--gpu-bind=none")
+"""A failed rank ends the step at once, one that ended early ends it after 30 s; every rank sees all GPUs and CPUs of its node."""
+
+
+def batch_options(config: Config, notice_s: int) -> dict[str, str | None]:
+    """Options of sbatch, without the leading dashes, as ``name -> value`` (None: a flag)."""
+    cluster, where = config.cluster, place(config)
+    options: dict[str, str | None] = {
+        "job-name": job_name(config),
+        "nodes": str(where.nodes),
+        "ntasks-per-node": str(where.ranks_per_node),
+    }
+    if cluster.gres:
+        options["gres"] = f"{cluster.gres}:{where.ranks_per_node}"
+    if cluster.cpus_per_task:
+        options["cpus-per-task"] = str(cluster.cpus_per_task)
+    if cluster.exclusive:
+        options |= {"exclusive": None, "mem": "0"}
+    asked = {"partition": cluster.partition, "account": cluster.account, "qos": cluster.qos}
+    asked |= {"time": cluster.time_limit, "constraint": cluster.constraint}
+    options |= {name: value for name, value in asked.items() if value}
+    return options | {"signal": f"{NOTICE_SIGNAL}@{notice_s}", "requeue": None, "open-mode": "append"}
+
+
+def job_name(config: Config) -> str:
+    """What the queue shows."""
+    return f"rlbatch-{config.model.name or 'run'}"
+
+
+def batch_script(config: Config, run_dir: Path, notice_s: int, variables: Mapping[str, str], command: Sequence[str]) -> str:
+    """The text that is given to sbatch.
+
+    Args:
+        config: The job's.
+        run_dir: Run folder; its ``logs/job.log`` gets the output.
+        notice_s: Seconds between the notice and the time limit.
+        variables: Of every rank, beside the cluster's.
+        command: What each rank runs.
+    """
+    cluster = config.cluster
+    options = batch_options(config, notice_s) | {"output": str(run_dir / MERGED_LOG)}
+    header = [f"#SBATCH {_option(name, value)}" for name, value in options.items()]
+    header += [f"#SBATCH {option}" for option in cluster.sbatch_options]
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in {**cluster_variables(cluster), **variables}.items()]
+    srun = ["srun", *SRUN]
+    if cluster.cpus_per_task:  # srun does not take it from sbatch
+        srun.append(f"--cpus-per-task={cluster.cpus_per_task}")
+    srun += srun_options(cluster, run_dir)
+    return "\n".join(["#!/bin/bash", *header, "", *exports, "", f"{shlex.join(srun)} \\", f"    {shlex.join(command)}", ""])
+
+
+def _option(name: str, value: str | None) -> str:
+    return f"--{name}" if value is None else f"--{name}={shlex.quote(value)}"

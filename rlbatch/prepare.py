@@ -1,0 +1,254 @@
+"""A run folder, and everything that can be checked before ranks start. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rlbatch.api import ConfigError, DataError, ModelFamily, RlbatchError
+from rlbatch.config.compose import save_config
+from rlbatch.config.hf_config import read_config
+from rlbatch.config.schema import EMBEDDED, Config
+from rlbatch.launch.environment import visible_gpus
+from rlbatch.launch.footprint import parameters
+from rlbatch.launch.interfaces import addresses_of
+from rlbatch.launch.job_record import read_record
+from rlbatch.launch.lock import run_folder_lock
+from rlbatch.plan.layout import check_layout
+from rlbatch.registry import Registry
+
+CONFIG_FILE = "config.yaml"
+RANKS_PER_CORE = 8
+"""Of a machine without GPUs."""
+GIB = 2**30
+
+
+@contextmanager
+def prepared_run(config: Config, registry: Registry) -> Iterator[tuple[Config, Path]]:
+    """Makes the run folder and checks the model, layout and prompts. A folder that was made is removed again if a check, or what starts
+    the job in this context, is refused.
+
+    Yields:
+        The config with its ``run_dir``, and the run folder: config.yaml and, for the embedded run, ``embedded/``.
+
+    Raises:
+        RlbatchError: what was refused.
+    """
+    run_dir, is_new = _make_run_dir(config)
+    refuse_running_job(run_dir)
+    config = dataclasses.replace(config, run_dir=str(run_dir))
+    with run_folder_lock(run_dir):
+        pass  # before anything in it is replaced; held later, for as long as the job runs
+    try:
+        _write_embedded(config, run_dir)
+        check_all(config, registry, run_dir)
+        save_config(config, run_dir / CONFIG_FILE)
+        yield config, run_dir
+    except (RlbatchError, KeyboardInterrupt):
+        if is_new:
+            shutil.rmtree(run_dir)
+        raise
+
+
+def refuse_running_job(run_dir: Path) -> None:
+    """Refuses a run folder whose batch job waits or runs; a job that was queued again may use its own.
+
+    Raises:
+        ConfigError: another job has it.
+    """
+    record = read_record(run_dir)
+    if record is None or not record.is_slurm or record.job_id == os.environ.get("SLURM_JOB_ID"):
+        return
+    state = record.state()
+    if not state.ended:
+        raise ConfigError(
+            f"run_dir={run_dir}: job {record.job_id} is {state.state} in it. Wait for its end, "
+            f"end it with `python -m rlbatch.jobs cancel {record.job_id}`, or choose another folder."
+        )
+
+
+def find_problems(config: Config, registry: Registry) -> tuple[list[RlbatchError], Path, ModelFamily | None]:
+    """What ``prepared_run`` would refuse, without leaving anything on disk.
+
+    Returns:
+        All that is wrong, the run folder that would be made, and the model's family if it is known.
+    """
+    problems: list[RlbatchError] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            _check_run_dir(_run_dir_path(config), config)
+            refuse_running_job(_run_dir_path(config))
+        except RlbatchError as error:
+            problems.append(error)
+        _write_embedded(config, Path(scratch))
+        for check in (_check_model, _check_rollout, _check_checkpoints, _check_prompts, _check_machine):
+            try:
+                check(config, registry, Path(scratch))
+            except RlbatchError as error:
+                problems.append(error)
+        try:
+            family = model_family(config, registry, Path(scratch))
+        except RlbatchError:
+            family = None
+    return problems, _run_dir_path(config).resolve(), family
+
+
+def check_all(config: Config, registry: Registry, run_dir: Path) -> None:
+    """Every check, in the order in which a user would correct things."""
+    for check in (_check_model, _check_rollout, _check_checkpoints, _check_prompts, _check_machine):
+        check(config, registry, run_dir)
+
+
+def model_family(config: Config, registry: Registry, run_dir: Path) -> ModelFamily:
+    """The family of ``model.hf``.
+
+    Raises:
+        RlbatchError: no such folder, or no plugin for it.
+    """
+    return registry.resolve_model_family(read_config(model_folder(config, run_dir)))
+
+
+def model_folder(config: Config, run_dir: Path) -> Path:
+    """The Hugging Face folder of the job."""
+    _check_is_set("model.hf", config.model.hf, "the model's Hugging Face folder")
+    return run_dir / EMBEDDED / "model" if config.model.hf == EMBEDDED else Path(config.model.hf)
+
+
+def parameter_count(config: Config, family: ModelFamily | None) -> float:
+    """Parameters of the model, from its family, else ``model.parameters``; 0 if neither is known."""
+    return parameters(family).total if family else config.model.parameters
+
+
+def on_gpu(config: Config) -> bool:
+    """Whether the ranks will have GPUs: of this machine if they start here, else as the cluster says."""
+    return visible_gpus() > 0 if config.launcher == "local" else bool(config.cluster.gres)
+
+
+def _write_embedded(config: Config, run_dir: Path) -> None:
+    if EMBEDDED in (config.model.hf, config.data.train, config.data.eval):
+        from rlbatch.pipeline.embedded import write_embedded_task
+
+        write_embedded_task(run_dir / EMBEDDED, config.seed)
+
+
+def _run_dir_path(config: Config) -> Path:
+    if config.run_dir:
+        return Path(config.run_dir).expanduser()
+    name, runs = time.strftime("%Y%m%d-%H%M%S"), Path("runs")
+    return next(path for number in range(1, 1000) if not (path := runs / (name if number == 1 else f"{name}-{number}")).exists())
+
+
+def _make_run_dir(config: Config) -> tuple[Path, bool]:
+    """The run folder, mode 0700, and whether it was made now."""
+    run_dir = _run_dir_path(config)
+    if not run_dir.exists():
+        return _new_folder(run_dir), True
+    _check_run_dir(run_dir, config)
+    run_dir.chmod(0o700)
+    return run_dir.resolve(), False
+
+
+def _check_run_dir(run_dir: Path, config: Config) -> None:
+    if not config.run_dir or not run_dir.exists():
+        return
+    if not run_dir.is_dir():
+        raise ConfigError(f"run_dir={config.run_dir}: must be a folder, is a file. Choose another.")
+    entries = len(list(run_dir.iterdir()))
+    if entries and config.resume != "auto":
+        raise ConfigError(
+            f"run_dir={config.run_dir}: must be new or empty, has {entries} entries. Choose another, or resume=auto to go on with that run."
+        )
+
+
+def _new_folder(path: Path) -> Path:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700)
+    except OSError as error:
+        raise ConfigError(f"run_dir={path}: cannot be made ({error.strerror}). Choose another.") from error
+    return path.resolve()
+
+
+def _check_is_set(key: str, value: str, what: str) -> None:
+    """The large models' paths come from the environment; configs/ leaves the variable's name where it is not set."""
+    if value.startswith("$"):
+        name = value.removeprefix("$")
+        raise ConfigError(f"{key}={value}: the environment variable {name} is not set. Set it to {what}, or give {key}=<path>.")
+
+
+def _check_model(config: Config, registry: Registry, run_dir: Path) -> None:
+    registry.check_hardware(config, on_gpu=on_gpu(config))
+    folder = model_folder(config, run_dir)
+    family = model_family(config, registry, run_dir)
+    check_layout(config.layout, family, on_gpu=on_gpu(config))
+    if config.rollout.max_response_tokens >= family.max_sequence_length:
+        raise ConfigError(
+            f"rollout.max_response_tokens={config.rollout.max_response_tokens}: must leave room for a prompt in the model's context "
+            f"({family.max_sequence_length} tokens). Use less."
+        )
+    if not (config.model.hf == EMBEDDED or config.checkpoint.ref_load or list(folder.glob("*.safetensors"))):
+        raise DataError(f"model.hf={folder}: has no *.safetensors. Download the weights, or set checkpoint.ref_load.")
+
+
+def _check_rollout(config: Config, registry: Registry, run_dir: Path) -> None:
+    """The transformers engine holds the whole model in each rank."""
+    weights = config.model.parameters * (2 if config.train.precision == "bf16" else 4) / GIB
+    memory = config.cluster.gpu_memory_gib
+    if config.rollout.name == "transformers" and memory and weights > memory:
+        raise ConfigError(
+            f"rollout=transformers: needs the whole model in each rank, {weights:.0f} GiB, and cluster.gpu_memory_gib is {memory:g}. "
+            "Use a rollout backend whose engines span GPUs."
+        )
+
+
+def _check_checkpoints(config: Config, registry: Registry, run_dir: Path) -> None:
+    for key, path in (("checkpoint.load", config.checkpoint.load), ("checkpoint.ref_load", config.checkpoint.ref_load)):
+        if path and not Path(path).is_dir():
+            raise ConfigError(f"{key}={path}: there is no such folder. Correct the path.")
+
+
+def _check_machine(config: Config, registry: Registry, run_dir: Path) -> None:
+    """What this machine has, if the ranks start on it."""
+    ranks = config.layout.world_size
+    here = config.launcher == "local" or (config.launcher == "mpi" and not config.cluster.hostfile)
+    if here and config.cluster.interface:
+        addresses_of(config.cluster.interface)
+    if config.launcher != "local":
+        return
+    gpus = visible_gpus()
+    if 0 < gpus < ranks:
+        raise ConfigError(
+            f"layout.world_size={ranks}: must be at most the GPUs of this machine ({gpus}), one a rank. "
+            f"Use layout.world_size={gpus} with sizes that fit, or set CUDA_VISIBLE_DEVICES= to run on the CPU."
+        )
+    most = RANKS_PER_CORE * (os.cpu_count() or 1)
+    if not gpus and ranks > most:
+        raise ConfigError(f"layout.world_size={ranks}: must be at most {most} without GPUs, {RANKS_PER_CORE} ranks a core. Use less.")
+
+
+def _check_prompts(config: Config, registry: Registry, run_dir: Path) -> None:
+    from rlbatch.pipeline.prompts import read_prompt_rows
+
+    _check_is_set("data.train", config.data.train, "the prompt file (jsonl)")
+    for name, source in (("train", config.data.train), ("eval", config.data.eval)):
+        if not source:
+            continue
+        path = run_dir / EMBEDDED / f"{name}.jsonl" if source == EMBEDDED else Path(source)
+        rows = read_prompt_rows(path, config.data)
+        for row in rows:
+            if row.reward_name and row.reward_name not in registry.rewards:
+                raise DataError(
+                    f"{path}:{row.line}: reward `{row.reward_name}` is unknown. "
+                    f"Known: {', '.join(sorted(registry.rewards))}; others need plugins=[...]."
+                )
+        if name == "train" and len(rows) < config.train.prompts_per_step:
+            raise ConfigError(
+                f"train.prompts_per_step={config.train.prompts_per_step}: must be at most the prompts of data.train ({len(rows)}). "
+                f"Use {len(rows)} or less, or add prompts."
+            )

@@ -1,0 +1,132 @@
+"""Starting a job in each of the ways that ``launcher`` names. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from rlbatch.api import ConfigError
+from rlbatch.config.schema import Config
+from rlbatch.launch.batch_queue import job_state
+from rlbatch.launch.cluster_variables import cluster_variables
+from rlbatch.launch.container import check_container, in_container, python
+from rlbatch.launch.follow import follow
+from rlbatch.launch.job_record import JobRecord, new_record, process_id
+from rlbatch.launch.local import run_local
+from rlbatch.launch.lock import run_folder_lock
+from rlbatch.launch.logs import LOGS, MERGED_LOG
+from rlbatch.launch.mpirun import DRY_RUN, find_mpi, mpi_job, read_hosts, run_mpi
+from rlbatch.launch.notice import notice_s
+from rlbatch.launch.placement import place
+from rlbatch.launch.sbatch import SRUN, batch_script, job_name
+from rlbatch.prepare import model_family, parameter_count, prepared_run
+from rlbatch.registry import Registry
+
+TASK_VARIABLES: Mapping[str, str] = {"SUBMITIT_EXECUTOR": "slurm"}
+"""How submitit's loader knows where it runs."""
+
+
+def start(config: Config, registry: Registry) -> int:
+    """Prepares the run folder and starts the job, or hands it to Slurm.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        RlbatchError: what was refused.
+    """
+    starters = {"local": _start_local, "slurm": _start_slurm, "mpi": _start_mpi, "none": _start_nothing}
+    return starters[config.launcher](config, registry)
+
+
+def rank_command(config: Config, run_dir: Path) -> list[str]:
+    """What each rank runs under mpirun, or under srun in a batch script of the user's."""
+    return in_container(config.cluster, [python(config.cluster), "-m", "rlbatch.run", "--run-dir", str(run_dir)])
+
+
+def slurm_script(config: Config, run_dir: Path, parameters: float) -> str:
+    """The batch script that is given to sbatch.
+
+    Raises:
+        ConfigError: ranks that do not fill nodes, a notice that is too long, a container that does not see the run folder.
+    """
+    from rlbatch.launch.executors import task_command
+
+    check_container(config.cluster, run_dir)
+    notice = notice_s(config, parameters, run_dir)
+    command = in_container(config.cluster, task_command(python(config.cluster), run_dir))
+    return batch_script(config, run_dir, notice, TASK_VARIABLES, command)
+
+
+def _start_local(config: Config, registry: Registry) -> int:
+    with prepared_run(config, registry) as (config, run_dir):
+        pass
+    with run_folder_lock(run_dir):
+        print(f"Run folder: {run_dir}", flush=True)
+        os.environ.update(cluster_variables(config.cluster))
+        return run_local(config, run_dir)
+
+
+def _start_slurm(config: Config, registry: Registry) -> int:
+    if shutil.which("sbatch") is None:
+        raise ConfigError(f"launcher=slurm: there is no sbatch on this machine. Submit from a login node of the cluster. {DRY_RUN}")
+    place(config)
+    with prepared_run(config, registry) as (config, run_dir):
+        from rlbatch.launch.executors import submit_batch
+
+        (run_dir / LOGS).mkdir(exist_ok=True)
+        size = parameter_count(config, model_family(config, registry, run_dir))
+        job_id = submit_batch(slurm_script(config, run_dir, size), run_dir, config)
+        record = new_record(job_id, "slurm", job_name(config), run_dir, str(run_dir / MERGED_LOG))
+    _tell(record)
+    return follow(record) if config.follow else 0
+
+
+def _tell(record: JobRecord) -> None:
+    print(
+        f"Submitted job {record.job_id} ({record.name}).\n"
+        f"  run folder  {record.run_dir}\n"
+        f"  log         {record.log} (rank 0 and the first error; other ranks: {Path(record.log).parent}/rank<N>.log)\n"
+        f"  follow      python -m rlbatch.jobs log {record.job_id} --follow\n"
+        f"  state       python -m rlbatch.jobs show {record.job_id}\n"
+        f"  cancel      python -m rlbatch.jobs cancel {record.job_id}",
+        flush=True,
+    )
+
+
+def _start_mpi(config: Config, registry: Registry) -> int:
+    mpi = find_mpi()
+    read_hosts(config)  # refused before there is a run folder
+    with prepared_run(config, registry) as (config, run_dir):
+        check_container(config.cluster, run_dir)
+        job = mpi_job(config, run_dir, mpi, rank_command(config, run_dir))
+    with run_folder_lock(run_dir):
+        new_record(process_id(), "mpi", job_name(config), run_dir, "")
+        print(f"Run folder: {run_dir}", flush=True)
+        return run_mpi(job, config, run_dir)
+
+
+def _start_nothing(config: Config, registry: Registry) -> int:
+    _check_allocation(config)
+    with prepared_run(config, registry) as (config, run_dir):
+        (run_dir / LOGS).mkdir(exist_ok=True)
+    job_id = os.environ.get("SLURM_JOB_ID", "")
+    if job_id:
+        new_record(job_id, "sbatch", job_name(config), run_dir, job_state(job_id).log)
+    print(f"Run folder: {run_dir}\nEach rank runs: srun {' '.join(SRUN)} {shlex.join(rank_command(config, run_dir))}", flush=True)
+    return 0
+
+
+def _check_allocation(config: Config) -> None:
+    """In a batch script: as many tasks as ranks, on as many nodes as they fill."""
+    where, ranks = place(config), config.layout.world_size
+    for name, wanted in (("SLURM_NTASKS", ranks), ("SLURM_JOB_NUM_NODES", where.nodes)):
+        found = os.environ.get(name, "")
+        if found.isdecimal() and int(found) != wanted:
+            raise ConfigError(
+                f"layout.world_size={ranks}: needs {where.nodes} nodes x {where.ranks_per_node} tasks, this allocation has {name}={found}. "
+                f"Use --nodes={where.nodes} --ntasks-per-node={where.ranks_per_node}, or another layout."
+            )
