@@ -36,7 +36,7 @@ class LaunchError(RlbatchError):
     """Ranks that did not meet, or that died, left or hang."""
 
 
-class PreflightError(LaunchError):
+class PreflightError(RlbatchError):
     """A node that cannot run the job, found before the model was built."""
 
 
