@@ -30,7 +30,23 @@ LAYOUTS = {
     "tp2 pp2 ep2": LayoutConfig(world_size=4, tp_size=2, pp_size=2, ep_size=2),
     "tp2 cp2 ep2": LayoutConfig(world_size=4, tp_size=2, cp_size=2, ep_size=2),
     "pp2 cp2": LayoutConfig(world_size=4, pp_size=2, cp_size=2),
+    "tp2 pp2": LayoutConfig(world_size=4, tp_size=2, pp_size=2),
+    "tp2 cp2": LayoutConfig(world_size=4, tp_size=2, cp_size=2),
+    "tp4 ep2": LayoutConfig(world_size=4, tp_size=4, ep_size=2),
+    "tp2 ep2 etp2": LayoutConfig(world_size=4, tp_size=2, ep_size=2, etp_size=2),
 }
+DENSE = ["dp2", "pp2", "pp2 uneven", "vpp2 pp2", "tp2", "cp2", "recompute", "tp2 pp2", "tp2 cp2", "pp2 cp2", "pp4"]
+WITH_EXPERTS = [name for name in LAYOUTS if name not in ("tp2", "tp2 pp2", "tp2 cp2", "tp4 ep2")]
+MODELS = {
+    "qwen3_moe": (tiny_models.qwen3_moe, WITH_EXPERTS),
+    "deepseek_v3": (tiny_models.deepseek_v3, [*WITH_EXPERTS, "tp4 ep2"]),
+    "moonlight": (lambda: tiny_models.moonlight(tie_word_embeddings=True), ["vpp2 pp2", "tp2 pp2 ep2", "tp2 cp2 ep2"]),
+    "mixtral": (tiny_models.mixtral, ["dp2", "ep2", "tp2 etp2", "tp2 ep2", "pp2", "cp2", "ep4", "tp2 pp2 ep2", "tp2 cp2 ep2"]),
+    "qwen2": (tiny_models.qwen2, DENSE),
+    "qwen2 tied": (lambda: tiny_models.qwen2(tie_word_embeddings=True), ["pp2", "vpp2 pp2", "tp2 pp2", "pp2 cp2", "pp4"]),
+    "qwen3": (tiny_models.qwen3, ["tp2 cp2", "pp2"]),
+}
+CASES = [(model, layout) for model, (_, layouts) in MODELS.items() for layout in layouts]
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -45,23 +61,36 @@ def worst(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> tuple[
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.saved(tiny_models.qwen3_moe(), tmp_path_factory.mktemp("qwen3_moe"))
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {name: tiny_models.saved(build(), tmp_path_factory.mktemp("model")) for name, (build, _) in MODELS.items()}
 
 
 @pytest.fixture(scope="module")
-def reference(folder: Path, rank_pool) -> dict[str, dict[str, torch.Tensor]]:
+def references(folders: dict[str, Path], rank_pool) -> dict[str, dict[str, torch.Tensor]]:
     """One process, everything in one pack."""
     one = LayoutConfig(world_size=1)
-    return {kind: rank_pool(1).run(gradients, str(folder), one, 1000, kind)[0] for kind in ("token_mean", "sequence_mean")}
+    return {name: rank_pool(1).run(gradients, str(folder), one, 1000, "token_mean")[0] for name, folder in folders.items()}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_layouts_give_the_gradient_of_one_process(layout: LayoutConfig, folder: Path, reference, rank_pool) -> None:
+@pytest.mark.parametrize(("model", "layout"), CASES)
+def test_layouts_give_the_gradient_of_one_process(model: str, layout: str, folders: dict[str, Path], references, rank_pool) -> None:
     """Per-parameter relative L2 error of at most 1e-5, with sequence packing."""
-    got = rank_pool(layout.world_size).run(gradients, str(folder), layout, 40, "token_mean")[0]
-    error, name = worst(got, reference["token_mean"])
+    spread = LAYOUTS[layout]
+    got = rank_pool(spread.world_size).run(gradients, str(folders[model]), spread, 40, "token_mean")[0]
+    error, name = worst(got, references[model])
     assert error <= TOLERANCE, f"{name}: {error:.2e}"
+
+
+@pytest.fixture(scope="module")
+def folder(folders: dict[str, Path]) -> Path:
+    return folders["qwen3_moe"]
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path, references, rank_pool) -> dict[str, dict[str, torch.Tensor]]:
+    one = LayoutConfig(world_size=1)
+    by_sequence = rank_pool(1).run(gradients, str(folder), one, 1000, "sequence_mean")[0]
+    return {"token_mean": references["qwen3_moe"], "sequence_mean": by_sequence}
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
