@@ -5,24 +5,45 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import signal
+import sys
 import warnings
-from dataclasses import asdict
+from contextlib import ExitStack
+from dataclasses import asdict, replace
 from pathlib import Path
-from types import FrameType
+from typing import TYPE_CHECKING
 
+from rlbatch.api import ConfigError, RlbatchError
 from rlbatch.config.compose import load_config
+from rlbatch.config.schema import Config
+from rlbatch.launch.children import children_end_with_this_process
 from rlbatch.launch.environment import RankInfo
 from rlbatch.launch.failures import StoppedBySignal, read_first_error, reporting_failures
+from rlbatch.launch.interfaces import set_interface
+from rlbatch.launch.logs import own_log
+from rlbatch.launch.rendezvous import Meeting, join, launch_word
+from rlbatch.launch.requeue import EXIT_STOPPED, go_on_later
+from rlbatch.launch.signals import Ending, StopNotice, find_ending
+from rlbatch.launch.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from rlbatch.launch.job_store import JobStore
+    from rlbatch.metrics.run_log import RunLog
+    from rlbatch.pipeline.loop import EarlyEnd
 
 CONFIG_FILE = "config.yaml"
+EXIT_REFUSED = 2
 
 
 def main() -> None:
     """Reads the run folder's config and runs this rank to the end."""
     parser = argparse.ArgumentParser(prog="python -m rlbatch.run", description="One rank of a job. Started by the launchers.")
     parser.add_argument("--run-dir", type=Path, required=True, help="Run folder with config.yaml, as made by rlbatch.submit.")
-    run_rank(parser.parse_args().run_dir.resolve())
+    run_dir = parser.parse_args().run_dir.resolve()
+    try:
+        run_rank(run_dir)
+    except RlbatchError as error:
+        print(error, file=sys.stderr)
+        sys.exit(EXIT_REFUSED)
 
 
 def run_rank(run_dir: Path) -> None:
@@ -32,47 +53,90 @@ def run_rank(run_dir: Path) -> None:
         run_dir: Run folder, as made by rlbatch.submit.
 
     Raises:
+        RlbatchError: this process is no rank of that job, or its config cannot be read.
         SystemExit: the job failed or was stopped.
     """
-    signal.signal(signal.SIGTERM, _exit_on_signal)
-    info = RankInfo.from_environment()
-    info.init_method()  # refuses what is no rank of a job before its folder is touched
-    _run_rank(run_dir, info)
-
-
-def _exit_on_signal(number: int, frame: FrameType | None) -> None:
-    raise StoppedBySignal(128 + number)
-
-
-def _run_rank(run_dir: Path, info: RankInfo) -> None:
+    notice = StopNotice()
+    notice.install()
     _quiet_libraries()
+    info = RankInfo.from_environment()
     config = load_config(run_dir / CONFIG_FILE)
+    if info.world_size != config.layout.world_size:  # before the folder is touched: this may be no rank of its job
+        raise ConfigError(f"layout.world_size={config.layout.world_size}: {info.world_size} ranks were started. Make both equal.")
+    if info.restart_count:  # a job that was queued again goes on
+        config = replace(config, resume="auto")
+    own_log(run_dir, info.rank)
+    children_end_with_this_process()
+    log: RunLog | None = None
+    try:
+        with reporting_failures(run_dir, info.rank):
+            meeting = join(info, run_dir, config, launch_word())
+            log = _open_log(config, run_dir, meeting)
+            with Watchdog(config.launch, meeting, run_dir) as watchdog:
+                early = _run(config, run_dir, meeting, watchdog, notice, log)
+    except StoppedBySignal as stopped:
+        if log:
+            log.finish("interrupted")
+        if log and notice.is_set:  # while it started: nothing is to be saved, but the job may be queued again
+            _go_on_later(run_dir, config, info, None, find_ending(notice.number, notice.time, info, config.launch.notice_s))
+        raise SystemExit(stopped.code) from None
+    except SystemExit:  # a rank failed
+        error = read_first_error(run_dir)
+        if log:
+            log.finish("failed" if error else "interrupted", asdict(error) if error else None)
+        raise
+    log.finish("interrupted" if early else "finished")
+    if early:
+        _go_on_later(run_dir, config, info, early.step, early.ending)
+        raise SystemExit(EXIT_STOPPED)
+
+
+def _open_log(config: Config, run_dir: Path, meeting: Meeting) -> RunLog:
     from rlbatch.metrics.run_log import RunLog
 
-    log = RunLog(run_dir, config.train.steps, info.rank)
-    try:
-        with reporting_failures(run_dir, info.rank):  # inside: the log's end tells of the error that it records
+    log = RunLog(run_dir, config.train.steps, meeting.info.rank)
+    if meeting.overseer:
+        meeting.overseer.on_failure = lambda error: log.failed(asdict(error))
+    return log
+
+
+def _run(config: Config, run_dir: Path, meeting: Meeting, watchdog: Watchdog, notice: StopNotice, log: RunLog) -> EarlyEnd | None:
+    with ExitStack() as stack, watchdog.reporting():
+        with watchdog.phase("start"):
             log.phase("importing Megatron-core")
             from rlbatch.launch.job_store import open_store
+            from rlbatch.launch.preflight import Preflight
             from rlbatch.launch.process_group import process_group
-            from rlbatch.launch.watchdog import Watchdog
             from rlbatch.pipeline.assemble import assemble
             from rlbatch.pipeline.loop import run
+            from rlbatch.registry import load_plugins
 
-            watchdog = Watchdog(config.launch)
-            store = open_store(info, config.launch.rendezvous_timeout_s)
-            with process_group(store, config.launch.collective_timeout_s) as device:
-                with watchdog.phase("start"):
-                    job = assemble(config, run_dir, device, store, watchdog, log.phase)
-                try:
-                    run(job, log)
-                finally:
-                    job.rollout.close()
-    except SystemExit:  # another rank failed, or somebody stopped the job
-        error = read_first_error(run_dir)
-        log.finish("failed" if error else "interrupted", asdict(error) if error else None)
-        raise
-    log.finish("finished")
+            registry = load_plugins(config.plugins)
+            hosts = watchdog.wait_for_ranks()
+            store = open_store(meeting.info, config.launch.rendezvous_timeout_s, hosts, meeting.store_socket)
+            set_interface(meeting.interface, is_chosen=bool(config.cluster.interface))
+            preflight = Preflight(config, run_dir, store, registry)
+            preflight.check_nodes()
+            device = stack.enter_context(process_group(store, config.launch.collective_timeout_s))
+            preflight.check_links(device)
+            job = assemble(config, run_dir, device, store, watchdog, log.phase, notice, registry)
+            stack.callback(job.rollout.close)
+            _wait_for_all(watchdog, store, "start")  # loading may differ by more than a collective waits
+            notice.started()
+        early = run(job, log)
+        _wait_for_all(watchdog, store, "end")
+        return early
+
+
+def _wait_for_all(watchdog: Watchdog, store: JobStore, place: str) -> None:
+    with watchdog.waiting():
+        store.barrier(place, watchdog.limit_s("start"))
+
+
+def _go_on_later(run_dir: Path, config: Config, info: RankInfo, last_step: int | None, ending: Ending | None) -> None:
+    """Rank 0's last act."""
+    if info.rank == 0 and ending is not None:
+        print(go_on_later(run_dir, config, info, last_step, ending), flush=True)
 
 
 def _quiet_libraries() -> None:
