@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from rlbatch.api import DataError
+from rlbatch.api import CheckpointError, DataError
 from rlbatch.checkpoint.safetensors_file import DTYPES, Entry, SafetensorsFile
+from rlbatch.checkpoint.safetensors_writer import SafetensorsWriter
 from rlbatch.weights.quantize import BLOCK, SCALE_SUFFIX, check_scales, dequantize, scales_shape
 
 INDEX = "model.safetensors.index.json"
 SHARD_FILE = re.compile(r"model-\d+-of-\d+\.safetensors")
 FLOATING = ("F64", "F32", "BF16", "F16")
 """Dtypes of weights that are used as they are."""
+COPIED = {".json", ".txt", ".model", ".jinja", ".py"}
+"""Endings of the files beside the weights: config, tokenizer, chat template, the model's own code."""
 SHARD_BYTES = 5 * 10**9
 
 
@@ -184,48 +189,72 @@ def _check_index(index: Path, weight_map: dict[str, str], where: dict[str, Safet
 
 
 class HfWriter:
-    """Writes a Hugging Face folder file by file; ``write`` takes tensors in any order, ``close`` makes the folder complete.
+    """Writes a Hugging Face folder tensor by tensor, with one of them in memory; ``close`` makes the folder complete.
 
     Args:
         folder: Folder to make.
-        like: Folder whose config.json and tokenizer files are copied.
-        shard_bytes: Limit of a file.
+        like: Folder whose config.json, tokenizer and other small files are copied.
+        shard_bytes: Limit of a file's tensors; a larger tensor has a file of its own.
+        config: Written as config.json instead of the one of ``like``.
+
+    Raises:
+        CheckpointError: what cannot be written; of every method.
     """
 
-    def __init__(self, folder: Path, like: Path, shard_bytes: int = SHARD_BYTES) -> None:
-        self._folder, self._like, self._limit = folder, like, shard_bytes
-        self._held: dict[str, Tensor] = {}
-        self._written: list[list[str]] = []
-        self._held_bytes = self._total_bytes = 0
-        folder.mkdir(parents=True, exist_ok=True)
+    def __init__(self, folder: Path, like: Path, shard_bytes: int = SHARD_BYTES, config: Mapping[str, Any] | None = None) -> None:
+        self._folder, self._like, self._limit, self._config = folder, like, shard_bytes, config
+        self._file: SafetensorsWriter | None = None
+        self._where: dict[str, int] = {}
+        self._files = self._total_bytes = 0
+        with _telling(folder):
+            folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Takes tensors (copied) and writes a file whenever ``shard_bytes`` have come together."""
+        """Takes tensors, and begins a new file where the limit would be passed."""
         for name, tensor in tensors:
-            if self._held and self._held_bytes + tensor.nbytes > self._limit:
-                self._flush()
-            self._held_bytes += tensor.nbytes
-            self._held[name] = tensor.detach().to("cpu", copy=True).contiguous()
-
-    def _flush(self) -> None:
-        save_file(self._held, self._folder / f"part-{len(self._written) + 1}.safetensors", metadata={"format": "pt"})
-        self._written.append(list(self._held))
-        self._total_bytes += self._held_bytes
-        self._held, self._held_bytes = {}, 0
+            if name in self._where:
+                raise CheckpointError(f"{self._folder}: {name} is written twice. Correct the model family's mappings.")
+            with _telling(self._folder):
+                if self._file and (self._file.nbytes + tensor.nbytes > self._limit or not self._file.fits(name, tensor)):
+                    self._file.close()
+                    self._file = None
+                if self._file is None:
+                    self._files += 1
+                    self._file = SafetensorsWriter(self._part(self._files))
+                self._file.write(name, tensor)
+            self._where[name] = self._files
+            self._total_bytes += tensor.nbytes
 
     def close(self) -> None:
-        """Writes the rest, names the files as Hugging Face does, and copies config and tokenizer."""
-        if self._held:
-            self._flush()
-        count = len(self._written)
-        weight_map: dict[str, str] = {}
-        for number, names in enumerate(self._written, 1):
-            final = "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
-            (self._folder / f"part-{number}.safetensors").rename(self._folder / final)
-            weight_map |= dict.fromkeys(names, final)
-        if count > 1:
-            index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
-            (self._folder / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
-        for path in self._like.iterdir():
-            if path.is_file() and path.suffix in {".json", ".txt", ".model", ".jinja"} and path.name != INDEX:
-                shutil.copy2(path, self._folder / path.name)
+        """Ends the last file, names the files as Hugging Face does, and copies config and tokenizer."""
+        with _telling(self._folder):
+            if self._file:
+                self._file.close()
+            final = {number: self._name(number) for number in range(1, self._files + 1)}
+            for number, name in final.items():
+                os.replace(self._part(number), self._folder / name)
+            if self._files > 1:
+                index = {
+                    "metadata": {"total_size": self._total_bytes},
+                    "weight_map": {name: final[number] for name, number in self._where.items()},
+                }
+                (self._folder / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
+            for path in self._like.iterdir():
+                if path.is_file() and path.suffix in COPIED and not path.name.endswith(".index.json"):
+                    shutil.copy2(path, self._folder / path.name)
+            if self._config is not None:
+                (self._folder / "config.json").write_text(json.dumps(self._config, indent=2) + "\n", encoding="utf-8")
+
+    def _part(self, number: int) -> Path:
+        return self._folder / f"part-{number}.safetensors"
+
+    def _name(self, number: int) -> str:
+        return "model.safetensors" if self._files == 1 else f"model-{number:05d}-of-{self._files:05d}.safetensors"
+
+
+@contextmanager
+def _telling(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be written ({error.strerror}). Free space, or look at the folder.") from error

@@ -70,16 +70,22 @@ class Trainer:
             for state in optimizer.optimizer.state.values():
                 yield from (value for value in state.values() if isinstance(value, Tensor))
 
-    def load(self, read: ReadTensor, names: Iterable[str] | None = None) -> None:
+    @property
+    def weight_bytes(self) -> int:
+        """Of this rank's parameters and buffers."""
+        return sum(tensor.nbytes for tensor in self.params.values())
+
+    def load(self, read: ReadTensor, names: Iterable[str] | None = None, loaded: Callable[[int], None] = lambda nbytes: None) -> None:
         """Fills the policy from Hugging Face tensors.
 
         Args:
-            read: Gives a tensor by name.
+            read: Gives a tensor by name, or one that is read when it is sliced.
             names: All that the checkpoint has, to be checked; None: not checked.
+            loaded: Told the bytes of every parameter that was filled.
         """
         if names is not None:
             self._map.check_names(names)
-        self._map.load(self.params, read)
+        self._map.load(self.params, read, loaded)
         self.optimizer.reload_model_params()
 
     def keep_reference(self) -> None:

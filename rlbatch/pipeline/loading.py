@@ -1,0 +1,75 @@
+"""A run's first weights: from a Hugging Face folder or a checkpoint, for the policy and the reference model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from rlbatch.api import DataError, ModelError
+from rlbatch.checkpoint import run_folder
+from rlbatch.checkpoint.hf import HfTensors
+from rlbatch.checkpoint.identity import model_changes, model_identity
+from rlbatch.config.hf_config import read_config
+from rlbatch.config.schema import Config
+from rlbatch.megatron.checkpoint import load_weights
+from rlbatch.megatron.trainer import Trainer
+from rlbatch.metrics.transfer import Transfer
+from rlbatch.pipeline.first_rank import on_first_rank
+
+
+def load_policy(config: Config, trainer: Trainer, hf_folder: Path, announce: Callable[[str], None], *, needs_reference: bool) -> None:
+    """Fills the policy, and the reference model where it is needed; a collective.
+
+    Args:
+        config: ``checkpoint.load`` and ``checkpoint.ref_load``.
+        trainer: Whose weights.
+        hf_folder: Of the model; its weights where no others are named.
+        announce: Told how far this rank is.
+        needs_reference: Whether the trainer shall keep a reference model.
+
+    Raises:
+        RlbatchError: a folder has no weights, or another model's.
+    """
+    reference = ("checkpoint.ref_load", Path(config.checkpoint.ref_load)) if config.checkpoint.ref_load else ("model.hf", hf_folder)
+    policy = ("checkpoint.load", Path(config.checkpoint.load)) if config.checkpoint.load else reference
+    if needs_reference:
+        _load_weights(trainer, *reference, hf_folder, announce)
+        trainer.keep_reference()
+    if policy != reference or not needs_reference:
+        _load_weights(trainer, *policy, hf_folder, announce)
+
+
+def weights_source(config: Config, hf_folder: Path) -> Path | None:
+    """The Hugging Face folder with weights that a run began from: what is not trained is carried from there; None: there is none."""
+    folders = [hf_folder, *(Path(path) for path in (config.checkpoint.ref_load, config.checkpoint.load) if path)]
+    return next((folder for folder in folders if has_weights(folder)), None)
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether it is a Hugging Face folder with weights."""
+    return any(folder.glob("*.safetensors"))
+
+
+def _load_weights(trainer: Trainer, key: str, folder: Path, hf_folder: Path, announce: Callable[[str], None]) -> None:
+    is_ours = on_first_rank(lambda: _check_weights(key, folder, hf_folder))
+    if is_ours:
+        load_weights(trainer, folder / run_folder.STATE)
+        return
+    tensors = HfTensors(folder)
+    transfer = Transfer(f"reading {folder} (rank 0's share)", trainer.weight_bytes, announce)
+    trainer.load(tensors.source, tensors.names(), transfer.add)
+    transfer.close()
+
+
+def _check_weights(key: str, folder: Path, hf_folder: Path) -> bool:
+    """Whether the folder is a checkpoint of ours, or (False) a Hugging Face folder."""
+    if run_folder.is_checkpoint(folder):
+        changed = model_changes(run_folder.read_progress(folder), model_identity(read_config(hf_folder)))
+        if changed:
+            raise ModelError(f"{key}={folder}: is a checkpoint of another model: {'; '.join(changed)}. Name one of this model (model.hf).")
+        return True
+    if has_weights(folder):
+        return False
+    steps = sorted(path.name for path in folder.glob("step_*") if run_folder.is_checkpoint(path))
+    fix = f"Name one of its checkpoints: {', '.join(steps[-3:])}" if steps else "Correct the path"
+    raise DataError(f"{key}={folder}: is neither a checkpoint (progress.json) nor a Hugging Face folder (*.safetensors). {fix}.")
