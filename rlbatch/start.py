@@ -25,8 +25,8 @@ from rlbatch.launch.sbatch import SRUN, batch_script, job_name
 from rlbatch.prepare import model_family, parameter_count, prepared_run
 from rlbatch.registry import Registry
 
-TASK_VARIABLES: Mapping[str, str] = {"SUBMITIT_EXECUTOR": "slurm"}
-"""How submitit's loader knows where it runs."""
+TASK_VARIABLES: Mapping[str, str] = {"SUBMITIT_EXECUTOR": "slurm", "SUBMITIT_LOG_LEVEL": "CRITICAL"}
+"""How submitit's loader knows where it runs; what it tells of each rank would fill the merged log."""
 
 
 def start(config: Config, registry: Registry) -> int:

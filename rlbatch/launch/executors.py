@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import sys
 from pathlib import Path
 
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 from submitit.slurm.slurm import SlurmExecutor
 
+from rlbatch.api import RlbatchError
 from rlbatch.config.schema import Config
 from rlbatch.launch.rejections import explain_rejection
 
@@ -34,8 +36,12 @@ class RankTask:
 
     def __call__(self) -> None:
         """Runs the rank to the end."""
-        # By name: the module of a rank is above this one.
-        importlib.import_module("rlbatch.run").run_rank(Path(self.run_dir))
+        try:
+            # By name: the module of a rank is above this one.
+            importlib.import_module("rlbatch.run").run_rank(Path(self.run_dir))
+        except RlbatchError as error:  # one line, where submitit would show a traceback
+            print(error, file=sys.stderr)
+            raise SystemExit(1) from None
 
 
 class _Executor(SlurmExecutor):

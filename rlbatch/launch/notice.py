@@ -52,7 +52,7 @@ def notice_s(config: Config, num_parameters: float, run_dir: Path) -> int:
     """
     asked, rate = config.launch.notice_s, config.cluster.storage_gbs
     size = checkpoint_bytes(num_parameters, config.train.precision)
-    seconds = asked if asked is not None else math.ceil(_write_s(config, num_parameters, run_dir)) + MARGIN_S
+    seconds = asked if asked is not None else _whole_minutes(_write_s(config, num_parameters, run_dir) + MARGIN_S)
     how = f"launch.notice_s={seconds}" if asked is not None else f"cluster.storage_gbs={rate:g}"
     why = f"{seconds} s of notice before the end, for a checkpoint of {size / 1e9:.0f} GB (1e9 bytes)"
     if seconds > LONGEST_S:
@@ -67,6 +67,10 @@ def notice_s(config: Config, num_parameters: float, run_dir: Path) -> int:
             "Use a longer limit, or set launch.notice_s to less."
         )
     return seconds
+
+
+def _whole_minutes(seconds: float) -> int:
+    return math.ceil(seconds / 60) * 60
 
 
 def _write_s(config: Config, num_parameters: float, run_dir: Path) -> float:
