@@ -74,25 +74,43 @@ def parts(tensor: Tensor) -> Iterator[bytes | memoryview]:
     Args:
         tensor: Contiguous, on the host, of a type in ``STORAGES``, smaller than ``LARGEST_TENSOR_BYTES``.
     """
-    pickled = io.BytesIO()
-    _Pickler(pickled, protocol=2).dump(_Rebuilt(tensor.shape, tensor.dtype))
-    records: list[tuple[str, bytes | memoryview]] = [
-        ("data.pkl", pickled.getvalue()),
-        ("byteorder", b"little"),
-        ("data/0", raw_bytes(tensor)),
-        ("version", b"3\n"),
-    ]
-    position, central = 0, b""
-    for record, data in records:
+    data = raw_bytes(tensor)
+    position, central, records = 0, b"", _records(tensor.shape, tensor.dtype)
+    for record, small in records.items():
+        content = data if small is None else small
+        header = _local_header(record, position)
+        checked = struct.pack("<III", zlib.crc32(content), len(content), len(content))
+        yield header[:14] + checked + header[26:]
+        yield content
         name = f"{_NAME}/{record}".encode()
-        padding = -(position + 30 + len(name) + 4) % _ALIGNMENT
-        extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding
-        about = struct.pack("<HHHHIIIH", 0, 0, 0, 0, zlib.crc32(data), len(data), len(data), len(name))
-        yield struct.pack("<IH", _LOCAL, 0) + about + struct.pack("<H", len(extra)) + name + extra
-        yield data
-        central += struct.pack("<IHH", _CENTRAL, 0, 0) + about + struct.pack("<HHHHII", 0, 0, 0, 0, 0, position) + name
-        position += 30 + len(name) + len(extra) + len(data)
+        central += struct.pack("<IHHHHHH", _CENTRAL, 0, 0, 0, 0, 0, 0) + checked
+        central += struct.pack("<HHHHHII", len(name), 0, 0, 0, 0, 0, position) + name
+        position += len(header) + len(content)
     yield central + struct.pack("<IHHHHIIH", _END, 0, 0, len(records), len(records), len(central), position, 0)
+
+
+def length(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Bytes of a tensor's archive."""
+    position = 22
+    for record, small in _records(shape, dtype).items():
+        content = torch.Size(shape).numel() * dtype.itemsize if small is None else len(small)
+        position += len(_local_header(record, position - 22)) + content
+    return position + sum(46 + len(f"{_NAME}/{record}") for record in _records(shape, dtype))
+
+
+def _records(shape: Sequence[int], dtype: torch.dtype) -> dict[str, bytes | None]:
+    """Name -> content of the archive's files; None for the tensor's values."""
+    pickled = io.BytesIO()
+    _Pickler(pickled, protocol=2).dump(_Rebuilt(shape, dtype))
+    return {"data.pkl": pickled.getvalue(), "byteorder": b"little", "data/0": None, "version": b"3\n"}
+
+
+def _local_header(record: str, position: int) -> bytes:
+    """With checksum and sizes 0; padded so that the content is aligned in the archive."""
+    name = f"{_NAME}/{record}".encode()
+    padding = -(position + 30 + len(name) + 4) % _ALIGNMENT
+    extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding
+    return struct.pack("<IHHHHHIIIHH", _LOCAL, 0, 0, 0, 0, 0, 0, 0, 0, len(name), len(extra)) + name + extra
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:

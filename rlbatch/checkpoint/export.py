@@ -49,11 +49,29 @@ class ExportForm:
         Raises:
             DataError: it is to be quantised, and not finite.
         """
-        if name not in self._fp8:
-            return [(name, tensor.to(self._dtype(name, tensor)))]
+        if not self.quantises(name):
+            return [(name, tensor.to(self.dtype(name, tensor.dtype)))]
         values, scales = quantize(tensor)
         check_scales(scales, name)
         return [(name, values), (name + SCALE_SUFFIX, scales)]
+
+    def quantises(self, name: str) -> bool:
+        """Whether a tensor is written as e4m3 values and their scales."""
+        return name in self._fp8
+
+    def dtype(self, name: str, given: torch.dtype) -> torch.dtype:
+        """Of a tensor that is not quantised.
+
+        Args:
+            name: Of the tensor.
+            given: Its type as it comes.
+        """
+        if not (self._is_auto or name in self._buffers):
+            return torch.bfloat16
+        stored = self._source.stored(name) if self._source and name in self._in_source else None
+        if stored is None:
+            return given
+        return stored.dtype if stored.entry.dtype in FLOATING else torch.bfloat16
 
     def carried(self) -> Iterator[NamedTensor]:
         """Streams what is not trained from the source, where it has it; quantised or dequantised as the rest."""
@@ -91,11 +109,3 @@ class ExportForm:
             "weight_block_size": [BLOCK, BLOCK],
             "modules_to_not_convert": [name.removesuffix(".weight") for name in weights if name.endswith(".weight")],
         }
-
-    def _dtype(self, name: str, tensor: Tensor) -> torch.dtype:
-        if not (self._is_auto or name in self._buffers):
-            return torch.bfloat16
-        stored = self._source.stored(name) if self._source and name in self._in_source else None
-        if stored is None:
-            return tensor.dtype
-        return stored.dtype if stored.entry.dtype in FLOATING else torch.bfloat16

@@ -6,6 +6,7 @@ A folder has ``.metadata`` (which chunk of which tensor lies where), ``*.distcp`
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import pickle
@@ -33,6 +34,8 @@ from rlbatch.checkpoint.unpickle import METADATA, read_metadata
 FORMAT = "metadata.json"
 COMMON = "common.pt"
 CHUNK_SUFFIX = ".distcp"
+MARKER = "conversion.json"
+"""Written last by ``rlbatch.convert``: a folder with it is complete. Says what was converted how, and every file's size and CRC-32."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +63,32 @@ class Chunk:
     length: int
 
 
-def write_metadata(folder: Path, chunks: Iterable[Chunk]) -> None:
-    """Makes a folder with finished chunk files a checkpoint.
+def is_torch_dist(folder: Path) -> bool:
+    """Whether a folder is a torch_dist checkpoint, of whatever origin."""
+    return (folder / METADATA).is_file() and (folder / FORMAT).is_file()
+
+
+def converted_model(folder: Path) -> dict[str, Any] | None:
+    """``model_identity`` of what was converted; None if the folder is of another origin.
+
+    Raises:
+        DataError: the marker is damaged.
+    """
+    path = folder / MARKER
+    try:
+        model = json.loads(path.read_text(encoding="utf-8"))["model"]
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: cannot be read ({error!r}). Convert the checkpoint anew.") from error
+    return dict(model)
+
+
+def small_files(chunks: Iterable[Chunk]) -> dict[str, bytes]:
+    """What makes a folder with chunk files a checkpoint: name -> content.
 
     Args:
-        folder: With the files.
-        chunks: All of them. A tensor whose pieces have several types is described by the widest.
+        chunks: All that the files hold. A tensor whose pieces have several types is described by the widest.
     """
     tensors: dict[str, TensorStorageMetadata] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
@@ -74,11 +97,11 @@ def write_metadata(folder: Path, chunks: Iterable[Chunk]) -> None:
         stored.properties.dtype = torch.promote_types(stored.properties.dtype, chunk.dtype)
         stored.chunks.append(ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.size)))
         places[MetadataIndex(chunk.key, chunk.offset)] = _StorageInfo(chunk.file, chunk.start, chunk.length)
-    torch.save({}, folder / COMMON)
+    common = io.BytesIO()
+    torch.save({}, common)
     backends = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
-    (folder / FORMAT).write_text(json.dumps(backends), encoding="utf-8")
-    with (folder / METADATA).open("wb") as file:
-        pickle.dump(Metadata(dict[str, Any](tensors), planner_data={}, storage_data=places, version=CURRENT_DCP_VERSION), file)
+    metadata = Metadata(dict[str, Any](tensors), planner_data={}, storage_data=places, version=CURRENT_DCP_VERSION)
+    return {COMMON: common.getvalue(), METADATA: pickle.dumps(metadata), FORMAT: json.dumps(backends).encode()}
 
 
 class TorchDist:
@@ -87,13 +110,18 @@ class TorchDist:
     Args:
         folder: Of the checkpoint.
 
+    Attributes:
+        folder: The same.
+
     Raises:
         DataError: no readable metadata, or a file that it names is missing or too short.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         self._metadata = read_metadata(folder)
+        entries = self._metadata.state_dict_metadata.items()
+        self._tensors = {key: stored for key, stored in entries if isinstance(stored, TensorStorageMetadata)}
         self._files: dict[str, IO[bytes]] = {}
         self._grids: dict[str, _Grid] = {}
         self._check_files()
@@ -110,11 +138,11 @@ class TorchDist:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Key -> shape, of every tensor."""
-        return {key: tuple(stored.size) for key, stored in self._tensors()}
+        return {key: tuple(stored.size) for key, stored in self._tensors.items()}
 
     def dtype(self, key: str) -> torch.dtype:
         """Of a tensor that is there."""
-        return next(stored.properties.dtype for name, stored in self._tensors() if name == key)
+        return self._tensors[key].properties.dtype
 
     def read(self, key: str, starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """A box of a tensor, put together from the chunks that it touches.
@@ -131,7 +159,7 @@ class TorchDist:
         for chunk, first, extent in self._grid(key).touching(starts, sizes):
             pieces.append((first, self._read_chunk(key, chunk, [f - o for f, o in zip(first, chunk.offsets, strict=True)], extent)))
         if sum(piece.numel() for _, piece in pieces) != torch.Size(sizes).numel():
-            raise DataError(f"{self._folder}: chunks of {key} do not cover {list(starts)} + {list(sizes)} once. Convert it anew.")
+            raise DataError(f"{self.folder}: chunks of {key} do not cover {list(starts)} + {list(sizes)} once. Convert it anew.")
         if len(pieces) == 1:
             return pieces[0][1]
         box = torch.empty(tuple(sizes), dtype=self.dtype(key))
@@ -140,21 +168,17 @@ class TorchDist:
             box[place].copy_(piece)
         return box
 
-    def _tensors(self) -> Iterable[tuple[str, TensorStorageMetadata]]:
-        return ((key, stored) for key, stored in self._metadata.state_dict_metadata.items() if isinstance(stored, TensorStorageMetadata))
-
     def _grid(self, key: str) -> _Grid:
         if key not in self._grids:
-            stored = self._metadata.state_dict_metadata.get(key)
-            if not isinstance(stored, TensorStorageMetadata):
-                raise DataError(f"{self._folder}: no tensor {key}. The checkpoint is another model's, or incomplete.")
-            self._grids[key] = _Grid(stored.chunks)
+            if key not in self._tensors:
+                raise DataError(f"{self.folder}: no tensor {key}. The checkpoint is another model's, or incomplete.")
+            self._grids[key] = _Grid(self._tensors[key].chunks)
         return self._grids[key]
 
     def _read_chunk(self, key: str, chunk: ChunkStorageMetadata, starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
         place = self._metadata.storage_data.get(MetadataIndex(key, chunk.offsets))
         if place is None:
-            raise DataError(f"{self._folder / METADATA}: does not say where {key} at {list(chunk.offsets)} lies. Convert it anew.")
+            raise DataError(f"{self.folder / METADATA}: does not say where {key} at {list(chunk.offsets)} lies. Convert it anew.")
         file = self._open(place.relative_path)
         try:
             layout = archive.find(file, place.offset, place.length)
@@ -162,11 +186,11 @@ class TorchDist:
                 raise pickle.UnpicklingError(f"{key} has shape {layout.shape} at byte {place.offset}, metadata says {tuple(chunk.sizes)}")
             return archive.read_box(file.fileno(), layout, starts, sizes)
         except (pickle.UnpicklingError, OSError) as error:
-            raise DataError(f"{self._folder / place.relative_path}: cannot be read ({error}). Restore the file.") from error
+            raise DataError(f"{self.folder / place.relative_path}: cannot be read ({error}). Restore the file.") from error
 
     def _open(self, name: str) -> IO[bytes]:
         if name not in self._files:
-            self._files[name] = (self._folder / name).open("rb", buffering=0)
+            self._files[name] = (self.folder / name).open("rb", buffering=0)
         return self._files[name]
 
     def _check_files(self) -> None:
@@ -174,7 +198,7 @@ class TorchDist:
         for info in self._metadata.storage_data.values():
             ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
         for name, end in ends.items():
-            path = self._folder / name
+            path = self.folder / name
             found = path.stat().st_size if path.is_file() else 0
             if found < end:
                 raise DataError(f"{path}: has {found} bytes, the metadata speaks of {end}. The checkpoint is incomplete: restore the file.")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlbatch.api import DataError, ModelError
-from rlbatch.checkpoint import run_folder
+from rlbatch.checkpoint import run_folder, torch_dist
 from rlbatch.checkpoint.hf import HfTensors
 from rlbatch.checkpoint.identity import model_changes, model_identity
 from rlbatch.config.hf_config import read_config
@@ -51,9 +51,9 @@ def has_weights(folder: Path) -> bool:
 
 
 def _load_weights(trainer: Trainer, key: str, folder: Path, hf_folder: Path, announce: Callable[[str], None]) -> None:
-    is_ours = on_first_rank(lambda: _check_weights(key, folder, hf_folder))
-    if is_ours:
-        load_weights(trainer, folder / run_folder.STATE)
+    state = on_first_rank(lambda: _check_weights(key, folder, hf_folder))
+    if state is not None:
+        load_weights(trainer, state)
         return
     tensors = HfTensors(folder)
     transfer = Transfer(f"reading {folder} (rank 0's share)", trainer.weight_bytes, announce)
@@ -61,15 +61,19 @@ def _load_weights(trainer: Trainer, key: str, folder: Path, hf_folder: Path, ann
     transfer.close()
 
 
-def _check_weights(key: str, folder: Path, hf_folder: Path) -> bool:
-    """Whether the folder is a checkpoint of ours, or (False) a Hugging Face folder."""
+def _check_weights(key: str, folder: Path, hf_folder: Path) -> Path | None:
+    """Where a checkpoint (a run's, or a converted one) has its tensors; None: it is a Hugging Face folder."""
+    stored = state = None
     if run_folder.is_checkpoint(folder):
-        changed = model_changes(run_folder.read_progress(folder), model_identity(read_config(hf_folder)))
-        if changed:
-            raise ModelError(f"{key}={folder}: is a checkpoint of another model: {'; '.join(changed)}. Name one of this model (model.hf).")
-        return True
-    if has_weights(folder):
-        return False
+        stored, state = run_folder.read_progress(folder), folder / run_folder.STATE
+    elif torch_dist.is_torch_dist(folder):
+        model = torch_dist.converted_model(folder)
+        stored, state = {"model": model} if model else None, folder
+    changed = model_changes(stored, model_identity(read_config(hf_folder))) if stored else []
+    if changed:
+        raise ModelError(f"{key}={folder}: is a checkpoint of another model: {'; '.join(changed)}. Name one of this model (model.hf).")
+    if state or has_weights(folder):
+        return state
     steps = sorted(path.name for path in folder.glob("step_*") if run_folder.is_checkpoint(path))
     fix = f"Name one of its checkpoints: {', '.join(steps[-3:])}" if steps else "Correct the path"
     raise DataError(f"{key}={folder}: is neither a checkpoint (progress.json) nor a Hugging Face folder (*.safetensors). {fix}.")

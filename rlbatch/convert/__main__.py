@@ -1,0 +1,81 @@
+"""``python -m rlbatch.convert``: see ``--help``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlbatch.api import CheckpointError, RlbatchError
+from rlbatch.convert.options import Options, help_text, parse
+from rlbatch.launch.environment import RankInfo
+
+EXIT_FAILED, EXIT_REFUSED = 1, 2
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command.
+
+    Args:
+        arguments: ``key=value``, or ``--help``.
+
+    Returns:
+        The exit code.
+    """
+    if {"-h", "--help"} & set(arguments):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly
+        print(help_text())
+        return 0
+    try:
+        options, info = parse(arguments), RankInfo.from_environment()
+        _quiet_libraries()
+        return _check(options) if options.mode == "check" else _convert(options, info)
+    except CheckpointError as error:
+        print(error, file=sys.stderr)
+        return EXIT_FAILED
+    except RlbatchError as error:
+        print(error, file=sys.stderr)
+        return EXIT_REFUSED
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def _convert(options: Options, info: RankInfo) -> int:
+    import torch
+
+    from rlbatch.convert.conversion import convert
+
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // info.local_size))
+
+    def say(text: str) -> None:
+        if info.rank == 0:
+            print(text, flush=True)
+
+    convert(options, info, say)
+    return 0
+
+
+def _check(options: Options) -> int:
+    from rlbatch.convert.check import check, read_table
+    from rlbatch.convert.conversion import family_of
+
+    report = check(family_of(options), read_table(Path(options.hf), Path(options.names) if options.names else None))
+    for line in report.lines():
+        print(line)
+    return 0 if report.is_complete else EXIT_FAILED
+
+
+def _quiet_libraries() -> None:
+    """No GPU is used, also where there is one; and missing GPU libraries are no news."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    warnings.filterwarnings("ignore", module="megatron")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,181 @@
+"""Whether a checkpoint has every tensor of its model exactly once, from config.json and a list of names, with shapes and types if known."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlbatch.api import DataError, ModelFamily
+from rlbatch.checkpoint.hf import FLOATING, INDEX, HfTensors
+from rlbatch.convert.parameters import parameters
+from rlbatch.weights.audit import Audit, audit
+from rlbatch.weights.quantize import SCALE_SUFFIX, scales_shape
+
+SHOWN = 200
+"""Names of a group that are listed one by one."""
+FP8 = "F8_E4M3"
+
+
+@dataclass
+class Table:
+    """Names of a checkpoint.
+
+    Attributes:
+        origin: Where they come from.
+        names: All of them.
+        twice: Those listed more than once.
+        known: Shape and type of those whose are known.
+    """
+
+    origin: str
+    names: list[str]
+    twice: list[str] = field(default_factory=list)
+    known: Mapping[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found.
+
+    Attributes:
+        table: The names.
+        audit: Each in its group.
+        wrong: Shapes and types that do not fit, in words.
+    """
+
+    table: Table
+    audit: Audit
+    wrong: list[str]
+
+    @property
+    def is_complete(self) -> bool:
+        """Every tensor is there exactly once, and none that is not known."""
+        return self.audit.is_complete and not self.table.twice and not self.wrong
+
+    def lines(self) -> Iterable[str]:
+        """For people."""
+        yield f"{self.table.origin}: {len(self.table.names)} tensors"
+        counted = {
+            "trained": self.audit.trained,
+            "scales of block-quantised weights": self.audit.scales,
+            "carried to exports, not trained": self.audit.carried,
+            "dropped on purpose": self.audit.dropped,
+        }
+        for title, names in counted.items():
+            if names:
+                yield f"  {len(names):>7} {title}"
+        for title, names in (("carried", self.audit.carried), ("dropped", self.audit.dropped)):
+            yield from _listed(title, [f"{count} x {name}" for name, count in Counter(map(_pattern, names)).items()])
+        wrong = {
+            "missing": [*self.audit.missing, *self.audit.missing_carried],
+            "unexpected": self.audit.unexpected,
+            "listed twice": self.table.twice,
+            "wrong": self.wrong,
+        }
+        for title, names in wrong.items():
+            yield from _listed(title, names)
+        bad = ", ".join(f"{len(names)} {title}" for title, names in wrong.items() if names)
+        yield f"not complete: {bad}" if bad else "complete: every tensor is accounted for exactly once"
+
+
+def check(family: ModelFamily, table: Table) -> Report:
+    """Compares a checkpoint's names with its family's, and shapes and types where they are known."""
+    return Report(table, audit(family, table.names), list(_wrong(family, table)) if table.known else [])
+
+
+def read_table(hf: Path, names: Path | None) -> Table:
+    """The names of a folder: from a table, its files, or its index.
+
+    Args:
+        hf: The folder.
+        names: A table, json or json.gz: an index, ``{name: {shape, dtype}}``, or a list of names.
+
+    Raises:
+        DataError: there is none of them, or it cannot be read.
+    """
+    if names is not None:
+        return _read_json(names)
+    if any(hf.glob("*.safetensors")):
+        tensors = HfTensors(hf)
+        stored = {name: tensors.stored(name).entry for name in tensors.names()}
+        return Table(str(hf), list(stored), known={name: (entry.shape, entry.dtype) for name, entry in stored.items()})
+    if (hf / INDEX).exists():
+        return _read_json(hf / INDEX)
+    raise DataError(f"hf={hf}: has neither *.safetensors nor {INDEX}. Download one of them, or give names=<table>.")
+
+
+def _read_json(path: Path) -> Table:
+    twice: list[str] = []
+
+    def once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in found:
+                twice.append(name)
+            found[name] = value
+        return found
+
+    try:
+        text = path.read_bytes()
+        content = json.loads(gzip.decompress(text) if text[:2] == b"\x1f\x8b" else text, object_pairs_hook=once)
+    except (OSError, EOFError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read ({error}). Give json or json.gz.") from error
+    if isinstance(content, list):
+        counted = Counter(str(name) for name in content)
+        return Table(str(path), list(counted), [name for name, count in counted.items() if count > 1])
+    for name in ("weight_map", "tensors_table", "tensors"):
+        if isinstance(content, dict) and isinstance(content.get(name), dict):
+            content = content[name]
+    if isinstance(content, dict):
+        content.pop("__metadata__", None)
+    if not isinstance(content, dict) or not content:
+        raise DataError(f"{path}: holds no names. Give an index (weight_map) or {{name: {{shape, dtype}}}}.")
+    known = {}
+    for name, about in content.items():
+        if isinstance(about, dict) and isinstance(about.get("shape"), list) and isinstance(about.get("dtype"), str):
+            known[name] = (tuple(int(size) for size in about["shape"]), _dtype_name(about["dtype"]))
+    return Table(str(path), list(content), twice, known)
+
+
+def _dtype_name(name: str) -> str:
+    """Safetensors' name of a type, also of torch's (``torch.bfloat16``)."""
+    torch_names = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64", "float8_e4m3fn": FP8}
+    return torch_names.get(name.removeprefix("torch."), name)
+
+
+def _wrong(family: ModelFamily, table: Table) -> Iterable[str]:
+    wanted = {name: shape for one in parameters(family) for name, shape in zip(one.hf, one.hf_shapes, strict=True)}
+    for name, (shape, dtype) in table.known.items():
+        weight = name.removesuffix(SCALE_SUFFIX)
+        if weight != name and weight in table.known:
+            blocks = scales_shape(*table.known[weight][0]) if len(table.known[weight][0]) == 2 else None
+            if table.known[weight][1] != FP8:
+                yield f"{name}: scales of {weight}, which is {table.known[weight][1]}, not {FP8}"
+            if shape != blocks or dtype not in FLOATING:
+                yield f"{name}: {dtype} {list(shape)}, must be floating point {list(blocks or ())}"
+            continue
+        if name in wanted and shape != wanted[name]:
+            yield f"{name}: shape {list(shape)}, must be {list(wanted[name])}"
+        if dtype not in (*FLOATING, FP8) and name in wanted:
+            yield f"{name}: type {dtype}, must be one of {', '.join((*FLOATING, FP8))}"
+        if dtype == FP8 and name + SCALE_SUFFIX not in table.known:
+            yield f"{name}: {FP8} without its scales, {name}{SCALE_SUFFIX}"
+
+
+def _pattern(name: str) -> str:
+    """A name with ``*`` for its numbers."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+
+
+def _listed(title: str, names: Sequence[str]) -> Iterable[str]:
+    if names:
+        yield f"{title}:"
+        yield from (f"  {name}" for name in names[:SHOWN])
+        if len(names) > SHOWN:
+            yield f"  ... and {len(names) - SHOWN} more"

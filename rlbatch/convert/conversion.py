@@ -1,0 +1,175 @@
+"""A conversion from its options to the finished folder: what is made (by mode), and how (the same for all)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlbatch.api import DataError, ModelFamily
+from rlbatch.checkpoint import run_folder
+from rlbatch.checkpoint.export import ExportForm
+from rlbatch.checkpoint.hf import HfTensors
+from rlbatch.checkpoint.identity import model_identity
+from rlbatch.checkpoint.torch_dist import TorchDist, small_files
+from rlbatch.config.hf_config import read_config
+from rlbatch.convert import hf_output, to_dist, to_hf
+from rlbatch.convert.options import Options, layout_config
+from rlbatch.convert.output import Draft, Output
+from rlbatch.convert.progress import ConversionProgress
+from rlbatch.convert.team import Team
+from rlbatch.launch.environment import RankInfo
+from rlbatch.plan.layout import check_layout
+from rlbatch.registry import load_plugins
+from rlbatch.weights.audit import check_names
+
+PLAN_FORMAT = 1
+"""Of what decides the bytes of an output; a draft of another one is not taken up."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a conversion makes.
+
+    Attributes:
+        outputs: Large files, made one by one.
+        small: Small ones, made last.
+    """
+
+    outputs: list[Output]
+    small: Callable[[], Mapping[str, bytes]]
+
+
+def convert(options: Options, info: RankInfo, say: Callable[[str], None]) -> None:
+    """Runs a conversion, or this process's share of it.
+
+    Args:
+        options: Of any mode but ``check``.
+        info: Of this process.
+        say: Told what is being done.
+
+    Raises:
+        RlbatchError: what was refused or failed; the source is untouched, and the output not there.
+    """
+    draft = Draft(Path(options.out), plan(options))
+    if draft.is_complete():
+        say(f"{options.out}: is complete already.")
+        return
+    team = Team(info, draft)
+    with team.reporting_failures():
+        if not team.is_first:
+            work = prepare(options)
+            _make(team, draft, work.outputs, team.wait_for_start(), options, say)
+            return
+        with draft.locked():
+            work = prepare(options)
+            draft.check_room(work.outputs)
+            finished = draft.finished(verified=options.verify)
+            team.begin([output.name for output in work.outputs if output.name not in finished])
+            if finished:
+                say(f"{draft.folder}: going on, {len(finished)} of {len(work.outputs)} files are finished.")
+            _make(team, draft, work.outputs, [output.name for output in work.outputs if output.name not in finished], options, say)
+            team.wait_for_all(work.outputs, verified=options.verify)
+            draft.publish({"mode": options.mode, "model": model_identity(read_config(Path(options.hf)))}, work.small())
+    say(f"{options.out}: {len(work.outputs)} files, {sum(output.nbytes for output in work.outputs) / 1e9:.3f} GB.")
+
+
+def _make(
+    team: Team, draft: Draft, outputs: Sequence[Output], unfinished: Sequence[str], options: Options, say: Callable[[str], None]
+) -> None:
+    """This process's share; the first process then shows the others' progress until all is there."""
+    share, sizes = team.share(outputs, unfinished), {output.name: output.nbytes for output in outputs}
+
+    def done(verified: bool) -> int:
+        return sum(sizes.get(name, 0) for name in draft.finished(verified=verified))
+
+    written = draft.finished()
+    with ConversionProgress("writing", sum(sizes.values()), lambda: done(False), is_shown=team.is_first) as progress:
+
+        def advance(nbytes: int) -> None:
+            team.beat()
+            progress.advance(nbytes)
+
+        for output in share:
+            if output.name not in written:
+                draft.write(output, advance)
+                progress.file_done()
+    if options.verify:
+        with ConversionProgress("verifying", sum(sizes.values()), lambda: done(True), is_shown=team.is_first) as progress:
+            for output in share:
+                draft.verify(output, advance)
+                progress.file_done()
+
+
+def plan(options: Options) -> dict[str, Any]:
+    """All that decides an output's bytes: options, and the source as its files' names, sizes and times of change."""
+    chosen = asdict(options)
+    kept = {name: chosen[name] for name in ("mode", "export", "file_gb", "layout")}
+    sources = {name: _files(Path(chosen[name])) for name in ("hf", "dist") if chosen[name]}
+    return {"format": PLAN_FORMAT, **kept, **sources}
+
+
+def _files(folder: Path) -> dict[str, list[int]]:
+    if not folder.is_dir():
+        raise DataError(f"{folder}: there is no such folder. Correct the path.")
+    found = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): [path.stat().st_size, path.stat().st_mtime_ns] for path in found}
+
+
+def family_of(options: Options) -> ModelFamily:
+    """The model family of ``hf``.
+
+    Raises:
+        ModelError: no plugin knows its architecture, or a field of its config.
+    """
+    return load_plugins(options.plugins).resolve_model_family(read_config(Path(options.hf)))
+
+
+def prepare(options: Options) -> Work:
+    """Everything that can be found out before anything is written.
+
+    Raises:
+        RlbatchError: what was refused.
+    """
+    return {"hf_to_dist": _hf_to_dist, "dist_to_hf": _dist_to_hf, "fp8_to_bf16": _fp8_to_bf16, "bf16_to_fp8": _bf16_to_fp8}[options.mode](
+        options
+    )
+
+
+def _hf_to_dist(options: Options) -> Work:
+    family, layout = family_of(options), layout_config(options.layout)
+    check_layout(layout, family, on_gpu=False)
+    hf = HfTensors(Path(options.hf))
+    check_names(family, hf.names())
+    outputs, chunks = to_dist.outputs(family, hf, layout, options.file_gb * 1e9)
+    return Work(outputs, lambda: small_files(chunks))
+
+
+def _dist_to_hf(options: Options) -> Work:
+    family, folder = family_of(options), Path(options.dist)
+    dist = TorchDist(folder / run_folder.STATE if run_folder.is_checkpoint(folder) else folder)
+    hf = Path(options.hf)
+    source = HfTensors(hf) if any(hf.glob("*.safetensors")) else None
+    form = ExportForm(family, options.export, read_config(hf), source)
+    return _to_hf(options, to_hf.from_dist(family, dist, source, form), form.config())
+
+
+def _fp8_to_bf16(options: Options) -> Work:
+    config = {name: value for name, value in read_config(Path(options.hf)).items() if name != "quantization_config"}
+    config |= {name: str(torch.bfloat16).removeprefix("torch.") for name in ("dtype", "torch_dtype") if name in config}
+    return _to_hf(options, to_hf.to_bf16(HfTensors(Path(options.hf))), config)
+
+
+def _bf16_to_fp8(options: Options) -> Work:
+    family, hf = family_of(options), HfTensors(Path(options.hf))
+    check_names(family, hf.names())
+    form = ExportForm(family, "fp8", read_config(Path(options.hf)), hf)
+    return _to_hf(options, to_hf.to_fp8(family, hf), form.config())
+
+
+def _to_hf(options: Options, tensors: Sequence[hf_output.HfTensor], config: Mapping[str, Any]) -> Work:
+    outputs, index = hf_output.outputs(tensors, options.file_gb * 1e9)
+    return Work(outputs, lambda: hf_output.small_files(Path(options.hf), config) | index)

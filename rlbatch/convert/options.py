@@ -1,0 +1,148 @@
+"""Options of a conversion, from ``key=value`` arguments."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml  # type: ignore[import-untyped]
+
+from rlbatch.api import ConfigError
+from rlbatch.config.convert import MISSING_VALUE, from_mapping, key_docs, show_value, unknown_key
+from rlbatch.config.schema import LayoutConfig, key
+
+MODES = {
+    "hf_to_dist": "a Hugging Face folder (bf16, fp32 or block-quantised fp8) to a torch_dist checkpoint",
+    "dist_to_hf": "a torch_dist checkpoint to a Hugging Face folder",
+    "fp8_to_bf16": "a block-quantised Hugging Face folder to one in bf16",
+    "bf16_to_fp8": "a Hugging Face folder to a block-quantised one",
+    "check": "whether a Hugging Face folder has every tensor of its model, from config.json and names alone",
+}
+INTRODUCTION = """\
+Converts checkpoints tensor by tensor: no GPU, no process group and no model in memory.
+
+Usage: python -m rlbatch.convert mode=<mode> hf=<folder> [out=<folder>] [key=value ...]
+Alone, or with any number of processes under srun, mpirun or torchrun, each of which takes a share.
+
+Modes:
+{modes}
+
+Examples:
+  python -m rlbatch.convert mode=check hf=/models/DeepSeek-R1
+  python -m rlbatch.convert mode=hf_to_dist hf=/models/Qwen3-30B-A3B out=/models/Qwen3-30B-A3B_torch_dist verify=true
+  srun -n 32 python -m rlbatch.convert mode=hf_to_dist hf=/models/DeepSeek-R1 out=/models/DeepSeek-R1_torch_dist \\
+      layout.pp_size=8 layout.ep_size=4 layout.first_stage_layers=7 layout.last_stage_layers=6
+  python -m rlbatch.convert mode=dist_to_hf dist=runs/one/checkpoints/step_000100 hf=/models/Qwen3-30B-A3B out=/models/trained
+
+A conversion that was killed goes on where it was when it is started again with the same arguments.
+Exit codes: 0 done (check: complete), 1 failed (check: not complete), 2 refused before anything was written.
+
+Keys (key=value):
+"""
+
+
+@dataclass(frozen=True)
+class LayoutOptions:
+    """``layout.*``: for which ranks a torch_dist checkpoint is cut. Any layout can load it; its own loads without cutting anew."""
+
+    world_size: int = key(0, "Ranks; 0: the fewest that the other sizes allow.")
+    tp_size: int = key(1, "Tensor parallel size of attention and dense layers.")
+    pp_size: int = key(1, "Pipeline stages.")
+    vpp_size: int = key(1, "Model chunks of a pipeline stage.")
+    ep_size: int = key(1, "Expert parallel size.")
+    etp_size: int = key(1, "Tensor parallel size of experts.")
+    first_stage_layers: int | None = key(None, "Layers of the first pipeline stage; null: an equal share.")
+    last_stage_layers: int | None = key(None, "Layers of the last pipeline stage; null: an equal share.")
+
+
+@dataclass(frozen=True)
+class Options:
+    """All keys of the command."""
+
+    mode: Literal["hf_to_dist", "dist_to_hf", "fp8_to_bf16", "bf16_to_fp8", "check"] = key(MISSING_VALUE, "What to do; see above.")
+    hf: str = key("", "Hugging Face folder: the source, or for dist_to_hf where config, tokenizer and untrained tensors come from.")
+    dist: str = key("", "For dist_to_hf: the source, a torch_dist folder or a run's checkpoint (.../step_000100).")
+    out: str = key("", "Folder to make; it must not exist. Until it is complete it is called <out>.part.")
+    names: str = key("", "For check: a table of tensors instead of hf's index: json or json.gz, {name: {shape, dtype}} or an index.")
+    export: Literal["auto", "bf16", "fp8"] = key(
+        "auto", "For dist_to_hf: type of the weights; auto: of each as in hf, or where that has no weights, as it is stored."
+    )
+    verify: bool = key(False, "After writing, read everything again, convert the source again, and compare.")
+    file_gb: float = key(5.0, "Most GB (1e9 bytes) of an output file; a larger tensor has a file of its own.")
+    plugins: tuple[str, ...] = key((), "Extra plugins (model families): python files or importable modules.")
+    layout: LayoutOptions = field(default_factory=LayoutOptions)
+
+
+def parse(arguments: Sequence[str]) -> Options:
+    """Options from arguments.
+
+    Raises:
+        ConfigError: an argument that is no key=value, an unknown key, a wrong value, or a combination that makes no sense.
+    """
+    known = {doc.name: doc for doc in key_docs(Options)}
+    values: dict[str, Any] = {}
+    for argument in arguments:
+        name, equals, text = argument.partition("=")
+        if not equals:
+            raise ConfigError(f"`{argument}`: not of the form key=value. See --help.")
+        if name not in known:
+            raise unknown_key(name, known)
+        section, _, last = name.rpartition(".")
+        into = values.setdefault(section, {}) if section else values
+        if last in into:
+            raise ConfigError(f"{argument}: `{name}` is given twice. Leave one out.")
+        into[last] = text if isinstance(known[name].default, str) else _value(argument, text)
+    options = from_mapping(Options, values)
+    _check(options)
+    return options
+
+
+def layout_config(options: LayoutOptions) -> LayoutConfig:
+    """The layout to cut for, with its number of ranks."""
+    dense, experts = options.tp_size * options.pp_size, options.etp_size * options.ep_size * options.pp_size
+    chosen = vars(options) | {"world_size": options.world_size or math.lcm(dense, experts)}
+    return LayoutConfig(**chosen)
+
+
+def help_text() -> str:
+    """What ``--help`` prints."""
+    text = INTRODUCTION.format(modes="\n".join(f"  {name:<13}{words}" for name, words in MODES.items()))
+    return text + "\n".join(f"  {f'{doc.name}={show_value(doc.default)}':<32} {doc.doc}" for doc in key_docs(Options))
+
+
+def _value(argument: str, text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"{argument}: the value cannot be read. Write a number, true, false, null or [a,b].") from None
+
+
+def _check(options: Options) -> None:
+    if options.mode not in MODES:
+        raise ConfigError(f"mode=: has no value. Choose {', '.join(MODES)}.")
+    needed = {"hf": True, "out": options.mode != "check", "dist": options.mode == "dist_to_hf"}
+    for name, is_needed in needed.items():
+        if is_needed and not getattr(options, name):
+            raise ConfigError(f"{name}=: mode={options.mode} needs it. Give a folder: {name}=<folder>.")
+        if not is_needed and getattr(options, name):
+            raise ConfigError(f"{name}={getattr(options, name)}: mode={options.mode} does not use it. Leave it out.")
+    if options.names and options.mode != "check":
+        raise ConfigError(f"names={options.names}: only mode=check uses it. Leave it out.")
+    if options.export != "auto" and options.mode != "dist_to_hf":
+        raise ConfigError(f"export={options.export}: only mode=dist_to_hf uses it. Leave it out.")
+    if options.layout != LayoutOptions() and options.mode != "hf_to_dist":
+        raise ConfigError("layout.*: only mode=hf_to_dist uses it. Leave it out.")
+    if not options.file_gb > 0:
+        raise ConfigError(f"file_gb={options.file_gb}: must be above 0. Use 5.")
+    sizes = {name: value for name, value in vars(options.layout).items() if value is not None}
+    for name, value in sizes.items():
+        if value < (0 if name == "world_size" else 1):
+            raise ConfigError(f"layout.{name}={value}: must be at least 1. Correct it.")
+    out = Path(options.out).resolve()
+    for name in ("hf", "dist"):
+        folder = Path(getattr(options, name) or "/").resolve()
+        if options.out and getattr(options, name) and (out in (folder, *folder.parents) or folder in out.parents):
+            raise ConfigError(f"out={options.out}: and {name}={getattr(options, name)} lie in each other. Choose another folder.")

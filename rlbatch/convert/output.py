@@ -1,0 +1,257 @@
+"""Output files as streams of bytes, and the folder that they become: invisible until it is complete, kept when a conversion is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlbatch.api import CheckpointError, ConfigError, DataError
+from rlbatch.checkpoint.torch_dist import MARKER
+
+PLAN = ".plan.json"
+WRITE_BYTES = 32 * 2**20
+SPARE_BYTES = 2**20
+"""For metadata, folders and what else is small."""
+_DONE = ".done"
+TEAM = ".team"
+"""Where processes meet."""
+
+Part = bytes | memoryview
+Advance = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Output:
+    """A file to be made.
+
+    Attributes:
+        name: In the output folder.
+        nbytes: Its exact length.
+        parts: Makes its bytes, in order and anew at each call; never more than a few tensors at once.
+    """
+
+    name: str
+    nbytes: int
+    parts: Callable[[], Iterator[Part]]
+
+
+class Draft:
+    """``<out>.part``, in which an output grows file by file until it gets its name.
+
+    Args:
+        out: What it shall be called.
+        plan: All that determines the output's bytes; a draft that was begun with another plan is refused.
+    """
+
+    def __init__(self, out: Path, plan: Mapping[str, Any]) -> None:
+        self.out, self.folder = out, out.with_name(f"{out.name}.part")
+        self._plan = json.loads(json.dumps(plan))
+
+    def is_complete(self) -> bool:
+        """Whether the output is there and was made by this very conversion."""
+        try:
+            made = json.loads((self.out / MARKER).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return False
+        return isinstance(made, dict) and made.get("plan") == self._plan
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Makes the draft, or takes one up that was left behind, and holds it. Of one process only.
+
+        Raises:
+            ConfigError: the output exists, somebody else is converting to it, or the draft is of another conversion.
+        """
+        if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
+            raise ConfigError(f"out={self.out}: exists and is not empty. Remove it, or choose another.")
+        try:
+            (self.folder / _DONE).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"out={self.out}: {error.filename} cannot be made ({error.strerror}). Choose another folder.") from error
+        descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            with contextlib.suppress(OSError):  # a file system that cannot lock a folder is taken as it is
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise ConfigError(f"out={self.out}: another conversion is writing it. Wait for its end, or choose another.") from None
+            if not self.folder.exists() or os.fstat(descriptor).st_ino != self.folder.stat().st_ino:
+                raise ConfigError(f"out={self.out}: another conversion has just completed it. Choose another.")
+            self._check_plan()
+            yield
+        finally:
+            os.close(descriptor)
+
+    def has_plan(self) -> bool:
+        """Whether the draft is there and of this conversion."""
+        try:
+            return bool(json.loads((self.folder / PLAN).read_text(encoding="utf-8")) == self._plan)
+        except (OSError, ValueError):
+            return False
+
+    def _check_plan(self) -> None:
+        path = self.folder / PLAN
+        if path.exists():
+            old = json.loads(path.read_text(encoding="utf-8"))
+            changed = [name for name in sorted({*old, *self._plan}) if old.get(name) != self._plan.get(name)]
+            if changed:
+                shown = f"{changed[0]} was {_short(old.get(changed[0]))}, is {_short(self._plan.get(changed[0]))}"
+                raise ConfigError(f"{self.folder}: was left by another conversion ({shown}). Remove it, or give the same arguments.")
+        write_file(path, json.dumps(self._plan).encode())
+
+    def finished(self, *, verified: bool = False) -> dict[str, tuple[int, int]]:
+        """Size and CRC-32 of the files that are whole.
+
+        Args:
+            verified: Only those that were read again and compared.
+        """
+        found: dict[str, tuple[int, int]] = {}
+        for path in (self.folder / _DONE).glob("*.json"):
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                about = json.loads(path.read_text(encoding="utf-8"))
+                if (self.folder / about["name"]).stat().st_size == about["bytes"] and (about["verified"] or not verified):
+                    found[about["name"]] = (about["bytes"], about["crc32"])
+        return found
+
+    def check_room(self, outputs: Iterable[Output]) -> None:
+        """Refuses to begin what has no room.
+
+        Raises:
+            CheckpointError: with both numbers.
+        """
+        done = self.finished()
+        need = sum(output.nbytes for output in outputs if output.name not in done) + SPARE_BYTES
+        free = shutil.disk_usage(self.folder).free
+        if free < need:
+            raise CheckpointError(
+                f"out={self.out}: needs {need / 1e9:.3f} GB, {free / 1e9:.3f} GB are free. Free space, or choose another disk."
+            )
+
+    def write(self, output: Output, advance: Advance) -> None:
+        """Makes a file: it has its name only once it is whole and on the disk.
+
+        Args:
+            output: The file.
+            advance: Told how many bytes were written.
+
+        Raises:
+            CheckpointError: it cannot be written.
+            RlbatchError: what ``parts`` raises.
+        """
+        path = self.folder / output.name
+        draft = path.with_name(f"{path.name}.part")
+        checksum = written = 0
+        try:
+            with draft.open("wb", buffering=0) as file:
+                for part in output.parts():
+                    for piece in _pieces(part):
+                        checksum = zlib.crc32(piece, checksum)
+                        written += _write_all(file.fileno(), piece)
+                        advance(len(piece))
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            if written != output.nbytes:
+                raise RuntimeError(f"{output.name}: {written} bytes were made, {output.nbytes} announced")
+            os.replace(draft, path)
+            _sync(self.folder)
+            self._record(output.name, written, checksum, verified=False)
+        except OSError as error:
+            draft.unlink(missing_ok=True)
+            free = shutil.disk_usage(self.folder).free
+            why = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else str(error.strerror)
+            raise CheckpointError(
+                f"out={self.out}: {output.name} ({output.nbytes / 1e9:.3f} GB) cannot be written: {why}, {free / 1e9:.3f} GB are free. "
+                "What was finished is kept: free space and start again."
+            ) from error
+
+    def verify(self, output: Output, advance: Advance) -> None:
+        """Reads a finished file and compares it with what the source gives now.
+
+        Raises:
+            DataError: they differ.
+        """
+        path, position, checksum = self.folder / output.name, 0, 0
+        with path.open("rb", buffering=0) as file:
+            for part in output.parts():
+                for piece in _pieces(part):
+                    if file.read(len(piece)) != piece:
+                        raise DataError(
+                            f"{path}: differs from the converted source at byte {position} or after. The disk or the memory is damaged."
+                        )
+                    checksum = zlib.crc32(piece, checksum)
+                    position += len(piece)
+                    advance(len(piece))
+            if file.read(1):
+                raise DataError(f"{path}: has more bytes than the source gives. Remove {self.folder} and convert again.")
+        self._record(output.name, position, checksum, verified=True)
+
+    def _record(self, name: str, nbytes: int, checksum: int, *, verified: bool) -> None:
+        about = {"name": name, "bytes": nbytes, "crc32": checksum, "verified": verified}
+        write_file(self.folder / _DONE / f"{name}.json", json.dumps(about).encode())
+
+    def publish(self, about: Mapping[str, Any], small: Mapping[str, bytes]) -> None:
+        """Adds small files and the marker, and gives the folder its name.
+
+        Args:
+            about: For the marker.
+            small: Name -> content.
+        """
+        files = {name: {"bytes": size, "crc32": checksum} for name, (size, checksum) in sorted(self.finished().items())}
+        try:
+            for name, content in small.items():
+                write_file(self.folder / name, content)
+            write_file(self.folder / MARKER, json.dumps({**about, "plan": self._plan, "files": files}, indent=1).encode())
+        except OSError as error:
+            raise CheckpointError(f"out={self.out}: cannot be completed ({error.strerror}). Free space and start again.") from error
+        for leftover in self.folder.glob("*.part"):
+            leftover.unlink()
+        os.replace(self.folder, self.out)
+        _sync(self.out.parent)
+        for hidden in (_DONE, TEAM):
+            shutil.rmtree(self.out / hidden, ignore_errors=True)
+        (self.out / PLAN).unlink()
+
+
+def _pieces(part: Part) -> Iterator[memoryview]:
+    view = memoryview(part)
+    return (view[start : start + WRITE_BYTES] for start in range(0, len(view), WRITE_BYTES))
+
+
+def _write_all(descriptor: int, piece: memoryview) -> int:
+    done = 0
+    while done < len(piece):
+        done += os.write(descriptor, piece[done:])
+    return done
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Writes a file that is there as a whole or not at all, also after a power cut."""
+    draft = path.with_name(f"{path.name}.part")
+    with draft.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(draft, path)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _short(value: Any, limit: int = 60) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= limit else f"{text[:limit]}..."

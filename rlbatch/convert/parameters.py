@@ -1,0 +1,72 @@
+"""A family's parameters as boxes of a torch_dist checkpoint, and the Hugging Face tensors that they become."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from rlbatch.api import ModelFamily, ParamMapping
+from rlbatch.config.schema import LayoutConfig
+from rlbatch.megatron.placement import Piece, placements
+from rlbatch.weights.audit import layers_of
+from rlbatch.weights.codec import Geometry, hf_names, is_expert, unshard
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A whole parameter, or one expert of it.
+
+    Attributes:
+        mapping: What it is.
+        hf: Names of the Hugging Face tensors that it becomes.
+        hf_shapes: Their shapes.
+        shape: Its own.
+        key: Of the checkpoint's tensor with it.
+        key_shape: Of that tensor; padded rows of a vocabulary left out.
+        start: Of its box there.
+        size: Of its box there; ``shape`` behind ones.
+    """
+
+    mapping: ParamMapping
+    hf: tuple[str, ...]
+    hf_shapes: tuple[tuple[int, ...], ...]
+    shape: tuple[int, ...]
+    key: str
+    key_shape: tuple[int, ...]
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+
+
+def by_name(family: ModelFamily) -> dict[str, tuple[ParamMapping, int | None]]:
+    """Canonical parameter name -> its mapping and layer; first what lies outside the layers, then layer by layer."""
+    named = [(layer, mapping.megatron.format(layer=layer), mapping) for mapping in family.mappings for layer in layers_of(family, mapping)]
+    named.sort(key=lambda item: -1 if item[0] is None else item[0])
+    return {name: (mapping, layer) for layer, name, mapping in named}
+
+
+def parameters(family: ModelFamily) -> Iterator[Parameter]:
+    """All of a model, in ``by_name``'s order."""
+    pieces: dict[str, list[Piece]] = {}
+    for piece in next(iter(placements(family, LayoutConfig(world_size=1)))).pieces:
+        pieces.setdefault(piece.name, []).append(piece)
+    geometry = Geometry.of(family)
+    for name, (mapping, layer) in by_name(family).items():
+        first = pieces[name][0]
+        places = len(first.global_shape) - len(first.shape)
+        start = tuple(map(min, zip(*(piece.global_start for piece in pieces[name]), strict=True)))
+        if not is_expert(mapping):
+            yield _parameter(mapping, hf_names(mapping, layer), first.shape, first, start, geometry)
+            continue
+        for expert in range(first.shape[0]):
+            place = (*start[:places], expert, *start[places + 1 :])
+            yield _parameter(mapping, hf_names(mapping, layer, expert), first.shape[1:], first, place, geometry)
+
+
+def _parameter(
+    mapping: ParamMapping, names: tuple[str, ...], shape: tuple[int, ...], piece: Piece, start: tuple[int, ...], geometry: Geometry
+) -> Parameter:
+    made = unshard(mapping, [torch.empty(shape, device="meta")], geometry)
+    size = (*(1 for _ in range(len(start) - len(shape))), *shape)
+    return Parameter(mapping, names, tuple(tuple(tensor.shape) for tensor in made), shape, piece.key, piece.global_shape, start, size)
