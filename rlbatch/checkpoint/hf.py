@@ -162,8 +162,9 @@ def _read_index(folder: Path) -> dict[str, str]:
         weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: cannot be read ({error!r}). Download it again.") from error
-    files = set(weight_map.values()) if isinstance(weight_map, dict) else {""}
-    for file in files:
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise DataError(f"{path}: weight_map must map tensors to files. Download it again.")
+    for file in weight_map.values():
         if not isinstance(file, str) or Path(file).name != file:
             raise DataError(f"{path}: weight_map must map tensors to files of this folder, names {file!r}. Download it again.")
     return dict(weight_map)

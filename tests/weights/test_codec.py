@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlbatch.api import Direct, ExpertDown, ExpertGated, Gated, ParamMapping, Qkv, Vocab
+from rlbatch.api import Buffer, DataError, Direct, ExpertDown, ExpertGated, Gated, ParamMapping, Qkv, Vocab
+from rlbatch.weights import codec
 from rlbatch.weights.codec import Geometry, hf_names, shard, unshard
 
 GEOMETRY = Geometry(num_experts=4, heads=6, kv_heads=2, vocab_size=7)
@@ -91,3 +92,62 @@ def test_names() -> None:
     assert hf_names(QKV, 1) == ("q.1", "k.1", "v.1")
     assert hf_names(EXPERT_GATED, 1, 3) == ("1.3.gate", "1.3.up")
     assert hf_names(VOCAB, None) == ("model.embed_tokens.weight",)
+
+
+class Lazy:
+    """A source that notes what is taken from it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
+        self.taken: list[torch.Tensor] = []
+
+    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
+        self.taken.append(self._tensor[index])
+        return self.taken[-1].clone()
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 40, 2**20])
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("mapping", "tensors"), CASES)
+def test_sources_are_cut_before_they_are_read(
+    mapping: ParamMapping, tensors: list[torch.Tensor], size: int, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shard takes its elements and no others, in chunks under the limit (or single rows), and is what whole tensors give."""
+    monkeypatch.setattr(codec, "CHUNK_BYTES", chunk_bytes)
+    for rank in range(size):
+        sources = [Lazy(tensor) for tensor in tensors]
+        ours = shard(mapping, sources, GEOMETRY, size, rank)
+        assert torch.equal(ours, shard(mapping, tensors, GEOMETRY, size, rank))
+        taken = [part for source in sources for part in source.taken]
+        padding = HIDDEN if mapping is VOCAB and size == 2 and rank == 1 else 0
+        assert sum(part.numel() for part in taken) == ours.numel() - padding
+        assert all(part.nbytes <= chunk_bytes or len(part) == 1 for part in taken)
+        elements = torch.cat([part.flatten() for part in taken]).sort().values
+        assert torch.equal(elements, ours.flatten().sort().values[-len(elements) :])
+
+
+def test_a_buffer_is_whole_on_every_rank() -> None:
+    """Also one without dimensions."""
+    for tensor in (torch.arange(3.0), torch.tensor(2.0)):
+        assert all(torch.equal(shard(Buffer("bias", "hf.bias"), [tensor], GEOMETRY, 2, rank), tensor) for rank in range(2))
+
+
+@pytest.mark.parametrize(
+    ("mapping", "shapes", "message"),
+    [
+        (ROW, [(8, 11)], r"o_proj\.weight: shapes \(8, 11\): dimension 1 must be divisible by 2"),
+        (ROW, [(8,)], r"o_proj\.weight: shapes \(8,\): dimension 1 must be divisible by 2"),
+        (VOCAB, [(8, 8)], r"embed_tokens\.weight: shapes \(8, 8\): must have 7 rows"),
+        (QKV, [(24, 8), (8, 8), (4, 8)], r"q\.\{layer\} \+ k\.\{layer\} \+ v\.\{layer\}: shapes .*: must be 6 query heads and 2 key"),
+        (QKV, [(8, 8), (24, 8), (24, 8)], "must be 6 query heads"),
+        (QKV, [(24, 8), (8, 9), (8, 9)], "must be 6 query heads"),
+        (GATED, [(10, 8), (12, 8)], "must have one shape"),
+        (EXPERT_GATED, [(5, 8), (5, 8)], "dimension 0 must be divisible by 2"),
+        (EXPERT_DOWN, [(8, 5)], "dimension 1 must be divisible by 2"),
+    ],
+)
+def test_shapes_that_would_be_cut_wrongly_are_refused(mapping: ParamMapping, shapes: list[tuple[int, ...]], message: str) -> None:
+    """Nothing is rounded down, and no tensor is taken for another."""
+    with pytest.raises(DataError, match=message):
+        shard(mapping, [torch.zeros(shape) for shape in shapes], GEOMETRY, 2, 0)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlbatch.api import DataError, Direct, ExpertDown, ModelError, ModelFamily, Vocab
+from rlbatch.api import Buffer, DataError, Direct, ExpertDown, ModelError, ModelFamily, Vocab
 from rlbatch.weights.params import ParallelGroups, ParameterMap
 
 ALONE: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
@@ -24,6 +24,7 @@ FAMILY = ModelFamily(
     mappings=(
         Vocab("embedding", "embed"),
         Direct("layers.{layer}.norm", "model.{layer}.norm"),
+        Buffer("layers.{layer}.bias", "model.{layer}.bias", layers=[1]),
         ExpertDown("layers.{layer}.down", "model.{layer}.{expert}.down"),
     ),
 )
@@ -31,12 +32,14 @@ FAMILY = ModelFamily(
 
 def source(name: str) -> torch.Tensor:
     """A tensor that is different for every name."""
-    shape = (5, 3) if name == "embed" else (3,) if name.endswith("norm") else (3, 2)
+    shape = (5, 3) if name == "embed" else (3,) if name.endswith("norm") else (4,) if name.endswith("bias") else (3, 2)
     return torch.full(shape, float(sum(map(ord, name)))) + torch.arange(torch.Size(shape).numel()).view(shape)
 
 
 def empty(layers: int = 2) -> dict[str, torch.Tensor]:
     params = {"embedding": torch.zeros(5, 3)}
+    if layers > 1:
+        params["layers.1.bias"] = torch.zeros(4)
     for layer in range(layers):
         params |= {f"layers.{layer}.norm": torch.zeros(3), f"layers.{layer}.down": torch.zeros(4, 3, 2)}
     return params
@@ -65,7 +68,7 @@ def test_a_shape_that_does_not_fit_is_refused() -> None:
 def test_a_checkpoint_tensor_that_nobody_uses_is_refused() -> None:
     """A bias or a layer too many would be left out of the arithmetic silently; RoPE frequencies and a tied output layer may be there."""
     mapped = ParameterMap(FAMILY, GROUPS)
-    known = ["embed", *(f"model.{i}.norm" for i in range(2)), *(f"model.{i}.{e}.down" for i in range(2) for e in range(4))]
+    known = ["embed", "model.1.bias", *(f"model.{i}.norm" for i in range(2)), *(f"model.{i}.{e}.down" for i in range(2) for e in range(4))]
     mapped.check_names([*known, "lm_head.weight", "model.0.rotary_emb.inv_freq"])
     with pytest.raises(ModelError, match=r"toy: does not use 2 tensors of the checkpoint, first model\.0\.bias, model\.2\.norm\."):
         mapped.check_names([*known, "model.2.norm", "model.0.bias"])
@@ -90,12 +93,26 @@ def on_two_ranks(spread: str) -> list[tuple[str, torch.Tensor]]:
 def test_every_rank_sees_every_tensor_once(spread: str, rank_pool) -> None:
     """In the same order on both ranks, with the experts and layers of both, each under its global index."""
     first, second = rank_pool(2).run(on_two_ranks, spread)
-    names = ["embed", *(f"model.{layer}.norm" for layer in range(2))]
+    names = ["embed", "model.1.bias", *(f"model.{layer}.norm" for layer in range(2))]
     names += [f"model.{layer}.{expert}.down" for layer in range(2) for expert in range(4)]
     assert sorted(name for name, _ in first) == sorted(names)
     assert [name for name, _ in first] == [name for name, _ in second]
     for name, tensor in [*first, *second]:
         assert torch.equal(tensor, source(name)), name
+
+
+def exported_gradients() -> list[str]:
+    """Names in an export of gradients, which buffers have none of."""
+    world = dist.group.WORLD
+    mapping = ParameterMap(FAMILY, ParallelGroups(tp=world, etp=world, ep=world, pp=world))
+    gradients = {name: tensor for name, tensor in empty().items() if not name.endswith("bias")}
+    return [name for name, _ in mapping.export(gradients, gradients=True)]
+
+
+def test_buffers_have_no_gradients(rank_pool) -> None:
+    """An export of gradients has the parameters' names alone."""
+    (names,) = rank_pool(1).run(exported_gradients)
+    assert "model.1.norm" in names and "model.1.bias" not in names
 
 
 def export_of_a_part() -> str:
@@ -111,5 +128,5 @@ def export_of_a_part() -> str:
 
 def test_a_mapping_without_parameter_is_refused(rank_pool) -> None:
     """A name that Megatron's model does not have would be missing in the export."""
-    message = "model family toy: Megatron's model has no layers.1.norm, layers.1.down (2 mappings). Correct them."
+    message = "model family toy: Megatron's model has no layers.1.norm, layers.1.bias, layers.1.down (3 mappings). Correct them."
     assert rank_pool(1).run(export_of_a_part) == [message]
