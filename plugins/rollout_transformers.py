@@ -7,7 +7,7 @@ own. In fp32 that makes it the same on whatever rank and in whatever batch it is
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -78,14 +78,16 @@ class TransformersRollout:
         if missing := sorted(set(self._targets) - written):
             raise RolloutError(f"weight sync: {len(missing)} parameters of the engine were not written, first {missing[0]}.")
 
-    def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[list[Completion]]:
-        """Samples in batches; see ``RolloutBackend``."""
-        wanted = [(prompt, index) for prompt in prompts for index in range(params.samples_per_prompt)]
-        done: list[Completion] = []
-        for start in range(0, len(wanted), self._batch):
-            done += self._generate_batch(wanted[start : start + self._batch], params)
+    def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> Iterator[list[Completion]]:
+        """Samples in batches of whole prompts, and yields after each batch; see ``RolloutBackend``."""
         per_prompt = params.samples_per_prompt
-        return [done[start : start + per_prompt] for start in range(0, len(done), per_prompt)]
+        per_batch = max(1, self._batch // per_prompt)
+        for first in range(0, len(prompts), per_batch):
+            wanted = [(prompt, index) for prompt in prompts[first : first + per_batch] for index in range(per_prompt)]
+            done: list[Completion] = []
+            for start in range(0, len(wanted), self._batch):
+                done += self._generate_batch(wanted[start : start + self._batch], params)
+            yield from (done[start : start + per_prompt] for start in range(0, len(done), per_prompt))
 
     def _generate_batch(self, wanted: Sequence[tuple[Prompt, int]], params: SamplingParams) -> list[Completion]:
         import torch
@@ -122,9 +124,14 @@ class TransformersRollout:
 
 
 def _checkpoint_views(model: Any) -> dict[str, Tensor]:
-    """Checkpoint name -> where it lies in the model, which stacks the experts that checkpoints hold one by one."""
+    """Checkpoint name -> where it lies in the model, which stacks the experts that checkpoints hold one by one.
+
+    Of buffers, those that checkpoints have, e.g. a router's score correction.
+    """
     views: dict[str, Tensor] = {}
-    for name, param in model.named_parameters():
+    stored = model.state_dict().keys()
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in stored]
+    for name, param in [*model.named_parameters(), *buffers]:
         stem, _, leaf = name.rpartition(".")
         for expert in range(param.shape[0] if leaf in ("gate_up_proj", "down_proj") else 0):
             if leaf == "gate_up_proj":

@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import sys
+import time
 import warnings
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -20,6 +21,7 @@ from rlbatch.launch.environment import RankInfo
 from rlbatch.launch.failures import StoppedBySignal, read_first_error, reporting_failures
 from rlbatch.launch.interfaces import set_interface
 from rlbatch.launch.logs import own_log
+from rlbatch.launch.own_job import slurm_job_id
 from rlbatch.launch.rendezvous import Meeting, join, launch_word
 from rlbatch.launch.requeue import EXIT_STOPPED, go_on_later
 from rlbatch.launch.signals import Ending, StopNotice, find_ending
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 
 CONFIG_FILE = "config.yaml"
 EXIT_REFUSED = 2
+REQUEUE_S = 3.0
+"""Seconds that a rank which was stopped while it started stays behind rank 0: srun ends the others when the first one fails."""
 
 
 def main() -> None:
@@ -77,7 +81,7 @@ def run_rank(run_dir: Path) -> None:
     except StoppedBySignal as stopped:
         if log:
             log.finish("interrupted")
-        if log and notice.is_set:  # while it started: nothing is to be saved, but the job may be queued again
+        if log and notice.is_set and not read_first_error(run_dir):  # nothing is to be saved yet, but the job may be queued again
             _go_on_later(run_dir, config, info, None, find_ending(notice.number, notice.time, info, config.launch.notice_s))
         raise SystemExit(stopped.code) from None
     except SystemExit:  # a rank failed
@@ -86,7 +90,7 @@ def run_rank(run_dir: Path) -> None:
             log.finish("failed" if error else "interrupted", asdict(error) if error else None)
         raise
     log.finish("interrupted" if early else "finished")
-    if early:
+    if early and info.rank == 0:  # the others end with 0: Slurm would take another code for a failure, and end rank 0 before it is done
         _go_on_later(run_dir, config, info, early.step, early.ending)
         raise SystemExit(EXIT_STOPPED)
 
@@ -135,7 +139,9 @@ def _wait_for_all(watchdog: Watchdog, store: JobStore, place: str) -> None:
 
 def _go_on_later(run_dir: Path, config: Config, info: RankInfo, last_step: int | None, ending: Ending | None) -> None:
     """Rank 0's last act."""
-    if info.rank == 0 and ending is not None:
+    if info.rank and slurm_job_id(info):
+        time.sleep(REQUEUE_S)
+    elif info.rank == 0 and ending is not None:
         print(go_on_later(run_dir, config, info, last_step, ending), flush=True)
 
 

@@ -65,8 +65,12 @@ class RolloutContext:
 class RolloutBackend(Protocol):
     """An engine on this rank."""
 
-    def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[list[Completion]]:
-        """Samples ``params.samples_per_prompt`` completions of each prompt, in order. No collectives."""
+    def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> Iterable[list[Completion]]:
+        """Samples ``params.samples_per_prompt`` completions of each prompt, in order. No collectives.
+
+        Best as a generator that yields each prompt's completions when they are complete: those are kept if the job is stopped, which may
+        raise ``rlbatch.launch.signals.Interrupted`` (a ``BaseException``) anywhere in here.
+        """
 
     def update_weights(self, buckets: Iterable[WeightBucket]) -> None:
         """Takes every weight of the model, bucket after bucket.

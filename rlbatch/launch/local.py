@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import secrets
 import signal
 import socket
 import subprocess
@@ -19,9 +20,12 @@ from rlbatch.config.schema import Config
 from rlbatch.launch.children import GroupGuard, dies_with_parent, signal_group
 from rlbatch.launch.environment import RankInfo
 from rlbatch.launch.failures import FIRST_ERROR, TERMINAL_VARIABLE, FirstError, claim
+from rlbatch.launch.life import LAUNCH_VARIABLE
+from rlbatch.launch.requeue import EXIT_STOPPED
+from rlbatch.launch.signals import END_SIGNAL, KILL_WAIT_S, STOP_SIGNALS
 
 GRACE_S = 3.0
-"""Seconds between SIGTERM and SIGKILL."""
+"""Seconds between ``END_SIGNAL`` and SIGKILL."""
 POLL_S = 0.05
 LOOPBACK = "127.0.0.1"
 PORTS = (20000, 30000)
@@ -38,7 +42,8 @@ def run_local(config: Config, run_dir: Path, command: Sequence[str] | None = Non
         command: What a rank runs; None: ``python -m rlbatch.run --run-dir <run_dir>``.
 
     Returns:
-        0 if every rank succeeded, 130 after Ctrl-C, 143 after SIGTERM, else 1.
+        0 if every rank succeeded; 75 if the job stopped early, its state saved, because it was asked to; 128 + the signal's number if a
+        signal ended it before there was anything to save, or it was Ctrl-C; else 1.
     """
     (run_dir / FIRST_ERROR).unlink(missing_ok=True)
     arguments = list(command or [sys.executable, "-m", "rlbatch.run", "--run-dir", str(run_dir)])
@@ -46,19 +51,22 @@ def run_local(config: Config, run_dir: Path, command: Sequence[str] | None = Non
     with ExitStack() as stack:
         stop = stack.enter_context(_stop_signals())
         try:
+            launch = secrets.token_hex(8)
             for info in _rank_infos(config.layout.world_size):
-                ranks.append(_start(info, arguments, run_dir))
+                ranks.append(_start(info, arguments, run_dir, launch))
             guard = GroupGuard([rank.pid for rank in ranks])
             stack.callback(guard.close)
-            failed = _wait(ranks, stop)
+            failed = _wait(ranks, stop, KILL_WAIT_S if config.launch.notice_s is None else config.launch.notice_s)
             if failed is not None:
                 claim(run_dir, _exit_error(failed, ranks[failed].returncode, run_dir))
         finally:
             _end(ranks)
     if stop:
         print(f"{signal.Signals(stop[0]).name}: all ranks ended. Run folder: {run_dir}; {_saved(run_dir)}", file=sys.stderr)
-        return 128 + stop[0]
-    return 0 if failed is None else 1
+    codes = {rank.returncode for rank in ranks}
+    if failed is None and EXIT_STOPPED in codes and signal.SIGINT not in stop:
+        return EXIT_STOPPED
+    return 128 + stop[0] if stop else int(failed is not None)
 
 
 def _rank_infos(world_size: int) -> Iterator[RankInfo]:
@@ -85,13 +93,13 @@ def _free_port() -> int:
             return port
 
 
-def _start(info: RankInfo, arguments: Sequence[str], run_dir: Path) -> Rank:
+def _start(info: RankInfo, arguments: Sequence[str], run_dir: Path, launch: str) -> Rank:
     output = None if info.rank == 0 else _log(run_dir, info.rank)
     terminal = os.dup(2)
     try:
         return subprocess.Popen(
             arguments,
-            env=rank_environment(info, terminal),
+            env={**rank_environment(info, terminal), LAUNCH_VARIABLE: launch},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -130,13 +138,13 @@ def _log(run_dir: Path, rank: int) -> int:
 
 @contextmanager
 def _stop_signals() -> Iterator[list[int]]:
-    """A list that Ctrl-C and SIGTERM append their number to."""
+    """A list that Ctrl-C and the signals that ask the job to stop append their number to."""
     received: list[int] = []
 
     def receive(number: int, frame: FrameType | None) -> None:
         received.append(number)
 
-    previous = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, receive) for number in (signal.SIGINT, *STOP_SIGNALS)}
     try:
         yield received
     finally:
@@ -144,21 +152,33 @@ def _stop_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _wait(ranks: Sequence[Rank], stop: Sequence[int]) -> int | None:
-    """Returns when all ranks succeeded (None), one failed (its index), or a stop signal came (None)."""
-    while not stop:
+def _wait(ranks: Sequence[Rank], stop: Sequence[int], grace_s: float) -> int | None:
+    """Returns when all ranks ended as they should or were asked to (None), one failed (its index), or waiting was given up (None).
+
+    A request to stop goes on to the ranks. After SIGTERM they have ``grace_s``, after Ctrl-C or a second SIGTERM no time.
+    """
+    passed, until = 0, float("inf")
+    while True:
+        for number in stop[passed:]:
+            if number == signal.SIGINT or stop[:passed].count(number):
+                return None
+            if number == signal.SIGTERM:
+                until = time.monotonic() + grace_s
+            for rank in ranks:
+                rank.send_signal(number)
+            passed += 1
+        fine = {None, 0, EXIT_STOPPED, *(code for number in stop for code in (-number, 128 + number))}
         codes = [rank.poll() for rank in ranks]
-        failed = next((index for index, code in enumerate(codes) if code), None)
-        if failed is not None or all(code == 0 for code in codes):
+        failed = next((index for index, code in enumerate(codes) if code not in fine), None)
+        if failed is not None or None not in codes or time.monotonic() > until:
             return failed
         time.sleep(POLL_S)
-    return None
 
 
 def _end(ranks: Sequence[Rank]) -> None:
     """Ends what still runs, with its children."""
     for rank in ranks:
-        signal_group(rank.pid, signal.SIGTERM)
+        signal_group(rank.pid, END_SIGNAL)
     deadline = time.monotonic() + GRACE_S
     for rank in ranks:
         try:

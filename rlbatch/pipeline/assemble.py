@@ -13,23 +13,37 @@ from rlbatch.algorithms.objective import Objective
 from rlbatch.api import ConfigError, ModelFamily, Prompt, Reward, RolloutContext
 from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import EMBEDDED, Config
+from rlbatch.launch.footprint import parameters
 from rlbatch.launch.job_store import JobStore
+from rlbatch.launch.lives import estimate_write_s
+from rlbatch.launch.notice import checkpoint_bytes
+from rlbatch.launch.signals import StopNotice
 from rlbatch.launch.watchdog import Watchdog
 from rlbatch.megatron import parallel
 from rlbatch.megatron.rng import seed_random_numbers
 from rlbatch.megatron.trainer import Trainer
 from rlbatch.pipeline.embedded import write_random_weights
 from rlbatch.pipeline.job import Job
+from rlbatch.pipeline.loading import load_policy
 from rlbatch.pipeline.prompts import PromptOrder, load_prompts
-from rlbatch.pipeline.resuming import load_policy
 from rlbatch.pipeline.rollout import Rollout, stop_tokens
+from rlbatch.pipeline.stopping import Stopping
 from rlbatch.plan.layout import check_layout
 from rlbatch.registry import Registry, load_plugins
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
-def assemble(config: Config, run_dir: Path, device: str, store: JobStore, watchdog: Watchdog, announce: Callable[[str], None]) -> Job:
+def assemble(
+    config: Config,
+    run_dir: Path,
+    device: str,
+    store: JobStore,
+    watchdog: Watchdog,
+    announce: Callable[[str], None],
+    notice: StopNotice | None = None,
+    registry: Registry | None = None,
+) -> Job:
     """Builds this rank's part of the job; a collective.
 
     Args:
@@ -39,15 +53,16 @@ def assemble(config: Config, run_dir: Path, device: str, store: JobStore, watchd
         store: The job's, which knows this rank.
         watchdog: Of this rank.
         announce: Told what is being done.
+        notice: Of this process; None: it cannot be asked to stop.
+        registry: The job's plugins; None: they are loaded here.
 
     Raises:
         RlbatchError: what cannot be used.
     """
-    info = store.info
+    info, notice = store.info, notice or StopNotice()
     if info.world_size != config.layout.world_size:
         raise ConfigError(f"layout.world_size={config.layout.world_size}: {info.world_size} ranks were started. Make both equal.")
-    announce("loading plugins")
-    registry = load_plugins(config.plugins)
+    registry = registry or load_plugins(config.plugins)
     hf_folder = _model_folder(config, run_dir, info.rank)
     family = registry.resolve_model_family(read_config(hf_folder))
     check_layout(config.layout, family, on_gpu=device != "cpu")
@@ -57,11 +72,13 @@ def assemble(config: Config, run_dir: Path, device: str, store: JobStore, watchd
     offload = registry.build_offload(config.offload.name, config.offload.options)
     trainer = Trainer(config, family, offload)
     needs_reference = config.algorithm.kl_loss or config.algorithm.kl_reward_coef != 0
-    load_policy(config, trainer, hf_folder, needs_reference=needs_reference)
+    load_policy(config, trainer, hf_folder, announce, needs_reference=needs_reference)
     announce(f"starting the {config.rollout.name} engine")
     context = RolloutContext(hf_folder, device, DTYPES[config.train.precision])
     backend = registry.build_rollout(config.rollout.name, config.rollout.options, context)
     tokenizer = _tokenizer(hf_folder)
+    size = checkpoint_bytes(parameters(family).total, config.train.precision)
+    save_s = estimate_write_s(run_dir, size, config.cluster.storage_gbs * 1e9)
     train, held_out = _prompts(config, run_dir, tokenizer, family)
     return Job(
         config=config,
@@ -70,10 +87,21 @@ def assemble(config: Config, run_dir: Path, device: str, store: JobStore, watchd
         device=device,
         store=store,
         watchdog=watchdog,
+        stopping=Stopping(store, watchdog, notice, config.launch, save_s),
         hf_folder=hf_folder,
         family=family,
         trainer=trainer,
-        rollout=Rollout(backend, tokenizer, config, stop_tokens(tokenizer, _generation_config(hf_folder)), info.rank, info.world_size),
+        rollout=Rollout(
+            backend,
+            tokenizer,
+            config,
+            stop_tokens(tokenizer, _generation_config(hf_folder)),
+            info.rank,
+            info.world_size,
+            run_dir=run_dir,
+            notice=notice,
+            announce=announce,
+        ),
         offload=offload,
         rewards=_rewards(config, registry, [*train, *held_out]),
         estimator=registry.advantage(config.algorithm.advantage),

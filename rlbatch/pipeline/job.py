@@ -10,10 +10,11 @@ from rlbatch.algorithms.objective import Objective
 from rlbatch.api import AdvantageEstimator, ModelFamily, OffloadStrategy, Prompt, Reward
 from rlbatch.config.schema import Config
 from rlbatch.launch.job_store import JobStore
-from rlbatch.launch.watchdog import Phase, Watchdog
+from rlbatch.launch.watchdog import Watchdog
 from rlbatch.megatron.trainer import Trainer
 from rlbatch.pipeline.prompts import PromptOrder
 from rlbatch.pipeline.rollout import Rollout
+from rlbatch.pipeline.stopping import Stopping
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Job:
         device: ``cpu`` or ``cuda:<index>``.
         store: Where ranks wait for each other outside of collectives.
         watchdog: Ends the job if a rank hangs; told what this rank does.
+        stopping: Knows whether the job was asked to stop, and when it does so.
         hf_folder: The model's config.json and tokenizer.
         family: Of the model.
         trainer: Policy and optimizer.
@@ -47,6 +49,7 @@ class Job:
     device: str
     store: JobStore
     watchdog: Watchdog
+    stopping: Stopping
     hf_folder: Path
     family: ModelFamily
     trainer: Trainer
@@ -59,8 +62,3 @@ class Job:
     order: PromptOrder
     eval_prompts: list[Prompt]
     needs_reference: bool
-
-    def wait_for_all(self, phase: Phase) -> None:
-        """Waits until every rank has come here, as long as the phase may last: on the store, since no collective waits so long."""
-        with self.watchdog.phase(phase):
-            self.store.barrier(phase, self.watchdog.limit_s(phase))

@@ -1,28 +1,39 @@
-"""Going on with a run from its newest checkpoint, and starting another from the weights of one."""
+"""Going on with a run from its newest checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rlbatch.api import ConfigError, DataError, ModelError
+from rlbatch.api import ConfigError, DataError
 from rlbatch.checkpoint import run_folder
-from rlbatch.checkpoint.hf import HfTensors
-from rlbatch.checkpoint.identity import announced_changes, identity, model_changes, model_identity, refused_changes
+from rlbatch.checkpoint.identity import announced_changes, identity, refused_changes
 from rlbatch.config.hf_config import read_config
-from rlbatch.config.schema import Config
-from rlbatch.megatron.checkpoint import load_state, load_weights
+from rlbatch.megatron.checkpoint import load_state
 from rlbatch.megatron.rng import set_rng_states
-from rlbatch.megatron.trainer import Trainer
 from rlbatch.pipeline.first_rank import on_first_rank
 from rlbatch.pipeline.job import Job
 from rlbatch.pipeline.saving import checkpoint_root
 
 
-def resume(job: Job, announce: Callable[[str], None]) -> int:
+@dataclass(frozen=True)
+class Resumed:
+    """What a run goes on from.
+
+    Attributes:
+        step: Last step done; 0: none.
+        is_evaluated: False: the step's evaluation, if one was due, is still to be done.
+    """
+
+    step: int = 0
+    is_evaluated: bool = True
+
+
+def resume(job: Job, announce: Callable[[str], None]) -> Resumed:
     """Restores the newest checkpoint if ``resume=auto``; a collective.
 
     Args:
@@ -30,7 +41,7 @@ def resume(job: Job, announce: Callable[[str], None]) -> int:
         announce: Told of a changed layout or config.
 
     Returns:
-        Its step; 0 if there is none.
+        Its step.
 
     Raises:
         ConfigError: it belongs to another model, prompt file or seed; or there is one, and the run is not to be resumed.
@@ -39,11 +50,11 @@ def resume(job: Job, announce: Callable[[str], None]) -> int:
     root = checkpoint_root(job)
     if job.config.resume != "auto":
         on_first_rank(lambda: _check_unused(root))
-        return 0
+        return Resumed()
     own = identity(job.config, read_config(job.hf_folder), job.prompts)
     found = on_first_rank(lambda: _newest(root, own))
     if found is None:
-        return 0
+        return Resumed()
     folder, progress = found
     changed = announced_changes(progress, own)
     layout = [text for text in changed if text.startswith("layout.")]
@@ -51,7 +62,7 @@ def resume(job: Job, announce: Callable[[str], None]) -> int:
         if texts:
             announce(f"{title} changed: {'; '.join(texts)}")
     _restore(job, folder, progress, with_rng=not layout)
-    return int(progress["step"])
+    return Resumed(int(progress["step"]), progress.get("is_evaluated") is not False)
 
 
 def _restore(job: Job, folder: Path, progress: dict[str, Any], *, with_rng: bool) -> None:
@@ -94,47 +105,3 @@ def _check_unused(root: Path) -> None:
         raise ConfigError(
             f"checkpoint.save={root}: has checkpoints of another run, and resume=never. Choose another folder, or resume=auto to go on."
         )
-
-
-def load_policy(config: Config, trainer: Trainer, hf_folder: Path, *, needs_reference: bool) -> None:
-    """Fills the policy, and the reference model where it is needed; a collective.
-
-    Args:
-        config: ``checkpoint.load`` and ``checkpoint.ref_load``.
-        trainer: Whose weights.
-        hf_folder: Of the model; its weights where no others are named.
-        needs_reference: Whether the trainer shall keep a reference model.
-
-    Raises:
-        RlbatchError: a folder has no weights, or another model's.
-    """
-    reference = ("checkpoint.ref_load", Path(config.checkpoint.ref_load)) if config.checkpoint.ref_load else ("model.hf", hf_folder)
-    policy = ("checkpoint.load", Path(config.checkpoint.load)) if config.checkpoint.load else reference
-    if needs_reference:
-        _load_weights(trainer, *reference, hf_folder)
-        trainer.keep_reference()
-    if policy != reference or not needs_reference:
-        _load_weights(trainer, *policy, hf_folder)
-
-
-def _load_weights(trainer: Trainer, key: str, folder: Path, hf_folder: Path) -> None:
-    is_ours = on_first_rank(lambda: _check_weights(key, folder, hf_folder))
-    if is_ours:
-        load_weights(trainer, folder / run_folder.STATE)
-    else:
-        tensors = HfTensors(folder)
-        trainer.load(tensors.read, tensors.names())
-
-
-def _check_weights(key: str, folder: Path, hf_folder: Path) -> bool:
-    """Whether the folder is a checkpoint of ours, or (False) a Hugging Face folder."""
-    if run_folder.is_checkpoint(folder):
-        changed = model_changes(run_folder.read_progress(folder), model_identity(read_config(hf_folder)))
-        if changed:
-            raise ModelError(f"{key}={folder}: is a checkpoint of another model: {'; '.join(changed)}. Name one of this model (model.hf).")
-        return True
-    if any(folder.glob("*.safetensors")):
-        return False
-    steps = sorted(path.name for path in folder.glob("step_*") if run_folder.is_checkpoint(path))
-    fix = f"Name one of its checkpoints: {', '.join(steps[-3:])}" if steps else "Correct the path"
-    raise DataError(f"{key}={folder}: is neither a checkpoint (progress.json) nor a Hugging Face folder (*.safetensors). {fix}.")

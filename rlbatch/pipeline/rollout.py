@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from rlbatch.api import Completion, Prompt, RolloutBackend, RolloutError, Sample, SampleGroup, SamplingParams
 from rlbatch.config.schema import Config
+from rlbatch.launch.signals import Interrupted, StopNotice
+from rlbatch.pipeline.finished_groups import FinishedGroups, WeightsProbe
 from rlbatch.weights.sync import buckets
 
 if TYPE_CHECKING:
@@ -30,6 +33,9 @@ class Rollout:
         stop_token_ids: Tokens that end a response.
         rank: This engine, of ``num_engines``.
         num_engines: Engines of the job.
+        run_dir: Run folder, where finished groups are kept.
+        notice: What may interrupt a generation.
+        announce: Told of groups that are reused, or could not be.
     """
 
     def __init__(
@@ -40,9 +46,14 @@ class Rollout:
         stop_token_ids: tuple[int, ...],
         rank: int,
         num_engines: int,
+        run_dir: Path,
+        notice: StopNotice,
+        announce: Callable[[str], None],
     ) -> None:
         self._backend, self._tokenizer, self._config, self._stops = backend, tokenizer, config, stop_token_ids
         self._rank, self._num_engines = rank, num_engines
+        self._run_dir, self._notice, self._announce = run_dir, notice, announce
+        self._weights, self._was_interrupted = "", False
 
     def sync_weights(self, tensors: Iterator[tuple[str, Tensor]], policy_version: int) -> None:
         """Sends the policy to the engine; a collective.
@@ -52,35 +63,76 @@ class Rollout:
             policy_version: Of the policy.
         """
         if self._config.rollout.sync_weights:
-            self._backend.update_weights(buckets(tensors, self._config.rollout.bucket_mib, policy_version))
+            probe = WeightsProbe()
+            self._backend.update_weights(buckets(probe.watch(tensors), self._config.rollout.bucket_mib, policy_version))
+            self._weights = probe.digest()
 
     def share(self, num_prompts: int) -> range:
         """Positions of the prompts that this rank generates: dealt out like cards, so that long prompts do not meet."""
         return range(self._rank, num_prompts, self._num_engines)
 
     def generate(self, prompts: Sequence[Prompt], step: int) -> list[SampleGroup]:
-        """Groups for training.
+        """Groups for training. Each is kept on disk as soon as it is finished; what an earlier life of the run kept is not sampled again.
 
         Args:
             prompts: This rank's share.
             step: Part of the samples' seeds.
+
+        Returns:
+            One group a prompt, in order; fewer if it was interrupted.
         """
-        return self._generate(prompts, self._config.rollout.temperature, self._config.algorithm.group_size, step)
+        params = self._params(self._config.rollout.temperature, self._config.algorithm.group_size, step)
+        kept = FinishedGroups(self._run_dir, step, self._weights, params, self._config.rollout.name, self._announce)
+        found = {prompt.prompt_id: answer for prompt in prompts if self._weights and (answer := kept.load(prompt))}
+        if found:
+            self._announce(f"step {step}: {len(found)} of {len(prompts)} groups were finished before")
+        missing = [prompt for prompt in prompts if prompt.prompt_id not in found]
+        for prompt, answer in self._answers(missing, params):
+            if self._weights:  # else nobody could tell later by which policy it was sampled
+                kept.save(prompt, answer)
+            found[prompt.prompt_id] = answer
+        return [self._group(prompt, found[prompt.prompt_id]) for prompt in prompts if prompt.prompt_id in found]
 
     def evaluate(self, prompts: Sequence[Prompt]) -> list[SampleGroup]:
-        """One sample a prompt at the evaluation temperature."""
-        return self._generate(prompts, self._config.train.eval_temperature, 1, EVAL_SEED)
+        """One sample a prompt at the evaluation temperature; fewer if it was interrupted."""
+        params = self._params(self._config.train.eval_temperature, 1, EVAL_SEED)
+        return [self._group(prompt, answer) for prompt, answer in self._answers(prompts, params)]
 
-    def _generate(self, prompts: Sequence[Prompt], temperature: float, samples: int, step: int) -> list[SampleGroup]:
+    def _params(self, temperature: float, samples: int, step: int) -> SamplingParams:
+        return SamplingParams(temperature, self._config.rollout.max_response_tokens, self._stops, samples, (self._config.seed, step))
+
+    def _answers(self, prompts: Sequence[Prompt], params: SamplingParams) -> Iterator[tuple[Prompt, list[Completion]]]:
+        """The engine's answers as they become complete, until it is interrupted."""
         if not prompts:
-            return []
-        params = SamplingParams(temperature, self._config.rollout.max_response_tokens, self._stops, samples, (self._config.seed, step))
-        answers = self._backend.generate(prompts, params)
-        if [len(completions) for completions in answers] != [samples] * len(prompts):
-            raise RolloutError(
-                f"rollout={self._config.rollout.name}: must answer {samples} samples for each of {len(prompts)} prompts. Mend the backend."
-            )
-        return [self._group(prompt, completions) for prompt, completions in zip(prompts, answers, strict=True)]
+            return
+        remaining, answers = iter(prompts), self._until_interrupted(prompts, params)
+        for answer in answers:
+            prompt = next(remaining, None)
+            if prompt is None or len(answer) != params.samples_per_prompt:
+                raise self._malformed(len(prompts), params)
+            yield prompt, answer
+        if next(remaining, None) is not None and not self._was_interrupted:
+            raise self._malformed(len(prompts), params)
+
+    def _until_interrupted(self, prompts: Sequence[Prompt], params: SamplingParams) -> Iterator[list[Completion]]:
+        self._was_interrupted = False
+        try:
+            with self._notice.interruptible():
+                answers = iter(self._backend.generate(prompts, params))
+            while True:
+                with self._notice.interruptible():
+                    answer = next(answers, None)
+                if answer is None:
+                    return
+                yield answer
+        except Interrupted:
+            self._was_interrupted = True
+
+    def _malformed(self, num_prompts: int, params: SamplingParams) -> RolloutError:
+        return RolloutError(
+            f"rollout={self._config.rollout.name}: must answer {params.samples_per_prompt} samples for each of {num_prompts} prompts. "
+            "Mend the backend."
+        )
 
     def _group(self, prompt: Prompt, completions: Sequence[Completion]) -> SampleGroup:
         texts = self._tokenizer.batch_decode([list(c.token_ids) for c in completions], skip_special_tokens=True)

@@ -12,13 +12,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from rlbatch.api import CheckpointError
 from rlbatch.checkpoint import run_folder
 from rlbatch.checkpoint.identity import identity
 from rlbatch.config.hf_config import read_config
+from rlbatch.launch.lives import record_write
 from rlbatch.megatron.checkpoint import TrainerState
-from rlbatch.megatron.rng import rng_states
+from rlbatch.megatron.rng import rng_states, set_rng_states
 from rlbatch.megatron.state_writer import Writing
 from rlbatch.pipeline import room
 from rlbatch.pipeline.exchange import all_gather_ragged
@@ -28,6 +30,24 @@ from rlbatch.pipeline.job import Job
 def checkpoint_root(job: Job) -> Path:
     """``checkpoint.save``, or the run folder's own."""
     return Path(job.config.checkpoint.save) if job.config.checkpoint.save else job.run_dir / "checkpoints"
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What a step changes before its first update: the place in the prompts, and this rank's random numbers (rewards may draw some)."""
+
+    prompt_cursor: tuple[int, int]
+    random_numbers: Tensor
+
+    @classmethod
+    def of(cls, job: Job) -> Boundary:
+        """As it is now."""
+        return cls(job.order.cursor, rng_states())
+
+    def restore(self, job: Job) -> None:
+        """Takes the step back."""
+        job.order.cursor = self.prompt_cursor
+        set_rng_states(self.random_numbers)
 
 
 @dataclass
@@ -46,16 +66,23 @@ class Checkpoints:
     Args:
         job: What is saved.
         announce: Told what the user should know.
+        resumed_step: Of the checkpoint that the job was resumed from; 0: from none.
     """
 
-    def __init__(self, job: Job, announce: Callable[[str], None]) -> None:
+    def __init__(self, job: Job, announce: Callable[[str], None], resumed_step: int = 0) -> None:
         self._job, self._announce = job, announce
+        self._saved_step = resumed_step
         self._root = checkpoint_root(job)
         self._identity = identity(job.config, read_config(job.hf_folder), job.prompts)
         self._pending: _Pending | None = None
 
-    def after_step(self, step: int, *, is_due: bool) -> float | None:
+    def after_step(self, step: int, *, is_due: bool, is_evaluated: bool = True) -> float | None:
         """Completes a checkpoint that has been written in the meantime, and saves this step if it is due.
+
+        Args:
+            step: The last one done.
+            is_due: Whether to save it.
+            is_evaluated: False: its evaluation is left to who resumes it.
 
         Returns:
             Seconds that training waited; None if there was nothing to do.
@@ -67,12 +94,19 @@ class Checkpoints:
         if before and (is_due or before.writing.is_done()):
             self.close()
         if is_due:
-            self.save(step)
+            self.save(step, is_evaluated=is_evaluated)
         return time.perf_counter() - started if is_due or self._pending is not before else None
 
-    def save(self, step: int) -> None:
+    def before_end(self, step: int) -> None:
+        """Saves the state after ``step``, whole on return, unless its checkpoint exists; before the job ends early."""
+        if step != self._saved_step:
+            self.save(step)
+        self.close()
+
+    def save(self, step: int, *, is_evaluated: bool = True) -> None:
         """Saves the state after ``step``: whole on return, or, with ``checkpoint.async_save``, when it was written and ``close`` ran."""
         self.close()
+        started = time.perf_counter()
         draft = run_folder.draft_folder(self._root, step)
         if self._job.rank == 0:
             run_folder.begin(self._root, step)
@@ -84,11 +118,14 @@ class Checkpoints:
             room.check_disk(self._root, int(need), step)
             with room.telling_what_was_needed(self._root, int(need), step):
                 self._save_rng(draft)
+                progress = self._progress(step) | {"is_evaluated": is_evaluated}
                 if self._may_write_later(step, state.write_bytes):
-                    self._pending = _Pending(step, int(need), self._progress(step), state.start_writing(draft / run_folder.STATE))
+                    self._pending = _Pending(step, int(need), progress, state.start_writing(draft / run_folder.STATE))
                 else:
                     state.write(draft / run_folder.STATE)
-                    self._complete(step, self._progress(step))
+                    self._complete(step, progress)
+                    self._measure(int(need), time.perf_counter() - started)
+        self._saved_step = step
 
     def close(self) -> None:
         """Waits for a checkpoint that is being written and makes it the newest."""
@@ -132,6 +169,11 @@ class Checkpoints:
         if self._job.rank == 0:
             run_folder.complete(self._root, step, progress, self._job.config.checkpoint.keep)
         dist.barrier()
+
+    def _measure(self, num_bytes: int, seconds: float) -> None:
+        self._job.stopping.pace.save_s = seconds
+        if self._job.rank == 0:
+            record_write(self._job.run_dir, num_bytes, seconds)
 
     def _save_rng(self, draft: Path) -> None:
         ranks = all_gather_ragged(rng_states())

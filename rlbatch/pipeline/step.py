@@ -19,31 +19,36 @@ from rlbatch.pipeline.score import score
 from rlbatch.pipeline.updates import Update, plan_updates
 
 
-def train_step(job: Job, step: int) -> tuple[StepResult, list[SampleGroup], list[float]]:
-    """Generates, scores and updates.
+def train_step(job: Job, step: int) -> tuple[StepResult, list[SampleGroup], list[float]] | None:
+    """Generates, scores and updates, unless the job has to stop before the update.
 
     Args:
         job: This rank's part of the job.
         step: From 1.
 
     Returns:
-        The step's metrics (the same on every rank), this rank's groups, and the mean advantage of each of their samples.
+        The step's metrics (the same on every rank), this rank's groups, and the mean advantage of each of their samples. None, on every
+        rank: the job has to stop, and the policy is that of the last step.
     """
     config, clock = job.config, PhaseClock()
     prompts = [job.prompts[i] for i in job.order.take(config.train.prompts_per_step)]
     mine = job.rollout.share(len(prompts))
 
-    with job.offload.generating():
-        with clock.phase("sync"), job.watchdog.phase("training"):
-            job.rollout.sync_weights(job.trainer.export(), job.trainer.policy_version)
-        with clock.phase("rollout"), job.watchdog.phase("generation"):
-            groups = job.rollout.generate([prompts[i] for i in mine], step)
-
-    with clock.phase("reward"), job.watchdog.phase("generation"):
-        score(groups, job.rewards, config.reward.name)
+    with job.stopping.generating(may_finish=True):
+        with job.offload.generating():
+            with clock.phase("sync"), job.watchdog.phase("training"):
+                job.rollout.sync_weights(job.trainer.export(), job.trainer.policy_version)
+            with clock.phase("rollout"), job.watchdog.phase("generation"):
+                groups = job.rollout.generate([prompts[i] for i in mine], step)
+        is_complete = len(groups) == len(mine)
+        if is_complete:
+            with clock.phase("reward"), job.watchdog.phase("generation"):
+                score(groups, job.rewards, config.reward.name)
+        with clock.phase("exchange"):
+            if job.stopping.must_leave(is_complete=is_complete):
+                return None
 
     with clock.phase("exchange"):
-        job.wait_for_all("generation")
         batch = exchange(groups, mine)
         updates = plan_updates(batch, config, parallel.dp_rank(), parallel.dp_size())
 
@@ -67,6 +72,7 @@ def train_step(job: Job, step: int) -> tuple[StepResult, list[SampleGroup], list
         | measure.memory(job.device)
     )
     measure.check_logprob_difference(config, metrics)
+    job.stopping.step_done()
     own = torch.isin(batch.group_ids, torch.tensor(list(mine))).tolist()
     shown = [float(values.mean()) for values, is_own in zip(advantages, own, strict=True) if is_own]
     return StepResult(step, job.trainer.policy_version, metrics), groups, shown

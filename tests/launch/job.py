@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from rlbatch.config.schema import Config, LayoutConfig
+from rlbatch.config.schema import Config, LaunchConfig, LayoutConfig
 from rlbatch.launch.local import run_local
 
 RANK = """
@@ -20,6 +20,7 @@ with reporting_failures(run_dir, info.rank):
     print(f"output of rank {info.rank}")
     if behaviour == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if behaviour != "succeed":
         child = subprocess.Popen(["sleep", "600"])
         (run_dir / f"pids.{info.rank}").write_text(f"{os.getpid()} {child.pid}")
@@ -46,5 +47,5 @@ with reporting_failures(run_dir, info.rank):
 
 if __name__ == "__main__":
     folder, world_size, what = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    config = Config(layout=LayoutConfig(world_size=world_size))
+    config = Config(layout=LayoutConfig(world_size=world_size), launch=LaunchConfig(notice_s=1))
     sys.exit(run_local(config, folder, [sys.executable, "-c", RANK, str(folder), what]))

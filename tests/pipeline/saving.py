@@ -100,7 +100,7 @@ def continued(config: Config, run_dir: str, first: int, more: int, break_load: b
     random.random(), np.random.rand(), torch.rand(1)  # whatever a new process draws before it resumes
     if break_load:
         job.trainer.optimizer.load_state_dict = lambda state: None
-    assert resume(job, print) == first
+    assert resume(job, print).step == first
     # The random numbers of a job that went on: its state was drawn from between save and end.
     after_load = state_of(job)
     again = run_steps(job, more, first + 1)
@@ -128,7 +128,7 @@ def save_after(config: Config, run_dir: str, count: int) -> tuple[State, Steps, 
 def resumed(config: Config, run_dir: str, count: int) -> tuple[State, Steps, State, list[str]]:
     """Resumes after ``count`` steps: the same, and what was announced."""
     job, told = job_of(config, run_dir), []
-    assert resume(job, told.append) == count
+    assert resume(job, told.append).step == count
     before = exported(job)
     return before, run_steps(job, 1, count + 1), exported(job), told
 
@@ -205,7 +205,7 @@ def asynchronous(config: Config, run_dir: str, memory: int | None) -> Asynchrono
     while checkpoints._pending:
         checkpoints.after_step(2, is_due=False)
     job = job_of(config, run_dir)
-    assert resume(job, print) == 1
+    assert resume(job, print).step == 1
     import psutil
 
     return Asynchronous(latest, different(state_of(job), at_save), moved, told, len(psutil.Process(os.getpid()).children(recursive=True)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from rlbatch.api import Completion, Prompt, RolloutError, SamplingParams, WeightBucket
 from rlbatch.config.schema import Config, RolloutConfig, TrainConfig
+from rlbatch.launch.signals import StopNotice
 from rlbatch.pipeline.rollout import EVAL_SEED, Rollout, stop_tokens
 
 CONFIG = replace(
@@ -44,8 +46,16 @@ class FakeTokenizer:
         return [" ".join(map(str, row[:-1])) for row in rows]
 
 
-def rollout(engine: FakeEngine, config: Config = CONFIG, rank: int = 0, engines: int = 1) -> Rollout:
-    return Rollout(engine, FakeTokenizer(), config, (1, 2), rank, engines)  # type: ignore[arg-type]
+def rollout(
+    engine: FakeEngine,
+    config: Config = CONFIG,
+    rank: int = 0,
+    engines: int = 1,
+    run_dir: Path = Path("no such folder"),
+    notice: StopNotice | None = None,
+) -> Rollout:
+    where = {"run_dir": run_dir, "notice": notice or StopNotice(), "announce": print}
+    return Rollout(engine, FakeTokenizer(), config, (1, 2), rank, engines, **where)  # type: ignore[arg-type]
 
 
 def test_samples_join_prompt_and_response() -> None:

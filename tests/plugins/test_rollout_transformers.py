@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ def params(**changes: Any) -> SamplingParams:
     return SamplingParams(**{**values, **changes})
 
 
-def tokens_of(answers: list[Any]) -> list[list[list[int]]]:
+def tokens_of(answers: Iterable[Any]) -> list[list[list[int]]]:
     return [[list(completion.token_ids) for completion in completions] for completions in answers]
 
 
@@ -97,7 +97,7 @@ def test_logprobs_are_the_models(temperature: float, model: torch.nn.Module, eng
 def test_samples_follow_the_distribution(model: torch.nn.Module, engine: TransformersRollout) -> None:
     """Frequencies of 4000 first tokens are the model's probabilities at temperature 0.6, within 5 standard errors."""
     count, temperature = 4000, 0.6
-    answers = engine.generate(PROMPTS[:1], params(temperature=temperature, max_response_tokens=1, samples_per_prompt=count))
+    answers = list(engine.generate(PROMPTS[:1], params(temperature=temperature, max_response_tokens=1, samples_per_prompt=count)))
     drawn = torch.tensor([completion.token_ids[0] for completion in answers[0]])
     with torch.no_grad():
         logits = model(torch.tensor([PROMPTS[0].token_ids])).logits[0, -1]
@@ -123,12 +123,12 @@ def test_the_stop_token_ends_a_sample_and_is_kept(engine: TransformersRollout) -
 
 def test_a_sync_replaces_all_weights(folder: Path, engine: TransformersRollout) -> None:
     """Two syncs in a row: the engine answers with the second weights, then again with the first."""
-    before = engine.generate(PROMPTS, params())
+    before = list(engine.generate(PROMPTS, params()))
     engine.update_weights(buckets(tensors(folder, scale=0.5), 1, 1))
-    halved = engine.generate(PROMPTS, params())
+    halved = list(engine.generate(PROMPTS, params()))
     assert [c.logprobs for a in halved for c in a] != [c.logprobs for a in before for c in a]
     engine.update_weights(buckets(tensors(folder), 1, 2))
-    assert engine.generate(PROMPTS, params()) == before
+    assert list(engine.generate(PROMPTS, params())) == before
 
 
 def test_engines_start_without_the_policys_weights(folder: Path) -> None:
@@ -136,7 +136,8 @@ def test_engines_start_without_the_policys_weights(folder: Path) -> None:
     answers = []
     for seed in (0, 1):
         torch.manual_seed(seed)
-        answers.append(TransformersRollout(RolloutContext(folder, "cpu", "float32"), TransformersOptions()).generate(PROMPTS, params()))
+        engine = TransformersRollout(RolloutContext(folder, "cpu", "float32"), TransformersOptions())
+        answers.append(list(engine.generate(PROMPTS, params())))
         assert torch.initial_seed() == seed
     assert answers[0] == answers[1]
 

@@ -1,0 +1,131 @@
+"""The lives of a run: one from each start of its job to the end of it, in ``run_dir/lives.json``. Rank 0 alone writes it.
+
+What is asked of it: whether a job that is queued again and again gets anywhere, and how fast checkpoints were written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from rlbatch.launch.environment import RankInfo
+
+LIVES = "lives.json"
+
+
+@dataclass(frozen=True)
+class PastLife:
+    """One life.
+
+    Attributes:
+        job_id: Of the batch system or launcher; empty: it had none.
+        restart_count: How often the job was queued again before.
+        host: Of rank 0.
+        first_step: Last finished step when it began: what it was resumed from.
+        began: Seconds since the epoch.
+        last_step: Last finished step at its end.
+        ended: Seconds since the epoch; 0: it is running, or ended without a word.
+        why: How it ended.
+    """
+
+    job_id: str
+    restart_count: int
+    host: str
+    first_step: int
+    began: float
+    last_step: int = 0
+    ended: float = 0.0
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class History:
+    """Contents of lives.json.
+
+    Attributes:
+        lives: Oldest first.
+        write_bytes: Size of the last checkpoint that training waited for; 0: there was none.
+        write_s: Seconds that it took.
+    """
+
+    lives: tuple[PastLife, ...] = ()
+    write_bytes: int = 0
+    write_s: float = 0.0
+
+    def idle_requeues(self) -> int:
+        """How often in a row the last life's job was queued again without a step done that was saved."""
+        last = self.lives[-1]
+        same = takewhile(lambda life: (life.job_id, life.first_step) == (last.job_id, last.first_step), reversed(self.lives))
+        return len({life.restart_count for life in same}) - 1
+
+    def is_idle(self) -> bool:
+        """Whether the last life ended without a new step."""
+        return self.lives[-1].last_step <= self.lives[-1].first_step
+
+    def write_rate(self) -> float:
+        """Bytes a second of the last checkpoint; 0: not known."""
+        return self.write_bytes / self.write_s if self.write_bytes > 0 and self.write_s > 0 else 0.0
+
+
+def read_history(run_dir: Path) -> History:
+    """The lives so far; none if the file is missing or damaged."""
+    try:
+        content: dict[str, Any] = json.loads((run_dir / LIVES).read_text(encoding="utf-8"))
+        return History(tuple(PastLife(**life) for life in content["lives"]), int(content["write_bytes"]), float(content["write_s"]))
+    except (OSError, ValueError, TypeError, KeyError):
+        return History()
+
+
+def begin_life(run_dir: Path, info: RankInfo, first_step: int) -> History:
+    """Adds a life that begins now, resumed from ``first_step``, and returns all of them."""
+    history = read_history(run_dir)
+    life = PastLife(info.job_id, info.restart_count, info.host, first_step, time.time())
+    return _write(run_dir, replace(history, lives=(*history.lives, life)))
+
+
+def end_life(run_dir: Path, info: RankInfo, last_step: int | None, why: str) -> History:
+    """Completes this life, and returns all of them.
+
+    Args:
+        run_dir: Run folder.
+        info: The job.
+        last_step: Last step done; None: it ended before it knew what to go on from.
+        why: How it ended.
+    """
+    history = read_history(run_dir)
+    last = history.lives[-1] if history.lives else None
+    if last is None or last_step is None:
+        history = begin_life(run_dir, info, 0 if last is None else max(last.first_step, last.last_step))
+    life = history.lives[-1]
+    ended = replace(life, last_step=life.first_step if last_step is None else last_step, ended=time.time(), why=why)
+    return _write(run_dir, replace(history, lives=(*history.lives[:-1], ended)))
+
+
+def record_write(run_dir: Path, num_bytes: int, seconds: float) -> None:
+    """Keeps how long a checkpoint took, for the next estimate."""
+    _write(run_dir, replace(read_history(run_dir), write_bytes=num_bytes, write_s=seconds))
+
+
+def estimate_write_s(run_dir: Path, num_bytes: float, rate: float) -> float:
+    """Seconds that a checkpoint will take.
+
+    Args:
+        run_dir: Run folder; what was measured there counts.
+        num_bytes: Its size.
+        rate: Bytes a second, if nothing was measured.
+    """
+    return num_bytes / (read_history(run_dir).write_rate() or rate)
+
+
+def _write(run_dir: Path, history: History) -> History:
+    content: Mapping[str, Any] = asdict(history)
+    draft = run_dir / f".{LIVES}.part"
+    draft.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    os.replace(draft, run_dir / LIVES)
+    return history

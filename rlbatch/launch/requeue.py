@@ -1,0 +1,62 @@
+"""How a job goes on after it was asked to stop: Slurm is asked to queue it again, or its user is told what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlbatch.config.schema import Config
+from rlbatch.launch.environment import RankInfo
+from rlbatch.launch.lives import LIVES, History, end_life
+from rlbatch.launch.own_job import find_own_job, requeue_job, slurm_job_id
+from rlbatch.launch.signals import Ending
+
+EXIT_STOPPED = 75
+"""Exit code of a job that was asked to stop and is to go on later: neither done nor failed. EX_TEMPFAIL of sysexits.h."""
+
+
+def go_on_later(run_dir: Path, config: Config, info: RankInfo, last_step: int | None, ending: Ending) -> str:
+    """Records the end of this life, and queues the job again if it may and can be; on rank 0, when all that the next life needs is on disk.
+
+    Slurm ends what still runs of a job that it queues again, so this comes last.
+
+    Args:
+        run_dir: Run folder.
+        config: The job's.
+        info: The job.
+        last_step: Last step done; None: it ended before it knew what to go on from.
+        ending: Why it ends.
+
+    Returns:
+        What was done, or what to do by hand.
+    """
+    history = end_life(run_dir, info, last_step, ending.why)
+    job_id, again = slurm_job_id(info), f"the command that started it, with run_dir={run_dir} resume=auto"
+    by_hand = f"To go on: {f'`scontrol requeue {job_id}`, or ' if job_id else ''}{again}."
+    refused = _why_not(job_id, info, ending, history, config.launch.max_idle_requeues)
+    what = f"; job {job_id} is queued again." if refused is None else f"; {refused}. {by_hand}" if refused else f". {by_hand}"
+    return f"{ending.why}: stopped after step {history.lives[-1].last_step}{what}"
+
+
+def _why_not(job_id: str, info: RankInfo, ending: Ending, history: History, most: int) -> str | None:
+    """Queues the job again: None, or why not (empty: there is no queue)."""
+    if not job_id:
+        return ""
+    if ending.is_cancelled:
+        return "cancelled jobs are not queued again"
+    if history.is_idle() and history.idle_requeues() >= most:
+        return (
+            f"launch.max_idle_requeues={most}: not queued again, because {most + 1} lives in a row ended without a new step "
+            f"(see {LIVES} in the run folder). Give it longer: cluster.time_limit, launch.notice_s, or fewer train.prompts_per_step"
+        )
+    job = find_own_job(job_id)
+    if job is None:
+        return requeue_job(job_id) or None
+    if job.restarts > info.restart_count:
+        return None
+    if not job.is_batch:
+        return f"job {job_id} has no batch script, Slurm cannot queue it again"
+    if not job.may_requeue:
+        return f"job {job_id} was submitted with --no-requeue"
+    if job.state == "COMPLETING" and not job.is_preempted and job.reason != "TimeLimit":
+        return f"job {job_id} was cancelled meanwhile"
+    return requeue_job(job_id) or None

@@ -1,0 +1,163 @@
+"""Signals that ask a rank to stop: the time limit is near, the job is preempted or cancelled."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+from rlbatch.launch.environment import RankInfo
+from rlbatch.launch.failures import StoppedBySignal
+from rlbatch.launch.own_job import find_own_job, slurm_job_id
+
+STOP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
+END_SIGNAL = signal.SIGHUP
+"""Ends a rank at once, as Ctrl-C does; without a traceback also before Python code of ours runs in it."""
+KILL_WAIT_S = 30.0
+"""Seconds from SIGTERM to SIGKILL where nobody says otherwise: Slurm's KillWait, as it is set by default."""
+
+
+class Interrupted(BaseException):
+    """Ends what a rank does between ``interruptible`` and its end. No ``Exception``: engines must not take it for a failure of theirs."""
+
+
+class StopNotice:
+    """Whether this process was asked to stop.
+
+    A thread may wait for the signal: the process's main thread can be inside a collective, where no Python code runs.
+
+    Attributes:
+        number: The first signal that came; 0: none.
+        time: When it came, seconds since the epoch.
+    """
+
+    def __init__(self) -> None:
+        """No signal has come; none is received before ``install``."""
+        self.number, self.time = 0, 0.0
+        self._ends_at_once = True
+        self._may_interrupt = self._is_interrupting = False
+        self._woken, self._waker = os.pipe()
+        os.set_blocking(self._woken, False)
+        os.set_blocking(self._waker, False)
+
+    @property
+    def is_set(self) -> bool:
+        """Whether a signal came."""
+        return self.number != 0
+
+    def install(self) -> None:
+        """Takes the stop signals over from whoever had them; on the main thread.
+
+        Until ``started`` they end this process at once, as SIGINT and ``END_SIGNAL`` always do.
+        """
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._receive)
+        for number in (signal.SIGINT, END_SIGNAL):
+            signal.signal(number, _end)
+        signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
+
+    def started(self) -> None:
+        """From here on this process has something to save: signals are noticed, and end nothing."""
+        self._ends_at_once = False
+
+    def wait(self, seconds: float) -> bool:
+        """Waits for a signal, on any thread, and returns whether one has ever come."""
+        if select.select([self._woken], [], [], seconds)[0]:
+            for number in os.read(self._woken, 4096):
+                if number in STOP_SIGNALS:
+                    self._record(number)
+        return self.is_set
+
+    def wake(self) -> None:
+        """Ends a ``wait``."""
+        os.write(self._waker, b"\0")
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """What is inside can be left at any moment: only the main thread, no collectives.
+
+        Raises:
+            Interrupted: another thread called ``interrupt``.
+        """
+        self._may_interrupt = True
+        try:
+            if self._is_interrupting:
+                raise Interrupted
+            yield
+        finally:
+            self._may_interrupt = False
+
+    def interrupt(self) -> None:
+        """Leaves the ``interruptible`` block that the main thread is in, and every later one at its beginning."""
+        self._is_interrupting = True
+        main = threading.main_thread().ident
+        if self._may_interrupt and main is not None:
+            signal.pthread_kill(main, STOP_SIGNALS[0])  # ends a system call that it waits in
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self._is_interrupting:
+            if self._may_interrupt:
+                self._may_interrupt = False  # once: what cleans up must not be interrupted too
+                raise Interrupted
+            return
+        self._record(number)
+        if self._ends_at_once:
+            raise StoppedBySignal(128 + number)
+
+    def _record(self, number: int) -> None:
+        if not self.is_set and not self._is_interrupting:
+            self.time = time.time()
+            self.number = number
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    raise StoppedBySignal(128 + number)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Why a job has to end, and when.
+
+    Attributes:
+        why: For people, e.g. ``preempted (SIGUSR1)``.
+        deadline: Seconds since the epoch.
+        is_cancelled: Whether somebody wanted its end: it must not be queued again.
+    """
+
+    why: str
+    deadline: float
+    is_cancelled: bool = False
+
+
+def find_ending(number: int, received: float, info: RankInfo | None, notice_s: float | None) -> Ending:
+    """What a stop signal means for the job: Slurm is asked if it runs the job.
+
+    Args:
+        number: The signal.
+        received: When it came, seconds since the epoch.
+        info: The job; None: Slurm is not asked.
+        notice_s: ``launch.notice_s``: seconds from the signal to the end where Slurm does not say it.
+    """
+    name = signal.Signals(number).name
+    killed, announced = received + KILL_WAIT_S, received + (KILL_WAIT_S if notice_s is None else notice_s)
+    job_id = slurm_job_id(info) if info else ""
+    job = find_own_job(job_id) if job_id else None
+    if info is None or job is None:
+        return Ending(name, announced)
+    if job.restarts > info.restart_count:
+        return Ending(f"queued again by Slurm ({name})", killed)
+    if job.is_preempted:
+        return Ending(f"preempted ({name})", job.end_time or announced)
+    if job.reason == "TimeLimit":
+        return Ending(f"time limit ({name})", killed)
+    if job.state != "RUNNING" or number == signal.SIGTERM:  # SIGTERM to the step alone: cancelled, or one of its ranks failed
+        return Ending(f"cancelled ({name})", killed, is_cancelled=True)
+    if job.end_time is None:
+        return Ending(name, announced)
+    return Ending(f"{name} {job.end_time - received:.0f} s before the time limit", job.end_time)

@@ -1,0 +1,138 @@
+"""Groups of the running step on disk, each as soon as it is generated: whoever takes the step up again does not generate them again.
+
+``<run_dir>/groups/step_000012/prompt_000345.safetensors`` holds the completions of one prompt. Its key says by what they were sampled: the
+policy's weights, the seed, the sampling settings and the prompt. A file with another key, or a damaged one, is as good as none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from rlbatch.api import Completion, Prompt, SamplingParams
+
+FOLDER = "groups"
+PROBED_VALUES = 8
+"""Values from the beginning and from the end of each tensor that tell one policy's weights from another's."""
+
+
+class WeightsProbe:
+    """Tells policies apart by a few values of every tensor, taken while the weights go by; the same under every layout.
+
+    An optimizer moves almost every value at every update, so that a few are enough.
+    """
+
+    def __init__(self) -> None:
+        """Nothing went by."""
+        self._names: list[str] = []
+        self._values: list[Tensor] = []
+
+    def watch(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Passes the tensors on."""
+        for name, tensor in tensors:
+            rows = tensor if tensor.dim() else tensor[None]
+            first, last = rows[(0,) * (rows.dim() - 1)][:PROBED_VALUES], rows[(-1,) * (rows.dim() - 1)][-PROBED_VALUES:]
+            self._names.append(name)
+            self._values += [part.to(torch.float32, copy=True) for part in (first, last)]
+            yield name, tensor
+
+    def digest(self) -> str:
+        """Of all that went by."""
+        values = torch.cat([torch.empty(0), *(value.cpu() for value in self._values)])
+        return hashlib.sha256(json.dumps(self._names).encode() + values.numpy().tobytes()).hexdigest()
+
+
+class FinishedGroups:
+    """The finished groups of one step; no collectives.
+
+    Args:
+        run_dir: Run folder.
+        step: The step.
+        weights: ``WeightsProbe.digest`` of the policy that samples.
+        params: Of the samples.
+        engine: Name of the rollout backend.
+        announce: Told of files that cannot be used.
+    """
+
+    def __init__(
+        self, run_dir: Path, step: int, weights: str, params: SamplingParams, engine: str, announce: Callable[[str], None]
+    ) -> None:
+        self._folder = run_dir / FOLDER / f"step_{step:06d}"
+        self._by = json.dumps([weights, astuple(params), engine])
+        self._announce = announce
+        self._is_new = not self._folder.exists()
+
+    def load(self, prompt: Prompt) -> list[Completion] | None:
+        """The prompt's completions, if they are there."""
+        path = self._path(prompt)
+        if self._is_new or not path.exists():
+            return None
+        try:
+            return self._parsed(path.read_bytes(), prompt)
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+            self._announce(f"{path}: ignored, the group is generated again ({error})")
+            return None
+
+    def save(self, prompt: Prompt, completions: Sequence[Completion]) -> None:
+        """Writes a group, whole or not at all. A disk that does not take it costs no more than the group's reuse."""
+        tokens, logprobs = (
+            torch.tensor([value for completion in completions for value in getattr(completion, name)], dtype=dtype)
+            for name, dtype in (("token_ids", torch.int32), ("logprobs", torch.float32))
+        )
+        tensors = {"token_ids": tokens, "logprobs": logprobs}
+        ends = json.dumps([[len(completion.token_ids), completion.finish_reason] for completion in completions])
+        path = self._path(prompt)
+        draft = path.with_name(f".{path.name}.part")
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            draft.write_bytes(save(tensors, {"key": self._key(prompt), "ends": ends, "digest": _digest(tensors, ends)}))
+            os.replace(draft, path)
+        except OSError as error:
+            self._announce(f"{path}: not written, a resumed run generates the group again ({error})")
+
+    def _parsed(self, content: bytes, prompt: Prompt) -> list[Completion]:
+        said = _metadata(content)
+        if said["key"] != self._key(prompt):
+            raise ValueError("it is of other weights, settings or prompts")
+        tensors = load(content)
+        if said["digest"] != _digest(tensors, said["ends"]):
+            raise ValueError("it is damaged")
+        ends = json.loads(said["ends"])
+        sizes = [int(size) for size, _ in ends]
+        parts = (tensors[name].split(sizes) for name in ("token_ids", "logprobs"))
+        return [Completion(tokens.tolist(), logprobs.tolist(), reason) for tokens, logprobs, (_, reason) in zip(*parts, ends, strict=True)]
+
+    def _path(self, prompt: Prompt) -> Path:
+        return self._folder / f"prompt_{prompt.prompt_id:06d}.safetensors"
+
+    def _key(self, prompt: Prompt) -> str:
+        return hashlib.sha256(f"{self._by} {prompt.prompt_id} {prompt.token_ids}".encode()).hexdigest()
+
+
+def delete_other_steps(run_dir: Path, step: int) -> None:
+    """Deletes the groups of all steps but one. Rank 0 only; no rank generates."""
+    for folder in (run_dir / FOLDER).glob("step_*"):
+        if folder.name != f"step_{step:06d}":
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _metadata(content: bytes) -> dict[str, str]:
+    """Of a safetensors file: 8 bytes with the size of a JSON header, in which ``__metadata__`` holds strings."""
+    header: Any = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    said: dict[str, str] = header["__metadata__"]
+    return said
+
+
+def _digest(tensors: dict[str, Tensor], ends: str) -> str:
+    return hashlib.sha256(ends.encode() + b"".join(tensors[name].numpy().tobytes() for name in sorted(tensors))).hexdigest()

@@ -1,0 +1,190 @@
+"""When a job that was asked to stop does so: at the next step boundary if there is time for it, else before the step's update.
+
+All ranks decide alike, from what every rank said where all of them met: a signal may have reached only some.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+from rlbatch.config.schema import LaunchConfig
+from rlbatch.launch.job_store import JobStore
+from rlbatch.launch.signals import Ending, StopNotice, find_ending
+from rlbatch.launch.watchdog import Watchdog
+
+POLL_S = 1.0
+"""Seconds between looks at what other ranks know."""
+RECENT_STEPS = 5
+"""Steps whose longest tells how long the next one may take."""
+NOTICED, ENDING = "stop/noticed", "stop/ending"
+"""Keys of the job's store: the signal that a rank got, and what rank 0 found out about it."""
+
+
+class Pace:
+    """How long this job's steps and saves take.
+
+    Args:
+        save_s: Estimate of a save, until one was measured.
+    """
+
+    def __init__(self, save_s: float) -> None:
+        self.save_s = save_s
+        self._steps: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)
+
+    def measure(self, before_s: float, after_s: float) -> None:
+        """Takes a step's seconds until all ranks had generated, and after that."""
+        self._steps.append((before_s, after_s))
+
+    def rest_s(self, elapsed_s: float) -> float:
+        """Longest that it may take from within a step's generation to the end of a save after that step; infinite in the first step.
+
+        Args:
+            elapsed_s: Since the step began.
+        """
+        if not self._steps:
+            return float("inf")
+        before, after = max(step[0] for step in self._steps), max(step[1] for step in self._steps)
+        return max(before - elapsed_s, 0.0) + after + self.save_s
+
+
+@dataclass(frozen=True)
+class _Word:
+    """What a rank says where all of them meet.
+
+    Attributes:
+        signal: That it got; 0: none.
+        received: When, seconds since the epoch.
+        deadline: Of the job as far as it knows, seconds since the epoch; 0: it knows of none.
+        now: Its clock.
+        is_complete: Whether it has done what it came from.
+        rest_s: What it takes to go on and save.
+    """
+
+    signal: int
+    received: float
+    deadline: float
+    now: float
+    is_complete: bool = True
+    rest_s: float = 0.0
+
+
+class Stopping:
+    """A job's way to an early end, on one rank.
+
+    Args:
+        store: The job's.
+        watchdog: Told that this rank waits for others.
+        notice: Of this process.
+        limits: ``launch.*``.
+        save_s: Estimate of a save.
+
+    Attributes:
+        pace: Of this job.
+        ending: Why and when the job ends, once this rank knows.
+    """
+
+    def __init__(self, store: JobStore, watchdog: Watchdog, notice: StopNotice, limits: LaunchConfig, save_s: float = 0.0) -> None:
+        self._store, self._watchdog, self._notice, self._limits = store, watchdog, notice, limits
+        self.pace = Pace(save_s)
+        self.ending: Ending | None = None
+        self._began = self._met = 0.0
+        self._may_finish_step = True
+        self._is_generating = False
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Learns in a thread what other ranks know, and interrupts generation when there is no time for it."""
+        over = threading.Event()
+        thread = threading.Thread(target=self._listen, args=(self._store.clone(), over), name="rlbatch-stopping", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            self._notice.wake()
+            thread.join()
+
+    @contextmanager
+    def generating(self, *, may_finish: bool) -> Iterator[None]:
+        """Around a generation and what belongs to it.
+
+        Args:
+            may_finish: Whether it goes on after a notice as long as there is time for the whole step; else it ends at once.
+        """
+        self._began, self._may_finish_step, self._is_generating = time.monotonic(), may_finish, True
+        try:
+            yield
+        finally:
+            self._is_generating = False
+
+    def must_leave(self, *, is_complete: bool) -> bool:
+        """Whether the job ends here, in the middle of a step, before anything was changed; a collective that waits on the store.
+
+        Args:
+            is_complete: Whether this rank generated all of its share.
+        """
+        rest = self.pace.rest_s(time.monotonic() - self._began) if self._may_finish_step else float("-inf")
+        words = self._exchange("generation", self._word(is_complete, rest))
+        deadlines = [word.deadline for word in words if word.deadline]
+        now, rest = max(word.now for word in words), max(word.rest_s for word in words)
+        self._met = time.monotonic()
+        return not all(word.is_complete for word in words) or (bool(deadlines) and now + rest > min(deadlines))
+
+    def step_done(self) -> None:
+        """Keeps how long the step took, for the next ones."""
+        self.pace.measure(self._met - self._began, time.monotonic() - self._met)
+
+    def must_stop(self) -> bool:
+        """Whether the job ends at this step boundary: some rank was asked to; a collective that waits on the store."""
+        return any(word.deadline for word in self._exchange("step", self._word()))
+
+    def _word(self, is_complete: bool = True, rest_s: float = 0.0) -> _Word:
+        notice, ending = self._notice, self.ending
+        deadline = ending.deadline if ending else self._local_deadline() if notice.is_set else 0.0
+        return _Word(notice.number, notice.time, deadline, time.time(), is_complete, rest_s)
+
+    def _exchange(self, place: str, word: _Word) -> list[_Word]:
+        limit_s = self._watchdog.limit_s("generation" if place == "generation" else "training")
+        with self._watchdog.waiting():
+            values = self._store.barrier(place, limit_s, json.dumps(asdict(word)))
+        words = [_Word(**json.loads(value)) for value in values]
+        signalled = [word for word in words if word.signal]
+        if signalled and self.ending is None and self._store.info.rank == 0:  # the thread has not come to it
+            self._find(signalled[0].signal, signalled[0].received)
+        return words
+
+    def _local_deadline(self) -> float:
+        """Until rank 0 knows better."""
+        return find_ending(self._notice.number, self._notice.time, None, self._limits.notice_s).deadline
+
+    def _find(self, number: int, received: float) -> None:
+        self.ending = find_ending(number, received, self._store.info, self._limits.notice_s)
+
+    def _listen(self, store: JobStore, over: threading.Event) -> None:
+        has_told = False
+        while not over.is_set():
+            if self._notice.wait(POLL_S) and not has_told:
+                store.set(NOTICED, json.dumps([self._notice.number, self._notice.time]).encode())
+                has_told = True
+            if over.is_set():
+                break
+            self._learn(store)
+            if self.ending and self._is_generating:
+                rest = self.pace.rest_s(time.monotonic() - self._began)
+                if not self._may_finish_step or time.time() + rest > self.ending.deadline:
+                    self._notice.interrupt()
+
+    def _learn(self, store: JobStore) -> None:
+        """Rank 0 finds out what a notice means, for all."""
+        if self.ending is None and self._store.info.rank == 0 and store.check(NOTICED):
+            number, received = json.loads(store.get(NOTICED, POLL_S))
+            self._find(number, received)
+            store.set(ENDING, json.dumps(asdict(self.ending)).encode())  # type: ignore[call-overload]
+        elif self.ending is None and store.check(ENDING):
+            self.ending = Ending(**json.loads(store.get(ENDING, POLL_S)))
