@@ -20,7 +20,7 @@ GONE_S = 15.0
 def slurm_session() -> Iterator[Slurm]:
     """A Slurm of 4 nodes."""
     require(*slurm_daemons.PROGRAMS)
-    with running_slurm(4, port=17800, prefix="node") as slurm:
+    with running_slurm(4, "node") as slurm:
         yield slurm
 
 
@@ -39,7 +39,7 @@ def slurm(slurm_session: Slurm) -> Iterator[Slurm]:
 def large_slurm() -> Iterator[Slurm]:
     """A Slurm of 64 nodes with 8 (pretended) GPUs each."""
     require(*slurm_daemons.PROGRAMS)
-    with running_slurm(64, port=17900, prefix="wide") as slurm:
+    with running_slurm(64, "wide") as slurm:
         yield slurm
 
 

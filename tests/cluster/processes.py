@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -59,6 +61,19 @@ def stop(pids: Iterable[int], grace_s: float = 8.0) -> None:
         deadline = time.monotonic() + seconds
         while any(map(is_alive, pids)) and time.monotonic() < deadline:
             time.sleep(POLL_S)
+
+
+def free_ports(count: int) -> int:
+    """The first of so many free TCP ports in a row, below the range that the system hands out."""
+    while True:
+        first = random.SystemRandom().randrange(10_000, 20_000 - count)
+        with ExitStack() as stack:
+            try:
+                for port in range(first, first + count):
+                    stack.enter_context(socket.socket()).bind(("", port))
+            except OSError:
+                continue
+            return first
 
 
 def pids_of(files: Iterable[Path]) -> list[int]:

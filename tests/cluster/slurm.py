@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tests.cluster.hosts import add_hosts, remove_hosts
-from tests.cluster.processes import has_variable, pids_of, public_folder, stop, wait_until, with_variable
+from tests.cluster.processes import free_ports, has_variable, pids_of, public_folder, stop, wait_until, with_variable
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "unshare")
 START_S = 60.0
@@ -78,15 +78,16 @@ class Slurm:
         environment: Variables with which ``sbatch``, ``srun``, ``scontrol`` talk to this Slurm.
     """
 
-    def __init__(self, folder: Path, nodes: int, port: int, prefix: str, grace_s: int) -> None:
+    def __init__(self, folder: Path, nodes: int, prefix: str, grace_s: int, port: int = 0) -> None:
         """Args:
         folder: Empty and owned by root; it and its parents must be open to all, as munged demands.
         nodes: How many.
-        port: Of slurmctld; the nodes use those that follow.
         prefix: Start of the nodes' names; then comes the number, from 1.
         grace_s: Seconds between the preemption of a job and its end.
+        port: Of slurmctld, the nodes use those that follow; 0: free ones.
         """
-        self.folder, self.port, self.grace_s = folder, port, grace_s
+        self.folder, self.grace_s = folder, grace_s
+        self.port = port or free_ports(nodes + 1)
         self.nodes = [f"{prefix}{number}" for number in range(1, nodes + 1)]
         self.environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
         self.environment["SLURM_CONF"] = str(folder / "slurm.conf")
@@ -181,10 +182,10 @@ class Slurm:
 
 
 @contextmanager
-def running_slurm(nodes: int, port: int, prefix: str = "n", grace_s: int = 60) -> Iterator[Slurm]:
+def running_slurm(nodes: int, prefix: str, grace_s: int = 60, port: int = 0) -> Iterator[Slurm]:
     """A Slurm with its own folder, gone at the end."""
     with public_folder("rlbatch-slurm-") as folder:
-        slurm = Slurm(folder, nodes, port, prefix, grace_s)
+        slurm = Slurm(folder, nodes, prefix, grace_s, port)
         try:
             slurm.start()
             yield slurm
@@ -196,11 +197,11 @@ def main() -> None:
     """Keeps a Slurm up until it is interrupted."""
     parser = argparse.ArgumentParser(prog="python -m tests.cluster.slurm", description="A real Slurm on this machine, until Ctrl-C.")
     parser.add_argument("nodes", type=int, nargs="?", default=4, help="nodes (4)")
-    parser.add_argument("--port", type=int, default=16800, help="port of slurmctld; the nodes use those that follow (16800)")
+    parser.add_argument("--port", type=int, default=0, help="port of slurmctld; the nodes use those that follow; default: free ones")
     parser.add_argument("--prefix", default="n", help="start of the nodes' names (n)")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with suppress(KeyboardInterrupt), running_slurm(arguments.nodes, port=arguments.port, prefix=arguments.prefix) as slurm:
+    with suppress(KeyboardInterrupt), running_slurm(arguments.nodes, arguments.prefix, port=arguments.port) as slurm:
         print(f"export SLURM_CONF={slurm.environment['SLURM_CONF']}", flush=True)
         signal.pause()
 

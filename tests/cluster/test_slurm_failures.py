@@ -1,0 +1,51 @@
+"""Ranks that fail under a real Slurm: the job ends within seconds, names the rank once, and leaves nothing."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.faults import EVENT
+from tests.cluster.jobs import RUN_S, fault_reward, submit
+from tests.cluster.processes import wait_until
+from tests.cluster.slurm import Slurm
+
+LIMIT_S = 8.0
+"""Hang limit of generation and rewards."""
+END_S = 15.0
+"""From the event, or from the end of the hang limit, to the end of the last process."""
+QUICK = ("train.steps=3", "checkpoint.save_interval=-1", f"launch.generation_limit_s={LIMIT_S}")
+
+
+@pytest.mark.parametrize(
+    ("what", "rank", "words"),
+    [
+        ("kill", 1, ["ended without a word (killed, "]),
+        ("raise", 3, ["reward=fault", "ValueError", "this reward cannot be computed"]),
+        ("exit", 2, ["ended without a word (killed, "]),
+        ("hang", 1, [f"launch.generation_limit_s={LIMIT_S:g}: phase generation lasts longer", "tests/cluster/faults.py"]),
+    ],
+    ids=["killed", "raises", "exits with 0", "hangs"],
+)
+def test_a_failure_ends_the_job(what: str, rank: int, words: list[str], slurm: Slurm, repository: Path, tmp_path: Path) -> None:
+    """Within 15 s no process is left; the merged log names rank and node exactly once, summary.json has the same error."""
+    event, run_dir, host = tmp_path / "event", tmp_path / "run", slurm.nodes[rank // 2]
+    slurm.environment[EVENT] = str(event)
+    job = submit(slurm, run_dir, *QUICK, *fault_reward(what, rank), cwd=repository)
+    wait_until(event.exists, RUN_S, f"the failure: {job.log()}")
+    wait_until(lambda: not slurm.job_processes(), END_S + LIMIT_S + 10, f"the end of all processes: {job.log()}")
+    seconds = time.time() - float(event.read_text())
+    assert seconds <= END_S + (LIMIT_S if what == "hang" else 0.0)
+    assert job.wait_for_end()["JobState"] == "FAILED"
+    assert job.log().count(f"[rank {rank} host {host}]") == 1
+    told = job.log().partition(f"[rank {rank} host {host}]")[2]
+    assert [word for word in words if word not in told] == []
+    summary = job.json("summary.json")
+    assert summary["status"] == "failed"
+    assert (summary["first_error"]["rank"], summary["first_error"]["host"]) == (rank, host)
+    if what == "hang":
+        stacks = {path.name: path.read_text() for path in (run_dir / "logs").glob("rank*.stacks")}
+        assert sorted(stacks) == [f"rank{number}.stacks" for number in range(4)]
+        assert "faults.py" in stacks[f"rank{rank}.stacks"]

@@ -1,0 +1,58 @@
+"""Whole runs under a real Slurm: from a batch script, through submitit, and preempted; their results are the same to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.jobs import START_S, Job, fault_reward, sbatch, submit
+from tests.cluster.processes import wait_until
+from tests.cluster.slurm import Slurm
+
+STEPS = 16
+STEP_S = 1.0
+"""Slower than steps are, so that a job can be preempted in between."""
+RUN = (f"train.steps={STEPS}", "checkpoint.export_hf=true", *fault_reward(seconds=STEP_S))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(slurm_session: Slurm, repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """What ``sbatch slurm/local_smoke.sbatch`` leaves."""
+    job = sbatch(slurm_session, repository / "slurm" / "local_smoke.sbatch", tmp_path_factory.mktemp("smoke"), *RUN)
+    assert job.wait_for_end()["JobState"] == "COMPLETED", job.log()
+    return job
+
+
+def test_batch_script(uninterrupted: Job, slurm: Slurm) -> None:
+    """The embedded run on two nodes of two ranks comes to its end."""
+    summary = uninterrupted.json("summary.json")
+    assert (summary["status"], summary["steps"], summary["first_error"]) == ("finished", STEPS, None)
+    assert {"model.safetensors", f"step_{STEPS:06}.jsonl"} <= uninterrupted.result().keys()
+
+
+def test_submitit(uninterrupted: Job, slurm: Slurm, repository: Path, tmp_path: Path) -> None:
+    """submit's job gives the same weights and samples as the batch script's."""
+    job = submit(slurm, tmp_path / "run", *RUN, cwd=repository)
+    assert job.wait_for_end()["JobState"] == "COMPLETED", job.log()
+    assert job.result() == uninterrupted.result()
+
+
+@pytest.mark.parametrize("way", ["sbatch", "submit"])
+def test_preempted_twice(way: str, uninterrupted: Job, slurm: Slurm, repository: Path, tmp_path: Path) -> None:
+    """A job that more urgent ones preempt saves, is queued again and goes on, twice in a row: as if nothing had happened."""
+    script = repository / "slurm" / "local_smoke.sbatch"
+    job = sbatch(slurm, script, tmp_path, *RUN) if way == "sbatch" else submit(slurm, tmp_path / "run", *RUN, cwd=repository)
+    for requeues in (1, 2):
+        job.wait_for_step(5 * requeues)
+        slurm.run("sbatch", "--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+        wait_until(lambda wanted=requeues: int(slurm.job(job.job_id)["Restarts"]) == wanted, START_S, f"requeue: {job.log()}")  # type: ignore[misc]
+    fields = job.wait_for_end()
+    assert fields["JobState"] == "COMPLETED", job.log()
+    assert fields["Restarts"] == "2"
+    lives = job.json("lives.json")["lives"]
+    assert [life["restart_count"] for life in lives] == [0, 1, 2]
+    assert ["preempted" in life["why"] for life in lives[:2]] == [True, True]
+    assert 5 <= lives[0]["last_step"] == lives[1]["first_step"] < lives[1]["last_step"] == lives[2]["first_step"] < STEPS
+    assert job.json("summary.json")["status"] == "finished"
+    assert job.result() == uninterrupted.result()
