@@ -32,9 +32,9 @@ class FirstError:
     Attributes:
         rank: Rank that failed first.
         host: Its node.
-        type: Class of the exception, or ``Exit`` if the process ended without one.
+        type: Class of the exception; ``Exit`` if the process ended without one, ``Hang`` if the others waited for it in vain.
         message: For the user.
-        traceback: Python's; empty if there is none.
+        traceback: Python's, or where a rank hangs; empty if there is none.
         time: Seconds since the epoch.
     """
 
@@ -47,7 +47,7 @@ class FirstError:
 
     def __str__(self) -> str:
         """What is printed."""
-        is_ours = self.type == "Exit" or not self.traceback
+        is_ours = self.type in ("Exit", "Hang") or not self.traceback
         return f"[rank {self.rank} host {self.host}] {self.message if is_ours else self.traceback.rstrip()}"
 
 
@@ -74,13 +74,19 @@ def reporting_failures(run_dir: Path, rank: int) -> Iterator[None]:
 
 
 def report_failure(run_dir: Path, rank: int, error: BaseException) -> bool:
-    """Records and prints an error unless another rank was first; users see no traceback of an ``RlbatchError``.
+    """Records and prints an error unless another rank was first.
 
     Returns:
         Whether this was the first.
     """
+    return claim(run_dir, failure_of(error, rank, socket.gethostname()))
+
+
+def failure_of(error: BaseException, rank: int, host: str) -> FirstError:
+    """What is told of an exception of a rank; users see no traceback of an ``RlbatchError``."""
     lines = "" if isinstance(error, RlbatchError) else "".join(traceback.format_exception(error))
-    return claim(run_dir, FirstError(rank, socket.gethostname(), type(error).__name__, str(error), lines, time.time()))
+    message = f"code called sys.exit({error.code})" if isinstance(error, SystemExit) else str(error)
+    return FirstError(rank, host, type(error).__name__, message, lines, time.time())
 
 
 def claim(run_dir: Path, error: FirstError) -> bool:

@@ -30,6 +30,7 @@ STOPPING_S = 5.0
 """Seconds in which the others must end after a rank was stopped by a signal, or it was that rank alone."""
 LEAVING_S = 60.0
 """Seconds in which the others must end after a rank came to its regular end."""
+ENDED = "ended without a word (killed, out of memory, os._exit, or a hang in C code)"
 GUEST_S = 10.0
 """Seconds in which a connection must say who it is."""
 
@@ -292,22 +293,23 @@ class Overseer(threading.Thread):
 
     def _death(self, rank: int) -> FirstError:
         seat, how = self._seats[rank], self._troubles.deaths[rank]
-        text = f"{how or 'ended without a word (killed, out of memory, or os._exit)'}, in phase {seat.phase}. See logs/rank{rank}.log."
+        text = f"{how or ENDED}, in phase {seat.phase}. See logs/rank{rank}.log."
         return FirstError(rank, seat.host, "Exit", text, "", time.time())
 
     def _hang(self, rank: int, places: Mapping[int, Place | None]) -> FirstError:
         seat, place = self._seats[rank], places[rank]
         waiting = sum(other is not None and other.waits for number, other in places.items() if number != rank)
+        waiting += len(self._troubles.failures)
         where = f"is at {place}" if place else "does not answer: it is stopped, or C code holds its interpreter"
         if self._leave_until:
             what = f"other ranks ended {LEAVING_S:g} s ago, and this one did not"
         elif self._troubles.failures:
             first = self._troubles.failures[0][0]
-            what = f"rank {first.rank} waited for others in vain ({first.message.splitlines()[0][:200]})"
+            what = f"rank {first.rank} waited in vain ({first.message.splitlines()[0][:200]})"
         else:
             key = seat.phase if seat.phase in ("start", "generation", "checkpoint") else "training"
             what = f"launch.{key}_limit_s={self._seats[self._troubles.hung[0]].limit_s:g}: phase {seat.phase} lasts longer"
-        text = f"{what}. This rank {where}; {waiting} others wait. Stacks of all ranks: logs/rank*.stacks."
+        text = f"{what}. This rank {where}; {waiting} others wait for it. Stacks of all ranks: logs/rank*.stacks."
         return FirstError(rank, seat.host, "Hang", text, "\n".join(place.frames) if place else "", time.time())
 
     def _end(self, error: FirstError) -> None:

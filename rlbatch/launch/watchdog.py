@@ -10,11 +10,9 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
-import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -22,13 +20,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Literal
 
-from rlbatch.api import LaunchError, RlbatchError
+from rlbatch.api import LaunchError
 from rlbatch.config.schema import LaunchConfig
-from rlbatch.launch.failures import FirstError, Reported, StoppedBySignal, claim, read_first_error
+from rlbatch.launch.failures import FirstError, Reported, StoppedBySignal, claim, failure_of, read_first_error
 from rlbatch.launch.life import is_superseded
-from rlbatch.launch.overseer import ANSWER_S, BEAT_S, LEAVING_S, PATIENCE_S
+from rlbatch.launch.overseer import ANSWER_S, BEAT_S, ENDED, LEAVING_S, PATIENCE_S
 from rlbatch.launch.places import place_of_main_thread
 from rlbatch.launch.rendezvous import Meeting
+from rlbatch.launch.wire import LOST_S
 
 Phase = Literal["start", "generation", "training", "checkpoint"]
 """What a rank does; its hang limit is ``launch.<phase>_limit_s``."""
@@ -162,14 +161,15 @@ class Watchdog:
                 messages = link.receive()
             except ConnectionError as error:
                 if not self._leaving:
-                    self._accuse_rank_0(f"ended without a word (killed, out of memory, or os._exit; {error})")
+                    lost = "timed out" in str(error).lower()
+                    self._accuse_rank_0(f"no answer from its machine for {LOST_S} s" if lost else ENDED)
                 return
             now = time.monotonic()
             heard = now if messages else heard
             for message in messages:
                 if "where" in message:
                     place = place_of_main_thread()
-                    link.send({"place": place.frames, "waits": place.waits})
+                    link.send({"place": place.frames, "waits": place.waits or self._waits})
                 if "hosts" in message:
                     self._hosts = tuple(message["hosts"])
                     self._met.set()
@@ -209,8 +209,7 @@ class Watchdog:
         self._reporting = True
         faulthandler.dump_traceback_later(PATIENCE_S + ANSWER_S + CLOSING_S, exit=True, file=self._stacks or sys.stderr)
         info = self._meeting.info
-        lines = "" if isinstance(error, RlbatchError) else "".join(traceback.format_exception(error))
-        failure = FirstError(info.rank, info.host or socket.gethostname(), type(error).__name__, str(error), lines, time.time())
+        failure = failure_of(error, info.rank, info.host)
         if not self._is_shared_output():
             print(failure, file=sys.stderr, flush=True)
         self._meeting.link.send({"failed": asdict(failure), "follows": may_follow(error)})

@@ -1,0 +1,181 @@
+"""Ranks that meet and are watched as those of a run are, but do what a test wants: `python watched.py <run dir> <what> <limit s>`."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlbatch.api import ConfigError
+from rlbatch.config.schema import ClusterConfig, Config, LaunchConfig
+from rlbatch.launch.children import children_end_with_this_process
+from rlbatch.launch.environment import RankInfo
+from rlbatch.launch.failures import StoppedBySignal, reporting_failures
+from rlbatch.launch.rendezvous import Meeting, join, launch_word
+from rlbatch.launch.watchdog import Watchdog
+
+COLLECTIVE_S = 5.0
+FOREVER_S = 120.0
+END_S = 90.0
+"""Well above what is promised, for a busy machine."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A job after its end.
+
+    Attributes:
+        codes: Exit code of each rank.
+        outputs: stdout and stderr of each rank.
+        seconds: From its start to the end of the last rank.
+    """
+
+    codes: list[int]
+    outputs: list[str]
+    seconds: float
+
+
+def rank_variables(rank: int, world_size: int, local_size: int | None = None) -> dict[str, str]:
+    """A launcher's variables: one that names neither job nor address."""
+    local_size = local_size or world_size
+    names = {"PMI_RANK": rank, "PMI_SIZE": world_size, "MPI_LOCALRANKID": rank % local_size, "MPI_LOCALNRANKS": local_size}
+    return {name: str(value) for name, value in names.items()}
+
+
+def start(run_dir: Path, behaviour: str, variables: Mapping[str, str], *options: str) -> subprocess.Popen[str]:
+    """One rank."""
+    return subprocess.Popen(
+        [sys.executable, __file__, str(run_dir), behaviour, *options],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **variables},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(ranks: Sequence[subprocess.Popen[str]], since: float, timeout_s: float = END_S) -> Ended:
+    """Waits for all of them; kills them if they do not end."""
+    outputs = []
+    try:
+        for rank in ranks:
+            outputs.append(rank.communicate(timeout=max(0.1, since + timeout_s - time.monotonic()))[0])
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return Ended([rank.returncode for rank in ranks], outputs, time.monotonic() - since)
+
+
+def run(run_dir: Path, behaviour: str, world_size: int = 3, *options: str, variables: Mapping[str, str] | None = None) -> Ended:
+    """A job whose ranks all do the same."""
+    since = time.monotonic()
+    ranks = [start(run_dir, behaviour, {**rank_variables(rank, world_size), **(variables or {})}, *options) for rank in range(world_size)]
+    return finish(ranks, since)
+
+
+def behave(behaviour: str, watchdog: Watchdog, meeting: Meeting) -> None:
+    """What the ranks do; the last one is the faulty one, unless the behaviour names rank 0."""
+    if behaviour.startswith("gloo"):
+        return with_gloo(behaviour, watchdog, meeting)
+    what, _, who = behaviour.partition("-")
+    rank, world_size = meeting.info.rank, meeting.info.world_size
+    faulty = rank == (0 if who == "first" else world_size - 1)
+    if what == "succeed":
+        return
+    if faulty and what != "hang_waiting":
+        with watchdog.phase("generation"):
+            misbehave(what)
+        return
+    with watchdog.phase("generation"), watchdog.waiting():
+        if what == "follow" and rank == 0:
+            raise ConnectionError("gloo/transport: connection closed by peer")
+        time.sleep(FOREVER_S)
+
+
+def with_gloo(behaviour: str, watchdog: Watchdog, meeting: Meeting) -> None:
+    """The job's store and a process group whose collectives give up soon."""
+    import torch
+    import torch.distributed as dist
+
+    from rlbatch.launch.job_store import open_store
+    from rlbatch.launch.process_group import process_group
+
+    info = meeting.info
+    store = open_store(info, 60.0, watchdog.wait_for_ranks(), meeting.store_socket)
+    is_last = info.rank == info.world_size - 1
+    with process_group(store, COLLECTIVE_S), watchdog.reporting():
+        with watchdog.phase("generation"):
+            if behaviour == "gloo_generate" and is_last:
+                time.sleep(COLLECTIVE_S + 4)
+            if behaviour == "gloo_hang" and is_last:
+                time.sleep(FOREVER_S)
+        if behaviour == "gloo_generate":
+            with watchdog.waiting():
+                print(store.barrier("generation", 60.0, f"from {info.rank}"), store.barrier("generation", 60.0, "again"))
+        number = torch.ones(1)
+        dist.all_reduce(number)
+        print(f"sum {number.item():g}", flush=True)
+
+
+def misbehave(what: str) -> None:
+    """The fault."""
+    if what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what in ("exit", "follow"):
+        time.sleep(0.3)  # a peer notices the broken connection before
+        os._exit(0)
+    if what == "sysexit":
+        sys.exit(0)
+    if what == "raise":
+        raise ValueError("unforeseen")
+    if what == "refuse":
+        raise ConfigError("reward.scale=-1: must be positive. Use 1.")
+    if what == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if what == "gil":
+        ctypes.PyDLL(None).sleep(int(FOREVER_S))  # unlike CDLL it keeps the interpreter's lock
+    if what == "busy":
+        ctypes.PyDLL(None).sleep(4)
+        os._exit(0)
+    if what == "sleep":
+        time.sleep(FOREVER_S)
+    if what == "term":
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(FOREVER_S)
+
+
+def raise_stopped(number: int, frame: object) -> None:
+    """As a rank of a run does while it starts."""
+    raise StoppedBySignal(128 + number)
+
+
+def main() -> None:
+    """One rank."""
+    run_dir, behaviour, limit_s, timeout_s, interface = Path(sys.argv[1]), *sys.argv[2:], *["600", "60", ""][len(sys.argv) - 3 :]
+    signal.signal(signal.SIGTERM, raise_stopped)
+    info = RankInfo.from_environment()
+    children_end_with_this_process()
+    if behaviour == "children":
+        child = subprocess.Popen(["sh", "-c", "sleep 600 & echo $!; wait"], stdout=subprocess.PIPE, text=True)
+        assert child.stdout is not None
+        (run_dir / f"pids.{info.rank}").write_text(f"{child.pid} {child.stdout.readline()}")
+        behaviour = "kill"
+    launch = LaunchConfig(rendezvous_timeout_s=float(timeout_s), generation_limit_s=float(limit_s), start_limit_s=float(limit_s))
+    config = Config(launch=launch, cluster=ClusterConfig(interface=interface))
+    with reporting_failures(run_dir, info.rank):
+        meeting = join(info, run_dir, config, launch_word())
+        with Watchdog(launch, meeting, run_dir) as watchdog:
+            hosts = watchdog.wait_for_ranks()
+            print(f"rank {info.rank} met {len(hosts)} on port {meeting.life.port}", flush=True)
+            with watchdog.reporting():
+                behave(behaviour, watchdog, meeting)
+
+
+if __name__ == "__main__":
+    main()
