@@ -192,8 +192,12 @@ def _check_model(config: Config, registry: Registry, run_dir: Path) -> None:
             f"rollout.max_response_tokens={config.rollout.max_response_tokens}: must leave room for a prompt in the model's context "
             f"({family.max_sequence_length} tokens). Use less."
         )
-    if not (config.model.hf == EMBEDDED or config.checkpoint.ref_load or list(folder.glob("*.safetensors"))):
-        raise DataError(f"model.hf={folder}: has no *.safetensors. Download the weights, or set checkpoint.ref_load.")
+    algorithm, checkpoint = config.algorithm, config.checkpoint
+    needs_reference = algorithm.kl_loss or algorithm.kl_reward_coef != 0
+    is_elsewhere = checkpoint.ref_load or (checkpoint.load and not needs_reference)
+    if not (config.model.hf == EMBEDDED or is_elsewhere or list(folder.glob("*.safetensors"))):
+        fix = "set checkpoint.ref_load" if checkpoint.load else "set checkpoint.load or checkpoint.ref_load"
+        raise DataError(f"model.hf={folder}: has no *.safetensors. Download the weights, or {fix}.")
 
 
 def _check_rollout(config: Config, registry: Registry, run_dir: Path) -> None:

@@ -179,6 +179,16 @@ def test_model_folder_without_weights(capsys: pytest.CaptureFixture[str], model:
     assert "has no *.safetensors" in refusal(capsys, [f"model.hf={model}"])
 
 
+def test_weights_from_elsewhere(capsys: pytest.CaptureFixture[str], model: Path, started: list[tuple[Config, Path]]) -> None:
+    """With checkpoint.load model.hf needs none, unless a reference model is loaded from it."""
+    (model / "model.safetensors").unlink()
+    elsewhere = [f"model.hf={model}", f"checkpoint.load={model}"]
+    message = "has no *.safetensors. Download the weights, or set checkpoint.ref_load."
+    assert message in refusal(capsys, [*elsewhere, "algorithm.kl_loss=true"])
+    assert rlbatch.submit.main([*elsewhere, "algorithm.kl_loss=false"]) == 0
+    assert len(started) == 1
+
+
 def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """On a machine with GPUs there are not more ranks than GPUs."""
     monkeypatch.setattr(rlbatch.prepare, "visible_gpus", lambda: 1)

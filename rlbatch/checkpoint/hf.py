@@ -22,7 +22,7 @@ from rlbatch.weights.quantize import BLOCK, SCALE_SUFFIX, check_scales, dequanti
 
 INDEX = "model.safetensors.index.json"
 SHARD_FILE = re.compile(r"model-\d+-of-\d+\.safetensors")
-FLOATING = ("F64", "F32", "BF16", "F16")
+FLOATING = ("F32", "BF16", "F16")
 """Dtypes of weights that are used as they are."""
 COPIED = {".json", ".txt", ".model", ".jinja", ".py"}
 """Endings of the files beside the weights: config, tokenizer, chat template, the model's own code."""
