@@ -134,7 +134,7 @@ def _is_alive(pid: int) -> bool:
 
 def test_superseded_job_ends_and_records_nothing(tmp_path: Path) -> None:
     """What is left of a job ends when a later start takes its run folder over, and leaves that one's files alone."""
-    ranks = [watched.start(tmp_path, "kill_nobody", watched.rank_variables(rank, 2)) for rank in range(2)]
+    ranks = [watched.start(tmp_path, "hang_waiting", watched.rank_variables(rank, 2)) for rank in range(2)]
     until = time.monotonic() + START_S
     while not (tmp_path / "logs/rank1.stacks").exists() and time.monotonic() < until:
         time.sleep(0.05)
