@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rlbatch.api import ConfigError
+from rlbatch.config.check_cluster import check_cluster
 from rlbatch.config.convert import key_docs
 from rlbatch.config.schema import AlgorithmConfig, CheckpointConfig, Config, LayoutConfig, OptimizerConfig, RolloutConfig, TrainConfig
 
@@ -35,6 +36,15 @@ POSITIVE = (
     "algorithm.eps_clip",
     "algorithm.eps_clip_high",
     "data.max_prompt_tokens",
+    "cluster.gpus_per_node",
+    "cluster.storage_gbs",
+    "launch.rendezvous_timeout_s",
+    "launch.collective_timeout_s",
+    "launch.start_limit_s",
+    "launch.generation_limit_s",
+    "launch.training_limit_s",
+    "launch.checkpoint_limit_s",
+    "launch.notice_s",
 )
 NOT_NEGATIVE = (
     "seed",
@@ -52,6 +62,14 @@ NOT_NEGATIVE = (
     "algorithm.kl_reward_coef",
     "algorithm.entropy_coef",
     "checkpoint.keep",
+    "model.parameters",
+    "cluster.gpus",
+    "cluster.gpu_memory_gib",
+    "cluster.gpu_bf16_tflops",
+    "cluster.gpu_link_gbs",
+    "cluster.host_memory_gib",
+    "cluster.cpus_per_task",
+    "launch.max_idle_requeues",
 )
 
 GROUP_RELATIVE = ("grpo", "dr_grpo", "opo", "rloo", "reinforce_plus_plus_baseline")
@@ -71,6 +89,7 @@ def check_config(config: Config) -> None:
     _check_algorithm(config.algorithm)
     _check_rollout(config.rollout)
     _check_checkpoint(config.checkpoint)
+    check_cluster(config.cluster)
     for key, value in (("model.hf", config.model.hf), ("data.train", config.data.train)):
         if not value:
             raise ConfigError(f"{key}=: must not be empty. Give a path, or `embedded`.")

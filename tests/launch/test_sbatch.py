@@ -130,7 +130,11 @@ FAILED = "sbatch: error: Batch job submission failed: "
         ("Requested node configuration is not available", "layout.world_size=2 cluster.gpus_per_node=8 cluster.gres=gpu:b200", ""),
         ("Node count specification invalid", "layout.world_size=2 cluster.gpus_per_node=8", ""),
         ("Requested reservation is invalid", "cluster.sbatch_options=[]:", ""),
-        ("Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)", "cluster.qos=fast cluster.account=team", ""),
+        (
+            "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)",
+            "cluster.qos=fast cluster.account=team",
+            "",
+        ),
         ("Unable to contact slurm controller (connect failure)", "launcher=slurm:", "See `scontrol ping`, or launcher=local."),
     ],
 )

@@ -1,0 +1,85 @@
+"""Checks of ``cluster.*``: what goes into a batch script or an environment must be what it looks like."""
+
+from __future__ import annotations
+
+import re
+
+from rlbatch.api import ConfigError
+from rlbatch.config.schema import ClusterConfig
+
+OURS = (
+    "--nodes",
+    "-N",
+    "--ntasks",
+    "-n",
+    "--ntasks-per-node",
+    "--output",
+    "-o",
+    "--error",
+    "-e",
+    "--open-mode",
+    "--signal",
+    "--array",
+    "-a",
+)
+"""Options of sbatch that follow from other keys, or that would break what rlbatch relies on."""
+_WORDS = ("name", "partition", "account", "qos", "time_limit", "constraint", "gres", "container_image", "hostfile", "interface")
+
+
+def check_cluster(cluster: ClusterConfig) -> None:
+    """Refuses values that cannot be right.
+
+    Raises:
+        ConfigError: the first one found.
+    """
+    for name in _WORDS:
+        value = getattr(cluster, name)
+        if "\n" in value or value != value.strip():
+            raise ConfigError(f"cluster.{name}={value!r}: must be one line without blanks at its ends. Write it so.")
+    _check_options(cluster)
+    _check_environment(cluster)
+    _check_container(cluster)
+    if not cluster.exclusive and cluster.gres and not cluster.cpus_per_task:
+        raise ConfigError(
+            "cluster.exclusive=false: then Slurm gives a rank one CPU, unless cluster.cpus_per_task says more. "
+            "Set it to the node's CPUs / cluster.gpus_per_node, or cluster.exclusive=true."
+        )
+
+
+def _check_options(cluster: ClusterConfig) -> None:
+    for option in cluster.sbatch_options:
+        name = re.split(r"[=\s]", option, maxsplit=1)[0]
+        if not option.startswith("-") or "\n" in option:
+            raise ConfigError(
+                f"cluster.sbatch_options=[{option}]: must be options of sbatch, which begin with a dash. Write e.g. --reservation=rl."
+            )
+        if name in OURS:
+            raise ConfigError(
+                f"cluster.sbatch_options=[{option}]: {name} follows from layout.world_size, cluster.gpus_per_node and the run folder. "
+                "Leave it out."
+            )
+
+
+def _check_environment(cluster: ClusterConfig) -> None:
+    for name, value in cluster.environment.items():
+        if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", str(name)):
+            raise ConfigError(f"cluster.environment.{name}: is no name of a variable. Use letters, digits and _.")
+        if isinstance(value, (dict, list)) or value is None or "\n" in str(value):
+            raise ConfigError(f"cluster.environment.{name}={value}: must be text or a number in one line. Write it so.")
+
+
+def _check_container(cluster: ClusterConfig) -> None:
+    if cluster.container == "none":
+        for key, value in (("container_image", cluster.container_image), ("container_mounts", cluster.container_mounts)):
+            if value:
+                raise ConfigError(
+                    f"cluster.{key}={value if isinstance(value, str) else ','.join(value)}: has an effect only with a container. "
+                    "Set cluster.container=pyxis or cluster.container=apptainer."
+                )
+    elif not cluster.container_image:
+        raise ConfigError(f"cluster.container={cluster.container}: needs an image. Set cluster.container_image.")
+    for mount in cluster.container_mounts:
+        if not all(part.startswith("/") for part in mount.split(":")[:2]):
+            raise ConfigError(
+                f"cluster.container_mounts=[{mount}]: must be host:container, both from the root. Write e.g. /lustre:/lustre."
+            )
