@@ -15,6 +15,7 @@ LAYOUTS = {
     "PP2": LayoutConfig(world_size=2, pp_size=2),
     "TP2 ETP2": LayoutConfig(world_size=2, tp_size=2, etp_size=2),
     "TP2 EP2": LayoutConfig(world_size=2, tp_size=2, ep_size=2),
+    "TP2": LayoutConfig(world_size=2, tp_size=2),
     "CP2": LayoutConfig(world_size=2, cp_size=2),
     "TP2 CP2 EP2": LayoutConfig(world_size=4, tp_size=2, cp_size=2, ep_size=2),
     "PP2 EP2": LayoutConfig(world_size=4, pp_size=2, ep_size=2),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -32,12 +33,12 @@ def _plugins():
     return load_plugins()
 
 
-def samples() -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+def samples(lengths: Sequence[int] = LENGTHS, vocab: int = VOCAB) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
     """Token ids, loss masks (prompts of 2 tokens) and advantages of the test batch."""
     generator = torch.Generator().manual_seed(11)
-    tokens = [torch.randint(0, VOCAB, (length,), generator=generator) for length in LENGTHS]
-    masks = [torch.cat([torch.zeros(2), torch.ones(length - 2)]) for length in LENGTHS]
-    advantages = [torch.full((length,), 1.0 - 0.3 * index) for index, length in enumerate(LENGTHS)]
+    tokens = [torch.randint(0, vocab, (length,), generator=generator) for length in lengths]
+    masks = [torch.cat([torch.zeros(2), torch.ones(length - 2)]) for length in lengths]
+    advantages = [torch.full((length,), 1.0 - 0.3 * index) for index, length in enumerate(lengths)]
     return tokens, masks, advantages
 
 
@@ -55,15 +56,15 @@ def build_trainer(folder: Path, layout: LayoutConfig, **train: object):
     return trainer
 
 
-def my_packs(layout: LayoutConfig, max_tokens: int) -> list[Pack]:
+def my_packs(layout: LayoutConfig, max_tokens: int, lengths: Sequence[int] = LENGTHS, vocab: int = VOCAB) -> list[Pack]:
     """This rank's microbatches of the test batch, as many as on every other rank."""
-    tokens, masks, advantages = samples()
-    mine = assign_to_ranks(LENGTHS, parallel.dp_size())[parallel.dp_rank()]
+    tokens, masks, advantages = samples(lengths, vocab)
+    mine = assign_to_ranks(lengths, parallel.dp_size())[parallel.dp_rank()]
     multiple = sequence_multiple(layout.tp_size, layout.cp_size)
     packs = build_microbatches(
         [tokens[i] for i in mine],
         [masks[i] for i in mine],
-        [torch.zeros(LENGTHS[i]) for i in mine],
+        [torch.zeros(lengths[i]) for i in mine],
         max_tokens=max_tokens * layout.cp_size,
         pad_multiple=multiple,
     )
@@ -75,10 +76,14 @@ def my_packs(layout: LayoutConfig, max_tokens: int) -> list[Pack]:
 
 def gradients(folder: str, layout: LayoutConfig, max_tokens: int, aggregation: str, **train: object) -> dict[str, torch.Tensor]:
     """Gradient of a GRPO loss with KL and entropy terms by Hugging Face name, and the loss as ``loss``; rank 0 only."""
-    trainer = build_trainer(Path(folder), layout, **train)
+    return gradients_of(build_trainer(Path(folder), layout, **train), my_packs(layout, max_tokens), aggregation)
+
+
+def gradients_of(trainer, packs: list[Pack], aggregation: str) -> dict[str, torch.Tensor]:
+    """The same for a trainer that exists."""
     algorithm = AlgorithmConfig(loss_aggregation=aggregation, kl_loss=True, kl_loss_coef=0.3, entropy_coef=0.1)
     objective = Objective(algorithm, _plugins().loss("clip"))
-    batches = [pack.microbatch for pack in my_packs(layout, max_tokens)]
+    batches = [pack.microbatch for pack in packs]
     for batch, old in zip(batches, trainer.logprobs(batches), strict=True):
         batch.old_logprobs, batch.ref_logprobs = old - 0.05 * batch.loss_mask, 0.9 * old
     total = torch.tensor(sum(denominator(b.loss_mask, b.cu_seqlens, aggregation) for b in batches))
