@@ -31,6 +31,8 @@ STOPPING_S = 5.0
 LEAVING_S = 60.0
 """Seconds in which the others must end after a rank came to its regular end."""
 ENDED = "ended without a word (killed, out of memory, os._exit, or a hang in C code)"
+GRACE_S = 5.0
+"""Seconds that rank 0 waits longer for ranks than they for it, so that one that cannot connect says why before it is missed."""
 GUEST_S = 10.0
 """Seconds in which a connection must say who it is."""
 
@@ -97,7 +99,7 @@ class Overseer(threading.Thread):
         """
         super().__init__(name="rlbatch-overseer", daemon=True)
         self._server, self._life, self._info, self._run_dir, self._store_port = server, life, info, run_dir, store_port
-        self._timeout_s, self._gather_until = timeout_s, time.monotonic() + timeout_s
+        self._timeout_s, self._gather_until = timeout_s, time.monotonic() + timeout_s + GRACE_S
         self._selector = selectors.DefaultSelector()
         self._selector.register(server, selectors.EVENT_READ)
         self._guests: dict[Link, float] = {}

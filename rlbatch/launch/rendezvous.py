@@ -36,8 +36,6 @@ CONNECT_S = 3.0
 """Longest wait for an address to answer."""
 REPLY_S = 10.0
 """Longest wait for rank 0's word; it may be held up by an import."""
-GRACE_S = 5.0
-"""Seconds that rank 0 waits longer than the others, so that who could not connect says why before rank 0 says that it did not come."""
 HANDOVER_S = 5.0
 """Longest wait for an earlier job's last process to end."""
 CLOCK_S = 3.0
@@ -83,7 +81,7 @@ def join(info: RankInfo, run_dir: Path, config: Config, launch: str) -> Meeting:
         addresses_of(interface)  # on every rank: names the node that lacks it
     overseer = store_socket = None
     if info.rank == 0:
-        overseer, store_socket = _open(info, run_dir, timeout_s + GRACE_S, interface, launch)
+        overseer, store_socket = _open(info, run_dir, timeout_s, interface, launch)
     life, link, address, store_port = _find(info, run_dir, timeout_s, launch)
     if overseer:
         address = life.addresses[0]
