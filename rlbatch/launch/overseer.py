@@ -180,7 +180,7 @@ class Overseer(threading.Thread):
         if size != self._info.world_size or not isinstance(rank, int) or not 0 <= rank < self._info.world_size:
             return f"{me} has {self._info.world_size} ranks, this process is rank {rank} of {size}", True
         if rank in self._seats:
-            return f"rank {rank} has joined {me} already, from {self._seats[rank].host}: two jobs in one run folder, or a rank twice", True
+            return f"{me} has a rank {rank} already, on {self._seats[rank].host}: two jobs in one run folder, or a rank twice", True
         return "", False
 
     def _hear(self, rank: int) -> None:
