@@ -89,7 +89,7 @@ def newest(root: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def read_progress(folder: Path) -> dict[str, Any]:
-    """The progress of a complete checkpoint, which is private and whole.
+    """The progress of a complete checkpoint, which is as it was written.
 
     Raises:
         DataError: it is not, or another version wrote it.
@@ -104,7 +104,6 @@ def read_progress(folder: Path) -> dict[str, Any]:
         listed = {folder / str(name): (int(size), digest) for name, (size, digest) in progress["files"].items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"{folder / PROGRESS}: is damaged ({error!r}). {_OTHER}") from error
-    check_private(folder, listed)
     for path, (size, digest) in listed.items():
         found = path.stat().st_size if path.exists() else 0
         if found != size:
@@ -112,28 +111,6 @@ def read_progress(folder: Path) -> dict[str, Any]:
         if digest and _listing(path)[1] != digest:
             raise DataError(f"{path}: was changed after it was written. {_OTHER}")
     return progress
-
-
-def check_private(folder: Path, files: Mapping[Path, Any]) -> None:
-    """Refuses files that others could have written: they hold pickles, and reading a pickle can run code.
-
-    Args:
-        folder: A checkpoint.
-        files: Its files.
-
-    Raises:
-        DataError: another owner, or a folder that others may enter.
-    """
-    for path in (folder, folder / STATE, *files):
-        if not path.exists():
-            continue  # told by name and size later
-        status = path.stat()
-        if status.st_uid != os.geteuid():
-            raise DataError(f"{path}: belongs to user {status.st_uid}, you are {os.geteuid()}. Copy the checkpoint if you trust that user.")
-        if path.is_dir() and status.st_mode & 0o077:
-            raise DataError(
-                f"{path}: others may enter it (mode {status.st_mode & 0o777:o}, must be 700). If you trust its files: chmod 700."
-            )
 
 
 def is_checkpoint(folder: Path) -> bool:

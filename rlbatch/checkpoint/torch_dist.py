@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -34,6 +35,7 @@ from rlbatch.checkpoint.unpickle import METADATA, read_metadata
 FORMAT = "metadata.json"
 COMMON = "common.pt"
 CHUNK_SUFFIX = ".distcp"
+EMPTY = f"__empty{CHUNK_SUFFIX}"
 MARKER = "conversion.json"
 """Written last by ``rlbatch.convert``: a folder with it is complete. Says what was converted how, and every file's size and CRC-32."""
 
@@ -84,11 +86,12 @@ def converted_model(folder: Path) -> dict[str, Any] | None:
     return dict(model)
 
 
-def small_files(chunks: Iterable[Chunk]) -> dict[str, bytes]:
+def small_files(chunks: Iterable[Chunk], empty_objects: Iterable[str] = ()) -> dict[str, bytes]:
     """What makes a folder with chunk files a checkpoint: name -> content.
 
     Args:
         chunks: All that the files hold. A tensor whose pieces have several types is described by the widest.
+        empty_objects: Keys of Megatron's objects that hold None; they share one file.
     """
     tensors: dict[str, TensorStorageMetadata] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
@@ -97,11 +100,18 @@ def small_files(chunks: Iterable[Chunk]) -> dict[str, bytes]:
         stored.properties.dtype = torch.promote_types(stored.properties.dtype, chunk.dtype)
         stored.chunks.append(ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.size)))
         places[MetadataIndex(chunk.key, chunk.offset)] = _StorageInfo(chunk.file, chunk.start, chunk.length)
-    common = io.BytesIO()
-    torch.save({}, common)
+    nothing = _saved([None])
+    places |= {MetadataIndex(key): _StorageInfo(EMPTY, 0, len(nothing)) for key in empty_objects}
+    described: dict[str, Any] = {**tensors, **{index.fqn: BytesStorageMetadata() for index in places if index.fqn not in tensors}}
     backends = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
-    metadata = Metadata(dict[str, Any](tensors), planner_data={}, storage_data=places, version=CURRENT_DCP_VERSION)
-    return {COMMON: common.getvalue(), METADATA: pickle.dumps(metadata), FORMAT: json.dumps(backends).encode()}
+    metadata = Metadata(described, planner_data={}, storage_data=places, version=CURRENT_DCP_VERSION)
+    return {EMPTY: nothing, COMMON: _saved({}), METADATA: pickle.dumps(metadata), FORMAT: json.dumps(backends).encode()}
+
+
+def _saved(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
 
 
 class TorchDist:

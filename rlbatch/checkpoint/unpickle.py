@@ -103,5 +103,6 @@ def _check(loaded: Any) -> None:
         if type(index) is not MetadataIndex or type(info) is not filesystem._StorageInfo:
             raise pickle.UnpicklingError(f"its storage entry {index!r} is none")
         name = info.relative_path
-        if type(name) is not str or Path(name).name != name or type(info.offset) is not int or type(info.length) is not int:
+        is_here = type(name) is str and name not in ("", "..") and Path(name).name == name
+        if not is_here or type(info.offset) is not int or type(info.length) is not int:
             raise pickle.UnpicklingError(f"its storage entry {index!r} points to {name!r}, which is no file of its folder")

@@ -145,7 +145,7 @@ def _hf_to_dist(options: Options) -> Work:
     hf = HfTensors(Path(options.hf))
     check_names(family, hf.names())
     outputs, chunks = to_dist.outputs(family, hf, layout, options.file_gb * 1e9)
-    return Work(outputs, lambda: small_files(chunks))
+    return Work(outputs, lambda: small_files(chunks, to_dist.empty_objects(chunks)))
 
 
 def _dist_to_hf(options: Options) -> Work:

@@ -19,6 +19,7 @@ from rlbatch.config.schema import LayoutConfig
 from rlbatch.convert.output import Output, Part
 from rlbatch.convert.parameters import by_name
 from rlbatch.megatron.placement import Placement, placements
+from rlbatch.megatron.stock_names import extra_states, local_name
 from rlbatch.weights.codec import Geometry, Source, fill, hf_names, is_expert, shard_shape
 
 CHUNK_BYTES = 2**30
@@ -96,7 +97,20 @@ def outputs(family: ModelFamily, hf: HfTensors, layout: LayoutConfig, file_bytes
             held += nbytes
         if cuts:
             files.append(_file(f"__{placement.rank}_{number}{CHUNK_SUFFIX}", cuts, chunks))
-    return files, chunks
+    return files, [*chunks, *_under_other_names(chunks)]
+
+
+def empty_objects(chunks: Sequence[Chunk]) -> list[str]:
+    """Keys of the objects that Megatron's own models look for beside the tensors."""
+    shapes = {chunk.key: chunk.shape for chunk in chunks}
+    return [name for key, shape in shapes.items() for name in extra_states(key, shape)]
+
+
+def _under_other_names(chunks: Sequence[Chunk]) -> list[Chunk]:
+    """The same bytes under the names of Megatron's local spec, so that models of either spec load them."""
+    taken = {chunk.key for chunk in chunks}
+    renamed = [replace(chunk, key=local_name(chunk.key)) for chunk in chunks]
+    return [chunk for chunk in renamed if chunk.key and chunk.key not in taken]
 
 
 def _file(name: str, cuts: Sequence[tuple[_Cut, int]], chunks: list[Chunk]) -> Output:

