@@ -77,7 +77,7 @@ def submitted(name: str) -> tuple[Config, str]:
 
 def test_every_script_is_there() -> None:
     """One for each row of the guides' tables, and the smoke run."""
-    assert SCRIPTS == sorted(f"{name}.sbatch" for name in LISTED)
+    assert sorted(f"{name}.sbatch" for name in LISTED) == SCRIPTS
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -149,7 +149,7 @@ def test_missing_paths(tmp_path: Path, variables: dict[str, str], message: str) 
 
 
 def test_smoke_script_makes_the_run_folder(tmp_path: Path) -> None:
-    """It writes the run folder of its job id, with further overrides, and starts the ranks of that folder; a requeued job finds it again."""
+    """It makes the run folder of its job, with further overrides, and starts that folder's ranks; a requeued job finds it again."""
     for _ in range(2):
         done = run_script("local_smoke.sbatch", tmp_path, "train.steps=3", SLURM_JOB_ID="7", SLURM_NTASKS="4", SLURM_JOB_NUM_NODES="2")
         assert done.returncode == 0, done.stderr

@@ -1,0 +1,67 @@
+"""What Slurm says of a job, with and without accounting."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from rlbatch.api import ConfigError
+from rlbatch.launch.batch_queue import JobState, cancel_job, job_state
+from tests.fake_slurm import FakeSlurm
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    return FakeSlurm(tmp_path / "slurm", monkeypatch, os.environ["PATH"])
+
+
+def test_running(slurm: FakeSlurm) -> None:
+    """Nodes, requeues and the log of a job that runs; no exit code yet."""
+    slurm.job("7", "RUNNING", NodeList="n[1-2]", StdOut="/runs/a/job.log", Restarts="2")
+    assert job_state("7") == JobState("RUNNING", "", "n[1-2]", None, 2, "/runs/a/job.log")
+    assert not job_state("7").ended
+
+
+@pytest.mark.parametrize(
+    ("state", "exit_code", "code"),
+    [("COMPLETED", "0:0", 0), ("FAILED", "3:0", 3), ("FAILED", "0:9", 137), ("CANCELLED", "0:0", 1), ("TIMEOUT", "0:0", 1)],
+)
+def test_exit_codes(slurm: FakeSlurm, state: str, exit_code: str, code: int) -> None:
+    """As a shell would tell them; a job that ended badly is never 0."""
+    slurm.job("7", state, exit_code, Reason="NonZeroExitCode")
+    found = job_state("7")
+    assert (found.exit_code, found.ended, found.reason) == (code, True, "NonZeroExitCode")
+
+
+def test_forgotten_by_the_controller(slurm: FakeSlurm) -> None:
+    """After some minutes slurmctld forgets a job; the accounting then answers."""
+    slurm.says("scontrol", err="slurm_load_jobs error: Invalid job id specified", rc=1)
+    slurm.says("sacct", "CANCELLED by 1000|0:15|n[1-2]\n")
+    assert job_state("7") == JobState("CANCELLED", "", "n[1-2]", 143)
+
+
+def test_forgotten_without_accounting(slurm: FakeSlurm) -> None:
+    """Without accounting sacct fails: the state is unknown, which is an end too."""
+    slurm.says("scontrol", err="slurm_load_jobs error: Invalid job id specified", rc=1)
+    slurm.says("sacct", err="Slurm accounting storage is disabled", rc=1)
+    assert job_state("7").state == "UNKNOWN"
+    assert job_state("7").ended
+
+
+def test_no_slurm_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Away from a cluster nothing is known, and nothing can be cancelled."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert job_state("7").state == "UNKNOWN"
+    with pytest.raises(ConfigError, match=r"job 7: cannot be cancelled \(there is no scancel here\)"):
+        cancel_job("7")
+
+
+def test_cancel(slurm: FakeSlurm) -> None:
+    """scancel is asked; what it refuses is told."""
+    cancel_job("7")
+    assert slurm.calls() == ["scancel 7"]
+    slurm.says("scancel", err="scancel: error: Kill job error on job id 7: Invalid job id specified", rc=1)
+    with pytest.raises(ConfigError, match="Invalid job id specified"):
+        cancel_job("7")
