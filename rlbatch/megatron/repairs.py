@@ -11,6 +11,8 @@ def install() -> None:
     """Applies all repairs; may be called again."""
     _mend_hybrid_optimizer()
     _judge_groups_of_experts_by_two()
+    _save_buckets_where_their_parameters_are()
+    _checkpoint_stages_without_experts()
     from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
 
     try:
@@ -37,6 +39,62 @@ def _judge_groups_of_experts_by_two() -> None:
         return torch.topk(masked, k=topk, dim=-1)
 
     moe_utils.group_limited_topk = choose
+
+
+def _save_buckets_where_their_parameters_are() -> None:
+    """A checkpoint's main weights and moments are cut out of all buckets' states in a row, by positions that count the padding between
+    buckets, which the row leaves out. A tied embedding on several pipeline stages has a bucket of its own: what follows was wrong.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    original = DistributedOptimizer.get_parameter_state_dp_zero
+
+    def with_padding(self: Any, *args: Any, **kwargs: Any) -> dict[Any, Any] | None:
+        state: dict[Any, Any] | None = original(self, *args, **kwargs)
+        for index, buffer in enumerate(self.buffers if state is not None else ()):
+            if len(buffer.buckets) == 1:
+                continue
+            for tensors in state[index].values():
+                for name in ("param", "exp_avg", "exp_avg_sq"):
+                    tensors[name] = _spread(tensors[name], buffer)
+        return state
+
+    DistributedOptimizer.get_parameter_state_dp_zero = with_padding
+
+
+def _spread(row: torch.Tensor, buffer: Any) -> torch.Tensor:
+    spread = row.new_zeros(buffer.numel)
+    parts = row.split([bucket.numel_unpadded for bucket in buffer.buckets])
+    for bucket, part in zip(buffer.buckets, parts, strict=True):
+        spread[bucket.offset : bucket.offset + len(part)] = part
+    return spread
+
+
+def _checkpoint_stages_without_experts() -> None:
+    """A pipeline stage of dense layers only has an optimizer for experts without parameters: saving it fails, as it has no step count, and
+    if it is the first rank's, no rank would find one. All optimizers step together: the dense one's count is everybody's.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+    save, load = DistributedOptimizer.state_dict, ChainedOptimizer.load_state_dict
+
+    def state_dict(self: Any) -> dict[str, Any]:
+        inner = self.optimizer.state_dict()
+        if inner["state"] or any(group["params"] for group in inner["param_groups"]):
+            return save(self)
+        groups = [{name: value for name, value in group.items() if name != "params"} for group in inner["param_groups"]]
+        return {"optimizer": {"param_groups": [{"step": 0.0, **group} for group in groups]}}
+
+    def load_state_dict(self: Any, state_dict: Any) -> None:
+        parts = state_dict.values() if set(state_dict) == set(range(len(self.chained_optimizers))) else []
+        groups = [group for part in parts for group in part["optimizer"]["param_groups"]]
+        for group in groups:
+            if "step" in groups[0]:
+                group["step"] = groups[0]["step"]
+        load(self, state_dict)
+
+    DistributedOptimizer.state_dict, ChainedOptimizer.load_state_dict = state_dict, load_state_dict
 
 
 def _live_without_transformer_engine() -> None:

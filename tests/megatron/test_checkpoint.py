@@ -12,28 +12,42 @@ from tests.megatron import checkpoint
 from tests.megatron.test_gradients import LAYOUTS, TOLERANCE, worst
 
 ONE = LayoutConfig(world_size=1)
-SHAPES = ["vpp2 pp2", "ep4", "tp2 pp2 ep2", "tp2 cp2 ep2"]
+MODELS = {
+    "qwen3_moe": tiny_models.qwen3_moe,
+    "deepseek_v3": tiny_models.deepseek_v3,
+    "qwen2 tied": lambda: tiny_models.qwen2(tie_word_embeddings=True),
+}
+CASES = [
+    *(("qwen3_moe", layout) for layout in ("vpp2 pp2", "ep4", "tp2 pp2 ep2", "tp2 cp2 ep2")),
+    *(("deepseek_v3", layout) for layout in ("pp4", "tp2 pp2 ep2")),
+    ("qwen2 tied", "tp2 pp2"),
+]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.saved(tiny_models.qwen3_moe(), tmp_path_factory.mktemp("qwen3_moe"))
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {name: tiny_models.saved(build(), tmp_path_factory.mktemp("model")) for name, build in MODELS.items()}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def one_rank(folder: Path, tmp_path_factory: pytest.TempPathFactory, rank_pool):
+def one_rank(model: str, folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, rank_pool):
     """The third update of one process, and its checkpoint after the second."""
     state = tmp_path_factory.mktemp("one") / "state"
-    return (*rank_pool(1).run(checkpoint.save_between_updates, str(folder), ONE, str(state))[0], state)
+    return (*rank_pool(1).run(checkpoint.save_between_updates, str(folders[model]), ONE, str(state))[0], state)
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_from_one_rank_to_many_and_back(name: str, folder: Path, one_rank, tmp_path: Path, rank_pool) -> None:
+@pytest.mark.parametrize(("model", "name"), CASES, indirect=["model"], scope="module")
+def test_from_one_rank_to_many_and_back(model: str, name: str, folders: dict[str, Path], one_rank, tmp_path: Path, rank_pool) -> None:
     """The third update, after a load from one rank's checkpoint and after a load of the layout's own on one rank, is that of one process:
-    gradient norm and weights within 1e-5, while the update moves the weights far more.
+    gradient norm and weights within 1e-5 (biases of experts to the bit), while the update moves the weights far more.
     """
     want, report, state = one_rank
-    layout = LAYOUTS[name]
+    folder, layout = folders[model], LAYOUTS[name]
     pool = rank_pool(layout.world_size)
     loaded = pool.run(checkpoint.load_and_update, str(folder), layout, str(state))
     pool.run(checkpoint.save_between_updates, str(folder), layout, str(tmp_path / "state"))
@@ -42,12 +56,14 @@ def test_from_one_rank_to_many_and_back(name: str, folder: Path, one_rank, tmp_p
         weights, got, _ = ranks[0]
         error, parameter = worst(weights, want)
         assert error <= TOLERANCE, f"{parameter}: {error:.2e}"
+        assert all(weights[bias].equal(want[bias]) for bias in want if bias.endswith("e_score_correction_bias"))
         assert got["grad_norm"] == pytest.approx(report["grad_norm"], rel=TOLERANCE)
         assert {step for _, _, steps in ranks for step in steps} == {3.0}
 
 
-def test_an_update_is_seen(folder: Path, one_rank, rank_pool) -> None:
+@pytest.mark.parametrize("model", ["qwen3_moe"], indirect=True, scope="module")
+def test_an_update_is_seen(model: str, folders: dict[str, Path], one_rank, rank_pool) -> None:
     """The tolerance of the comparison is far below what updates change."""
     want, _, _ = one_rank
-    fresh, _ = rank_pool(1).run(checkpoint.first_update, str(folder), ONE)[0]
+    fresh, _ = rank_pool(1).run(checkpoint.first_update, str(folders[model]), ONE)[0]
     assert worst(fresh, want)[0] > 100 * TOLERANCE

@@ -29,8 +29,16 @@ FOUR_RANKS = {
     "tp2 etp2 dp2": LayoutConfig(world_size=4, tp_size=2, etp_size=2),
     "tp2 cp2 ep2": LayoutConfig(world_size=4, tp_size=2, cp_size=2, ep_size=2),
 }
-MODELS = {"qwen3_moe": tiny_models.qwen3_moe, "llama tied": lambda: tiny_models.llama(tie_word_embeddings=True)}
-CASES = [("qwen3_moe", layout) for layout in (*LAYOUTS, *FOUR_RANKS)] + [("llama tied", layout) for layout in ("1 rank", "pp2", "tp2 etp2")]
+MODELS = {
+    "qwen3_moe": tiny_models.qwen3_moe,
+    "deepseek_v3": tiny_models.deepseek_v3,
+    "llama tied": lambda: tiny_models.llama(tie_word_embeddings=True),
+}
+CASES = [
+    *(("qwen3_moe", layout) for layout in (*LAYOUTS, *FOUR_RANKS)),
+    *(("deepseek_v3", layout) for layout in ("1 rank", "pp2", "tp2 ep2", "tp2 cp2 ep2")),
+    *(("llama tied", layout) for layout in ("1 rank", "pp2", "tp2 etp2")),
+]
 
 
 def norms(folder: str, layout: LayoutConfig) -> tuple[float, float]:

@@ -36,7 +36,7 @@ LAYOUTS = {
     "tp2 ep2 etp2": LayoutConfig(world_size=4, tp_size=2, ep_size=2, etp_size=2),
 }
 DENSE = ["dp2", "pp2", "pp2 uneven", "vpp2 pp2", "tp2", "cp2", "recompute", "tp2 pp2", "tp2 cp2", "pp2 cp2", "pp4"]
-WITH_EXPERTS = [name for name in LAYOUTS if name not in ("tp2", "tp2 pp2", "tp2 cp2", "tp4 ep2")]
+WITH_EXPERTS = [name for name in LAYOUTS if name not in ("tp2 pp2", "tp2 cp2", "tp4 ep2")]
 MODELS = {
     "qwen3_moe": (tiny_models.qwen3_moe, WITH_EXPERTS),
     "deepseek_v3": (tiny_models.deepseek_v3, [*WITH_EXPERTS, "tp4 ep2"]),
