@@ -1,0 +1,168 @@
+"""`dry_run=true`: everything that would run, read by a person; nothing starts, nothing stays on disk."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+import rlbatch.prepare
+import rlbatch.submit
+from rlbatch.launch import mpirun
+from tests.large_models import write_model
+
+LARGE = """\
+Dry run: nothing is submitted, started or written.
+
+Job         rlbatch-qwen3_235b, launcher=slurm, cluster h20x32
+Model       {tmp}/model, 235.1 billion parameters, bf16
+Prompts     {tmp}/train.jsonl
+Run folder  {tmp}/mine (new)
+Ranks       32 = 4 nodes x 8 H20 (95 GiB a GPU, 2000 GiB host memory a node)
+Notice      USR2 960 s before the end: a checkpoint is about 3291 GB (1e9 bytes), written at 5 GB/s
+
+Layout      attention and dense layers: tp 4 x cp 1 x dp 1 x pp 8
+            experts: etp 1 x ep 4 x edp 1 x pp 8
+            recompute full, offload cpu_adam fraction=1.0
+Stages      0: 11 layers on ranks 0-3 of node 0
+            1: 12 layers on ranks 4-7 of node 0
+            2: 12 layers on ranks 8-11 of node 1
+            3: 12 layers on ranks 12-15 of node 1
+            4: 12 layers on ranks 16-19 of node 2
+            5: 12 layers on ranks 20-23 of node 2
+            6: 12 layers on ranks 24-27 of node 3
+            7: 11 layers on ranks 28-31 of node 3
+
+Hosts       4 nodes, chosen by Slurm (partition rl)
+Command     sbatch <the script below>, submitted by submitit; its task is rlbatch.run of the run folder
+Environment that of the shell which submits, and the script's exports
+
+#!/bin/bash
+#SBATCH --job-name=rlbatch-qwen3_235b
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=8
+#SBATCH --gres=gpu:8
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --partition=rl
+#SBATCH --time=1-00:00:00
+#SBATCH --signal=USR2@960
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output={tmp}/mine/logs/job.log
+
+export OMP_NUM_THREADS=16
+export PYTHONUNBUFFERED=1
+export SUBMITIT_EXECUTOR=slurm
+export SUBMITIT_LOG_LEVEL=CRITICAL
+
+srun --kill-on-bad-exit=1 --wait=30 --cpu-bind=none --gpu-bind=none \\
+    {python} -u -m submitit.core._submit {tmp}/mine/submitit
+
+Config (config.yaml; all other keys have the defaults of --help)
+"""
+
+
+@pytest.fixture(autouse=True)
+def surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An empty folder on a machine with neither Slurm nor MPI nor GPUs."""
+    for name in ("MODEL_DIR", "TRAIN_DATA", "EVAL_DATA", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PATH", "/bin")
+    monkeypatch.setattr(rlbatch.prepare, "visible_gpus", lambda: 0)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.chdir(tmp_path)
+
+
+def dry_run(*overrides: str, code: int = 0) -> None:
+    before = sorted(Path().rglob("*"))
+    assert rlbatch.submit.main([*overrides, "dry_run=true"]) == code
+    assert sorted(Path().rglob("*")) == before
+
+
+def test_large_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Resources, mesh, script and config of a job for Slurm, compared whole, on a machine without Slurm."""
+    monkeypatch.setenv("MODEL_DIR", str(write_model("qwen3_235b", tmp_path / "model")))
+    monkeypatch.setenv("TRAIN_DATA", str(tmp_path / "train.jsonl"))
+    (tmp_path / "train.jsonl").write_text('{"prompt": "a", "label": "1"}\n' * 32)
+    dry_run("+cluster=h20x32", "cluster.partition=rl", "cluster.time_limit=1-00:00:00", "run_dir=mine", "cluster.gpu_memory_gib=0", code=0)
+    said = capsys.readouterr()
+    text = LARGE.format(tmp=tmp_path, python=sys.executable).replace(" (95 GiB a GPU, ", " (")
+    assert said.out.startswith(text)
+    keys = said.out.removeprefix(text)
+    for words in ("layout.first_stage_layers=11\n", "train.precision=bf16\n", "offload.options={fraction:1.0}\n", "cluster.partition=rl\n"):
+        assert f"    {words}" in keys
+    assert "dry_run" not in keys
+    assert said.err == ""
+
+
+def test_cluster_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """`+cluster=h20x96 dry_run=true` shows the job even where model and data are not, says what is missing, and ends with 2."""
+    dry_run("+cluster=h20x96", code=2)
+    said = capsys.readouterr()
+    for words in ("#SBATCH --nodes=12\n", "Model       $MODEL_DIR, 671 billion parameters, bf16\n", "tp 8 x cp 1 x dp 1 x pp 12\n"):
+        assert words in said.out
+    assert "#SBATCH --signal=USR2@1320\n" in said.out
+    refused = said.err.strip().splitlines()
+    assert refused[0] == "This would be refused:"
+    assert refused[1].startswith("  model.hf=$MODEL_DIR: the environment variable MODEL_DIR is not set. Set it to the model's")
+    assert refused[2].startswith("  rollout=transformers: needs the whole model in each rank, 1250 GiB, and cluster.gpu_memory_gib is 95.")
+    assert refused[3].startswith("  data.train=$TRAIN_DATA: the environment variable TRAIN_DATA is not set.")
+    assert len(refused) == 4
+
+
+def test_embedded_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """The local launcher: command, environment and mesh, with the model that would be generated."""
+    dry_run("+cluster=local")
+    out = capsys.readouterr().out
+    assert "Job         rlbatch-run, launcher=local, cluster local\n" in out
+    assert "Ranks       2 = 1 nodes x 2 (CPU)\n" in out
+    assert "Stages      0: 2 layers on ranks 0-1 of node 0\n" in out
+    assert "-m rlbatch.run --run-dir " in out
+    assert "    OMP_NUM_THREADS=1\n" in out
+
+
+def test_mpi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Hosts with their ranks, the hostfile that would be written, the command and the environment."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "mpirun").write_text("#!/bin/sh\necho 'mpirun (Open MPI) 5.0.11'\n")
+    (programs / "mpirun").chmod(stat.S_IRWXU)
+    monkeypatch.setenv("PATH", f"{programs}:/bin")
+    (tmp_path / "hosts").write_text("n1:2\nn2 slots=2\nn3 slots=4\n")
+    dry_run("+cluster=local", "launcher=mpi", "cluster.hostfile=hosts", "layout.world_size=6", "run_dir=mine")
+    out = capsys.readouterr().out
+    assert "Launcher    Open MPI 5\n" in out
+    assert "Hosts       n1, n2, n3: ranks 0-5, 2 on each\n" in out
+    assert f"Hostfile    {tmp_path}/mine/hostfile\n    n1 slots=2\n    n2 slots=2\n    n3 slots=2\n" in out
+    assert f"Command     mpirun -np 6 --hostfile {tmp_path}/mine/hostfile --map-by slot --bind-to none" in out
+    assert "    PYTHONUNBUFFERED=1\n" in out
+
+
+def test_mpi_without_mpirun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without an mpirun, Open MPI's command is shown, and that it is assumed."""
+    monkeypatch.setattr(mpirun.shutil, "which", lambda name: None)
+    dry_run("+cluster=local", "launcher=mpi")
+    assert "Launcher    Open MPI 5, assumed because there is no mpirun here\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["layout.ep_size=3"], "layout.ep_size=3: must divide num_experts (4)"),
+        (["launcher=slurm", "layout.world_size=3"], "layout.world_size=3: must be a multiple of cluster.gpus_per_node (2)"),
+        (["launcher=slurm", "cluster.time_limit=soon"], "cluster.time_limit=soon: must be a time"),
+        (["run_dir=."], "run_dir=.: must be new or empty"),
+        (["launcher=mpi", "cluster.hostfile=absent"], "cluster.hostfile=absent: cannot be read"),
+    ],
+)
+def test_what_would_be_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, overrides: list[str], message: str) -> None:
+    """A job that would be refused is shown as far as it goes, with the reason; the exit code says so."""
+    (tmp_path / "file").touch()
+    dry_run("+cluster=local", *overrides, code=2)
+    assert f"\n  {message}" in capsys.readouterr().err
