@@ -55,7 +55,7 @@ def _summary(config: Config, run_dir: Path, parameters: float) -> Iterator[str]:
     yield f"Model       {config.model.hf}{size}, {config.train.precision}"
     yield f"Prompts     {config.data.train}{f'; held-out {config.data.eval}' if config.data.eval else ''}"
     yield f"Run folder  {run_dir} ({'goes on' if run_dir.exists() else 'new'})"
-    yield f"Ranks       {config.layout.world_size} = {where.nodes} nodes x {where.ranks_per_node}{_hardware(config)}"
+    yield f"Ranks       {config.layout.world_size} = {_nodes(where.nodes)} x {where.ranks_per_node}{_hardware(config)}"
     if config.launcher in ("slurm", "none"):
         seconds = notice_s(config, parameters, run_dir)
         saved = checkpoint_bytes(parameters, config.train.precision) / 1e9
@@ -63,6 +63,10 @@ def _summary(config: Config, run_dir: Path, parameters: float) -> Iterator[str]:
             f"Notice      {NOTICE_SIGNAL} {seconds} s before the end: a checkpoint is about {saved:.4g} GB (1e9 bytes), "
             f"written at {cluster.storage_gbs:g} GB/s"
         )
+
+
+def _nodes(count: int) -> str:
+    return "1 node" if count == 1 else f"{count} nodes"
 
 
 def _hardware(config: Config) -> str:
@@ -102,7 +106,7 @@ def _span(word: str, numbers: range) -> str:
 
 def _launch(config: Config, run_dir: Path, parameters: float) -> Iterator[str]:
     if config.launcher == "slurm":
-        yield f"Hosts       {place(config).nodes} nodes, chosen by Slurm (partition {config.cluster.partition or 'default'})"
+        yield f"Hosts       {_nodes(place(config).nodes)}, chosen by Slurm (partition {config.cluster.partition or 'default'})"
         yield "Command     sbatch <the script below>, submitted by submitit; its task is rlbatch.run of the run folder"
         yield "Environment that of the shell which submits, and the script's exports"
         yield ""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rlbatch.api import ConfigError
 from rlbatch.config.schema import Config
-from rlbatch.launch.batch_queue import job_state
+from rlbatch.launch.batch_queue import job_state, queued_state
 from rlbatch.launch.cluster_variables import cluster_variables
 from rlbatch.launch.container import check_container, in_container, python
 from rlbatch.launch.follow import follow
@@ -86,8 +86,10 @@ def _start_slurm(config: Config, registry: Registry) -> int:
 
 
 def _tell(record: JobRecord) -> None:
+    state = queued_state(record.job_id)
+    why = f" ({state.reason})" if state.reason else f" on {state.nodes}" if state.nodes else ""
     print(
-        f"Submitted job {record.job_id} ({record.name}).\n"
+        f"Submitted job {record.job_id} ({record.name}): {state.state}{why}\n"
         f"  run folder  {record.run_dir}\n"
         f"  log         {record.log} (rank 0 and the first error; other ranks: {Path(record.log).parent}/rank<N>.log)\n"
         f"  follow      python -m rlbatch.jobs log {record.job_id} --follow\n"

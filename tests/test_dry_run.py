@@ -121,7 +121,7 @@ def test_embedded_run(capsys: pytest.CaptureFixture[str]) -> None:
     dry_run("+cluster=local")
     out = capsys.readouterr().out
     assert "Job         rlbatch-run, launcher=local, cluster local\n" in out
-    assert "Ranks       2 = 1 nodes x 2 (CPU)\n" in out
+    assert "Ranks       2 = 1 node x 2 (CPU)\n" in out
     assert "Stages      0: 2 layers on ranks 0-1 of node 0\n" in out
     assert "-m rlbatch.run --run-dir " in out
     assert "    OMP_NUM_THREADS=1\n" in out

@@ -77,6 +77,25 @@ def test_damaged_list(tmp_path: Path) -> None:
     assert [record.job_id for record in read_records()] == ["41"]
 
 
+def test_forgotten_job(slurm: FakeSlurm, tmp_path: Path) -> None:
+    """What neither slurmctld nor the accounting knows any more ended as the run folder's summary says, if no other job was there since."""
+    slurm.says("scontrol", rc=1)
+    slurm.says("sacct", rc=1)
+    record = job(tmp_path)
+    (Path(record.run_dir) / "summary.json").write_text('{"status": "finished"}')
+    assert (record.state().state, record.state().exit_code) == ("COMPLETED", 0)
+    new_record("42", "slurm", "rlbatch-run", Path(record.run_dir), record.log)
+    assert record.state().state == "UNKNOWN"
+
+
+def test_waiting_job(slurm: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A job that waits says for what, so that one which can never start is seen."""
+    job(tmp_path)
+    slurm.job("41", "PENDING", Reason="PartitionNodeLimit")
+    assert "PENDING (PartitionNodeLimit)" in shown(capsys)
+    assert "state       PENDING (PartitionNodeLimit)\n" in shown(capsys, "show", "41")
+
+
 def test_show(slurm: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One job, by its id or its run folder: state and reason, requeues, exit code, progress, first error with its traceback."""
     record = job(tmp_path)

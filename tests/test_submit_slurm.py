@@ -33,11 +33,12 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
 
 def test_submitted(slurm: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The run folder, a private folder with script and pickled task, and what to do next."""
+    slurm.job("41", "PENDING", Reason="Resources")
     assert rlbatch.submit.main([*LOCAL, "run_dir=mine"]) == 0
     run_dir = tmp_path / "mine"
     out = capsys.readouterr().out
     for words in (
-        "Submitted job 41 (rlbatch-run).",
+        "Submitted job 41 (rlbatch-run): PENDING (Resources)\n",
         f"run folder  {run_dir}",
         f"{run_dir}/logs/job.log",
         "python -m rlbatch.jobs log 41 --follow",
@@ -51,7 +52,7 @@ def test_submitted(slurm: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert (run_dir / "submitit/41_submitted.pkl").is_file()
     assert load_config(run_dir / "config.yaml").layout.world_size == 4
     assert (run_dir / "logs").is_dir()
-    assert [call.split()[0] for call in slurm.calls()] == ["sbatch"]
+    assert [call.split()[0] for call in slurm.calls()] == ["sbatch", "scontrol"]
 
 
 def test_the_task_runs_the_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ ENDED = (
 )
 """States that a job does not leave."""
 UNKNOWN = "UNKNOWN"
+REASON_S = 2.0
+"""Slurm's scheduler looks at a new job within about a second."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,16 @@ class JobState:
 def job_state(job_id: str) -> JobState:
     """Asks ``scontrol``, then ``sacct``."""
     return _from_controller(job_id) or _from_accounting(job_id) or JobState(UNKNOWN, "neither scontrol nor sacct knows it")
+
+
+def queued_state(job_id: str) -> JobState:
+    """As ``job_state``, of a job that was submitted just now: waits a moment for the reason why it waits."""
+    deadline = time.monotonic() + REASON_S
+    while True:
+        state = job_state(job_id)
+        if state.state != "PENDING" or state.reason or time.monotonic() > deadline:
+            return state
+        time.sleep(0.2)
 
 
 def cancel_job(job_id: str) -> None:

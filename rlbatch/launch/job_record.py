@@ -11,10 +11,12 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from rlbatch.api import ConfigError
-from rlbatch.launch.batch_queue import JobState, cancel_job, job_state
+from rlbatch.launch.batch_queue import UNKNOWN, JobState, cancel_job, job_state
 
 RECORD = "job.json"
 _PROCESS = "pid"
+_ENDED = {"finished": ("COMPLETED", 0), "failed": ("FAILED", 1), "interrupted": ("CANCELLED", 143)}
+"""``status`` in summary.json -> Slurm's word and the exit code."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,11 @@ class JobRecord:
         return not self.job_id.startswith(_PROCESS)
 
     def state(self) -> JobState:
-        """How it is now."""
-        return job_state(self.job_id) if self.is_slurm else self._process_state()
+        """How it is now; what Slurm has forgotten, the run folder's summary still knows."""
+        if not self.is_slurm:
+            return self._process_state()
+        state = job_state(self.job_id)
+        return self._summary_state() or state if state.state == UNKNOWN else state
 
     def cancel(self) -> None:
         """Ends it.
@@ -74,13 +79,19 @@ class JobRecord:
     def _process_state(self) -> JobState:
         if self.host == socket.gethostname() and self._is_alive():
             return JobState("RUNNING", nodes=self.host)
+        return self._summary_state() or JobState(UNKNOWN, f"its process on {self.host} is gone, or cannot be seen from here")
+
+    def _summary_state(self) -> JobState | None:
+        """How it ended, unless another job had the run folder since, or it did not say."""
+        last = read_record(Path(self.run_dir))
+        if last is None or last.job_id != self.job_id:
+            return None
         with suppress(OSError, ValueError):
             summary = json.loads((Path(self.run_dir) / "summary.json").read_text(encoding="utf-8"))
-            ended = {"finished": ("COMPLETED", 0), "failed": ("FAILED", 1), "interrupted": ("CANCELLED", 143)}
-            if summary.get("status") in ended:
-                state, code = ended[summary["status"]]
-                return JobState(state, exit_code=code, nodes=self.host)
-        return JobState("UNKNOWN", f"its process on {self.host} is gone, or cannot be seen from here")
+            if summary.get("status") in _ENDED:
+                state, code = _ENDED[summary["status"]]
+                return JobState(state, exit_code=code)
+        return None
 
 
 def process_id() -> str:

@@ -34,7 +34,7 @@ def explain_rejection(message: str, config: Config) -> ConfigError:
         message: What sbatch printed.
         config: The job's.
     """
-    said = " ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in message.strip().splitlines()) or "nothing"
+    said = "; ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in message.strip().splitlines()) or "nothing"
     for words, keys, fix in _REASONS:
         if words in said.lower():
             shown = " ".join(f"{key}={_value(config, key)}" for key in keys)

@@ -149,6 +149,6 @@ def test_refusals_name_the_key(said: str, start: str, end: str) -> None:
 def test_refusal_in_several_lines() -> None:
     """What sbatch prints in two lines is one line here."""
     said = "sbatch: error: invalid partition specified: foo\n" + FAILED + "Invalid partition name specified\n"
-    assert "(invalid partition specified: foo Batch job submission failed: Invalid partition name specified)" in str(
+    assert "(invalid partition specified: foo; Batch job submission failed: Invalid partition name specified)" in str(
         explain_rejection(said, replace(CONFIG))
     )
