@@ -7,9 +7,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from torch.distributed.checkpoint.api import CheckpointException
 
+from rlbatch.api import RlbatchError
 from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import LayoutConfig
 from rlbatch.megatron import parallel
@@ -72,13 +75,20 @@ def save_again(folder: str, state: str, layout: LayoutConfig, again: str) -> Non
     dist_checkpointing.save(_sharded_weights(trainer), again)
 
 
-def load_and_save_pickled(folder: str, state: str) -> str:
+def refusal(folder: str, state: str) -> str:
     """What the trainer says to a checkpoint; empty if it loads."""
-    from rlbatch.api import RlbatchError
-
     trainer = build_trainer(Path(folder), LayoutConfig(world_size=1))
     try:
         load_weights(trainer, Path(state))
     except RlbatchError as error:
+        return str(error)
+    return ""
+
+
+def load_object(state: str, key: str) -> str:
+    """What Megatron's loading of an object of a checkpoint raises; empty if it loads."""
+    try:
+        dist_checkpointing.load({"object": ShardedObject(key, None, (1,), (0,))}, state)
+    except CheckpointException as error:
         return str(error)
     return ""
