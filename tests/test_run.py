@@ -93,6 +93,10 @@ def test_a_good_run_leaves_its_folder(good: Ended) -> None:
         "checkpoints",
         "config.yaml",
         "embedded",
+        "groups",
+        "life.json",
+        "life.lock",
+        "lives.json",
         "logs",
         "samples",
         "summary.json",
@@ -278,7 +282,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("trian.steps=3", "trian.steps: unknown key. Did you mean `train.steps`?"),
+        ("trian.steps=3", "trian.steps: unknown key. Did you mean `train.steps` or `train.spec`?"),
         ("plugins=[plugin.py]", "plugin plugin.py: does not import: ZeroDivisionError: division by zero. Correct it"),
         ("data.train=prompts.jsonl", "prompts.jsonl:2: not JSON"),
     ],
