@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ def assemble(
             info.world_size,
             run_dir=run_dir,
             notice=notice,
-            announce=announce,
+            announce=announce if info.rank == 0 else partial(print, flush=True),  # into the rank's log
         ),
         offload=offload,
         rewards=_rewards(config, registry, [*train, *held_out]),

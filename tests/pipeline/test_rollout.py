@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ import torch
 
 from rlbatch.api import Completion, Prompt, RolloutError, SamplingParams, WeightBucket
 from rlbatch.config.schema import Config, RolloutConfig, TrainConfig
-from rlbatch.launch.signals import StopNotice
+from rlbatch.launch.signals import Interrupted, StopNotice
 from rlbatch.pipeline.rollout import EVAL_SEED, Rollout, stop_tokens
 
 CONFIG = replace(
@@ -52,9 +52,8 @@ def rollout(
     rank: int = 0,
     engines: int = 1,
     run_dir: Path = Path("no such folder"),
-    notice: StopNotice | None = None,
 ) -> Rollout:
-    where = {"run_dir": run_dir, "notice": notice or StopNotice(), "announce": print}
+    where = {"run_dir": run_dir, "notice": StopNotice(), "announce": print}
     return Rollout(engine, FakeTokenizer(), config, (1, 2), rank, engines, **where)  # type: ignore[arg-type]
 
 
@@ -138,3 +137,55 @@ def test_close_ends_the_engine() -> None:
     engine = FakeEngine()
     rollout(engine).close()
     assert engine.closed == 1
+
+
+class StreamingEngine(FakeEngine):
+    """Yields a group at a time, and runs something after the first."""
+
+    def __init__(self, after_first: Any = None) -> None:
+        super().__init__()
+        self.after_first = after_first
+
+    def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> Iterator[list[Completion]]:
+        for number, answer in enumerate(super().generate(prompts, params)):
+            if number == 1 and self.after_first:
+                self.after_first()
+            yield answer
+
+
+def synced(engine: FakeEngine, run_dir: Path, value: float = 1.0) -> Rollout:
+    made = rollout(engine, run_dir=run_dir)
+    made.sync_weights(iter([("a", torch.full((2, 2), value))]), 1)
+    return made
+
+
+def test_finished_groups_are_not_sampled_again(tmp_path: Path) -> None:
+    """The engine is interrupted after the first of two groups; the next life asks for the second one only, and has both."""
+
+    def interrupt() -> None:
+        raise Interrupted  # as the handler of a signal does
+
+    groups = synced(StreamingEngine(interrupt), tmp_path).generate(PROMPTS, step=11)
+    assert [group.prompt for group in groups] == PROMPTS[:1]
+    again = StreamingEngine()
+    both = synced(again, tmp_path).generate(PROMPTS, step=11)
+    whole = synced(StreamingEngine(), tmp_path / "other").generate(PROMPTS, step=11)
+    assert again.asked[0][0] == PROMPTS[1:]
+    assert [group.prompt for group in both] == PROMPTS
+    for first, second in zip(both, whole, strict=True):
+        for left, right in zip(first.samples, second.samples, strict=True):
+            assert left.token_ids.equal(right.token_ids)
+            assert left.rollout_logprobs.equal(right.rollout_logprobs)
+            assert (left.response, left.finish_reason) == (right.response, right.finish_reason)
+
+
+def test_groups_of_other_weights_or_steps_are_sampled_again(tmp_path: Path) -> None:
+    """What is reused was sampled by this very policy for this very step; an engine whose weights nobody knows keeps nothing."""
+    synced(FakeEngine(), tmp_path).generate(PROMPTS, step=11)
+    for value, step in ((1.0, 12), (2.0, 11)):
+        engine = FakeEngine()
+        synced(engine, tmp_path, value).generate(PROMPTS, step)
+        assert len(engine.asked[0][0]) == 2
+    engine = FakeEngine()
+    rollout(engine, run_dir=tmp_path).generate(PROMPTS, step=11)
+    assert len(engine.asked[0][0]) == 2

@@ -1,0 +1,56 @@
+"""The history of a run's lives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlbatch.launch.lives import LIVES, begin_life, end_life, estimate_write_s, read_history, record_write
+from tests.launch.scontrol import job
+
+
+def test_lives_follow_each_other(tmp_path: Path) -> None:
+    """Each is added when it begins; one that ended without a word has no end."""
+    begin_life(tmp_path, job(0), 0)
+    end_life(tmp_path, job(0), 4, "preempted (SIGUSR2)")
+    history = begin_life(tmp_path, job(1), 4)
+    assert [(life.restart_count, life.first_step, life.last_step, life.why, life.ended > 0) for life in history.lives] == [
+        (0, 0, 4, "preempted (SIGUSR2)", True),
+        (1, 4, 0, "", False),
+    ]
+    assert read_history(tmp_path) == history
+
+
+def test_lives_that_were_killed_count_as_idle(tmp_path: Path) -> None:
+    """A requeue counts by what the next life goes on from, whether the last one could say something or not."""
+    for restart, first in enumerate((0, 2, 2, 2)):
+        history = begin_life(tmp_path, job(restart), first)
+    assert history.idle_requeues() == 2
+    assert begin_life(tmp_path, job(0, "9"), 2).idle_requeues() == 0
+
+
+def test_an_end_in_the_middle_of_loading(tmp_path: Path) -> None:
+    """The life did not know its first step: it would have gone on from the end of the one before."""
+    begin_life(tmp_path, job(0), 0)
+    end_life(tmp_path, job(0), 4, "preempted")
+    history = end_life(tmp_path, job(1), None, "preempted")
+    assert [(life.restart_count, life.first_step, life.last_step) for life in history.lives] == [(0, 0, 4), (1, 4, 4)]
+    assert history.is_idle()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"lives": [{"x": 1}], "write_bytes": 0, "write_s": 0}', '{"lives": 3}'])
+def test_a_damaged_history_is_none(text: str, tmp_path: Path) -> None:
+    """It is for estimates and counts only: the run goes on without it."""
+    (tmp_path / LIVES).write_text(text)
+    assert read_history(tmp_path).lives == ()
+    assert len(begin_life(tmp_path, job(), 3).lives) == 1
+
+
+def test_what_was_measured_is_the_next_estimate(tmp_path: Path) -> None:
+    """Bytes over the rate that is configured, then over the one that the last checkpoint had; lives are kept."""
+    begin_life(tmp_path, job(), 0)
+    assert estimate_write_s(tmp_path, 4e9, 1e9) == 4
+    record_write(tmp_path, 10**9, 0.5)
+    assert estimate_write_s(tmp_path, 4e9, 1e9) == 2
+    assert len(read_history(tmp_path).lives) == 1
