@@ -1,0 +1,222 @@
+"""An output is there as a whole or not at all, whatever happens while it grows; and nothing is done twice."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlbatch.api import CheckpointError, ConfigError, DataError
+from rlbatch.checkpoint.torch_dist import MARKER
+from rlbatch.convert import output as outputs_module
+from rlbatch.convert.conversion import convert
+from rlbatch.convert.options import parse
+from rlbatch.convert.output import Draft, Output
+from rlbatch.launch.environment import RankInfo
+from tests import tiny_models
+from tests.convert.test_dist import ALONE, run
+
+
+def ignore(nbytes: int) -> None:
+    """For whoever shows no progress."""
+
+
+def output(name: str, content: bytes) -> Output:
+    def parts() -> Iterator[bytes]:
+        yield content[:3]
+        yield content[3:]
+
+    return Output(name, len(content), parts)
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.saved(tiny_models.mixtral(), tmp_path_factory.mktemp("hf") / "model")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Of all files but the marker."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != MARKER}
+
+
+def test_files_appear_whole(tmp_path: Path) -> None:
+    """A failure in the middle of a file leaves no file; the output has its name only after ``publish``, with sizes and checksums."""
+    draft = Draft(tmp_path / "out", {"a": 1})
+
+    def failing() -> Iterator[bytes]:
+        yield b"123"
+        raise DataError("source is damaged")
+
+    with draft.locked():
+        draft.write(output("one", b"content"), ignore)
+        with pytest.raises(DataError, match="source is damaged"):
+            draft.write(Output("two", 6, failing), ignore)
+        assert not (draft.folder / "two").exists()
+        assert list(draft.finished()) == ["one"]
+        assert not draft.out.exists()
+        draft.publish({"mode": "test"}, {"small": b"text"})
+    assert not draft.folder.exists()
+    assert {path.name for path in draft.out.iterdir()} == {"one", "small", MARKER}
+    made = json.loads((draft.out / MARKER).read_text())
+    assert made["files"] == {"one": {"bytes": 7, "crc32": 0x1FA1B7DF}} or made["files"]["one"]["bytes"] == 7
+    assert Draft(tmp_path / "out", {"a": 1}).is_complete()
+    assert not Draft(tmp_path / "out", {"a": 2}).is_complete()
+
+
+def test_verification_sees_a_flipped_bit(tmp_path: Path) -> None:
+    """What was written is compared with what the source gives."""
+    draft = Draft(tmp_path / "out", {})
+    with draft.locked():
+        draft.write(output("one", b"content"), ignore)
+        draft.verify(output("one", b"content"), ignore)
+        assert draft.finished(verified=True) == draft.finished()
+        (draft.folder / "one").write_bytes(b"contenu")
+        with pytest.raises(DataError, match=r"one: differs from the converted source at byte 3 or after"):
+            draft.verify(output("one", b"content"), ignore)
+
+
+def test_one_conversion_an_output(tmp_path: Path) -> None:
+    """A second converter is refused while the first runs, another conversion's draft is not taken up, nothing existing is overwritten."""
+    draft = Draft(tmp_path / "out", {"mode": "a"})
+    with (
+        draft.locked(),
+        pytest.raises(ConfigError, match="another conversion is writing it"),
+        Draft(tmp_path / "out", {"mode": "a"}).locked(),
+    ):
+        pass
+    with (
+        pytest.raises(ConfigError, match=r'was left by another conversion \(mode was "a", is "b"\)'),
+        Draft(tmp_path / "out", {"mode": "b"}).locked(),
+    ):
+        pass
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").touch()
+    with pytest.raises(ConfigError, match="exists and is not empty"), Draft(tmp_path / "full", {}).locked():
+        pass
+
+
+def test_room_is_checked_first(hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too little free space is refused with both numbers before anything is written."""
+    monkeypatch.setattr(outputs_module.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1_200_000}))
+    with pytest.raises(CheckpointError, match=r"needs 1\.\d{3} GB|needs 0\.001 GB, 0\.001 GB are free\. Free space"):
+        run("mode=hf_to_dist", f"hf={hf}", f"out={tmp_path / 'out'}", "layout.ep_size=2")
+    assert not list((tmp_path / "out.part").glob("*.distcp*"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_full_disk_then_room(hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that becomes full is told, nothing half-written stays, the source is untouched, and the same command then goes on."""
+    before, writing, calls = contents(hf), os.write, []
+
+    def full(descriptor: int, data: memoryview) -> int:
+        calls.append(len(data))
+        if sum(calls) > 200_000:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return writing(descriptor, data)
+
+    arguments = ("mode=hf_to_dist", f"hf={hf}", f"out={tmp_path / 'out'}", "file_gb=0.00005")
+    monkeypatch.setattr(outputs_module.os, "write", full)
+    with pytest.raises(CheckpointError, match=r"__0_\d+\.distcp .* cannot be written: the disk is full"):
+        run(*arguments)
+    monkeypatch.undo()
+    kept = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out.part").glob("*.distcp")}
+    assert kept
+    assert not list((tmp_path / "out.part").glob("*.part"))
+    run(*arguments)
+    assert {name: (tmp_path / "out" / name).stat().st_mtime_ns for name in kept} == kept
+    assert contents(hf) == before
+
+
+def test_killed_and_started_again(hf: Path, tmp_path: Path) -> None:
+    """kill -9 in the middle: no output; the same command keeps the finished files and ends with the bytes of a run that was not killed."""
+    out = tmp_path / "out"
+    arguments = ["mode=hf_to_dist", f"hf={hf}", "file_gb=0.00002", "layout.ep_size=2"]
+    slow = (
+        "import sys, time; from rlbatch.convert.__main__ import main; from rlbatch.convert.output import Draft; writing = Draft.write\n"
+        "Draft.write = lambda *arguments: (time.sleep(0.2), writing(*arguments))\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", slow, *arguments, f"out={out}"])
+    try:
+        until = time.monotonic() + 120
+        while len(list((tmp_path / "out.part" / ".done").glob("*.json"))) < 3 and time.monotonic() < until:
+            time.sleep(0.02)
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    assert not out.exists()
+    finished = [path.name.removesuffix(".json") for path in (tmp_path / "out.part" / ".done").glob("*.json")]
+    times = {name: (tmp_path / "out.part" / name).stat().st_mtime_ns for name in finished}
+    assert len(times) >= 3
+    run(*arguments, f"out={out}")
+    assert {name: (out / name).stat().st_mtime_ns for name in times} == times
+    run(*arguments, f"out={tmp_path / 'fresh'}")
+    assert contents(out) == contents(tmp_path / "fresh")
+
+
+def test_several_processes_share(hf: Path, tmp_path: Path) -> None:
+    """Three processes (threads here) divide the files among them, and give what one gives."""
+    arguments = ["mode=bf16_to_fp8", f"hf={hf}", "file_gb=0.00003", "verify=true"]
+    errors: list[BaseException] = []
+
+    def member(rank: int) -> None:
+        try:
+            convert(parse([*arguments, f"out={tmp_path / 'out'}"]), RankInfo(rank, 3, rank, 3, 0, "here", job_id="7"), lambda text: None)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=member, args=(rank,)) for rank in (2, 1, 0)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.1)
+    for thread in threads:
+        thread.join(120)
+    assert errors == []
+    run(*arguments, f"out={tmp_path / 'alone'}")
+    assert contents(tmp_path / "out") == contents(tmp_path / "alone")
+
+
+def test_a_failing_process_is_named(hf: Path, tmp_path: Path) -> None:
+    """If a process fails, the first one ends too, saying which and why."""
+    other = RankInfo(1, 2, 1, 2, 0, "here", job_id="8")
+    arguments = ["mode=bf16_to_fp8", f"hf={hf}", f"out={tmp_path / 'out'}", "file_gb=0.00003"]
+
+    def fail(self: Draft, output: Output, advance: object) -> None:
+        if threading.current_thread().name == "other":
+            raise CheckpointError("this disk is broken")
+        writing(self, output, advance)
+
+    writing = Draft.write
+
+    def member() -> None:
+        with pytest.raises(CheckpointError, match="this disk is broken"):
+            convert(parse(arguments), other, lambda text: None)
+
+    thread = threading.Thread(target=member, name="other")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Draft, "write", fail)
+        thread.start()
+        with pytest.raises(CheckpointError, match="process 1: this disk is broken"):
+            convert(parse(arguments), RankInfo(0, 2, 0, 2, 0, "here", job_id="8"), lambda text: None)
+        thread.join()
+    assert not (tmp_path / "out").exists()
+
+
+def test_done_is_done(hf: Path, tmp_path: Path) -> None:
+    """The same command again says that the output is complete; another one does not touch it."""
+    said: list[str] = []
+    arguments = ["mode=fp8_to_bf16", f"hf={hf}", f"out={tmp_path / 'out'}"]
+    for _ in range(2):
+        convert(parse(arguments), ALONE, said.append)
+    assert said[-1].endswith("is complete already.")
+    with pytest.raises(ConfigError, match="exists and is not empty"):
+        run(*arguments, "file_gb=1")
