@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +11,10 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rlbatch.api import ExpertDown, ExpertGated, ModelError
-from rlbatch.checkpoint.hf import HfTensors
 from rlbatch.weights.codec import is_expert
-from rlbatch.weights.params import ParallelGroups, ParameterMap
 from rlbatch_plugins.model_qwen3_moe import qwen3_moe, rlbatch_resolve_model_family
 from tests import tiny_models
+from tests.plugins.model_cases import check_defaults, check_fields, check_names
 
 
 def tiny_config(**changes: Any) -> dict[str, Any]:
@@ -23,14 +23,29 @@ def tiny_config(**changes: Any) -> dict[str, Any]:
     return json.loads(Qwen3MoeConfig(**sizes | changes).to_json_string(use_diff=False)) | {"model_type": "qwen3_moe"}
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_every_tensor_is_mapped_exactly_once(tied: bool, tmp_path) -> None:
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"decoder_sparse_step": 2}, {"mlp_only_layers": [0, 3]}])
+def test_every_tensor_is_mapped_exactly_once(changes: dict[str, Any], tmp_path: Path) -> None:
     """The mappings name the tensors of a checkpoint that transformers writes, each once and nothing else."""
-    folder = tiny_models.saved(tiny_models.qwen3_moe(tie_word_embeddings=tied), tmp_path)
-    family = qwen3_moe(json.loads((folder / "config.json").read_text()))
-    names = ParameterMap(family, ParallelGroups(None, None, None, None)).names()
-    assert sorted(names) == sorted(HfTensors(folder).names())
-    assert family.tie_embeddings is tied
+    family = check_names(tiny_models.qwen3_moe(**changes), qwen3_moe, tmp_path)
+    assert family.tie_embeddings is ("tie_word_embeddings" in changes)
+
+
+def test_missing_fields_mean_what_transformers_means() -> None:
+    """A config.json with sizes only gives the family of transformers' defaults."""
+    sizes = {name: tiny_models.COMMON[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
+    check_defaults(Qwen3MoeConfig, qwen3_moe, {**sizes, "num_attention_heads": 4, "moe_intermediate_size": 24})
+
+
+def test_no_field_is_passed_over() -> None:
+    """Every field of transformers' config is implemented, refused, or known to have no effect."""
+    check_fields(Qwen3MoeConfig(**tiny_models.COMMON, moe_intermediate_size=24), qwen3_moe, {"sliding_window"})
+
+
+def test_layers_with_experts_are_transformers() -> None:
+    """decoder_sparse_step counts from 1, mlp_only_layers from 0; Megatron gets a 0 or 1 for each layer."""
+    assert qwen3_moe(tiny_config()).transformer["moe_layer_freq"] == 1
+    assert qwen3_moe(tiny_config(decoder_sparse_step=2)).transformer["moe_layer_freq"] == [0, 1, 0, 1]
+    assert qwen3_moe(tiny_config(decoder_sparse_step=2, mlp_only_layers=[3])).transformer["moe_layer_freq"] == [0, 1, 0, 0]
 
 
 def test_the_geometry_is_that_of_the_tensors() -> None:
@@ -68,8 +83,10 @@ def test_rope_theta_is_read_from_both_spellings(rope: dict[str, Any]) -> None:
         ("hidden_act", "gelu"),
         ("attention_bias", True),
         ("use_sliding_window", True),
-        ("decoder_sparse_step", 2),
-        ("mlp_only_layers", [0]),
+        ("decoder_sparse_step", 9),
+        ("mlp_only_layers", [4]),
+        ("num_experts_per_tok", 1),
+        ("num_experts_per_tok", 5),
         ("rope_scaling", {"type": "yarn", "factor": 4.0}),
         ("rope_parameters", {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}),
     ],
@@ -77,7 +94,7 @@ def test_rope_theta_is_read_from_both_spellings(rope: dict[str, Any]) -> None:
 def test_what_changes_the_arithmetic_is_refused(field: str, value: Any) -> None:
     """A config that this family would compute wrongly is an error that says which field."""
     config = {name: content for name, content in tiny_config().items() if not name.startswith("rope")}
-    with pytest.raises(ModelError, match="rope type 'yarn'" if field.startswith("rope") else field):
+    with pytest.raises(ModelError, match=rf"^config\.json ({field}|mlp_only_layers)"):
         qwen3_moe(config | {field: value})
 
 

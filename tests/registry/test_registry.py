@@ -204,9 +204,12 @@ def test_model_family(plugin: Write) -> None:
     assert isinstance(registry.resolve_model_family(qwen), ModelFamily)
     assert registry.resolve_model_family(qwen).name == "mine"
     assert registry.model_families[0].module.endswith("my_plugin.py")
-    assert registry.model_families[-1].module == "rlbatch_plugins.model_qwen3_moe"
+    modules = [family.module for family in registry.model_families]
+    built_in = [module.removeprefix("rlbatch_plugins.model_") for module in modules if "rlbatch_plugins" in module]
+    assert sorted(built_in) == ["deepseek_v3", "mixtral", "qwen2", "qwen3", "qwen3_moe"]
     with pytest.raises(
-        ModelError, match=r"^model\.hf: no plugin claims model_type `gpt9`\. Asked: .*my_plugin\.py, .*rlbatch_plugins\.model_qwen3_moe"
+        ModelError,
+        match=r"^model\.hf: no plugin claims model_type `gpt9`\. Asked: .*my_plugin\.py, .*rlbatch_plugins\.model_qwen3_moe.* add yours",
     ):
         registry.resolve_model_family({"model_type": "gpt9"})
     with pytest.raises(PluginError, match="must return a ModelFamily or None, returned int"):

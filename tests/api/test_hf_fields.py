@@ -1,0 +1,128 @@
+"""Reading a config.json: what is refused, and by which name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlbatch.api import HfFields, ModelError
+
+
+def fields(**content: Any) -> HfFields:
+    return HfFields(content, "tiny")
+
+
+def test_sizes() -> None:
+    """Under any of their names, null or absent is the default."""
+    assert fields(width=8).size("width") == 8
+    assert fields(old_width=8).size("width", "old_width") == 8
+    assert fields(width=8, old_width=8).size("width", "old_width") == 8
+    assert fields(width=None).size("width", default=5) == 5
+    assert fields(width=0).size("width", least=0) == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({}, "config.json width: is missing, and the tiny family needs it. Add it."),
+        ({"width": 0}, "config.json width=0: must be an integer of at least 1. Correct it."),
+        ({"width": 2.5}, "config.json width=2.5: must be an integer of at least 1. Correct it."),
+        ({"width": True}, "config.json width=True: must be an integer of at least 1. Correct it."),
+        ({"width": 8, "old_width": 9}, "config.json width=8 and old_width=9: are two names of one number. Correct one."),
+    ],
+)
+def test_sizes_that_are_none(content: dict[str, Any], message: str) -> None:
+    """The field, its value, what holds and what to do."""
+    with pytest.raises(ModelError) as caught:
+        fields(**content).size("width", "old_width")
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("value", [0, -1.0, "1e-6", True, float("nan"), float("inf")])
+def test_numbers_that_are_none(value: Any) -> None:
+    """Epsilons, thetas and factors are positive and finite."""
+    with pytest.raises(ModelError, match=r"^config\.json eps="):
+        fields(eps=value).number("eps", 1.0)
+
+
+def test_only() -> None:
+    """Absent, null and the implemented values pass; another is refused with what is implemented."""
+    for content in ({}, {"act": None}, {"act": "silu"}, {"act": "swish"}):
+        fields(**content).only("act", "silu", "swish")
+    with pytest.raises(ModelError, match=r"^config\.json act='gelu': the tiny family implements 'silu' or 'swish' only\."):
+        fields(act="gelu").only("act", "silu", "swish")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"rope_theta": 7.0},
+        {"rope_theta": 7.0, "rope_scaling": None},
+        {"rope_theta": 7.0, "rope_scaling": {"type": "default"}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}},
+        {"rope_parameters": {"rope_theta": 7.0, "partial_rotary_factor": 1.0}},
+        {"rope_parameters": {"rope_type": "default"}, "rope_theta": 7.0},
+    ],
+)
+def test_rope_of_both_spellings(content: dict[str, Any]) -> None:
+    """Configs written by transformers 5 and by its predecessors give the same theta."""
+    assert fields(**content).rope(10000.0) == {"rope_type": "default", "rope_theta": 7.0}
+
+
+def test_rope_without_a_theta() -> None:
+    """The family's default."""
+    assert fields().rope(10000.0)["rope_theta"] == 10000.0
+
+
+def test_rope_types() -> None:
+    """A type passes with the parameters that the family implements for it, and is refused otherwise."""
+    given = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5.0}
+    assert fields(rope_parameters=given).rope(1e4, yarn=("factor",)) == given
+    for family_knows in ({}, {"linear": ("factor",)}):
+        with pytest.raises(ModelError, match=r"^config\.json rope_parameters\.rope_type='yarn': the tiny family implements 'default'"):
+            fields(rope_parameters=given).rope(1e4, **family_knows)
+    with pytest.raises(ModelError, match=r"^config\.json rope_parameters\.factor=4\.0: .* for rope_type 'yarn'"):
+        fields(rope_parameters=given).rope(1e4, yarn=())
+    with pytest.raises(ModelError, match=r"^config\.json rope_parameters=\[1\]: must be an object"):
+        fields(rope_parameters=[1]).rope(1e4)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        None,
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
+    ],
+)
+def test_weights_in_blocks_of_fp8(content: Any) -> None:
+    """Accepted: what the loader reads."""
+    fields(quantization_config=content).block_fp8()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"quant_method": "gptq"}, "quantization_config.quant_method='gptq'"),
+        ({"quant_method": "fp8"}, "quantization_config.weight_block_size=None"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e5m2"}, "quantization_config.fmt='e5m2'"),
+        ("fp8", "quantization_config='fp8': must be an object"),
+    ],
+)
+def test_other_quantisations(content: Any, message: str) -> None:
+    """Refused by name: read as if they were not there, weights would be wrong."""
+    with pytest.raises(ModelError) as caught:
+        fields(quantization_config=content).block_fp8()
+    assert str(caught.value).startswith("config.json " + message)
+
+
+def test_unknown_fields() -> None:
+    """Refused if the name says that the arithmetic may depend on it and the value is not nothing; others may be there."""
+    fields(architectures=["A"], _attn_implementation="eager", unsloth_version="1", sliding_window=None, use_mrope=False).close()
+    read = fields(sliding_window=4)
+    read.ignore("sliding_window")
+    read.close()
+    for name in ("sliding_window", "attn_logit_softcapping", "residual_multiplier", "query_pre_attn_scalar", "embedding_multiplier"):
+        with pytest.raises(ModelError, match=rf"^config\.json {name}=4: the tiny family does not know this field"):
+            fields(**{name: 4}).close()
