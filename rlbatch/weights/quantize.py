@@ -10,7 +10,8 @@ in the cache, with bitwise the same results.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.nn.functional as F
@@ -27,9 +28,14 @@ SCALE_SUFFIX = "_scale_inv"
 SCALE_LIMIT = 2.0**119
 """Scales are below it: 2^8 times a scale is finite."""
 
-_STRIP = 2**17
-"""Elements of a strip: 512 KiB as float32."""
 _HALF_BIAS = 2.0**8
+"""A float16 with the exponent and mantissa of an e4m3 value is that much smaller than it: their biases are 15 and 7."""
+_STRIP = 2**17
+"""Elements that a thread converts at once: 512 KiB as float32 stay in its cache."""
+_SMALL = 2**20
+"""Elements from which on several threads are worth it."""
+_MOST_THREADS = 8
+"""Of a conversion: Python is between their operations."""
 
 
 def scales_shape(rows: int, columns: int) -> tuple[int, int]:
@@ -71,16 +77,17 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     rows, columns = weight.shape
     values = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=weight.device)
     scales = torch.empty(scales_shape(rows, columns), dtype=torch.float32, device=weight.device)
-    scratch = _Scratch(columns)
-    for block, start in enumerate(range(0, rows, BLOCK)):
-        row, into = weight[start : start + BLOCK], values[start : start + BLOCK]
+
+    def convert(block: int, scratch: _Scratch) -> None:
+        row, into = (tensor[block * BLOCK : (block + 1) * BLOCK] for tensor in (weight, values))
         scales[block] = _row_of_scales(row)
         divisor = _by_column(scales[block], columns)
         if weight.device.type == "cpu" and bool(scales[block].isfinite().all()):
-            for strip in scratch.strips(row.shape[0]):
-                scratch.to_e4m3(row[strip], divisor, into[strip])
+            scratch.to_e4m3(row, divisor, into)
         else:
             into.copy_(row.float() / divisor)
+
+    _for_each_block_row(convert, scales.shape[0], values)
     return values, scales
 
 
@@ -98,21 +105,39 @@ def dequantize(weight: Tensor, scale_inv: Tensor, dtype: torch.dtype = torch.bfl
     """
     rows, columns = weight.shape
     result = torch.empty(rows, columns, dtype=dtype, device=weight.device)
-    scratch = _Scratch(columns)
-    start = 0
-    for block in range(scale_inv.shape[0]):
-        stop = min(rows, (block + 1) * BLOCK - first[0])
-        factor = _by_column(scale_inv[block], columns, first[1])
+
+    def convert(block: int, scratch: _Scratch) -> None:
+        start, stop = (min(max(0, edge * BLOCK - first[0]), rows) for edge in (block, block + 1))
         row, into = weight[start:stop], result[start:stop]
-        if weight.device.type == "cpu":
-            shifted = factor * _HALF_BIAS
-            for strip in scratch.strips(stop - start):
-                if not scratch.from_e4m3(row[strip], shifted, into[strip]):
-                    into[strip].copy_(row[strip].float().mul_(factor))
-        else:
+        factor = _by_column(scale_inv[block], columns, first[1])
+        if weight.device.type != "cpu" or not scratch.from_e4m3(row, factor * _HALF_BIAS, into):
             into.copy_(row.float().mul_(factor))
-        start = stop
+
+    _for_each_block_row(convert, scale_inv.shape[0], result)
     return result
+
+
+def _for_each_block_row(convert: Callable[[int, _Scratch], None], blocks: int, matrix: Tensor) -> None:
+    """Calls ``convert``, in several threads if torch may use them and it is worth it.
+
+    Not with torch's own, which wait for each other after every operation, spinning: where cores are shared, they wait most of the time.
+    """
+    threads, columns = torch.get_num_threads(), matrix.shape[1]
+    count = min(threads, blocks, _MOST_THREADS) if matrix.numel() >= _SMALL and matrix.device.type == "cpu" else 1
+
+    def convert_some(first: int) -> None:
+        scratch = _Scratch(columns)
+        for block in range(first, blocks, count):
+            convert(block, scratch)
+
+    if count == 1:
+        convert_some(0)
+        return
+    try:
+        with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            list(pool.map(convert_some, range(count)))
+    finally:
+        torch.set_num_threads(threads)  # what later threads begin with
 
 
 def _by_column(scales: Tensor, columns: int, first: int = 0) -> Tensor:
@@ -132,51 +157,44 @@ def _row_of_scales(row: Tensor) -> Tensor:
 
 
 class _Scratch:
-    """Conversion of strips of a matrix on the CPU, in buffers that stay in the cache.
-
-    A float16 with the exponent and mantissa of an e4m3 value is 2^8 times smaller than it: their biases are 15 and 7.
-    """
+    """Conversion of a row of blocks on the CPU, strip by strip, in buffers that stay in the cache."""
 
     def __init__(self, columns: int) -> None:
-        self._height = max(1, _STRIP // columns)
-        self._columns = columns
-        self._tensors: dict[torch.dtype, Tensor] = {}
+        self._height = max(1, min(BLOCK, _STRIP // columns))
+        shape = (self._height, columns)
+        self._bytes = torch.empty(shape, dtype=torch.uint8)
+        self._half = torch.empty(shape, dtype=torch.float16)
+        self._signs = torch.empty(shape, dtype=torch.float16)
+        self._wide = torch.empty(shape, dtype=torch.float32)
+        self._magic = torch.empty(shape, dtype=torch.float32)
 
-    def strips(self, rows: int) -> Iterator[slice]:
-        """Ranges of rows."""
-        return (slice(start, min(rows, start + self._height)) for start in range(0, rows, self._height))
+    def from_e4m3(self, row: Tensor, shifted: Tensor, into: Tensor) -> bool:
+        """``into = row * shifted / 2^8``, each product rounded once; False, and ``into`` is undefined, if there is a NaN."""
+        has_nan = False
+        height = self._height
+        bits = row.view(torch.int8)
+        for values, unsigned, target in zip(bits.split(height), bits.view(torch.uint8).split(height), into.split(height), strict=True):
+            doubled, half, wide = (buffer[: len(values)] for buffer in (self._bytes, self._half, self._wide))
+            torch.add(unsigned, unsigned, out=doubled)
+            has_nan |= doubled.amax().item() == 254
+            # Bits 7 and 8 of the int16 are the sign, below are exponent and mantissa; then the lower sign goes.
+            half.view(torch.int16).copy_(values).bitwise_left_shift_(7).bitwise_and_(-0x4001)
+            target.copy_(wide.copy_(half).mul_(shifted))
+        return not has_nan
 
-    def _get(self, dtype: torch.dtype, rows: int) -> Tensor:
-        if dtype not in self._tensors:
-            self._tensors[dtype] = torch.empty(self._height, self._columns, dtype=dtype)
-        return self._tensors[dtype][:rows]
-
-    def from_e4m3(self, values: Tensor, shifted: Tensor, into: Tensor) -> bool:
-        """``into = values * shifted / 2^8``, each product rounded once; False and nothing, if there is a NaN."""
-        rows = len(values)
-        doubled = self._get(torch.uint8, rows)
-        torch.add(values.view(torch.uint8), values.view(torch.uint8), out=doubled)
-        if doubled.amax() == 254:
-            return False
-        half, wide = self._get(torch.int16, rows), self._get(torch.float32, rows)
-        half.copy_(values.view(torch.int8))  # bits 7 and 8 are the sign, below are exponent and mantissa
-        half.bitwise_left_shift_(7).bitwise_and_(-0x4001)  # the lower sign goes
-        wide.copy_(half.view(torch.float16))
-        into.copy_(wide.mul_(shifted))
-        return True
-
-    def to_e4m3(self, values: Tensor, divisor: Tensor, into: Tensor) -> None:
-        """``into = values / divisor``, rounded to the nearest, ties to even; quotients are in [-448, 448]."""
-        rows = len(values)
-        quotients, magic = self._get(torch.float32, rows), self._get(torch.int32, rows).view(torch.float32)
-        half, signs = self._get(torch.int16, rows), self._get(torch.float16, rows)
-        torch.div(values, divisor, out=quotients) if values.dtype == torch.float32 else quotients.copy_(values).div_(divisor)
-        signs.copy_(quotients)
-        # The largest power of two up to the value, but at least 2^-6, e4m3's smallest normal. Adding 1.5 x 2^20 times it leaves three bits
-        # of mantissa, or below 2^-6 steps of 2^-9: float32's own rounding is then the one to e4m3.
-        torch.abs(quotients, out=magic).clamp_(min=2.0**-6).view(torch.int32).bitwise_and_(0x7F800000)
-        quotients.add_(magic.mul_(1.5 * 2.0**20)).sub_(magic).mul_(1 / _HALF_BIAS)
-        half.view(torch.float16).copy_(quotients)  # exact
-        half.bitwise_right_shift_(7).bitwise_and_(0x7F)
-        half.bitwise_or_(signs.view(torch.int16).bitwise_right_shift_(8).bitwise_and_(-0x80))  # a negative 0 stays one
-        into.view(torch.int8).copy_(half)
+    def to_e4m3(self, row: Tensor, divisor: Tensor, into: Tensor) -> None:
+        """``into = row / divisor``, rounded to the nearest, ties to even; quotients are in [-448, 448]."""
+        height = self._height
+        for values, target in zip(row.split(height), into.view(torch.int8).split(height), strict=True):
+            buffers = (self._half, self._signs, self._wide, self._magic)
+            half, signs, quotients, magic = (buffer[: len(values)] for buffer in buffers)
+            quotients.copy_(values).div_(divisor)
+            signs.copy_(quotients)
+            # The largest power of two up to the value, but at least 2^-6, e4m3's smallest normal. Adding 1.5 x 2^20 times it leaves three
+            # bits of mantissa, or below 2^-6 steps of 2^-9: float32's own rounding is then the one to e4m3.
+            torch.abs(quotients, out=magic).clamp_(min=2.0**-6).view(torch.int32).bitwise_and_(0x7F800000)
+            quotients.add_(magic.mul_(1.5 * 2.0**20)).sub_(magic)
+            bits = half.copy_(quotients.mul_(1 / _HALF_BIAS)).view(torch.int16)  # exact
+            bits.bitwise_right_shift_(7).bitwise_and_(0x7F)
+            bits.bitwise_or_(signs.view(torch.int16).bitwise_right_shift_(8).bitwise_and_(-0x80))  # a negative 0 stays one
+            target.copy_(bits)
