@@ -48,6 +48,20 @@ class Life:
     port: int
     pid: int
 
+    @classmethod
+    def from_json(cls, text: str) -> Life:
+        """What ``to_json`` made.
+
+        Raises:
+            ValueError, TypeError, KeyError: something else, or another version.
+        """
+        content = json.loads(text)
+        return cls(**(content | {"addresses": tuple(content["addresses"])}))
+
+    def to_json(self) -> str:
+        """Text of the file."""
+        return json.dumps(asdict(self), indent=2) + "\n"
+
     def is_of(self, info: RankInfo, launch: str) -> bool:
         """Whether a rank is of this life, as far as its launcher's variables say. Words come before job ids: mpirun over ssh carries
         the variables of a batch system to some nodes only.
@@ -76,7 +90,7 @@ def write_life(run_dir: Path, life: Life) -> None:
     """Takes the run folder over, in one go."""
     draft = run_dir / f".{LIFE}.{life.token[:8]}"
     with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(life), indent=2) + "\n")
+        file.write(life.to_json())
         file.flush()
         os.fsync(file.fileno())
     os.replace(draft, run_dir / LIFE)
@@ -93,8 +107,7 @@ def read_life(run_dir: Path) -> Life | None:
     try:
         with path.open(encoding="utf-8") as file:
             owner = os.fstat(file.fileno()).st_uid
-            content = json.load(file)
-        life = Life(**(content | {"addresses": tuple(content["addresses"])}))
+            life = Life.from_json(file.read())
     except (FileNotFoundError, ValueError, TypeError, KeyError):
         return None
     if owner not in (os.getuid(), 0):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import shutil
 import socket
 import subprocess
@@ -24,6 +25,7 @@ from rlbatch.launch.cluster_variables import cluster_variables
 from rlbatch.launch.failures import FIRST_ERROR, read_first_error
 from rlbatch.launch.hostfile import Host, parse_hostfile
 from rlbatch.launch.interfaces import addresses_of
+from rlbatch.launch.life import LAUNCH_VARIABLE
 from rlbatch.launch.logs import LOGS
 from rlbatch.launch.passed_signals import passed_signals
 
@@ -180,7 +182,7 @@ def _open_mpi(config: Config, mpi: Mpi, run_dir: Path, has_hostfile: bool) -> li
         network = "oob_tcp_if_include" if mpi is Mpi.OPEN_MPI_4 else "prte_if_include"
         for name in (network, "btl_tcp_if_include"):
             options += ["--prtemca" if name.startswith("prte") else "--mca", name, config.cluster.interface]
-    own = {name for name in os.environ if name.startswith(FORWARDED)}
+    own = {LAUNCH_VARIABLE, *(name for name in os.environ if name.startswith(FORWARDED))}
     for name in sorted(own | cluster_variables(config.cluster).keys()):  # names only: values would show in `ps`
         options += ["-x", name]
     return options
@@ -215,7 +217,7 @@ def run_mpi(job: MpiJob, config: Config, run_dir: Path) -> int:
     (run_dir / LOGS).mkdir(exist_ok=True)
     if job.hostfile:
         (run_dir / HOSTFILE).write_text(job.hostfile, encoding="utf-8")
-    environment = {**os.environ, **mpirun_variables(config, job.mpi)}
+    environment = {**os.environ, **mpirun_variables(config, job.mpi), LAUNCH_VARIABLE: secrets.token_hex(8)}
     with passed_signals() as signals:
         mpirun = subprocess.Popen(
             job.command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=dies_with_parent()

@@ -98,7 +98,7 @@ class Overseer(threading.Thread):
         store_port: Where the job's store will listen.
         """
         super().__init__(name="rlbatch-overseer", daemon=True)
-        self._server, self._life, self._info, self._run_dir, self._store_port = server, life, info, run_dir, store_port
+        self.life, self._server, self._info, self._run_dir, self._store_port = life, server, info, run_dir, store_port
         self._timeout_s, self._gather_until = timeout_s, time.monotonic() + timeout_s + GRACE_S
         self._selector = selectors.DefaultSelector()
         self._selector.register(server, selectors.EVENT_READ)
@@ -173,8 +173,8 @@ class Overseer(threading.Thread):
         guest.close()
 
     def _refusal(self, join: Message, guest: Link) -> tuple[str, bool]:
-        rank, size, me = join.get("rank"), join.get("world_size"), f"rank 0 of {self._life.name()} on {self._info.host}"
-        if "token" not in join or not same_token(join["token"], self._life.token):
+        rank, size, me = join.get("rank"), join.get("world_size"), f"rank 0 of {self.life.name()} on {self._info.host}"
+        if "token" not in join or not same_token(join["token"], self.life.token):
             print(f"rendezvous: refused a process at {guest.peer_address()}: it is of another job, or of an earlier life.", file=sys.stderr)
             return f"{me} does not know this process's token: that is another job, or another life of this one", False
         if size != self._info.world_size or not isinstance(rank, int) or not 0 <= rank < self._info.world_size:
@@ -328,7 +328,7 @@ class Overseer(threading.Thread):
                 self._serve(TICK_S)
 
     def _record(self, error: FirstError) -> None:
-        if is_superseded(self._run_dir, self._life.token):
+        if is_superseded(self._run_dir, self.life.token):
             return  # the folder is another life's
         claim(self._run_dir, error)
         self.on_failure(read_first_error(self._run_dir) or error)

@@ -1,7 +1,8 @@
 """How the ranks of a job meet: through ``life.json`` in the run folder, which all of them see, at rank 0's address.
 
-Rank 0 listens, at a port that follows from the job id, and writes where. The others read that and prove with its token that they are of
-the same life of the same job; a rank that ends up elsewhere, because a file is old or a port is another job's, is refused and looks again.
+Rank 0 listens, at a port that follows from the job id, and writes where. The others read that (or, where somebody's own mpirun started
+them, are told by MPI) and prove with its token that they are of the same life of the same job; a rank that ends up elsewhere, because a
+file is old or a port is another job's, is refused and looks again.
 Needs no torch.
 """
 
@@ -18,13 +19,14 @@ from pathlib import Path
 
 import psutil
 
-from rlbatch.api import ConfigError, LaunchError
+from rlbatch.api import ConfigError, LaunchError, RlbatchError
 from rlbatch.config.schema import Config
 from rlbatch.launch.environment import RankInfo
 from rlbatch.launch.failures import FIRST_ERROR, read_first_error
 from rlbatch.launch.interfaces import LOOPBACK, addresses_of, interface_of, listen, reachable_addresses
 from rlbatch.launch.life import LAUNCH_VARIABLE, Life, new_life, read_life, write_life
 from rlbatch.launch.lock import LifeLock
+from rlbatch.launch.mpi import broadcast, is_under_mpirun
 from rlbatch.launch.overseer import Overseer
 from rlbatch.launch.wire import Link, Message
 
@@ -80,13 +82,33 @@ def join(info: RankInfo, run_dir: Path, config: Config, launch: str) -> Meeting:
     if interface:
         addresses_of(interface)  # on every rank: names the node that lacks it
     overseer = store_socket = None
+    by_mpi = not launch and is_under_mpirun()
     if info.rank == 0:
-        overseer, store_socket = _open(info, run_dir, timeout_s, interface, launch)
-    life, link, address, store_port = _find(info, run_dir, timeout_s, launch)
+        try:
+            overseer, store_socket = _open(info, run_dir, timeout_s, interface, launch)
+        except RlbatchError:
+            if by_mpi:
+                broadcast("", info)
+            raise
+    told = _told_by_mpi(info, overseer) if by_mpi else None
+    life, link, address, store_port = _find(info, run_dir, timeout_s, launch, told)
     if overseer:
         address = life.addresses[0]
     interface = interface or interface_of(link.local_address())
     return Meeting(replace(info, master_addr=address, master_port=store_port), life, link, overseer, store_socket, interface)
+
+
+def _told_by_mpi(info: RankInfo, overseer: Overseer | None) -> Life | None:
+    """Rank 0's life by MPI; None: mpi4py cannot be used, so life.json must do.
+
+    Raises:
+        LaunchError: rank 0 failed.
+    """
+    text = broadcast(overseer.life.to_json() if overseer else "", info)
+    if text == "":
+        time.sleep(CLOCK_S)  # rank 0 speaks first
+        raise LaunchError(f"rendezvous: rank 0{_on(info)} failed before it could be joined. See its output.")
+    return Life.from_json(text) if text else None
 
 
 def launch_word() -> str:
@@ -154,14 +176,18 @@ def _forget_earlier_failure(run_dir: Path) -> None:
         (run_dir / FIRST_ERROR).unlink(missing_ok=True)
 
 
-def _find(info: RankInfo, run_dir: Path, timeout_s: float, launch: str) -> tuple[Life, Link, str, int]:
-    """Reads where rank 0 is until it answers there; returns also the address that led to it, and the store's port."""
+def _find(info: RankInfo, run_dir: Path, timeout_s: float, launch: str, told: Life | None) -> tuple[Life, Link, str, int]:
+    """Reads where rank 0 is, unless that was told, until it answers there.
+
+    Returns:
+        Rank 0's life, the link to it, the address that led to it, and the store's port.
+    """
     until, pause_s, trouble = time.monotonic() + timeout_s, 0.02, ""
     while True:
-        life = read_life(run_dir)
+        life = told or read_life(run_dir)
         if life is None:
             trouble = f"rank 0{_on(info)} did not come: it wrote no life.json into {run_dir}. Do all nodes see the run folder?"
-        elif not life.is_of(info, launch):
+        elif not told and not life.is_of(info, launch):
             trouble = f"rank 0{_on(info)} did not come: {run_dir / 'life.json'} is of {life.name()}, this rank of {_job(info)}."
         else:
             tried = []
