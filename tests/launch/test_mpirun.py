@@ -109,11 +109,11 @@ def test_what_hydra_cannot_say(name: str) -> None:
     [
         (
             Mpi.OPEN_MPI_4,
-            "-np 10 --hostfile /runs/mine/hostfile --map-by slot --bind-to none -x OMP_NUM_THREADS -x PATH -x PYTHONUNBUFFERED",
+            "-np 10 --hostfile /runs/mine/hostfile --map-by slot --bind-to none -x OMP_NUM_THREADS -x PATH -x PYTHONUNBUFFERED -x RLBATCH_LAUNCH",
         ),
         (
             Mpi.OPEN_MPI_5,
-            "-np 10 --hostfile /runs/mine/hostfile --map-by slot --bind-to none -x OMP_NUM_THREADS -x PATH -x PYTHONUNBUFFERED",
+            "-np 10 --hostfile /runs/mine/hostfile --map-by slot --bind-to none -x OMP_NUM_THREADS -x PATH -x PYTHONUNBUFFERED -x RLBATCH_LAUNCH",
         ),
         (Mpi.MPICH, "-n 10 -f /runs/mine/hostfile -bind-to none -localhost 10.0.0.9"),
         (Mpi.INTEL, "-n 10 -machinefile /runs/mine/hostfile"),
