@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from textwrap import fill
 
 from rlbatch.api import PluginError, RlbatchError
-from rlbatch.config.choices import choice_values, group_choices
+from rlbatch.config.choices import AUTO, choice_values, group_choices
 from rlbatch.config.convert import KeyDoc, key_docs, show_value
 from rlbatch.config.schema import EMBEDDED, Config
 from rlbatch.dry_run import show
@@ -83,6 +83,7 @@ def help_text() -> str:
 
 def _group_lines() -> list[str]:
     choices = {group: set(names) for group, names in group_choices().items()}
+    choices["layout"].add(AUTO)
     note = []
     try:
         registry = load_plugins()

@@ -42,7 +42,7 @@ def choice_values(group: str, name: str) -> Mapping[str, Any]:
         for key, value in tree.items():
             if isinstance(value, Mapping):
                 yield from flat(value, f"{prefix}{key}.")
-            else:
+            elif key != "defaults":
                 yield prefix + key, value
 
     text = resources.files(CONFIG_PACKAGE).joinpath(group).joinpath(f"{name}.yaml").read_text(encoding="utf-8")
@@ -72,7 +72,16 @@ def complete_choices(
         chosen.setdefault("experiment", LARGE_MODEL_EXPERIMENT)
     if "model" in chosen or chosen.get("layout") == AUTO:
         chosen["layout"] = _layout(chosen, keys, compose)
-    return _lines(chosen, keys)
+    return _lines(chosen, [*_dropped_options(chosen, choices), *keys])
+
+
+def _dropped_options(chosen: Mapping[str, str], choices: Mapping[str, str]) -> list[str]:
+    """A layout's options of its offload strategy mean nothing to another one that the user chose."""
+    layout = chosen.get("layout", AUTO)
+    if "offload" not in choices or layout == AUTO:
+        return []
+    has_options = any(key.startswith("offload.options.") for key in choice_values("layout", layout))
+    return ["~offload.options"] if has_options else []
 
 
 def _layout(chosen: Mapping[str, str], keys: Sequence[str], compose: Callable[[Sequence[str]], Mapping[str, Any]]) -> str:

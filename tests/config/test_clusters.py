@@ -113,6 +113,14 @@ def test_what_the_command_line_says_wins() -> None:
     assert compose(["+cluster=template", "cluster.gpus=8"]).layout.world_size == 8
 
 
+def test_another_offload_than_the_layouts() -> None:
+    """The options that a layout gives its offload strategy go with it; the user's own stay."""
+    assert compose(["+cluster=h20x128", "offload=optimizer_state"]).offload.options == {}
+    assert compose(["+cluster=h20x128", "offload=none"]).offload.name == "none"
+    config = compose(["+cluster=h20x128", "offload=cpu_adam", "offload.options.fraction=0.75"])
+    assert (config.offload.name, config.offload.options) == ("cpu_adam", {"fraction": 0.75})
+
+
 def test_local_cluster_is_the_embedded_run() -> None:
     """`+cluster=local` changes where, not what."""
     local, plain = compose(["+cluster=local"]), compose([])
