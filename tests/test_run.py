@@ -141,22 +141,23 @@ def test_summary_of_a_good_run(good: Ended) -> None:
 
 
 def test_a_finished_run_goes_on(good: Ended) -> None:
-    """resume=auto in its folder with more train.steps does the further steps only, and exports the policy when asked."""
+    """resume=auto in its folder with more train.steps does the further steps only, and exports the policy when asked, on the way too."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     before = (good.run_dir / "samples/step_000001.jsonl").read_bytes()
-    ended = submit(good.run_dir, *TINY, "train.steps=3", "resume=auto", "checkpoint.export_hf=true")
+    ended = submit(good.run_dir, *TINY, "train.steps=4", "resume=auto", "checkpoint.export_hf=true", "checkpoint.export_interval=1")
     assert (ended.code, ended.stderr) == (0, "")
     assert "resumed after step 2" in ended.stdout
-    assert [line.split()[1] for line in ended.stdout.splitlines() if line.startswith("step ")] == ["3/3"]
-    assert ended.json("summary.json")["steps"] == 3
-    assert ended.json("checkpoints/latest.json") == {"folder": "step_000003"}
+    assert [line.split()[1] for line in ended.stdout.splitlines() if line.startswith("step ")] == ["3/4", "4/4"]
+    assert ended.json("summary.json")["steps"] == 4
+    assert ended.json("checkpoints/latest.json") == {"folder": "step_000004"}
     assert (good.run_dir / "samples/step_000001.jsonl").read_bytes() == before
     assert (good.run_dir / "samples/step_000003.jsonl").exists()
-    first = AutoModelForCausalLM.from_pretrained(good.run_dir / "embedded/model").state_dict()
-    trained = AutoModelForCausalLM.from_pretrained(good.run_dir / "hf").state_dict()
-    assert sorted(trained) == sorted(first)
-    assert all(not trained[name].equal(first[name]) for name in first)
+    assert sorted(path.name for path in good.run_dir.glob("hf*")) == ["hf", "hf_step_000003"]
+    folders = [good.run_dir / name for name in ("embedded/model", "hf_step_000003", "hf")]
+    first, third, fourth = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in folders)
+    assert sorted(fourth) == sorted(third) == sorted(first)
+    assert all(not fourth[name].equal(third[name]) and not third[name].equal(first[name]) for name in first)
     assert AutoTokenizer.from_pretrained(good.run_dir / "hf")("a b")["input_ids"]
 
 

@@ -188,3 +188,8 @@ def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
         raise ConfigError(
             f"checkpoint.save_interval={checkpoint.save_interval}: must be -1 (never), 0 (after the last step) or more. Use -1 for none."
         )
+    if checkpoint.export_interval < 0 or (checkpoint.export_interval and not checkpoint.export_hf):
+        raise ConfigError(
+            f"checkpoint.export_interval={checkpoint.export_interval}: must be 0 (after the last step only) or more, and is of "
+            "checkpoint.export_hf=true. Set that, or the interval to 0."
+        )

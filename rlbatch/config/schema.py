@@ -160,8 +160,9 @@ class CheckpointConfig:
     save: str = key("", "Folder of checkpoints; empty: <run_dir>/checkpoints.")
     save_interval: int = key(0, "Steps between checkpoints; 0: only after the last step; -1: never.")
     export_hf: bool = key(False, "After the last step, write the policy as a Hugging Face folder: <run_dir>/hf.")
+    export_interval: int = key(0, "With export_hf: steps between exports before the last step, <run_dir>/hf_step_<step>; 0: none.")
     export_dtype: Literal["auto", "bf16", "fp8"] = key(
-        "auto", "Of that folder's weights: bf16, fp8 (e4m3 in blocks of 128 x 128, where the model family has them), auto: as in model.hf."
+        "auto", "Of an export's weights: bf16, fp8 (e4m3 in blocks of 128 x 128, where the model family has them), auto: as in model.hf."
     )
     keep: int = key(2, "Newest checkpoints to keep; older ones are deleted once a new one is complete. 0: all.")
     async_save: bool = key(False, "Write checkpoints while training goes on, from a copy in host memory.")

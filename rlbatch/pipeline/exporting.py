@@ -1,12 +1,10 @@
-"""The trained policy as a Hugging Face folder, for engines, evaluations and other trainers."""
+"""The policy as a Hugging Face folder, for engines, evaluations and other trainers."""
 
 from __future__ import annotations
 
 import os
 import shutil
 from pathlib import Path
-
-import torch.distributed as dist
 
 from rlbatch.checkpoint.export import ExportForm
 from rlbatch.checkpoint.hf import HfTensors, HfWriter
@@ -15,29 +13,35 @@ from rlbatch.pipeline.job import Job
 from rlbatch.pipeline.loading import weights_source
 
 
-def export_hf(job: Job) -> Path:
-    """Writes ``<run_dir>/hf``: weights, and config and tokenizer of the model it began from; a collective.
+def export_hf(job: Job, name: str) -> Path:
+    """Writes ``<run_dir>/<name>``: weights, and config and tokenizer of the model that the run began from; a collective.
 
     Every rank takes part in gathering, tensor by tensor; rank 0 writes, and then adds what is carried from the source. The folder appears
     when it is complete.
+
+    Raises:
+        CheckpointError: on rank 0, it cannot be written; nothing is left of it.
     """
-    folder, draft = job.run_dir / "hf", job.run_dir / "hf.part"
+    folder, draft = job.run_dir / name, job.run_dir / f"{name}.part"
     if job.rank == 0:
-        _write(job, draft)
+        shutil.rmtree(draft, ignore_errors=True)  # of a killed run
+        try:
+            _write(job, draft)
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)  # a full disk has no room for what was written either
+            raise
         shutil.rmtree(folder, ignore_errors=True)  # of an earlier life of this run
         os.replace(draft, folder)
     else:
         for _ in job.trainer.export():
             pass
-    dist.barrier()
+    job.store.barrier(f"export/{name}", job.watchdog.limit_s("checkpoint"))  # rank 0 may be at it for longer than a collective waits
     return folder
 
 
 def _write(job: Job, draft: Path) -> None:
     source = weights_source(job.config, job.hf_folder)
-    tensors = HfTensors(source) if source else None
-    form = ExportForm(job.family, job.config.checkpoint.export_dtype, read_config(job.hf_folder), tensors)
-    shutil.rmtree(draft, ignore_errors=True)
+    form = ExportForm(job.family, job.config.checkpoint.export_dtype, read_config(job.hf_folder), HfTensors(source) if source else None)
     writer = HfWriter(draft, like=job.hf_folder, config=form.config())
     for name, tensor in job.trainer.export():
         writer.write(form.encode(name, tensor))

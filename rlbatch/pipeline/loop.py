@@ -72,7 +72,7 @@ def run(job: Job, log: RunLog) -> EarlyEnd | None:
         if job.config.checkpoint.export_hf:
             log.phase("writing the policy as a Hugging Face folder")
             with job.watchdog.phase("checkpoint"):
-                export_hf(job)
+                export_hf(job, "hf")
         return None
     finally:
         checkpoints.abort()
@@ -115,6 +115,9 @@ def _run_steps(job: Job, log: RunLog, checkpoints: Checkpoints, resumed: Resumed
         log.record(StepResult(step, result.policy_version, metrics))
         log.samples(step, _all_rows(step, groups, advantages))
         must_stop = job.stopping.must_stop() and (step < steps or evaluated is None)
+        if not must_stop and _exports_before_the_end(job, step):
+            with job.watchdog.phase("checkpoint"):
+                export_hf(job, f"hf_step_{step:06d}")
         # Last: a run that goes on from this checkpoint does not do the step again, so all of it must have been written.
         save_interval = config.checkpoint.save_interval
         is_due = save_interval >= 0 and (must_stop or _is_due(step, save_interval, steps))
@@ -126,6 +129,11 @@ def _run_steps(job: Job, log: RunLog, checkpoints: Checkpoints, resumed: Resumed
         if must_stop:
             return step
     return None
+
+
+def _exports_before_the_end(job: Job, step: int) -> bool:
+    checkpoint = job.config.checkpoint
+    return checkpoint.export_hf and step < job.config.train.steps and _is_due(step, checkpoint.export_interval, job.config.train.steps)
 
 
 def _is_due(step: int, interval: int, steps: int) -> bool:

@@ -60,6 +60,8 @@ def test_not_negative_keys(key: str) -> None:
             ["layout.recompute_num_layers=1"],
             "layout.recompute_num_layers=1: has an effect only with layout.recompute_granularity=full, which is null.",
         ),
+        (["checkpoint.export_interval=5"], "checkpoint.export_interval=5: must be 0 (after the last step only) or more, and is of"),
+        (["checkpoint.export_interval=-1", "checkpoint.export_hf=true"], "checkpoint.export_interval=-1: must be 0"),
         (["checkpoint.save_interval=-2"], "checkpoint.save_interval=-2: must be -1 (never), 0 (after the last step) or more."),
         (["model.hf="], "model.hf=: must not be empty."),
         (["data.train="], "data.train=: must not be empty."),
