@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -176,3 +177,24 @@ def test_tied_models(tmp_path: Path) -> None:
     [[completion]] = engine.generate(PROMPTS[:1], params(samples_per_prompt=1, temperature=0.0, max_response_tokens=1))
     with torch.no_grad():
         assert completion.token_ids[0] == int(model(torch.tensor([PROMPTS[0].token_ids])).logits[0, -1].argmax())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_buffers_of_the_checkpoint_are_taken(dtype: str, tmp_path: Path) -> None:
+    """A router's score correction arrives like any weight, is kept in float32, and must not be left out; the folder may be an fp8 one."""
+    model = tiny_models.deepseek_v3()
+    folder = tiny_models.saved(model, tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    (folder / "config.json").write_text(json.dumps(config))
+    backend = TransformersRollout(RolloutContext(folder, "cpu", dtype), TransformersOptions())
+    backend.update_weights(buckets(tensors(folder), 1, 0))
+    ours, theirs = backend._model.state_dict(), model.state_dict()
+    biases = [name for name in theirs if name.endswith("e_score_correction_bias")]
+    assert len(biases) == 3
+    for name in biases:
+        assert theirs[name].abs().min() > 0
+        assert torch.equal(ours[name], theirs[name])
+    assert ours["model.embed_tokens.weight"].dtype == getattr(torch, dtype)
+    with pytest.raises(RolloutError, match=r"1 parameters of the engine were not written, first .*e_score_correction_bias"):
+        backend.update_weights(buckets(((name, tensor) for name, tensor in tensors(folder) if name != biases[0]), 1, 0))
