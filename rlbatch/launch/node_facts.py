@@ -21,6 +21,8 @@ from rlbatch.registry import Registry, Supplier
 GIB = 2**30
 LIBRARIES = ("torch", "megatron-core", "transformers", "transformer-engine", "deep_ep", "vllm", "sglang")
 """Distributions whose version changes numbers; those that are not installed are left out."""
+SOURCES = "rlbatch's source"
+"""Name of the digest of rlbatch's own files."""
 OWN_PACKAGES = ("rlbatch", "rlbatch_plugins")
 
 
@@ -109,7 +111,7 @@ def versions(registry: Registry) -> dict[str, str]:
     """Name -> version of all that has to be the same everywhere. Code that has no version of its own is known by its digest."""
     import torch
 
-    found = {"python": platform.python_version(), "rlbatch": f"{rlbatch.__version__} ({_digest(_own_sources())})"}
+    found = {"python": platform.python_version(), "rlbatch": rlbatch.__version__, SOURCES: _digest(_own_sources())}
     for name in LIBRARIES:
         with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)

@@ -136,11 +136,11 @@ class Preflight:
 
     def _print_table(self, links: Sequence[Links], errors: Sequence[Finding]) -> None:
         console = Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS, highlight=False)
-        console.print(table(self._facts, self._floor, self._clocks, links, time.monotonic() - self._started))
-        for finding in errors:
-            console.print(f"error: {finding}", markup=False)
-        for finding in self._warnings:
-            console.print(f"warning: {finding}", markup=False)
+        with console.capture() as capture:
+            console.print(table(self._facts, self._floor, self._clocks, links, time.monotonic() - self._started))
+        lines = [line.rstrip() for line in capture.get().splitlines()]  # rich pads them
+        lines += [f"error: {finding}" for finding in errors] + [f"warning: {finding}" for finding in self._warnings]
+        print("\n".join(lines), flush=True)
 
     def _needs(self) -> Footprint:
         hf = self._config.model.hf

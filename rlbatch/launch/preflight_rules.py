@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from rlbatch.config.schema import ClusterConfig
 from rlbatch.launch.footprint import Footprint
-from rlbatch.launch.node_facts import NodeFacts
+from rlbatch.launch.node_facts import SOURCES, NodeFacts
 
 SKEW_WARNING_S = 5.0
 """The ranks' clocks are read when a barrier lets go of them, which on a busy machine is not the same moment."""
@@ -51,12 +51,13 @@ class Finding:
 
 
 def check_versions(facts: Sequence[NodeFacts]) -> Iterator[Finding]:
-    """Every version must be that of most ranks."""
+    """Every version must be that of most ranks. Different sources of one version are odd: somebody may be editing them right now."""
     for name in sorted({name for fact in facts for name in fact.versions}):
         usual = _most_common(fact.versions.get(name, "none") for fact in facts)
         for fact in _one_a_node(fact for fact in facts if fact.versions.get(name, "none") != usual):
             mine = fact.versions.get(name, "none")
-            yield Finding(fact.rank, fact.host, f"{name} is {mine}, on the other ranks {usual}. Install the same on all nodes")
+            text = f"{name} is {mine}, on the other ranks {usual}. Install the same on all nodes"
+            yield Finding(fact.rank, fact.host, text, is_error=name != SOURCES)
 
 
 def check_gpus(facts: Sequence[NodeFacts], cluster: ClusterConfig, floor: Footprint) -> Iterator[Finding]:

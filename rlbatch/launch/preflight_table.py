@@ -25,27 +25,40 @@ def table(facts: Sequence[NodeFacts], floor: Footprint, clocks: Sequence[float],
         links: Of every rank; empty: not measured.
         seconds: What the preflight took.
     """
-    rows = Table(
-        box=box.SIMPLE_HEAD, header_style="bold", title_justify="left", title=f"Preflight ({seconds:.1f} s): {_versions(facts[0])}"
-    )
-    needs = (f"GPU GiB free (>= {floor.gpu_gib:.1f})", f"memory GiB free (>= {floor.host_gib:.1f})", f"/dev/shm GiB (>= {floor.shm_gib:g})")
-    for column in ("node", "ranks", "GPUs", *needs, "clock s", "folders", "all-reduce GB/s"):
+    title = f"Preflight ({seconds:.1f} s): {_versions(facts[0])}"
+    rows = Table(box=box.SIMPLE_HEAD, header_style="bold", title_justify="left", title=title)
+    on_gpu = any(fact.gpu for fact in facts)
+    gpu_columns = ["GPUs", f"GPU GiB free (>= {floor.gpu_gib:.1f})"] if on_gpu else []
+    needs = [f"memory GiB free (>= {floor.host_gib:.1f})", f"/dev/shm GiB free (>= {floor.shm_gib:g})"]
+    for column in ("node", "ranks", *gpu_columns, *needs, "clock s", "folders", "all-reduce GB/s"):
         rows.add_column(column, justify="left" if column in ("node", "GPUs", "folders") else "right")
     middle = statistics.median(clocks)
     for fact in facts:
         if fact.is_first:
-            here = [other for other in facts if other.host == fact.host]
-            gpus = f"{fact.gpu.visible} x {fact.gpu.name}" if fact.gpu else "none"
-            free = f"{min(other.gpu.free_gib for other in here if other.gpu):.1f}" if fact.gpu else "-"
-            speed = f"{links[fact.rank].node_gbs:.1f}" if links and fact.node_ranks > 1 else "-"
+            here = [other.rank for other in facts if other.host == fact.host]
             memory = f"{fact.host_free_gib:.1f}", f"{fact.shm_free_gib:.1f}"
+            speed = f"{links[fact.rank].node_gbs:.1f}" if links and len(here) > 1 else "-"
+            gpus = _gpu_cells([facts[rank] for rank in here]) if on_gpu else []
             skew = f"{clocks[fact.rank] - middle:+.1f}"
-            ranks = f"{fact.rank}+{fact.node_ranks}"
-            rows.add_row(fact.host, ranks, gpus, free, *memory, skew, "bad" if fact.problems else "ok", speed)
+            rows.add_row(fact.host, _rank_range(here), *gpus, *memory, skew, "bad" if fact.problems else "ok", speed)
     if links:
         rows.add_section()
-        rows.add_row("all", str(len(facts)), "", "", "", "", "", "", f"{links[0].gbs:.1f}")
+        rows.add_row("all", str(len(facts)), *[""] * len(gpu_columns), "", "", "", "", f"{links[0].gbs:.1f}")
     return rows
+
+
+def _rank_range(ranks: Sequence[int]) -> str:
+    """``8-15``, or each of ranks that do not follow each other."""
+    first, last = ranks[0], ranks[-1]
+    if len(ranks) > 1 and last - first == len(ranks) - 1:
+        return f"{first}-{last}"
+    return ",".join(map(str, ranks))
+
+
+def _gpu_cells(node: Sequence[NodeFacts]) -> list[str]:
+    """How many of what, and the free memory of the fullest."""
+    gpus = [fact.gpu for fact in node if fact.gpu]
+    return [f"{gpus[0].visible} x {gpus[0].name}", f"{min(gpu.free_gib for gpu in gpus):.1f}"] if gpus else ["none", "-"]
 
 
 def one_line(facts: Sequence[NodeFacts], floor: Footprint, links: Sequence[Links], seconds: float) -> str:

@@ -41,9 +41,14 @@ class Job:
     job_id: str
     run_dir: Path
 
+    def has_ended(self) -> bool:
+        """Whether Slurm says so."""
+        return self.slurm.job(self.job_id)["JobState"] in ENDED
+
     def wait_for_step(self, step: int) -> None:
         """Waits until a step has been done."""
-        wait_until(lambda: self.json("summary.json").get("steps", 0) >= step, START_S, f"step {step}: {self.log()}")
+        wait_until(lambda: self.json("summary.json").get("steps", 0) >= step or self.has_ended(), START_S, f"step {step}")
+        assert not self.has_ended(), self.log()
 
     def wait_for_end(self) -> dict[str, str]:
         """Waits until Slurm says that it has ended, and returns what ``scontrol`` says."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-POLL_S = 0.05
+POLL_S = 0.1
 PACKAGES = "apt-get install --no-install-recommends slurm-wlm munge openssh-server iproute2 psmisc"
 
 

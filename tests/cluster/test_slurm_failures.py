@@ -34,7 +34,8 @@ def test_a_failure_ends_the_job(what: str, rank: int, words: list[str], slurm: S
     event, run_dir, host = tmp_path / "event", tmp_path / "run", slurm.nodes[rank // 2]
     slurm.environment[EVENT] = str(event)
     job = submit(slurm, run_dir, *QUICK, *fault_reward(what, rank), cwd=repository)
-    wait_until(event.exists, RUN_S, f"the failure: {job.log()}")
+    wait_until(lambda: event.exists() or job.has_ended(), RUN_S, "the failure")
+    assert event.exists(), job.log()
     wait_until(lambda: not slurm.job_processes(), END_S + LIMIT_S + 10, f"the end of all processes: {job.log()}")
     seconds = time.time() - float(event.read_text())
     assert seconds <= END_S + (LIMIT_S if what == "hang" else 0.0)

@@ -9,7 +9,7 @@ import pytest
 
 from rlbatch.config.schema import ClusterConfig
 from rlbatch.launch.footprint import Footprint
-from rlbatch.launch.node_facts import Gpu, NodeFacts
+from rlbatch.launch.node_facts import SOURCES, Gpu, NodeFacts
 from rlbatch.launch.preflight import blamed
 from rlbatch.launch.preflight_rules import (
     Finding,
@@ -54,6 +54,12 @@ def test_a_version_is_told_once_a_node() -> None:
         "deep_ep is 1.0, on the other ranks none. Install the same on all nodes",
         "torch is 2.9.1, on the other ranks 2.10.0. Install the same on all nodes",
     ]
+
+
+def test_different_files_of_one_version_are_odd() -> None:
+    """A checkout that is being edited while the job starts does not end it."""
+    facts = [replace(fact, versions={SOURCES: "b" if fact.host == "n3" else "a"}) for fact in job()]
+    assert told(list(check_versions(facts))) == [(24, "n3", False)]
 
 
 @pytest.mark.parametrize(
