@@ -16,11 +16,11 @@ from rlbatch.launch.environment import RankInfo
 from rlbatch.launch.failures import FirstError, claim, read_first_error
 from rlbatch.launch.life import Life, is_superseded, same_token
 from rlbatch.launch.places import Place, find_culprit
-from rlbatch.launch.wire import LOST_S, Link, Message
+from rlbatch.launch.wire import PROBE_S, Link, MachineLost, Message
 
 TICK_S = 0.25
 """Seconds between looks at the time limits."""
-BEAT_S = 10.0
+BEAT_S = float(PROBE_S)
 """Seconds between signs of life of rank 0 to the others."""
 PATIENCE_S = 1.0
 """Seconds between a failure that may follow from another one and the decision; a launcher that knows the exit code speaks meanwhile."""
@@ -84,8 +84,8 @@ class Troubles:
 class Overseer(threading.Thread):
     """A thread of rank 0 from the rendezvous to the end of the job; every rank, rank 0 too, is connected to it.
 
-    That a rank's process ended, its kernel tells at once. That its machine is gone, the kernel here finds after ``LOST_S``. Neither needs
-    Python on the other side: a slow import or a long call into C code is no death.
+    That a rank's process ended, its kernel tells at once. That its machine is gone, the kernel here finds after ``wire.LOST_S``. Neither
+    needs Python on the other side: a slow import or a long call into C code is no death.
     """
 
     def __init__(self, server: socket.socket, life: Life, info: RankInfo, run_dir: Path, timeout_s: float, store_port: int) -> None:
@@ -192,8 +192,7 @@ class Overseer(threading.Thread):
             self._selector.unregister(seat.link)
             seat.link.close()
             if not seat.has_left and all(failure.rank != rank for failure, _ in self._troubles.failures):
-                lost = "timed out" in str(error).lower()
-                self._troubles.deaths[rank] = f"no answer from its machine for {LOST_S} s" if lost else ""
+                self._troubles.deaths[rank] = str(error) if isinstance(error, MachineLost) else ENDED
                 self._decide_within(PATIENCE_S)
             return
         for message in messages:
@@ -295,7 +294,7 @@ class Overseer(threading.Thread):
 
     def _death(self, rank: int) -> FirstError:
         seat, how = self._seats[rank], self._troubles.deaths[rank]
-        text = f"{how or ENDED}, in phase {seat.phase}. See logs/rank{rank}.log."
+        text = f"{how}, in phase {seat.phase}. See logs/rank{rank}.log."
         return FirstError(rank, seat.host, "Exit", text, "", time.time())
 
     def _hang(self, rank: int, places: Mapping[int, Place | None]) -> FirstError:

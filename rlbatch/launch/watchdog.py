@@ -24,10 +24,10 @@ from rlbatch.api import LaunchError
 from rlbatch.config.schema import LaunchConfig
 from rlbatch.launch.failures import FirstError, Reported, StoppedBySignal, claim, failure_of, read_first_error
 from rlbatch.launch.life import is_superseded
-from rlbatch.launch.overseer import ANSWER_S, BEAT_S, ENDED, LEAVING_S, PATIENCE_S
+from rlbatch.launch.overseer import ANSWER_S, ENDED, LEAVING_S, PATIENCE_S
 from rlbatch.launch.places import place_of_main_thread
 from rlbatch.launch.rendezvous import Meeting
-from rlbatch.launch.wire import LOST_S
+from rlbatch.launch.wire import MachineLost
 
 Phase = Literal["start", "generation", "training", "checkpoint"]
 """What a rank does; its hang limit is ``launch.<phase>_limit_s``."""
@@ -36,7 +36,7 @@ OWN_CLOCK_S = ANSWER_S + 4.0
 """Seconds past a hang limit after which a rank acts without the overseer."""
 NATIVE_TIMER_S = 10.0
 """Seconds past a hang limit after which a rank ends without Python."""
-SILENCE_S = 12 * BEAT_S
+SILENCE_S = 120.0
 """Seconds without a sign of life of rank 0's interpreter after which it counts as stopped."""
 CLOSING_S = 8.0
 """Longest time from the end of the job to the end of this process."""
@@ -161,8 +161,9 @@ class Watchdog:
                 messages = link.receive()
             except ConnectionError as error:
                 if not self._leaving:
-                    lost = "timed out" in str(error).lower()
-                    self._accuse_rank_0(f"no answer from its machine for {LOST_S} s" if lost else ENDED)
+                    if isinstance(error, MachineLost):
+                        time.sleep(ANSWER_S)  # it may be this machine that is cut off: then rank 0 speaks
+                    self._accuse_rank_0(str(error) if isinstance(error, MachineLost) else ENDED)
                 return
             now = time.monotonic()
             heard = now if messages else heard

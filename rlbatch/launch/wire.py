@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
 import threading
@@ -12,11 +13,17 @@ Message = dict[str, Any]
 
 PROBE_S = 2
 """Seconds between the kernel's probes of an idle connection."""
-LOST_S = 10
-"""Seconds without any answer from the other machine's kernel after which a connection counts as lost."""
+LOST_S = 9
+"""Seconds without any answer from the other machine's kernel after which a connection counts as lost. While what was sent is not
+acknowledged there are no probes, and the time counts from there: so who sends at all must send at least every ``PROBE_S``.
+"""
 SEND_S = 5.0
 """Longest wait for a peer that reads nothing."""
 MAX_LINE = 1 << 24
+
+
+class MachineLost(ConnectionError):
+    """The kernel at the other end does not answer."""
 
 
 class Link:
@@ -39,7 +46,7 @@ class Link:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, LOST_S // PROBE_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, -(-LOST_S // PROBE_S))
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_S * 1000)
 
     def send(self, message: Mapping[str, Any]) -> bool:
@@ -60,6 +67,7 @@ class Link:
         """Messages that have come, after a wait for at least some bytes; maybe none is whole yet, or none came in time.
 
         Raises:
+            MachineLost: the peer's machine is gone, or the way to it.
             ConnectionError: the peer ended, or sends something else.
         """
         if self._unread:
@@ -67,9 +75,11 @@ class Link:
             return unread
         try:
             part = self._socket.recv(1 << 16)
-        except TimeoutError:
-            return []
         except OSError as error:
+            if error.errno in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH):
+                raise MachineLost(f"no answer from its machine for {LOST_S} s") from None
+            if isinstance(error, TimeoutError):  # of the wait
+                return []
             raise ConnectionError(str(error)) from None
         *lines, self._received = (self._received + part).split(b"\n")
         if not part or len(self._received) > MAX_LINE:

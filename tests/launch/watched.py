@@ -48,10 +48,10 @@ def rank_variables(rank: int, world_size: int, local_size: int | None = None) ->
     return {name: str(value) for name, value in names.items()}
 
 
-def start(run_dir: Path, behaviour: str, variables: Mapping[str, str], *options: str) -> subprocess.Popen[str]:
-    """One rank."""
+def start(run_dir: Path, behaviour: str, variables: Mapping[str, str], *options: str, within: Sequence[str] = ()) -> subprocess.Popen[str]:
+    """One rank; `within` is a command that starts it."""
     return subprocess.Popen(
-        [sys.executable, __file__, str(run_dir), behaviour, *options],
+        [*within, sys.executable, __file__, str(run_dir), behaviour, *options],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **variables},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
