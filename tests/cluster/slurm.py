@@ -91,6 +91,7 @@ class Slurm:
         self.nodes = [f"{prefix}{number}" for number in range(1, nodes + 1)]
         self.environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
         self.environment["SLURM_CONF"] = str(folder / "slurm.conf")
+        self.environment["XDG_STATE_HOME"] = str(folder / "home")  # where rlbatch lists a user's jobs
         self._range = f"{prefix}[1-{nodes}]"
 
     def start(self) -> None:

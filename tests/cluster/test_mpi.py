@@ -52,7 +52,7 @@ def start(hosts: SshHosts, mpi: Path, folder: Path, repository: Path, *overrides
     layout = ["layout.world_size=3", "layout.ep_size=1", "train.prompts_per_step=6"]
     command = shlex.join([sys.executable, "-m", "rlbatch.submit", *options, *TINY, *layout, *overrides])
     path = f"{mpi / 'bin'}:{hosts.environment['PATH']}"
-    variables = {"PATH": path, "LD_LIBRARY_PATH": str(mpi / "lib"), EVENT: str(folder / "event")}
+    variables = {"PATH": path, "LD_LIBRARY_PATH": str(mpi / "lib"), "XDG_STATE_HOME": str(folder), EVENT: str(folder / "event")}
     return hosts.start_command(hosts.names[0], command, repository, **variables)
 
 
