@@ -117,10 +117,27 @@ def test_impossible_scales_are_refused(wrong: float) -> None:
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 def test_weights_that_are_not_finite_show_in_their_scales(wrong: float) -> None:
-    """So that nobody stores them unnoticed; other blocks are quantised."""
+    """So that nobody stores them unnoticed; other blocks are quantised, by the plain formula that GPUs take or in strips."""
     weight = weights((256, 256))
     weight[10, 200] = wrong
     values, scales = quantize(weight)
     with pytest.raises(DataError, match=r"block \[0, 1\]"):
         check_scales(scales, "a")
     assert torch.equal(bits(values[128:]), bits(quantize(weight[128:])[0]))
+    assert torch.equal(bits(values[:128, :128]), bits(quantize(weight[:128, :128])[0]))
+
+
+def test_threads_change_nothing() -> None:
+    """A matrix that is worth several threads, which leave torch's number of threads as it was."""
+    weight = weights((1100, 1000))
+    before = torch.get_num_threads()
+    alone = quantize(weight)
+    torch.set_num_threads(3)
+    try:
+        values, scales = quantize(weight)
+        whole = dequantize(values, scales)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(bits(values), bits(alone[0])) and torch.equal(scales, alone[1])
+    assert torch.equal(whole, dequantize(*alone))
