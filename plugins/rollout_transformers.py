@@ -126,22 +126,27 @@ class TransformersRollout:
 def _checkpoint_views(model: Any) -> dict[str, Tensor]:
     """Checkpoint name -> where it lies in the model, which stacks the experts that checkpoints hold one by one.
 
-    Of buffers, those that checkpoints have, e.g. a router's score correction.
+    Of buffers, those that checkpoints have, e.g. a router's score correction. transformers itself names the parts: it converts a tag in the
+    place of each.
     """
-    views: dict[str, Tensor] = {}
+    import torch
+    from transformers.core_model_loading import revert_weight_conversion
+
     stored = model.state_dict().keys()
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in stored]
+    places: list[Tensor] = []
+    tags: dict[str, Tensor] = {}
     for name, param in [*model.named_parameters(), *buffers]:
-        stem, _, leaf = name.rpartition(".")
-        for expert in range(param.shape[0] if leaf in ("gate_up_proj", "down_proj") else 0):
-            if leaf == "gate_up_proj":
-                gate, up = param[expert].chunk(2, 0)
-                views[f"{stem}.{expert}.gate_proj.weight"], views[f"{stem}.{expert}.up_proj.weight"] = gate, up
-            else:
-                views[f"{stem}.{expert}.down_proj.weight"] = param[expert]
-        if leaf not in ("gate_up_proj", "down_proj"):
-            views[name] = param
-    return views
+        leaf = name.rpartition(".")[2]
+        if leaf == "gate_up_proj":
+            parts, shape = [half for expert in param.detach() for half in expert.chunk(2, 0)], (len(param), 2, 1)
+        elif leaf == "down_proj":
+            parts, shape = list(param.detach()), (len(param), 1, 1)
+        else:
+            parts, shape = [param.detach()], (1, 1, 1)
+        tags[name] = torch.arange(len(places), len(places) + len(parts)).view(shape)
+        places += parts
+    return {name: places[int(tag)] for name, tag in revert_weight_conversion(model, tags).items()}
 
 
 def _uniforms(wanted: Sequence[tuple[Prompt, int]], params: SamplingParams) -> Tensor:

@@ -19,6 +19,8 @@ def read_config(folder: Path) -> Mapping[str, Any]:
     path = folder / "config.json"
     try:
         parsed = json.loads(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError:
+        raise DataError(f"{path}: not text in UTF-8. Download the folder again.") from None
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(f"{path}: not there. A Hugging Face folder holds config.json, a tokenizer and *.safetensors.") from None
     except json.JSONDecodeError as error:

@@ -18,29 +18,51 @@ PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "H20": 148e12, "A100": 312e12}
 
 
 def matmul_flops_per_token(family: ModelFamily) -> float:
-    """Forward FLOPs of a token in matrix products with weights: attention projections, top-k and shared experts, logits."""
+    """Forward FLOPs of a token in matrix products with weights: attention projections, MLPs, top-k and shared experts, logits."""
     t = family.transformer
-    hidden, heads, head_dim = int(t["hidden_size"]), int(t["num_attention_heads"]), _head_dim(family)
-    groups = int(t.get("num_query_groups") or heads)
-    attention = hidden * head_dim * (heads + 2 * groups) + heads * head_dim * hidden
+    hidden = int(t["hidden_size"])
     matrices = 3 if t.get("gated_linear_unit") else 2
-    dense_ffn = int(t.get("ffn_hidden_size") or 4 * hidden)
-    if family.num_experts:
-        width = int(t.get("moe_router_topk", 2)) * int(t.get("moe_ffn_hidden_size") or dense_ffn)
-        width += int(t.get("moe_shared_expert_intermediate_size") or 0)
-    else:
-        width = dense_ffn
-    return 2.0 * (family.num_layers * (attention + matrices * hidden * width) + hidden * family.vocab_size)
+    dense_width = int(t.get("ffn_hidden_size") or 4 * hidden)
+    expert_width = int(t.get("moe_router_topk", 2)) * int(t.get("moe_ffn_hidden_size") or dense_width)
+    expert_width += int(t.get("moe_shared_expert_intermediate_size") or 0)
+    with_experts = _layers_with_experts(family)
+    width = with_experts * expert_width + (family.num_layers - with_experts) * dense_width
+    return 2.0 * (family.num_layers * _attention_weights(family) + matrices * hidden * width + hidden * family.vocab_size)
 
 
 def attention_flops_per_squared_token(family: ModelFamily) -> float:
     """Forward FLOPs of causal attention over a sequence of L tokens, divided by L^2: half of the pairs, two FLOPs a multiply-add."""
-    return float(family.num_layers * family.transformer["num_attention_heads"] * 2 * _head_dim(family))
+    return float(family.num_layers * family.transformer["num_attention_heads"] * sum(_head_dims(family)))
 
 
-def _head_dim(family: ModelFamily) -> int:
+def _layers_with_experts(family: ModelFamily) -> int:
+    if not family.num_experts:
+        return 0
+    frequency = family.transformer.get("moe_layer_freq", 1)
+    return len(range(0, family.num_layers, frequency)) if isinstance(frequency, int) else sum(frequency)
+
+
+def _attention_weights(family: ModelFamily) -> int:
+    """Elements of a layer's projections."""
     t = family.transformer
-    return int(t.get("kv_channels") or t["hidden_size"] // t["num_attention_heads"])
+    hidden, heads = int(t["hidden_size"]), int(t["num_attention_heads"])
+    key, value = _head_dims(family)
+    if not t.get("multi_latent_attention"):
+        groups = int(t.get("num_query_groups") or heads)
+        return hidden * key * (heads + 2 * groups) + heads * value * hidden
+    rank, query_rank = int(t["kv_lora_rank"]), t.get("q_lora_rank")
+    query = hidden * heads * key if query_rank is None else int(query_rank) * (hidden + heads * key)
+    latent = hidden * (rank + int(t["qk_pos_emb_head_dim"])) + rank * heads * (int(t["qk_head_dim"]) + value)
+    return query + latent + heads * value * hidden
+
+
+def _head_dims(family: ModelFamily) -> tuple[int, int]:
+    """Of queries and keys, and of values."""
+    t = family.transformer
+    if t.get("multi_latent_attention"):
+        return int(t["qk_head_dim"]) + int(t["qk_pos_emb_head_dim"]), int(t["v_head_dim"])
+    dim = int(t.get("kv_channels") or t["hidden_size"] // t["num_attention_heads"])
+    return dim, dim
 
 
 def forward_flops(family: ModelFamily, lengths: Sequence[int]) -> float:

@@ -53,6 +53,32 @@ MIXTRAL_8X7B = family(
     moe_router_topk=2,
     gated_linear_unit=True,
 )
+DEEPSEEK_V3 = family(
+    129280,
+    num_layers=61,
+    hidden_size=7168,
+    ffn_hidden_size=18432,
+    num_attention_heads=128,
+    num_query_groups=128,
+    multi_latent_attention=True,
+    q_lora_rank=1536,
+    kv_lora_rank=512,
+    qk_head_dim=128,
+    qk_pos_emb_head_dim=64,
+    v_head_dim=128,
+    num_moe_experts=256,
+    moe_layer_freq=[0] * 3 + [1] * 58,
+    moe_router_topk=8,
+    moe_ffn_hidden_size=2048,
+    moe_shared_expert_intermediate_size=2048,
+    gated_linear_unit=True,
+)
+
+
+def test_deepseek_v3_activates_37_billion_parameters() -> None:
+    """As published, the embedding included, which no matrix product needs: latent attention, dense layers, shared experts."""
+    assert matmul_flops_per_token(DEEPSEEK_V3) / 2 == pytest.approx(37e9 - 129280 * 7168, rel=0.02)
+    assert attention_flops_per_squared_token(DEEPSEEK_V3) == 61 * 128 * (192 + 128)
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,17 @@ def tensors(folder: Path, scale: float = 1.0) -> Iterator[tuple[str, torch.Tenso
         yield name, source.read(name) * scale
 
 
+@pytest.mark.parametrize("build", [tiny_models.mixtral, tiny_models.deepseek_v3, tiny_models.qwen2, tiny_models.qwen3, tiny_models.llama])
+def test_a_sync_reaches_every_tensor_of_every_family(build: Any, tmp_path: Path) -> None:
+    """Experts that the model stacks, under the names of the checkpoint, and their biases: afterwards the engine saves what was sent."""
+    tiny_models.saved(build(), tmp_path / "folder")
+    backend = TransformersRollout(RolloutContext(tmp_path / "folder", "cpu", "float32"), TransformersOptions())
+    backend.update_weights(buckets(tensors(tmp_path / "folder", scale=3.0), 1, 1))
+    tiny_models.saved(backend._model, tmp_path / "again")
+    again = HfTensors(tmp_path / "again")
+    assert [name for name, sent in tensors(tmp_path / "folder", scale=3.0) if not again.read(name).equal(sent)] == []
+
+
 def params(**changes: Any) -> SamplingParams:
     values = {"temperature": 1.0, "max_response_tokens": 12, "stop_token_ids": (STOP,), "samples_per_prompt": 6, "seed": (0, 1)}
     return SamplingParams(**{**values, **changes})
