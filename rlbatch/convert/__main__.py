@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     try:
         options, info = parse(arguments), RankInfo.from_environment()
-        _quiet_libraries()
+        _prepare_libraries(info)
         return _check(options) if options.mode == "check" else _convert(options, info)
     except CheckpointError as error:
         print(error, file=sys.stderr)
@@ -45,11 +45,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _convert(options: Options, info: RankInfo) -> int:
-    import torch
-
     from rlbatch.convert.conversion import convert
-
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // info.local_size))
 
     def say(text: str) -> None:
         if info.rank == 0:
@@ -69,9 +65,10 @@ def _check(options: Options) -> int:
     return 0 if report.is_complete else EXIT_FAILED
 
 
-def _quiet_libraries() -> None:
-    """No GPU is used, also where there is one; and missing GPU libraries are no news."""
+def _prepare_libraries(info: RankInfo) -> None:
+    """Before they are imported. No GPU is used, also where there is one; missing GPU libraries are no news; cores are shared."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // info.local_size)))
     warnings.filterwarnings("ignore", module="megatron")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     logging.getLogger("megatron").setLevel(logging.ERROR)

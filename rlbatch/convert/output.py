@@ -7,7 +7,9 @@ import errno
 import fcntl
 import json
 import os
+import queue
 import shutil
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -152,7 +154,7 @@ class Draft:
         checksum = written = 0
         try:
             with draft.open("wb", buffering=0) as file:
-                for part in output.parts():
+                for part in _ahead(output.parts()):
                     for piece in _pieces(part):
                         checksum = zlib.crc32(piece, checksum)
                         written += _write_all(file.fileno(), piece)
@@ -181,7 +183,7 @@ class Draft:
         """
         path, position, checksum = self.folder / output.name, 0, 0
         with path.open("rb", buffering=0) as file:
-            for part in output.parts():
+            for part in _ahead(output.parts()):
                 for piece in _pieces(part):
                     if file.read(len(piece)) != piece:
                         raise DataError(
@@ -219,6 +221,40 @@ class Draft:
         for hidden in (_DONE, TEAM):
             shutil.rmtree(self.out / hidden, ignore_errors=True)
         (self.out / PLAN).unlink()
+
+
+def _ahead(parts: Iterator[Part]) -> Iterator[Part]:
+    """The same, the next ones being made in a second thread: reading, converting and checksums leave the interpreter's lock alone."""
+    ready: queue.Queue[Part | BaseException | None] = queue.Queue(maxsize=1)
+    is_over = threading.Event()
+
+    def make() -> None:
+        last: BaseException | None = None
+        try:
+            for part in parts:
+                while not is_over.is_set():
+                    with contextlib.suppress(queue.Full):
+                        ready.put(part, timeout=0.1)
+                        break
+                else:
+                    return
+        except BaseException as error:  # handed over to whoever asked for the parts
+            last = error
+        while not is_over.is_set():
+            with contextlib.suppress(queue.Full):
+                ready.put(last, timeout=0.1)
+                return
+
+    maker = threading.Thread(target=make, name="rlbatch-convert", daemon=True)
+    maker.start()
+    try:
+        while (part := ready.get()) is not None:
+            if isinstance(part, BaseException):
+                raise part
+            yield part
+    finally:
+        is_over.set()
+        maker.join()
 
 
 def _pieces(part: Part) -> Iterator[memoryview]:

@@ -28,7 +28,15 @@ class _Made:
         self.dtype = reader.dist.dtype(parameter.key)
 
     def __getitem__(self, index: tuple[slice, ...], /) -> Tensor:
-        return self._reader.read(self._parameter)[self._index][index]
+        parameter = self._parameter
+        if not index or len(parameter.hf) > 1:
+            return self._reader.read(parameter)[self._index][index]
+        # The same tensor on both sides: only the rows that are wanted are read.
+        rows, axis = range(self.shape[0])[index[0]], len(parameter.start) - len(self.shape)
+        start = (*parameter.start[:axis], parameter.start[axis] + rows.start, *parameter.start[axis + 1 :])
+        box = self._reader.dist.read(parameter.key, start, (*parameter.size[:axis], len(rows), *parameter.size[axis + 1 :]))
+        rest = (slice(None), *index[1:])
+        return box.reshape(len(rows), *self.shape[1:])[rest]
 
 
 class _Reader:

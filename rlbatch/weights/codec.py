@@ -199,9 +199,9 @@ def unshard(mapping: ParamMapping, shards: Sequence[Tensor], geometry: Geometry)
         case Buffer():
             return [shards[0]]
         case Direct():
-            return [shards[0] if mapping.tp_dim is None else torch.cat(list(shards), mapping.tp_dim)]
+            return [shards[0] if mapping.tp_dim is None else _joined(shards, mapping.tp_dim)]
         case Vocab():
-            return [torch.cat(list(shards))[: geometry.vocab_size]]
+            return [_joined(shards, 0)[: geometry.vocab_size]]
         case Qkv():
             grouped = torch.cat([part.unflatten(0, (geometry.kv_heads // len(shards), -1)) for part in shards])
             head_dim = grouped.shape[1] // (geometry.heads // geometry.kv_heads + 2)
@@ -209,6 +209,10 @@ def unshard(mapping: ParamMapping, shards: Sequence[Tensor], geometry: Geometry)
             return [part.flatten(0, 1) for part in grouped.split(rows, dim=1)]
         case Gated() | ExpertGated():
             halves = [part.chunk(2, 0) for part in shards]
-            return [torch.cat([gate for gate, _ in halves]), torch.cat([up for _, up in halves])]
+            return [_joined([gate for gate, _ in halves], 0), _joined([up for _, up in halves], 0)]
         case ExpertDown():
-            return [torch.cat(list(shards), 1)]
+            return [_joined(shards, 1)]
+
+
+def _joined(shards: Sequence[Tensor], dim: int) -> Tensor:
+    return torch.cat(list(shards), dim) if len(shards) > 1 else shards[0]
