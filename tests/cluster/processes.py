@@ -7,6 +7,7 @@ import random
 import shutil
 import signal
 import socket
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 
 POLL_S = 0.1
-PACKAGES = "apt-get install --no-install-recommends slurm-wlm munge openssh-server iproute2 psmisc"
+PACKAGES = "apt-get install --no-install-recommends slurm-wlm munge openssh-server iproute2"
 
 
 def require(*programs: str) -> None:
@@ -25,6 +26,8 @@ def require(*programs: str) -> None:
     problems = [f"not installed: {', '.join(missing)} (Debian: {PACKAGES})"] if missing else []
     if os.geteuid() != 0:
         problems.append("needs root: its daemons act for other users")
+    elif not missing and subprocess.run(["unshare", "--uts", "--net", "true"], capture_output=True).returncode:
+        problems.append("needs the right to make namespaces: a machine of its own, or a privileged container")
     if problems and os.environ.get("CI") == "true":
         pytest.fail("; ".join(problems))
     if problems:
