@@ -39,6 +39,7 @@ def qwen3_moe(hf_config: Mapping[str, Any]) -> ModelFamily:
     fields = HfFields(hf_config, "qwen3_moe")
     fields.only("hidden_act", "silu")
     fields.only("attention_bias", False)
+    fields.only("use_qk_norm", True)
     fields.only("attention_dropout", 0.0)
     fields.only("use_sliding_window", False)
     fields.ignore("sliding_window", "max_window_layers")  # without effect unless use_sliding_window

@@ -20,7 +20,7 @@ MEANINGLESS = frozenset(
 """Fields of any config that say nothing about a token's logits; the balancing loss is not part of the policy's."""
 
 SUSPICIOUS = (
-    "act attn attention bias block cap chunk clip compress config dim drop embed encoder expert ffn gate group head heterogeneous index kv latent "
+    "act attn attention bias block cap chunk clip compress dim drop embed encoder expert ffn gate group head heterogeneous index kv latent "
     "layer logit lora mlp moe mtp mult mup nextn norm per_ position qk quant rank resid rope rotary rout scal score shared sink size soft "
     "sparse tie topk vision audio window"
 ).split()

@@ -119,7 +119,7 @@ def test_other_quantisations(content: Any, message: str) -> None:
 
 def test_unknown_fields() -> None:
     """Refused if the name says that the arithmetic may depend on it and the value is not nothing; others may be there."""
-    fields(architectures=["A"], _attn_implementation="eager", unsloth_version="1", sliding_window=None, use_mrope=False).close()
+    fields(architectures=["A"], _attn_implementation="eager", unsloth_version="1", sliding_window=None, use_mrope=False, is_llama_config=True).close()
     read = fields(sliding_window=4)
     read.ignore("sliding_window")
     read.close()

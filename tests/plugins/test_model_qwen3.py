@@ -43,6 +43,7 @@ def test_no_field_is_passed_over() -> None:
     [
         ("attention_bias", True, "implements False only"),
         ("use_sliding_window", True, "implements False only"),
+        ("use_qk_norm", False, "implements True only"),
         ("rope_scaling", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, "implements 'default' only"),
     ],
 )

@@ -8,18 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rlbatch.api import Direct, Gated, ModelError, ModelFamily, Qkv, Vocab, hookimpl
+from rlbatch.api import Direct, Gated, HfFields, ModelFamily, Qkv, Vocab, hookimpl
 
 _MEGATRON = "decoder.layers.{layer}."
 _HF = "model.layers.{layer}."
-
-# Fields that change the arithmetic, with the only values that this family implements.
-_REQUIRED = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "pretraining_tp": 1,
-}
 
 
 @hookimpl
@@ -34,45 +26,39 @@ def llama(hf_config: Mapping[str, Any]) -> ModelFamily:
     Raises:
         ModelError: a field has a value that would change the arithmetic.
     """
-    for name, value in _REQUIRED.items():
-        if hf_config.get(name, value) not in (value, None):
-            raise ModelError(f"config.json {name}={hf_config[name]!r}: the llama family implements {value!r} only. Use another model.")
-    tied = bool(hf_config.get("tie_word_embeddings", False))
-    return ModelFamily(
+    fields = HfFields(hf_config, "llama")
+    fields.only("hidden_act", "silu")
+    fields.only("attention_bias", False)
+    fields.only("attention_dropout", 0.0)
+    fields.only("mlp_bias", False)
+    fields.only("pretraining_tp", 1)
+    tied = fields.flag("tie_word_embeddings", default=False)
+    family = ModelFamily(
         name="llama",
-        transformer=_transformer(hf_config),
-        vocab_size=hf_config["vocab_size"],
-        rotary_base=_rotary_base(hf_config),
+        transformer=_transformer(fields),
+        vocab_size=fields.size("vocab_size"),
+        rotary_base=fields.rope(default_theta=10000.0)["rope_theta"],
         tie_embeddings=tied,
-        max_sequence_length=hf_config["max_position_embeddings"],
+        max_sequence_length=fields.size("max_position_embeddings", default=2048),
         mappings=_MAPPINGS if tied else (*_MAPPINGS, Vocab("output_layer.weight", "lm_head.weight")),
     )
+    fields.close()  # refuses what was not read and could change the arithmetic
+    return family
 
 
-def _rotary_base(hf_config: Mapping[str, Any]) -> float:
-    """RoPE theta: of ``rope_parameters`` (written by transformers 5), or of ``rope_theta`` beside ``rope_scaling`` (before)."""
-    field = "rope_parameters" if hf_config.get("rope_parameters") else "rope_scaling"
-    rope = hf_config.get(field) or {}
-    rope_type = rope.get("rope_type") or rope.get("type") or "default"
-    if rope_type != "default":
-        raise ModelError(f"config.json {field}.rope_type={rope_type!r}: the llama family implements 'default' only. Use another model.")
-    rotated = rope.get("partial_rotary_factor", hf_config.get("partial_rotary_factor", 1.0))
-    if rotated != 1.0:
-        raise ModelError(f"config.json partial_rotary_factor={rotated!r}: the llama family implements 1.0 only. Use another model.")
-    return float(rope.get("rope_theta") or hf_config.get("rope_theta") or 10000.0)
-
-
-def _transformer(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    heads = hf_config["num_attention_heads"]
+def _transformer(fields: HfFields) -> dict[str, Any]:
+    hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+    groups = fields.size("num_key_value_heads", default=heads)
+    fields.divides("num_key_value_heads", groups, "num_attention_heads", heads)
     return {
-        "num_layers": hf_config["num_hidden_layers"],
-        "hidden_size": hf_config["hidden_size"],
+        "num_layers": fields.size("num_hidden_layers"),
+        "hidden_size": hidden,
         "num_attention_heads": heads,
-        "num_query_groups": hf_config.get("num_key_value_heads") or heads,
-        "kv_channels": hf_config.get("head_dim") or hf_config["hidden_size"] // heads,
-        "ffn_hidden_size": hf_config["intermediate_size"],
+        "num_query_groups": groups,
+        "kv_channels": fields.size("head_dim", default=hidden // heads),
+        "ffn_hidden_size": fields.size("intermediate_size"),
         "normalization": "RMSNorm",
-        "layernorm_epsilon": hf_config["rms_norm_eps"],
+        "layernorm_epsilon": fields.number("rms_norm_eps", 1e-6),
         "gated_linear_unit": True,
         "activation_func": "silu",
     }
