@@ -126,7 +126,6 @@ def _run(config: Config, run_dir: Path, meeting: Meeting, watchdog: Watchdog, no
             job = assemble(config, run_dir, device, store, watchdog, log.phase, notice, registry)
             stack.callback(job.rollout.close)
             _wait_for_all(watchdog, store, "start")  # loading may differ by more than a collective waits
-            notice.started()
         early = run(job, log)
         _wait_for_all(watchdog, store, "end")
         return early

@@ -112,17 +112,6 @@ def record_write(run_dir: Path, num_bytes: int, seconds: float) -> None:
     _write(run_dir, replace(read_history(run_dir), write_bytes=num_bytes, write_s=seconds))
 
 
-def estimate_write_s(run_dir: Path, num_bytes: float, rate: float) -> float:
-    """Seconds that a checkpoint will take.
-
-    Args:
-        run_dir: Run folder; what was measured there counts.
-        num_bytes: Its size.
-        rate: Bytes a second, if nothing was measured.
-    """
-    return num_bytes / (read_history(run_dir).write_rate() or rate)
-
-
 def _write(run_dir: Path, history: History) -> History:
     content: Mapping[str, Any] = asdict(history)
     draft = run_dir / f".{LIVES}.part"

@@ -66,6 +66,13 @@ def _parsed(record: dict[str, str]) -> OwnJob:
     )
 
 
+def kill_wait_s() -> float | None:
+    """Seconds that Slurm gives a job from SIGTERM to SIGKILL; None if it does not say."""
+    answer = _scontrol("show", "config")
+    found = re.search(r"^KillWait\s*=\s*(\d+)", answer.stdout, re.MULTILINE) if answer else None
+    return float(found[1]) if found else None
+
+
 def requeue_job(job_id: str) -> str:
     """Queues a job again; Slurm ends what still runs of it.
 

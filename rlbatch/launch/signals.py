@@ -14,7 +14,7 @@ from types import FrameType
 
 from rlbatch.launch.environment import RankInfo
 from rlbatch.launch.failures import StoppedBySignal
-from rlbatch.launch.own_job import find_own_job, slurm_job_id
+from rlbatch.launch.own_job import find_own_job, kill_wait_s, slurm_job_id
 
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 END_SIGNAL = signal.SIGHUP
@@ -145,11 +145,12 @@ def find_ending(number: int, received: float, info: RankInfo | None, notice_s: f
         notice_s: ``launch.notice_s``: seconds from the signal to the end where Slurm does not say it.
     """
     name = signal.Signals(number).name
-    killed, announced = received + KILL_WAIT_S, received + (KILL_WAIT_S if notice_s is None else notice_s)
+    announced = received + (KILL_WAIT_S if notice_s is None else notice_s)
     job_id = slurm_job_id(info) if info else ""
     job = find_own_job(job_id) if job_id else None
     if info is None or job is None:
         return Ending(name, announced)
+    killed = received + (kill_wait_s() or KILL_WAIT_S)
     if job.restarts > info.restart_count:
         return Ending(f"queued again by Slurm ({name})", killed)
     if job.is_preempted:

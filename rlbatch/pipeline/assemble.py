@@ -14,10 +14,8 @@ from rlbatch.algorithms.objective import Objective
 from rlbatch.api import ConfigError, ModelFamily, Prompt, Reward, RolloutContext
 from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import EMBEDDED, Config
-from rlbatch.launch.footprint import parameters
 from rlbatch.launch.job_store import JobStore
-from rlbatch.launch.lives import estimate_write_s
-from rlbatch.launch.notice import checkpoint_bytes
+from rlbatch.launch.notice import estimate_write_s
 from rlbatch.launch.signals import StopNotice
 from rlbatch.launch.watchdog import Watchdog
 from rlbatch.megatron import parallel
@@ -78,8 +76,6 @@ def assemble(
     context = RolloutContext(hf_folder, device, DTYPES[config.train.precision])
     backend = registry.build_rollout(config.rollout.name, config.rollout.options, context)
     tokenizer = _tokenizer(hf_folder)
-    size = checkpoint_bytes(parameters(family).total, config.train.precision)
-    save_s = estimate_write_s(run_dir, size, config.cluster.storage_gbs * 1e9)
     train, held_out = _prompts(config, run_dir, tokenizer, family)
     return Job(
         config=config,
@@ -88,7 +84,7 @@ def assemble(
         device=device,
         store=store,
         watchdog=watchdog,
-        stopping=Stopping(store, watchdog, notice, config.launch, save_s),
+        stopping=Stopping(store, watchdog, notice, config.launch, estimate_write_s(config, family, run_dir)),
         hf_folder=hf_folder,
         family=family,
         trainer=trainer,

@@ -60,13 +60,15 @@ def run(job: Job, log: RunLog) -> EarlyEnd | None:
     checkpoints = Checkpoints(job, log.phase, resumed.step)
     try:
         with job.stopping.listening():
-            last = _run_steps(job, log, checkpoints, resumed)
-        if last is not None:
+            stopped = _run_steps(job, log, checkpoints, resumed)
+        if stopped:
             log.phase(f"asked to stop: {job.stopping.ending.why if job.stopping.ending else ''}")
-            if job.config.checkpoint.save_interval >= 0:
+            if job.config.checkpoint.save_interval < 0:
+                log.phase("checkpoint.save_interval=-1: nothing is saved")
+            else:
                 with job.watchdog.phase("checkpoint"):
-                    checkpoints.before_end(last)
-            return EarlyEnd(last, job.stopping.ending)
+                    checkpoints.before_end(stopped.step, is_followed_up=stopped.is_followed_up)
+            return EarlyEnd(stopped.step, job.stopping.ending)
         with job.watchdog.phase("checkpoint"):
             checkpoints.close()
         if job.config.checkpoint.export_hf:
@@ -90,50 +92,56 @@ def _begin_life(job: Job, done: int) -> None:
     delete_other_steps(job.run_dir, done + 1)
 
 
-def _run_steps(job: Job, log: RunLog, checkpoints: Checkpoints, resumed: Resumed) -> int | None:
-    """Returns the last step whose state the job holds, if it has to end early; nothing was changed after it."""
-    config, steps = job.config, job.config.train.steps
-    done = resumed.step
-    is_left = not resumed.is_evaluated and _is_due(done, config.train.eval_interval, steps)
-    if job.eval_prompts and (not done or is_left):
-        log.phase("evaluating " + (f"after step {done}" if done else "before the first step"))
-        evaluated = evaluate(job)
+def _run_steps(job: Job, log: RunLog, checkpoints: Checkpoints, resumed: Resumed) -> Resumed | None:
+    """Returns what the next life goes on from, if the job has to end early: nothing was changed after that step."""
+    config, steps, done = job.config, job.config.train.steps, resumed.step
+    if not done or not resumed.is_followed_up:
+        log.phase(f"evaluating after step {done}, as its life had no time to" if done else "evaluating before the first step")
+        evaluated = _follow_up(job, done)
         if evaluated is None:
-            return done
-        log.record(StepResult(done, job.trainer.policy_version, evaluated))
+            return resumed
+        if evaluated:
+            log.record(StepResult(done, job.trainer.policy_version, evaluated))
     for step in range(done + 1, steps + 1):
         boundary = Boundary.of(job)
         stepped = train_step(job, step)
         if stepped is None:
             boundary.restore(job)
-            return step - 1
+            return Resumed(step - 1)
         result, groups, advantages = stepped
-        needs_evaluation = _is_due(step, config.train.eval_interval, steps) and bool(job.eval_prompts)
-        evaluated = evaluate(job) if needs_evaluation else {}
+        evaluated = _follow_up(job, step)
         metrics = {**result.metrics, **(evaluated or {})}
         check_tags(metrics)
         log.record(StepResult(step, result.policy_version, metrics))
         log.samples(step, _all_rows(step, groups, advantages))
-        must_stop = job.stopping.must_stop() and (step < steps or evaluated is None)
-        if not must_stop and _exports_before_the_end(job, step):
-            with job.watchdog.phase("checkpoint"):
-                export_hf(job, f"hf_step_{step:06d}")
         # Last: a run that goes on from this checkpoint does not do the step again, so all of it must have been written.
         save_interval = config.checkpoint.save_interval
-        is_due = save_interval >= 0 and (must_stop or _is_due(step, save_interval, steps))
+        is_due = save_interval >= 0 and _is_due(step, save_interval, steps)
         with job.watchdog.phase("checkpoint"):
-            seconds = checkpoints.after_step(step, is_due=is_due, is_evaluated=evaluated is not None)
+            seconds = checkpoints.after_step(step, is_due=is_due, is_followed_up=evaluated is not None)
         if seconds is not None:
             log.measure(step, {"time/checkpoint_s": seconds})
-        on_first_rank(lambda step=step: delete_other_steps(job.run_dir, step + 1))  # type: ignore[misc]
-        if must_stop:
-            return step
+        if job.rank == 0:
+            delete_other_steps(job.run_dir, step + 1)
+        if job.stopping.must_stop() and (step < steps or evaluated is None):
+            return Resumed(step, evaluated is not None)
     return None
 
 
-def _exports_before_the_end(job: Job, step: int) -> bool:
-    checkpoint = job.config.checkpoint
-    return checkpoint.export_hf and step < job.config.train.steps and _is_due(step, checkpoint.export_interval, job.config.train.steps)
+def _follow_up(job: Job, step: int) -> dict[str, float] | None:
+    """Evaluates and exports after a step, as is due; None, on every rank: the job has to stop, and this is left to its next life."""
+    train, checkpoint = job.config.train, job.config.checkpoint
+    needs_evaluation = bool(job.eval_prompts) and (not step or _is_due(step, train.eval_interval, train.steps))
+    needs_export = checkpoint.export_hf and 0 < step < train.steps and _is_due(step, checkpoint.export_interval, train.steps)
+    if not (needs_evaluation or needs_export):
+        return {}
+    if job.stopping.must_stop():
+        return None
+    evaluated = evaluate(job) if needs_evaluation else {}
+    if needs_export and evaluated is not None:
+        with job.watchdog.phase("checkpoint"):
+            export_hf(job, f"hf_step_{step:06d}")
+    return evaluated
 
 
 def _is_due(step: int, interval: int, steps: int) -> bool:
@@ -152,7 +160,7 @@ def evaluate(job: Job) -> dict[str, float] | None:
         is_complete = len(groups) == len(mine)
         if is_complete:
             with job.watchdog.phase("generation"):
-                score(groups, job.rewards, job.config.reward.name)
+                is_complete = job.stopping.attempt(lambda: score(groups, job.rewards, job.config.reward.name))
         if job.stopping.must_leave(is_complete=is_complete):
             return None
     sums = torch.tensor([sum(sum(group.rewards) for group in groups), float(len(groups))], dtype=torch.float64)

@@ -26,11 +26,11 @@ class Resumed:
 
     Attributes:
         step: Last step done; 0: none.
-        is_evaluated: False: the step's evaluation, if one was due, is still to be done.
+        is_followed_up: False: the step's evaluation and export, if they were due, are still to be done.
     """
 
     step: int = 0
-    is_evaluated: bool = True
+    is_followed_up: bool = True
 
 
 def resume(job: Job, announce: Callable[[str], None]) -> Resumed:
@@ -62,7 +62,7 @@ def resume(job: Job, announce: Callable[[str], None]) -> Resumed:
         if texts:
             announce(f"{title} changed: {'; '.join(texts)}")
     _restore(job, folder, progress, with_rng=not layout)
-    return Resumed(int(progress["step"]), progress.get("is_evaluated") is not False)
+    return Resumed(int(progress["step"]), progress.get("is_followed_up") is not False)
 
 
 def _restore(job: Job, folder: Path, progress: dict[str, Any], *, with_rng: bool) -> None:

@@ -76,13 +76,13 @@ class Checkpoints:
         self._identity = identity(job.config, read_config(job.hf_folder), job.prompts)
         self._pending: _Pending | None = None
 
-    def after_step(self, step: int, *, is_due: bool, is_evaluated: bool = True) -> float | None:
+    def after_step(self, step: int, *, is_due: bool, is_followed_up: bool = True) -> float | None:
         """Completes a checkpoint that has been written in the meantime, and saves this step if it is due.
 
         Args:
             step: The last one done.
             is_due: Whether to save it.
-            is_evaluated: False: its evaluation is left to who resumes it.
+            is_followed_up: False: its evaluation and export are left to who resumes it.
 
         Returns:
             Seconds that training waited; None if there was nothing to do.
@@ -94,16 +94,16 @@ class Checkpoints:
         if before and (is_due or before.writing.is_done()):
             self.close()
         if is_due:
-            self.save(step, is_evaluated=is_evaluated)
+            self.save(step, is_followed_up=is_followed_up)
         return time.perf_counter() - started if is_due or self._pending is not before else None
 
-    def before_end(self, step: int) -> None:
+    def before_end(self, step: int, *, is_followed_up: bool = True) -> None:
         """Saves the state after ``step``, whole on return, unless its checkpoint exists; before the job ends early."""
         if step != self._saved_step:
-            self.save(step)
+            self.save(step, is_followed_up=is_followed_up)
         self.close()
 
-    def save(self, step: int, *, is_evaluated: bool = True) -> None:
+    def save(self, step: int, *, is_followed_up: bool = True) -> None:
         """Saves the state after ``step``: whole on return, or, with ``checkpoint.async_save``, when it was written and ``close`` ran."""
         self.close()
         started = time.perf_counter()
@@ -118,7 +118,7 @@ class Checkpoints:
             room.check_disk(self._root, int(need), step)
             with room.telling_what_was_needed(self._root, int(need), step):
                 self._save_rng(draft)
-                progress = self._progress(step) | {"is_evaluated": is_evaluated}
+                progress = self._progress(step) | {"is_followed_up": is_followed_up}
                 if self._may_write_later(step, state.write_bytes):
                     self._pending = _Pending(step, int(need), progress, state.start_writing(draft / run_folder.STATE))
                 else:

@@ -43,7 +43,7 @@ def train_step(job: Job, step: int) -> tuple[StepResult, list[SampleGroup], list
         is_complete = len(groups) == len(mine)
         if is_complete:
             with clock.phase("reward"), job.watchdog.phase("generation"):
-                score(groups, job.rewards, config.reward.name)
+                is_complete = job.stopping.attempt(lambda: score(groups, job.rewards, config.reward.name))
         with clock.phase("exchange"):
             if job.stopping.must_leave(is_complete=is_complete):
                 return None

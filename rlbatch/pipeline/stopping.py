@@ -9,13 +9,13 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 from rlbatch.config.schema import LaunchConfig
 from rlbatch.launch.job_store import JobStore
-from rlbatch.launch.signals import Ending, StopNotice, find_ending
+from rlbatch.launch.signals import Ending, Interrupted, StopNotice, find_ending
 from rlbatch.launch.watchdog import Watchdog
 
 POLL_S = 1.0
@@ -45,7 +45,7 @@ class Pace:
         """Longest that it may take from within a step's generation to the end of a save after that step; infinite in the first step.
 
         Args:
-            elapsed_s: Since the step began.
+            elapsed_s: Since the step began; infinite: all ranks have generated.
         """
         if not self._steps:
             return float("inf")
@@ -99,7 +99,8 @@ class Stopping:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Learns in a thread what other ranks know, and interrupts generation when there is no time for it."""
+        """From here on signals end nothing at once: a thread learns what other ranks know, and interrupts generation if it must."""
+        self._notice.started()
         over = threading.Event()
         thread = threading.Thread(target=self._listen, args=(self._store.clone(), over), name="rlbatch-stopping", daemon=True)
         thread.start()
@@ -123,13 +124,22 @@ class Stopping:
         finally:
             self._is_generating = False
 
+    def attempt(self, function: Callable[[], None]) -> bool:
+        """Calls what may be left at any moment, as generation is, and returns whether it came to its end."""
+        try:
+            with self._notice.interruptible():
+                function()
+        except Interrupted:
+            return False
+        return True
+
     def must_leave(self, *, is_complete: bool) -> bool:
         """Whether the job ends here, in the middle of a step, before anything was changed; a collective that waits on the store.
 
         Args:
             is_complete: Whether this rank generated all of its share.
         """
-        rest = self.pace.rest_s(time.monotonic() - self._began) if self._may_finish_step else float("-inf")
+        rest = self.pace.rest_s(float("inf")) if self._may_finish_step else float("-inf")
         words = self._exchange("generation", self._word(is_complete, rest))
         deadlines = [word.deadline for word in words if word.deadline]
         now, rest = max(word.now for word in words), max(word.rest_s for word in words)
@@ -150,7 +160,9 @@ class Stopping:
         return _Word(notice.number, notice.time, deadline, time.time(), is_complete, rest_s)
 
     def _exchange(self, place: str, word: _Word) -> list[_Word]:
-        limit_s = self._watchdog.limit_s("generation" if place == "generation" else "training")
+        # Who generates and scores has a limit for each: the watchdog ends what is too long before this does.
+        # Who generates and scores has the limit for each of the two; the watchdog ends what hangs before this does.
+        limit_s = 2 * self._watchdog.limit_s("generation" if place == "generation" else "training")
         with self._watchdog.waiting():
             values = self._store.barrier(place, limit_s, json.dumps(asdict(word)))
         words = [_Word(**json.loads(value)) for value in values]

@@ -12,6 +12,7 @@ from rlbatch.launch.environment import RankInfo
 SCRIPT = """#!/bin/sh
 case "$1" in
 -o) test "$SLURM_TIME_FORMAT" = %s || exit 3; cat {folder}/record 2>/dev/null || exit 1 ;;
+show) echo "Configuration data as of 2026"; echo "KillWait                = 12 sec" ;;
 requeue) echo "$2" >> {folder}/requeued; test ! -e {folder}/refusal || {{ cat {folder}/refusal >&2; exit 1; }} ;;
 esac
 """

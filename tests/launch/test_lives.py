@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlbatch.launch.lives import LIVES, begin_life, end_life, estimate_write_s, read_history, record_write
+from rlbatch.launch.lives import LIVES, begin_life, end_life, read_history, record_write
 from tests.launch.scontrol import job
 
 
@@ -47,10 +47,10 @@ def test_a_damaged_history_is_none(text: str, tmp_path: Path) -> None:
     assert len(begin_life(tmp_path, job(), 3).lives) == 1
 
 
-def test_what_was_measured_is_the_next_estimate(tmp_path: Path) -> None:
-    """Bytes over the rate that is configured, then over the one that the last checkpoint had; lives are kept."""
+def test_the_rate_of_the_last_checkpoint_is_kept(tmp_path: Path) -> None:
+    """For the next estimate, beside the lives."""
     begin_life(tmp_path, job(), 0)
-    assert estimate_write_s(tmp_path, 4e9, 1e9) == 4
+    assert read_history(tmp_path).write_rate() == 0
     record_write(tmp_path, 10**9, 0.5)
-    assert estimate_write_s(tmp_path, 4e9, 1e9) == 2
+    assert read_history(tmp_path).write_rate() == 2e9
     assert len(read_history(tmp_path).lives) == 1

@@ -116,10 +116,10 @@ ENDINGS = [
     (signal.SIGUSR2, {}, "SIGUSR2 600 s before the time limit", 2000, False),
     (signal.SIGUSR2, PREEMPTED, "preempted (SIGUSR2)", 1460, False),
     (signal.SIGTERM, PREEMPTED, "preempted (SIGTERM)", 1460, False),
-    (signal.SIGTERM, REQUEUED, "queued again by Slurm (SIGTERM)", NOW + KILL_WAIT_S, False),
-    (signal.SIGTERM, TIME_LIMIT, "time limit (SIGTERM)", NOW + KILL_WAIT_S, False),
-    (signal.SIGTERM, CANCELLED, "cancelled (SIGTERM)", NOW + KILL_WAIT_S, True),
-    (signal.SIGTERM, {}, "cancelled (SIGTERM)", NOW + KILL_WAIT_S, True),
+    (signal.SIGTERM, REQUEUED, "queued again by Slurm (SIGTERM)", NOW + 12, False),
+    (signal.SIGTERM, TIME_LIMIT, "time limit (SIGTERM)", NOW + 12, False),
+    (signal.SIGTERM, CANCELLED, "cancelled (SIGTERM)", NOW + 12, True),
+    (signal.SIGTERM, {}, "cancelled (SIGTERM)", NOW + 12, True),
     (signal.SIGUSR1, {"end": "Unknown"}, "SIGUSR1", NOW + KILL_WAIT_S, False),
 ]
 
