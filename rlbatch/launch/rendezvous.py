@@ -23,7 +23,7 @@ from rlbatch.api import ConfigError, LaunchError, RlbatchError
 from rlbatch.config.schema import Config
 from rlbatch.launch.environment import RankInfo
 from rlbatch.launch.failures import FIRST_ERROR, read_first_error
-from rlbatch.launch.interfaces import LOOPBACK, addresses_of, interface_of, listen, reachable_addresses
+from rlbatch.launch.interfaces import LOOPBACK, addresses_of, interface_of, listen, reachable_addresses, shorten_name_lookups
 from rlbatch.launch.life import LAUNCH_VARIABLE, Life, new_life, read_life, write_life
 from rlbatch.launch.lock import LifeLock
 from rlbatch.launch.mpi import broadcast, is_under_mpirun
@@ -78,6 +78,7 @@ def join(info: RankInfo, run_dir: Path, config: Config, launch: str) -> Meeting:
         ConfigError: there is no such interface.
         LaunchError: rank 0 did not come, cannot be reached, or refused this rank.
     """
+    shorten_name_lookups()
     timeout_s, interface = config.launch.rendezvous_timeout_s, config.cluster.interface
     if interface:
         addresses_of(interface)  # on every rank: names the node that lacks it
