@@ -5,25 +5,20 @@ The answer comes from the same ``sharded_state_dict`` as training's, in a proces
 
 from __future__ import annotations
 
-import contextlib
-import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories, is_main_replica
-from torch.overrides import TorchFunctionMode
-from torch.utils._device import _device_constructors
 
 from rlbatch.api import ModelFamily
 from rlbatch.config.schema import LayoutConfig
 from rlbatch.megatron import parallel
 from rlbatch.megatron.checkpoint import sharding_metadata
-from rlbatch.megatron.model import build_model, transformer_config
 from rlbatch.megatron.names import canonical_tensors
+from rlbatch.megatron.played import on_meta, played_rank, stages
 
 
 @dataclass(frozen=True)
@@ -76,18 +71,11 @@ def placements(family: ModelFamily, layout: LayoutConfig, ranks: Iterable[int] |
         layout: Already checked.
         ranks: Those wanted; None: all.
     """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     for rank in range(layout.world_size) if ranks is None else ranks:
-        dist.init_process_group("fake", rank=rank, world_size=layout.world_size, store=FakeStore())
-        try:
-            parallel.initialize_groups(layout, seed=0)
+        with played_rank(layout, rank):
             pieces = tuple(_pieces(family, layout)) if _may_write() else ()
             groups = parallel.weight_groups()
             yield Placement(rank, _place(groups.tp), _place(groups.etp), _place(groups.ep), pieces)
-        finally:
-            parallel_state.destroy_model_parallel()
-            dist.destroy_process_group()
 
 
 def _place(group: dist.ProcessGroup) -> tuple[int, int]:
@@ -99,21 +87,9 @@ def _may_write() -> bool:
     return parallel.dp_cp_group().rank() == 0 or parallel_state.get_expert_data_parallel_group().rank() == 0
 
 
-class _OnMeta(TorchFunctionMode):
-    """Every new tensor is on the meta device, also where a device is named."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if function in _device_constructors():
-            kwargs["device"] = "meta"
-        return function(*args, **kwargs)
-
-
 def _pieces(family: ModelFamily, layout: LayoutConfig) -> Iterator[Piece]:
-    with _OnMeta(), contextlib.redirect_stdout(None), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        stages = build_model(transformer_config(family, layout, "bf16"), family)
-        for stage in stages:
+    with on_meta():
+        for stage in stages(family, layout):
             names = {id(tensor): name for name, tensor in canonical_tensors([stage]).items()}
             tensors = stage.state_dict(keep_vars=True)
             state = stage.sharded_state_dict(metadata=sharding_metadata())
