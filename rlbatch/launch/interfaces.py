@@ -61,7 +61,7 @@ def shorten_name_lookups() -> None:
     """Lets a silent name server cost a second, not five, unless the environment says otherwise; before the first lookup.
 
     torch's store asks for the name of every peer's address, at both ends and on rank 0 one after the other, only to show it in messages
-    (formatSockAddr in torch/csrc/distributed/c10d/socket.cpp). The C library reads this variable (resolv.conf(5)).
+    (seen with strace in torch 2.13). The C library reads this variable (resolv.conf(5)).
     """
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 
