@@ -8,6 +8,7 @@ import pytest
 
 from tests.cluster import slurm as slurm_daemons
 from tests.cluster import ssh_hosts as hosts_with_sshd
+from tests.cluster.hosts import unused_prefix
 from tests.cluster.processes import require, shared_memory, wait_until
 from tests.cluster.slurm import Slurm, running_slurm
 from tests.cluster.ssh_hosts import SshHosts, running_ssh_hosts
@@ -20,7 +21,7 @@ GONE_S = 15.0
 def slurm_session() -> Iterator[Slurm]:
     """A Slurm of 4 nodes."""
     require(*slurm_daemons.PROGRAMS)
-    with running_slurm(4, "node") as slurm:
+    with running_slurm(4, unused_prefix("n")) as slurm:
         yield slurm
 
 
@@ -39,7 +40,7 @@ def slurm(slurm_session: Slurm) -> Iterator[Slurm]:
 def large_slurm() -> Iterator[Slurm]:
     """A Slurm of 64 nodes with 8 (pretended) GPUs each."""
     require(*slurm_daemons.PROGRAMS)
-    with running_slurm(64, "wide") as slurm:
+    with running_slurm(64, unused_prefix("w")) as slurm:
         yield slurm
 
 
@@ -47,5 +48,5 @@ def large_slurm() -> Iterator[Slurm]:
 def ssh_hosts() -> Iterator[SshHosts]:
     """Three hosts with sshd."""
     require(*hosts_with_sshd.PROGRAMS)
-    with running_ssh_hosts(3, prefix="host") as hosts:
+    with running_ssh_hosts(3, unused_prefix("h")) as hosts:
         yield hosts

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import fcntl
+import random
+import string
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 HOSTS = Path("/etc/hosts")
+
+
+def unused_prefix(start: str) -> str:
+    """A start of host names that no other cluster has that is up, or that was killed and left its lines."""
+    return start + "".join(random.SystemRandom().choices(string.ascii_lowercase, k=3))
 
 
 def add_hosts(owner: str, addresses: Mapping[str, str]) -> None:

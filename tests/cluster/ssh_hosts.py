@@ -20,7 +20,7 @@ from tests.cluster.processes import is_alive, pids_of, public_folder, stop, wait
 
 PROGRAMS = ("sshd", "ssh", "ssh-keygen", "ip", "unshare")
 NETWORKS = 100
-"""Sets of hosts that can be up at once: bridge ``rlbatch7`` has the network 10.77.7.0/24."""
+"""Sets of hosts that can be up at once: bridge ``rlb7`` has the network 10.77.7.0/24."""
 START_S = 30.0
 
 SSHD_CONFIG = """\
@@ -71,7 +71,7 @@ class SshHosts:
         addresses = {name: f"10.77.{self._network}.{11 + index}" for index, name in enumerate(self.names)}
         add_hosts(str(self.folder), addresses)
         for name, address in addresses.items():
-            self._start_host(name, address, f"rlbatch{self._network}")
+            self._start_host(name, address, f"rlb{self._network}")
         for name in self.names:
             wait_until(lambda name=name: self._answers(name), START_S, f"ssh {name}")  # type: ignore[misc]
 
@@ -82,7 +82,7 @@ class SshHosts:
         if self._network is not None:
             for name in self.names:
                 _run("ip", "netns", "delete", name, check=False)
-            _run("ip", "link", "delete", f"rlbatch{self._network}", check=False)
+            _run("ip", "link", "delete", f"rlb{self._network}", check=False)
         remove_hosts(str(self.folder))
 
     def start_command(self, name: str, command: str, cwd: Path, **variables: str) -> subprocess.Popen[str]:
@@ -141,7 +141,7 @@ class SshHosts:
 
 
 @contextmanager
-def running_ssh_hosts(hosts: int, prefix: str = "h") -> Iterator[SshHosts]:
+def running_ssh_hosts(hosts: int, prefix: str) -> Iterator[SshHosts]:
     """Hosts with their own folder, gone at the end."""
     with public_folder("rlbatch-ssh-") as folder:
         machines = SshHosts(folder, hosts, prefix)
@@ -161,7 +161,7 @@ def _is_sshd(pid: int) -> bool:
 def _add_bridge() -> int:
     """Makes a bridge with this machine's address for a set of hosts, and returns its number."""
     for number in range(NETWORKS):
-        name = f"rlbatch{number}"
+        name = f"rlb{number}"
         try:
             _run("ip", "link", "add", name, "type", "bridge")
         except RuntimeError as error:
