@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlbatch.api import CheckpointError, ConfigError, DataError
+from rlbatch.api import CheckpointError, ConfigError, DataError, RlbatchError
 from rlbatch.checkpoint.torch_dist import MARKER
 
 PLAN = ".plan.json"
@@ -77,21 +77,29 @@ class Draft:
             raise ConfigError(f"out={self.out}: exists and is not empty. Remove it, or choose another.")
         try:
             (self.folder / _DONE).mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
         except OSError as error:
             raise ConfigError(f"out={self.out}: {error.filename} cannot be made ({error.strerror}). Choose another folder.") from error
-        descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            with contextlib.suppress(OSError):  # a file system that cannot lock a folder is taken as it is
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    raise ConfigError(f"out={self.out}: another conversion is writing it. Wait for its end, or choose another.") from None
-            if not self.folder.exists() or os.fstat(descriptor).st_ino != self.folder.stat().st_ino:
-                raise ConfigError(f"out={self.out}: another conversion has just completed it. Choose another.")
+            self._lock(descriptor)
             self._check_plan()
-            yield
+            try:
+                yield
+            except RlbatchError:
+                if not self.finished():  # nothing that another start could use
+                    shutil.rmtree(self.folder, ignore_errors=True)
+                raise
         finally:
             os.close(descriptor)
+
+    def _lock(self, descriptor: int) -> None:
+        with contextlib.suppress(OSError):  # a file system that cannot lock a folder is taken as it is
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(f"out={self.out}: another conversion is writing it. Wait for its end, or choose another.") from None
+        if not self.folder.exists() or os.fstat(descriptor).st_ino != self.folder.stat().st_ino:
+            raise ConfigError(f"out={self.out}: another conversion has just ended there. Start again, or choose another.")
 
     def has_plan(self) -> bool:
         """Whether the draft is there and of this conversion."""
@@ -102,12 +110,10 @@ class Draft:
 
     def _check_plan(self) -> None:
         path = self.folder / PLAN
-        if path.exists():
-            old = json.loads(path.read_text(encoding="utf-8"))
-            changed = [name for name in sorted({*old, *self._plan}) if old.get(name) != self._plan.get(name)]
+        if path.exists() and self.finished():
+            changed = _difference(json.loads(path.read_text(encoding="utf-8")), self._plan)
             if changed:
-                shown = f"{changed[0]} was {_short(old.get(changed[0]))}, is {_short(self._plan.get(changed[0]))}"
-                raise ConfigError(f"{self.folder}: was left by another conversion ({shown}). Remove it, or give the same arguments.")
+                raise ConfigError(f"{self.folder}: was left by another conversion ({changed}). Remove it, or give the same arguments.")
         write_file(path, json.dumps(self._plan).encode())
 
     def finished(self, *, verified: bool = False) -> dict[str, tuple[int, int]]:
@@ -288,6 +294,9 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _short(value: Any, limit: int = 60) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= limit else f"{text[:limit]}..."
+def _difference(old: Any, new: Any, name: str = "") -> str:
+    """The first value in which two plans differ, in words; empty if they are equal."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        inner = (_difference(old.get(key), new.get(key), f"{name}{'.' if name else ''}{key}") for key in sorted({*old, *new}))
+        return next((text for text in inner if text), "")
+    return "" if old == new else f"{name} was {json.dumps(old)}, is {json.dumps(new)}"

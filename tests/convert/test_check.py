@@ -1,0 +1,110 @@
+"""``mode=check``: every tensor of a checkpoint is accounted for exactly once, from names alone or with shapes and types."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+from rlbatch.convert.__main__ import main
+from tests import tiny_models
+from tests.convert.test_dist import run
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture(scope="module")
+def fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A block-quantised folder."""
+    root = tmp_path_factory.mktemp("fp8")
+    run("mode=bf16_to_fp8", f"hf={tiny_models.saved(tiny_models.deepseek_v3(), root / 'hf')}", f"out={root / 'model'}")
+    return root / "model"
+
+
+@pytest.fixture(scope="module")
+def table(fp8: Path) -> dict[str, Any]:
+    """Name -> shape and type."""
+    with safe_open(fp8 / "model.safetensors", "pt") as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        return {name: {"shape": part.get_shape(), "dtype": part.get_dtype()} for name, part in slices.items()}
+
+
+@pytest.fixture
+def folder(fp8: Path, tmp_path: Path) -> Path:
+    """config.json alone."""
+    (tmp_path / "config.json").write_bytes((fp8 / "config.json").read_bytes())
+    return tmp_path
+
+
+def check(folder: Path, capsys: pytest.CaptureFixture[str], table: dict[str, Any] | None = None) -> tuple[int, str]:
+    names = []
+    if table is not None:
+        (folder / "names.json.gz").write_bytes(gzip.compress(json.dumps(table).encode()))
+        names = [f"names={folder / 'names.json.gz'}"]
+    code = main(["mode=check", f"hf={folder}", *names])
+    return code, capsys.readouterr().out
+
+
+def test_a_folder_with_weights(fp8: Path, table: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """The number of tensors, weights and scales apart, and exit code 0."""
+    code, said = check(fp8, capsys)
+    scales = sum(name.endswith("_scale_inv") for name in table)
+    assert code == 0
+    assert f"{fp8}: {len(table)} tensors\n" in said
+    assert f"{scales:>7} scales of block-quantised weights" in said
+    assert "complete: every tensor is accounted for exactly once" in said
+
+
+@pytest.mark.parametrize("wrapped", ["plain", "tensors_table", "index", "list"])
+def test_names_alone(wrapped: str, folder: Path, table: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """An index, a table, a table with notes around it, or a list."""
+    forms = {
+        "plain": table,
+        "tensors_table": {"note": "x", "tensors": len(table), "tensors_table": table},
+        "index": {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(table, "model-00001-of-00002.safetensors")},
+        "list": list(table),
+    }
+    assert check(folder, capsys, forms[wrapped])[0] == 0
+    (folder / INDEX).write_text(json.dumps(forms["index"]))
+    assert check(folder, capsys)[0] == 0
+
+
+def test_what_is_wrong_is_named(folder: Path, table: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """Missing, unexpected and doubled tensors, wrong shapes and types: each by name, with exit code 1."""
+    expert, scale = "model.layers.2.mlp.experts.5.up_proj.weight", "model.layers.1.self_attn.o_proj.weight_scale_inv"
+    cases: list[tuple[dict[str, Any] | list[str], str]] = [
+        ({name: about for name, about in table.items() if name != expert}, f"missing:\n  {expert}\n"),
+        ({name: about for name, about in table.items() if name != scale}, f"missing:\n  {scale}\n"),
+        (table | {"model.layers.9.extra": {"shape": [1], "dtype": "F32"}}, "unexpected:\n  model.layers.9.extra\n"),
+        ([*table, expert], f"listed twice:\n  {expert}\n"),
+        (table | {expert: {"shape": [32, 24], "dtype": "F8_E4M3"}}, f"{expert}: shape [32, 24], must be [24, 32]"),
+        (table | {expert.replace("mlp.experts.5.up_proj", "input_layernorm"): {"shape": [32], "dtype": "I8"}}, "type I8, must be one of"),
+        (table | {scale: {"shape": [2, 1], "dtype": "F32"}}, f"{scale}: F32 [2, 1], must be floating point [1, 1]"),
+        (table | {scale.removesuffix("_scale_inv"): {"shape": [32, 56], "dtype": "BF16"}}, f"{scale}: scales of"),
+    ]
+    for content, message in cases:
+        code, said = check(folder, capsys, content)  # type: ignore[arg-type]
+        assert code == 1, message
+        assert message in said
+        assert "not complete: 1 " in said
+
+
+def test_carried_and_dropped_are_listed(folder: Path, table: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """Multi-token-prediction layers are carried, recomputable frequencies dropped, and both are shown."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    code, said = check(folder, capsys, table)
+    assert code == 1
+    assert "model.layers.4.eh_proj.weight" in said
+    missing = [line.strip() for line in said.split("missing:\n")[1].splitlines() if line.startswith("  model.layers.4.")]
+    whole = table | {name: {"shape": [1], "dtype": "BF16"} for name in missing if not name.endswith("_scale_inv")}
+    whole |= {"model.layers.0.self_attn.rotary_emb.inv_freq": {"shape": [3], "dtype": "F32"}}
+    whole |= {name: {"shape": [1, 1], "dtype": "F32"} for name in missing if name.endswith("_scale_inv")}
+    said = check(folder, capsys, whole)[1]
+    assert "1 x model.layers.*.eh_proj.weight" in said
+    assert "8 x model.layers.*.mlp.experts.*.gate_proj.weight" in said
+    assert "dropped:\n  1 x model.layers.*.self_attn.rotary_emb.inv_freq" in said

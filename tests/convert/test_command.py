@@ -1,0 +1,192 @@
+"""What the command refuses, and how it says so: before anything is written, and with the source untouched."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rlbatch.convert.__main__ import main
+from tests import tiny_models
+from tests.convert.test_dist import run
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.saved(tiny_models.qwen3_moe(), tmp_path_factory.mktemp("hf") / "model")
+
+
+@pytest.fixture
+def hf(model: Path, tmp_path: Path) -> Path:
+    """A folder to damage."""
+    return Path(shutil.copytree(model, tmp_path / "hf"))
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What the command says on its way out with code 2."""
+    assert main(arguments) == 2
+    return capsys.readouterr().err
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """--help names every mode and every key."""
+    assert main(["--help"]) == 0
+    said = capsys.readouterr().out
+    for word in ("hf_to_dist", "dist_to_hf", "fp8_to_bf16", "bf16_to_fp8", "check", "layout.first_stage_layers=null", "verify=false"):
+        assert word in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "mode=: has no value. Choose hf_to_dist, dist_to_hf"),
+        (["mode=hf_to_torch"], "mode=hf_to_torch: must be `hf_to_dist`"),
+        (["mod=check"], "mod: unknown key. Did you mean `mode`?"),
+        (["check"], "`check`: not of the form key=value"),
+        (["mode=check"], "hf=: mode=check needs it"),
+        (["mode=check", "hf=x", "out=y"], "out=y: mode=check does not use it"),
+        (["mode=hf_to_dist", "hf=x", "out=y", "layout.pp=2"], "layout.pp: unknown key"),
+        (["mode=hf_to_dist", "hf=x", "out=y", "layout.pp_size=two"], "layout.pp_size=two: must be an integer"),
+        (["mode=hf_to_dist", "hf=x", "out=y", "layout.pp_size=0"], "layout.pp_size=0: must be at least 1"),
+        (["mode=hf_to_dist", "hf=x", "out=x"], "out=x: and hf=x lie in each other"),
+        (["mode=hf_to_dist", "hf=x", "out=x/y"], "out=x/y: and hf=x lie in each other"),
+        (["mode=hf_to_dist", "hf=x", "hf=y", "out=z"], "hf=y: `hf` is given twice"),
+        (["mode=hf_to_dist", "hf=absent", "out=y"], "absent: there is no such folder"),
+        (["mode=fp8_to_bf16", "hf=x", "out=y", "layout.pp_size=2"], "layout.*: only mode=hf_to_dist uses it"),
+        (["mode=bf16_to_fp8", "hf=x", "out=y", "export=fp8"], "export=fp8: only mode=dist_to_hf uses it"),
+    ],
+)
+def test_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Keys and values that cannot be right, with what to write instead."""
+    assert message in refused(capsys, *arguments)
+
+
+def _cut(hf: Path) -> None:
+    os.truncate(hf / "model.safetensors", (hf / "model.safetensors").stat().st_size - 5)
+
+
+def _zero_header(hf: Path) -> None:
+    content = (hf / "model.safetensors").read_bytes()
+    (hf / "model.safetensors").write_bytes(content[:8] + bytes(100) + content[108:])
+
+
+def _change(hf: Path, name: str, tensor: torch.Tensor | None) -> None:
+    tensors = load_file(hf / "model.safetensors")
+    tensors = {key: value for key, value in (tensors | {name: tensor}).items() if value is not None}
+    save_file(tensors, hf / "model.safetensors")
+
+
+def _config(hf: Path, **changes: object) -> None:
+    config = json.loads((hf / "config.json").read_text())
+    (hf / "config.json").write_text(json.dumps(config | changes))
+
+
+NORM, EXPERT = "model.layers.0.input_layernorm.weight", "model.layers.1.mlp.experts.3.down_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("damage", "options", "message"),
+    [
+        (_cut, "", "model.safetensors: is truncated or damaged"),
+        (_zero_header, "", "model.safetensors: is truncated or damaged"),
+        (lambda hf: _change(hf, EXPERT, None), "", "the checkpoint lacks 1 of its tensors, first model.layers.1.mlp.experts.3.down_proj"),
+        (lambda hf: _change(hf, "extra", torch.zeros(1)), "", "does not use 1 tensors of the checkpoint, first extra"),
+        (lambda hf: _change(hf, EXPERT, torch.zeros(32, 23)), "", f"{EXPERT}: shape (32, 23) does not fit Megatron's (32, 24)"),
+        (lambda hf: _change(hf, NORM, torch.zeros(32, dtype=torch.int64)), "", "dtype I64: weights must be"),
+        (lambda hf: _config(hf, model_type="mamba"), "", "no plugin claims model_type `mamba`. Asked: "),
+        (lambda hf: None, "layout.pp_size=3", "layout.pp_size=3"),
+        (lambda hf: None, "layout.ep_size=3", "layout.ep_size=3: must divide num_experts (8)"),
+        (lambda hf: None, "layout.tp_size=2 layout.world_size=3 layout.etp_size=2", "layout.world_size=3: must be a multiple of"),
+        (lambda hf: None, "layout.pp_size=4 layout.first_stage_layers=9", "layout.first_stage_layers=9"),
+        (lambda hf: (hf / "config.json").unlink(), "", "config.json: not there"),
+    ],
+)
+def test_input(damage, options: str, message: str, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Damaged folders, other models, layouts that cannot hold the model: named, and no output."""
+    damage(hf)
+    before = {path.name: path.read_bytes() for path in hf.iterdir()}
+    assert message in refused(capsys, "mode=hf_to_dist", f"hf={hf}", f"out={tmp_path / 'out'}", *options.split())
+    assert list(tmp_path.iterdir()) == [hf]
+    assert {path.name: path.read_bytes() for path in hf.iterdir()} == before
+
+
+def test_shard_missing(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file that the index names and that is not there, and one that the index does not name."""
+    run("mode=fp8_to_bf16", f"hf={hf}", f"out={tmp_path / 'many'}", "file_gb=0.0001")
+    files = sorted((tmp_path / "many").glob("*.safetensors"))
+    assert len(files) > 2
+    files[1].rename(tmp_path / "elsewhere")
+    arguments = ("mode=hf_to_dist", f"hf={tmp_path / 'many'}", f"out={tmp_path / 'out'}")
+    assert f"{files[1]}: is in model.safetensors.index.json and not there" in refused(capsys, *arguments)
+    (tmp_path / "elsewhere").rename(tmp_path / "many" / "model-00009-of-00002.safetensors")
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 0.0])
+def test_scales(value: float, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Scales that no weight can have end a conversion, with the tensor's name, and weights that are not finite do too."""
+    run("mode=bf16_to_fp8", f"hf={hf}", f"out={tmp_path / 'fp8'}")
+    _change(tmp_path / "fp8", f"{EXPERT}_scale_inv", torch.tensor([[value]]))
+    for mode in ("hf_to_dist", "fp8_to_bf16"):
+        said = refused(capsys, f"mode={mode}", f"hf={tmp_path / 'fp8'}", f"out={tmp_path / mode}")
+        assert f"{EXPERT}_scale_inv: scales must be positive, finite" in said
+        assert not (tmp_path / mode).exists()
+    if value:
+        _change(hf, EXPERT, torch.full((32, 24), value))
+        assert "scales must be positive, finite" in refused(capsys, "mode=bf16_to_fp8", f"hf={hf}", f"out={tmp_path / 'again'}")
+
+
+def test_another_models_checkpoint(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A torch_dist folder that does not fit hf's config.json."""
+    run("mode=hf_to_dist", f"hf={hf}", f"out={tmp_path / 'dist'}")
+    for changes, message in (
+        ({"num_hidden_layers": 3}, "has shape [4, "),
+        ({"vocab_size": 99}, "embedding.word_embeddings.weight has shape"),
+    ):
+        other = Path(shutil.copytree(hf, tmp_path / next(iter(changes))))
+        _config(other, **changes)
+        said = refused(capsys, "mode=dist_to_hf", f"dist={tmp_path / 'dist'}", f"hf={other}", f"out={tmp_path / 'out'}")
+        assert message in said
+        assert "Is it this model's?" in said
+
+
+def in_bf16(hf: Path) -> None:
+    """Rounds a folder's weights."""
+    save_file({name: tensor.bfloat16() for name, tensor in load_file(hf / "model.safetensors").items()}, hf / "model.safetensors")
+
+
+def test_fp8_is_stable(hf: Path, tmp_path: Path) -> None:
+    """bf16 -> fp8 -> bf16 -> fp8 gives the same bytes, and config.json says what the weights are."""
+    in_bf16(hf)
+    run("mode=bf16_to_fp8", f"hf={hf}", f"out={tmp_path / 'a'}")
+    run("mode=fp8_to_bf16", f"hf={tmp_path / 'a'}", f"out={tmp_path / 'b'}")
+    run("mode=bf16_to_fp8", f"hf={tmp_path / 'b'}", f"out={tmp_path / 'c'}")
+    first, again = load_file(tmp_path / "a" / "model.safetensors"), load_file(tmp_path / "c" / "model.safetensors")
+    assert first.keys() == again.keys()
+    quantised = [name for name in first if name.endswith("_scale_inv")]
+    assert quantised
+    for name in quantised:
+        weight = name.removesuffix("_scale_inv")
+        assert torch.equal(first[weight].view(torch.uint8), again[weight].view(torch.uint8))
+        assert torch.equal(first[name], again[name])
+    assert "quantization_config" in json.loads((tmp_path / "a" / "config.json").read_text())
+    assert "quantization_config" not in json.loads((tmp_path / "b" / "config.json").read_text())
+
+
+@pytest.mark.parametrize("export", ["bf16", "fp8"])
+def test_fp8_over_dist(export: str, hf: Path, tmp_path: Path) -> None:
+    """A quantised folder -> torch_dist -> Hugging Face, in either form, is what the direct conversion gives."""
+    in_bf16(hf)
+    run("mode=bf16_to_fp8", f"hf={hf}", f"out={tmp_path / 'fp8'}")
+    run("mode=hf_to_dist", f"hf={tmp_path / 'fp8'}", f"out={tmp_path / 'dist'}", "layout.ep_size=4")
+    run("mode=dist_to_hf", f"dist={tmp_path / 'dist'}", f"hf={tmp_path / 'fp8'}", f"out={tmp_path / 'out'}", f"export={export}")
+    if export == "bf16":
+        run("mode=fp8_to_bf16", f"hf={tmp_path / 'fp8'}", f"out={tmp_path / 'bf16'}")
+    want = load_file(tmp_path / export / "model.safetensors")
+    got = load_file(tmp_path / "out" / "model.safetensors")
+    assert got.keys() == want.keys()
+    assert [name for name in want if got[name].dtype != want[name].dtype or not torch.equal(got[name].float(), want[name].float())] == []
