@@ -18,8 +18,8 @@ OWN_TO_A_LIFE = (
     *("train.steps", "train.eval_interval", "model.hf", "model.name", "data.train", "data.eval"),
 )
 """Config keys that may change without a word: what they stand for is compared (model, prompts), or changes nothing that was trained."""
-VOLATILE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures"}
-"""Keys of a Hugging Face config.json that describe no model."""
+VOLATILE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "quantization_config", "use_cache", "architectures"}
+"""Keys of a Hugging Face config.json that describe no model, or only how its weights are stored."""
 ABSENT = "absent"
 LONGEST_VALUE = 40
 """Characters of a value that a message shows."""
