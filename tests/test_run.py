@@ -298,3 +298,13 @@ def test_refusals_start_nothing(override: str, message: str, tmp_path: Path) -> 
     [line] = done.stderr.splitlines()
     assert line.startswith(message)
     assert not list((tmp_path / "runs").glob("*"))
+
+
+def test_a_process_that_is_no_rank_of_the_job(good: Ended) -> None:
+    """Refused in a line with both numbers, before the run folder is touched."""
+    before = {path: path.stat().st_mtime_ns for path in good.run_dir.rglob("*")}
+    command = [sys.executable, "-m", "rlbatch.run", "--run-dir", str(good.run_dir)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 2
+    assert done.stderr == "layout.world_size=2: 1 ranks were started. Make both equal.\n"
+    assert {path: path.stat().st_mtime_ns for path in good.run_dir.rglob("*")} == before
