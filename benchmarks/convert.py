@@ -1,7 +1,7 @@
 """Conversion against ``cp`` of the same bytes: ``python -m benchmarks.convert [gigabytes=8] [folder=/tmp/...] [rounds=2]``.
 
-Writes a random Qwen3-MoE checkpoint in bf16, then in turn copies it and converts it (to torch_dist for a layout of 8 ranks, back, and to fp8
-and back), each time with the source out of the page cache and the result on the disk. Prints GB/s of the source's bytes, the share of
+Writes a random Qwen3-MoE checkpoint in bf16, then in turn copies it and converts it (to torch_dist for a layout of 8 ranks, back, and to
+fp8 and back), each time with the source out of the page cache and the result on the disk. Prints GB/s of the source's bytes, the share of
 ``cp``'s, and the peak resident memory of the converting process. Removes all that it wrote.
 """
 
@@ -105,20 +105,20 @@ def evict(folder: Path) -> None:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def timed(command: list[str]) -> tuple[float, int]:
-    """Seconds and peak resident bytes of a process."""
+def timed(command: list[str]) -> tuple[float, float, int]:
+    """Seconds, CPU seconds and peak resident bytes of a process."""
     started = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     if status:
         raise SystemExit(f"{' '.join(command)}: failed with {os.waitstatus_to_exitcode(status)}")
-    return time.perf_counter() - started, usage.ru_maxrss * 1024
+    return time.perf_counter() - started, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024
 
 
 def copy(source: Path, target: Path) -> float:
     """``cp`` and the data on the disk; seconds."""
     evict(source)
-    seconds, _ = timed(["sh", "-c", f"cp -r '{source}' '{target}' && sync '{target}'/*"])
+    seconds, _, _ = timed(["sh", "-c", f"cp -r '{source}' '{target}' && sync '{target}'/*"])
     return seconds
 
 
@@ -150,10 +150,11 @@ def measure(root: Path, gigabytes: float, rounds: int) -> None:
             shutil.rmtree(root / "copy")
             shutil.rmtree(target, ignore_errors=True)
             evict(source)
-            seconds, resident = timed([sys.executable, "-m", "rlbatch.convert", *arguments, f"out={target}"])
+            seconds, cpu, resident = timed([sys.executable, "-m", "rlbatch.convert", *arguments, f"out={target}"])
             nbytes = size(source)
-            line = f"round {number + 1} {mode:<12} cp {nbytes / copied / 1e9:.2f} GB/s, convert {nbytes / seconds / 1e9:.2f} GB/s of its source"
-            print(f"{line} ({copied / seconds:.0%}), peak {resident / 2**30:.2f} GiB{'' if resident <= limit else ' TOO MUCH'}", flush=True)
+            rates = f"cp {nbytes / copied / 1e9:.2f} GB/s, convert {nbytes / seconds / 1e9:.2f} GB/s of its source ({copied / seconds:.0%})"
+            memory = f"peak {resident / 2**30:.2f} GiB{'' if resident <= limit else ' TOO MUCH'}"
+            print(f"round {number + 1} {mode:<12} {rates}, {cpu:.0f} CPU s, {memory}", flush=True)
             if target == out:
                 shutil.rmtree(out)
 

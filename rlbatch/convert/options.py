@@ -38,7 +38,7 @@ Examples:
   python -m rlbatch.convert mode=dist_to_hf dist=runs/one/checkpoints/step_000100 hf=/models/Qwen3-30B-A3B out=/models/trained
 
 A conversion that was killed goes on where it was when it is started again with the same arguments.
-Exit codes: 0 done (check: complete), 1 failed (check: not complete), 2 refused before anything was written.
+Exit codes: 0 done (check: complete), 1 failed, e.g. the disk became full (check: not complete), 2 refused: arguments, source, layout, room.
 
 Keys (key=value):
 """

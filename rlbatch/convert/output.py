@@ -134,13 +134,13 @@ class Draft:
         """Refuses to begin what has no room.
 
         Raises:
-            CheckpointError: with both numbers.
+            ConfigError: with both numbers.
         """
         done = self.finished()
         need = sum(output.nbytes for output in outputs if output.name not in done) + SPARE_BYTES
         free = shutil.disk_usage(self.folder).free
         if free < need:
-            raise CheckpointError(
+            raise ConfigError(
                 f"out={self.out}: needs {need / 1e9:.3f} GB, {free / 1e9:.3f} GB are free. Free space, or choose another disk."
             )
 

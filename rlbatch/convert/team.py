@@ -65,6 +65,8 @@ class Team:
                 said = json.loads((self._folder / "start.json").read_text(encoding="utf-8"))
                 if said["start"] == self._start and self._draft.has_plan():
                     return [str(name) for name in said["unfinished"]]
+            if self._draft.is_complete():  # nothing had been left to do
+                return []
             time.sleep(_POLL_S)
         raise LaunchError(
             f"out={self._draft.out}: process 0 did not begin within {START_S:g} s. Do all processes see {self._draft.folder.parent}?"
