@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rlbatch.config.schema import LaunchConfig
 from rlbatch.launch.environment import RankInfo
 from rlbatch.launch.failures import FirstError, claim, read_first_error
 from rlbatch.launch.life import Life, is_superseded, same_token
@@ -45,6 +46,7 @@ class Seat:
         link: To it.
         host: Its node.
         phase: What it does.
+        since: From when on.
         deadline: When its phase has lasted too long; None: it waits for others.
         limit_s: Of its phase.
         place: Where its main thread is, if it answered.
@@ -55,6 +57,7 @@ class Seat:
     link: Link
     host: str
     phase: str = "start"
+    since: float = field(default_factory=time.monotonic)
     deadline: float | None = None
     limit_s: float = 0.0
     place: Place | None = None
@@ -69,14 +72,14 @@ class Troubles:
     Attributes:
         decide_at: When the first error is chosen.
         failures: What ranks said of themselves, with whether it may follow from another failure.
-        deaths: Ranks that ended without a word, and how that showed.
+        deaths: Ranks that ended without a word, how that showed, and after how many seconds in their phase.
         hung: Ranks whose phase lasted too long.
         stopped: A rank that was stopped by a signal, and by which.
     """
 
     decide_at: float | None = None
     failures: list[tuple[FirstError, bool]] = field(default_factory=list)
-    deaths: dict[int, str] = field(default_factory=dict)
+    deaths: dict[int, tuple[str, float]] = field(default_factory=dict)
     hung: list[int] = field(default_factory=list)
     stopped: tuple[int, str] | None = None
 
@@ -88,18 +91,19 @@ class Overseer(threading.Thread):
     needs Python on the other side: a slow import or a long call into C code is no death.
     """
 
-    def __init__(self, server: socket.socket, life: Life, info: RankInfo, run_dir: Path, timeout_s: float, store_port: int) -> None:
+    def __init__(self, server: socket.socket, life: Life, info: RankInfo, run_dir: Path, store_port: int, limits: LaunchConfig) -> None:
         """Args:
         server: Listening socket.
         life: Of this job.
         info: Rank 0.
         run_dir: Run folder.
-        timeout_s: Seconds in which all ranks must have come.
         store_port: Where the job's store will listen.
+        limits: How long ranks may need to come, and collectives may last.
         """
         super().__init__(name="rlbatch-overseer", daemon=True)
         self.life, self._server, self._info, self._run_dir, self._store_port = life, server, info, run_dir, store_port
-        self._timeout_s, self._gather_until = timeout_s, time.monotonic() + timeout_s + GRACE_S
+        self._timeout_s, self._collective_s = limits.rendezvous_timeout_s, limits.collective_timeout_s
+        self._gather_until = time.monotonic() + self._timeout_s + GRACE_S
         self._selector = selectors.DefaultSelector()
         self._selector.register(server, selectors.EVENT_READ)
         self._guests: dict[Link, float] = {}
@@ -192,7 +196,8 @@ class Overseer(threading.Thread):
             self._selector.unregister(seat.link)
             seat.link.close()
             if not seat.has_left and all(failure.rank != rank for failure, _ in self._troubles.failures):
-                self._troubles.deaths[rank] = str(error) if isinstance(error, MachineLost) else ENDED
+                how = str(error) if isinstance(error, MachineLost) else ENDED
+                self._troubles.deaths[rank] = how, time.monotonic() - seat.since
                 self._decide_within(PATIENCE_S)
             return
         for message in messages:
@@ -200,8 +205,8 @@ class Overseer(threading.Thread):
 
     def _note(self, rank: int, seat: Seat, message: Message) -> None:
         if "phase" in message:
-            seat.phase, seat.limit_s = message["phase"], message["limit_s"]
-            seat.deadline = None if message["waits"] else time.monotonic() + seat.limit_s
+            seat.phase, seat.limit_s, seat.since = message["phase"], message["limit_s"], time.monotonic()
+            seat.deadline = None if message["waits"] else seat.since + seat.limit_s
         elif "place" in message:
             seat.place = Place(tuple(message["place"]), message["waits"])
         elif "failed" in message:
@@ -278,14 +283,17 @@ class Overseer(threading.Thread):
         causes = [error for error, follows in troubles.failures if not follows]
         if causes:
             return causes[0]
-        if troubles.deaths:
-            return self._death(next(iter(troubles.deaths)))
-        if troubles.stopped and troubles.hung:
-            rank, name = troubles.stopped
-            return FirstError(rank, self._seats[rank].host, "Exit", f"was stopped by {name}, and other ranks were not.", "", time.time())
         failed = {error.rank for error, _ in troubles.failures}
         places = {rank: seat.place for rank, seat in self._seats.items() if self._is_running(seat) and rank not in failed}
         working = {rank: place for rank, place in places.items() if place is None or not place.waits}
+        if troubles.deaths:
+            dead, (how, seconds) = next(iter(troubles.deaths.items()))
+            # NCCL ends a process whose collective gave up: then the culprit is one of those that are in none.
+            gave_up = how == ENDED and seconds >= self._collective_s
+            return self._hang(find_culprit(working), places) if gave_up and working else self._death(dead)
+        if troubles.stopped and troubles.hung:
+            rank, name = troubles.stopped
+            return FirstError(rank, self._seats[rank].host, "Exit", f"was stopped by {name}, and other ranks were not.", "", time.time())
         if troubles.hung:
             return self._hang(find_culprit(places), places)
         if working and "timed out" in troubles.failures[0][0].message.lower():
@@ -293,17 +301,20 @@ class Overseer(threading.Thread):
         return troubles.failures[0][0]
 
     def _death(self, rank: int) -> FirstError:
-        seat, how = self._seats[rank], self._troubles.deaths[rank]
+        seat, (how, _) = self._seats[rank], self._troubles.deaths[rank]
         text = f"{how}, in phase {seat.phase}. See logs/rank{rank}.log."
         return FirstError(rank, seat.host, "Exit", text, "", time.time())
 
     def _hang(self, rank: int, places: Mapping[int, Place | None]) -> FirstError:
         seat, place = self._seats[rank], places[rank]
         waiting = sum(other is not None and other.waits for number, other in places.items() if number != rank)
-        waiting += len(self._troubles.failures)
+        waiting += len(self._troubles.failures) + len(self._troubles.deaths)
         where = f"is at {place}" if place else "does not answer: it is stopped, or C code holds its interpreter"
         if self._leave_until:
             what = f"other ranks ended {LEAVING_S:g} s ago, and this one did not"
+        elif self._troubles.deaths:
+            dead, (_, seconds) = next(iter(self._troubles.deaths.items()))
+            what = f"launch.collective_timeout_s={self._collective_s:g}: rank {dead} ended after {seconds:.0f} s in phase {seat.phase}"
         elif self._troubles.failures:
             first = self._troubles.failures[0][0]
             what = f"rank {first.rank} waited in vain ({first.message.splitlines()[0][:200]})"

@@ -86,7 +86,7 @@ def join(info: RankInfo, run_dir: Path, config: Config, launch: str) -> Meeting:
     by_mpi = not launch and is_under_mpirun()
     if info.rank == 0:
         try:
-            overseer, store_socket = _open(info, run_dir, timeout_s, interface, launch)
+            overseer, store_socket = _open(info, run_dir, config, launch)
         except RlbatchError:
             if by_mpi:
                 broadcast("", info)
@@ -117,9 +117,9 @@ def launch_word() -> str:
     return os.environ.get(LAUNCH_VARIABLE, "")
 
 
-def _open(info: RankInfo, run_dir: Path, timeout_s: float, interface: str, launch: str) -> tuple[Overseer, socket.socket]:
+def _open(info: RankInfo, run_dir: Path, config: Config, launch: str) -> tuple[Overseer, socket.socket]:
     """Rank 0: listens, and takes the run folder over."""
-    addresses = _candidates(info, interface)
+    addresses = _candidates(info, config.cluster.interface)
     bound = addresses[0] if len(addresses) == 1 else ""
     lock = LifeLock(run_dir)
     is_free = lock.try_for(HANDOVER_S)
@@ -132,9 +132,9 @@ def _open(info: RankInfo, run_dir: Path, timeout_s: float, interface: str, launc
     life = new_life(info, launch, addresses, server.getsockname()[1])
     _forget_earlier_failure(run_dir)
     write_life(run_dir, life)
-    if previous and not lock.try_for(timeout_s):  # what is left of this job's earlier life sees the new token, and ends
+    if previous and not lock.try_for(config.launch.rendezvous_timeout_s):  # what is left of that life sees the new token, and ends
         raise LaunchError(f"run_dir={run_dir}: {previous.name()} does not end. Kill process {previous.pid} on {previous.host}.")
-    overseer = Overseer(server, life, info, run_dir, timeout_s, store_socket.getsockname()[1])
+    overseer = Overseer(server, life, info, run_dir, store_socket.getsockname()[1], config.launch)
     overseer.start()
     return overseer, store_socket
 

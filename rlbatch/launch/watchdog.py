@@ -40,6 +40,7 @@ SILENCE_S = 120.0
 """Seconds without a sign of life of rank 0's interpreter after which it counts as stopped."""
 CLOSING_S = 8.0
 """Longest time from the end of the job to the end of this process."""
+SHOW_CURSOR = b"\x1b[?25h"
 SUCCESSION_S = 5.0
 """Seconds between looks whether another life has taken the run folder over."""
 
@@ -59,7 +60,7 @@ class Watchdog:
         """
         self._limits, self._meeting = limits, meeting
         self._run_dir = run_dir or Path()
-        self._phase, self._waits, self._deadline = "training", False, float("inf")
+        self._phase, self._waits, self._since, self._deadline = "training", False, time.monotonic(), float("inf")
         self._reporting = False
         self._hosts: tuple[str, ...] = ()
         self._met, self._ended = threading.Event(), threading.Event()
@@ -141,8 +142,8 @@ class Watchdog:
 
     def _enter(self, name: str, waits: bool) -> None:
         limit_s = self.limit_s(name)  # type: ignore[arg-type]
-        self._phase, self._waits = name, waits
-        self._deadline = float("inf") if waits else time.monotonic() + limit_s
+        self._phase, self._waits, self._since = name, waits, time.monotonic()
+        self._deadline = float("inf") if waits else self._since + limit_s
         if self._meeting and not self._leaving and not self._reporting:
             self._meeting.link.send({"phase": name, "limit_s": limit_s, "waits": waits})
             if waits:
@@ -176,6 +177,7 @@ class Watchdog:
                     self._met.set()
                 if "end" in message:
                     self._end(str(message["end"]))
+                    return
             if not self._leaving and (now > self._deadline + OWN_CLOCK_S or now > heard + SILENCE_S):
                 self._accuse_rank_0("does not answer: it is stopped, or C code holds its interpreter")
 
@@ -183,8 +185,14 @@ class Watchdog:
         """Rank 0, which decides on failures, has failed itself."""
         assert self._meeting
         time.sleep(PATIENCE_S)  # a launcher that knows the exit code may speak
-        if self._meeting.info.rank:
-            self._record(FirstError(0, self._meeting.life.host, "Exit", f"{what}. See logs/rank0.log.", "", time.time()))
+        info, place, seconds = self._meeting.info, place_of_main_thread(), time.monotonic() - self._since
+        collective_s = self._limits.collective_timeout_s
+        error = FirstError(0, self._meeting.life.host, "Exit", f"{what}. See logs/rank0.log.", "", time.time())
+        if what == ENDED and seconds >= collective_s and not (place.waits or self._waits):  # as in Overseer._decide
+            text = f"launch.collective_timeout_s={collective_s:g}: rank 0 ended after {seconds:.0f} s. This rank is at {place}."
+            error = FirstError(info.rank, info.host, "Hang", text, "\n".join(place.frames), time.time())
+        if info.rank:
+            self._record(error)
         first = read_first_error(self._run_dir)
         self._end(str(first) if first else f"rank 0 {what}")
 
@@ -199,6 +207,8 @@ class Watchdog:
             return  # the main thread is about to end this process
         if self._meeting.overseer:
             self._meeting.overseer.join(2 * ANSWER_S)
+            if os.isatty(1):
+                os.write(1, SHOW_CURSOR)  # the progress bar hides it
         elif not self._is_shared_output():
             with suppress(OSError):
                 os.write(2, f"The job has failed: {reason}\n".encode())

@@ -157,6 +157,15 @@ def test_hang_in_a_collective(tmp_path: Path) -> None:
     assert "in with_gloo" in (tmp_path / "logs/rank2.stacks").read_text()
 
 
+def test_processes_that_their_collectives_ended(tmp_path: Path) -> None:
+    """NCCL ends the processes that waited too long, without a word: the rank that was in no collective is named, not they."""
+    ended = watched.run(tmp_path, "abort")
+    assert ended.codes == [0, 0, 1] or ended.codes == [1, 0, 1] or ended.codes == [0, 1, 1]
+    error = first_error(tmp_path)
+    assert (error.rank, error.type) == (2, "Hang")
+    assert "launch.collective_timeout_s=5: rank " in error.message
+
+
 def test_generation_longer_than_a_collective_may_last(tmp_path: Path) -> None:
     """Ranks wait for a slow generation on the store, so the collectives' time-out does not matter."""
     ended = watched.run(tmp_path, "gloo_generate")

@@ -93,6 +93,9 @@ def behave(behaviour: str, watchdog: Watchdog, meeting: Meeting) -> None:
             misbehave(what)
         return
     with watchdog.phase("generation"), watchdog.waiting():
+        if what == "abort":  # as NCCL ends processes whose collective gave up
+            time.sleep(COLLECTIVE_S + 1)
+            os._exit(0)
         if what == "follow" and rank == 0:
             raise ConnectionError("gloo/transport: connection closed by peer")
         time.sleep(FOREVER_S)
@@ -143,7 +146,7 @@ def misbehave(what: str) -> None:
     if what == "busy":
         ctypes.PyDLL(None).sleep(4)
         os._exit(0)
-    if what == "sleep":
+    if what in ("sleep", "abort"):
         time.sleep(FOREVER_S)
     if what == "term":
         os.kill(os.getpid(), signal.SIGTERM)
@@ -166,7 +169,7 @@ def main() -> None:
         assert child.stdout is not None
         (run_dir / f"pids.{info.rank}").write_text(f"{child.pid} {child.stdout.readline()}")
         behaviour = "kill"
-    launch = LaunchConfig(rendezvous_timeout_s=float(timeout_s), generation_limit_s=float(limit_s), start_limit_s=float(limit_s))
+    launch = LaunchConfig(rendezvous_timeout_s=float(timeout_s), collective_timeout_s=COLLECTIVE_S, generation_limit_s=float(limit_s))
     config = Config(launch=launch, cluster=ClusterConfig(interface=interface))
     with reporting_failures(run_dir, info.rank):
         meeting = join(info, run_dir, config, launch_word())
