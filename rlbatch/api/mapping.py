@@ -124,7 +124,8 @@ class ModelFamily:
         passthrough: The other tensors of the checkpoint.
         fp8: Hugging Face names, as written in the mappings, of the weights that this family's block-quantised checkpoints hold in fp8
             (e4m3 in blocks of 128 x 128, with ``<name>_scale_inv``). The others stay in bf16.
-        rope: What positions are embedded with, beyond ``rotary_base``: Megatron's arguments, e.g. of yarn; empty for plain RoPE.
+        rope: What positions are embedded with, beyond ``rotary_base``: Megatron's arguments of yarn; empty for plain RoPE, and
+            without multi-latent attention.
     """
 
     name: str

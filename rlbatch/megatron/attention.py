@@ -143,12 +143,12 @@ def _padded(query: Tensor, key: Tensor, value: Tensor, bounds: list[int], scale:
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, bounds: list[int], scale: float) -> Tensor:
-    """torch's variable-length flash attention; it takes one head dimension, so a narrower value is padded."""
+    """torch's variable-length flash attention; it takes one head dimension, a multiple of 8, so what is narrower is padded with zeros."""
     from torch.nn.attention.varlen import varlen_attn
 
     value_dim = value.shape[-1]
-    if value_dim != query.shape[-1]:
-        value = F.pad(value, (0, query.shape[-1] - value_dim))
+    width = -(-max(query.shape[-1], value_dim) // 8) * 8
+    query, key, value = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
     known = inspect.signature(varlen_attn).parameters  # torch 2.10 to 2.13 changed how causal and grouped queries are asked for
     options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
     if query.shape[1] != key.shape[1]:
@@ -161,5 +161,5 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, bounds: list[int], scale:
     if "scale" in known:
         options["scale"] = scale
     else:
-        query = query * (scale * math.sqrt(query.shape[-1]))  # the kernel divides by sqrt(d)
+        query = query * (scale * math.sqrt(width))  # the kernel divides by sqrt(d)
     return varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest, **options)[..., :value_dim]

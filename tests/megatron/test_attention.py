@@ -2,15 +2,46 @@
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn.attention import varlen
 
+from rlbatch.megatron import attention
 from rlbatch.megatron.attention import zigzag_indices
 from tests.megatron.attention import context_parallel, module, naive, tensors
 
 ALONE = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+
+
+def kernel_of(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
+    """What torch's kernel computes, refusing what it refuses."""
+    assert query.shape[-1] == key.shape[-1] == value.shape[-1]
+    assert query.shape[-1] % 8 == 0
+    return attention._padded(query, key, value, cu_seqlens.tolist(), scale)
+
+
+def older(query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, is_causal: bool = False) -> Tensor:
+    """As in torch 2.10."""
+    assert is_causal
+    assert query.shape[1] == key.shape[1]
+    return kernel_of(query, key, value, cu_q, query.shape[-1] ** -0.5)
+
+
+def newer(query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, **options: Any) -> Tensor:
+    """As in torch 2.13."""
+    assert options["window_size"] == (-1, 0)
+    assert options["enable_gqa"]
+    return kernel_of(query, key, value, cu_q, options["scale"])
+
+
+newer.__signature__ = inspect.signature(  # type: ignore[attr-defined]
+    lambda query, key, value, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False: None
+)
 
 
 @pytest.mark.parametrize("bounds", [[0, 7], [0, 3, 4, 9, 21], [0, 1, 2]])
@@ -59,3 +90,22 @@ def test_context_parallel(rank_pool) -> None:
     for whole in rank_pool(2).run(context_parallel, bounds):
         for ours, theirs in zip(whole, (expected, *gradients), strict=True):
             torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("kernel", [older, newer])
+@pytest.mark.parametrize("value_dim", [2, 5, 11])
+def test_flash_attention_of_one_width(value_dim: int, kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU's kernel gets queries, keys and values of one head dimension that it takes, whichever is wider, under either signature of
+    torch; outputs and gradients are those of unequal widths, and the scale is the layer's.
+    """
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    bounds = [0, 3, 4, 9]
+    query, key, _, _ = tensors(bounds[-1])
+    generator = torch.Generator().manual_seed(8)
+    value = torch.randn(bounds[-1], key.shape[1], value_dim, generator=generator, dtype=key.dtype, requires_grad=True)
+    inputs = (query, key, value)
+    ours, theirs = attention._varlen(*inputs, bounds, 0.3), attention._padded(*inputs, bounds, 0.3)
+    torch.testing.assert_close(ours, theirs)
+    grad = torch.randn(theirs.shape, generator=generator, dtype=key.dtype)
+    for mine, other in zip(torch.autograd.grad(ours, inputs, grad), torch.autograd.grad(theirs, inputs, grad), strict=True):
+        torch.testing.assert_close(mine, other)

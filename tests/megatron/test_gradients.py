@@ -23,6 +23,7 @@ LAYOUTS = {
     "tp2": LayoutConfig(world_size=2, tp_size=2),
     "cp2": LayoutConfig(world_size=2, cp_size=2),
     "recompute": LayoutConfig(world_size=2, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
+    "recompute attention": LayoutConfig(world_size=2, recompute_granularity="selective"),
     "pp2 ep2": LayoutConfig(world_size=4, pp_size=2, ep_size=2),
     "pp4": LayoutConfig(world_size=4, pp_size=4),
     "vpp2 pp2 ep2": LayoutConfig(world_size=4, pp_size=2, vpp_size=2, ep_size=2),
