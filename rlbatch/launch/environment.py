@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 from rlbatch.api import ConfigError
@@ -97,6 +96,8 @@ class RankInfo:
 
 def visible_gpus() -> int:
     """GPUs that the ranks started here would see; found without torch."""
+    from importlib import metadata  # ranks, which need none of this, start sooner without it
+
     try:
         if metadata.version("torch").endswith("+cpu"):
             return 0
