@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from rlbatch.convert.team import Team
 from rlbatch.launch.environment import RankInfo
 from rlbatch.plan.layout import check_layout
 from rlbatch.registry import load_plugins
-from rlbatch.weights.audit import check_names
+from rlbatch.weights.audit import check_names, passthrough_names
 
 PLAN_FORMAT = 1
 """Of what decides the bytes of an output; a draft of another one is not taken up."""
@@ -37,10 +37,12 @@ class Work:
     Attributes:
         outputs: Large files, made one by one.
         small: Small ones, made last.
+        note: What the user should know of them; may be empty.
     """
 
     outputs: list[Output]
     small: Callable[[], Mapping[str, bytes]]
+    note: str = ""
 
 
 def convert(options: Options, info: RankInfo, say: Callable[[str], None]) -> None:
@@ -67,6 +69,8 @@ def convert(options: Options, info: RankInfo, say: Callable[[str], None]) -> Non
         with draft.locked():
             work = prepare(options)
             draft.check_room(work.outputs)
+            if work.note:
+                say(work.note)
             finished = draft.finished(verified=options.verify)
             team.begin([output.name for output in work.outputs if output.name not in finished])
             if finished:
@@ -154,7 +158,13 @@ def _dist_to_hf(options: Options) -> Work:
     hf = Path(options.hf)
     source = HfTensors(hf) if any(hf.glob("*.safetensors")) else None
     form = ExportForm(family, options.export, read_config(hf), source)
-    return _to_hf(options, to_hf.from_dist(family, dist, source, form), form.config())
+    work = _to_hf(options, to_hf.from_dist(family, dist, source, form), form.config())
+    present = set(source.names() if source else ())
+    lacking = [name for name in passthrough_names(family, is_dropped=False) if name not in present]
+    note = (
+        f"hf={hf}: lacks {len(lacking)} tensors that are carried, not trained, first {lacking[0]}: so does the output." if lacking else ""
+    )
+    return replace(work, note=note)
 
 
 def _fp8_to_bf16(options: Options) -> Work:

@@ -190,3 +190,24 @@ def test_fp8_over_dist(export: str, hf: Path, tmp_path: Path) -> None:
     got = load_file(tmp_path / "out" / "model.safetensors")
     assert got.keys() == want.keys()
     assert [name for name in want if got[name].dtype != want[name].dtype or not torch.equal(got[name].float(), want[name].float())] == []
+
+
+def test_carried_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Layers that are not trained go from the model's folder to the export, in its form; a folder without them is told of."""
+    hf = tiny_models.saved(tiny_models.deepseek_v3(), tmp_path / "hf")
+    _config(hf, num_nextn_predict_layers=1)
+    carried = {"model.layers.4.eh_proj.weight": torch.randn(32, 64), "model.layers.4.self_attn.o_proj.weight": torch.randn(32, 56)}
+    in_bf16(hf)
+    for name, tensor in carried.items():
+        _change(hf, name, tensor.bfloat16())
+    run("mode=hf_to_dist", f"hf={hf}", f"out={tmp_path / 'dist'}")
+    run("mode=dist_to_hf", f"dist={tmp_path / 'dist'}", f"hf={hf}", f"out={tmp_path / 'same'}")
+    want, got = load_file(hf / "model.safetensors"), load_file(tmp_path / "same" / "model.safetensors")
+    assert want.keys() == got.keys()
+    assert [name for name in want if not torch.equal(want[name], got[name])] == []
+    main(["mode=dist_to_hf", f"dist={tmp_path / 'dist'}", f"hf={hf}", f"out={tmp_path / 'fp8'}", "export=fp8"])
+    assert f"hf={hf}: lacks " in capsys.readouterr().out
+    fp8 = load_file(tmp_path / "fp8" / "model.safetensors")
+    assert fp8["model.layers.4.eh_proj.weight"].dtype == torch.bfloat16
+    assert fp8["model.layers.4.self_attn.o_proj.weight"].dtype == torch.float8_e4m3fn
+    assert "model.layers.4.self_attn.o_proj.weight_scale_inv" in fp8
