@@ -197,6 +197,7 @@ class Registry:
             ConfigError: an unknown option or a value of the wrong type.
         """
         _ = self.advantages[config.algorithm.advantage], self.losses[config.algorithm.loss]
+        self.ranks_per_engine(config)
         return dataclasses.replace(
             config,
             rollout=dataclasses.replace(config.rollout, options=_completed(self.rollouts, config.rollout.name, config.rollout.options)),
@@ -223,6 +224,25 @@ class Registry:
         entry = self.rollouts[name]
         parsed = entry.parse(options, "rollout")
         return cast(RolloutBackend, entry.value(context) if entry.options is None else entry.value.build(context, parsed))
+
+    def ranks_per_engine(self, config: Config) -> int:
+        """How many ranks share an engine.
+
+        Raises:
+            ConfigError: the ranks do not divide into such engines, or the backend takes no ``rollout.engine``.
+        """
+        chosen, name = config.rollout, config.rollout.name
+        entry = self.rollouts[name]
+        backend = entry.value if isinstance(entry.value, Configurable) else Configurable(entry.value, _NoOptions)
+        if chosen.engine and not backend.has_engine:
+            key = next(iter(chosen.engine))
+            raise ConfigError(f"rollout.engine.{key}: rollout={name} has no engine with options of its own. Choose another rollout.")
+        size = backend.ranks_per_engine(entry.parse(chosen.options, "rollout"))
+        if size < 1 or config.layout.world_size % size:
+            raise ConfigError(
+                f"rollout={name}: {size} ranks share an engine, which must divide layout.world_size={config.layout.world_size}. Change one."
+            )
+        return size
 
     def build_offload(self, name: str, options: Mapping[str, Any]) -> OffloadStrategy:
         """This rank's offload strategy."""

@@ -31,6 +31,7 @@ from rlbatch.api.protocols import (
     RolloutBackend,
     RolloutBackendFactory,
     RolloutContext,
+    SleepingBackend,
 )
 from rlbatch.api.types import (
     FinishReason,
@@ -86,6 +87,7 @@ __all__ = [
     "Sample",
     "SampleGroup",
     "SamplingParams",
+    "SleepingBackend",
     "StepResult",
     "Vocab",
     "WeightBucket",

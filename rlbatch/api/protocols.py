@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from rlbatch.api.types import FinishReason, Prompt, Sample, SamplingParams, WeightBucket
 
@@ -17,6 +17,11 @@ Reward = Callable[[Sequence[Sample]], Sequence[float]]
 """One finite float a sample, in order. Called on the rank that generated the samples, with whole groups; no collectives."""
 
 
+def one_rank(options: Any) -> int:
+    """``Configurable.ranks_per_engine`` of what every rank has for itself."""
+    return 1
+
+
 @dataclass(frozen=True)
 class Configurable:
     """An extension with options of its own: they become config keys under its group (``reward.options.my_option``).
@@ -25,11 +30,15 @@ class Configurable:
         build: Called once a rank with an instance of ``options`` (after the context, where the extension's factory takes one).
         options: A dataclass; every field has a default.
         needs_gpu: Refused at submit where the ranks would run on CPUs.
+        ranks_per_engine: Of a rollout backend: how many neighbouring ranks of a node share an engine, given its options.
+        has_engine: Of a rollout backend: whether it takes ``rollout.engine.*``.
     """
 
     build: Callable[..., Any]
     options: type
     needs_gpu: bool = False
+    ranks_per_engine: Callable[[Any], int] = one_rank
+    has_engine: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,11 +49,18 @@ class Completion:
         token_ids: [R] sampled tokens, the stop token included.
         logprobs: [R] float nats, of the distribution that was sampled from.
         finish_reason: ``stop`` or ``length``.
+        policy_version: Of the weights that sampled it, as the engine recorded it; None: it records none.
     """
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     finish_reason: FinishReason
+    policy_version: int | None = None
+
+
+def alone(content: bytes) -> list[bytes]:
+    """``RolloutContext.gather`` of an engine with one rank."""
+    return [content]
 
 
 @dataclass(frozen=True)
@@ -55,11 +71,21 @@ class RolloutContext:
         hf_folder: Folder with config.json and tokenizer (the weights arrive by ``update_weights``).
         device: ``cpu`` or ``cuda:<index>``.
         dtype: ``float32`` or ``bfloat16``.
+        engine: ``rollout.engine.*``: the engine's own options, by its own names.
+        engine_rank: This rank's place among those that share its engine, from 0; the others neither generate nor get prompts.
+        gather: All-gather of bytes over the ranks of the engine, in their order; also a barrier between them.
+        folder: This engine's own, for logs and the like; made when needed.
+        audit_sync: ``rollout.audit_sync``.
     """
 
     hf_folder: Path
     device: str
     dtype: str
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    engine_rank: int = 0
+    gather: Callable[[bytes], list[bytes]] = alone
+    folder: Path = Path("engine")
+    audit_sync: str = "first"
 
 
 class RolloutBackend(Protocol):
@@ -84,6 +110,14 @@ class RolloutBackend(Protocol):
 
     def close(self) -> None:
         """Frees the engine; called once, also after a failure."""
+
+
+@runtime_checkable
+class SleepingBackend(Protocol):
+    """A ``RolloutBackend`` whose engine shares the accelerator's memory with the trainer."""
+
+    def sleep(self) -> None:
+        """Gives the memory back: called on every rank after each generation. ``update_weights`` wakes the engine."""
 
 
 RolloutBackendFactory = Callable[[RolloutContext], RolloutBackend]

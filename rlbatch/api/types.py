@@ -48,6 +48,7 @@ class Sample:
         rollout_logprobs: [L] float32 nats at the sampling temperature; 0 where masked.
         response: The response as text, without special tokens.
         finish_reason: ``stop`` if a stop token ended it, ``length`` if the limit did.
+        policy_version: Of the weights that sampled it; -1: unknown.
     """
 
     prompt: Prompt
@@ -57,6 +58,7 @@ class Sample:
     rollout_logprobs: Tensor
     response: str
     finish_reason: FinishReason
+    policy_version: int = -1
 
     @property
     def response_length(self) -> int:

@@ -100,6 +100,12 @@ class RolloutConfig:
         None, "Largest accepted mean difference of trainer and engine log-probs, nats; beyond it the run ends. null: only reported."
     )
     bucket_mib: int = key(512, "MiB of a weight-sync bucket; a larger tensor travels alone.")
+    audit_sync: Literal["first", "always", "off"] = key(
+        "first", "Which syncs count that every parameter of the engine is written exactly once; first: also the first after a restart."
+    )
+    engine: Mapping[str, Any] = key(
+        {}, "Options of the engine itself, by its own names, where it runs in a process of its own; also `python` and `environment`."
+    )
     options: Mapping[str, Any] = key({}, "The backend's own options.")
 
 

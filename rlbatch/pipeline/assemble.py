@@ -22,6 +22,7 @@ from rlbatch.megatron import parallel
 from rlbatch.megatron.rng import seed_random_numbers
 from rlbatch.megatron.trainer import Trainer
 from rlbatch.pipeline.embedded import write_random_weights
+from rlbatch.pipeline.engine_ranks import engine_ranks
 from rlbatch.pipeline.job import Job
 from rlbatch.pipeline.loading import load_policy
 from rlbatch.pipeline.prompts import PromptOrder, load_prompts
@@ -73,7 +74,17 @@ def assemble(
     needs_reference = config.algorithm.kl_loss or config.algorithm.kl_reward_coef != 0
     load_policy(config, trainer, hf_folder, announce, needs_reference=needs_reference)
     announce(f"starting the {config.rollout.name} engine")
-    context = RolloutContext(hf_folder, device, DTYPES[config.train.precision])
+    engine = engine_ranks(info, registry.ranks_per_engine(config))
+    context = RolloutContext(
+        hf_folder,
+        device,
+        DTYPES[config.train.precision],
+        engine=config.rollout.engine,
+        engine_rank=engine.place,
+        gather=engine.gather,
+        folder=run_dir / "engines" / str(engine.index),
+        audit_sync=config.rollout.audit_sync,
+    )
     backend = registry.build_rollout(config.rollout.name, config.rollout.options, context)
     tokenizer = _tokenizer(hf_folder)
     train, held_out = _prompts(config, run_dir, tokenizer, family)
@@ -93,8 +104,8 @@ def assemble(
             tokenizer,
             config,
             stop_tokens(tokenizer, _generation_config(hf_folder)),
-            info.rank,
-            info.world_size,
+            engine.generates,
+            engine.count,
             run_dir=run_dir,
             notice=notice,
             announce=announce if info.rank == 0 else partial(print, flush=True),  # into the rank's log

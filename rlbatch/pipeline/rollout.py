@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rlbatch.api import Completion, Prompt, RolloutBackend, RolloutError, Sample, SampleGroup, SamplingParams
+from rlbatch.api import Completion, Prompt, RolloutBackend, RolloutError, Sample, SampleGroup, SamplingParams, SleepingBackend
 from rlbatch.config.schema import Config
 from rlbatch.launch.signals import Interrupted, StopNotice
 from rlbatch.pipeline.finished_groups import FinishedGroups, WeightsProbe
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 EVAL_SEED = 2**31
 """Takes the place of the step in the seeds of evaluations: every evaluation draws the same random numbers."""
+SIGNAL_WAIT_S = 1.0
+"""Within it a signal that goes to all processes of a job has reached each of them."""
 
 
 class Rollout:
@@ -31,7 +34,7 @@ class Rollout:
         tokenizer: Of the model.
         config: Sampling.
         stop_token_ids: Tokens that end a response.
-        rank: This engine, of ``num_engines``.
+        rank: This engine, of ``num_engines``; None: this rank only sends weights to a neighbour's.
         num_engines: Engines of the job.
         run_dir: Run folder, where finished groups are kept.
         notice: What may interrupt a generation.
@@ -44,7 +47,7 @@ class Rollout:
         tokenizer: PreTrainedTokenizerBase,
         config: Config,
         stop_token_ids: tuple[int, ...],
-        rank: int,
+        rank: int | None,
         num_engines: int,
         run_dir: Path,
         notice: StopNotice,
@@ -54,6 +57,7 @@ class Rollout:
         self._rank, self._num_engines = rank, num_engines
         self._run_dir, self._notice, self._announce = run_dir, notice, announce
         self._weights, self._was_interrupted = "", False
+        self._version: int | None = None
 
     def sync_weights(self, tensors: Iterator[tuple[str, Tensor]], policy_version: int) -> None:
         """Sends the policy to the engine; a collective.
@@ -65,11 +69,11 @@ class Rollout:
         if self._config.rollout.sync_weights:
             probe = WeightsProbe()
             self._backend.update_weights(buckets(probe.watch(tensors), self._config.rollout.bucket_mib, policy_version))
-            self._weights = probe.digest()
+            self._weights, self._version = probe.digest(), policy_version
 
     def share(self, num_prompts: int) -> range:
         """Positions of the prompts that this rank generates: dealt out like cards, so that long prompts do not meet."""
-        return range(self._rank, num_prompts, self._num_engines)
+        return range(0) if self._rank is None else range(self._rank, num_prompts, self._num_engines)
 
     def generate(self, prompts: Sequence[Prompt], step: int) -> list[SampleGroup]:
         """Groups for training. Each is kept on disk as soon as it is finished; what an earlier life of the run kept is not sampled again.
@@ -91,12 +95,15 @@ class Rollout:
             if self._weights:  # else nobody could tell later by which policy it was sampled
                 kept.save(prompt, answer)
             found[prompt.prompt_id] = answer
+        self._sleep()
         return [self._group(prompt, found[prompt.prompt_id]) for prompt in prompts if prompt.prompt_id in found]
 
     def evaluate(self, prompts: Sequence[Prompt]) -> list[SampleGroup]:
         """One sample a prompt at the evaluation temperature; fewer if it was interrupted."""
         params = self._params(self._config.train.eval_temperature, 1, EVAL_SEED)
-        return [self._group(prompt, answer) for prompt, answer in self._answers(prompts, params)]
+        answers = list(self._answers(prompts, params))
+        self._sleep()
+        return [self._group(prompt, answer) for prompt, answer in answers]
 
     def _params(self, temperature: float, samples: int, step: int) -> SamplingParams:
         return SamplingParams(temperature, self._config.rollout.max_response_tokens, self._stops, samples, (self._config.seed, step))
@@ -127,6 +134,11 @@ class Rollout:
                 yield answer
         except Interrupted:
             self._was_interrupted = True
+        except RolloutError:
+            time.sleep(SIGNAL_WAIT_S)
+            if not self._notice.is_set:
+                raise
+            self._was_interrupted = True  # whoever stops the job may have signalled the engine's processes too, and earlier
 
     def _malformed(self, num_prompts: int, params: SamplingParams) -> RolloutError:
         return RolloutError(
@@ -157,7 +169,22 @@ class Rollout:
             rollout_logprobs=torch.tensor([0.0] * before + [float(value) for value in completion.logprobs]),
             response=text,
             finish_reason=completion.finish_reason,
+            policy_version=self._checked_version(prompt, completion),
         )
+
+    def _checked_version(self, prompt: Prompt, completion: Completion) -> int:
+        known = [version for version in (completion.policy_version, self._version) if version is not None]
+        if len(set(known)) > 1:
+            raise RolloutError(
+                f"rollout={self._config.rollout.name}: prompt {prompt.prompt_id} was sampled by policy version {known[0]}, the engine was "
+                f"sent {known[1]}. Mend the backend."
+            )
+        return known[0] if known else -1
+
+    def _sleep(self) -> None:
+        """Gives the accelerator's memory back to the trainer until the next sync."""
+        if not self._was_interrupted and isinstance(self._backend, SleepingBackend):
+            self._backend.sleep()
 
     def close(self) -> None:
         """Ends the engine."""

@@ -1,0 +1,1 @@
+"""What runs in vLLM's own processes: needs vLLM, its torch and the standard library, nothing else."""

@@ -1,0 +1,115 @@
+"""Whether a sync wrote every parameter of the engine exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import layerwise
+from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+
+class WriteAudit:
+    """Counts, for one update of one worker, what vLLM's weight loaders write.
+
+    Args:
+        model: Prepared for the update: each parameter is there without storage.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        # The parameters are kept, so that no other object gets the identity of one of them.
+        self._parameters = dict(model.named_parameters())
+        self._padded = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, VocabParallelEmbedding)}
+        self._names = {id(parameter): name for name, parameter in self._parameters.items()}
+        self._written = dict.fromkeys(self._parameters, 0)
+        self._used: dict[str, int] = {}
+        self._by_storage: dict[int, str] = {}
+        self._current, self._is_counting = "", False
+        # vLLM leaves these alone when it prepares an update: they are written in place, past what it counts.
+        self._in_place: list[Any] = [tensor for name, tensor in self._parameters.items() if name.rpartition(".")[2] in SKIP_TENSORS]
+
+    def watch(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Passes the tensors on.
+
+        Raises:
+            ValueError: a name for the second time.
+        """
+        for name, tensor in tensors:
+            if name in self._used:
+                raise ValueError(f"weight sync: {name} is written twice.")
+            self._used[name] = 0
+            self._by_storage[tensor.untyped_storage().data_ptr()] = self._current = name
+            yield name, tensor
+
+    @contextmanager
+    def counting(self, *, enabled: bool) -> Iterator[None]:
+        """Around ``load_weights``; an error of it gets the name of the tensor.
+
+        Raises:
+            ValueError: vLLM does not take a tensor.
+        """
+        measure = layerwise.get_numel_loaded
+
+        def counted(loader: Any, arguments: Any) -> Any:
+            count, result = measure(loader, arguments)
+            self._count(arguments.arguments, int(count))
+            return count, result
+
+        def in_place(loader: Any) -> Any:
+            def load(param: torch.Tensor, loaded_weight: torch.Tensor, *rest: Any, **more: Any) -> Any:
+                self._count({"param": param, "loaded_weight": loaded_weight}, loaded_weight.numel())
+                return loader(param, loaded_weight, *rest, **more)
+
+            return load
+
+        loaders = [getattr(tensor, "weight_loader", None) for tensor in self._in_place] if enabled else []
+        if enabled:
+            self._is_counting, layerwise.get_numel_loaded = True, counted
+        for tensor, loader in zip(self._in_place, loaders, strict=False):
+            if getattr(loader, "__name__", "") != "online_process_loader":
+                tensor.weight_loader = in_place(loader or default_weight_loader)
+        try:
+            yield
+        except (AssertionError, ValueError, RuntimeError, KeyError, IndexError) as error:
+            if str(error).startswith("weight sync"):
+                raise
+            raise ValueError(f"weight sync: the engine refuses {self._current} ({type(error).__name__}: {error}).") from error
+        finally:
+            layerwise.get_numel_loaded = measure
+            for tensor, loader in zip(self._in_place, loaders, strict=False):
+                if loader is not None:
+                    tensor.weight_loader = loader
+                elif hasattr(tensor, "weight_loader"):
+                    del tensor.weight_loader
+
+    def _count(self, arguments: Any, count: int) -> None:
+        source = arguments.get("loaded_weight")
+        storage = source.untyped_storage().data_ptr() if isinstance(source, torch.Tensor) else 0
+        name = self._by_storage.get(storage, self._current)
+        self._used[name] += count
+        target = self._names.get(id(arguments.get("param")))
+        if target is not None:
+            self._written[target] += count
+
+    def report(self) -> dict[str, Any]:
+        """What is wrong, as lists of names; empty without counting.
+
+        Returns:
+            ``unused``: tensors that this worker did not need (with expert parallelism, another one may); ``unwritten`` parameters, with
+            how much of each was written; ``overwritten`` ones.
+        """
+        report: dict[str, list[str]] = {"unused": [], "unwritten": [], "overwritten": []}
+        if not self._is_counting:
+            return report
+        report["unused"] = [name for name, count in self._used.items() if count == 0]
+        for name, parameter in self._parameters.items():
+            count, size = self._written[name], parameter.numel()
+            if count > size:
+                report["overwritten"].append(f"{name} ({count} values for {size})")
+            elif count == 0 < size or (count < size and name not in self._padded):
+                report["unwritten"].append(f"{name} ({count} of {size} values)")
+        return report

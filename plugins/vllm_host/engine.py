@@ -1,0 +1,233 @@
+"""vLLM behind the engine host's protocol: ``AsyncLLM``, which holds its scheduler and workers in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import difflib
+import json
+import os
+import sys
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+from rlbatch.engines.host import Send
+from rlbatch.engines.wire import pack_ints, unpack_ints
+
+from . import versions
+from .plugin import WEIGHT_BACKEND
+
+FIXED = {
+    "skip_tokenizer_init": True,
+    "logprobs_mode": "processed_logprobs",
+    "weight_transfer_config": {"backend": WEIGHT_BACKEND},
+    "worker_extension_cls": "rlbatch_plugins.vllm_host.transfer.WorkerExtension",
+}
+"""Token ids in and out; log-probs of the distribution that was sampled from; our weight transfer."""
+
+
+class VllmEngine:
+    """One engine of this host process."""
+
+    def __init__(self) -> None:
+        """Nothing is started."""
+        self._llm: Any = None
+        self._version, self._audits = -1, False
+
+    async def op_start(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
+        """Starts vLLM with ``defaults``, the user's ``options``, and what is ``decided`` by another key (name -> [value, key])."""
+        version = versions.installed_version()
+        if refused := versions.refusal(version, sys.executable):
+            raise RuntimeError(refused)
+        _add_plugin()
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
+        decided = {name: value for name, (value, _) in header["decided"].items()}
+        _check_options(header["options"], known, {name: key for name, (_, key) in header["decided"].items()}, version)
+        defaults = {name: value for name, value in header["defaults"].items() if name in known}
+        arguments = AsyncEngineArgs(**{**defaults, **header["options"], **decided, **FIXED})
+        config = arguments.create_engine_config()
+        _check_head_size(config.model_config)
+        _start_processes(header["process_start"])
+        self._llm = AsyncLLM.from_vllm_config(config, disable_log_stats=arguments.disable_log_stats)
+        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+        return {"version": version, "max_model_len": self._llm.model_config.max_model_len}
+
+    async def op_ping(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
+        """A sign of life of the scheduler's process, not only of this one."""
+        await self._llm.check_health()
+        await self._llm.is_sleeping()
+        return {}
+
+    async def op_generate(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
+        """Samples for prompts; each prompt's samples are sent when they are complete."""
+        prompts = unpack_ints(payload, header["lengths"])
+        allowed = asyncio.Semaphore(header["max_concurrency"] or sys.maxsize)
+        common = {
+            "temperature": header["temperature"],
+            "max_tokens": header["max_tokens"],
+            "min_tokens": header["min_tokens"],
+            "stop_token_ids": header["stop_token_ids"],
+        }
+        work = [asyncio.ensure_future(self._group(header, index, prompts[index], common, allowed, send)) for index in range(len(prompts))]
+        try:
+            seconds = await asyncio.gather(*work)
+        finally:
+            for task in work:
+                task.cancel()
+        return {"longest_s": max((value for values in seconds for value in values), default=0.0)}
+
+    async def _group(
+        self, header: dict[str, Any], index: int, prompt: list[int], common: dict[str, Any], allowed: asyncio.Semaphore, send: Send
+    ) -> list[float]:
+        """One prompt's samples, sent; returns the seconds that each took."""
+        tasks = [
+            asyncio.ensure_future(
+                self._sample(f"{header['id']}-{index}-{number}", prompt, common, seed, header["request_timeout_s"], allowed)
+            )
+            for number, seed in enumerate(header["seeds"][index])
+        ]
+        try:
+            done = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        answer = {
+            "prompt": index,
+            "lengths": [len(tokens) for tokens, _, _, _ in done],
+            "reasons": [reason for _, _, reason, _ in done],
+            "policy_version": self._version,
+        }
+        logprobs = array("f", [value for _, values, _, _ in done for value in values])
+        send(answer, pack_ints(tokens for tokens, _, _, _ in done) + logprobs.tobytes())
+        return [seconds for _, _, _, seconds in done]
+
+    async def _sample(
+        self, name: str, prompt: list[int], common: dict[str, Any], seed: int, limit_s: float, allowed: asyncio.Semaphore
+    ) -> tuple[Sequence[int], list[float], str, float]:
+        """Tokens, their log-probs, why it ended, and the seconds that it took."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            **common,
+            seed=seed,
+            top_p=1.0,
+            top_k=0,
+            ignore_eos=True,  # the stop tokens are the trainer's, whatever the model's configuration says
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+        async def last() -> Any:
+            output = None
+            async for answer in self._llm.generate({"prompt_token_ids": prompt}, params, name):
+                output = answer
+            return output
+
+        async with allowed:
+            started = asyncio.get_running_loop().time()
+            try:
+                output = await asyncio.wait_for(last(), limit_s)
+            except asyncio.TimeoutError:
+                raise TimeoutError(f"rollout.options.request_timeout_s={limit_s:g}: sample {name} took longer. Raise it.") from None
+            seconds = asyncio.get_running_loop().time() - started
+        completion = output.outputs[0]
+        if completion.finish_reason not in ("stop", "length"):
+            raise RuntimeError(f"sample {name} ended with `{completion.finish_reason}`")
+        tokens = list(completion.token_ids)
+        values = [position[token].logprob for position, token in zip(completion.logprobs, tokens, strict=True)]
+        return tokens, values, completion.finish_reason, seconds
+
+    async def op_start_update(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
+        """Prepares for weights; ``audit``: every write is counted."""
+        self._audits = header["audit"]
+        await self._llm.start_weight_update()
+        return {}
+
+    async def op_load_weights(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
+        """Loads one bucket on all workers."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self._llm.update_weights(WeightTransferUpdateRequest(update_info={**json.loads(payload), "audit": self._audits}))
+        return {}
+
+    async def op_finish_update(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
+        """Ends the update; from here on samples are of ``policy_version``. What was computed with older weights is forgotten."""
+        if self._audits:
+            _judge(await self._llm.collective_rpc("rlbatch_written"))
+        await versions.finish_weight_update(self._llm, str(header["policy_version"]))
+        await self._llm.reset_prefix_cache()
+        self._version = header["policy_version"]
+        return {}
+
+    async def op_sleep(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
+        """Gives the GPU's memory back; ``level`` 2 forgets the weights too."""
+        await self._llm.sleep(level=header["level"])
+        return {}
+
+    async def op_wake(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
+        """Takes memory back: ``tags`` are ``weights`` and ``kv_cache``."""
+        await self._llm.wake_up(tags=header["tags"])
+        return {}
+
+    async def stop(self) -> None:
+        """Ends vLLM's processes."""
+        if self._llm is not None:
+            self._llm.shutdown()
+
+
+def _check_head_size(model: Any) -> None:
+    """vLLM's CPU attention says so only at the first token."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu() or model.use_mla:
+        return
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    if model.get_head_size() not in sizes:
+        listed = ", ".join(map(str, sizes))
+        size = model.get_head_size()
+        raise ValueError(f"model.hf: attention heads have size {size}, vLLM's CPU backend has kernels for {listed}. Use another.")
+
+
+def _start_processes(method: str) -> None:
+    """How vLLM starts its processes; empty: as it likes. (Its CPU backend sets the variable, whatever it was.)"""
+    if method:
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = method
+
+
+def _add_plugin() -> None:
+    """A user's choice of vLLM plugins must not leave ours out."""
+    if chosen := os.environ.get("VLLM_PLUGINS"):
+        os.environ["VLLM_PLUGINS"] = f"{chosen},rlbatch"
+
+
+def _check_options(options: dict[str, Any], known: Sequence[str], decided: dict[str, str], version: str) -> None:
+    for name, value in options.items():
+        if name in decided or name in FIXED:
+            raise ValueError(f"rollout.engine.{name}={value}: {decided.get(name, 'rlbatch')} decides it. Leave it out.")
+        if name not in known:
+            close = " or ".join(f"`{match}`" for match in difflib.get_close_matches(name, known))
+            hint = f"Did you mean {close}?" if close else "See `vllm serve --help`."
+            raise ValueError(f"rollout.engine.{name}={value}: vLLM {version} has no such option. {hint}")
+
+
+def _judge(reports: Sequence[dict[str, list[str]]]) -> None:
+    """Raises ValueError with the names, if a worker was not written as it must."""
+    for key, problem in (("unwritten", "were not written"), ("overwritten", "were written twice")):
+        names = sorted({name for report in reports for name in report[key]})
+        if names:
+            raise ValueError(
+                f"weight sync: {len(names)} parameters of the engine {problem}, first {names[0]}. "
+                "The model family's mappings must cover them."
+            )
+    unused = set.intersection(*(set(report["unused"]) for report in reports))
+    if unused:
+        raise ValueError(f"weight sync: {min(unused)} is no parameter of the engine ({len(unused)} such tensors).")

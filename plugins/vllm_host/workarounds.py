@@ -1,0 +1,185 @@
+"""Faults of vLLM that we work around, each until a version without it: the registry.
+
+Without them two of these four give wrong numbers without a word, and one ends the process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .versions import release
+
+SKIPPED = "RLBATCH_VLLM_SKIPPED_WORKAROUNDS"
+"""Names, separated by commas, that are not applied: for the tests that show what they are for, and for trying a newer vLLM."""
+
+
+@dataclass(frozen=True)
+class Workaround:
+    """One fault.
+
+    Attributes:
+        name: For messages.
+        first: First minor release for which it is applied.
+        last: Last release in which the fault was seen: it is applied up to it, later ones are warned about.
+        cpu_only: Whether only the CPU backend has the fault.
+        symptom: What happens without it.
+        link: Where upstream has, or discusses, the code.
+        apply: Mends it in this process.
+    """
+
+    name: str
+    first: tuple[int, int]
+    last: tuple[int, int]
+    cpu_only: bool
+    symptom: str
+    link: str
+    apply: Callable[[], None]
+
+
+def native_rotary_embedding() -> None:
+    """The CPU kernel takes [tokens, heads, size] queries, which multi-head latent attention has, for [tokens, heads x size]."""
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    kernel = RotaryEmbedding.forward_cpu
+
+    def forward_cpu(self: Any, positions: Any, query: Any, key: Any = None) -> Any:
+        forward = self.forward_native if query.dim() > 2 else kernel.__get__(self)
+        return forward(positions, query, key)
+
+    RotaryEmbedding.forward_cpu = forward_cpu
+
+
+def pack_experts_again() -> None:
+    """The CPU layout of experts is made when the kernel is: a reload must make both again."""
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    process = UnquantizedFusedMoEMethod.process_weights_after_loading
+
+    def process_weights_after_loading(self: Any, layer: Any) -> None:
+        self.moe_kernel = None
+        process(self, layer)
+
+    UnquantizedFusedMoEMethod.process_weights_after_loading = process_weights_after_loading
+
+
+def ragged_collectives() -> None:
+    """Expert parallelism over data-parallel engines gathers batches of different sizes."""
+    import torch
+    import torch.distributed as dist
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    def all_gatherv(self: Any, tensor: Any, dim: int = 0, sizes: Sequence[int] | None = None) -> Any:
+        if isinstance(tensor, list):
+            return [all_gatherv(self, part, dim, sizes) for part in tensor]
+        sizes = sizes or [tensor.shape[0]] * self.world_size
+        padded = tensor.new_zeros((max(sizes), *tensor.shape[1:]))
+        padded[: tensor.shape[0]] = tensor
+        gathered = [padded.new_empty(padded.shape) for _ in sizes]
+        dist.all_gather(gathered, padded, group=self.device_group)
+        return torch.cat([part[:size] for part, size in zip(gathered, sizes, strict=True)], 0)
+
+    def reduce_scatterv(self: Any, tensor: Any, dim: int = 0, sizes: Sequence[int] | None = None) -> Any:
+        summed = tensor.contiguous().clone()
+        dist.all_reduce(summed, group=self.device_group)
+        sizes = sizes or [summed.shape[0] // self.world_size] * self.world_size
+        start = sum(sizes[: self.rank_in_group])
+        return summed[start : start + sizes[self.rank_in_group]].contiguous()
+
+    CpuCommunicator.all_gatherv, CpuCommunicator.reduce_scatterv = all_gatherv, reduce_scatterv
+
+
+def own_experts_only() -> None:
+    """The CPU kernel takes the ids of experts for its own: those of other ranks reach beyond its weights."""
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    kernel = CPUUnquantizedExperts.apply
+
+    def apply(
+        self: Any,
+        output: Any,
+        hidden_states: Any,
+        w1: Any,
+        w2: Any,
+        topk_weights: Any,
+        topk_ids: Any,
+        activation: Any,
+        global_num_experts: int,
+        expert_map: Any,
+        *rest: Any,
+        **more: Any,
+    ) -> Any:
+        if expert_map is not None:
+            own = expert_map[topk_ids.long()].to(topk_ids.dtype)
+            topk_ids, topk_weights = own.clamp(min=0), topk_weights.masked_fill(own < 0, 0.0)
+        positional = (output, hidden_states, w1, w2, topk_weights, topk_ids, activation, global_num_experts, expert_map)
+        return kernel(self, *positional, *rest, **more)
+
+    CPUUnquantizedExperts.apply = apply
+
+
+WORKAROUNDS = (
+    Workaround(
+        "native_rotary_embedding",
+        first=(0, 28),
+        last=(0, 32),
+        cpu_only=True,
+        symptom="log-probs of DeepSeek models are off by up to 3.8 nats",
+        link="https://github.com/vllm-project/vllm/pull/31643",
+        apply=native_rotary_embedding,
+    ),
+    Workaround(
+        "pack_experts_again",
+        first=(0, 28),
+        last=(0, 32),
+        cpu_only=True,
+        symptom="after the second sync the experts' weights have the wrong layout",
+        link="https://github.com/vllm-project/vllm/issues/48312",
+        apply=pack_experts_again,
+    ),
+    Workaround(
+        "ragged_collectives",
+        first=(0, 28),
+        last=(0, 32),
+        cpu_only=True,
+        symptom="expert parallelism over data-parallel engines fails: all_gatherv is not implemented",
+        link="https://github.com/vllm-project/vllm/blob/main/vllm/distributed/device_communicators/cpu_communicator.py",
+        apply=ragged_collectives,
+    ),
+    Workaround(
+        "own_experts_only",
+        first=(0, 28),
+        last=(0, 32),
+        cpu_only=True,
+        symptom="expert parallelism reads beyond the weights and ends the process",
+        link="https://github.com/vllm-project/vllm/blob/main/vllm/model_executor/layers/fused_moe/experts/cpu_moe.py",
+        apply=own_experts_only,
+    ),
+)
+
+_applied: set[str] = set()
+
+
+def apply_all(version: str, *, is_cpu: bool) -> None:
+    """Applies, once in a process, what this version needs; warns of those that were made for other versions.
+
+    Args:
+        version: Of vLLM.
+        is_cpu: Whether this is its CPU backend.
+    """
+    from vllm.logger import init_logger
+
+    skipped = os.environ.get(SKIPPED, "").split(",")
+    for workaround in WORKAROUNDS:
+        if workaround.name in _applied or workaround.name in skipped or (workaround.cpu_only and not is_cpu):
+            continue
+        _applied.add(workaround.name)
+        if workaround.first <= release(version) <= workaround.last:
+            workaround.apply()
+        else:
+            init_logger("vllm.rlbatch").warning(
+                "rlbatch: the workaround %s is for vLLM %d.%d to %d.%d and not applied to %s. If %s, see %s.",
+                *(workaround.name, *workaround.first, *workaround.last, version, workaround.symptom, workaround.link),
+            )

@@ -1,0 +1,130 @@
+"""The process that holds an engine: it answers one rank over a socket that it inherited, and ends with it, with all its children.
+
+Runs under any interpreter that has the engine: ``python -c "from rlbatch.engines.host import main; main()" FD module:Class``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+from rlbatch.engines.shared_names import name_shared_memory
+from rlbatch.engines.wire import LENGTHS, Header, encode
+from rlbatch.launch.children import children_end_with_this_process, signal_group
+
+IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Batch systems send these to every process of a job; the rank decides what they mean for its engine. Children inherit it."""
+STOP_LIMIT_S = 10.0
+
+Send = Callable[[Header, bytes], None]
+
+
+class HostedEngine(Protocol):
+    """What a host serves: every method ``op_<name>`` answers the calls of that name."""
+
+    async def stop(self) -> None:
+        """Frees what would outlive the process."""
+
+
+Operation = Callable[[dict[str, Any], bytes, Send], Any]
+
+
+class Server:
+    """Calls from a rank to an engine, any number at once.
+
+    A call is a frame with ``id`` and ``op``. Its answers carry its ``id``; the last one has ``end``, and ``error`` if it failed.
+    """
+
+    def __init__(self, engine: HostedEngine, writer: asyncio.StreamWriter) -> None:
+        """Args:
+        engine: Answers.
+        writer: To the rank.
+        """
+        self._engine, self._writer = engine, writer
+        self._running: dict[int, asyncio.Task[None]] = {}
+
+    async def serve(self, reader: asyncio.StreamReader) -> None:
+        """Until the rank hangs up."""
+        while True:
+            try:
+                header_bytes, payload_bytes = LENGTHS.unpack(await reader.readexactly(LENGTHS.size))
+                header = _parse(await reader.readexactly(header_bytes))
+                payload = await reader.readexactly(payload_bytes)
+            except (asyncio.IncompleteReadError, ConnectionError):
+                break
+            if header["op"] == "cancel":
+                if task := self._running.get(header["of"]):
+                    task.cancel()
+                continue
+            task = asyncio.ensure_future(self._answer(header, payload))
+            self._running[header["id"]] = task
+            task.add_done_callback(partial(self._forget, header["id"]))
+        for task in list(self._running.values()):
+            task.cancel()
+
+    def _forget(self, number: int, task: asyncio.Task[None]) -> None:
+        self._running.pop(number, None)
+
+    async def _answer(self, header: dict[str, Any], payload: bytes) -> None:
+        number = header["id"]
+
+        def send(answer: Header, content: bytes = b"") -> None:
+            self._writer.write(encode({**answer, "id": number}, content))
+
+        try:
+            operation: Operation = getattr(self._engine, f"op_{header['op']}")
+            send({**(await operation(header, payload, send) or {}), "end": True})
+        except asyncio.CancelledError:
+            send({"end": True, "error": "cancelled", "kind": "cancelled"})
+        except Exception as error:  # whatever an engine raises is the rank's to judge
+            traceback.print_exc()
+            send({"end": True, "error": _message(error), "kind": type(error).__name__})
+        await self._writer.drain()
+
+
+def main() -> None:
+    """Serves the engine named on the command line."""
+    descriptor, name = int(sys.argv[1]), sys.argv[2]
+    children_end_with_this_process()
+    name_shared_memory()
+    for number in IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    module, _, attribute = name.partition(":")
+    connection = socket.socket(fileno=descriptor)
+    os.set_inheritable(descriptor, False)
+    engine: HostedEngine = getattr(importlib.import_module(module), attribute)()
+    asyncio.run(_serve(engine, connection))
+    # What does not end by itself ends now: this is the leader of its group.
+    signal_group(os.getpgrp(), signal.SIGKILL)
+
+
+async def _serve(engine: HostedEngine, connection: socket.socket) -> None:
+    reader, writer = await asyncio.open_connection(sock=connection)
+    await Server(engine, writer).serve(reader)
+    try:
+        await asyncio.wait_for(engine.stop(), STOP_LIMIT_S)
+    except Exception:  # it ends anyway; the log says how
+        traceback.print_exc()
+
+
+def _parse(text: bytes) -> dict[str, Any]:
+    header: dict[str, Any] = json.loads(text)
+    return header
+
+
+def _message(error: BaseException) -> str:
+    """Its own words, and those of what caused it."""
+    words = [str(error) or type(error).__name__]
+    while error.__cause__ is not None:
+        error = error.__cause__
+        words.append(str(error) or type(error).__name__)
+    return " <- ".join(dict.fromkeys(words))
