@@ -32,7 +32,7 @@ def slurm(slurm_session: Slurm) -> Iterator[Slurm]:
     yield slurm_session
     slurm_session.run("scancel", "--user=root", check=False)
     wait_until(lambda: not slurm_session.job_processes(), GONE_S, f"the end of {slurm_session.job_processes()}")
-    assert shared_memory() <= shared
+    wait_until(lambda: shared_memory() <= shared, GONE_S, "the end of its shared memory")
     slurm_session.wait_until_idle()
 
 

@@ -42,7 +42,7 @@ def hosts(ssh_hosts: SshHosts) -> Iterator[SshHosts]:
     shared = shared_memory()
     yield ssh_hosts
     wait_until(lambda: not ssh_hosts.job_processes(), END_S, "the end of all processes on the hosts")
-    assert shared_memory() <= shared
+    wait_until(lambda: shared_memory() <= shared, END_S, "the end of their shared memory")
 
 
 def start(hosts: SshHosts, mpi: Path, folder: Path, repository: Path, *overrides: str) -> subprocess.Popen[str]:
