@@ -35,6 +35,7 @@ from rlbatch.api import (
     RolloutContext,
     hookspecs,
 )
+from rlbatch.config.check import check_engines
 from rlbatch.config.compose import compose
 from rlbatch.config.convert import closest, from_mapping, to_plain
 from rlbatch.config.schema import Config
@@ -196,8 +197,7 @@ class Registry:
             PluginError: an unknown name.
             ConfigError: an unknown option or a value of the wrong type.
         """
-        _ = self.advantages[config.algorithm.advantage], self.losses[config.algorithm.loss]
-        self.ranks_per_engine(config)
+        _ = self.advantages[config.algorithm.advantage], self.losses[config.algorithm.loss], self.ranks_per_engine(config)
         return dataclasses.replace(
             config,
             rollout=dataclasses.replace(config.rollout, options=_completed(self.rollouts, config.rollout.name, config.rollout.options)),
@@ -226,23 +226,11 @@ class Registry:
         return cast(RolloutBackend, entry.value(context) if entry.options is None else entry.value.build(context, parsed))
 
     def ranks_per_engine(self, config: Config) -> int:
-        """How many ranks share an engine.
-
-        Raises:
-            ConfigError: the ranks do not divide into such engines, or the backend takes no ``rollout.engine``.
-        """
-        chosen, name = config.rollout, config.rollout.name
-        entry = self.rollouts[name]
+        """How many ranks share an engine, as the rollout's options say; see ``check_engines``."""
+        entry = self.rollouts[config.rollout.name]
         backend = entry.value if isinstance(entry.value, Configurable) else Configurable(entry.value, _NoOptions)
-        if chosen.engine and not backend.has_engine:
-            key = next(iter(chosen.engine))
-            raise ConfigError(f"rollout.engine.{key}: rollout={name} has no engine with options of its own. Choose another rollout.")
-        size = backend.ranks_per_engine(entry.parse(chosen.options, "rollout"))
-        if size < 1 or config.layout.world_size % size:
-            raise ConfigError(
-                f"rollout={name}: {size} ranks share an engine, which must divide layout.world_size={config.layout.world_size}. Change one."
-            )
-        return size
+        ranks = backend.ranks_per_engine(entry.parse(config.rollout.options, "rollout"))
+        return check_engines(config, ranks, takes_options=backend.has_engine)
 
     def build_offload(self, name: str, options: Mapping[str, Any]) -> OffloadStrategy:
         """This rank's offload strategy."""

@@ -193,3 +193,26 @@ def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
             f"checkpoint.export_interval={checkpoint.export_interval}: must be 0 (after the last step only) or more, and is of "
             "checkpoint.export_hf=true. Set that, or the interval to 0."
         )
+
+
+def check_engines(config: Config, ranks: int, *, takes_options: bool) -> int:
+    """Refuses engines that the ranks cannot share evenly, and options that no engine takes.
+
+    Args:
+        config: Complete.
+        ranks: Ranks that share an engine.
+        takes_options: Whether the rollout backend takes ``rollout.engine.*``.
+
+    Returns:
+        ``ranks``.
+
+    Raises:
+        ConfigError: the key, and what to change.
+    """
+    name, world = config.rollout.name, config.layout.world_size
+    if config.rollout.engine and not takes_options:
+        key = next(iter(config.rollout.engine))
+        raise ConfigError(f"rollout.engine.{key}: rollout={name} has no engine with options of its own. Choose another rollout.")
+    if ranks < 1 or world % ranks:
+        raise ConfigError(f"rollout={name}: {ranks} ranks share an engine, which must divide layout.world_size={world}. Change either.")
+    return ranks
