@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -12,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlbatch.launch.failures import read_first_error
+from tests.cluster.processes import require
 from tests.launch import watched
 
 SPACE, HERE, THERE, NETWORK = "rlbatch-lost", "rlb-lost0", "rlb-lost1", "10.98.71"
@@ -21,9 +20,7 @@ GONE_S = 15.0
 @pytest.fixture
 def space() -> Iterator[str]:
     """A network namespace that one cable leads to."""
-    if os.geteuid() or not shutil.which("ip"):
-        message = "needs root and ip: run as root, apt-get install iproute2"
-        pytest.fail(message) if os.environ.get("CI") == "true" else pytest.skip(message)
+    require("ip", "unshare")
     _ip(f"netns add {SPACE}")
     try:
         _ip(f"link add {HERE} type veth peer name {THERE} netns {SPACE}")

