@@ -1,4 +1,4 @@
-"""GPU gradients against the CPU's: run on a GPU machine with `python -m tests.gpu.compare` (not part of `make test`, which has no GPU).
+"""The local spec's gradients on GPUs against the CPU's: run on a GPU machine with `python -m tests.gpu.compare`; `make test` has no GPU.
 
 Prints one line a model, layout and precision: the largest relative L2 error of any parameter's gradient, and of all parameters together,
 against one fp32 CPU process. Exits with 1 if a bound is exceeded. Arguments: names of models (all).
@@ -19,8 +19,8 @@ import torch
 from tests import tiny_models
 from tests.gpu.layouts import LAYOUTS
 
-BOUNDS = {"fp32": 1e-4, "bf16": 0.1}
-"""On all parameters together. bf16 keeps 8 bits and rounds at every layer; docs/results.md has the measurement."""
+BOUNDS = {"fp32": 1e-4, "bf16": 0.2}
+"""On all parameters together. bf16 keeps 8 bits, rounds the weights and at every layer, and sends some tokens to other experts."""
 
 
 MODELS: dict[str, Callable[[], torch.nn.Module]] = {  # expert rows that grouped GEMM takes

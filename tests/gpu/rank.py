@@ -19,7 +19,7 @@ def main() -> None:
     with process_group():
         for name in names:
             for precision in precisions.split(","):
-                named = gradients(folder, LAYOUTS[name], 40, "token_mean", precision=precision)
+                named = gradients(folder, LAYOUTS[name], 40, "token_mean", precision=precision, spec="local")
                 if named:
                     torch.save({key: tensor.cpu() for key, tensor in named.items()}, Path(results) / f"{name}.{precision}.pt")
 

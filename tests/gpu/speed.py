@@ -1,6 +1,7 @@
 """Step time and MFU of the layer specs: `torchrun --nproc-per-node 2 -m tests.gpu.speed <layers> <case> ...` on a GPU machine.
 
-A case is a spec, with fields of Megatron's config to try: `transformer_engine moe_permute_fusion=True`. The model is Qwen3-30B-A3B with
+A case is a spec, with fields of Megatron's config to try: `transformer_engine moe_permute_fusion=True`. One case a process has the memory
+of that case alone. The model is Qwen3-30B-A3B with
 fewer layers and random weights, expert-parallel over all GPUs; a step is two microbatches of 8 x 2048 tokens on each, and Adam.
 """
 
@@ -9,17 +10,18 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from rlbatch.algorithms.objective import Objective
 from rlbatch.config.schema import AlgorithmConfig, Config, LayoutConfig, TrainConfig
-from rlbatch.megatron import parallel, trainer
+from rlbatch.megatron import parallel
+from rlbatch.megatron.trainer import Trainer
 from rlbatch.metrics.mfu import PEAK_FLOPS, mfu, training_flops
 from rlbatch.pipeline.packing import build_microbatches, with_advantages
 from rlbatch.registry import load_plugins
+from tests.gpu.fields import tried
 from tests.gpu.torchrun import process_group
 
 LENGTHS = (2048,) * 16
@@ -50,9 +52,10 @@ def main() -> None:
     with process_group():
         layout = LayoutConfig(world_size=dist.get_world_size(), ep_size=dist.get_world_size())
         for case in cases:
-            spec, *changes = case.split()
+            spec, *fields = case.split()
             try:
-                _time(case, int(layers), layout, spec, dict(change.split("=") for change in changes))
+                with tried(fields):
+                    _time(case, int(layers), layout, spec)
             except torch.cuda.OutOfMemoryError as error:
                 print(case, str(error)[:100], flush=True)
             gc.collect()
@@ -60,17 +63,12 @@ def main() -> None:
             torch.cuda.reset_peak_memory_stats()
 
 
-def _time(case: str, layers: int, layout: LayoutConfig, spec: str, changes: dict[str, str]) -> None:
+def _time(case: str, layers: int, layout: LayoutConfig, spec: str) -> None:
     parallel.initialize_groups(layout, seed=0)
     registry = load_plugins()
     family = registry.resolve_model_family({**MODEL, "num_hidden_layers": layers})
     config = Config(layout=layout, train=TrainConfig(precision="bf16", spec=spec))
-    original = trainer.transformer_config
-    trainer.transformer_config = lambda *args, **kwargs: _changed(original(*args, **kwargs), changes)
-    try:
-        policy = trainer.Trainer(config, family, registry.build_offload("none", {}))
-    finally:
-        trainer.transformer_config = original
+    policy = Trainer(config, family, registry.build_offload("none", {}))
     with torch.no_grad():
         for tensor in policy.params.values():
             tensor.normal_(0, 0.02) if tensor.ndim > 1 else tensor.fill_(1)
@@ -100,14 +98,6 @@ def _time(case: str, layers: int, layout: LayoutConfig, spec: str, changes: dict
             f"{case}: {layers} layers, {device}: first {seconds[0]:.1f} s, then {shown} s, MFU {used:.3f}, peak {memory:.1f} GiB",
             flush=True,
         )
-
-
-def _changed(config: Any, changes: dict[str, str]) -> Any:
-    for name, value in changes.items():
-        if not hasattr(config, name):
-            raise SystemExit(f"{name}: no field of Megatron's config")
-        setattr(config, name, value == "True")
-    return config
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 Prints one line a model and layout: the relative L2 error of all log-probs and of all gradients, to the local spec in fp32 on one GPU, of
 the local and of the Transformer Engine spec, whose ratio must not exceed ``BOUND``; and that fp32 reference's error to transformers.
-Arguments: names of models (all), and `--cpu` for the local half of it on a host.
+Arguments: names of models and of layouts (all), fields of Megatron's config to try with Transformer Engine (`moe_permute_fusion=True`), and
+`--cpu` for the local half of it on a host.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ Tensors = dict[str, torch.Tensor]
 def main() -> int:
     """Compares every layout that this machine has GPUs for."""
     on_gpu = "--cpu" not in sys.argv
-    names = [name for name in sys.argv[1:] if not name.startswith("--")] or list(MODELS)
+    names = [name for name in sys.argv[1:] if name in MODELS] or list(MODELS)
+    wanted = [name for name in sys.argv[1:] if name in TE_LAYOUTS] or TE_LAYOUTS
     gpus = torch.cuda.device_count() if on_gpu else 2
     failures = 0
     for name in names:
@@ -37,7 +39,7 @@ def main() -> int:
             folder = saved(name, Path(scratch) / name)
             reference: Tensors = {}
             for size in (size for size in SIZES if size <= gpus):
-                layouts = [layout for layout in TE_LAYOUTS if LAYOUTS[layout].world_size == size]
+                layouts = [layout for layout in wanted if LAYOUTS[layout].world_size == size]
                 specs = ("local", "transformer_engine") if on_gpu else ("local",)
                 cases = [f"{spec} bf16 {layout}" for layout in layouts for spec in specs]
                 first = ["hf", "local fp32 1 GPU"] if size == 1 else []
@@ -56,7 +58,8 @@ def _run(folder: Path, size: int, cases: list[str], on_gpu: bool) -> dict[str, T
     results.mkdir()
     environment = os.environ | ({} if on_gpu else {"CUDA_VISIBLE_DEVICES": ""})
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={size}", "--master-port=29613", "-m", "tests.gpu.te_rank"]
-    subprocess.run([*command, str(folder), str(results), *cases], env=environment, check=True)
+    fields = ",".join(argument for argument in sys.argv[1:] if "=" in argument)
+    subprocess.run([*command, str(folder), str(results), fields, *cases], env=environment, check=True)
     return {case: torch.load(results / f"{case}.pt", weights_only=True) for case in cases}
 
 

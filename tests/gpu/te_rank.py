@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from tests.gpu.fields import tried
 from tests.gpu.layouts import LAYOUTS
 from tests.gpu.models import LENGTHS, VOCAB
 from tests.gpu.torchrun import process_group
@@ -19,12 +20,13 @@ MAX_TOKENS = 1024
 
 def main() -> None:
     """Computes log-probs and gradients of each case; rank 0 writes them."""
-    folder, results, *cases = sys.argv[1:]
+    folder, results, fields, *cases = sys.argv[1:]
 
     with process_group():
         for case in cases:
             started = time.perf_counter()
-            computed = _hugging_face(folder) if case == "hf" else _checkpoints(folder) if case == "checkpoint" else _case(folder, case)
+            with tried(fields.split(",") if fields and case.startswith("transformer_engine") else []):
+                computed = _hugging_face(folder) if case == "hf" else _checkpoints(folder) if case == "checkpoint" else _case(folder, case)
             if dist.get_rank() == 0:
                 torch.save(computed, Path(results) / f"{case}.pt")
                 print(f"{Path(folder).name} {case}: {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)

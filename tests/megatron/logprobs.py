@@ -44,7 +44,7 @@ def by_columns() -> tuple[torch.Tensor, ...]:
     mine = weight[first : first + 7] if dist.get_world_size() == 2 else weight
     mine = mine.clone().requires_grad_()
     hidden.requires_grad_()
-    logprobs, entropy = vocab_parallel_logprobs(hidden @ mine.T / TEMPERATURE, targets, first, dist.group.WORLD)
+    logprobs, entropy = vocab_parallel_logprobs(hidden @ mine.T, targets, first, TEMPERATURE, dist.group.WORLD)
     torch.autograd.backward([logprobs, entropy], [grad_logprobs, grad_entropy])
     return _whole(logprobs, entropy, hidden, mine)
 
