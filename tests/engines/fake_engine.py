@@ -1,0 +1,77 @@
+"""What the tests let a host serve instead of vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from importlib import metadata
+from multiprocessing import shared_memory
+from typing import Any
+
+from rlbatch.engines.host import Send
+
+
+class FakeEngine:
+    """One operation for each behaviour."""
+
+    def __init__(self) -> None:
+        self.sums: list[float] = []
+
+    async def op_ping(self, header: dict[str, Any], payload: bytes, send: Send) -> None:
+        pass
+
+    async def op_echo(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
+        await asyncio.sleep(header.get("after_s", 0.0))
+        send({"said": header["text"]}, payload)
+        return {"text": header["text"]}
+
+    async def op_fail(self, header: dict[str, Any], payload: bytes, send: Send) -> None:
+        print("a line of the log", flush=True)
+        try:
+            raise KeyError("the cause")
+        except KeyError as error:
+            raise ValueError("it does not work") from error
+
+    async def op_die(self, header: dict[str, Any], payload: bytes, send: Send) -> None:
+        print("last words", flush=True)
+        os.kill(os.getpid(), header["signal"])
+
+    async def op_hang(self, header: dict[str, Any], payload: bytes, send: Send) -> None:
+        time.sleep(3600)
+
+    async def op_see(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
+        points = [point.value for point in metadata.entry_points(group="fake.group")]
+        return {"environment": dict(os.environ), "path": sys.path, "points": points, "ignored": signal.getsignal(signal.SIGTERM).name}
+
+    async def op_spawn(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
+        """A child that has a child of its own."""
+        child = subprocess.Popen(["sh", "-c", "sleep 3600 & echo $!; wait"], stdout=subprocess.PIPE)
+        assert child.stdout is not None
+        return {"pids": [os.getpid(), child.pid, int(child.stdout.readline())]}
+
+    async def op_share(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
+        self.memory = shared_memory.SharedMemory(create=True, size=8)
+        return {"name": self.memory.name}
+
+    async def op_load_weights(self, header: dict[str, Any], payload: bytes, send: Send) -> None:
+        """Reads late, so that memory which is written too early shows."""
+        import torch
+
+        from rlbatch.engines.mapping import open_handle
+        from rlbatch.engines.packing import views
+
+        await asyncio.sleep(0.2)
+        update = json.loads(payload)
+        memory = open_handle(update["handles"]["cpu"], torch.device("cpu"))
+        self.sums += [float(tensor.float().sum()) for _, tensor in views(memory, update["places"])]
+
+    async def op_sums(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
+        return {"sums": self.sums}
+
+    async def stop(self) -> None:
+        pass
