@@ -84,6 +84,7 @@ def check_config(config: Config) -> None:
     """
     _check_numbers(config)
     _check_train(config.train)
+    _check_spec(config.train)
     _check_optimizer(config.optimizer)
     _check_recompute(config.layout)
     _check_algorithm(config.algorithm)
@@ -127,6 +128,14 @@ def _check_train(train: TrainConfig) -> None:
         raise ConfigError(
             f"train.updates_per_step={updates}: must divide train.prompts_per_step ({prompts}), groups are not split. "
             f"Use {below}{f' or {above}' if above != below else ''}."
+        )
+
+
+def _check_spec(train: TrainConfig) -> None:
+    if train.spec == "transformer_engine" and train.precision == "fp32":
+        raise ConfigError(
+            "train.spec=transformer_engine: its attention over packs has no fp32 kernels, and train.precision=fp32. "
+            "Use train.precision=bf16, or train.spec=auto."
         )
 
 

@@ -45,6 +45,7 @@ def test_not_negative_keys(key: str) -> None:
         (["train.prompts_per_step=32", "train.updates_per_step=5"], "train.updates_per_step=5: must divide train.prompts_per_step (32)"),
         (["train.prompts_per_step=32", "train.updates_per_step=5"], "Use 4 or 8."),
         (["train.prompts_per_step=4", "train.updates_per_step=9"], "Use 4."),
+        (["train.spec=transformer_engine"], "train.spec=transformer_engine: its attention over packs has no fp32 kernels"),
         (["optimizer.lr=1.0e-6", "optimizer.min_lr=1.0e-5"], "optimizer.min_lr=1e-05: must be at most optimizer.lr (1e-06)"),
         (["optimizer.beta1=1"], "optimizer.beta1=1.0: must be less than 1."),
         (["algorithm.eps_clip=1"], "algorithm.eps_clip=1.0: must be less than 1"),
@@ -80,6 +81,7 @@ def test_refused_combinations(overrides: list[str], message: str) -> None:
     [
         ["optimizer.lr=0", "optimizer.min_lr=0"],
         ["train.prompts_per_step=32", "train.updates_per_step=8"],
+        ["train.spec=transformer_engine", "train.precision=bf16"],
         ["algorithm.group_size=1", "algorithm.advantage=reinforce_plus_plus"],
         ["algorithm.kl_loss=true", "algorithm.kl_loss_coef=0"],
         ["layout.recompute_granularity=full", "layout.recompute_method=uniform", "layout.recompute_num_layers=1"],

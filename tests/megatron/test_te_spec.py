@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 
+from rlbatch.api import ConfigError
 from rlbatch.config.schema import LayoutConfig
+from rlbatch.megatron.model import transformer_config
+from rlbatch.registry import load_plugins
 from rlbatch.testing.ranks import RankPools
 from tests import tiny_models
 from tests.megatron import te_spec
 from tests.megatron.gradients import gradients
+from tests.megatron.real_models import CONFIGS
 from tests.megatron.test_gradients import worst
 
 STAND_IN = Path(__file__).parent / "standin"
@@ -117,3 +121,19 @@ def test_refused_where_it_cannot_be_used(train: dict[str, str], message: str, ra
     """Asked for by name, Transformer Engine is not replaced silently."""
     (error,) = rank_pool(1).run(te_spec.refusal, train)
     assert message in error
+
+
+def test_deepep_is_refused_where_it_is_not_installed() -> None:
+    """Before a model is built, not at its first token."""
+    family = load_plugins().resolve_model_family(CONFIGS["Qwen3-30B-A3B"])
+    layout = LayoutConfig(world_size=2, ep_size=2, dispatcher="flex", deepep=True)
+    with pytest.raises(ConfigError, match=r"layout.deepep=true: the package deep_ep is not installed in this Python"):
+        transformer_config(family, layout, "bf16")
+
+
+def test_deepep_reaches_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the package, the keys are Megatron's flex dispatcher over DeepEP."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    family = load_plugins().resolve_model_family(CONFIGS["Qwen3-30B-A3B"])
+    config = transformer_config(family, LayoutConfig(world_size=2, ep_size=2, dispatcher="flex", deepep=True), "bf16")
+    assert (config.moe_token_dispatcher_type, config.moe_flex_dispatcher_backend) == ("flex", "deepep")
