@@ -1,8 +1,8 @@
-"""Conversion against ``cp`` of the same bytes: ``python -m benchmarks.convert [gigabytes=8] [folder=/tmp/...] [rounds=2]``.
+"""Conversion against ``cp``: ``python -m benchmarks.convert [gigabytes=8] [rounds=2] [folder=/tmp] [modes=hf_to_dist,...]``.
 
 Writes a random Qwen3-MoE checkpoint in bf16, then in turn copies it and converts it (to torch_dist for a layout of 8 ranks, back, and to
-fp8 and back), each time with the source out of the page cache and the result on the disk. Prints GB/s of the source's bytes, the share of
-``cp``'s, and the peak resident memory of the converting process. Removes all that it wrote.
+fp8 and back), each time with the source out of the page cache and the result on the disk. Prints GB/s (of the larger of source and
+result), the share of ``cp``'s, CPU time and the peak resident memory of the converting process. Removes all that it wrote.
 """
 
 from __future__ import annotations
@@ -124,15 +124,20 @@ def copy(source: Path, target: Path) -> float:
 
 def main(arguments: list[str]) -> None:
     """Measures and prints."""
-    options = {"gigabytes": "8", "rounds": "2", "folder": tempfile.gettempdir()} | dict(argument.split("=", 1) for argument in arguments)
+    options = {
+        "gigabytes": "8",
+        "rounds": "2",
+        "modes": "hf_to_dist,dist_to_hf,bf16_to_fp8,fp8_to_bf16",
+        "folder": tempfile.gettempdir(),
+    } | dict(argument.split("=", 1) for argument in arguments)
     root = Path(tempfile.mkdtemp(prefix="convert", dir=options["folder"]))
     try:
-        measure(root, float(options["gigabytes"]), int(options["rounds"]))
+        measure(root, float(options["gigabytes"]), int(options["rounds"]), options["modes"].split(","))
     finally:
         shutil.rmtree(root)
 
 
-def measure(root: Path, gigabytes: float, rounds: int) -> None:
+def measure(root: Path, gigabytes: float, rounds: int, chosen: list[str]) -> None:
     """All modes in turn with ``cp`` of each one's source."""
     bf16, fp8, dist, out = root / "bf16", root / "fp8", root / "dist", root / "out"
     largest = make(bf16, gigabytes)
@@ -145,14 +150,15 @@ def measure(root: Path, gigabytes: float, rounds: int) -> None:
         "fp8_to_bf16": (fp8, out, ["mode=fp8_to_bf16", f"hf={fp8}"]),
     }
     for number in range(rounds):
-        for mode, (source, target, arguments) in modes.items():
+        for mode, (source, target, arguments) in ((mode, modes[mode]) for mode in chosen):
             copied = copy(source, root / "copy")
             shutil.rmtree(root / "copy")
             shutil.rmtree(target, ignore_errors=True)
             evict(source)
             seconds, cpu, resident = timed([sys.executable, "-m", "rlbatch.convert", *arguments, f"out={target}"])
-            nbytes = size(source)
-            rates = f"cp {nbytes / copied / 1e9:.2f} GB/s, convert {nbytes / seconds / 1e9:.2f} GB/s of its source ({copied / seconds:.0%})"
+            read, larger = size(source), max(size(source), size(target))
+            share = larger / seconds / (read / copied)
+            rates = f"cp {read / copied / 1e9:.2f} GB/s, convert {larger / seconds / 1e9:.2f} GB/s ({share:.0%})"
             memory = f"peak {resident / 2**30:.2f} GiB{'' if resident <= limit else ' TOO MUCH'}"
             print(f"round {number + 1} {mode:<12} {rates}, {cpu:.0f} CPU s, {memory}", flush=True)
             if target == out:
