@@ -60,8 +60,8 @@ def _summary(config: Config, run_dir: Path, parameters: float) -> Iterator[str]:
         seconds = notice_s(config, parameters, run_dir)
         saved = checkpoint_bytes(parameters, config.train.precision) / 1e9
         yield (
-            f"Notice      {NOTICE_SIGNAL} {seconds} s before the end: a checkpoint is about {saved:.4g} GB (1e9 bytes), "
-            f"written at {cluster.storage_gbs:g} GB/s"
+            f"Notice      {NOTICE_SIGNAL} {seconds} s before the time limit: the job saves {saved:.4g} GB (1e9 bytes) at "
+            f"cluster.storage_gbs={cluster.storage_gbs:g} GB/s, is queued again, goes on"
         )
 
 
@@ -106,7 +106,8 @@ def _span(word: str, numbers: range) -> str:
 
 def _launch(config: Config, run_dir: Path, parameters: float) -> Iterator[str]:
     if config.launcher == "slurm":
-        yield f"Hosts       {_nodes(place(config).nodes)}, chosen by Slurm (partition {config.cluster.partition or 'default'})"
+        yield f"Hosts       {_nodes(place(config).nodes)}, chosen by Slurm"
+        yield f"Slurm       {_slurm_settings(config)}"
         yield "Command     sbatch <the script below>, submitted by submitit; its task is rlbatch.run of the run folder"
         yield "Environment that of the shell which submits, and the script's exports"
         yield ""
@@ -118,6 +119,13 @@ def _launch(config: Config, run_dir: Path, parameters: float) -> Iterator[str]:
         yield f"Hosts       {words}"
         yield f"Command     {shlex.join(rank_command(config, run_dir))}, once a rank"
         yield from _variables(cluster_variables(config.cluster))
+
+
+def _slurm_settings(config: Config) -> str:
+    names = ("partition", "account", "qos", "time_limit")
+    given = [f"cluster.{name}={getattr(config.cluster, name)}" for name in names if getattr(config.cluster, name)]
+    left = [f"cluster.{name}" for name in names if not getattr(config.cluster, name)]
+    return ", ".join(given + ([f"the site's defaults for {', '.join(left)}"] if left else []))
 
 
 def _mpi(config: Config, run_dir: Path) -> Iterator[str]:

@@ -22,7 +22,7 @@ Model       {tmp}/model, 235.1 billion parameters, bf16
 Prompts     {tmp}/train.jsonl
 Run folder  {tmp}/mine (new)
 Ranks       32 = 4 nodes x 8 H20 (95 GiB a GPU, 2000 GiB host memory a node)
-Notice      USR2 960 s before the end: a checkpoint is about 3291 GB (1e9 bytes), written at 5 GB/s
+Notice      USR2 960 s before the time limit: the job saves 3291 GB (1e9 bytes) at cluster.storage_gbs=5 GB/s, is queued again, goes on
 
 Layout      attention and dense layers: tp 4 x cp 1 x dp 1 x pp 8
             experts: etp 1 x ep 4 x edp 1 x pp 8
@@ -36,7 +36,8 @@ Stages      0: 11 layers on ranks 0-3 of node 0
             6: 12 layers on ranks 24-27 of node 3
             7: 11 layers on ranks 28-31 of node 3
 
-Hosts       4 nodes, chosen by Slurm (partition rl)
+Hosts       4 nodes, chosen by Slurm
+Slurm       cluster.partition=rl, cluster.time_limit=1-00:00:00, the site's defaults for cluster.account, cluster.qos
 Command     sbatch <the script below>, submitted by submitit; its task is rlbatch.run of the run folder
 Environment that of the shell which submits, and the script's exports
 

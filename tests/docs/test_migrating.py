@@ -9,6 +9,7 @@ import pytest
 
 from rlbatch.config.convert import key_docs
 from rlbatch.config.schema import Config
+from rlbatch.convert.options import MODES, Options
 from rlbatch.metrics.names import TAGS
 
 VERL = "NNODES TP PP EP OFFLOAD_FRACTION OFFLOAD_OPTIM LAST_LAYER MEGATRON_MAX_FRAGMENT_MB".split()
@@ -56,8 +57,9 @@ def keys() -> set[str]:
 
 
 def test_every_row_answers_with_a_key_or_says_why_not(page: str) -> None:
-    """The second column is a key of the schema, a metric's tag, `none` or `not yet`; `none` comes with a reason."""
-    known = keys() | set(TAGS)
+    """The second column is a key of the schema or of conversions, a metric's tag, `none` or `not yet`; `none` comes with a reason."""
+    conversions = {f"mode={mode}" for mode in MODES} | {doc.name for doc in key_docs(Options)}
+    known = keys() | set(TAGS) | conversions
     for theirs, ours, why in rows(page):
         assert ours in ("none", "not yet") or ours.strip("`") in known, theirs
         assert why or ours != "none", theirs
@@ -68,7 +70,7 @@ def test_every_key_on_the_page_exists(page: str) -> None:
     sections = {name.partition(".")[0] for name in keys() if "." in name}
     named = set(re.findall(rf"(?<![\w./-])(?:{'|'.join(sorted(sections))})\.[a-z_]+(?:\.[a-z_]+)*", page))
     assert "layout.tp_size" in named
-    assert named <= keys() | {"config.json"}
+    assert named <= keys() | {"config.json", "launch.md"}
 
 
 def test_every_tag_on_the_page_exists(page: str) -> None:
