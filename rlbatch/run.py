@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import warnings
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -86,8 +86,9 @@ def run_rank(run_dir: Path) -> None:
         raise SystemExit(stopped.code) from None
     except SystemExit:  # a rank failed
         error = read_first_error(run_dir)
-        if log:
-            log.finish("failed" if error else "interrupted", asdict(error) if error else None)
+        with suppress(OSError):  # a full disk is told already
+            if log:
+                log.finish("failed" if error else "interrupted", asdict(error) if error else None)
         raise
     log.finish("interrupted" if early else "finished")
     if early and info.rank == 0:  # the others end with 0: Slurm would take another code for a failure, and end rank 0 before it is done

@@ -59,6 +59,8 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     try:
         config, registry = compose_job(arguments)
+        if config.dry_run or config.launcher == "slurm":
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # what runs does not depend on this process
         return show(config, registry) if config.dry_run else start(config, registry)
     except RlbatchError as error:
         print(error, file=sys.stderr)

@@ -68,6 +68,21 @@ def test_the_task_runs_the_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert not hasattr(task.function, "checkpoint")  # requeueing is ours
 
 
+def test_submitted_from_a_job(slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From within another job sbatch does not get what would make srun fail, or ranks believe that they were requeued."""
+    program = tmp_path / "slurm/bin/sbatch"
+    program.write_text(program.read_text().replace("#!/bin/sh\n", f"#!/bin/sh\nenv > {tmp_path}/given\n"))
+    inherited = {"SLURM_JOB_ID": "7", "SLURM_MEM_PER_CPU": "4096", "SLURM_RESTART_COUNT": "1", "SLURMD_NODENAME": "n1"}
+    kept = {"SLURM_CONF": "/etc/slurm.conf", "SBATCH_ACCOUNT": "rl", "MY_OWN": "1"}
+    for name, value in (inherited | kept).items():
+        monkeypatch.setenv(name, value)
+    assert rlbatch.submit.main(LOCAL) == 0
+    given = dict(line.split("=", 1) for line in (tmp_path / "given").read_text().splitlines() if "=" in line)
+    assert not given.keys() & inherited.keys()
+    assert given.items() >= kept.items()
+    assert os.environ["SLURM_JOB_ID"] == "7"
+
+
 def test_refused_by_sbatch(slurm: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """sbatch's message and the key to change, in one line; no new run folder and no job is left."""
     slurm.says("sbatch", err="sbatch: error: Batch job submission failed: Invalid partition name specified\n", rc=1)

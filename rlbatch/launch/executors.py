@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from submitit.core.utils import FailedJobError, FailedSubmissionError
@@ -20,6 +22,8 @@ from rlbatch.launch.rejections import explain_rejection
 
 FOLDER = "submitit"
 """In the run folder; mode 0700, because what lies in it is unpickled."""
+_OF_A_JOB = ("SLURM_", "SLURMD_", "SRUN_")
+_OF_THE_CLUSTER = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT")
 
 
 class RankTask:
@@ -86,7 +90,24 @@ def submit_batch(script: str, run_dir: Path, config: Config) -> str:
     folder.mkdir(mode=0o700, exist_ok=True)
     said = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):  # submitit prints what it raises
+        with contextlib.redirect_stderr(said), _outside_of_jobs():  # submitit prints what it raises
             return str(_Executor(folder, script).submit(RankTask(run_dir)).job_id)
     except (FailedJobError, FailedSubmissionError) as error:
         raise explain_rejection(str(error) or said.getvalue(), config) from None
+
+
+@contextlib.contextmanager
+def _outside_of_jobs() -> Iterator[None]:
+    """Hides the variables of the Slurm job in which submit itself may run.
+
+    sbatch passes them on, and sets only some of them anew: srun would take the other job's memory or binding, and ranks its restart count.
+    """
+    hidden: dict[str, str] = {}
+    if "SLURM_JOB_ID" in os.environ:
+        hidden = {name: value for name, value in os.environ.items() if name.startswith(_OF_A_JOB) and name not in _OF_THE_CLUSTER}
+    for name in hidden:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)

@@ -90,30 +90,36 @@ def failure_of(error: BaseException, rank: int, host: str) -> FirstError:
 
 
 def claim(run_dir: Path, error: FirstError) -> bool:
-    """Writes first_error.json if there is none, and prints the error.
+    """Writes first_error.json if there is none, and prints the error; on a full disk only the record is lost.
 
     Returns:
         Whether there was none.
     """
     # Linking a finished file claims the name atomically and never shows half a record.
     draft = run_dir / f".{FIRST_ERROR}.{error.rank}.{os.getpid()}"
-    draft.write_text(json.dumps(asdict(error), indent=2) + "\n", encoding="utf-8")
+    unrecorded = ""
     try:
+        draft.write_text(json.dumps(asdict(error), indent=2) + "\n", encoding="utf-8")
         os.link(draft, run_dir / FIRST_ERROR)
     except FileExistsError:
         return False
+    except OSError as problem:
+        unrecorded = f"\n(This could not be written to {run_dir / FIRST_ERROR}: {problem.strerror}.)"
     finally:
-        draft.unlink()
-    _print(str(error))
+        with suppress(OSError):
+            draft.unlink()
+    _print(f"{error}{unrecorded}")
     return True
 
 
 def read_first_error(run_dir: Path) -> FirstError | None:
-    """The job's first failure, or None."""
+    """The job's first failure, or None. What a crash of the machine left half written counts as one of long ago."""
     try:
         return FirstError(**json.loads((run_dir / FIRST_ERROR).read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
+    except (ValueError, TypeError):
+        return FirstError(0, "?", "Unknown", f"{run_dir / FIRST_ERROR} is damaged: what it said is lost.", "", 0.0)
 
 
 def _print(text: str) -> None:

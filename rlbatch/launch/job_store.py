@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from rlbatch.api import LaunchError
 from rlbatch.launch.environment import RankInfo
+from rlbatch.launch.logs import where_output
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -96,7 +97,7 @@ class JobStore:
         except LaunchError:
             missing = [rank for rank in values if not self.store.check([f"{here}/{rank}"])]
             raise LaunchError(
-                f"{name}: {self.named(missing)} did not come within {timeout_s:g} s. See logs/rank{missing[0] if missing else 0}.log."
+                f"{name}: {self.named(missing)} did not come within {timeout_s:g} s. {where_output(missing[0] if missing else 0)}"
             ) from None
         answers: list[str] = json.loads(self.store.get(f"{here}/all"))
         return answers

@@ -2,7 +2,8 @@
 
 The launcher nearest to the process counts: torchrun, then mpirun (Open MPI, then MPICH and Intel MPI), then Slurm's srun. mpirun inside a
 Slurm allocation and torchrun under srun inherit the outer launcher's ranks, which number something else; they are not looked at. But if
-only some of torchrun's variables are set, somebody set them by hand, and they must agree with the launcher's.
+only some of torchrun's variables are set, or all of them for as many ranks as the outer launcher started, somebody set them by hand, and
+they must agree with the launcher's.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from rlbatch.api import ConfigError
 from rlbatch.launch.nodelist import expand_nodelist, expand_tasks_per_node
-from rlbatch.launch.variables import Variables
+from rlbatch.launch.variables import LAUNCH_VARIABLE, Variables
 
 MAX_HET_GROUPS = 128
 """Slurm's own limit of a heterogeneous job's components."""
@@ -46,6 +47,7 @@ _TORCHRUN = _Names("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _OPEN_MPI = _Names("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
 # Hydra starts the ranks of MPICH and of Intel MPI.
 _HYDRA = _Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_SRUN = _Names("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "")
 
 
 def find_place(variables: Variables) -> Place:
@@ -56,6 +58,7 @@ def find_place(variables: Variables) -> Place:
     """
     is_set = variables.values.keys()
     if is_set >= set(vars(_TORCHRUN).values()):
+        _check_set_by_hand(variables)
         return _torchrun(variables)
     if _OPEN_MPI.rank in is_set:
         variables.require_same(_OPEN_MPI.rank, "PMIX_RANK")
@@ -72,6 +75,17 @@ def find_place(variables: Variables) -> Place:
     return Place(0, 1, 0, 1, 0, host, (host,))
 
 
+def _check_set_by_hand(variables: Variables) -> None:
+    """torchrun starts several ranks for each of the outer launcher's; where both have equally many, they are the same ranks."""
+    if variables.first(["TORCHELASTIC_RUN_ID", LAUNCH_VARIABLE]):  # torchrun did, or our local launcher
+        return
+    for outer in (_OPEN_MPI, _HYDRA, _SRUN):
+        if outer.world_size in variables.values and variables.number(outer.world_size) == variables.number(_TORCHRUN.world_size):
+            for hand, launcher in ((_TORCHRUN.rank, outer.rank), (_TORCHRUN.local_rank, outer.local_rank)):
+                variables.require_same(launcher, hand)
+            return
+
+
 def _torchrun(variables: Variables) -> Place:
     place = _evenly(variables, _TORCHRUN)
     variables.require("MASTER_ADDR")
@@ -79,8 +93,17 @@ def _torchrun(variables: Variables) -> Place:
     if "GROUP_RANK" in variables.values:
         if "GROUP_WORLD_SIZE" in variables.values:
             variables.require_less("GROUP_RANK", "GROUP_WORLD_SIZE")
+            _check_groups(variables, place)
         place = replace(place, node_rank=variables.number("GROUP_RANK"))
     return place
+
+
+def _check_groups(variables: Variables, place: Place) -> None:
+    """torchrun numbers ranks group after group."""
+    group, groups = variables.number("GROUP_RANK"), variables.number("GROUP_WORLD_SIZE")
+    if groups * place.local_size == place.world_size and place.rank != group * place.local_size + place.local_rank:
+        what = f"with LOCAL_RANK={place.local_rank} of LOCAL_WORLD_SIZE={place.local_size} the second is rank"
+        variables.contradict("RANK", "GROUP_RANK", f"{what} {group * place.local_size + place.local_rank}")
 
 
 def _mpirun(variables: Variables, names: _Names) -> Place:
@@ -164,8 +187,12 @@ def _slurm_nodes(variables: Variables) -> tuple[str, tuple[str, ...]]:
         variables.require_less("SLURM_NODEID", count)
     if names and variables.number("SLURM_NODEID") >= len(nodes):
         variables.contradict("SLURM_NODEID", names, f"the second has {len(nodes)} names")
-    if names and "SLURMD_NODENAME" in variables.values and variables.values["SLURMD_NODENAME"] not in nodes:
-        variables.contradict("SLURMD_NODENAME", names, "the first must be one of the second")
+    if names and "SLURMD_NODENAME" in variables.values:
+        if variables.values["SLURMD_NODENAME"] not in nodes:
+            variables.contradict("SLURMD_NODENAME", names, "the first must be one of the second")
+        expected = nodes[variables.number("SLURM_NODEID")]
+        if variables.values["SLURMD_NODENAME"] != expected:
+            variables.contradict("SLURMD_NODENAME", "SLURM_NODEID", f"node {variables.number('SLURM_NODEID')} of {names} is {expected}")
     return names, tuple(nodes)
 
 

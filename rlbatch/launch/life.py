@@ -18,8 +18,6 @@ from rlbatch.api import LaunchError
 from rlbatch.launch.environment import RankInfo
 
 LIFE = "life.json"
-LAUNCH_VARIABLE = "RLBATCH_LAUNCH"
-"""A word that a launcher without job ids gives to all ranks of one start: two starts in one run folder are told apart by it."""
 
 
 @dataclass(frozen=True)

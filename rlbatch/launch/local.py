@@ -20,9 +20,9 @@ from rlbatch.config.schema import Config
 from rlbatch.launch.children import GroupGuard, dies_with_parent, signal_group
 from rlbatch.launch.environment import RankInfo
 from rlbatch.launch.failures import FIRST_ERROR, TERMINAL_VARIABLE, FirstError, claim
-from rlbatch.launch.life import LAUNCH_VARIABLE
 from rlbatch.launch.requeue import EXIT_STOPPED
 from rlbatch.launch.signals import END_SIGNAL, KILL_WAIT_S, STOP_SIGNALS
+from rlbatch.launch.variables import LAUNCH_VARIABLE
 
 GRACE_S = 3.0
 """Seconds between ``END_SIGNAL`` and SIGKILL."""

@@ -21,6 +21,11 @@ def rank_log(run_dir: Path, rank: int) -> Path:
     return run_dir / LOGS / f"rank{rank}.log"
 
 
+def where_output(rank: int) -> str:
+    """Where a user finds a rank's output, for messages in the merged log."""
+    return f"See logs/rank{rank}.log." if rank else "Its output is above."
+
+
 def open_rank_log(run_dir: Path, rank: int) -> int:
     """A file descriptor that appends to a rank's file."""
     (run_dir / LOGS).mkdir(exist_ok=True)

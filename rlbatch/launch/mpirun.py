@@ -25,9 +25,9 @@ from rlbatch.launch.cluster_variables import cluster_variables
 from rlbatch.launch.failures import FIRST_ERROR, read_first_error
 from rlbatch.launch.hostfile import Host, parse_hostfile
 from rlbatch.launch.interfaces import addresses_of
-from rlbatch.launch.life import LAUNCH_VARIABLE
 from rlbatch.launch.logs import LOGS
 from rlbatch.launch.passed_signals import passed_signals
+from rlbatch.launch.variables import LAUNCH_VARIABLE
 
 HOSTFILE = "hostfile"
 """In the run folder: the hosts of the job, in the form of its mpirun."""

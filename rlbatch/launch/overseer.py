@@ -16,6 +16,7 @@ from rlbatch.config.schema import LaunchConfig
 from rlbatch.launch.environment import RankInfo
 from rlbatch.launch.failures import FirstError, claim, read_first_error
 from rlbatch.launch.life import Life, is_superseded, same_token
+from rlbatch.launch.logs import where_output
 from rlbatch.launch.places import Place, find_culprit
 from rlbatch.launch.wire import PROBE_S, Link, MachineLost, Message
 
@@ -302,7 +303,7 @@ class Overseer(threading.Thread):
 
     def _death(self, rank: int) -> FirstError:
         seat, (how, _) = self._seats[rank], self._troubles.deaths[rank]
-        text = f"{how}, in phase {seat.phase}. See logs/rank{rank}.log."
+        text = f"{how}, in phase {seat.phase}. {where_output(rank)}"
         return FirstError(rank, seat.host, "Exit", text, "", time.time())
 
     def _hang(self, rank: int, places: Mapping[int, Place | None]) -> FirstError:

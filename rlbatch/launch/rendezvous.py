@@ -24,10 +24,11 @@ from rlbatch.config.schema import Config
 from rlbatch.launch.environment import RankInfo
 from rlbatch.launch.failures import FIRST_ERROR, read_first_error
 from rlbatch.launch.interfaces import LOOPBACK, addresses_of, interface_of, listen, reachable_addresses, shorten_name_lookups
-from rlbatch.launch.life import LAUNCH_VARIABLE, Life, new_life, read_life, write_life
+from rlbatch.launch.life import Life, new_life, read_life, write_life
 from rlbatch.launch.lock import LifeLock
 from rlbatch.launch.mpi import broadcast, is_under_mpirun
 from rlbatch.launch.overseer import Overseer
+from rlbatch.launch.variables import LAUNCH_VARIABLE
 from rlbatch.launch.wire import Link, Message
 
 FIRST_PORT, NUM_PORTS = 20000, 10000

@@ -10,6 +10,8 @@ from rlbatch.api import ConfigError
 from rlbatch.launch.nodelist import shown
 
 START = "Start jobs with `python -m rlbatch.submit`."
+LAUNCH_VARIABLE = "RLBATCH_LAUNCH"
+"""A word that a launcher without job ids gives to all ranks of one start: two starts in one run folder are told apart by it."""
 
 
 class Variables:

@@ -24,6 +24,7 @@ from rlbatch.api import LaunchError
 from rlbatch.config.schema import LaunchConfig
 from rlbatch.launch.failures import FirstError, Reported, StoppedBySignal, claim, failure_of, read_first_error
 from rlbatch.launch.life import is_superseded
+from rlbatch.launch.logs import where_output
 from rlbatch.launch.overseer import ANSWER_S, ENDED, LEAVING_S, PATIENCE_S
 from rlbatch.launch.places import place_of_main_thread
 from rlbatch.launch.rendezvous import Meeting
@@ -187,7 +188,7 @@ class Watchdog:
         time.sleep(PATIENCE_S)  # a launcher that knows the exit code may speak
         info, place, seconds = self._meeting.info, place_of_main_thread(), time.monotonic() - self._since
         collective_s = self._limits.collective_timeout_s
-        error = FirstError(0, self._meeting.life.host, "Exit", f"{what}. See logs/rank0.log.", "", time.time())
+        error = FirstError(0, self._meeting.life.host, "Exit", f"{what}. {where_output(0)}", "", time.time())
         if what == ENDED and seconds >= collective_s and not (place.waits or self._waits):  # as in Overseer._decide
             text = f"launch.collective_timeout_s={collective_s:g}: rank 0 ended after {seconds:.0f} s. This rank is at {place}."
             error = FirstError(info.rank, info.host, "Hang", text, "\n".join(place.frames), time.time())

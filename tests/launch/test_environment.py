@@ -324,3 +324,40 @@ def test_visible_gpus(monkeypatch: pytest.MonkeyPatch, torch_version: str | None
     monkeypatch.setattr(importlib.metadata, "version", version)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
     assert visible_gpus() == gpus
+
+
+BY_HAND = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
+SRUN_STEP = {
+    "SLURM_PROCID": "3",
+    "SLURM_NODEID": "1",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+}
+
+
+def test_all_torchrun_variables_set_by_hand() -> None:
+    """For as many ranks as srun started they must agree with it; torchrun's own ranks under srun, and our local launcher's, need not."""
+    assert RankInfo.from_environment({**SRUN_STEP, **BY_HAND, "RANK": "3", "LOCAL_RANK": "1"}).rank == 3
+    wrong = {**SRUN_STEP, **BY_HAND, "RANK": "0", "LOCAL_RANK": "0"}
+    with pytest.raises(ConfigError, match=r"^SLURM_PROCID=3 and RANK=0: contradict each other"):
+        RankInfo.from_environment(wrong)
+    for launcher in ("TORCHELASTIC_RUN_ID", "RLBATCH_LAUNCH"):
+        assert RankInfo.from_environment({**wrong, launcher: "x"}).rank == 0
+    assert RankInfo.from_environment({**wrong, "WORLD_SIZE": "8"}).rank == 0
+
+
+def test_groups_of_torchrun_that_do_not_fit() -> None:
+    """torchrun numbers ranks group after group: another rank is set by hand."""
+    with pytest.raises(ConfigError, match=r"^RANK=5 and GROUP_RANK=0: contradict each other, with LOCAL_RANK=1 of LOCAL_WORLD_SIZE=4"):
+        RankInfo.from_environment({**TORCHRUN, "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "2"})
+
+
+def test_node_that_is_another_one() -> None:
+    """The node's name must be that of its number: by the numbers ranks are told where rank 0 is."""
+    assert RankInfo.from_environment({**SRUN_STEP, "SLURMD_NODENAME": "n2"}).host == "n2"
+    with pytest.raises(
+        ConfigError, match=r"^SLURMD_NODENAME=n1 and SLURM_NODEID=1: contradict each other, node 1 of SLURM_STEP_NODELIST is n2"
+    ):
+        RankInfo.from_environment({**SRUN_STEP, "SLURMD_NODENAME": "n1"})

@@ -24,6 +24,22 @@ def test_only_the_first_is_kept(tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert [path.name for path in tmp_path.iterdir()] == [FIRST_ERROR]
 
 
+def test_folder_that_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A full or lost disk takes the record, not the message; nothing else is raised."""
+    assert report_failure(tmp_path / "gone", 3, RewardError("reward=x: raised"))
+    assert "] reward=x: raised\n(This could not be written to " in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"rank": 1'])
+def test_damaged_record(text: str, tmp_path: Path) -> None:
+    """What a crash left half written stops neither the next start nor the list of jobs: it is older than any start."""
+    (tmp_path / FIRST_ERROR).write_text(text)
+    error = read_first_error(tmp_path)
+    assert error is not None
+    assert error.time == 0.0
+    assert "is damaged" in str(error)
+
+
 def test_rank_ends_with_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """A rank that raises ends with exit code 1; what is not for users keeps its traceback."""
     monkeypatch.setattr(failures, "PATIENCE_S", 0.0)
