@@ -125,6 +125,7 @@ FAILED = "sbatch: error: Batch job submission failed: "
         ("Invalid account or account/partition combination specified", "cluster.account=team cluster.partition=foo:", ""),
         ("Invalid qos specification", "cluster.qos=fast:", ""),
         ("Requested time limit is invalid (missing or exceeds some limit)", "cluster.time_limit=9-00:00:00:", ""),
+        ("Invalid --time specification", "cluster.time_limit=9-00:00:00:", ""),
         ("Invalid feature specification", "cluster.constraint=blue:", ""),
         ("Invalid generic resource (gres) specification", "cluster.gres=gpu:b200:", "`sinfo -o '%N %G'` lists the nodes' resources."),
         ("Requested node configuration is not available", "layout.world_size=2 cluster.gpus_per_node=8 cluster.gres=gpu:b200", ""),
@@ -144,6 +145,13 @@ def test_refusals_name_the_key(said: str, start: str, end: str) -> None:
     assert message.startswith(start)
     assert f"sbatch refused the job (Batch job submission failed: {said})" in message
     assert message.endswith(end)
+
+
+def test_controller_that_does_not_answer() -> None:
+    """No key is at fault, and the job may be in the queue all the same."""
+    message = str(explain_rejection(FAILED + "Socket timed out on send/recv operation", CONFIG))
+    assert message.startswith("launcher=slurm: Slurm's controller did not answer sbatch (Batch job submission failed: Socket timed out on ")
+    assert "Look for a job rlbatch-run in `squeue --me`" in message
 
 
 def test_refusal_in_several_lines() -> None:
