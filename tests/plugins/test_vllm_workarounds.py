@@ -1,0 +1,68 @@
+"""The registry of vLLM's faults: each is there without its workaround, and gone with it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlbatch.api import RolloutContext
+from rlbatch.engines.site import write_site
+from rlbatch_plugins.rollout_transformers import TransformersOptions, TransformersRollout
+from rlbatch_plugins.rollout_vllm import ENTRY_POINTS, VllmOptions, VllmRollout
+from tests.plugins.test_rollout_vllm import LIMIT, PARAMS, Pair
+from tests.plugins.vllm_cases import vllm_python, write_model
+
+SCRIPT = Path(__file__).with_name("vllm_faults.py")
+
+
+@pytest.fixture(scope="module")
+def seen(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What one process of vLLM's interpreter saw, before and after it applied the workarounds."""
+    site = write_site(tmp_path_factory.mktemp("faults") / "site", ENTRY_POINTS)
+    environment = {"PYTHONPATH": str(site), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1", "HOME": str(site)}
+    done = subprocess.run([vllm_python(repository), str(SCRIPT)], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def test_rotary_embedding_of_latent_attention(seen: dict[str, Any]) -> None:
+    """The CPU kernel turns [tokens, heads, size] queries wrongly; with the workaround they are the native ones."""
+    assert seen["before"]["rotary"] > 0.1
+    assert seen["after"]["rotary"] < 1e-5
+
+
+def test_ragged_collectives(seen: dict[str, Any]) -> None:
+    """The CPU communicator lacks two collectives of expert parallelism; with the workaround one process gets its own rows back."""
+    assert seen["before"]["ragged"] == ""
+    assert seen["after"]["ragged"] == "own rows"
+
+
+def test_experts_of_other_ranks(seen: dict[str, Any]) -> None:
+    """The CPU kernel is handed ids of all experts; with the workaround those of its own, and no weight for the others."""
+    assert seen["before"]["experts"] == [[[0, 3]], [[0.5, 0.5]]]
+    assert seen["after"]["experts"] == [[[0, 1]], [[0.0, 0.5]]]
+
+
+def test_other_versions_are_warned_about(seen: dict[str, Any]) -> None:
+    """A workaround that was not made for this version is not applied, and the log says which, why and where to look."""
+    assert seen["other_version"] == ["native_rotary_embedding", "own_experts_only", "pack_experts_again", "ragged_collectives"]
+
+
+def test_experts_are_packed_again(repository: Path, tmp_path: Path) -> None:
+    """Without the workaround a second sync of a mixture of experts goes wrong without a word."""
+    folder = write_model("qwen3_moe", tmp_path / "model", moe_intermediate_size=32)  # of other sizes the kernel pads, and it is refused
+    skipped = {"RLBATCH_VLLM_SKIPPED_WORKAROUNDS": "pack_experts_again"}
+    engine = {"python": vllm_python(repository), "environment": skipped}
+    context = RolloutContext(folder, "cpu", "float32", engine=engine, folder=tmp_path)
+    pair = Pair(folder, VllmRollout(context, VllmOptions()), TransformersRollout(context, TransformersOptions()))
+    try:
+        for version in range(2):
+            pair.sync(version, 1.0 + version)
+        assert pair.worst_difference(PARAMS) > 100 * LIMIT
+    finally:
+        pair.vllm.close()

@@ -1,0 +1,85 @@
+"""Run by vLLM's interpreter: what its faults look like before and after the workarounds, as JSON on the last line."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+from rlbatch_plugins.vllm_host import versions, workarounds
+
+
+def rotary() -> float:
+    """Largest difference of the CPU path and the native one for [tokens, heads, size] queries."""
+    torch.manual_seed(0)
+    layer = RotaryEmbedding(64, 64, 128, 10000.0, is_neox_style=False, dtype=torch.float32)
+    positions, query, key = torch.arange(5), torch.randn(5, 4, 64), torch.randn(5, 1, 64)
+    native = layer.forward_native(positions, query.clone(), key.clone())
+    found = layer.forward_cpu(positions, query.clone(), key.clone())
+    return max(float((a.reshape(-1) - b.reshape(-1)).abs().max()) for a, b in zip(native, found, strict=True))
+
+
+def ragged() -> str:
+    """Whether a group of one gets its own rows back."""
+    group = SimpleNamespace(world_size=1, rank_in_group=0, device_group=None)
+    rows = torch.arange(6.0).view(3, 2)
+    try:
+        gathered = CpuCommunicator.all_gatherv(group, rows, 0, [3])
+        scattered = CpuCommunicator.reduce_scatterv(group, gathered, 0, [3])
+    except (AttributeError, NotImplementedError, TypeError):
+        return ""
+    return "own rows" if torch.equal(scattered, rows) else "other rows"
+
+
+def experts(mend: Callable[[], None]) -> Any:
+    """Ids and weights that the kernel gets on a rank that has the experts 2 and 3 of four."""
+    got: list[Any] = []
+
+    def kernel(self: Any, output: Any, states: Any, w1: Any, w2: Any, weights: Any, ids: Any, *rest: Any, **more: Any) -> None:
+        got.extend([ids.tolist(), weights.tolist()])
+
+    CPUUnquantizedExperts.apply = kernel
+    mend()
+    nothing, expert_map = torch.empty(0), torch.tensor([-1, -1, 0, 1])
+    arguments = (nothing, nothing, nothing, nothing, torch.tensor([[0.5, 0.5]]), torch.tensor([[0, 3]]), "silu", 4, expert_map)
+    CPUUnquantizedExperts.apply(None, *arguments)
+    return got
+
+
+def warned() -> list[str]:
+    """The workarounds that another version is warned of."""
+    names: list[str] = []
+
+    class Reader(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            names.extend(item.name for item in workarounds.WORKAROUNDS if item.name in record.getMessage())
+
+    logging.getLogger("vllm.rlbatch").addHandler(Reader())
+    workarounds._applied.clear()
+    workarounds.apply_all("0.99.0", is_cpu=True)
+    return sorted(names)
+
+
+def main() -> None:
+    """Before, under another version, and after."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with set_current_vllm_config(VllmConfig()):
+        before = {"rotary": rotary(), "ragged": ragged(), "experts": experts(lambda: None)}
+        other_version = warned()
+        workarounds._applied.clear()
+        workarounds.apply_all(versions.installed_version(), is_cpu=True)
+        after = {"rotary": rotary(), "ragged": ragged(), "experts": experts(workarounds.own_experts_only)}
+    print(json.dumps({"before": before, "after": after, "other_version": other_version}))
+
+
+if __name__ == "__main__":
+    main()
