@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import ctypes
 import os
+import secrets
 import signal
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 
 _PR_SET_PDEATHSIG = 1
 MAX_FILES = 4096
 """Files that a process may have open while it starts."""
 GUARD_POLL_S = 60.0
+_MARK = "RLBATCH_CHILD_OF"
+_JOB = "SLURM_JOB_ID"
 _KILL_GROUPS = 'read -r nothing; for group; do kill -KILL -"$group" 2>/dev/null; done'
 
 
@@ -57,12 +60,15 @@ class GroupGuard:
 
 
 def children_end_with_this_process() -> None:
-    """Kills this process's group once this process has ended, in any way: its children, their children and so on.
+    """Kills this process's group once this process has ended, in any way: its children, their children and so on. A child that left the
+    group, to a session of its own, is known by a variable that it inherited.
 
     Makes the process a group of its own. Call it before there are threads: the process that waits is a fork, which holds no files.
     """
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
+    os.environ[_MARK] = secrets.token_hex(8)
+    marks = {f"{name}={os.environ[name]}".encode() for name in (_MARK, _JOB) if name in os.environ}  # not jobs that a rank submits
     libc, parent = ctypes.CDLL(None, use_errno=True), os.getpid()
     if os.fork():
         return
@@ -74,8 +80,19 @@ def children_end_with_this_process() -> None:
         while os.getppid() == parent:  # others may signal this process too, e.g. srun all of a step's
             signal.sigtimedwait({signal.SIGUSR1}, GUARD_POLL_S)
         signal_group(parent, signal.SIGKILL)
+        _kill_marked(marks)
     finally:
         os._exit(0)
+
+
+def _kill_marked(marks: Collection[bytes]) -> None:
+    """Kills the processes that were started with all of these variables."""
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        with suppress(OSError):  # it is gone, or another user's
+            with open(f"/proc/{name}/environ", "rb") as file:
+                variables = file.read().split(b"\0")
+            if all(mark in variables for mark in marks):
+                os.kill(int(name), signal.SIGKILL)
 
 
 def signal_group(group: int, number: int) -> None:

@@ -43,20 +43,29 @@ def _why_not(job_id: str, info: RankInfo, ending: Ending, history: History, most
         return ""
     if ending.is_cancelled:
         return "cancelled jobs are not queued again"
+    job = find_own_job(job_id)
+    if job and job.restarts > info.restart_count:  # Slurm did so itself; if it does too often, the next life ends at its beginning
+        return None
     if history.is_idle() and history.idle_requeues() >= most:
         return (
             f"launch.max_idle_requeues={most}: not queued again, because {most + 1} lives in a row ended without a new step "
             f"(see {LIVES} in the run folder). Give it longer: cluster.time_limit, launch.notice_s, or fewer train.prompts_per_step"
         )
-    job = find_own_job(job_id)
     if job is None:
-        return requeue_job(job_id) or None
-    if job.restarts > info.restart_count:
-        return None
+        return _requeue(job_id, info)
     if not job.is_batch:
         return f"job {job_id} has no batch script, Slurm cannot queue it again"
     if not job.may_requeue:
         return f"job {job_id} was submitted with --no-requeue"
     if job.state == "COMPLETING" and not job.is_preempted and job.reason != "TimeLimit":
         return f"job {job_id} was cancelled meanwhile"
-    return requeue_job(job_id) or None
+    return _requeue(job_id, info)
+
+
+def _requeue(job_id: str, info: RankInfo) -> str | None:
+    """Queues the job again: None, or why not. Slurm may end scontrol with the job's processes before it hears that this was done."""
+    refused = requeue_job(job_id)
+    if not refused:
+        return None
+    job = find_own_job(job_id)
+    return None if job and job.restarts > info.restart_count else refused

@@ -75,6 +75,25 @@ def test_slurm_refuses(slurm: FakeSlurm, tmp_path: Path) -> None:
     assert "; Requested operation is presently disabled for job 7. To go on: `scontrol requeue 7`, or " in said
 
 
+def test_slurm_queued_it_itself(slurm: FakeSlurm, tmp_path: Path) -> None:
+    """Also after many lives without a step: it is told as it is, and Slurm is not asked again."""
+    slurm.shows(restarts=9)
+    for restart in range(5):
+        assert stopped(tmp_path, first=3, last=3, restart_count=restart).endswith("; job 7 is queued again.")
+    assert slurm.requeued == []
+
+
+def test_request_that_was_done_and_not_answered(slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the job is in the queue again, what scontrol said on a second try is no news."""
+
+    def requeue(job_id: str) -> str:
+        slurm.shows(restarts=1)
+        return f"Job is pending execution for job {job_id}"
+
+    monkeypatch.setattr("rlbatch.launch.requeue.requeue_job", requeue)
+    assert stopped(tmp_path).endswith("; job 7 is queued again.")
+
+
 def test_a_node_without_scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The job ends cleanly and says how to go on by hand."""
     monkeypatch.setenv("SLURM_JOB_ID", "7")

@@ -114,9 +114,12 @@ def test_one_rank_is_stopped_by_a_signal(tmp_path: Path) -> None:
     assert (error.rank, error.message) == (2, "was stopped by SIGTERM, and other ranks were not.")
 
 
-def test_children_end_with_a_killed_rank(tmp_path: Path) -> None:
-    """No child and no grandchild of a rank that was killed with SIGKILL goes on, and none of a rank that ended because of it."""
-    watched.run(tmp_path, "children")
+@pytest.mark.parametrize("where", ["children", "sessions"])
+def test_children_end_with_a_killed_rank(where: str, tmp_path: Path) -> None:
+    """No child and no grandchild of a rank that was killed with SIGKILL goes on, and none of a rank that ended because of it; nor do those
+    that began a session of their own.
+    """
+    watched.run(tmp_path, where)
     pids = [int(pid) for file in tmp_path.glob("pids.*") for pid in file.read_text().split()]
     assert len(pids) == 6
     until = time.monotonic() + GONE_S

@@ -164,8 +164,9 @@ def main() -> None:
     signal.signal(signal.SIGTERM, raise_stopped)
     info = RankInfo.from_environment()
     children_end_with_this_process()
-    if behaviour == "children":
-        child = subprocess.Popen(["sh", "-c", "sleep 600 & echo $!; wait"], stdout=subprocess.PIPE, text=True)
+    if behaviour in ("children", "sessions"):
+        command = ["sh", "-c", "sleep 600 & echo $!; wait"]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=behaviour == "sessions")
         assert child.stdout is not None
         (run_dir / f"pids.{info.rank}").write_text(f"{child.pid} {child.stdout.readline()}")
         behaviour = "kill"
