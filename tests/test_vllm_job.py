@@ -9,9 +9,10 @@ import pytest
 
 from rlbatch.pipeline.embedded import write_embedded_task, write_random_weights
 from tests.plugins.vllm_cases import HEAD_DIM, vllm_python
-from tests.test_run import processes_of, submit
+from tests.test_run import processes_of, start
 
 STEPS = 12
+LIMIT_S = 600.0
 
 
 def embedded_model(folder: Path) -> Path:
@@ -27,7 +28,7 @@ def embedded_model(folder: Path) -> Path:
 @pytest.mark.parametrize("ranks", [2], ids=["two ranks share an engine"])
 def test_the_policy_learns(ranks: int, repository: Path, tmp_path: Path) -> None:
     """Reward rises from chance; at each step engine and trainer agree within 1e-4; samples carry their version; no process is left."""
-    ended = submit(
+    process = start(
         tmp_path / "run",
         "rollout=vllm",
         f"rollout.engine.python={vllm_python(repository)}",
@@ -36,8 +37,12 @@ def test_the_policy_learns(ranks: int, repository: Path, tmp_path: Path) -> None
         f"train.steps={STEPS}",
         "train.eval_prompts=8",
     )
-    assert ended.code == 0, ended.stderr
-    summary = ended.json("summary.json")
+    try:
+        _, stderr = process.communicate(timeout=LIMIT_S)
+    finally:
+        process.kill()
+    assert process.returncode == 0, stderr
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["reward_start"] < 0.12
     assert summary["reward_end"] > 0.2
     assert processes_of(tmp_path / "run") == []
