@@ -1,0 +1,120 @@
+"""vLLM beside a model on one GPU: `python -m tests.gpu.vllm_run [layers=8] [python=<interpreter>] [engine option=value ...]`.
+
+Three times: weights by CUDA IPC into an awake engine, generation, log-probs against transformers on the same GPU, sleep; sleep levels 1 and 2.
+Prints seconds, GB/s of the sync, the device's used memory after each phase, and the difference of log-probs (bf16). Exits with 1 if a sync did
+not reach the engine: the mean difference is then several nats.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+from rlbatch.api import Prompt, RolloutContext, SamplingParams
+from rlbatch.weights.sync import buckets
+from rlbatch_plugins.rollout_vllm import VllmOptions, VllmRollout
+
+SHAPE = {
+    "vocab_size": 32000,
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "moe_intermediate_size": 512,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 4096,
+}
+MEAN_BOUND = 0.2
+"""Nats; bf16 engines differ by a few hundredths."""
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the script."""
+    said: dict[str, Any] = dict(argument.split("=", 1) for argument in arguments)
+    layers = int(said.pop("layers", 8))
+    engine = {"gpu_memory_utilization": 0.4, "max_model_len": 2048, "enforce_eager": True}
+    engine |= {name: value if name == "python" else json.loads(value) for name, value in said.items()}
+    worst = 0.0
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "model"
+        config = Qwen3MoeConfig(**SHAPE, num_hidden_layers=layers)
+        config.architectures = ["Qwen3MoeForCausalLM"]
+        config.save_pretrained(folder)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).cuda().eval()
+        for level in (1, 2):
+            context = RolloutContext(
+                folder, "cuda:0", "bfloat16", engine=engine, folder=Path(scratch) / f"engine{level}", audit_sync="always"
+            )
+            started = time.monotonic()
+            rollout = VllmRollout(context, VllmOptions(sleep_level=level))
+            print(f"sleep level {level}: started in {time.monotonic() - started:.1f} s{_used()}", flush=True)
+            try:
+                worst = max(worst, *(_round(rollout, model, version) for version in range(3)))
+            finally:
+                print((context.folder / "engine.log").read_text()[-2000:])
+                rollout.close()
+            print(f"closed{_used()}", flush=True)
+    print(f"largest mean difference {worst:.3f} nats: {'ok' if worst < MEAN_BOUND else 'NOT SYNCED'}")
+    return int(worst >= MEAN_BOUND)
+
+
+def _round(rollout: VllmRollout, model: Any, version: int) -> float:
+    """Sync, generate, compare, sleep; returns the mean difference of log-probs."""
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(1.0 if param.ndim < 2 else 1.1)
+    started, size = time.monotonic(), sum(param.nbytes for param in model.parameters())
+    rollout.update_weights(buckets(_checkpoint(model), 512, version))
+    seconds = time.monotonic() - started
+    print(f"  sync of {size / 1e9:.2f} GB: {seconds:.2f} s, {size / 1e9 / seconds:.1f} GB/s{_used()}", flush=True)
+    prompts = [Prompt(i, "", tuple(range(10 + i, 74 + i))) for i in range(32)]
+    started = time.monotonic()
+    answers = list(rollout.generate(prompts, SamplingParams(1.0, 128, (), 8, (0, version))))
+    seconds = time.monotonic() - started
+    print(f"  generation: {len(prompts) * 8 * 128 / seconds:.0f} tokens/s{_used()}", flush=True)
+    differences = []
+    for prompt, completions in zip(prompts[:8], answers, strict=False):
+        ids = torch.tensor([[*prompt.token_ids, *c.token_ids] for c in completions], device="cuda")
+        with torch.no_grad():
+            logprobs = model(ids).logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+        theirs = torch.tensor([list(c.logprobs) for c in completions], device="cuda")
+        differences.append((logprobs[:, len(prompt.token_ids) - 1 :] - theirs).abs().mean())
+    mean = float(torch.stack(differences).mean())
+    started = time.monotonic()
+    rollout.sleep()
+    print(f"  mean log-prob difference {mean:.4f} nats; asleep in {time.monotonic() - started:.2f} s{_used()}", flush=True)
+    return mean
+
+
+def _checkpoint(model: Any) -> Any:
+    """Checkpoint names and tensors; transformers stacks the experts."""
+    for name, param in model.named_parameters():
+        stem, _, leaf = name.rpartition(".")
+        if leaf == "gate_up_proj":
+            for expert, both in enumerate(param.detach()):
+                for part, tensor in zip(("gate_proj", "up_proj"), both.chunk(2, 0), strict=True):
+                    yield f"{stem}.{expert}.{part}.weight", tensor
+        elif leaf == "down_proj":
+            for expert, tensor in enumerate(param.detach()):
+                yield f"{stem}.{expert}.down_proj.weight", tensor
+        else:
+            yield name, param.detach()
+
+
+def _used() -> str:
+    free, total = torch.cuda.mem_get_info()
+    return f"; {(total - free) / 2**30:.1f} GiB of the device used"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
