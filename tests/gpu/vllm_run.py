@@ -1,8 +1,8 @@
 """vLLM beside a model on one GPU: `python -m tests.gpu.vllm_run [layers=8] [python=<interpreter>] [engine option=value ...]`.
 
-Three times: weights by CUDA IPC into an awake engine, generation, log-probs against transformers on the same GPU, sleep; sleep levels 1 and 2.
-Prints seconds, GB/s of the sync, the device's used memory after each phase, and the difference of log-probs (bf16). Exits with 1 if a sync did
-not reach the engine: the mean difference is then several nats.
+Three times, with sleep levels 1 and 2: weights by CUDA IPC, generation, log-probs against transformers on the same GPU, sleep. Prints
+seconds, GB/s of the sync, the device's used memory after each phase, and the difference of log-probs (bf16). Exits with 1 if a sync did not
+reach the engine: the mean difference is then several nats.
 """
 
 from __future__ import annotations
@@ -52,9 +52,8 @@ def main(arguments: list[str]) -> int:
         config.save_pretrained(folder)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).cuda().eval()
         for level in (1, 2):
-            context = RolloutContext(
-                folder, "cuda:0", "bfloat16", engine=engine, folder=Path(scratch) / f"engine{level}", audit_sync="always"
-            )
+            own = Path(scratch) / f"engine{level}"
+            context = RolloutContext(folder, "cuda:0", "bfloat16", engine=engine, folder=own, audit_sync="always")
             started = time.monotonic()
             rollout = VllmRollout(context, VllmOptions(sleep_level=level))
             print(f"sleep level {level}: started in {time.monotonic() - started:.1f} s{_used()}", flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -49,7 +50,7 @@ class FakeTokenizer:
 def rollout(
     engine: FakeEngine,
     config: Config = CONFIG,
-    rank: int = 0,
+    rank: int | None = 0,
     engines: int = 1,
     run_dir: Path = Path("no such folder"),
 ) -> Rollout:
@@ -189,3 +190,65 @@ def test_groups_of_other_weights_or_steps_are_sampled_again(tmp_path: Path) -> N
     engine = FakeEngine()
     rollout(engine, run_dir=tmp_path).generate(PROMPTS, step=11)
     assert len(engine.asked[0][0]) == 2
+
+
+def test_a_rank_without_an_engine_has_no_share() -> None:
+    """It sends weights to its neighbour's engine and generates nothing."""
+    engine = FakeEngine()
+    follower = rollout(engine, rank=None, engines=2)
+    follower.sync_weights(iter([("a", torch.ones(2))]), 3)
+    assert list(follower.share(5)) == []
+    assert follower.generate([], 1) == []
+    assert (len(engine.buckets), engine.asked) == (1, [])
+    assert list(rollout(engine, rank=1, engines=2).share(5)) == [1, 3]
+
+
+def versions(rollout: Rollout, prompts: Sequence[Prompt]) -> set[int]:
+    return {sample.policy_version for group in rollout.generate(prompts, 1) for sample in group.samples}
+
+
+def test_samples_carry_their_policy_version(tmp_path: Path) -> None:
+    """As the engine recorded it, else as it was sent; an engine with other weights than it was sent is an error."""
+    answers = [[Completion([5, 1], [-0.1, -0.2], "stop", version)] * CONFIG.algorithm.group_size for version in (None, 3)]
+    assert versions(rollout(FakeEngine(answers[:1]), run_dir=tmp_path), PROMPTS[:1]) == {-1}
+    synced = rollout(FakeEngine(answers), run_dir=tmp_path)
+    synced.sync_weights(iter([("a", torch.ones(2))]), 3)
+    assert versions(synced, PROMPTS) == {3}
+    synced.sync_weights(iter([("b", torch.ones(2))]), 4)
+    with pytest.raises(RolloutError, match=r"prompt 9 was sampled by policy version 3, the engine was sent 4"):
+        versions(synced, PROMPTS)
+
+
+def test_engines_sleep_after_each_generation(tmp_path: Path) -> None:
+    """After samples for training and for evaluation, also on a rank that generated nothing."""
+
+    class Sleeper(FakeEngine):
+        slept = 0
+
+        def sleep(self) -> None:
+            self.slept += 1
+
+    engine = Sleeper()
+    sleeping = rollout(engine, run_dir=tmp_path)
+    sleeping.generate(PROMPTS, 1)
+    sleeping.evaluate(PROMPTS)
+    sleeping.generate([], 2)
+    assert engine.slept == 3
+
+
+@pytest.mark.parametrize("is_stopping", [False, True])
+def test_an_engine_that_dies_while_the_job_is_stopped(is_stopping: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was signalled with the job, perhaps earlier: then what is finished is kept, and nothing failed."""
+    monkeypatch.setattr("rlbatch.pipeline.rollout.SIGNAL_WAIT_S", 0.0)
+
+    def answers() -> Iterator[list[Completion]]:
+        yield [Completion([5, 1], [-0.1, -0.2], "stop")] * CONFIG.algorithm.group_size
+        raise RolloutError("the engine's process was ended by SIGTERM")
+
+    dying = rollout(FakeEngine(answers()), run_dir=tmp_path)
+    if is_stopping:
+        dying._notice.number = signal.SIGTERM
+        assert [group.prompt for group in dying.generate(PROMPTS, 1)] == PROMPTS[:1]
+    else:
+        with pytest.raises(RolloutError, match="SIGTERM"):
+            dying.generate(PROMPTS, 1)

@@ -253,3 +253,30 @@ def test_failed_file_leaves_no_module(plugin: Write) -> None:
     assert "rlbatch_plugin_file_my_plugin" not in sys.modules
     plugin(REWARD % "repaired")
     assert "repaired" in load_plugins([path]).rewards
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["rollout.engine.max_num_seqs=4"], "rollout.engine.max_num_seqs: rollout=transformers has no engine with options of its own. "),
+        (
+            ["rollout=vllm", "rollout.options.gpus_per_engine=3"],
+            "rollout=vllm: 3 ranks share an engine, which must divide layout.world_size=2. ",
+        ),
+        (["rollout=vllm", "rollout.options.gpus_per_engine=0"], "rollout=vllm: 0 ranks share an engine, "),
+    ],
+)
+def test_refused_engines(overrides: list[str], message: str) -> None:
+    """What no engine takes, and engines that the ranks cannot share evenly, are refused before anything starts."""
+    with pytest.raises(ConfigError) as caught:
+        compose_job(["experiment=embedded", *overrides])
+    assert str(caught.value).startswith(message)
+
+
+def test_options_of_an_engine_pass_through() -> None:
+    """Whatever their names and types; the ranks of an engine are known."""
+    config, registry = compose_job(
+        ["rollout=vllm", "rollout.engine.a_b.c=[1,x]", "rollout.options.gpus_per_engine=2", "layout.world_size=4"]
+    )
+    assert config.rollout.engine == {"a_b": {"c": [1, "x"]}}
+    assert registry.ranks_per_engine(config) == 2
