@@ -159,9 +159,13 @@ def _yarn(fields: HfFields, rope: Mapping[str, Any], context: int) -> dict[str, 
     ``m(x) = 0.1 x ln(factor) + 1``. transformers does so only if both are given and not 0; else it takes ``attention_factor`` or ``m(1)``
     for cosine and sine. ``mscale`` is chosen so that the products agree.
     """
-    factor, before = rope.get("factor"), rope.get("original_max_position_embeddings") or context
-    if not isinstance(factor, (int, float)) or factor <= 1:
-        raise fields.refuse("rope_scaling" if fields.value("rope_scaling") else "rope_parameters", "yarn's factor must be above 1")
+    field = "rope_scaling" if fields.value("rope_scaling") else "rope_parameters"
+    for name, value in rope.items():
+        if name in _YARN and value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e9):
+            raise fields.refuse(field, f"yarn's {name} must be a number, 0 or above")
+    factor, before = rope.get("factor"), int(rope.get("original_max_position_embeddings") or context)
+    if factor is None or factor <= 1:
+        raise fields.refuse(field, "yarn's factor must be above 1")
     slope = 0.1 * math.log(factor)
     mscale, all_dim, concentration = rope.get("mscale"), rope.get("mscale_all_dim") or 0.0, rope.get("attention_factor")
     if concentration is not None or not (mscale and all_dim):
@@ -214,9 +218,11 @@ def _passthrough(fields: HfFields, dense: int, layers: int, has_low_rank_query: 
     names += [_HF + f"{name}.weight" for name in ("input_layernorm", "post_attention_layernorm", "mlp.gate")]
     names += [place + f"{name}_proj.weight" for place in (_EXPERT, _SHARED) for name in ("gate", "up", "down")]
     names += [_HF + f"{name}.weight" for name in ("embed_tokens", "enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head")]
-    carried = [Passthrough(name, range(layers, layers + ahead)) for name in (*names, _HF + "mlp.gate.e_score_correction_bias") if ahead]
+    names.append(_HF + "mlp.gate.e_score_correction_bias")
+    # Optional: transformers writes the number of these layers, and not their tensors.
+    carried = [Passthrough(name, range(layers, layers + ahead), is_optional=True) for name in names if ahead]
     if not _shared_experts(fields):  # transformers writes empty tensors then
-        carried += [Passthrough(_SHARED + f"{name}_proj.weight", range(dense, layers)) for name in ("gate", "up", "down")]
+        carried += [Passthrough(_SHARED + f"{name}_proj.weight", range(dense, layers), is_optional=True) for name in ("gate", "up", "down")]
     dropped = [Passthrough(_HF + "self_attn.rotary_emb.inv_freq", range(layers + ahead), is_dropped=True)]
     return (*carried, *dropped, *((Passthrough("lm_head.weight", is_dropped=True),) if tied else ()))
 

@@ -28,8 +28,7 @@ def qwen2(hf_config: Mapping[str, Any]) -> ModelFamily:
     fields.only("attention_dropout", 0.0)
     fields.only("use_sliding_window", False)
     fields.ignore("sliding_window", "max_window_layers")  # without effect unless use_sliding_window
-    if set(fields.value("layer_types") or ()) - {"full_attention"}:
-        raise fields.refuse("layer_types", "the qwen2 family implements 'full_attention' only", "Use another model.")
+    fields.every("layer_types", "full_attention")
     fields.block_fp8()
     rope = fields.rope(default_theta=10000.0)
     tied = fields.flag("tie_word_embeddings", default=False)

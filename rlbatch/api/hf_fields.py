@@ -105,6 +105,17 @@ class HfFields:
             implemented = " or ".join(repr(value) for value in values)
             raise ModelError(f"config.json {name}={given!r}: the {self._family} family implements {implemented} only. Use another model.")
 
+    def every(self, name: str, value: str) -> None:
+        """A list, one item a layer, that is implemented for one value only; absent or null is that too.
+
+        Raises:
+            ModelError: another value.
+        """
+        given = self.value(name)
+        if given is not None and (not isinstance(given, list) or any(item != value for item in given)):
+            shown = _shortened(given)
+            raise ModelError(f"config.json {name}={shown}: the {self._family} family implements {value!r} only. Use another model.")
+
     def ignore(self, *names: str) -> None:
         """Fields that this family's arithmetic does not depend on."""
         self._read.update(names)
@@ -165,8 +176,8 @@ class HfFields:
             return
         if not isinstance(given, Mapping):
             raise self.refuse("quantization_config", "must be an object")
-        for name, value in {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": _FP8_BLOCK}.items():
-            if given.get(name, value if name == "fmt" else None) != value:
+        for name, value in {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": _FP8_BLOCK}.items():
+            if given.get(name, value if name in ("fmt", "activation_scheme") else None) != value:
                 raise ModelError(
                     f"config.json quantization_config.{name}={given.get(name)!r}: weights are read in fp32, bf16, or fp8 e4m3 in blocks of "
                     f"128 x 128 ({name} {value!r}). Use a checkpoint of one of these."
@@ -187,6 +198,7 @@ class HfFields:
         Raises:
             ModelError: the first such field.
         """
+        self.only("is_causal", True)  # false, of models that embed texts, would pass for nothing
         for name, value in self._config.items():
             if name in self._read or name.startswith("_") or not value:
                 continue

@@ -101,11 +101,13 @@ class Passthrough:
         hf: Name in the checkpoint; ``{expert}`` stands for every expert.
         layers: Layers of ``{layer}``, e.g. ``range(61, 62)`` for a multi-token-prediction layer behind 61 layers.
         is_dropped: Known and left out on purpose, e.g. what follows from another tensor.
+        is_optional: A checkpoint without any of them, in a layer, is complete too.
     """
 
     hf: str
     layers: Sequence[int] | None = None
     is_dropped: bool = False
+    is_optional: bool = False
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 from rlbatch.api import DataError, ModelFamily
 from rlbatch.checkpoint.hf import FLOATING, INDEX, HfTensors
 from rlbatch.convert.parameters import parameters
-from rlbatch.weights.audit import Audit, audit
+from rlbatch.weights.audit import Audit, audit, passthrough_names
 from rlbatch.weights.quantize import SCALE_SUFFIX, scales_shape
 
 SHOWN = 200
@@ -66,11 +66,12 @@ class Report:
             "scales of block-quantised weights": self.audit.scales,
             "carried to exports, not trained": self.audit.carried,
             "dropped on purpose": self.audit.dropped,
+            "not there, and not needed for training: exports lack them too": self.audit.absent,
         }
         for title, names in counted.items():
             if names:
                 yield f"  {len(names):>7} {title}"
-        for title, names in (("carried", self.audit.carried), ("dropped", self.audit.dropped)):
+        for title, names in (("carried", self.audit.carried), ("dropped", self.audit.dropped), ("not there", self.audit.absent)):
             yield from _listed(title, [f"{count} x {name}" for name, count in Counter(map(_pattern, names)).items()])
         wrong = {
             "missing": [*self.audit.missing, *self.audit.missing_carried],
@@ -151,6 +152,7 @@ def _dtype_name(name: str) -> str:
 
 def _wrong(family: ModelFamily, table: Table) -> Iterable[str]:
     wanted = {name: shape for one in parameters(family) for name, shape in zip(one.hf, one.hf_shapes, strict=True)}
+    used = wanted.keys() | passthrough_names(family, is_dropped=False)
     for name, (shape, dtype) in table.known.items():
         weight = name.removesuffix(SCALE_SUFFIX)
         if weight != name and weight in table.known:
@@ -162,7 +164,7 @@ def _wrong(family: ModelFamily, table: Table) -> Iterable[str]:
             continue
         if name in wanted and shape != wanted[name]:
             yield f"{name}: shape {list(shape)}, must be {list(wanted[name])}"
-        if dtype not in (*FLOATING, FP8) and name in wanted:
+        if dtype not in (*FLOATING, FP8) and name in used:
             yield f"{name}: type {dtype}, must be one of {', '.join((*FLOATING, FP8))}"
         if dtype == FP8 and name + SCALE_SUFFIX not in table.known:
             yield f"{name}: {FP8} without its scales, {name}{SCALE_SUFFIX}"

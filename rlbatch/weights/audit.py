@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass, replace
 
 from rlbatch.api import ModelError, ModelFamily, ParamMapping, Passthrough
 from rlbatch.weights.codec import hf_patterns, is_expert
@@ -26,6 +26,7 @@ class Audit:
         unexpected: Named by nothing.
         missing: Tensors that mappings name, and scales of fp8 weights.
         missing_carried: Tensors to be carried.
+        absent: Tensors to be carried of which the checkpoint has none in their layer, and need not.
     """
 
     trained: list[str]
@@ -35,6 +36,7 @@ class Audit:
     unexpected: list[str]
     missing: list[str]
     missing_carried: list[str]
+    absent: list[str]
 
     @property
     def is_complete(self) -> bool:
@@ -105,8 +107,10 @@ def audit(family: ModelFamily, names: Iterable[str]) -> Audit:
         found[next((group for group, belongs in groups.items() if belongs), "unexpected")].append(name)
     wanted = quantised if found["scales"] else {}
     missing = [name for name in trained if name not in present] + [s for s, name in wanted.items() if name in trained and s not in present]
-    without = [name for name in carried if name not in present] + [s for s, name in wanted.items() if name in carried and s not in present]
-    return Audit(**found, missing=missing, missing_carried=without)
+    absent = _absent(family, present)
+    without = [name for name in carried if name not in present and name not in absent]
+    without += [s for s, name in wanted.items() if name in carried and s not in present and name not in absent]
+    return Audit(**found, missing=missing, missing_carried=without, absent=list(absent))
 
 
 def check_names(family: ModelFamily, names: Iterable[str]) -> None:
@@ -133,6 +137,16 @@ def check_names(family: ModelFamily, names: Iterable[str]) -> None:
             f"model family {family.name}: the checkpoint lacks {len(found.missing)} of its tensors, first {_list(found.missing)}. "
             "Complete the folder, or correct config.json."
         )
+
+
+def _absent(family: ModelFamily, present: Container[str]) -> dict[str, None]:
+    """Optional names of the layers that have none of them."""
+    by_layer: dict[int | None, list[str]] = {}
+    for passthrough in family.passthrough:
+        if passthrough.is_optional:
+            for layer in passthrough.layers or (None,):
+                by_layer.setdefault(layer, []).extend(_expanded(family, replace(passthrough, layers=None if layer is None else (layer,))))
+    return dict.fromkeys(name for names in by_layer.values() if not any(name in present for name in names) for name in names)
 
 
 def _expanded(family: ModelFamily, passthrough: Passthrough) -> Iterator[str]:

@@ -119,10 +119,28 @@ def test_other_quantisations(content: Any, message: str) -> None:
 
 def test_unknown_fields() -> None:
     """Refused if the name says that the arithmetic may depend on it and the value is not nothing; others may be there."""
-    fields(architectures=["A"], _attn_implementation="eager", unsloth_version="1", sliding_window=None, use_mrope=False, is_llama_config=True).close()
+    fields(
+        architectures=["A"], _attn_implementation="eager", unsloth_version="1", sliding_window=None, use_mrope=False, is_llama_config=True
+    ).close()
     read = fields(sliding_window=4)
     read.ignore("sliding_window")
     read.close()
     for name in ("sliding_window", "attn_logit_softcapping", "residual_multiplier", "query_pre_attn_scalar", "embedding_multiplier"):
         with pytest.raises(ModelError, match=rf"^config\.json {name}=4: the tiny family does not know this field"):
             fields(**{name: 4}).close()
+
+
+def test_one_value_for_all_layers() -> None:
+    """Absent, null and a list of that value alone pass; whatever else is there is refused."""
+    for content in ({}, {"kinds": None}, {"kinds": []}, {"kinds": ["full", "full"]}):
+        fields(**content).every("kinds", "full")
+    for value in (["full", "sliding"], "full", 5, [[1]]):
+        with pytest.raises(ModelError, match=r"^config\.json kinds=.*: the tiny family implements 'full' only\. Use another model\."):
+            fields(kinds=value).every("kinds", "full")
+
+
+def test_attention_looks_back_only() -> None:
+    """A model that attends to later tokens, as those that embed texts do, is refused."""
+    fields(is_causal=True).close()
+    with pytest.raises(ModelError, match=r"^config\.json is_causal=False: the tiny family implements True only"):
+        fields(is_causal=False).close()

@@ -94,16 +94,24 @@ def test_what_is_wrong_is_named(folder: Path, table: dict[str, Any], capsys: pyt
 
 
 def test_carried_and_dropped_are_listed(folder: Path, table: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    """Multi-token-prediction layers are carried, recomputable frequencies dropped, and both are shown."""
+    """Multi-token-prediction layers are carried, recomputable frequencies dropped, and both are shown; a layer that is not there at all
+    is told, one that is there in part is not complete.
+    """
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
     code, said = check(folder, capsys, table)
+    assert code == 0
+    assert "not there:\n" in said
+    assert "1 x model.layers.*.eh_proj.weight" in said
+    code, said = check(folder, capsys, table | {"model.layers.4.enorm.weight": {"shape": [1], "dtype": "BF16"}})
     assert code == 1
     assert "model.layers.4.eh_proj.weight" in said
+    table = table | {"model.layers.4.enorm.weight": {"shape": [1], "dtype": "BF16"}}
     missing = [line.strip() for line in said.split("missing:\n")[1].splitlines() if line.startswith("  model.layers.4.")]
     whole = table | {name: {"shape": [1], "dtype": "BF16"} for name in missing if not name.endswith("_scale_inv")}
     whole |= {"model.layers.0.self_attn.rotary_emb.inv_freq": {"shape": [3], "dtype": "F32"}}
     whole |= {name: {"shape": [1, 1], "dtype": "F32"} for name in missing if name.endswith("_scale_inv")}
+    assert "type I32, must be one of" in check(folder, capsys, whole | {"model.layers.4.hnorm.weight": {"shape": [1], "dtype": "I32"}})[1]
     said = check(folder, capsys, whole)[1]
     assert "1 x model.layers.*.eh_proj.weight" in said
     assert "8 x model.layers.*.mlp.experts.*.gate_proj.weight" in said

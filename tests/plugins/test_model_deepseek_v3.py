@@ -10,6 +10,7 @@ import pytest
 from transformers import DeepseekV3Config
 
 from rlbatch.api import Buffer, ModelFamily
+from rlbatch.weights.audit import audit
 from rlbatch.weights.codec import hf_names
 from rlbatch.weights.params import ParallelGroups, ParameterMap
 from rlbatch_plugins.model_deepseek_v3 import deepseek_v3, rlbatch_resolve_model_family
@@ -120,6 +121,17 @@ def test_deepseek_v3_has_91991_tensors() -> None:
     assert "model.layers.61.eh_proj.weight_scale_inv" not in names
 
 
+def test_layers_behind_the_last_are_there_or_not() -> None:
+    """transformers writes how many layers predict further tokens, not their tensors: none of them is no fault, a part of them is."""
+    family = deepseek_v3(PUBLISHED | {"n_shared_experts": 0})
+    names = [name for name in checkpoint_names(family, fp8=False) if ".shared_experts." not in name]
+    behind = [name for name in names if name.startswith("model.layers.61.")]
+    alone = audit(family, [name for name in names if name not in set(behind)])
+    assert alone.is_complete
+    assert set(behind) < set(alone.absent)
+    assert not audit(family, [name for name in names if name != behind[0]]).is_complete
+
+
 def test_moonlight_is_of_this_family() -> None:
     """No low-rank queries, no groups, plain rotary embeddings, nothing behind the last layer."""
     family = deepseek_v3(MOONLIGHT)
@@ -205,6 +217,10 @@ def test_a_given_factor_scales_cosine_and_sine() -> None:
         ("qk_rope_head_dim", 63, "must be even"),
         ("rope_parameters", {"rope_type": "yarn", "factor": 1.0}, "yarn's factor must be above 1"),
         ("rope_parameters", {"rope_type": "yarn", "factor": 4.0, "truncate": False}, "does not implement it"),
+        ("rope_parameters", {"rope_type": "yarn", "factor": 4.0, "beta_fast": "32"}, "yarn's beta_fast must be a number"),
+        ("rope_parameters", {"rope_type": "yarn", "factor": 4.0, "mscale": "1"}, "yarn's mscale must be a number"),
+        ("rope_parameters", {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": -1}, "must be a number, 0"),
+        ("rope_parameters", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": "4096"}, "must be a number"),
         ("rope_scaling", {"type": "linear", "factor": 4.0}, "implements 'default' or 'yarn' only"),
         ("quantization_config", {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [64, 64]}, "blocks of 128 x 128"),
         ("index_topk", 2048, "does not know this field"),

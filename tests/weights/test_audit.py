@@ -50,6 +50,16 @@ def test_what_is_missing_is_named() -> None:
     assert not found.is_complete and not found.unexpected
 
 
+def test_what_may_be_absent() -> None:
+    """Optional tensors: none of a layer is complete and told, some are not."""
+    optional = tuple(dataclasses.replace(carried, is_optional=not carried.is_dropped) for carried in FAMILY.passthrough)
+    family = dataclasses.replace(FAMILY, passthrough=optional)
+    found = audit(family, [*TRAINED, *SCALES[:2]])
+    assert found.is_complete and found.absent == CARRIED
+    found = audit(family, [*TRAINED, CARRIED[0], *SCALES[:2]])
+    assert (found.missing_carried, found.absent) == ([*CARRIED[1:], *SCALES[2:]], [])
+
+
 def test_what_is_unexpected_is_named() -> None:
     """Layers too many, mappings of other layers, and scales of weights that are not fp8."""
     extra = ["model.3.norm", "model.0.bias", "model.0.0.down", "model.1.norm_scale_inv", "model.2.eh_proj_scale_inv"]
