@@ -36,12 +36,13 @@ def show(config: Config, registry: Registry) -> int:
     sections = (_summary(config, run_dir, parameters), _mesh(config, family), _launch(config, run_dir, parameters), _keys(config))
     print("Dry run: nothing is submitted, started or written.")
     for section in sections:
+        separator = "\n"
         try:
-            lines = list(section)
+            for line in section:
+                print(separator + line)
+                separator = ""
         except RlbatchError as error:
             problems += [error] if str(error) not in map(str, problems) else []
-            continue
-        print("\n" + "\n".join(lines))
     if problems:
         sys.stdout.flush()
         print("\nThis would be refused:", *(f"  {error}" for error in problems), sep="\n", file=sys.stderr)

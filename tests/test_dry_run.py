@@ -167,3 +167,16 @@ def test_what_would_be_refused(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     (tmp_path / "file").touch()
     dry_run("+cluster=local", *overrides, code=2)
     assert f"\n  {message}" in capsys.readouterr().err
+
+
+def test_one_reason_hides_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    """A time limit that is too short leaves out the script, whose notice cannot be computed; nodes, hosts and settings are shown."""
+    dry_run("+cluster=local", "launcher=slurm", "layout.world_size=4", "cluster.time_limit=00:01:00", code=2)
+    said = capsys.readouterr()
+    for line in (
+        "Ranks       4 = 2 nodes x 2 (CPU)\n",
+        "Hosts       2 nodes, chosen by Slurm\n",
+        "Slurm       cluster.time_limit=00:01:00, ",
+    ):
+        assert line in said.out
+    assert "  cluster.time_limit=00:01:00: must be longer than " in said.err
