@@ -195,7 +195,8 @@ def _hydra(config: Config, mpi: Mpi, run_dir: Path, hosts: Sequence[Host], has_h
     if config.cluster.interface:
         options += ["-iface", config.cluster.interface]
     if mpi is Mpi.MPICH:
-        options += ["-bind-to", "none"]
+        # Hydra would kill all ranks at once if one is killed, before rank 0 can say which; they end by themselves.
+        options += ["-disable-auto-cleanup", "-bind-to", "none"]
         if has_hostfile:  # else it names itself to the other hosts by a name that they may not know
             here = addresses_of(config.cluster.interface)[0] if config.cluster.interface else own_address(hosts[-1].name)
             options += ["-localhost", here]

@@ -25,7 +25,9 @@ TICK_S = 0.25
 BEAT_S = float(PROBE_S)
 """Seconds between signs of life of rank 0 to the others."""
 PATIENCE_S = 1.0
-"""Seconds between a failure that may follow from another one and the decision; a launcher that knows the exit code speaks meanwhile."""
+"""Seconds between a failure that may follow from another one and the decision."""
+DEATH_PATIENCE_S = 0.3
+"""The same after a death, where a launcher that knows the exit code may speak meanwhile; Open MPI kills all ranks 1 s after it."""
 ANSWER_S = 3.0
 """Seconds that ranks have to say where they are."""
 STOPPING_S = 5.0
@@ -199,7 +201,7 @@ class Overseer(threading.Thread):
             if not seat.has_left and all(failure.rank != rank for failure, _ in self._troubles.failures):
                 how = str(error) if isinstance(error, MachineLost) else ENDED
                 self._troubles.deaths[rank] = how, time.monotonic() - seat.since
-                self._decide_within(PATIENCE_S)
+                self._decide_within(DEATH_PATIENCE_S)
             return
         for message in messages:
             self._note(rank, seat, message)

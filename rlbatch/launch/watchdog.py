@@ -25,7 +25,7 @@ from rlbatch.config.schema import LaunchConfig
 from rlbatch.launch.failures import FirstError, Reported, StoppedBySignal, claim, failure_of, read_first_error
 from rlbatch.launch.life import is_superseded
 from rlbatch.launch.logs import where_output
-from rlbatch.launch.overseer import ANSWER_S, ENDED, LEAVING_S, PATIENCE_S
+from rlbatch.launch.overseer import ANSWER_S, DEATH_PATIENCE_S, ENDED, LEAVING_S, PATIENCE_S
 from rlbatch.launch.places import place_of_main_thread
 from rlbatch.launch.rendezvous import Meeting
 from rlbatch.launch.wire import MachineLost
@@ -185,7 +185,7 @@ class Watchdog:
     def _accuse_rank_0(self, what: str) -> None:
         """Rank 0, which decides on failures, has failed itself."""
         assert self._meeting
-        time.sleep(PATIENCE_S)  # a launcher that knows the exit code may speak
+        time.sleep(DEATH_PATIENCE_S)  # a launcher that knows the exit code may speak
         info, place, seconds = self._meeting.info, place_of_main_thread(), time.monotonic() - self._since
         collective_s = self._limits.collective_timeout_s
         error = FirstError(0, self._meeting.life.host, "Exit", f"{what}. {where_output(0)}", "", time.time())

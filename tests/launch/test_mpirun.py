@@ -112,7 +112,7 @@ OPEN_MPI = "-np 10 --hostfile /runs/mine/hostfile --map-by slot --bind-to none"
     [
         (Mpi.OPEN_MPI_4, f"{OPEN_MPI} -x OMP_NUM_THREADS -x PATH -x PYTHONUNBUFFERED -x RLBATCH_LAUNCH"),
         (Mpi.OPEN_MPI_5, f"{OPEN_MPI} -x OMP_NUM_THREADS -x PATH -x PYTHONUNBUFFERED -x RLBATCH_LAUNCH"),
-        (Mpi.MPICH, "-n 10 -f /runs/mine/hostfile -bind-to none -localhost 10.0.0.9"),
+        (Mpi.MPICH, "-n 10 -f /runs/mine/hostfile -disable-auto-cleanup -bind-to none -localhost 10.0.0.9"),
         (Mpi.INTEL, "-n 10 -machinefile /runs/mine/hostfile"),
     ],
 )
