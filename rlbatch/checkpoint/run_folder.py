@@ -21,7 +21,7 @@ LATEST = "latest.json"
 PROGRESS = "progress.json"
 STATE = "state"
 RNG = "rng.pt"
-FORMAT = 2
+FORMAT = 3
 STEP_FOLDER = re.compile(r"step_\d+")
 TENSOR_SUFFIX = ".distcp"
 """Of the files whose writers have synced them, too large to be read for a digest."""
