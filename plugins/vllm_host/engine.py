@@ -159,7 +159,7 @@ class VllmEngine:
 
     async def op_finish_update(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
         """Ends the update; from here on samples are of ``policy_version``. What was computed with older weights is forgotten."""
-        reports = await self._llm.collective_rpc("rlbatch_written") if self._audits else []
+        reports = await versions.ask_workers(self._llm, "rlbatch_written") if self._audits else []
         await versions.finish_weight_update(self._llm, str(header["policy_version"]))
         if reports:
             _judge(reports)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from contextlib import AbstractContextManager, nullcontext
 from importlib import metadata
@@ -36,6 +37,13 @@ def refusal(version: str, python: str) -> str:
     if not FIRST <= release(version) <= LAST:
         return f"rollout=vllm: {python} has vLLM {version}, supported are {supported}. {install}"
     return ""
+
+
+async def ask_workers(llm: Any, method: str) -> list[Any]:
+    """What a method of every worker returns; vLLM's own call returns those of the first data-parallel engine."""
+    core = llm.engine_core
+    answers = [core._call_utility_async("collective_rpc", method, None, (), {}, engine=engine) for engine in core.core_engines]
+    return [answer for workers in await asyncio.gather(*answers) for answer in workers]
 
 
 async def finish_weight_update(llm: Any, version: str) -> None:

@@ -152,8 +152,11 @@ def test_a_sync_must_be_complete(change: Any, message: str, pairs: Callable[[str
         assert pair.worst_difference(PARAMS) < LIMIT
 
 
-def test_two_ranks_share_an_engine(python: str, tmp_path: Path) -> None:
-    """Tensor parallel over both: the first generates what transformers does, after two syncs; the second only takes part in syncs."""
+@pytest.mark.parametrize(
+    "sizes", [{}, {"data_parallel_size": 2, "enable_expert_parallel": True}], ids=["tensor parallel", "data and expert parallel"]
+)
+def test_two_ranks_share_an_engine(sizes: dict[str, Any], python: str, tmp_path: Path) -> None:
+    """The first generates what transformers does, after two syncs; the second only takes part in syncs."""
     folder = write_model("qwen3_moe", tmp_path / "model")
     both = threading.Barrier(2)
     said: list[bytes] = [b"", b""]
@@ -169,7 +172,7 @@ def test_two_ranks_share_an_engine(python: str, tmp_path: Path) -> None:
         return gathered
 
     def context(place: int) -> RolloutContext:
-        options = {"python": python}
+        options = {"python": python, **sizes}
         return RolloutContext(folder, "cpu", "float32", engine=options, engine_rank=place, gather=gather(place), folder=tmp_path / "engine")
 
     def second() -> None:
