@@ -201,14 +201,22 @@ def _check_model(config: Config, registry: Registry, run_dir: Path) -> None:
 
 
 def _check_rollout(config: Config, registry: Registry, run_dir: Path) -> None:
-    """The transformers engine holds the whole model in each rank."""
+    """An engine holds the whole model, on its rank's GPU or on those of the ranks that share it."""
     weights = config.model.parameters * (2 if config.train.precision == "bf16" else 4) / GIB
-    memory = config.cluster.gpu_memory_gib
-    if config.rollout.name == "transformers" and memory and weights > memory:
-        raise ConfigError(
-            f"rollout=transformers: needs the whole model in each rank, {weights:.0f} GiB, and cluster.gpu_memory_gib is {memory:g}. "
-            "Use a rollout backend whose engines span GPUs."
+    memory, node = config.cluster.gpu_memory_gib, config.cluster.gpus_per_node
+    gpus = registry.ranks_per_engine(config)
+    if not memory or weights <= gpus * memory:
+        return
+    enough = next((size for size in range(gpus, node + 1) if node % size == 0 and weights <= size * memory), None)
+    raise ConfigError(
+        f"rollout={config.rollout.name}: an engine needs the whole model, {weights:.0f} GiB, and has {gpus} x {memory:g} GiB "
+        "(cluster.gpu_memory_gib). "
+        + (
+            f"Use rollout=vllm rollout.options.gpus_per_engine={enough}."
+            if enough
+            else f"Use a smaller model: engines do not span nodes yet, and one has {node} GPUs."
         )
+    )
 
 
 def _check_checkpoints(config: Config, registry: Registry, run_dir: Path) -> None:

@@ -112,7 +112,9 @@ def test_cluster_alone(capsys: pytest.CaptureFixture[str]) -> None:
     refused = said.err.strip().splitlines()
     assert refused[0] == "This would be refused:"
     assert refused[1].startswith("  model.hf=$MODEL_DIR: the environment variable MODEL_DIR is not set. Set it to the model's")
-    assert refused[2].startswith("  rollout=transformers: needs the whole model in each rank, 1250 GiB, and cluster.gpu_memory_gib is 95.")
+    assert refused[2].startswith(
+        "  rollout=transformers: an engine needs the whole model, 1250 GiB, and has 1 x 95 GiB (cluster.gpu_memory_gib)."
+    )
     assert refused[3].startswith("  data.train=$TRAIN_DATA: the environment variable TRAIN_DATA is not set.")
     assert len(refused) == 4
 
@@ -180,3 +182,20 @@ def test_one_reason_hides_nothing_else(capsys: pytest.CaptureFixture[str]) -> No
     ):
         assert line in said.out
     assert "  cluster.time_limit=00:01:00: must be longer than " in said.err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fix"),
+    [
+        (["+cluster=h20x32"], "Use rollout=vllm rollout.options.gpus_per_engine=8."),
+        (["+cluster=h20x32", "rollout=vllm", "rollout.options.gpus_per_engine=4"], "Use rollout=vllm rollout.options.gpus_per_engine=8."),
+        (["+cluster=h20x32", "rollout=vllm", "rollout.options.gpus_per_engine=8"], ""),
+        (["+cluster=h20x96", "rollout=vllm", "rollout.options.gpus_per_engine=8"], "Use a smaller model: engines do not span nodes yet"),
+    ],
+)
+def test_engines_that_cannot_hold_the_model(capsys: pytest.CaptureFixture[str], overrides: list[str], fix: str) -> None:
+    """Any backend's engine must have GPUs for the whole model (438 and 1250 GiB on GPUs of 95); the number that is enough is named."""
+    dry_run(*overrides, code=2)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "an engine needs the whole model" in line]
+    assert len(lines) == bool(fix)
+    assert all(fix in line for line in lines)
