@@ -26,6 +26,7 @@ from rlbatch.launch.rendezvous import Meeting, join, launch_word
 from rlbatch.launch.requeue import EXIT_STOPPED, go_on_later
 from rlbatch.launch.signals import Ending, StopNotice, find_ending
 from rlbatch.launch.watchdog import Watchdog
+from rlbatch.metrics.report import record_failure
 
 if TYPE_CHECKING:
     from rlbatch.launch.job_store import JobStore
@@ -77,6 +78,7 @@ def run_rank(run_dir: Path) -> None:
             meeting = join(info, run_dir, config, launch_word())
             log = _open_log(config, run_dir, meeting)
             with Watchdog(config.launch, meeting, run_dir) as watchdog:
+                watchdog.on_rank_0_lost = lambda error: record_failure(run_dir, asdict(error))
                 early = _run(config, run_dir, meeting, watchdog, notice, log)
     except StoppedBySignal as stopped:
         if log:

@@ -120,10 +120,14 @@ def test_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_cancel(slurm: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A Slurm job is cancelled by Slurm."""
+    """A Slurm job is cancelled by Slurm; one that has ended is not said to be."""
     job(tmp_path)
     assert shown(capsys, "cancel", "41") == "job 41: asked to end\n"
-    assert slurm.calls() == ["scancel 41"]
+    assert slurm.calls()[-1] == "scancel 41"
+    slurm.job("41", "FAILED", "1:0")
+    assert main(["cancel", "41"]) == 2
+    assert capsys.readouterr().err == "job 41: has ended (FAILED). There is nothing to cancel.\n"
+    assert slurm.calls().count("scancel 41") == 1
 
 
 def test_cancel_a_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ import os
 import secrets
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 
@@ -18,6 +19,7 @@ _PR_SET_PDEATHSIG = 1
 MAX_FILES = 4096
 """Files that a process may have open while it starts."""
 GUARD_POLL_S = 60.0
+MAX_PASSES, PASS_S = 100, 0.05
 _MARK = "RLBATCH_CHILD_OF"
 _JOB = "SLURM_JOB_ID"
 _KILL_GROUPS = 'read -r nothing; for group; do kill -KILL -"$group" 2>/dev/null; done'
@@ -80,19 +82,25 @@ def children_end_with_this_process() -> None:
         while os.getppid() == parent:  # others may signal this process too, e.g. srun all of a step's
             signal.sigtimedwait({signal.SIGUSR1}, GUARD_POLL_S)
         signal_group(parent, signal.SIGKILL)
-        _kill_marked(marks)
+        for _ in range(MAX_PASSES):  # what was just being started is found by the next pass
+            if not _kill_marked(marks):
+                break
+            time.sleep(PASS_S)
     finally:
         os._exit(0)
 
 
-def _kill_marked(marks: Collection[bytes]) -> None:
-    """Kills the processes that were started with all of these variables."""
+def _kill_marked(marks: Collection[bytes]) -> bool:
+    """Kills the processes that were started with all of these variables, and returns whether there were any."""
+    found = False
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with suppress(OSError):  # it is gone, or another user's
             with open(f"/proc/{name}/environ", "rb") as file:
                 variables = file.read().split(b"\0")
             if all(mark in variables for mark in marks):
                 os.kill(int(name), signal.SIGKILL)
+                found = True
+    return found
 
 
 def signal_group(group: int, number: int) -> None:

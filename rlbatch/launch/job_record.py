@@ -60,6 +60,9 @@ class JobRecord:
             ConfigError: it cannot be ended from here.
         """
         if self.is_slurm:
+            state = job_state(self.job_id)
+            if state.ended and state.state != UNKNOWN:  # scancel says nothing then
+                raise ConfigError(f"job {self.job_id}: has ended ({state.state}). There is nothing to cancel.")
             return cancel_job(self.job_id)
         if self.host != socket.gethostname() or not self._is_alive():
             raise ConfigError(f"job {self.job_id}: no process of {self.host} that runs. See its state with `python -m rlbatch.jobs show`.")

@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -51,6 +51,9 @@ class Watchdog:
 
     The beginning and the end of a phase are signs of life: the limit counts from there. Outside of phases that of ``training`` holds.
     Without a meeting nothing is watched.
+
+    Attributes:
+        on_rank_0_lost: Called by the rank that recorded that rank 0, which keeps the run's summary, is gone.
     """
 
     def __init__(self, limits: LaunchConfig, meeting: Meeting | None = None, run_dir: Path | None = None) -> None:
@@ -67,6 +70,7 @@ class Watchdog:
         self._met, self._ended = threading.Event(), threading.Event()
         self._leaving = False
         self._stacks: IO[str] | None = None
+        self.on_rank_0_lost: Callable[[FirstError], None] = lambda error: None
 
     def __enter__(self) -> Watchdog:
         """Starts watching."""
@@ -192,8 +196,8 @@ class Watchdog:
         if what == ENDED and seconds >= collective_s and not (place.waits or self._waits):  # as in Overseer._decide
             text = f"launch.collective_timeout_s={collective_s:g}: rank 0 ended after {seconds:.0f} s. This rank is at {place}."
             error = FirstError(info.rank, info.host, "Hang", text, "\n".join(place.frames), time.time())
-        if info.rank:
-            self._record(error)
+        if info.rank and self._record(error):
+            self.on_rank_0_lost(error)
         first = read_first_error(self._run_dir)
         self._end(str(first) if first else f"rank 0 {what}")
 
@@ -230,10 +234,10 @@ class Watchdog:
         if self._meeting.overseer:
             self._meeting.overseer.join(2 * ANSWER_S)
 
-    def _record(self, error: FirstError) -> None:
+    def _record(self, error: FirstError) -> bool:
+        """Returns whether this was the job's first error."""
         assert self._meeting
-        if not is_superseded(self._run_dir, self._meeting.life.token):
-            claim(self._run_dir, error)
+        return not is_superseded(self._run_dir, self._meeting.life.token) and claim(self._run_dir, error)
 
     def _is_shared_output(self) -> bool:
         """Whether this rank's stderr is also where rank 0 prints the first error: then one of them is enough."""

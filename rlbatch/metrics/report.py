@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +22,7 @@ class Summary:
     """The content of summary.json; null where nothing was measured (yet), or where a value was not finite.
 
     Attributes:
-        status: ``running`` until the end; a run that was killed stays so.
+        status: ``running`` until the end; a run that was killed as a whole stays so.
         steps: Last finished step.
         seconds: Since the run started on rank 0, loading included; of this life of the run, as all sums are.
         reward_start: Training reward (``reward/mean``) of the first step.
@@ -97,6 +98,16 @@ class RunReport:
         scratch = self._path.with_suffix(".json.part")
         scratch.write_text(json.dumps(_finite(asdict(self.summary)), indent=2) + "\n", encoding="utf-8")
         os.replace(scratch, self._path)
+
+
+def record_failure(run_dir: Path, first_error: Mapping[str, Any]) -> None:
+    """Writes the failure into summary.json for a rank 0 that is gone."""
+    path = run_dir / "summary.json"
+    scratch = path.with_suffix(f".json.part{os.getpid()}")
+    with suppress(OSError, ValueError):
+        summary = json.loads(path.read_text(encoding="utf-8"))
+        scratch.write_text(json.dumps(summary | {"status": "failed", "first_error": first_error}, indent=2) + "\n", encoding="utf-8")
+        os.replace(scratch, path)
 
 
 def sample_rows(step: int, groups: Sequence[SampleGroup], advantages: Sequence[float]) -> list[dict[str, Any]]:

@@ -23,11 +23,12 @@ QUICK = ("train.steps=3", "checkpoint.save_interval=-1", f"launch.generation_lim
     ("what", "rank", "words"),
     [
         ("kill", 1, ["ended without a word (killed, "]),
+        ("kill", 0, ["ended without a word (killed, "]),
         ("raise", 3, ["reward=fault", "ValueError", "this reward cannot be computed"]),
         ("exit", 2, ["ended without a word (killed, "]),
         ("hang", 1, ["This rank is at tests/cluster/faults.py:", "Stacks of all ranks: logs/rank*.stacks"]),
     ],
-    ids=["killed", "raises", "exits with 0", "hangs"],
+    ids=["killed", "rank 0 killed", "raises", "exits with 0", "hangs"],
 )
 def test_a_failure_ends_the_job(what: str, rank: int, words: list[str], slurm: Slurm, repository: Path, tmp_path: Path) -> None:
     """Within 15 s no process is left; the merged log names rank and node exactly once, summary.json has the same error."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rlbatch.api import Prompt, Sample, SampleGroup, StepResult
-from rlbatch.metrics.report import RunReport, Summary, remove_samples_after, sample_rows, write_samples
+from rlbatch.metrics.report import RunReport, Summary, record_failure, remove_samples_after, sample_rows, write_samples
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 
@@ -184,3 +184,13 @@ def test_samples_of_steps_that_are_done_again_go(tmp_path: Path) -> None:
     remove_samples_after(tmp_path, 1)
     assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == ["notes.txt", "step_000001.jsonl"]
     remove_samples_after(tmp_path / "nowhere", 1)
+
+
+def test_failure_of_rank_0_itself(tmp_path: Path) -> None:
+    """Another rank writes it into what rank 0 left; where there is nothing, nothing is raised."""
+    record_failure(tmp_path, {"rank": 0})
+    RunReport(tmp_path)
+    record_failure(tmp_path, {"rank": 0, "host": "n1", "message": "ended without a word"})
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["status"], summary["first_error"]["host"], summary["steps"]) == ("failed", "n1", 0)
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
