@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 
@@ -12,9 +13,9 @@ from rlbatch.api import ModelFamily, RlbatchError
 from rlbatch.config.convert import key_docs, show_value
 from rlbatch.config.schema import Config
 from rlbatch.launch.cluster_variables import cluster_variables
-from rlbatch.launch.mpirun import Mpi, find_mpi, mpi_job, mpirun_variables
+from rlbatch.launch.mpirun import Mpi, find_mpi, mpi_job, mpirun_variables, read_hosts
 from rlbatch.launch.notice import checkpoint_bytes, notice_s
-from rlbatch.launch.placement import place, stages
+from rlbatch.launch.placement import Placement, place, stages
 from rlbatch.launch.sbatch import NOTICE_SIGNAL, job_name
 from rlbatch.plan.layout import degrees
 from rlbatch.prepare import find_problems, parameter_count
@@ -50,13 +51,14 @@ def show(config: Config, registry: Registry) -> int:
 
 
 def _summary(config: Config, run_dir: Path, parameters: float) -> Iterator[str]:
-    cluster, where = config.cluster, place(config)
+    cluster, where = config.cluster, _placement(config)
     yield f"Job         {job_name(config)}, launcher={config.launcher}{f', cluster {cluster.name}' if cluster.name else ''}"
     size = f", {parameters / 1e9:.4g} billion parameters" if parameters else ""
     yield f"Model       {config.model.hf}{size}, {config.train.precision}"
     yield f"Prompts     {config.data.train}{f'; held-out {config.data.eval}' if config.data.eval else ''}"
     yield f"Run folder  {run_dir} ({'goes on' if run_dir.exists() else 'new'})"
-    yield f"Ranks       {config.layout.world_size} = {_nodes(where.nodes)} x {where.ranks_per_node}{_hardware(config)}"
+    spread = f" = {_nodes(where.nodes)} x {where.ranks_per_node}" if where else " on the hosts below"
+    yield f"Ranks       {config.layout.world_size}{spread}{_hardware(config)}"
     if config.launcher in ("slurm", "none"):
         seconds = notice_s(config, parameters, run_dir)
         saved = checkpoint_bytes(parameters, config.train.precision) / 1e9
@@ -64,6 +66,19 @@ def _summary(config: Config, run_dir: Path, parameters: float) -> Iterator[str]:
             f"Notice      {NOTICE_SIGNAL} {seconds} s before the time limit: the job saves {saved:.4g} GB (1e9 bytes) at "
             f"cluster.storage_gbs={cluster.storage_gbs:g} GB/s, is queued again, goes on"
         )
+
+
+def _placement(config: Config) -> Placement | None:
+    """None: the hostfile's hosts take differently many ranks, or there is no such file."""
+    if config.launcher == "local":
+        return Placement(1, config.layout.world_size)
+    if config.launcher != "mpi":
+        return place(config)
+    with suppress(RlbatchError):  # told where the hosts are shown
+        hosts = read_hosts(config)
+        if len({host.slots for host in hosts}) == 1:
+            return Placement(len(hosts), hosts[0].slots or 1)
+    return None
 
 
 def _nodes(count: int) -> str:
@@ -82,7 +97,7 @@ def _hardware(config: Config) -> str:
 
 def _mesh(config: Config, family: ModelFamily | None) -> Iterator[str]:
     """How ranks divide the model, and which stage is on which nodes."""
-    layout, where = config.layout, place(config)
+    layout, where = config.layout, _placement(config)
     dense, experts = layout.tp_size * layout.pp_size * layout.cp_size, layout.etp_size * layout.ep_size * layout.pp_size
     yield (
         f"Layout      attention and dense layers: tp {layout.tp_size} x cp {layout.cp_size} x dp {layout.world_size / dense:g} "
@@ -96,9 +111,10 @@ def _mesh(config: Config, family: ModelFamily | None) -> Iterator[str]:
         return
     if layout.vpp_size > 1 or layout.pp_size > MOST_STAGES:
         return
-    for number, stage in enumerate(stages(degrees(layout, family.num_layers).stage_layers, layout.world_size, where.ranks_per_node)):
-        title = "Stages" if number == 0 else ""
-        yield f"{title:<12}{number}: {stage.layers} layers on {_span('rank', stage.ranks)} of {_span('node', stage.nodes)}"
+    per_node = where.ranks_per_node if where else layout.world_size
+    for number, stage in enumerate(stages(degrees(layout, family.num_layers).stage_layers, layout.world_size, per_node)):
+        title, nodes = "Stages" if number == 0 else "", f" of {_span('node', stage.nodes)}" if where else ""
+        yield f"{title:<12}{number}: {stage.layers} layers on {_span('rank', stage.ranks)}{nodes}"
 
 
 def _span(word: str, numbers: range) -> str:

@@ -199,3 +199,14 @@ def test_engines_that_cannot_hold_the_model(capsys: pytest.CaptureFixture[str], 
     lines = [line for line in capsys.readouterr().err.splitlines() if "an engine needs the whole model" in line]
     assert len(lines) == bool(fix)
     assert all(fix in line for line in lines)
+
+
+def test_hosts_that_take_differently_many_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A hostfile says where ranks go, not cluster.gpus_per_node: nothing is refused or said of nodes that does not hold."""
+    (tmp_path / "hosts").write_text("n1:1\nn2 slots=2\n")
+    layout = ("layout.world_size=3", "layout.ep_size=1", "train.prompts_per_step=6", "train.updates_per_step=1")
+    dry_run("+cluster=local", "launcher=mpi", "cluster.hostfile=hosts", *layout)
+    out = capsys.readouterr().out
+    assert "Ranks       3 on the hosts below (CPU)\n" in out
+    assert "Stages      0: 2 layers on ranks 0-2\n" in out
+    assert "Hosts       n1: rank 0, 1 on each\nHosts       n2: ranks 1-2, 2 on each\n" in out
