@@ -108,13 +108,13 @@ def _mesh(config: Config, family: ModelFamily | None) -> Iterator[str]:
     yield f"            recompute {layout.recompute_granularity or 'none'}, offload {config.offload.name}{offload}"
     if family is None:
         yield f"Stages      {layout.pp_size}; their layers are known once model.hf is"
-        return
     if layout.vpp_size > 1 or layout.pp_size > MOST_STAGES:
         return
     per_node = where.ranks_per_node if where else layout.world_size
-    for number, stage in enumerate(stages(degrees(layout, family.num_layers).stage_layers, layout.world_size, per_node)):
-        title, nodes = "Stages" if number == 0 else "", f" of {_span('node', stage.nodes)}" if where else ""
-        yield f"{title:<12}{number}: {stage.layers} layers on {_span('rank', stage.ranks)}{nodes}"
+    stage_layers = degrees(layout, family.num_layers).stage_layers if family else (0,) * layout.pp_size
+    for number, stage in enumerate(stages(stage_layers, layout.world_size, per_node)):
+        title, nodes = "Stages" if family and number == 0 else "", f" of {_span('node', stage.nodes)}" if where else ""
+        yield f"{title:<12}{number}: {f'{stage.layers} layers on ' if family else ''}{_span('rank', stage.ranks)}{nodes}"
 
 
 def _span(word: str, numbers: range) -> str:

@@ -109,6 +109,7 @@ def test_cluster_alone(capsys: pytest.CaptureFixture[str]) -> None:
     for words in ("#SBATCH --nodes=12\n", "Model       $MODEL_DIR, 671 billion parameters, bf16\n", "tp 8 x cp 1 x dp 1 x pp 12\n"):
         assert words in said.out
     assert "#SBATCH --signal=USR2@1320\n" in said.out
+    assert "            11: ranks 88-95 of node 11\n" in said.out
     refused = said.err.strip().splitlines()
     assert refused[0] == "This would be refused:"
     assert refused[1].startswith("  model.hf=$MODEL_DIR: the environment variable MODEL_DIR is not set. Set it to the model's")
