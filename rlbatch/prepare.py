@@ -147,7 +147,7 @@ def _run_dir_path(config: Config) -> Path:
 def _make_run_dir(config: Config) -> tuple[Path, bool]:
     """The run folder, mode 0700, and whether it was made now."""
     run_dir = _run_dir_path(config)
-    if not run_dir.exists():
+    if not os.path.exists(run_dir):  # what one may not look at neither
         return _new_folder(run_dir), True
     _check_run_dir(run_dir, config)
     run_dir.chmod(0o700)
@@ -155,11 +155,19 @@ def _make_run_dir(config: Config) -> tuple[Path, bool]:
 
 
 def _check_run_dir(run_dir: Path, config: Config) -> None:
-    if not config.run_dir or not run_dir.exists():
+    if not config.run_dir or not os.path.exists(run_dir):
         return
     if not run_dir.is_dir():
         raise ConfigError(f"run_dir={config.run_dir}: must be a folder, is a file. Choose another.")
-    entries = len(list(run_dir.iterdir()))
+    try:
+        entries, owner = len(list(run_dir.iterdir())), run_dir.stat().st_uid
+    except OSError as error:
+        raise ConfigError(f"run_dir={config.run_dir}: cannot be read ({error.strerror}). Choose another.") from error
+    if os.getuid() not in (0, owner):
+        raise ConfigError(
+            f"run_dir={config.run_dir}: belongs to user id {owner}, you are {os.getuid()}, and its owner decides what ranks read there. "
+            "Choose a folder of your own."
+        )
     if entries and config.resume != "auto":
         raise ConfigError(
             f"run_dir={config.run_dir}: must be new or empty, has {entries} entries. Choose another, or resume=auto to go on with that run."

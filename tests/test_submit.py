@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import stat
 from collections.abc import Sequence
@@ -112,6 +113,17 @@ def test_run_folder_is_never_reused(started: list[tuple[Config, Path]], capsys: 
     (tmp_path / "file").touch()
     assert refusal(capsys, ["run_dir=file"]).startswith("run_dir=file: must be a folder, is a file.")
     assert refusal(capsys, ["run_dir=file/below"]).startswith("run_dir=file/below: cannot be made")
+
+
+def test_run_folder_of_another_user(
+    started: list[tuple[Config, Path]], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused: ranks unpickle their task and read their config there."""
+    (tmp_path / "foreign").mkdir()
+    mine = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: mine + 1)
+    assert refusal(capsys, ["run_dir=foreign"]).startswith(f"run_dir=foreign: belongs to user id {mine}, you are {mine + 1}")
+    assert not list((tmp_path / "foreign").iterdir())
 
 
 @pytest.mark.parametrize(
