@@ -1,12 +1,13 @@
 """Faults of vLLM that we work around, each until a version without it: the registry.
 
-Without them two of these four give wrong numbers without a word, and one ends the process.
+Without them two of these give wrong numbers without a word, and one ends the process.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,6 +121,21 @@ def own_experts_only() -> None:
     CPUUnquantizedExperts.apply = apply
 
 
+def nameless_shared_memory() -> None:
+    """Once all ranks have joined, their memory needs no name."""
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    join = _CPUSHMDistributed._init_cpu_shm
+
+    def _init_cpu_shm(self: Any) -> int:
+        handle: int = join(self)
+        with suppress(FileNotFoundError):
+            os.unlink(f"/dev/shm/{self.group_name}_{self.communicator.rank_in_group}")
+        return handle
+
+    _CPUSHMDistributed._init_cpu_shm = _init_cpu_shm
+
+
 WORKAROUNDS = (
     Workaround(
         "native_rotary_embedding",
@@ -156,6 +172,15 @@ WORKAROUNDS = (
         symptom="expert parallelism reads beyond the weights and ends the process",
         link="https://github.com/vllm-project/vllm/blob/main/vllm/model_executor/layers/fused_moe/experts/cpu_moe.py",
         apply=own_experts_only,
+    ),
+    Workaround(
+        "nameless_shared_memory",
+        first=(0, 28),
+        last=(0, 32),
+        cpu_only=True,
+        symptom="tensor-parallel engines leave files vllm_dist_*-cpushm_* in /dev/shm, also when they end well",
+        link="https://github.com/vllm-project/vllm/blob/main/vllm/distributed/device_communicators/cpu_communicator.py",
+        apply=nameless_shared_memory,
     ),
 )
 

@@ -156,8 +156,8 @@ def test_a_sync_must_be_complete(change: Any, message: str, pairs: Callable[[str
     "sizes", [{}, {"data_parallel_size": 2, "enable_expert_parallel": True}], ids=["tensor parallel", "data and expert parallel"]
 )
 def test_two_ranks_share_an_engine(sizes: dict[str, Any], python: str, tmp_path: Path) -> None:
-    """The first generates what transformers does, after two syncs; the second only takes part in syncs."""
-    folder = write_model("qwen3_moe", tmp_path / "model")
+    """The first generates what transformers does, after two syncs; the second only takes part in syncs. Nothing stays in /dev/shm."""
+    folder, shared = write_model("qwen3_moe", tmp_path / "model"), set(os.listdir("/dev/shm"))
     both = threading.Barrier(2)
     said: list[bytes] = [b"", b""]
 
@@ -192,6 +192,7 @@ def test_two_ranks_share_an_engine(sizes: dict[str, Any], python: str, tmp_path:
         leader.close()
     thread.join(60)
     assert not thread.is_alive()
+    assert set(os.listdir("/dev/shm")) - shared == set()
 
 
 def test_a_killed_engine_is_noticed(python: str, tmp_path: Path) -> None:
