@@ -337,7 +337,14 @@ def _extra(name: str) -> tuple[ModuleType, Supplier]:
     return module, Supplier(name)
 
 
+def _pass_on(error: BaseException) -> None:
+    """A signal that ends this process raises a kind of SystemExit of its own: that is no fault of the plugin that it meets."""
+    if isinstance(error, SystemExit) and type(error) is not SystemExit:
+        raise error
+
+
 def _import_error(supplier: Supplier, error: BaseException) -> PluginError:
+    _pass_on(error)
     origin = f" of {supplier.distribution} {supplier.version}" if supplier.distribution else ""
     return PluginError(f"plugin {supplier.module}{origin}: does not import: {type(error).__name__}: {error}. Correct it, or do without it.")
 
@@ -366,6 +373,7 @@ def _registered(function: Any, hook: str, supplier: Supplier) -> Mapping[str, An
     try:
         names = function()
     except (Exception, SystemExit) as error:  # plugins run foreign code: whatever it raises must name the plugin
+        _pass_on(error)
         raise PluginError(f"plugin {supplier.module}: {hook} raised {type(error).__name__}: {error}. Correct it.") from error
     if not isinstance(names, Mapping) or not all(isinstance(name, str) for name in names):
         raise PluginError(
