@@ -96,7 +96,10 @@ def _run_steps(job: Job, log: RunLog, checkpoints: Checkpoints, resumed: Resumed
     """Returns what the next life goes on from, if the job has to end early: nothing was changed after that step."""
     config, steps, done = job.config, job.config.train.steps, resumed.step
     if not done or not resumed.is_followed_up:
-        log.phase(f"evaluating after step {done}, as its life had no time to" if done else "evaluating before the first step")
+        if done:
+            log.phase(f"evaluating and exporting after step {done}, as its life had no time to")
+        elif job.eval_prompts:
+            log.phase("evaluating before the first step")
         evaluated = _follow_up(job, done)
         if evaluated is None:
             return resumed
