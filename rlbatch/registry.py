@@ -337,14 +337,9 @@ def _extra(name: str) -> tuple[ModuleType, Supplier]:
     return module, Supplier(name)
 
 
-def _pass_on(error: BaseException) -> None:
-    """A signal that ends this process raises a kind of SystemExit of its own: that is no fault of the plugin that it meets."""
-    if isinstance(error, SystemExit) and type(error) is not SystemExit:
-        raise error
-
-
 def _import_error(supplier: Supplier, error: BaseException) -> PluginError:
-    _pass_on(error)
+    if isinstance(error, SystemExit) and type(error) is not SystemExit:  # a signal ends this process: no fault of the plugin
+        raise error
     origin = f" of {supplier.distribution} {supplier.version}" if supplier.distribution else ""
     return PluginError(f"plugin {supplier.module}{origin}: does not import: {type(error).__name__}: {error}. Correct it, or do without it.")
 
@@ -373,7 +368,8 @@ def _registered(function: Any, hook: str, supplier: Supplier) -> Mapping[str, An
     try:
         names = function()
     except (Exception, SystemExit) as error:  # plugins run foreign code: whatever it raises must name the plugin
-        _pass_on(error)
+        if isinstance(error, SystemExit) and type(error) is not SystemExit:  # see _import_error
+            raise
         raise PluginError(f"plugin {supplier.module}: {hook} raised {type(error).__name__}: {error}. Correct it.") from error
     if not isinstance(names, Mapping) or not all(isinstance(name, str) for name in names):
         raise PluginError(
@@ -392,11 +388,8 @@ def _options_type(name: str, value: Any, has_options: bool, hook: str, supplier:
         raise PluginError(f"{what} cannot have options. Register the function itself.")
     if not dataclasses.is_dataclass(value.options):
         raise PluginError(f"{what}: options must be a dataclass. Decorate it with @dataclass(frozen=True).")
-    required = [
-        field.name
-        for field in dataclasses.fields(value.options)
-        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-    ]
+    missing = dataclasses.MISSING
+    required = [field.name for field in dataclasses.fields(value.options) if field.default is field.default_factory is missing]
     if required:
         raise PluginError(f"{what}: the option `{required[0]}` has no default. Give it one.")
     return value.options
