@@ -388,8 +388,7 @@ def _options_type(name: str, value: Any, has_options: bool, hook: str, supplier:
         raise PluginError(f"{what} cannot have options. Register the function itself.")
     if not dataclasses.is_dataclass(value.options):
         raise PluginError(f"{what}: options must be a dataclass. Decorate it with @dataclass(frozen=True).")
-    missing = dataclasses.MISSING
-    required = [field.name for field in dataclasses.fields(value.options) if field.default is field.default_factory is missing]
+    required = [field.name for field in dataclasses.fields(value.options) if field.default is field.default_factory is dataclasses.MISSING]
     if required:
         raise PluginError(f"{what}: the option `{required[0]}` has no default. Give it one.")
     return value.options
