@@ -183,7 +183,7 @@ def _open_mpi(config: Config, mpi: Mpi, run_dir: Path, has_hostfile: bool) -> li
         for name in (network, "btl_tcp_if_include"):
             options += ["--prtemca" if name.startswith("prte") else "--mca", name, config.cluster.interface]
     own = {LAUNCH_VARIABLE, *(name for name in os.environ if name.startswith(FORWARDED))}
-    for name in sorted(own | cluster_variables(config.cluster).keys()):  # names only: values would show in `ps`
+    for name in sorted(own | mpirun_variables(config, mpi).keys()):  # names only: values would show in `ps`
         options += ["-x", name]
     return options
 
@@ -205,7 +205,10 @@ def _hydra(config: Config, mpi: Mpi, run_dir: Path, hosts: Sequence[Host], has_h
 
 def mpirun_variables(config: Config, mpi: Mpi) -> Mapping[str, str]:
     """Variables of mpirun itself, beside its parent's: it sends them to the ranks."""
-    return {**({"I_MPI_PIN": "0"} if mpi is Mpi.INTEL else {}), **cluster_variables(config.cluster)}
+    own = {"I_MPI_PIN": "0"} if mpi is Mpi.INTEL else {}
+    if mpi.is_open_mpi and not sys.stdout.isatty():
+        own["TERM"] = "dumb"  # it gives rank 0 a terminal also where its output goes to a file
+    return {**own, **cluster_variables(config.cluster)}
 
 
 def run_mpi(job: MpiJob, config: Config, run_dir: Path) -> int:

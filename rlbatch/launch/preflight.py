@@ -6,6 +6,7 @@ Every rank tells the others what it found, every rank draws the same conclusions
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections import Counter
@@ -135,12 +136,14 @@ class Preflight:
             print(one_line(self._facts, self._floor, links, time.monotonic() - self._started), flush=True)
 
     def _print_table(self, links: Sequence[Links], errors: Sequence[Finding]) -> None:
-        console = Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS, highlight=False)
+        is_terminal = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        columns, lines = (None, None) if is_terminal else (PIPE_COLUMNS, PIPE_COLUMNS)  # rich takes a width without a height for none
+        console = Console(width=columns, height=lines, highlight=False)
         with console.capture() as capture:
             console.print(table(self._facts, self._floor, self._clocks, links, time.monotonic() - self._started))
-        lines = [line.rstrip() for line in capture.get().splitlines()]  # rich pads them
-        lines += [f"error: {finding}" for finding in errors] + [f"warning: {finding}" for finding in self._warnings]
-        print("\n".join(lines), flush=True)
+        shown = [line.rstrip() for line in capture.get().splitlines()]  # rich pads them
+        shown += [f"error: {finding}" for finding in errors] + [f"warning: {finding}" for finding in self._warnings]
+        print("\n".join(shown), flush=True)
 
     def _needs(self) -> Footprint:
         hf = self._config.model.hf

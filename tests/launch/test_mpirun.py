@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import stat
@@ -110,8 +111,8 @@ OPEN_MPI = "-np 10 --hostfile /runs/mine/hostfile --map-by slot --bind-to none"
 @pytest.mark.parametrize(
     ("mpi", "words"),
     [
-        (Mpi.OPEN_MPI_4, f"{OPEN_MPI} -x OMP_NUM_THREADS -x PATH -x PYTHONUNBUFFERED -x RLBATCH_LAUNCH"),
-        (Mpi.OPEN_MPI_5, f"{OPEN_MPI} -x OMP_NUM_THREADS -x PATH -x PYTHONUNBUFFERED -x RLBATCH_LAUNCH"),
+        (Mpi.OPEN_MPI_4, f"{OPEN_MPI} -x OMP_NUM_THREADS -x PATH -x PYTHONUNBUFFERED -x RLBATCH_LAUNCH -x TERM"),
+        (Mpi.OPEN_MPI_5, f"{OPEN_MPI} -x OMP_NUM_THREADS -x PATH -x PYTHONUNBUFFERED -x RLBATCH_LAUNCH -x TERM"),
         (Mpi.MPICH, "-n 10 -f /runs/mine/hostfile -disable-auto-cleanup -bind-to none -localhost 10.0.0.9"),
         (Mpi.INTEL, "-n 10 -machinefile /runs/mine/hostfile"),
     ],
@@ -147,6 +148,15 @@ def test_without_hostfile(tmp_path: Path) -> None:
     assert job.hostfile == ""
     assert "slot:OVERSUBSCRIBE" in job.command
     assert len(job.hosts) == 1
+
+
+def test_output_that_goes_to_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Open MPI gives rank 0 a terminal in any case: it is told that there is none to draw on."""
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    assert mpirun_variables(Config(), Mpi.OPEN_MPI_5)["TERM"] == "dumb"
+    assert "TERM" not in mpirun_variables(Config(), Mpi.MPICH)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert "TERM" not in mpirun_variables(Config(), Mpi.OPEN_MPI_5)
 
 
 def test_intel_does_not_pin() -> None:
