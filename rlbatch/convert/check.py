@@ -103,12 +103,16 @@ def read_table(hf: Path, names: Path | None) -> Table:
     if names is not None:
         return _read_json(names)
     if any(hf.glob("*.safetensors")):
-        tensors = HfTensors(hf)
-        stored = {name: tensors.stored(name).entry for name in tensors.names()}
-        return Table(str(hf), list(stored), known={name: (entry.shape, entry.dtype) for name, entry in stored.items()})
+        return table_of(hf, HfTensors(hf))
     if (hf / INDEX).exists():
         return _read_json(hf / INDEX)
     raise DataError(f"hf={hf}: has neither *.safetensors nor {INDEX}. Download one of them, or give names=<table>.")
+
+
+def table_of(hf: Path, tensors: HfTensors) -> Table:
+    """What a folder's files hold."""
+    stored = {name: tensors.stored(name).entry for name in tensors.names()}
+    return Table(str(hf), list(stored), known={name: (entry.shape, entry.dtype) for name, entry in stored.items()})
 
 
 def _read_json(path: Path) -> Table:

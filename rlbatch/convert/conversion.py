@@ -17,6 +17,7 @@ from rlbatch.checkpoint.identity import model_identity
 from rlbatch.checkpoint.torch_dist import TorchDist, small_files
 from rlbatch.config.hf_config import read_config
 from rlbatch.convert import hf_output, to_dist, to_hf
+from rlbatch.convert.check import check, table_of
 from rlbatch.convert.options import Options, layout_config
 from rlbatch.convert.output import Draft, Output
 from rlbatch.convert.progress import ConversionProgress
@@ -167,15 +168,30 @@ def _dist_to_hf(options: Options) -> Work:
     return replace(work, note=note)
 
 
+def _source(family: ModelFamily, folder: Path) -> HfTensors:
+    """A folder's tensors: those of the family, in its shapes.
+
+    Raises:
+        RlbatchError: one that is missing, unknown, or of another shape or type.
+    """
+    hf = HfTensors(folder)
+    check_names(family, hf.names())
+    wrong = check(family, table_of(folder, hf)).wrong
+    if wrong:
+        raise DataError(f"hf={folder}: {wrong[0]} ({len(wrong)} tensors do not fit). Is config.json this model's?")
+    return hf
+
+
 def _fp8_to_bf16(options: Options) -> Work:
+    hf = _source(family_of(options), Path(options.hf))
     config = {name: value for name, value in read_config(Path(options.hf)).items() if name != "quantization_config"}
     config |= {name: str(torch.bfloat16).removeprefix("torch.") for name in ("dtype", "torch_dtype") if name in config}
-    return _to_hf(options, to_hf.to_bf16(HfTensors(Path(options.hf))), config)
+    return _to_hf(options, to_hf.to_bf16(hf), config)
 
 
 def _bf16_to_fp8(options: Options) -> Work:
-    family, hf = family_of(options), HfTensors(Path(options.hf))
-    check_names(family, hf.names())
+    family = family_of(options)
+    hf = _source(family, Path(options.hf))
     form = ExportForm(family, "fp8", read_config(Path(options.hf)), hf)
     return _to_hf(options, to_hf.to_fp8(family, hf), form.config())
 

@@ -65,7 +65,7 @@ def quantised(name: str, source: Source) -> list[HfTensor]:
         scales = []
         for strip in _strips(source):
             value, scale = quantize(strip if strip.dtype == torch.bfloat16 else strip.float())
-            check_scales(scale, name)
+            check_scales(scale, f"{getattr(source, 'origin', name)}, quantised")
             scales.append(scale)
             yield raw_bytes(value)
         known[:] = [torch.cat(scales)]

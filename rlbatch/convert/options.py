@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,8 @@ from rlbatch.api import ConfigError
 from rlbatch.config.convert import MISSING_VALUE, from_mapping, key_docs, show_value, unknown_key
 from rlbatch.config.schema import LayoutConfig, key
 
+_NUMBER = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
+"""A number that is text to YAML 1.1."""
 MODES = {
     "hf_to_dist": "a Hugging Face folder (bf16, fp32 or block-quantised fp8) to a torch_dist checkpoint",
     "dist_to_hf": "a torch_dist checkpoint to a Hugging Face folder",
@@ -115,7 +118,8 @@ def help_text() -> str:
 
 def _value(argument: str, text: str) -> Any:
     try:
-        return yaml.safe_load(text)
+        value = yaml.safe_load(text)
+        return float(text) if isinstance(value, str) and _NUMBER.fullmatch(text) else value
     except yaml.YAMLError:
         raise ConfigError(f"{argument}: the value cannot be read. Write a number, true, false, null or [a,b].") from None
 

@@ -10,6 +10,7 @@ import json
 import os
 import queue
 import shutil
+import socket
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -86,6 +87,8 @@ class Draft:
         try:
             self._lock(descriptor)
             self._check_plan()
+            for leftover in self.folder.rglob("*.part"):  # of a start that was killed
+                leftover.unlink(missing_ok=True)
             try:
                 yield
             except RlbatchError:
@@ -159,7 +162,7 @@ class Draft:
             RlbatchError: what ``parts`` raises.
         """
         path = self.folder / output.name
-        draft = path.with_name(f"{path.name}.part")
+        draft = path.with_name(_unfinished(path))
         checksum = written = flushed = 0
         try:
             with draft.open("wb", buffering=0) as file:
@@ -287,9 +290,14 @@ def _start_flushing(descriptor: int, start: int, length: int) -> None:
         ctypes.CDLL(None).sync_file_range(descriptor, ctypes.c_int64(start), ctypes.c_int64(length), _SYNC_FILE_RANGE_WRITE)
 
 
+def _unfinished(path: Path) -> str:
+    """A file's name until it is whole: of this process alone, as one of a killed start may still be at the same file."""
+    return f"{path.name}.{socket.gethostname()}.{os.getpid()}.part"
+
+
 def write_file(path: Path, content: bytes) -> None:
     """Writes a file that is there as a whole or not at all, also after a power cut."""
-    draft = path.with_name(f"{path.name}.part")
+    draft = path.with_name(_unfinished(path))
     with draft.open("wb") as file:
         file.write(content)
         file.flush()

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlbatch.convert.__main__ import main
+from rlbatch.convert.options import parse
 from tests import tiny_models
 from tests.convert.test_dist import run
 
@@ -39,6 +40,11 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     for word in ("hf_to_dist", "dist_to_hf", "fp8_to_bf16", "bf16_to_fp8", "check", "layout.first_stage_layers=null", "verify=false"):
         assert word in said
+
+
+def test_numbers() -> None:
+    """A number may be written as Python writes it."""
+    assert parse(["mode=hf_to_dist", "hf=x", "out=y", "file_gb=2e-05"]).file_gb == 2e-5
 
 
 @pytest.mark.parametrize(
@@ -124,6 +130,24 @@ def test_shard_missing(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     arguments = ("mode=hf_to_dist", f"hf={tmp_path / 'many'}", f"out={tmp_path / 'out'}")
     assert f"{files[1]}: is in model.safetensors.index.json and not there" in refused(capsys, *arguments)
     (tmp_path / "elsewhere").rename(tmp_path / "many" / "model-00009-of-00002.safetensors")
+
+
+@pytest.mark.parametrize("mode", ["fp8_to_bf16", "bf16_to_fp8"])
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda hf: _change(hf, EXPERT, None), "the checkpoint lacks 1 of its tensors, first model.layers.1.mlp.experts.3.down_proj"),
+        (lambda hf: _change(hf, "extra", torch.zeros(1)), "does not use 1 tensors of the checkpoint, first extra"),
+        (lambda hf: _change(hf, EXPERT, torch.zeros(32, 23)), f"{EXPERT}: shape [32, 23], must be [32, 24] (1 tensors do not fit)"),
+        (lambda hf: _change(hf, NORM, torch.zeros(32, dtype=torch.int64)), f"{NORM}: type I64, must be one of F32"),
+        (lambda hf: _config(hf, model_type="mamba"), "no plugin claims model_type `mamba`. Asked: "),
+    ],
+)
+def test_input_of_other_types(damage, message: str, mode: str, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Conversions between types copy no folder that is not whole, or that is not the model of its config.json."""
+    damage(hf)
+    assert message in refused(capsys, f"mode={mode}", f"hf={hf}", f"out={tmp_path / 'out'}")
+    assert list(tmp_path.iterdir()) == [hf]
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), 0.0])

@@ -17,9 +17,10 @@ import pytest
 
 from rlbatch.api import CheckpointError, ConfigError, DataError
 from rlbatch.checkpoint.torch_dist import MARKER
+from rlbatch.convert import conversion
 from rlbatch.convert import output as outputs_module
 from rlbatch.convert.conversion import convert
-from rlbatch.convert.options import parse
+from rlbatch.convert.options import Options, parse
 from rlbatch.convert.output import Draft, Output
 from rlbatch.launch.environment import RankInfo
 from tests import tiny_models
@@ -70,6 +71,38 @@ def test_files_appear_whole(tmp_path: Path) -> None:
     assert made["files"] == {"one": {"bytes": 7, "crc32": 0x1FA1B7DF}} or made["files"]["one"]["bytes"] == 7
     assert Draft(tmp_path / "out", {"a": 1}).is_complete()
     assert not Draft(tmp_path / "out", {"a": 2}).is_complete()
+
+
+def test_a_process_of_a_killed_start_spoils_nothing(tmp_path: Path) -> None:
+    """If a process is still at a file when the conversion was started again, it fails, and the file is that of the new start."""
+    draft, is_half, is_new = Draft(tmp_path / "out", {}), threading.Event(), threading.Event()
+    errors: list[BaseException] = []
+
+    def slow() -> Iterator[bytes]:
+        yield b"con"
+        is_half.set()
+        is_new.wait(60)
+        yield b"tent"
+
+    def old() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(outputs_module.os, "getpid", lambda: 1)
+            try:
+                draft.write(Output("one", 7, slow), ignore)
+            except BaseException as error:
+                errors.append(error)
+
+    with draft.locked():
+        thread = threading.Thread(target=old)
+        thread.start()
+        is_half.wait(60)
+    with draft.locked():
+        is_new.set()
+        thread.join()
+        assert draft.finished() == {}
+        assert [type(error) for error in errors] == [CheckpointError]
+        draft.write(output("one", b"content"), ignore)
+        assert (draft.folder / "one").read_bytes() == b"content"
 
 
 def test_verification_sees_a_flipped_bit(tmp_path: Path) -> None:
@@ -164,6 +197,19 @@ def test_killed_and_started_again(hf: Path, tmp_path: Path) -> None:
     assert contents(out) == contents(tmp_path / "fresh")
 
 
+@pytest.fixture
+def prepared_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads play processes here, and Megatron's state, on which shapes are found, is one for all threads."""
+    prepare, turn = conversion.prepare, threading.Lock()
+
+    def in_turn(options: Options) -> conversion.Work:
+        with turn:
+            return prepare(options)
+
+    monkeypatch.setattr(conversion, "prepare", in_turn)
+
+
+@pytest.mark.usefixtures("prepared_in_turn")
 def test_several_processes_share(hf: Path, tmp_path: Path) -> None:
     """Three processes (threads here) divide the files among them, and give what one gives."""
     arguments = ["mode=bf16_to_fp8", f"hf={hf}", "file_gb=0.00003", "verify=true"]
@@ -186,6 +232,7 @@ def test_several_processes_share(hf: Path, tmp_path: Path) -> None:
     assert contents(tmp_path / "out") == contents(tmp_path / "alone")
 
 
+@pytest.mark.usefixtures("prepared_in_turn")
 def test_a_failing_process_is_named(hf: Path, tmp_path: Path) -> None:
     """If a process fails, the first one ends too, saying which and why."""
     other = RankInfo(1, 2, 1, 2, 0, "here", job_id="8")
