@@ -26,6 +26,10 @@ BEAT_S = 10.0
 _POLL_S = 0.1
 
 
+class _ElsewhereError(CheckpointError):
+    """Another process failed, and said so itself."""
+
+
 class Team:
     """This process among those of its conversion.
 
@@ -98,6 +102,8 @@ class Team:
         """Lets the other processes know why this one ends."""
         try:
             yield
+        except _ElsewhereError:
+            raise
         except RlbatchError as error:
             if self._info.world_size > 1 and self._folder.is_dir():
                 with contextlib.suppress(OSError):
@@ -129,4 +135,4 @@ class Team:
     def _raise_failures(self) -> None:
         for path in sorted(self._folder.glob("failed.*")):
             if path.suffix != f".{self._info.rank}":
-                raise CheckpointError(f"process {path.suffix[1:]}: {path.read_text(encoding='utf-8')}")
+                raise _ElsewhereError(f"process {path.suffix[1:]}: {path.read_text(encoding='utf-8')}")

@@ -257,6 +257,7 @@ def test_a_failing_process_is_named(hf: Path, tmp_path: Path) -> None:
             convert(parse(arguments), RankInfo(0, 2, 0, 2, 0, "here", job_id="8"), lambda text: None)
         thread.join()
     assert not (tmp_path / "out").exists()
+    assert [path.name for path in (tmp_path / "out.part" / ".team").glob("failed.*")] == ["failed.1"], "said once, by the process itself"
 
 
 def test_done_is_done(hf: Path, tmp_path: Path) -> None:
