@@ -107,6 +107,7 @@ class VllmRollout:
                 **_texts(own.get("environment", {})),
             },
             entry_points=ENTRY_POINTS,
+            sockets_variable="VLLM_RPC_BASE_PATH",
         )
         start = {
             "options": theirs,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import queue
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rlbatch.api import RolloutError
-from rlbatch.engines.shared_names import remove_leftovers
+from rlbatch.engines.shared_names import private_folder, remove_leftovers
 from rlbatch.engines.site import scrubbed, write_site
 from rlbatch.engines.wire import Frame, Header, encode, read_frame
 from rlbatch.launch.children import dies_with_parent, signal_group
@@ -38,6 +39,7 @@ class EngineHost:
         python: Interpreter; empty: this one.
         variables: Environment variables beside the scrubbed ones of this process.
         entry_points: Entry-point group -> its lines, which the engine's interpreter shall see.
+        sockets_variable: Environment variable that tells the engine where its sockets go: a folder that only this user may enter.
     """
 
     def __init__(
@@ -48,16 +50,19 @@ class EngineHost:
         python: str = "",
         variables: Mapping[str, str] | None = None,
         entry_points: Mapping[str, Sequence[str]] | None = None,
+        sockets_variable: str = "",
     ) -> None:
         remove_leftovers()
         self._name, self.log = name, folder / "engine.log"
+        self._sockets = private_folder()
+        places = {sockets_variable: str(self._sockets)} if sockets_variable else {}
         site = write_site(folder / "site", entry_points or {})
         ours, theirs = socket.socketpair()
         with theirs, self.log.open("wb") as log:
             try:
                 self._process = subprocess.Popen(
                     [python or sys.executable, "-c", _RUN, str(theirs.fileno()), engine],
-                    env=scrubbed(os.environ, site, keep_path=not python) | dict(variables or {}),
+                    env=scrubbed(os.environ, site, keep_path=not python) | places | dict(variables or {}),
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
@@ -111,6 +116,7 @@ class EngineHost:
             signal_group(self.pid, signal.SIGKILL)
             self._process.wait()
         self._socket.close()
+        shutil.rmtree(self._sockets, ignore_errors=True)
         remove_leftovers()
 
     def gone(self) -> RolloutError:

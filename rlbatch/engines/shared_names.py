@@ -1,10 +1,12 @@
-"""Names for the shared memory that an engine's processes make with Python's ``multiprocessing``: whose it is shows, so that what a killed
-engine left in /dev/shm can be removed.
+"""Names for the shared memory that an engine's processes make with Python's ``multiprocessing``, and for folders of their sockets: whose
+they are shows, so that what a killed engine left can be removed.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from contextlib import suppress
 from multiprocessing import shared_memory
 from pathlib import Path
@@ -23,14 +25,19 @@ def name_shared_memory() -> None:
     names["_SHM_SAFE_NAME_LENGTH"] = len(names["_SHM_NAME_PREFIX"]) + 16
 
 
+def private_folder() -> Path:
+    """A new folder for sockets, named after this process, which only its user may enter; short enough for the paths of sockets."""
+    return Path(tempfile.mkdtemp(prefix=f"{PREFIX}{_namespace()}-{os.getpid()}-"))
+
+
 def remove_leftovers() -> None:
-    """Removes the shared memory of engines whose host is gone. Other users' and other containers' is left alone."""
+    """Removes the shared memory and folders of engines whose process is gone. Other users' and other containers' are left alone."""
     mine = f"{PREFIX}{_namespace()}-"
-    for path in FOLDER.glob(f"{mine}*"):
+    for path in [*FOLDER.glob(f"{mine}*"), *Path(tempfile.gettempdir()).glob(f"{mine}*")]:
         owner = path.name.removeprefix(mine).partition("-")[0]
         if owner.isdecimal() and not Path(f"/proc/{owner}").exists():
             with suppress(OSError):  # another rank was faster, or it is another user's
-                path.unlink()
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _namespace() -> int:
