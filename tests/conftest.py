@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 from rlbatch.testing.ranks import RankPools
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def _broken_pipes_are_errors() -> Iterator[None]:
+    """Commands let SIGPIPE end their process; the tests that call them in this one live on."""
+    previous = signal.getsignal(signal.SIGPIPE)
+    yield
+    signal.signal(signal.SIGPIPE, previous)
 
 
 @pytest.fixture(scope="session")
