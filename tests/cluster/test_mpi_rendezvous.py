@@ -16,6 +16,7 @@ from tests.cluster.processes import cannot_run
 
 OPTIONS = {"openmpi": ["--allow-run-as-root", "--bind-to", "none", "--map-by", "slot:OVERSUBSCRIBE"], "mpich": []}
 RANKS = """
+import os
 import sys
 from pathlib import Path
 from rlbatch.launch import life, rendezvous
@@ -27,7 +28,7 @@ from rlbatch.launch.watchdog import Watchdog
 config, run_dir = Config(), Path(sys.argv[1])
 meeting = rendezvous.join(RankInfo.from_environment(), run_dir, config, rendezvous.launch_word())
 with Watchdog(config.launch, meeting, run_dir) as watchdog:
-    print(len(watchdog.wait_for_ranks()), "met", flush=True)
+    os.write(1, f"{len(watchdog.wait_for_ranks())} met\\n".encode())  # at once: print's pieces would mingle with the other ranks'
 """
 
 
