@@ -97,7 +97,7 @@ def _run_steps(job: Job, log: RunLog, checkpoints: Checkpoints, resumed: Resumed
     config, steps, done = job.config, job.config.train.steps, resumed.step
     if not done or not resumed.is_followed_up:
         if done:
-            log.phase(f"evaluating and exporting after step {done}, as its life had no time to")
+            log.phase(f"evaluating after step {done}, as its life had no time to")
         elif job.eval_prompts:
             log.phase("evaluating before the first step")
         evaluated = _follow_up(job, done)
