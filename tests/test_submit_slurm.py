@@ -6,7 +6,9 @@ import json
 import os
 import pickle
 import stat
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -164,7 +166,8 @@ def test_followed_to_the_end(
         if not line:
             slurm.job("41", state, exit_code)
 
-    monkeypatch.setattr(rlbatch.launch.follow.time, "sleep", sleep)
+    # Of that module alone: threads that other tests left behind sleep too.
+    monkeypatch.setattr(rlbatch.launch.follow, "time", SimpleNamespace(**{**vars(time), "sleep": sleep}))
     assert rlbatch.submit.main([*LOCAL, "run_dir=mine", "follow=true"]) == code
     said = capsys.readouterr()
     assert said.out.endswith("step 1\nstep 2\n")
