@@ -99,8 +99,8 @@ class SharedMemoryTransfer(WeightTransferEngine):  # type: ignore[misc]
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """Older versions of vLLM ask for it; our trainer does not use vLLM."""
-        raise NotImplementedError
+        """Older versions of vLLM want the method, for trainers that hold a vLLM of their own."""
+        raise RuntimeError("weights are sent by the job's ranks (rlbatch.engines.sender), not by vLLM")
 
 
 class WorkerExtension:

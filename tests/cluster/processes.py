@@ -34,7 +34,10 @@ def require(*programs: str) -> None:
 
 
 def cannot_run(why: str) -> NoReturn:
-    """Skips the test; with ``CI=true``, where everything has to be there, fails it."""
+    """Skips the test, because this machine lacks what it runs on (root, a Debian package, an MPI, vLLM), which ``why`` names.
+
+    With ``CI=true`` it fails instead: there everything is installed, so that nothing is skipped.
+    """
     if os.environ.get("CI") == "true":
         pytest.fail(why)
     pytest.skip(why)
