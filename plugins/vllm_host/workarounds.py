@@ -136,51 +136,38 @@ def nameless_shared_memory() -> None:
     _CPUSHMDistributed._init_cpu_shm = _init_cpu_shm
 
 
+def _of_cpus(apply: Callable[[], None], symptom: str, link: str) -> Workaround:
+    """A fault of the CPU backend; 0.28 is the first that runs there, and 0.32 the last one tried."""
+    return Workaround(apply.__name__, (0, 28), (0, 32), True, symptom, link, apply)
+
+
+_SOURCE = "https://github.com/vllm-project/vllm/blob/main/vllm"
+
 WORKAROUNDS = (
-    Workaround(
-        "native_rotary_embedding",
-        first=(0, 28),
-        last=(0, 32),
-        cpu_only=True,
-        symptom="log-probs of DeepSeek models are off by up to 3.8 nats",
-        link="https://github.com/vllm-project/vllm/pull/31643",
-        apply=native_rotary_embedding,
+    _of_cpus(
+        native_rotary_embedding,
+        "log-probs of DeepSeek models are off by up to 3.8 nats",
+        "https://github.com/vllm-project/vllm/pull/31643",
     ),
-    Workaround(
-        "pack_experts_again",
-        first=(0, 28),
-        last=(0, 32),
-        cpu_only=True,
-        symptom="after the second sync the experts' weights have the wrong layout",
-        link="https://github.com/vllm-project/vllm/issues/48312",
-        apply=pack_experts_again,
+    _of_cpus(
+        pack_experts_again,
+        "after the second sync the experts' weights have the wrong layout",
+        "https://github.com/vllm-project/vllm/issues/48312",
     ),
-    Workaround(
-        "ragged_collectives",
-        first=(0, 28),
-        last=(0, 32),
-        cpu_only=True,
-        symptom="expert parallelism over data-parallel engines fails: all_gatherv is not implemented",
-        link="https://github.com/vllm-project/vllm/blob/main/vllm/distributed/device_communicators/cpu_communicator.py",
-        apply=ragged_collectives,
+    _of_cpus(
+        ragged_collectives,
+        "expert parallelism over data-parallel engines fails: all_gatherv is not implemented",
+        f"{_SOURCE}/distributed/device_communicators/cpu_communicator.py",
     ),
-    Workaround(
-        "own_experts_only",
-        first=(0, 28),
-        last=(0, 32),
-        cpu_only=True,
-        symptom="expert parallelism reads beyond the weights and ends the process",
-        link="https://github.com/vllm-project/vllm/blob/main/vllm/model_executor/layers/fused_moe/experts/cpu_moe.py",
-        apply=own_experts_only,
+    _of_cpus(
+        own_experts_only,
+        "expert parallelism reads beyond the weights and ends the process",
+        f"{_SOURCE}/model_executor/layers/fused_moe/experts/cpu_moe.py",
     ),
-    Workaround(
-        "nameless_shared_memory",
-        first=(0, 28),
-        last=(0, 32),
-        cpu_only=True,
-        symptom="tensor-parallel engines leave files vllm_dist_*-cpushm_* in /dev/shm, also when they end well",
-        link="https://github.com/vllm-project/vllm/blob/main/vllm/distributed/device_communicators/cpu_communicator.py",
-        apply=nameless_shared_memory,
+    _of_cpus(
+        nameless_shared_memory,
+        "tensor-parallel engines leave files vllm_dist_*-cpushm_* in /dev/shm, also when they end well",
+        f"{_SOURCE}/distributed/device_communicators/cpu_communicator.py",
     ),
 )
 
