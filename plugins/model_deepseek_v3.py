@@ -19,12 +19,11 @@ from rlbatch.api import (
     ModelFamily,
     ParamMapping,
     Passthrough,
-    Vocab,
+    decoder,
     hookimpl,
 )
 
-_MEGATRON = "decoder.layers.{layer}."
-_HF = "model.layers.{layer}."
+_MEGATRON, _HF = decoder.LAYER, decoder.HF_LAYER
 _EXPERT = _HF + "mlp.experts.{expert}."
 _SHARED = _HF + "mlp.shared_experts."
 _YARN = ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
@@ -183,17 +182,11 @@ def _yarn(fields: HfFields, rope: Mapping[str, Any], context: int) -> dict[str, 
 
 
 def _mappings(fields: HfFields, dense: int, layers: int, has_low_rank_query: bool, tied: bool) -> tuple[ParamMapping, ...]:
-    query = _LOW_RANK_QUERY if has_low_rank_query else _QUERY
-    parts: list[ParamMapping] = [*_EVERYWHERE, *query]
-    if dense:
-        first = range(dense)
-        parts += [
-            Gated(_MEGATRON + "mlp.linear_fc1.weight", _HF + "mlp.gate_proj.weight", _HF + "mlp.up_proj.weight", layers=first),
-            Direct(_MEGATRON + "mlp.linear_fc2.weight", _HF + "mlp.down_proj.weight", tp_dim=1, layers=first),
-        ]
+    attention = (*_KEY_VALUE, *(_LOW_RANK_QUERY if has_low_rank_query else _QUERY), decoder.ATTENTION_OUTPUT)
+    mlp = list(decoder.dense_mlp(range(dense))) if dense else []
     if dense < layers:
-        parts += _expert_mappings(range(dense, layers), has_shared=_shared_experts(fields) > 0)
-    return (*parts, *(() if tied else (Vocab("output_layer.weight", "lm_head.weight"),)))
+        mlp += _expert_mappings(range(dense, layers), has_shared=_shared_experts(fields) > 0)
+    return decoder.mappings(attention, mlp, tied=tied)
 
 
 def _expert_mappings(sparse: range, *, has_shared: bool) -> list[ParamMapping]:
@@ -224,20 +217,15 @@ def _passthrough(fields: HfFields, dense: int, layers: int, has_low_rank_query: 
     if not _shared_experts(fields):  # transformers writes empty tensors then
         carried += [Passthrough(_SHARED + f"{name}_proj.weight", range(dense, layers), is_optional=True) for name in ("gate", "up", "down")]
     dropped = [Passthrough(_HF + "self_attn.rotary_emb.inv_freq", range(layers + ahead), is_dropped=True)]
-    return (*carried, *dropped, *((Passthrough("lm_head.weight", is_dropped=True),) if tied else ()))
+    return (*carried, *dropped, *decoder.tied_copies(tied))
 
 
 _ATTENTION, _HF_ATTENTION = _MEGATRON + "self_attention.", _HF + "self_attn."
 
-_EVERYWHERE = (
-    Vocab("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
-    Direct(_MEGATRON + "input_layernorm.weight", _HF + "input_layernorm.weight"),
+_KEY_VALUE = (
     Direct(_ATTENTION + "linear_kv_down_proj.weight", _HF_ATTENTION + "kv_a_proj_with_mqa.weight"),
     Direct(_ATTENTION + "kv_layernorm.weight", _HF_ATTENTION + "kv_a_layernorm.weight"),
     Direct(_ATTENTION + "linear_kv_up_proj.weight", _HF_ATTENTION + "kv_b_proj.weight", tp_dim=0),
-    Direct(_ATTENTION + "linear_proj.weight", _HF_ATTENTION + "o_proj.weight", tp_dim=1),
-    Direct(_MEGATRON + "pre_mlp_layernorm.weight", _HF + "post_attention_layernorm.weight"),
-    Direct("decoder.final_layernorm.weight", "model.norm.weight"),
 )
 _QUERY = (Direct(_ATTENTION + "linear_q_proj.weight", _HF_ATTENTION + "q_proj.weight", tp_dim=0),)
 _LOW_RANK_QUERY = (
@@ -246,9 +234,6 @@ _LOW_RANK_QUERY = (
     Direct(_ATTENTION + "linear_q_up_proj.weight", _HF_ATTENTION + "q_b_proj.weight", tp_dim=0),
 )
 
-_FP8 = frozenset(
-    (
-        *(_HF_ATTENTION + f"{name}.weight" for name in ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")),
-        *(place + f"{name}_proj.weight" for place in (_EXPERT, _SHARED, _HF + "mlp.") for name in ("gate", "up", "down")),
-    )
+_FP8 = decoder.weights(_HF_ATTENTION, ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")).union(
+    *(decoder.weights(place) for place in (_EXPERT, _SHARED, _HF + "mlp."))
 )

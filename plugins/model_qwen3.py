@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rlbatch.api import Direct, Gated, HfFields, ModelFamily, Passthrough, Qkv, Vocab, hookimpl
-
-_MEGATRON = "decoder.layers.{layer}."
-_HF = "model.layers.{layer}."
+from rlbatch.api import HfFields, ModelFamily, decoder, hookimpl
 
 
 @hookimpl
@@ -32,63 +29,11 @@ def qwen3(hf_config: Mapping[str, Any]) -> ModelFamily:
     fields.ignore("sliding_window", "max_window_layers")  # without effect unless use_sliding_window
     fields.every("layer_types", "full_attention")
     fields.block_fp8()
-    rope = fields.rope(default_theta=10000.0)
-    tied = fields.flag("tie_word_embeddings", default=False)
-    family = ModelFamily(
-        name="qwen3",
-        transformer=_transformer(fields),
-        vocab_size=fields.size("vocab_size"),
-        rotary_base=rope["rope_theta"],
-        tie_embeddings=tied,
+    return decoder.decoder_family(
+        fields,
+        decoder.grouped_query_transformer(fields, head_dim=128) | {"qk_layernorm": True},
+        attention=(decoder.QKV, *decoder.QUERY_KEY_NORMS, decoder.ATTENTION_OUTPUT),
+        mlp=decoder.dense_mlp(),
         max_sequence_length=fields.size("max_position_embeddings", default=32768),
-        mappings=_MAPPINGS if tied else (*_MAPPINGS, Vocab("output_layer.weight", "lm_head.weight")),
-        passthrough=(Passthrough("lm_head.weight", is_dropped=True),) if tied else (),
-        fp8=_FP8,
+        fp8=decoder.ATTENTION_FP8 | decoder.weights(decoder.HF_LAYER + "mlp."),
     )
-    fields.close()
-    return family
-
-
-def _transformer(fields: HfFields) -> dict[str, Any]:
-    heads = fields.size("num_attention_heads")
-    groups = fields.size("num_key_value_heads", default=heads)
-    fields.divides("num_key_value_heads", groups, "num_attention_heads", heads)
-    return {
-        "num_layers": fields.size("num_hidden_layers"),
-        "hidden_size": fields.size("hidden_size"),
-        "num_attention_heads": heads,
-        "num_query_groups": groups,
-        "kv_channels": fields.size("head_dim", default=128),
-        "ffn_hidden_size": fields.size("intermediate_size"),
-        "normalization": "RMSNorm",
-        "layernorm_epsilon": fields.number("rms_norm_eps", 1e-6),
-        "qk_layernorm": True,
-        "gated_linear_unit": True,
-        "activation_func": "silu",
-    }
-
-
-_FP8 = frozenset(
-    (
-        *(_HF + f"self_attn.{name}_proj.weight" for name in "qkvo"),
-        *(_HF + f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
-    )
-)
-
-_MAPPINGS = (
-    Vocab("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
-    Direct(_MEGATRON + "input_layernorm.weight", _HF + "input_layernorm.weight"),
-    Qkv(
-        _MEGATRON + "self_attention.linear_qkv.weight",
-        _HF + "self_attn.q_proj.weight",
-        _HF + "self_attn.k_proj.weight",
-        _HF + "self_attn.v_proj.weight",
-    ),
-    Direct(_MEGATRON + "self_attention.q_layernorm.weight", _HF + "self_attn.q_norm.weight"),
-    Direct(_MEGATRON + "self_attention.k_layernorm.weight", _HF + "self_attn.k_norm.weight"),
-    Direct(_MEGATRON + "self_attention.linear_proj.weight", _HF + "self_attn.o_proj.weight", tp_dim=1),
-    Direct(_MEGATRON + "pre_mlp_layernorm.weight", _HF + "post_attention_layernorm.weight"),
-    Gated(_MEGATRON + "mlp.linear_fc1.weight", _HF + "mlp.gate_proj.weight", _HF + "mlp.up_proj.weight"),
-    Direct(_MEGATRON + "mlp.linear_fc2.weight", _HF + "mlp.down_proj.weight", tp_dim=1),
-    Direct("decoder.final_layernorm.weight", "model.norm.weight"),
-)

@@ -1,5 +1,6 @@
 """All that a plugin needs. Imports no torch."""
 
+from rlbatch.api import decoder
 from rlbatch.api.errors import (
     CheckpointError,
     ConfigError,
@@ -91,5 +92,6 @@ __all__ = [
     "StepResult",
     "Vocab",
     "WeightBucket",
+    "decoder",
     "hookimpl",
 ]

@@ -34,12 +34,15 @@ class HfFields:
 
     Args:
         hf_config: The parsed file.
-        family: Name of the family that reads it, for messages.
+        family: Name of the family that reads it.
+
+    Attributes:
+        family: As given.
     """
 
     def __init__(self, hf_config: Mapping[str, Any], family: str) -> None:
         self._config = hf_config
-        self._family = family
+        self.family = family
         self._read: set[str] = set(MEANINGLESS)
 
     def value(self, name: str, default: Any = None) -> Any:
@@ -62,7 +65,7 @@ class HfFields:
         present = {name: value for name, value in given.items() if value is not None}
         if not present:
             if default is None:
-                raise ModelError(f"config.json {names[0]}: is missing, and the {self._family} family needs it. Add it.")
+                raise ModelError(f"config.json {names[0]}: is missing, and the {self.family} family needs it. Add it.")
             return default
         name, value = next(iter(present.items()))
         if any(other != value for other in present.values()):
@@ -103,7 +106,7 @@ class HfFields:
         given = self.value(name)
         if given is not None and given not in values:
             implemented = " or ".join(repr(value) for value in values)
-            raise ModelError(f"config.json {name}={given!r}: the {self._family} family implements {implemented} only. Use another model.")
+            raise ModelError(f"config.json {name}={given!r}: the {self.family} family implements {implemented} only. Use another model.")
 
     def every(self, name: str, value: str) -> None:
         """A list, one item a layer, that is implemented for one value only; absent or null is that too.
@@ -114,7 +117,7 @@ class HfFields:
         given = self.value(name)
         if given is not None and (not isinstance(given, list) or any(item != value for item in given)):
             shown = _shortened(given)
-            raise ModelError(f"config.json {name}={shown}: the {self._family} family implements {value!r} only. Use another model.")
+            raise ModelError(f"config.json {name}={shown}: the {self.family} family implements {value!r} only. Use another model.")
 
     def ignore(self, *names: str) -> None:
         """Fields that this family's arithmetic does not depend on."""
@@ -148,19 +151,19 @@ class HfFields:
         if kind not in ("default", *kinds):
             implemented = " or ".join(repr(name) for name in ("default", *kinds))
             raise ModelError(
-                f"config.json {field}.rope_type={kind!r}: the {self._family} family implements {implemented} only. Use another model."
+                f"config.json {field}.rope_type={kind!r}: the {self.family} family implements {implemented} only. Use another model."
             )
         outside = {name: self.value(name) for name in ("rope_theta", "partial_rotary_factor")}
         theta = given.pop("rope_theta", None) or outside["rope_theta"] or default_theta
         rotated = given.pop("partial_rotary_factor", None) or outside["partial_rotary_factor"] or 1.0
         if rotated != 1.0:
             raise ModelError(
-                f"config.json partial_rotary_factor={rotated!r}: the {self._family} family implements 1.0 only. Use another model."
+                f"config.json partial_rotary_factor={rotated!r}: the {self.family} family implements 1.0 only. Use another model."
             )
         for name, value in given.items():
             if name not in kinds.get(kind, ()) and value is not None:
                 raise ModelError(
-                    f"config.json {field}.{name}={value!r}: the {self._family} family does not implement it for rope_type {kind!r}. "
+                    f"config.json {field}.{name}={value!r}: the {self.family} family does not implement it for rope_type {kind!r}. "
                     "Remove it, or use another model."
                 )
         return {**given, "rope_type": kind, "rope_theta": self._positive(f"{field}.rope_theta", theta)}
@@ -204,7 +207,7 @@ class HfFields:
                 continue
             if any(part in name.lower() for part in SUSPICIOUS):
                 raise ModelError(
-                    f"config.json {name}={_shortened(value)}: the {self._family} family does not know this field, and it may change the "
+                    f"config.json {name}={_shortened(value)}: the {self.family} family does not know this field, and it may change the "
                     "arithmetic. Remove it if it does not, or use another model."
                 )
 
