@@ -56,17 +56,17 @@ def complete(root: Path, step: int, progress: Mapping[str, Any], keep: int = 0) 
     files = sorted(path for path in draft.rglob("*") if path.is_file())
     for path in files:
         if path.suffix != TENSOR_SUFFIX:
-            _sync(path)
+            sync(path)
     listed = {str(path.relative_to(draft)): _listing(path) for path in files}
     _write_json(draft / PROGRESS, {"format": FORMAT, **progress, "files": listed})
     for changed in (draft / STATE, draft):
-        _sync(changed)
+        sync(changed)
     if folder.exists():  # an earlier life of this run saved the same step, and latest.json names another
         _delete(folder)
     os.replace(draft, folder)
-    _sync(root)
+    sync(root)
     _write_json(root / LATEST, {"folder": folder.name})
-    _sync(root)
+    sync(root)
     if keep:
         for old in _by_age(root, newest=folder)[:-keep]:
             _delete(old)
@@ -142,7 +142,8 @@ def _listing(path: Path) -> tuple[int, str]:
     return path.stat().st_size, digest
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Waits until a file's bytes, or a folder's names, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

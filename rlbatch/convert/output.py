@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rlbatch.api import CheckpointError, ConfigError, DataError, RlbatchError
+from rlbatch.checkpoint.run_folder import sync
 from rlbatch.checkpoint.torch_dist import MARKER
 
 PLAN = ".plan.json"
@@ -180,7 +181,7 @@ class Draft:
             if written != output.nbytes:
                 raise RuntimeError(f"{output.name}: {written} bytes were made, {output.nbytes} announced")
             os.replace(draft, path)
-            _sync(self.folder)
+            sync(self.folder)
             self._record(output.name, written, checksum, verified=False)
         except OSError as error:
             draft.unlink(missing_ok=True)
@@ -233,7 +234,7 @@ class Draft:
         for leftover in self.folder.glob("*.part"):
             leftover.unlink()
         os.replace(self.folder, self.out)
-        _sync(self.out.parent)
+        sync(self.out.parent)
         for hidden in (_DONE, TEAM):
             shutil.rmtree(self.out / hidden, ignore_errors=True)
         (self.out / PLAN).unlink()
@@ -303,15 +304,7 @@ def write_file(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(draft, path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(path.parent)
 
 
 def _difference(old: Any, new: Any, name: str = "") -> str:

@@ -46,6 +46,7 @@ CONFIGS: dict[str, Config] = {
     "DeepSeek-V3": {  # and R1
         **_LATENT,
         **_sizes(7168, 18432, 61, 128, 128),
+        "max_position_embeddings": 163840,
         "vocab_size": 129280,
         "rope_theta": 10000,
         "first_k_dense_replace": 3,
