@@ -1,32 +1,15 @@
-"""Generation by vLLM, in a process of its own beside the rank: ``rlbatch_plugins.vllm_host`` is what runs there.
-
-An engine belongs to ``gpus_per_engine`` neighbouring ranks of a node. The first of them holds it and generates; all send it weights.
-"""
+"""Generation by vLLM, in a process of its own beside the rank: ``rlbatch_plugins.vllm_host`` is what runs there."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from rlbatch.api import (
-    Completion,
-    ConfigError,
-    Configurable,
-    Prompt,
-    RolloutContext,
-    RolloutError,
-    SamplingParams,
-    WeightBucket,
-    hookimpl,
-)
-from rlbatch.engines.client import EngineHost
-from rlbatch.engines.sender import WeightSender
-from rlbatch.engines.wire import pack_ints, unpack_ints
+from rlbatch.api import ConfigError, Configurable, RolloutContext, hookimpl
+from rlbatch.engines.rollout import EngineProgram, HostedOptions, HostedRollout, own_and_theirs, variables_of, visible_devices
 
 HOST = "rlbatch_plugins.vllm_host.engine:VllmEngine"
 ENTRY_POINTS = {"vllm.general_plugins": ["rlbatch = rlbatch_plugins.vllm_host.plugin:register"]}
@@ -36,29 +19,11 @@ EAGER_VARIABLES = {"TORCHDYNAMO_DISABLE": "1"}
 """On CPUs: small functions that vLLM compiles even where it is told to be eager cost 45 s at the first token."""
 VARIABLES = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 """A job's engine talks to nobody."""
-OWN_KEYS = ("python", "environment")
-"""Keys of ``rollout.engine`` that are ours; all others are vLLM's."""
 
 
 @dataclass(frozen=True)
-class VllmOptions:
+class VllmOptions(HostedOptions):
     """``rollout.options.*``"""
-
-    gpus_per_engine: int = field(
-        default=1, metadata={"doc": "Ranks that share an engine; tensor parallel size times the data and pipeline parallel sizes."}
-    )
-    max_concurrency: int = field(default=0, metadata={"doc": "Samples that an engine works on at once; 0: as many as vLLM takes."})
-    request_timeout_s: float = field(default=3600.0, metadata={"doc": "Seconds for one sample; beyond it the run ends."})
-    start_timeout_s: float = field(default=900.0, metadata={"doc": "Seconds for an engine's start, and for its first answer."})
-    hang_limit_s: float = field(default=30.0, metadata={"doc": "Seconds without a sign of life while generating; beyond it the run ends."})
-    sync_timeout_s: float = field(
-        default=600.0, metadata={"doc": "Seconds for an engine to load a bucket of weights, to sleep or to wake."}
-    )
-    min_response_tokens: int = field(default=0, metadata={"doc": "Tokens before a stop token can be sampled."})
-    sleep_level: int = field(
-        default=1,
-        metadata={"doc": "On GPUs, while training: 1 keeps the weights in host memory, 2 drops them, 0 keeps the GPU's memory."},
-    )
 
 
 def ranks_per_engine(options: VllmOptions) -> int:
@@ -69,178 +34,55 @@ def ranks_per_engine(options: VllmOptions) -> int:
 @hookimpl
 def rlbatch_register_rollout_backends() -> Mapping[str, Configurable]:
     """Offers ``rollout=vllm``."""
-    return {"vllm": Configurable(VllmRollout, VllmOptions, ranks_per_engine=ranks_per_engine, has_engine=True)}
+    return {"vllm": Configurable(vllm_rollout, VllmOptions, ranks_per_engine=ranks_per_engine, has_engine=True)}
 
 
-class VllmRollout:
-    """A ``RolloutBackend`` and this rank's part of an engine.
+def vllm_rollout(context: RolloutContext, options: VllmOptions) -> HostedRollout:
+    """A ``RolloutBackend``."""
+    return HostedRollout(context, options, partial(program, context, options))
+
+
+def program(context: RolloutContext, options: VllmOptions, devices: Sequence[str]) -> EngineProgram:
+    """vLLM with the user's options and what other keys decide.
 
     Args:
         context: Place, device and vLLM's own options.
         options: Ours.
+        devices: Of the ranks that share the host.
     """
-
-    def __init__(self, context: RolloutContext, options: VllmOptions) -> None:
-        if options.sleep_level not in (0, 1, 2):
-            raise ConfigError(f"rollout.options.sleep_level={options.sleep_level}: must be 0, 1 or 2. Choose one.")
-        self._options, self._gather = options, context.gather
-        self._audit = context.audit_sync
-        self._sleep_level = options.sleep_level if context.device != "cpu" else 0
-        self._asleep, self._has_weights, self._has_answered = 0, False, False
-        devices = [device.decode() for device in context.gather(context.device.encode())]
-        self._host = self._started(context, devices) if context.engine_rank == 0 else None
-        self._sender = WeightSender(self._host, context.device, context.gather, options.sync_timeout_s)
-
-    def _started(self, context: RolloutContext, devices: Sequence[str]) -> EngineHost:
-        own = {key: context.engine[key] for key in OWN_KEYS if key in context.engine}
-        theirs = {key: value for key, value in context.engine.items() if key not in OWN_KEYS}
-        on_cpu = context.device == "cpu"
-        host = EngineHost(
-            "vllm",
-            HOST,
-            context.folder,
-            python=str(own.get("python", "")),
-            variables={
-                **VARIABLES,
-                **(CPU_VARIABLES if on_cpu else _visible(devices)),
-                **(EAGER_VARIABLES if on_cpu and theirs.get("enforce_eager", True) else {}),
-                **_texts(own.get("environment", {})),
-            },
-            entry_points=ENTRY_POINTS,
-            sockets_variable="VLLM_RPC_BASE_PATH",
-        )
-        start = {
+    own, theirs = own_and_theirs(context.engine)
+    on_cpu = context.device == "cpu"
+    return EngineProgram(
+        "vllm",
+        HOST,
+        start={
             "options": theirs,
             "process_start": "fork" if on_cpu and os.environ.get("OMP_NUM_THREADS") == "1" else "",
             "defaults": {"dtype": context.dtype, "load_format": "dummy", **(CPU_DEFAULTS if on_cpu else {})},
             "decided": {
                 "model": [str(context.hf_folder.resolve()), "model.hf"],
-                "tensor_parallel_size": [self._tensor_parallel(theirs), "rollout.options.gpus_per_engine"],
-                "enable_sleep_mode": [self._sleep_level > 0, "rollout.options.sleep_level"],
+                "tensor_parallel_size": [_tensor_parallel(options, theirs), "rollout.options.gpus_per_engine"],
+                "enable_sleep_mode": [options.sleep_level > 0 and not on_cpu, "rollout.options.sleep_level"],
             },
-        }
-        try:
-            self._max_model_len = int(host.call("start", start, limit_s=self._options.start_timeout_s)["max_model_len"])
-        except BaseException:  # also a signal: nobody else would end it
-            host.close()
-            raise
-        return host
-
-    def _tensor_parallel(self, theirs: Mapping[str, Any]) -> int:
-        others = {key: int(theirs.get(key, 1)) for key in ("data_parallel_size", "pipeline_parallel_size")}
-        product = others["data_parallel_size"] * others["pipeline_parallel_size"]
-        if product < 1 or self._options.gpus_per_engine % product:
-            said = ", ".join(f"rollout.engine.{key}={value}" for key, value in others.items())
-            raise ConfigError(
-                f"rollout.options.gpus_per_engine={self._options.gpus_per_engine}: must be a multiple of {product} ({said}). "
-                "Change one of them."
-            )
-        return self._options.gpus_per_engine // product
-
-    def update_weights(self, buckets: Iterable[WeightBucket]) -> None:
-        """Wakes the engine for its weights, sends them, and then gives it its cache; see ``RolloutBackend``."""
-        self._gather(b"")  # all ranks of the engine have given their memory back
-        self._wake("weights")
-        if self._host is not None:
-            audit = self._audit == "always" or (self._audit == "first" and not self._has_weights)
-            self._host.call("start_update", {"audit": audit}, limit_s=self._options.sync_timeout_s)
-        version = self._sender.send(buckets)
-        if self._host is not None:
-            self._host.call("finish_update", {"policy_version": version}, limit_s=self._options.sync_timeout_s)
-        self._has_weights = True
-        self._wake("kv_cache")
-        if self._asleep:
-            self._asleep = 0
-
-    def _wake(self, tag: str) -> None:
-        if self._asleep and self._host is not None:
-            self._host.call("wake", {"tags": [tag]}, limit_s=self._options.sync_timeout_s)
-
-    def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> Iterator[list[Completion]]:
-        """All samples of all prompts at once, and each prompt's as soon as those before it are complete; see ``RolloutBackend``."""
-        if self._host is None:
-            raise RolloutError("rollout=vllm: this rank has no engine, so no share of the prompts.")
-        if self._asleep:
-            if self._asleep == 2:
-                raise RolloutError("rollout=vllm: sleep level 2 dropped the weights. Sync them before generating.")
-            self._wake("weights")
-            self._wake("kv_cache")
-            self._asleep = 0
-        self._check_lengths(prompts, params)
-        header = {
-            "lengths": [len(prompt.token_ids) for prompt in prompts],
-            "seeds": [[_seed(params, prompt, index) for index in range(params.samples_per_prompt)] for prompt in prompts],
-            "temperature": params.temperature,
-            "max_tokens": params.max_response_tokens,
-            "min_tokens": self._options.min_response_tokens,
-            "stop_token_ids": list(params.stop_token_ids),
-            "max_concurrency": self._options.max_concurrency,
-            "request_timeout_s": self._options.request_timeout_s,
-        }
-        call = self._host.begin("generate", header, pack_ints(prompt.token_ids for prompt in prompts))
-        done: dict[int, list[Completion]] = {}
-        following = 0
-        # The first answer may wait for kernels that are compiled when they are first used.
-        limit = self._options.hang_limit_s if self._has_answered else max(self._options.hang_limit_s, self._options.start_timeout_s)
-        try:
-            for answer, payload in call.frames(limit):
-                if not answer.get("end"):
-                    done[answer["prompt"]] = _completions(answer, payload)
-                while following in done:
-                    yield done.pop(following)
-                    following += 1
-            self._has_answered = True
-        finally:
-            call.cancel()
-
-    def _check_lengths(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
-        for prompt in prompts:
-            total = len(prompt.token_ids) + params.max_response_tokens
-            if total > self._max_model_len:
-                raise RolloutError(
-                    f"rollout.max_response_tokens={params.max_response_tokens}: with prompt {prompt.prompt_id} of {len(prompt.token_ids)} "
-                    f"tokens {total}, the engine's context is {self._max_model_len}. Lower it, or raise rollout.engine.max_model_len."
-                )
-
-    def sleep(self) -> None:
-        """Gives the GPU's memory back until the next sync; see ``SleepingBackend``."""
-        if self._sleep_level and not self._asleep:
-            if self._host is not None:
-                self._host.call("sleep", {"level": self._sleep_level}, limit_s=self._options.sync_timeout_s)
-            self._asleep = self._sleep_level
-
-    def close(self) -> None:
-        """Ends the engine and all its processes."""
-        if self._host is not None:
-            self._host.close()
+        },
+        python=str(own.get("python", "")),
+        variables={
+            **VARIABLES,
+            **(CPU_VARIABLES if on_cpu else visible_devices(devices)),
+            **(EAGER_VARIABLES if on_cpu and theirs.get("enforce_eager", True) else {}),
+            **variables_of(own),
+        },
+        entry_points=ENTRY_POINTS,
+        sockets_variable="VLLM_RPC_BASE_PATH",
+    )
 
 
-def _seed(params: SamplingParams, prompt: Prompt, index: int) -> int:
-    """62 bits from all that names a sample."""
-    named = json.dumps([*params.seed, prompt.prompt_id, index]).encode()
-    return int.from_bytes(hashlib.sha256(named).digest()[:8], "big") >> 2
-
-
-def _completions(answer: Mapping[str, Any], payload: bytes) -> list[Completion]:
-    """One prompt's samples: int32 tokens, then as many float32 log-probs."""
-    lengths = answer["lengths"]
-    middle = 4 * sum(lengths)
-    logprobs, start, completions = array("f", payload[middle:]), 0, []
-    for tokens, reason in zip(unpack_ints(payload[:middle], lengths), answer["reasons"], strict=True):
-        values = logprobs[start : start + len(tokens)].tolist()
-        completions.append(Completion(tokens, values, reason, answer["policy_version"]))
-        start += len(tokens)
-    return completions
-
-
-def _visible(devices: Sequence[str]) -> dict[str, str]:
-    """The GPUs of an engine's ranks, and no other; CUDA numbers them within what this process may see."""
-    indices = [int(device.partition(":")[2]) for device in devices]
-    listed = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(listed[index] if listed else str(index) for index in indices)}
-
-
-def _texts(values: Any) -> dict[str, str]:
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"rollout.engine.environment={values}: must map names of variables to texts. Write {{NAME: value}}.")
-    return {str(name): str(value) for name, value in values.items()}
+def _tensor_parallel(options: VllmOptions, theirs: Mapping[str, Any]) -> int:
+    others = {key: int(theirs.get(key, 1)) for key in ("data_parallel_size", "pipeline_parallel_size")}
+    product = others["data_parallel_size"] * others["pipeline_parallel_size"]
+    if product < 1 or options.gpus_per_engine % product:
+        said = ", ".join(f"rollout.engine.{key}={value}" for key, value in others.items())
+        raise ConfigError(
+            f"rollout.options.gpus_per_engine={options.gpus_per_engine}: must be a multiple of {product} ({said}). Change one of them."
+        )
+    return options.gpus_per_engine // product

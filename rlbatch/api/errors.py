@@ -32,6 +32,10 @@ class RolloutError(RlbatchError):
     """An engine that failed, or whose answer does not fit its request."""
 
 
+class EngineLost(RolloutError):
+    """An engine whose process ended, or which gives no sign of life: another one in its place may answer."""
+
+
 class LaunchError(RlbatchError):
     """Ranks that did not meet, or that died, left or hang."""
 

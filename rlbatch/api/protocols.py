@@ -30,8 +30,9 @@ class Configurable:
         build: Called once a rank with an instance of ``options`` (after the context, where the extension's factory takes one).
         options: A dataclass; every field has a default.
         needs_gpu: Refused at submit where the ranks would run on CPUs.
-        ranks_per_engine: Of a rollout backend: how many neighbouring ranks of a node share an engine, given its options.
+        ranks_per_engine: Of a rollout backend: how many neighbouring ranks share an engine, given its options.
         has_engine: Of a rollout backend: whether it takes ``rollout.engine.*``.
+        spans_nodes: Of a rollout backend: whether the ranks of an engine may be on several nodes. On each the first of them generates.
     """
 
     build: Callable[..., Any]
@@ -39,6 +40,7 @@ class Configurable:
     needs_gpu: bool = False
     ranks_per_engine: Callable[[Any], int] = one_rank
     has_engine: bool = False
+    spans_nodes: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,12 +52,14 @@ class Completion:
         logprobs: [R] float nats, of the distribution that was sampled from.
         finish_reason: ``stop`` or ``length``.
         policy_version: Of the weights that sampled it, as the engine recorded it; None: it records none.
+        seconds: From its beginning to its end in the engine; None: not measured.
     """
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     finish_reason: FinishReason
     policy_version: int | None = None
+    seconds: float | None = None
 
 
 def alone(content: bytes) -> list[bytes]:
@@ -72,8 +76,13 @@ class RolloutContext:
         device: ``cpu`` or ``cuda:<index>``.
         dtype: ``float32`` or ``bfloat16``.
         engine: ``rollout.engine.*``: the engine's own options, by its own names.
-        engine_rank: This rank's place among those that share its engine, from 0; the others neither generate nor get prompts.
+        engine_rank: This rank's place among those that share its engine, from 0.
         gather: All-gather of bytes over the ranks of the engine, in their order; also a barrier between them.
+        node_rank: This rank's place among those of the engine on this node; the first of them generates, the others get no prompts.
+        node_gather: As ``gather``, over the ranks of the engine on this node.
+        engine_node: Number of this node among the engine's, from 0.
+        engine_nodes: Nodes of the engine; more than one only where the backend ``spans_nodes``.
+        address: Of the engine's first node, on the network of the job.
         folder: This engine's own, for logs and the like; made when needed.
         audit_sync: ``rollout.audit_sync``.
     """
@@ -84,6 +93,11 @@ class RolloutContext:
     engine: Mapping[str, Any] = field(default_factory=dict)
     engine_rank: int = 0
     gather: Callable[[bytes], list[bytes]] = alone
+    node_rank: int = 0
+    node_gather: Callable[[bytes], list[bytes]] = alone
+    engine_node: int = 0
+    engine_nodes: int = 1
+    address: str = "127.0.0.1"
     folder: Path = Path("engine")
     audit_sync: str = "first"
 
@@ -118,6 +132,18 @@ class SleepingBackend(Protocol):
 
     def sleep(self) -> None:
         """Gives the memory back: called on every rank after each generation. ``update_weights`` wakes the engine."""
+
+
+@runtime_checkable
+class RestartableBackend(Protocol):
+    """A ``RolloutBackend`` whose ``generate`` and ``update_weights`` may raise ``EngineLost``, and which can then go on."""
+
+    def restart(self) -> None:
+        """Starts the engine anew, without weights: called on every rank of a lost engine, then ``update_weights``.
+
+        Raises:
+            RolloutError: it does not start.
+        """
 
 
 RolloutBackendFactory = Callable[[RolloutContext], RolloutBackend]

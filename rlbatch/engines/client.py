@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rlbatch.api import RolloutError
+from rlbatch.api import EngineLost, RolloutError
 from rlbatch.engines.shared_names import private_folder, remove_leftovers
 from rlbatch.engines.site import scrubbed, write_site
 from rlbatch.engines.wire import Frame, Header, encode, read_frame
@@ -119,11 +119,11 @@ class EngineHost:
         shutil.rmtree(self._sockets, ignore_errors=True)
         remove_leftovers()
 
-    def gone(self) -> RolloutError:
+    def gone(self) -> EngineLost:
         """The error for a process that ended: why, and its last words."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(2.0)
-        return RolloutError(f"rollout={self._name}: the engine's process {self._ending()}. {self.last_words()}")
+        return EngineLost(f"rollout={self._name}: the engine's process {self._ending()}. {self.last_words()}")
 
     def last_words(self) -> str:
         """The last lines of the engine's log."""
@@ -206,7 +206,7 @@ class Call:
             if frame[0].get("end"):
                 return frame[0]
         self.cancel()
-        raise RolloutError(f"{self._host.describe(self._operation)} took longer than {limit_s:g} s. {self._host.last_words()}")
+        raise EngineLost(f"{self._host.describe(self._operation)} took longer than {limit_s:g} s. {self._host.last_words()}")
 
     def frames(self, hang_limit_s: float) -> Iterator[Frame]:
         """Answers up to the last one, while the engine lives: when none comes it is asked for a sign of life.
@@ -227,7 +227,7 @@ class Call:
             if ping.next(0.0) is not None:
                 seen, ping = time.monotonic(), None
             elif time.monotonic() - seen > hang_limit_s:
-                raise RolloutError(
+                raise EngineLost(
                     f"{self._host.describe(self._operation)}: no sign of life for {hang_limit_s:g} s. {self._host.last_words()}"
                 )
 

