@@ -12,7 +12,8 @@ from rich.table import Table as RichTable
 from rlbatch.api import RlbatchError
 from rlbatch.config.compose import compose
 from rlbatch.config.convert import key_docs, show_value
-from rlbatch.registry import Entry, Registry, Supplier, load_plugins
+from rlbatch.registry import Registry, load_plugins
+from rlbatch.tables import Entry, Supplier
 
 PIPE_COLUMNS = 160
 

@@ -12,7 +12,6 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +24,7 @@ from rlbatch.api import (
     AdvantageEstimator,
     ConfigError,
     Configurable,
+    EngineShape,
     ModelError,
     ModelFamily,
     OffloadStrategy,
@@ -37,98 +37,12 @@ from rlbatch.api import (
 )
 from rlbatch.config.check import check_engines
 from rlbatch.config.compose import compose
-from rlbatch.config.convert import closest, from_mapping, to_plain
+from rlbatch.config.convert import to_plain
 from rlbatch.config.schema import Config
+from rlbatch.tables import Entry, NoOptions, Supplier, Table
 
 ENTRY_POINT_GROUP = "rlbatch"
 DISTRIBUTION = "rlbatch"
-
-
-@dataclass(frozen=True)
-class Supplier:
-    """Who registered something.
-
-    Attributes:
-        module: Module, or the path of a python file.
-        distribution: Installed distribution; empty for ``plugins=[...]``.
-        version: Of the distribution.
-    """
-
-    module: str
-    distribution: str = ""
-    version: str = ""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A registered name.
-
-    Attributes:
-        name: What the config says.
-        value: What the plugin returned for it.
-        options: The options dataclass, or None.
-        supplier: Who registered it.
-    """
-
-    name: str
-    value: Any
-    options: type | None
-    supplier: Supplier
-
-    def parse(self, options: Mapping[str, Any], key: str) -> Any:
-        """The options as an instance of the options dataclass; None if the plugin has none.
-
-        Raises:
-            ConfigError: an unknown option or a value of the wrong type.
-        """
-        if self.options is None:
-            from_mapping(_NoOptions, options, f"{key}.options.")
-            return None
-        return from_mapping(self.options, options, f"{key}.options.")
-
-
-@dataclass(frozen=True)
-class _NoOptions:
-    pass
-
-
-class Table(Mapping[str, Entry]):
-    """Names of one kind. Looking up an unknown name explains what there is."""
-
-    def __init__(self, key: str, entries: Mapping[str, Entry]) -> None:
-        """Args:
-        key: The config key that chooses a name, e.g. ``reward``.
-        entries: Name -> entry.
-        """
-        self.key = key
-        self._entries = dict(entries)
-
-    def __getitem__(self, name: str) -> Entry:
-        """The entry of a name.
-
-        Raises:
-            PluginError: the name is unknown; lists what exists and who supplied it.
-        """
-        if name in self._entries:
-            return self._entries[name]
-        meant = " or ".join(self._described(close) for close in closest(name, self._entries))
-        known = ", ".join(self._described(known) for known in sorted(self._entries)) or "nothing"
-        raise PluginError(f"{self.key}={name}: unknown. {f'Did you mean {meant}? ' if meant else ''}Known: {known}.")
-
-    def __iter__(self) -> Iterator[str]:
-        """The names."""
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        """How many names."""
-        return len(self._entries)
-
-    def __contains__(self, name: object) -> bool:
-        """Whether a name is registered; Mapping's own would see PluginError instead of KeyError."""
-        return name in self._entries
-
-    def _described(self, name: str) -> str:
-        return f"`{name}` ({self._entries[name].supplier.module})"
 
 
 KINDS: Mapping[str, tuple[str, bool]] = {
@@ -227,10 +141,29 @@ class Registry:
 
     def ranks_per_engine(self, config: Config) -> int:
         """How many ranks share an engine, as the rollout's options say; see ``check_engines``."""
+        backend, options = self._rollout(config)
+        return check_engines(config, backend.ranks_per_engine(options), takes_options=backend.has_engine)
+
+    def spans_nodes(self, config: Config) -> bool:
+        """Whether the ranks of an engine may be on several nodes."""
+        return self._rollout(config)[0].spans_nodes
+
+    def engine_shape(self, config: Config) -> EngineShape:
+        """How an engine divides the model over its GPUs.
+
+        Raises:
+            ConfigError: options of the engine that contradict each other.
+        """
+        backend, options = self._rollout(config)
+        if backend.engine_shape is None:
+            return EngineShape(backend.ranks_per_engine(options))
+        return backend.engine_shape(options, config.rollout.engine)
+
+    def _rollout(self, config: Config) -> tuple[Configurable, Any]:
+        """The rollout backend and its options."""
         entry = self.rollouts[config.rollout.name]
-        backend = entry.value if isinstance(entry.value, Configurable) else Configurable(entry.value, _NoOptions)
-        ranks = backend.ranks_per_engine(entry.parse(config.rollout.options, "rollout"))
-        return check_engines(config, ranks, takes_options=backend.has_engine)
+        backend = entry.value if isinstance(entry.value, Configurable) else Configurable(entry.value, NoOptions)
+        return backend, entry.parse(config.rollout.options, "rollout")
 
     def build_offload(self, name: str, options: Mapping[str, Any]) -> OffloadStrategy:
         """This rank's offload strategy."""

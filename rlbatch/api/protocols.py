@@ -23,6 +23,23 @@ def one_rank(options: Any) -> int:
 
 
 @dataclass(frozen=True)
+class EngineShape:
+    """How an engine divides a model over its GPUs: what submit checks before anything starts.
+
+    Attributes:
+        replica_gpus: GPUs that hold one copy of all but the routed experts; they must be on one node.
+        replicas: Copies. Routed experts are divided over all GPUs of the engine.
+        memory_share: Of each GPU's memory: what the engine takes, weights and cache.
+        context_tokens: Longest prompt and response together; 0: not said.
+    """
+
+    replica_gpus: int = 1
+    replicas: int = 1
+    memory_share: float = 1.0
+    context_tokens: int = 0
+
+
+@dataclass(frozen=True)
 class Configurable:
     """An extension with options of its own: they become config keys under its group (``reward.options.my_option``).
 
@@ -33,6 +50,8 @@ class Configurable:
         ranks_per_engine: Of a rollout backend: how many neighbouring ranks share an engine, given its options.
         has_engine: Of a rollout backend: whether it takes ``rollout.engine.*``.
         spans_nodes: Of a rollout backend: whether the ranks of an engine may be on several nodes. On each the first of them generates.
+        engine_shape: Of a rollout backend: how its engine divides the model, given its options and ``rollout.engine.*``; may raise
+            ``ConfigError``. None: the ranks of an engine hold one copy.
     """
 
     build: Callable[..., Any]
@@ -41,6 +60,7 @@ class Configurable:
     ranks_per_engine: Callable[[Any], int] = one_rank
     has_engine: bool = False
     spans_nodes: bool = False
+    engine_shape: Callable[[Any, Mapping[str, Any]], EngineShape] | None = None
 
 
 @dataclass(frozen=True)
@@ -143,6 +163,17 @@ class RestartableBackend(Protocol):
 
         Raises:
             RolloutError: it does not start.
+        """
+
+
+@runtime_checkable
+class ExpertParallelBackend(Protocol):
+    """A ``RolloutBackend`` whose engine divides the experts of a model: a rank need send its device only those that are there."""
+
+    def wanted_experts(self) -> Sequence[int] | None:
+        """Numbers of the routed experts that this rank's device holds, ascending, the same in every layer; None: all.
+
+        Called on every rank after the engine has started. Those of all ranks on a node together are all that the engine has there.
         """
 
 

@@ -43,6 +43,26 @@ def interface_of(address: str) -> str:
     return next((name for name, addresses in _addresses().items() if address in addresses), "")
 
 
+def own_address(host: str) -> str:
+    """This machine's address on the network of the job: of the interface that gloo uses, else of its name.
+
+    Args:
+        host: Its name.
+
+    Raises:
+        ConfigError: neither has one.
+    """
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    if addresses := _addresses().get(interface):
+        return addresses[0]
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise ConfigError(
+            f"cluster.interface=: {host} does not know its own address ({error.strerror}). Set it to the network between the nodes."
+        ) from error
+
+
 def set_interface(interface: str, *, is_chosen: bool) -> None:
     """Makes torch.distributed use an interface.
 

@@ -16,7 +16,8 @@ import psutil
 
 import rlbatch
 from rlbatch.launch.environment import RankInfo
-from rlbatch.registry import Registry, Supplier
+from rlbatch.registry import Registry
+from rlbatch.tables import Supplier
 
 GIB = 2**30
 LIBRARIES = ("torch", "megatron-core", "transformers", "transformer-engine", "deep_ep", "vllm", "sglang")

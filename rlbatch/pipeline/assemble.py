@@ -74,7 +74,7 @@ def assemble(
     needs_reference = config.algorithm.kl_loss or config.algorithm.kl_reward_coef != 0
     load_policy(config, trainer, hf_folder, announce, needs_reference=needs_reference)
     announce(f"starting the {config.rollout.name} engine")
-    engine = engine_ranks(info, registry.ranks_per_engine(config))
+    engine = engine_ranks(info, registry.ranks_per_engine(config), spans_nodes=registry.spans_nodes(config))
     context = RolloutContext(
         hf_folder,
         device,
@@ -82,9 +82,12 @@ def assemble(
         engine=config.rollout.engine,
         engine_rank=engine.place,
         gather=engine.gather,
-        node_rank=engine.place,
-        node_gather=engine.gather,
-        folder=run_dir / "engines" / str(engine.index),
+        node_rank=engine.node_place,
+        node_gather=engine.node_gather,
+        engine_node=engine.node,
+        engine_nodes=engine.nodes,
+        address=engine.address,
+        folder=run_dir / "engines" / str(engine.host),
         audit_sync=config.rollout.audit_sync,
     )
     backend = registry.build_rollout(config.rollout.name, config.rollout.options, context)
@@ -107,7 +110,7 @@ def assemble(
             config,
             stop_tokens(tokenizer, _generation_config(hf_folder)),
             engine.generates,
-            engine.count,
+            engine.hosts,
             run_dir=run_dir,
             notice=notice,
             announce=announce if info.rank == 0 else partial(print, flush=True),  # into the rank's log

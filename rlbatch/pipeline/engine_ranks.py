@@ -1,16 +1,21 @@
-"""Which ranks share an engine."""
+"""Which ranks share an engine, on one node or on several."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from rlbatch.api import ConfigError
 from rlbatch.launch.environment import RankInfo
+from rlbatch.launch.interfaces import LOOPBACK, own_address
 from rlbatch.pipeline.exchange import all_gather_ragged
+
+Gather = Callable[[bytes], list[bytes]]
 
 
 @dataclass(frozen=True)
@@ -18,40 +23,85 @@ class EngineRanks:
     """This rank's engine.
 
     Attributes:
-        index: Of the engine, from 0.
-        count: Engines of the job.
-        place: Of this rank among the engine's, from 0; the first holds the engine.
+        place: Of this rank among the engine's, from 0.
         gather: All-gather of bytes over the engine's ranks.
+        node: Of this rank among the engine's nodes, from 0.
+        nodes: Of the engine; each has equally many of its ranks.
+        node_place: Of this rank among the engine's on its node; the first holds a host and generates.
+        node_gather: All-gather of bytes over the engine's ranks on this node.
+        address: Of the engine's first node, on the network of the job.
+        host: Number of this node's host among those of the job, from 0.
+        hosts: Of the job: one for each node of each engine.
     """
 
-    index: int
-    count: int
     place: int
-    gather: Callable[[bytes], list[bytes]]
+    gather: Gather
+    node: int
+    nodes: int
+    node_place: int
+    node_gather: Gather
+    address: str
+    host: int
+    hosts: int
 
     @property
     def generates(self) -> int | None:
-        """The engine that this rank generates with; None: it holds none."""
-        return self.index if self.place == 0 else None
+        """The host that this rank generates with; None: it holds none."""
+        return self.host if self.node_place == 0 else None
 
 
-def engine_ranks(info: RankInfo, size: int) -> EngineRanks:
+def engine_ranks(info: RankInfo, size: int, *, spans_nodes: bool = False) -> EngineRanks:
     """Gives each ``size`` ranks that follow each other an engine; a collective.
 
+    Args:
+        info: This rank.
+        size: Ranks of an engine.
+        spans_nodes: Whether they may be on several nodes.
+
     Raises:
-        ConfigError: such ranks are on different nodes.
+        ConfigError: they are on several nodes and may not, or differently many are on each.
     """
-    groups = [dist.new_group(list(range(first, first + size)), backend="gloo") for first in range(0, info.world_size, size)]
+    engines = [list(range(first, first + size)) for first in range(0, info.world_size, size)]
+    names = [name.decode() for name in _gather(None, info.host.encode())]
+    by_node = [_by_node(ranks, names, spans_nodes=spans_nodes) for ranks in engines]
+    hosts = [ranks for nodes in by_node for ranks in nodes]
+    groups = _groups(engines)
+    host_groups = groups if len(hosts) == len(engines) else _groups(hosts)
     index, place = divmod(info.rank, size)
+    host = next(number for number, ranks in enumerate(hosts) if info.rank in ranks)
+    node, node_place = divmod(place, len(hosts[host]))
+    gather, node_gather = partial(_gather, groups[index]), partial(_gather, host_groups[host])
+    nodes = len(by_node[index])
+    address = gather(own_address(info.host).encode())[0].decode() if nodes > 1 else LOOPBACK
+    return EngineRanks(place, gather, node, nodes, node_place, node_gather, address, host, len(hosts))
 
-    def gather(content: bytes) -> list[bytes]:
-        parts = all_gather_ragged(torch.tensor(list(content), dtype=torch.uint8), groups[index])
-        return [bytes(part.tolist()) for part in parts]
 
-    hosts = [host.decode() for host in gather(info.host.encode())]
-    if len(set(hosts)) > 1:
-        raise ConfigError(
-            f"rollout.options.gpus_per_engine={size}: ranks {info.rank - place} to {info.rank - place + size - 1} share an engine but are "
-            f"on {', '.join(dict.fromkeys(hosts))}. Place neighbouring ranks on one node, or share engines between fewer ranks."
+def _by_node(ranks: Sequence[int], hosts: Sequence[str], *, spans_nodes: bool) -> list[list[int]]:
+    """An engine's ranks, those of each node together."""
+    nodes: list[list[int]] = []
+    for rank in ranks:
+        if not nodes or hosts[nodes[-1][-1]] != hosts[rank]:
+            nodes.append([])
+        nodes[-1].append(rank)
+    names = [hosts[own[0]] for own in nodes]
+    if len(nodes) == 1 or (spans_nodes and len({len(own) for own in nodes}) == 1 and len(set(names)) == len(names)):
+        return nodes
+    shown = ", ".join(f"{len(own)} on {name}" for own, name in zip(nodes, names, strict=True))
+    raise ConfigError(
+        f"rollout.options.gpus_per_engine={len(ranks)}: ranks {ranks[0]} to {ranks[-1]} share an engine but are {shown}. "
+        + (
+            "Give the engine equally many ranks on each of its nodes: whole nodes, or a number that divides a node's ranks."
+            if spans_nodes
+            else "Place neighbouring ranks on one node, or share engines between fewer ranks."
         )
-    return EngineRanks(index, info.world_size // size, place, gather)
+    )
+
+
+def _groups(groups: Sequence[Sequence[int]]) -> list[Any]:
+    """A process group for each; a collective of all ranks."""
+    return [dist.new_group(list(ranks), backend="gloo") for ranks in groups]
+
+
+def _gather(group: Any, content: bytes) -> list[bytes]:
+    parts = all_gather_ragged(torch.tensor(list(content), dtype=torch.uint8), group)
+    return [bytes(part.tolist()) for part in parts]
