@@ -110,9 +110,9 @@ class Trainer:
                 param.copy_(self._reference[name])
                 self._reference[name].copy_(kept)
 
-    def export(self) -> Iterator[NamedTensor]:
-        """Streams the policy as full Hugging Face tensors, on every rank."""
-        return self._map.export(self.params)
+    def export(self, *, quantize: bool = False, wanted: Sequence[int] | None = None) -> Iterator[NamedTensor]:
+        """Streams the policy as full Hugging Face tensors, on every rank; see ``ParameterMap.export``."""
+        return self._map.export(self.params, quantize=quantize, wanted=wanted)
 
     def export_gradients(self) -> Iterator[NamedTensor]:
         """Streams the last ``backward``'s gradients under Hugging Face names, on every rank."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -33,6 +33,14 @@ class Source(Protocol):
 
     def __getitem__(self, index: tuple[slice, ...], /) -> Tensor:
         """A part, on the host (or where the tensor is); one slice of step 1 for each leading dimension."""
+
+
+@runtime_checkable
+class DirectSource(Source, Protocol):
+    """One that can be read without memory in between."""
+
+    def read_into(self, target: Tensor, index: tuple[slice, ...]) -> None:
+        """``target.copy_(self[index])``."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +143,10 @@ def fill(target: Tensor, mapping: ParamMapping, sources: Sequence[Source], geome
         while start < len(part):
             stop = min(len(part), (first + start + rows) // rows * rows - first)
             rows_index = (slice(first + start, first + stop), *index[1:])
-            part[start:stop].copy_(source[rows_index])
+            if isinstance(source, DirectSource):
+                source.read_into(part[start:stop], rows_index)
+            else:
+                part[start:stop].copy_(source[rows_index])
             start = stop
 
 
@@ -194,25 +205,40 @@ def _require(mapping: ParamMapping, shapes: Sequence[tuple[int, ...]], is_right:
 
 
 def unshard(mapping: ParamMapping, shards: Sequence[Tensor], geometry: Geometry) -> list[Tensor]:
-    """The inverse of ``shard``: all ranks' parts -> Hugging Face tensors in the order of ``hf_names``."""
+    """The inverse of ``shard``: all ranks' shards -> Hugging Face tensors in the order of ``hf_names``."""
+    return joined(mapping, [parts(mapping, shard, geometry, len(shards)) for shard in shards], geometry)
+
+
+def sharded_dim(mapping: ParamMapping) -> int | None:
+    """The dimension of its Hugging Face tensors that tensor parallelism splits; None if every rank holds all of them."""
     match mapping:
-        case Buffer():
-            return [shards[0]]
         case Direct():
-            return [shards[0] if mapping.tp_dim is None else _joined(shards, mapping.tp_dim)]
-        case Vocab():
-            return [_joined(shards, 0)[: geometry.vocab_size]]
+            return mapping.tp_dim
+        case Buffer():
+            return None
+        case ExpertDown():
+            return 1
+        case _:
+            return 0
+
+
+def parts(mapping: ParamMapping, shard: Tensor, geometry: Geometry, size: int) -> list[Tensor]:
+    """What one rank, of ``size``, holds of each Hugging Face tensor, in the order of ``hf_names``; views where that is possible."""
+    match mapping:
         case Qkv():
-            grouped = torch.cat([part.unflatten(0, (geometry.kv_heads // len(shards), -1)) for part in shards])
+            grouped = shard.unflatten(0, (geometry.kv_heads // size, -1))
             head_dim = grouped.shape[1] // (geometry.heads // geometry.kv_heads + 2)
             rows = [grouped.shape[1] - 2 * head_dim, head_dim, head_dim]
             return [part.flatten(0, 1) for part in grouped.split(rows, dim=1)]
         case Gated() | ExpertGated():
-            halves = [part.chunk(2, 0) for part in shards]
-            return [_joined([gate for gate, _ in halves], 0), _joined([up for _, up in halves], 0)]
-        case ExpertDown():
-            return [_joined(shards, 1)]
+            return list(shard.chunk(2, 0))
+        case _:
+            return [shard]
 
 
-def _joined(shards: Sequence[Tensor], dim: int) -> Tensor:
-    return torch.cat(list(shards), dim) if len(shards) > 1 else shards[0]
+def joined(mapping: ParamMapping, by_rank: Sequence[Sequence[Tensor]], geometry: Geometry) -> list[Tensor]:
+    """All ranks' ``parts`` -> the Hugging Face tensors."""
+    dim = sharded_dim(mapping)
+    is_whole = dim is None or len(by_rank) == 1
+    tensors = list(by_rank[0]) if is_whole else [torch.cat(same, dim or 0) for same in zip(*by_rank, strict=True)]
+    return [tensor[: geometry.vocab_size] for tensor in tensors] if isinstance(mapping, Vocab) else tensors

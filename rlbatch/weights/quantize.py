@@ -36,6 +36,8 @@ _SMALL = 2**20
 """Elements from which on several threads are worth it."""
 _MOST_THREADS = 8
 """Of a conversion: Python is between their operations."""
+_AT_ONCE = 2**24
+"""Elements that a GPU converts at once: 64 MiB as float32."""
 
 
 def scales_shape(rows: int, columns: int) -> tuple[int, int]:
@@ -82,13 +84,37 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
         row, into = (tensor[block * BLOCK : (block + 1) * BLOCK] for tensor in (weight, values))
         scales[block] = _row_of_scales(row)
         divisor = _by_column(scales[block], columns)
-        if weight.device.type == "cpu" and bool(scales[block].isfinite().all()):
+        if bool(scales[block].isfinite().all()):
             scratch.to_e4m3(row, divisor, into)
         else:
             into.copy_(row.float() / divisor)
 
-    _for_each_block_row(convert, scales.shape[0], values)
+    if weight.device.type == "cpu":
+        _for_each_block_row(convert, scales.shape[0], values)
+    else:
+        quantize_at_once(weight, values, scales)
     return values, scales
+
+
+def quantize_at_once(weight: Tensor, values: Tensor, scales: Tensor) -> None:
+    """As ``quantize`` into ``values`` and ``scales``, many blocks an operation: for devices where each operation has to be launched.
+
+    At most three times ``_AT_ONCE`` float32 elements exist at once, or those of one row of blocks.
+    """
+    columns = weight.shape[1]
+    step = max(1, _AT_ONCE // (BLOCK * max(1, columns)))
+    # By a tensor: CUDA divides by a number as by its rounded reciprocal.
+    largest_value = torch.tensor(LARGEST, device=weight.device)
+    for first in range(0, len(scales), step):
+        of_rows, into = (tensor[first * BLOCK : (first + step) * BLOCK] for tensor in (weight, values))
+        padded = F.pad(of_rows.float(), (0, -columns % BLOCK, 0, -len(of_rows) % BLOCK))
+        blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
+        # Not of the absolute values: a block is not copied once more. NaN stays NaN.
+        highest, lowest = blocks.amax((1, 3)), blocks.amin((1, 3))
+        found = torch.maximum(highest, -lowest) / largest_value
+        scales[first : first + step] = found.where(found != 0, 1.0)
+        quotients = blocks / scales[first : first + step, None, :, None]
+        into.copy_(quotients.flatten(2, 3).flatten(0, 1)[: len(of_rows), :columns])
 
 
 def dequantize(weight: Tensor, scale_inv: Tensor, dtype: torch.dtype = torch.bfloat16, first: tuple[int, int] = (0, 0)) -> Tensor:

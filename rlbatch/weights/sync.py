@@ -13,6 +13,9 @@ MIB = 2**20
 def buckets(tensors: Iterable[NamedTensor], bucket_mib: int, policy_version: int) -> Iterator[WeightBucket]:
     """Groups tensors into buckets of at most ``bucket_mib`` MiB; a larger tensor travels alone.
 
+    Empty tensors (device ``meta``) count and stay out: ranks that get different experts cut their buckets at the same places, and have the
+    same number of them, some maybe empty.
+
     Args:
         tensors: Names and full tensors, streamed.
         bucket_mib: Limit of a bucket, MiB.
@@ -24,12 +27,13 @@ def buckets(tensors: Iterable[NamedTensor], bucket_mib: int, policy_version: int
     held: list[NamedTensor] = []
     size = 0
     for name, tensor in tensors:
-        if held and size + tensor.nbytes > bucket_mib * MIB:
+        if (held or size) and size + tensor.nbytes > bucket_mib * MIB:
             yield _bucket(held, policy_version)
             held, size = [], 0
-        held.append((name, tensor))
+        if not tensor.is_meta:
+            held.append((name, tensor))
         size += tensor.nbytes
-    if held:
+    if held or size:
         yield _bucket(held, policy_version)
 
 

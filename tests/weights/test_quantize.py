@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from rlbatch.api import DataError
-from rlbatch.weights.quantize import check_scales, dequantize, quantize, scales_shape
+from rlbatch.weights import quantize as module
+from rlbatch.weights.quantize import check_scales, dequantize, quantize, quantize_at_once, scales_shape
 
 SHAPES = [(1, 1), (128, 128), (130, 257), (300, 40), (7, 1000), (256, 384)]
 
@@ -51,6 +52,23 @@ def test_values_and_scales_are_the_reference_s(shape: tuple[int, int], dtype: to
     assert torch.equal(scales, wanted_scales)
     assert torch.equal(bits(values), bits(wanted))
     assert torch.equal(weight, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [*SHAPES, (600, 300)])
+def test_what_gpus_compute_is_the_same(shape: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many blocks an operation, in one step or in several, also with NaN and infinity: bitwise the values and scales of `quantize`."""
+    monkeypatch.setattr(module, "_AT_ONCE", 128 * 2 * 300)
+    weight = weights(shape, dtype)
+    for spoiled in (None, float("nan"), float("-inf")):
+        if spoiled is not None:
+            weight[-1, -1] = spoiled
+        before = weight.clone()
+        expected = quantize(weight)
+        found = torch.empty_like(expected[0]), torch.empty_like(expected[1])
+        quantize_at_once(weight, *found)
+        assert all(torch.equal(bits(ours), bits(theirs)) for ours, theirs in zip(found, expected, strict=True))
+        assert torch.equal(bits(weight), bits(before))
 
 
 def test_every_quotient_is_rounded_to_the_nearest_even() -> None:

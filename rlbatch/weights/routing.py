@@ -1,0 +1,130 @@
+"""Each expert to the ranks that want it, point to point over all ranks of the trainer.
+
+In slot ``k`` every rank gets the ``k``-th of the experts that it wants: one expert's tensors a rank, whatever the number of experts. A slot
+is done in rounds, in each of which a rank sends at most one of its experts (to all that want it in this slot), so that one of them is in
+memory. All ranks compute all rounds from the same table: there is one order, and a message has its receiver waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+Place = tuple[int, int, int]
+"""Where a rank stands: pipeline stage, expert-parallel and expert-tensor-parallel rank."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """This rank's part in a round.
+
+    Attributes:
+        index: Which of its experts it sends, within its stack; None: none.
+        to: Ranks that get it.
+        shards: Expert-tensor-parallel rank -> rank of the trainer that sends this rank that shard.
+    """
+
+    index: int | None
+    to: tuple[int, ...]
+    shards: dict[int, int]
+
+
+class Routes:
+    """Who wants what, and who sends it.
+
+    Args:
+        places: Of every rank of the trainer.
+        wanted: Global experts that each rank wants, in every layer that has experts; None: all.
+        num_experts: Of a layer.
+        rank: This rank.
+    """
+
+    def __init__(self, places: Sequence[Place], wanted: Sequence[Sequence[int] | None], num_experts: int, rank: int) -> None:
+        self._wanted = [tuple(range(num_experts)) if mine is None else tuple(dict.fromkeys(mine)) for mine in wanted]
+        self._rank = rank
+        self._shards = 1 + max(etp for _, _, etp in places)
+        self._per_rank = num_experts // (1 + max(ep for _, ep, _ in places))
+        self._holders: dict[Place, list[int]] = {}
+        for holder, place in enumerate(places):
+            self._holders.setdefault(place, []).append(holder)
+        self._made: dict[int, list[list[Round]]] = {}
+
+    @property
+    def slots(self) -> int:
+        """Experts of a layer that the rank gets that wants most."""
+        return max(map(len, self._wanted))
+
+    @property
+    def shards(self) -> int:
+        """Parts of an expert, each on another rank."""
+        return self._shards
+
+    def wanted(self, slot: int) -> int | None:
+        """The expert that this rank gets in a slot."""
+        mine = self._wanted[self._rank]
+        return mine[slot] if slot < len(mine) else None
+
+    def rounds(self, stage: int, slot: int) -> list[Round]:
+        """Of a slot, for layers of a pipeline stage."""
+        if stage not in self._made:
+            self._made[stage] = [self._rounds(stage, number) for number in range(self.slots)]
+        return self._made[stage][slot]
+
+    def _rounds(self, stage: int, slot: int) -> list[Round]:
+        sends: dict[int, dict[int, list[int]]] = {}  # sender -> its expert -> receivers
+        shards: dict[int, int] = {}  # of this rank: sender -> shard
+        for receiver, wanted in enumerate(self._wanted):
+            if slot >= len(wanted):
+                continue
+            place, index = divmod(wanted[slot], self._per_rank)
+            for shard in range(self._shards):
+                # The nearest holder: this rank itself, or one of its node, where ranks follow each other.
+                sender = min(self._holders[stage, place, shard], key=lambda holder: abs(holder - receiver))
+                sends.setdefault(sender, {}).setdefault(index, []).append(receiver)
+                if receiver == self._rank:
+                    shards[sender] = shard
+        made = []
+        for number in range(max((len(experts) for experts in sends.values()), default=0)):
+            now = {sender: list(experts.items())[number] for sender, experts in sends.items() if number < len(experts)}
+            coming = {shards[sender]: sender for sender, (_, receivers) in now.items() if self._rank in receivers}
+            sent = now.get(self._rank)
+            made.append(Round(sent[0] if sent else None, tuple(sent[1]) if sent else (), coming))
+        return made
+
+
+def gathered_routes(place: Place, wanted: Sequence[int] | None, num_experts: int) -> Routes | None:
+    """The routes of all ranks of the trainer; a collective.
+
+    Returns:
+        None if every rank wants every expert.
+    """
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (place, None if wanted is None else list(wanted)))
+    if all(theirs is None for _, theirs in told):
+        return None
+    return Routes([where for where, _ in told], [theirs for _, theirs in told], num_experts, dist.get_rank())
+
+
+def exchange(step: Round, mine: Tensor | None, memory: dict[int, Tensor]) -> dict[int, Tensor]:
+    """Takes part in a round.
+
+    Args:
+        step: The round.
+        mine: What this rank sends, contiguous.
+        memory: For each shard that comes from another rank.
+
+    Returns:
+        The shards that came; one of this rank's own is ``mine``.
+    """
+    rank = dist.get_rank()
+    operations = []
+    if mine is not None:
+        operations += [dist.P2POp(dist.isend, mine, receiver) for receiver in step.to if receiver != rank]
+    operations += [dist.P2POp(dist.irecv, memory[shard], sender) for shard, sender in step.shards.items() if sender != rank]
+    for work in dist.batch_isend_irecv(operations) if operations else ():
+        work.wait()
+    return {shard: mine if sender == rank and mine is not None else memory[shard] for shard, sender in step.shards.items()}

@@ -1,0 +1,157 @@
+"""Exports under every layout: quantised where the shards are, experts to those who want them, and bitwise what the whole tensor gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlbatch.checkpoint.hf import HfTensors
+from rlbatch.weights import export as module
+from rlbatch.weights.audit import fp8_names, trained_names
+from rlbatch.weights.quantize import SCALE_SUFFIX, quantize
+from rlbatch.weights.sync import buckets
+from tests import tiny_models
+from tests.weights.sharded import Exported, Layout, digest, export, exports, family_of
+
+LAYOUTS = {
+    "tp2 pp2 etp2": Layout(tp=2, pp=2, etp=2),
+    "tp2 ep2 etp2": Layout(tp=2, ep=2, etp=2),
+    "pp2 ep2": Layout(pp=2, ep=2),
+    "tp2 ep4": Layout(tp=2, ep=4),
+    "tp2 ep2": Layout(tp=2, ep=2),
+}
+"""Of four ranks."""
+MODELS: dict[str, Callable[[], torch.nn.Module]] = {
+    "deepseek_v3": lambda: tiny_models.deepseek_v3(
+        hidden_size=256,
+        intermediate_size=512,
+        moe_intermediate_size=256,
+        q_lora_rank=128,
+        kv_lora_rank=128,
+        qk_nope_head_dim=64,
+        qk_rope_head_dim=64,
+        v_head_dim=64,
+    ),
+    "deepseek_v3, blocks cut": lambda: tiny_models.deepseek_v3(hidden_size=160, intermediate_size=272, moe_intermediate_size=144),
+    "qwen3_moe": lambda: tiny_models.qwen3_moe(hidden_size=256, moe_intermediate_size=256, head_dim=128),
+    "qwen3_moe, blocks cut": lambda: tiny_models.qwen3_moe(hidden_size=160, moe_intermediate_size=144, head_dim=64),
+    "qwen2": lambda: tiny_models.qwen2(hidden_size=256, intermediate_size=512, head_dim=64, tie_word_embeddings=True),
+}
+"""Widths that are multiples of 128, whole and in halves, and others."""
+ALL: list[None] = [None] * 4
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Each model in float32."""
+    return {name: str(tiny_models.saved(build(), tmp_path_factory.mktemp("model"))) for name, build in MODELS.items()}
+
+
+@lru_cache
+def expected(folder: str, dtype: torch.dtype, *, is_fp8: bool) -> dict[str, str]:
+    """Digests of the folder's trained tensors; quantised ones from bf16, whatever the policy is trained in."""
+    family, tensors = family_of(folder), HfTensors(Path(folder))
+    made: dict[str, Tensor] = {}
+    for name in trained_names(family):
+        tensor = tensors.read(name)
+        if is_fp8 and name in fp8_names(family):
+            made[name], made[name + SCALE_SUFFIX] = quantize(tensor.to(torch.bfloat16))
+        else:
+            made[name] = tensor.to(dtype)
+    return {name: digest(tensor) for name, tensor in made.items()}
+
+
+def differing(ours: dict[str, str], theirs: dict[str, str]) -> list[str]:
+    return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_quantised_export_is_the_whole_tensor_quantised(model: str, folders, rank_pool) -> None:
+    """Values and scales bitwise, on every rank, whether a rank's part has blocks of its own or cuts them; exactly the family's weights."""
+    cases = [(layout, dtype, True, ALL) for layout in LAYOUTS.values() for dtype in (torch.bfloat16, torch.float32)]
+    ranks: list[list[Exported]] = rank_pool(4).run(exports, folders[model], cases)
+    for number, (layout, dtype, _, _) in enumerate(cases):
+        whole = expected(folders[model], dtype, is_fp8=True)
+        for exported in (rank[number] for rank in ranks):
+            assert differing(exported.tensors, whole) == [], layout
+            assert exported.order == ranks[0][number].order
+    quantised = fp8_names(family_of(folders[model]))
+    assert quantised <= set(whole) and not [name for name in quantised if "norm" in name or "embed" in name or "gate.weight" in name]
+
+
+@pytest.mark.parametrize("model", ["deepseek_v3", "qwen3_moe"])
+def test_fp8_moves_where_blocks_align(model: str, folders, rank_pool) -> None:
+    """Between ranks go half the bytes of bf16 and the scales, but for what stays in bf16 anyway."""
+    cases = [(layout, torch.bfloat16, is_fp8, ALL) for layout in LAYOUTS.values() for is_fp8 in (False, True)]
+    moved = [exported.nbytes for exported in rank_pool(4).run(exports, folders[model], cases)[0]]
+    assert all(quantised < 0.56 * plain for plain, quantised in zip(moved[::2], moved[1::2], strict=True)), moved
+
+
+WANTED = {
+    "each its own": [[0, 1], [2, 3], [4, 5], [6, 7]],
+    "two engines of two": [[0, 2, 4, 6], [1, 3, 5, 7], [0, 1, 2, 3], [4, 5, 6, 7]],
+    "any": [[7, 0, 3], None, [], [5]],
+    "one of all": [[3], [3], [3], [3]],
+}
+
+
+@pytest.mark.parametrize("model", ["deepseek_v3", "qwen3_moe, blocks cut"])
+def test_each_expert_goes_to_those_who_want_it(model: str, folders, rank_pool) -> None:
+    """And to no other rank; all else to everyone. Places have one size on all ranks, so that buckets end at the same ones."""
+    cases = [(layout, torch.bfloat16, is_fp8, sets) for layout in LAYOUTS.values() for is_fp8 in (False, True) for sets in WANTED.values()]
+    ranks: list[list[Exported]] = rank_pool(4).run(exports, folders[model], cases)
+    for number, (layout, dtype, is_fp8, sets) in enumerate(cases):
+        whole = expected(folders[model], dtype, is_fp8=is_fp8)
+        for exported, experts in zip((rank[number] for rank in ranks), sets, strict=True):
+            mine = range(8) if experts is None else experts
+            due = {name: tensor for name, tensor in whole.items() if expert_of(name) in (None, *mine)}
+            assert differing(exported.tensors, due) == [], (layout, sets)
+            assert [rest for _, *rest in exported.order] == [rest for _, *rest in ranks[0][number].order]
+
+
+def expert_of(name: str) -> int | None:
+    _, found, rest = name.partition(".experts.")
+    return int(rest.partition(".")[0]) if found else None
+
+
+def test_fewer_bytes_arrive_where_experts_are_routed(folders, rank_pool) -> None:
+    """Of eight experts two for each rank: a quarter of the experts' bytes, or less where the rank has some of them itself."""
+    family, tensors = family_of(folders["qwen3_moe"]), HfTensors(Path(folders["qwen3_moe"]))
+    of_experts = sum(tensors.stored(name).entry.nbytes // 2 for name in trained_names(family) if expert_of(name) is not None)
+    layouts = [LAYOUTS[name] for name in ("tp2 ep4", "tp2 ep2", "pp2 ep2", "tp2 pp2 etp2")]
+    cases = [(layout, torch.bfloat16, False, sets) for layout in layouts for sets in (ALL, [[]] * 4, WANTED["each its own"])]
+    for rank in rank_pool(4).run(exports, folders["qwen3_moe"], cases):
+        for everything, others, routed in zip(*(iter([exported.nbytes for exported in rank]),) * 3, strict=True):
+            assert routed - others <= of_experts / 4
+            assert everything - others >= of_experts / 2
+
+
+def test_buckets_end_at_the_same_places() -> None:
+    """An empty tensor counts and does not travel; ranks with other experts have as many buckets, some of them empty."""
+    megabyte = torch.zeros(2**20, dtype=torch.uint8)
+    mine = [("a", megabyte), ("b", megabyte), ("c", megabyte)]
+    theirs = [("a", megabyte), ("", megabyte.to("meta")), ("", megabyte.to("meta"))]
+    assert [bucket.names for bucket in buckets(mine, 2, 0)] == [["a", "b"], ["c"]]
+    assert [bucket.names for bucket in buckets(theirs, 2, 0)] == [["a"], []]
+
+
+def one_after_the_other(folder: str, layout: Layout) -> list[Exported]:
+    """Exports with experts gathered at once, and one by one."""
+    at_once, limit = export(folder, layout, torch.bfloat16, True, ALL), module.AT_ONCE_BYTES
+    module.AT_ONCE_BYTES = 0
+    try:
+        return [at_once, export(folder, layout, torch.bfloat16, True, ALL)]
+    finally:
+        module.AT_ONCE_BYTES = limit
+
+
+def test_large_experts_are_gathered_one_by_one(folders, rank_pool) -> None:
+    """Memory does not grow with the number of expert-parallel ranks; order and values are the same."""
+    for first, second in rank_pool(4).run(one_after_the_other, folders["qwen3_moe"], LAYOUTS["tp2 ep2 etp2"]):
+        assert first.order == second.order
+        assert differing(first.tensors, second.tensors) == []
