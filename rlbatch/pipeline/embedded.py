@@ -62,7 +62,7 @@ MODEL_CONFIG: Mapping[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
+    "head_dim": 32,  # the smallest that attention kernels of vLLM have on CPUs
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "norm_topk_prob": True,

@@ -94,7 +94,7 @@ def test_weights_have_the_names_of_a_checkpoint_and_leave_the_random_state(tmp_p
 
     weights = load_file(tmp_path / "model" / "model.safetensors")
     assert weights["model.layers.0.mlp.experts.3.gate_proj.weight"].shape == (64, 64)
-    assert weights["model.layers.1.self_attn.q_norm.weight"].shape == (16,)
+    assert weights["model.layers.1.self_attn.q_norm.weight"].shape == (32,)
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
     model, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
     assert not loading["missing_keys"] and not loading["unexpected_keys"]
