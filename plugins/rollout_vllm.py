@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from rlbatch.api import ConfigError, Configurable, RolloutContext, hookimpl
+from rlbatch.api import ConfigError, Configurable, EngineShape, RolloutContext, hookimpl
+from rlbatch.engines.mapping import device_identity
+from rlbatch.engines.reserved_port import ReservedPort, agreed_port
 from rlbatch.engines.rollout import EngineProgram, HostedOptions, HostedRollout, own_and_theirs, variables_of, visible_devices
 
 HOST = "rlbatch_plugins.vllm_host.engine:VllmEngine"
@@ -21,6 +25,27 @@ VARIABLES = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 """A job's engine talks to nobody."""
 
 
+PLACED = (
+    "tensor_parallel_size",
+    "data_parallel_rank",
+    "data_parallel_start_rank",
+    "data_parallel_size_local",
+    "data_parallel_address",
+    "data_parallel_rpc_port",
+    "data_parallel_hybrid_lb",
+    "data_parallel_external_lb",
+    "data_parallel_backend",
+    "distributed_executor_backend",
+    "nnodes",
+    "node_rank",
+    "master_addr",
+    "master_port",
+)
+"""Options that follow from where the ranks of an engine are."""
+MEMORY_SHARE = 0.9
+"""vLLM's own ``gpu_memory_utilization``."""
+
+
 @dataclass(frozen=True)
 class VllmOptions(HostedOptions):
     """``rollout.options.*``"""
@@ -31,27 +56,95 @@ def ranks_per_engine(options: VllmOptions) -> int:
     return options.gpus_per_engine
 
 
+def engine_shape(options: VllmOptions, engine: Mapping[str, Any]) -> EngineShape:
+    """See ``Configurable``.
+
+    Raises:
+        ConfigError: an option that rlbatch decides, or sizes that do not fit ``gpus_per_engine``.
+    """
+    for name in PLACED:
+        if name in engine:
+            raise ConfigError(
+                f"rollout.engine.{name}={engine[name]}: rlbatch decides it, from rollout.options.gpus_per_engine and the ranks' nodes. "
+                "Leave it out."
+            )
+    replicas = _size(engine, "data_parallel_size")
+    share, context = engine.get("gpu_memory_utilization", MEMORY_SHARE), engine.get("max_model_len", 0)
+    if not isinstance(share, (int, float)) or not 0 < share <= 1:
+        raise ConfigError(f"rollout.engine.gpu_memory_utilization={share}: must be above 0 and at most 1. Use e.g. 0.6.")
+    gpus = _tensor_parallel(options, engine) * _size(engine, "pipeline_parallel_size")
+    return EngineShape(gpus, replicas, float(share), context if isinstance(context, int) else 0)
+
+
 @hookimpl
 def rlbatch_register_rollout_backends() -> Mapping[str, Configurable]:
     """Offers ``rollout=vllm``."""
-    return {"vllm": Configurable(vllm_rollout, VllmOptions, ranks_per_engine=ranks_per_engine, has_engine=True)}
+    vllm = Configurable(
+        vllm_rollout,
+        VllmOptions,
+        ranks_per_engine=ranks_per_engine,
+        has_engine=True,
+        spans_nodes=True,
+        engine_shape=engine_shape,
+    )
+    return {"vllm": vllm}
 
 
-def vllm_rollout(context: RolloutContext, options: VllmOptions) -> HostedRollout:
+class VllmRollout(HostedRollout):
+    """A ``RolloutBackend`` and an ``ExpertParallelBackend``.
+
+    On each of its nodes an engine is an ``AsyncLLM`` of the data-parallel ranks there: vLLM's hybrid load balancing. All of them compute in
+    lockstep, because each layer's experts are on all nodes.
+
+    Args:
+        context: Place, device and vLLM's own options.
+        options: Ours.
+    """
+
+    def __init__(self, context: RolloutContext, options: VllmOptions) -> None:
+        # Kept while the engine lives, so that it can be started again.
+        is_first, self._port = context.engine_rank == 0 and context.engine_nodes > 1, None
+        if is_first:
+            self._port = ReservedPort(context.address)
+        port = agreed_port(context.gather, self._port) if context.engine_nodes > 1 else 0
+        super().__init__(context, options, partial(program, context, options, port))
+        self._devices: dict[str, list[int] | None] | None = None
+
+    def wanted_experts(self) -> Sequence[int] | None:
+        """See ``ExpertParallelBackend``."""
+        if self._devices is None:
+            told = self._host.call("experts", limit_s=self._options.sync_timeout_s) if self._host else {}
+            self._devices = json.loads(self._context.node_gather(json.dumps(told).encode())[0])["devices"]
+        return self._devices.get(device_identity(self._context.device))
+
+    def close(self) -> None:
+        """Ends the engine and all its processes."""
+        super().close()
+        if self._port is not None:
+            self._port.close()
+
+
+def vllm_rollout(context: RolloutContext, options: VllmOptions) -> VllmRollout:
     """A ``RolloutBackend``."""
-    return HostedRollout(context, options, partial(program, context, options))
+    return VllmRollout(context, options)
 
 
-def program(context: RolloutContext, options: VllmOptions, devices: Sequence[str]) -> EngineProgram:
+def program(context: RolloutContext, options: VllmOptions, port: int, devices: Sequence[str]) -> EngineProgram:
     """vLLM with the user's options and what other keys decide.
 
     Args:
         context: Place, device and vLLM's own options.
         options: Ours.
+        port: At which the nodes of the engine meet.
         devices: Of the ranks that share the host.
     """
     own, theirs = own_and_theirs(context.engine)
     on_cpu = context.device == "cpu"
+    decided = {
+        "model": [str(context.hf_folder.resolve()), "model.hf"],
+        "tensor_parallel_size": [_tensor_parallel(options, theirs), "rollout.options.gpus_per_engine"],
+        "enable_sleep_mode": [options.sleep_level > 0 and not on_cpu, "rollout.options.sleep_level"],
+    }
     return EngineProgram(
         "vllm",
         HOST,
@@ -59,11 +152,7 @@ def program(context: RolloutContext, options: VllmOptions, devices: Sequence[str
             "options": theirs,
             "process_start": "fork" if on_cpu and os.environ.get("OMP_NUM_THREADS") == "1" else "",
             "defaults": {"dtype": context.dtype, "load_format": "dummy", **(CPU_DEFAULTS if on_cpu else {})},
-            "decided": {
-                "model": [str(context.hf_folder.resolve()), "model.hf"],
-                "tensor_parallel_size": [_tensor_parallel(options, theirs), "rollout.options.gpus_per_engine"],
-                "enable_sleep_mode": [options.sleep_level > 0 and not on_cpu, "rollout.options.sleep_level"],
-            },
+            "decided": decided | {name: [value, "rlbatch"] for name, value in _part(context, options, theirs, port).items()},
         },
         python=str(own.get("python", "")),
         variables={
@@ -77,10 +166,41 @@ def program(context: RolloutContext, options: VllmOptions, devices: Sequence[str
     )
 
 
+def _part(context: RolloutContext, options: VllmOptions, theirs: Mapping[str, Any], port: int) -> dict[str, Any]:
+    """This node's part of an engine on several.
+
+    Raises:
+        ConfigError: a data-parallel rank would be on more than one node.
+    """
+    replicas, nodes = _size(theirs, "data_parallel_size"), context.engine_nodes
+    if nodes == 1:
+        return {}
+    if replicas % nodes:
+        each = options.gpus_per_engine // replicas
+        raise ConfigError(
+            f"rollout.engine.data_parallel_size={replicas}: must be a multiple of the engine's nodes ({nodes}): a data-parallel rank, "
+            f"{each} GPUs, is on one node of {options.gpus_per_engine // nodes}. Use {nodes} or more."
+        )
+    return {
+        "data_parallel_size_local": replicas // nodes,
+        "data_parallel_start_rank": context.engine_node * (replicas // nodes),
+        "data_parallel_hybrid_lb": True,
+        "data_parallel_address": context.address,
+        "data_parallel_rpc_port": port,
+    }
+
+
+def _size(engine: Mapping[str, Any], name: str) -> int:
+    value = engine.get(name, 1)
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError(f"rollout.engine.{name}={value}: must be a whole number, 1 or more. Use e.g. 1.")
+    return value
+
+
 def _tensor_parallel(options: VllmOptions, theirs: Mapping[str, Any]) -> int:
-    others = {key: int(theirs.get(key, 1)) for key in ("data_parallel_size", "pipeline_parallel_size")}
-    product = others["data_parallel_size"] * others["pipeline_parallel_size"]
-    if product < 1 or options.gpus_per_engine % product:
+    others = {key: _size(theirs, key) for key in ("data_parallel_size", "pipeline_parallel_size")}
+    product = math.prod(others.values())
+    if options.gpus_per_engine % product:
         said = ", ".join(f"rollout.engine.{key}={value}" for key, value in others.items())
         raise ConfigError(
             f"rollout.options.gpus_per_engine={options.gpus_per_engine}: must be a multiple of {product} ({said}). Change one of them."

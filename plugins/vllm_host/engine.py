@@ -16,6 +16,7 @@ from rlbatch.engines.host import Send
 from rlbatch.engines.wire import pack_ints, unpack_ints
 
 from . import versions
+from .experts import is_held
 from .plugin import WEIGHT_BACKEND
 
 FIXED = {
@@ -33,7 +34,8 @@ class VllmEngine:
     def __init__(self) -> None:
         """Nothing is started."""
         self._llm: Any = None
-        self._version, self._audits = -1, False
+        self._version, self._audits, self._was_paused = -1, False, False
+        self._held: list[dict[str, Any]] = []
 
     async def op_start(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
         """Starts vLLM with ``defaults``, the user's ``options``, and what is ``decided`` by another key (name -> [value, key])."""
@@ -55,6 +57,7 @@ class VllmEngine:
         _start_processes(header["process_start"])
         self._llm = AsyncLLM.from_vllm_config(config, disable_log_stats=arguments.disable_log_stats)
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+        self._held = await versions.ask_workers(self._llm, "rlbatch_experts")
         return {"version": version, "max_model_len": self._llm.model_config.max_model_len}
 
     async def op_ping(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
@@ -75,16 +78,16 @@ class VllmEngine:
         }
         work = [asyncio.ensure_future(self._group(header, index, prompts[index], common, allowed, send)) for index in range(len(prompts))]
         try:
-            seconds = await asyncio.gather(*work)
+            await asyncio.gather(*work)
         finally:
             for task in work:
                 task.cancel()
-        return {"longest_s": max((value for values in seconds for value in values), default=0.0)}
+        return {}
 
     async def _group(
         self, header: dict[str, Any], index: int, prompt: list[int], common: dict[str, Any], allowed: asyncio.Semaphore, send: Send
-    ) -> list[float]:
-        """One prompt's samples, sent; returns the seconds that each took."""
+    ) -> None:
+        """One prompt's samples, sent."""
         tasks = [
             asyncio.ensure_future(
                 self._sample(f"{header['id']}-{index}-{number}", prompt, common, seed, header["request_timeout_s"], allowed)
@@ -101,10 +104,10 @@ class VllmEngine:
             "lengths": [len(tokens) for tokens, _, _, _ in done],
             "reasons": [reason for _, _, reason, _ in done],
             "policy_version": self._version,
+            "seconds": [seconds for _, _, _, seconds in done],
         }
         logprobs = array("f", [value for _, values, _, _ in done for value in values])
         send(answer, pack_ints(tokens for tokens, _, _, _ in done) + logprobs.tobytes())
-        return [seconds for _, _, _, seconds in done]
 
     async def _sample(
         self, name: str, prompt: list[int], common: dict[str, Any], seed: int, limit_s: float, allowed: asyncio.Semaphore
@@ -147,6 +150,9 @@ class VllmEngine:
     async def op_start_update(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
         """Prepares for weights; ``audit``: every write is counted."""
         self._audits = header["audit"]
+        # Data-parallel engines compute in lockstep for some steps after the last sample, on parameters that are about to be replaced.
+        # All of them stop together, those of other nodes too; one that sleeps has stopped.
+        self._was_paused = await versions.stop_lockstep(self._llm)
         await self._llm.start_weight_update()
         return {}
 
@@ -161,11 +167,21 @@ class VllmEngine:
         """Ends the update; from here on samples are of ``policy_version``. What was computed with older weights is forgotten."""
         reports = await versions.ask_workers(self._llm, "rlbatch_written") if self._audits else []
         await versions.finish_weight_update(self._llm, str(header["policy_version"]))
-        if reports:
-            _judge(reports)
         await self._llm.reset_prefix_cache()
+        if self._was_paused:
+            await self._llm.resume_generation()
+        if reports:  # other nodes, which may have nothing to complain of, do not go on alone
+            _judge(reports, [worker["experts"] for worker in self._held])
         self._version = header["policy_version"]
         return {}
+
+    async def op_experts(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
+        """Which routed experts every device has: ``devices``, identity -> numbers, or None for all."""
+        devices: dict[str, list[int] | None] = {}
+        for worker in self._held:
+            before, own = devices.get(worker["device"], []), worker["experts"]
+            devices[worker["device"]] = None if before is None or own is None else sorted({*before, *own})
+        return {"devices": devices}
 
     async def op_sleep(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
         """Gives the GPU's memory back; ``level`` 2 forgets the weights too."""
@@ -176,6 +192,10 @@ class VllmEngine:
         """Takes memory back: ``tags`` are ``weights`` and ``kv_cache``."""
         await self._llm.wake_up(tags=header["tags"])
         return {}
+
+    def is_lost(self) -> bool:
+        """Whether vLLM's scheduler or one of its workers is gone."""
+        return self._llm is not None and bool(self._llm.errored)
 
     async def stop(self) -> None:
         """Ends vLLM's processes."""
@@ -220,10 +240,18 @@ def _check_options(options: dict[str, Any], known: Sequence[str], decided: dict[
             raise ValueError(f"rollout.engine.{name}={value}: vLLM {version} has no such option. {hint}")
 
 
-def _judge(reports: Sequence[dict[str, list[str]]]) -> None:
-    """Raises ValueError with a name, if the workers were not written as they must."""
+def _judge(reports: Sequence[dict[str, list[str]]], held: Sequence[list[int] | None]) -> None:
+    """Raises ValueError with a name, if the workers were not written as they must.
+
+    Args:
+        reports: See ``WriteAudit.report``.
+        held: Each worker's experts; None: all.
+    """
     said = {key: sorted({name for report in reports for name in report[key]}) for key in ("unwritten", "overwritten")}
-    said |= {key: sorted(set.intersection(*(set(report[key]) for report in reports))) for key in ("empty", "unused")}
+    said["empty"] = _in_all([set(report["empty"]) for report in reports])
+    # Other workers' experts are used by these, which may be on another node.
+    unused = [{name for name in report["unused"] if is_held(name, own)} for report, own in zip(reports, held, strict=True)]
+    said["unused"] = _in_all(unused)
     for key, problem in (
         ("unwritten", "is not written"),
         ("empty", "is not written"),
@@ -234,3 +262,7 @@ def _judge(reports: Sequence[dict[str, list[str]]]) -> None:
             raise ValueError(
                 f"weight sync: {names[0]} {problem} ({len(names)} such). The model family's mappings must cover the engine's parameters."
             )
+
+
+def _in_all(names: Sequence[set[str]]) -> list[str]:
+    return sorted(set.intersection(*names))

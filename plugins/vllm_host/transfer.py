@@ -15,6 +15,7 @@ from rlbatch.engines.mapping import device_identity, open_handle
 from rlbatch.engines.packing import Place, views
 
 from .audit import WriteAudit
+from .experts import held_experts
 from .versions import loading_parts
 
 
@@ -112,3 +113,8 @@ class WorkerExtension:
         """As ``SharedMemoryTransfer.written``."""
         report: dict[str, Any] = self.weight_transfer_engine.written()
         return report
+
+    def rlbatch_experts(self) -> dict[str, Any]:
+        """This worker's ``device`` and the ``experts`` that it holds; see ``held_experts``."""
+        transfer = self.weight_transfer_engine
+        return {"device": device_identity(transfer.device), "experts": held_experts(transfer.model)}

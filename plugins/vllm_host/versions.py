@@ -46,6 +46,18 @@ async def ask_workers(llm: Any, method: str) -> list[Any]:
     return [answer for workers in await asyncio.gather(*answers) for answer in workers]
 
 
+async def stop_lockstep(llm: Any) -> bool:
+    """Ends the steps that data-parallel engines take together, unless there are none or they sleep; a collective of all of them.
+
+    Returns:
+        Whether they were stopped, and must be resumed.
+    """
+    if llm.vllm_config.parallel_config.data_parallel_size == 1 or await llm.is_paused():
+        return False
+    await llm.pause_generation(mode="wait")
+    return True
+
+
 async def finish_weight_update(llm: Any, version: str) -> None:
     """Ends an update. Since 0.30 or so the engine keeps a name for its weights."""
     if "weight_version" in inspect.signature(llm.finish_weight_update).parameters:
