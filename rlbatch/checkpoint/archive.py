@@ -1,7 +1,7 @@
 """One tensor as the zip archive that ``torch.save`` writes and ``torch.load`` reads, written and read in place inside a larger file.
 
 ``torch.save`` itself computes its checksum at a third of a gigabyte a second, and ``torch.load`` can only read a whole tensor; here writing
-costs one pass of zlib's checksum, and any run of a tensor's bytes can be read without the rest.
+costs one pass of zlib's, and any run of a tensor's bytes can be read without the rest.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import io
 import os
 import pickle
 import struct
-import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,8 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.utils import _create_file_view
+
+from rlbatch.checkpoint.crc import Checked
 
 STORAGES = {
     torch.float32: "FloatStorage",
@@ -68,24 +69,24 @@ class _Pickler(pickle.Pickler):
         return value.reference if isinstance(value, _Storage) else None
 
 
-def parts(tensor: Tensor) -> Iterator[bytes | memoryview]:
-    """The archive of a tensor, to be written one part after the other.
+def parts(tensor: Tensor) -> Iterator[bytes | Checked]:
+    """The archive of a tensor, to be written one part after the other; its values are read once, for their checksum.
 
     Args:
         tensor: Contiguous, on the host, of a type in ``STORAGES``, smaller than ``LARGEST_TENSOR_BYTES``.
     """
-    data = raw_bytes(tensor)
+    values = Checked.of(raw_bytes(tensor))
     position, central, records = 0, b"", _records(tensor.shape, tensor.dtype)
     for record, small in records.items():
-        content = data if small is None else small
+        content = values if small is None else Checked.of(memoryview(small))
         header = _local_header(record, position)
-        checked = struct.pack("<III", zlib.crc32(content), len(content), len(content))
+        checked = struct.pack("<III", content.crc32, len(content.data), len(content.data))
         yield header[:14] + checked + header[26:]
-        yield content
+        yield values if small is None else small
         name = f"{_NAME}/{record}".encode()
         central += struct.pack("<IHHHHHH", _CENTRAL, 0, 0, 0, 0, 0, 0) + checked
         central += struct.pack("<HHHHHII", len(name), 0, 0, 0, 0, 0, position) + name
-        position += len(header) + len(content)
+        position += len(header) + len(content.data)
     yield central + struct.pack("<IHHHHIIH", _END, 0, 0, len(records), len(records), len(central), position, 0)
 
 

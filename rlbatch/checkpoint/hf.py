@@ -59,7 +59,7 @@ class HfSource:
 
     def __getitem__(self, index: tuple[slice, ...], /) -> Tensor:
         """A part of it, on the host; one slice of step 1 for each leading dimension."""
-        ranges = [range(length)[part] for length, part in zip(self.shape, (*index, *[slice(None)] * len(self.shape)), strict=False)]
+        ranges = self._ranges(index)
         part = self.file.read(self.entry, ranges)
         if self.scales is None:
             return part
@@ -67,6 +67,16 @@ class HfSource:
         scales = self.scales[tuple(blocks)].float()
         check_scales(scales, self.scales.origin)
         return dequantize(part, scales, self.dtype, (ranges[0].start % BLOCK, ranges[1].start % BLOCK))
+
+    def read_into(self, target: Tensor, index: tuple[slice, ...]) -> None:
+        """``target.copy_(self[index])``; what fits the target as it is stored is read right into it."""
+        if self.scales is None and target.dtype == self.dtype and target.device.type == "cpu" and target.is_contiguous():
+            self.file.read_into(target, self.entry, self._ranges(index))
+        else:
+            target.copy_(self[index])
+
+    def _ranges(self, index: tuple[slice, ...]) -> list[range]:
+        return [range(length)[part] for length, part in zip(self.shape, (*index, *[slice(None)] * len(self.shape)), strict=False)]
 
 
 class HfTensors:

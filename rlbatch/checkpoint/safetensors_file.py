@@ -99,12 +99,14 @@ class SafetensorsFile:
             entry: One of ``entries``, of a dtype in ``DTYPES``.
             ranges: Indices of step 1 in each dimension.
         """
-        dtype = DTYPES[entry.dtype]
-        lengths = [len(indices) for indices in ranges]
-        data = torch.empty(math.prod(lengths) * dtype.itemsize, dtype=torch.uint8)
-        if len(data):
-            self._read_runs(entry, ranges, dtype.itemsize, data)
-        return data.view(dtype).view(lengths)
+        target = torch.empty([len(indices) for indices in ranges], dtype=DTYPES[entry.dtype])
+        self.read_into(target, entry, ranges)
+        return target
+
+    def read_into(self, target: Tensor, entry: Entry, ranges: Sequence[range]) -> None:
+        """As ``read``, into a contiguous host tensor of the entry's type and the ranges' lengths."""
+        if target.numel():
+            self._read_runs(entry, ranges, target.itemsize, target.view(-1).view(torch.uint8))
 
     def _read_runs(self, entry: Entry, ranges: Sequence[range], itemsize: int, data: Tensor) -> None:
         split = len(ranges)  # from this dimension on, all is wanted: it lies in one run

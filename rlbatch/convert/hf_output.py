@@ -15,7 +15,8 @@ from torch import Tensor
 from rlbatch.checkpoint.archive import raw_bytes
 from rlbatch.checkpoint.hf import COPIED, INDEX
 from rlbatch.checkpoint.safetensors_file import DTYPES
-from rlbatch.convert.output import Output, Part
+from rlbatch.convert.block_file import Part
+from rlbatch.convert.output import Output
 from rlbatch.weights.codec import Source
 from rlbatch.weights.quantize import BLOCK, SCALE_SUFFIX, check_scales, quantize, scales_shape
 

@@ -3,36 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import json
 import os
-import queue
 import shutil
 import socket
-import threading
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rlbatch.api import CheckpointError, ConfigError, DataError, RlbatchError
+from rlbatch.checkpoint.crc import Checked
 from rlbatch.checkpoint.run_folder import sync
 from rlbatch.checkpoint.torch_dist import MARKER
+from rlbatch.convert.block_file import BLOCK_BYTES, BlockFile, Part
 
 PLAN = ".plan.json"
-WRITE_BYTES = 32 * 2**20
 SPARE_BYTES = 2**20
 """For metadata, folders and what else is small."""
-_SYNC_FILE_RANGE_WRITE = 2
-"""Of Linux: start writing, do not wait."""
 _DONE = ".done"
 TEAM = ".team"
 """Where processes meet."""
 
-Part = bytes | memoryview
 Advance = Callable[[int], None]
 
 
@@ -43,7 +39,7 @@ class Output:
     Attributes:
         name: In the output folder.
         nbytes: Its exact length.
-        parts: Makes its bytes, in order and anew at each call; never more than a few tensors at once.
+        parts: Makes its bytes, in order and anew at each call; a part's memory may be that of the next one.
     """
 
     name: str
@@ -164,25 +160,18 @@ class Draft:
         """
         path = self.folder / output.name
         draft = path.with_name(_unfinished(path))
-        checksum = written = flushed = 0
         try:
-            with draft.open("wb", buffering=0) as file:
-                for part in _ahead(output.parts()):
-                    for piece in _pieces(part):
-                        checksum = zlib.crc32(piece, checksum)
-                        _write_all(file.fileno(), piece)
-                        written += len(piece)
-                        if written - flushed >= WRITE_BYTES:
-                            _start_flushing(file.fileno(), flushed, written - flushed)
-                            flushed = written
-                        advance(len(piece))
-                os.fsync(file.fileno())
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            if written != output.nbytes:
-                raise RuntimeError(f"{output.name}: {written} bytes were made, {output.nbytes} announced")
+            with BlockFile(draft) as file:
+                for part in output.parts():
+                    before = file.nbytes
+                    file.write(part)
+                    advance(file.nbytes - before)
+                file.finish()
+            if file.nbytes != output.nbytes:
+                raise RuntimeError(f"{output.name}: {file.nbytes} bytes were made, {output.nbytes} announced")
             os.replace(draft, path)
             sync(self.folder)
-            self._record(output.name, written, checksum, verified=False)
+            self._record(output.name, file.nbytes, file.crc32, verified=False)
         except OSError as error:
             draft.unlink(missing_ok=True)
             free = shutil.disk_usage(self.folder).free
@@ -198,20 +187,21 @@ class Draft:
         Raises:
             DataError: they differ.
         """
-        path, position, checksum = self.folder / output.name, 0, 0
+        path = self.folder / output.name
+        nbytes, checksum = self.finished()[output.name]
         with path.open("rb", buffering=0) as file:
-            for part in _ahead(output.parts()):
-                for piece in _pieces(part):
-                    if file.read(len(piece)) != piece:
+            for part in output.parts():
+                made = memoryview(part.data if isinstance(part, Checked) else part)
+                for piece in (made[start : start + BLOCK_BYTES] for start in range(0, len(made), BLOCK_BYTES)):
+                    position, found = file.tell(), file.read(len(piece))
+                    if not np.array_equal(np.frombuffer(found, np.uint8), np.frombuffer(piece, np.uint8)):
                         raise DataError(
                             f"{path}: differs from the converted source at byte {position} or after. The disk or the memory is damaged."
                         )
-                    checksum = zlib.crc32(piece, checksum)
-                    position += len(piece)
                     advance(len(piece))
             if file.read(1):
                 raise DataError(f"{path}: has more bytes than the source gives. Remove {self.folder} and convert again.")
-        self._record(output.name, position, checksum, verified=True)
+        self._record(output.name, nbytes, checksum, verified=True)
 
     def _record(self, name: str, nbytes: int, checksum: int, *, verified: bool) -> None:
         about = {"name": name, "bytes": nbytes, "crc32": checksum, "verified": verified}
@@ -238,57 +228,6 @@ class Draft:
         for hidden in (_DONE, TEAM):
             shutil.rmtree(self.out / hidden, ignore_errors=True)
         (self.out / PLAN).unlink()
-
-
-def _ahead(parts: Iterator[Part]) -> Iterator[Part]:
-    """The same, the next ones being made in a second thread: reading, converting and checksums leave the interpreter's lock alone."""
-    ready: queue.Queue[Part | BaseException | None] = queue.Queue(maxsize=1)
-    is_over = threading.Event()
-
-    def make() -> None:
-        last: BaseException | None = None
-        try:
-            for part in parts:
-                while not is_over.is_set():
-                    with contextlib.suppress(queue.Full):
-                        ready.put(part, timeout=0.1)
-                        break
-                else:
-                    return
-        except BaseException as error:  # handed over to whoever asked for the parts
-            last = error
-        while not is_over.is_set():
-            with contextlib.suppress(queue.Full):
-                ready.put(last, timeout=0.1)
-                return
-
-    maker = threading.Thread(target=make, name="rlbatch-convert", daemon=True)
-    maker.start()
-    try:
-        while (part := ready.get()) is not None:
-            if isinstance(part, BaseException):
-                raise part
-            yield part
-    finally:
-        is_over.set()
-        maker.join()
-
-
-def _pieces(part: Part) -> Iterator[memoryview]:
-    view = memoryview(part)
-    return (view[start : start + WRITE_BYTES] for start in range(0, len(view), WRITE_BYTES))
-
-
-def _write_all(descriptor: int, piece: memoryview) -> None:
-    done = 0
-    while done < len(piece):
-        done += os.write(descriptor, piece[done:])
-
-
-def _start_flushing(descriptor: int, start: int, length: int) -> None:
-    """Lets the disk begin with what was written, instead of at the end of the file; where the system cannot, it is flushed then."""
-    with contextlib.suppress(AttributeError):
-        ctypes.CDLL(None).sync_file_range(descriptor, ctypes.c_int64(start), ctypes.c_int64(length), _SYNC_FILE_RANGE_WRITE)
 
 
 def _unfinished(path: Path) -> str:

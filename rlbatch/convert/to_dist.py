@@ -16,7 +16,8 @@ from rlbatch.checkpoint import archive
 from rlbatch.checkpoint.hf import HfTensors
 from rlbatch.checkpoint.torch_dist import CHUNK_SUFFIX, Chunk
 from rlbatch.config.schema import LayoutConfig
-from rlbatch.convert.output import Output, Part
+from rlbatch.convert.block_file import Part
+from rlbatch.convert.output import Output
 from rlbatch.convert.parameters import by_name
 from rlbatch.megatron.placement import Placement, placements
 from rlbatch.megatron.stock_names import extra_states, local_name
@@ -38,8 +39,12 @@ class _Shard:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    def tensor(self) -> Tensor:
-        target = torch.empty(self.shape, dtype=self.dtype)
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def tensor(self, memory: Tensor) -> Tensor:
+        target = memory[: self.nbytes].view(self.dtype).view(self.shape)
         fill(target, self.mapping, self.sources, self.geometry, self.size, self.rank)
         return target
 
@@ -120,10 +125,12 @@ def _file(name: str, cuts: Sequence[tuple[_Cut, int]], chunks: list[Chunk]) -> O
         end += nbytes
 
     def parts() -> Iterator[Part]:
+        # For one shard after the other: the system clears new memory, which takes longer than to fill it.
+        memory = torch.empty(max(cut.shard.nbytes for cut, _ in cuts), dtype=torch.uint8)
         for _, group in groupby((cut for cut, _ in cuts), key=lambda cut: id(cut.shard)):
             tensor = None
             for cut in group:
-                tensor = cut.shard.tensor() if tensor is None else tensor
+                tensor = cut.shard.tensor(memory) if tensor is None else tensor
                 box = tensor[tuple(slice(start, start + size) for start, size in zip(cut.start, cut.size, strict=True))]
                 yield from archive.parts(box.reshape(cut.stored).contiguous())
 

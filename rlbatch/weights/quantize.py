@@ -4,8 +4,8 @@
 ``weight_dequant``; despite its name the stored scale is what a value is multiplied by). A matrix [M, N] has scales [ceil(M / 128),
 ceil(N / 128)]; blocks at the edges are partial.
 
-torch converts to and from e4m3 one value at a time on the CPU. Here both ways are integer operations on whole rows, in strips that stay
-in the cache, with bitwise the same results.
+torch converts from e4m3 one value at a time on the CPU. Here that is integer operations on whole rows, with bitwise the same results; both
+ways work on strips that stay in the cache.
 """
 
 from __future__ import annotations
@@ -190,9 +190,7 @@ class _Scratch:
         shape = (self._height, columns)
         self._bytes = torch.empty(shape, dtype=torch.uint8)
         self._half = torch.empty(shape, dtype=torch.float16)
-        self._signs = torch.empty(shape, dtype=torch.float16)
         self._wide = torch.empty(shape, dtype=torch.float32)
-        self._magic = torch.empty(shape, dtype=torch.float32)
 
     def from_e4m3(self, row: Tensor, shifted: Tensor, into: Tensor) -> bool:
         """``into = row * shifted / 2^8``, each product rounded once; False, and ``into`` is undefined, if there is a NaN."""
@@ -210,17 +208,5 @@ class _Scratch:
 
     def to_e4m3(self, row: Tensor, divisor: Tensor, into: Tensor) -> None:
         """``into = row / divisor``, rounded to the nearest, ties to even; quotients are in [-448, 448]."""
-        height = self._height
-        for values, target in zip(row.split(height), into.view(torch.int8).split(height), strict=True):
-            buffers = (self._half, self._signs, self._wide, self._magic)
-            half, signs, quotients, magic = (buffer[: len(values)] for buffer in buffers)
-            quotients.copy_(values).div_(divisor)
-            signs.copy_(quotients)
-            # The largest power of two up to the value, but at least 2^-6, e4m3's smallest normal. Adding 1.5 x 2^20 times it leaves three
-            # bits of mantissa, or below 2^-6 steps of 2^-9: float32's own rounding is then the one to e4m3.
-            torch.abs(quotients, out=magic).clamp_(min=2.0**-6).view(torch.int32).bitwise_and_(0x7F800000)
-            quotients.add_(magic.mul_(1.5 * 2.0**20)).sub_(magic)
-            bits = half.copy_(quotients.mul_(1 / _HALF_BIAS)).view(torch.int16)  # exact
-            bits.bitwise_right_shift_(7).bitwise_and_(0x7F)
-            bits.bitwise_or_(signs.view(torch.int16).bitwise_right_shift_(8).bitwise_and_(-0x80))  # a negative 0 stays one
-            target.copy_(bits)
+        for values, target in zip(row.split(self._height), into.split(self._height), strict=True):
+            target.copy_(self._wide[: len(values)].copy_(values).div_(divisor))
