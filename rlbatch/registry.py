@@ -148,6 +148,18 @@ class Registry:
         """Whether the ranks of an engine may be on several nodes."""
         return self._rollout(config)[0].spans_nodes
 
+    def has_fp8(self, config: Config) -> bool:
+        """Whether an engine takes block-quantised weights."""
+        return self._rollout(config)[0].has_fp8
+
+    def draft(self, config: Config) -> str | None:
+        """Whose weights an engine speculates with; see ``Configurable``.
+
+        Raises:
+            ConfigError: options of the engine that do not say it.
+        """
+        return self._rollout(config)[0].draft(config.rollout.engine)
+
     def engine_shape(self, config: Config) -> EngineShape:
         """How an engine divides the model over its GPUs.
 

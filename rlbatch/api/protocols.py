@@ -31,12 +31,19 @@ class EngineShape:
         replicas: Copies. Routed experts are divided over all GPUs of the engine.
         memory_share: Of each GPU's memory: what the engine takes, weights and cache.
         context_tokens: Longest prompt and response together; 0: not said.
+        stages: Pipeline stages of a replica.
     """
 
     replica_gpus: int = 1
     replicas: int = 1
     memory_share: float = 1.0
     context_tokens: int = 0
+    stages: int = 1
+
+
+def no_draft(engine: Mapping[str, Any]) -> str | None:
+    """Of an engine that speculates with no weights of its own."""
+    return None
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,9 @@ class Configurable:
         spans_nodes: Of a rollout backend: whether the ranks of an engine may be on several nodes. On each the first of them generates.
         engine_shape: Of a rollout backend: how its engine divides the model, given its options and ``rollout.engine.*``; may raise
             ``ConfigError``. None: the ranks of an engine hold one copy.
+        has_fp8: Of a rollout backend: whether its engine, on GPUs, takes weights that are quantised in blocks (``rollout.quantization``).
+        draft: Of a rollout backend: whose weights its engine speculates with, given ``rollout.engine.*``: a Hugging Face folder, empty for
+            the layers that the model's family carries, None for none; may raise ``ConfigError``.
     """
 
     build: Callable[..., Any]
@@ -61,6 +71,8 @@ class Configurable:
     has_engine: bool = False
     spans_nodes: bool = False
     engine_shape: Callable[[Any, Mapping[str, Any]], EngineShape] | None = None
+    has_fp8: bool = False
+    draft: Callable[[Mapping[str, Any]], str | None] = no_draft
 
 
 @dataclass(frozen=True)
@@ -79,7 +91,7 @@ class Completion:
     logprobs: Sequence[float]
     finish_reason: FinishReason
     policy_version: int | None = None
-    seconds: float | None = None
+    seconds: float | None = field(default=None, compare=False)
 
 
 def alone(content: bytes) -> list[bytes]:
@@ -143,7 +155,7 @@ class RolloutBackend(Protocol):
         """
 
     def close(self) -> None:
-        """Frees the engine; called once, also after a failure."""
+        """Frees the engine; called once at the end, also after a failure, and before a ``restart``."""
 
 
 @runtime_checkable
@@ -155,11 +167,30 @@ class SleepingBackend(Protocol):
 
 
 @runtime_checkable
+class CarryingBackend(Protocol):
+    """A ``RolloutBackend`` whose engine may speculate with weights that the trainer does not have.
+
+    Attributes:
+        lacks_carried: Whether the engine has not got them yet, or has lost them. The next ``update_weights`` then begins with buckets that
+            are ``is_carried``. The same on all ranks of the engine.
+    """
+
+    lacks_carried: bool
+
+
+@runtime_checkable
 class RestartableBackend(Protocol):
-    """A ``RolloutBackend`` whose ``generate`` and ``update_weights`` may raise ``EngineLost``, and which can then go on."""
+    """A ``RolloutBackend`` whose ``generate`` and ``update_weights`` may raise ``EngineLost``, and which can then go on.
+
+    Attributes:
+        max_restarts: Of an engine, in this life of the job.
+    """
+
+    max_restarts: int
 
     def restart(self) -> None:
-        """Starts the engine anew, without weights: called on every rank of a lost engine, then ``update_weights``.
+        """Starts the engine anew, without weights: called on every rank of a lost engine after ``close`` on all of them, and before
+        ``update_weights``. No collectives; a job that is stopped raises ``Interrupted`` in here, as in ``generate``.
 
         Raises:
             RolloutError: it does not start.

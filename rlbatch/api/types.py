@@ -107,12 +107,16 @@ class WeightBucket:
     Attributes:
         names: Checkpoint names, one a tensor (experts one by one).
         tensors: Full (unsharded) tensors; the receiver may not keep them.
-        policy_version: Number of optimizer updates that made these weights.
+        policy_version: Number of optimizer updates that made these weights; of carried ones, of the policy that they go before.
+        lasting: Whether each tensor stays as it is until the sync is over, because it lies in the trainer's own memory; empty: none does.
+        is_carried: Of what the engine speculates with: it is not trained, and comes from a checkpoint.
     """
 
     names: Sequence[str]
     tensors: Sequence[Tensor]
     policy_version: int
+    lasting: Sequence[bool] = ()
+    is_carried: bool = False
 
 
 @dataclass

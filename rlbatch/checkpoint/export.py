@@ -90,22 +90,21 @@ class ExportForm:
         """config.json with a ``quantization_config`` if and only if the weights are quantised."""
         config = dict(self._hf_config)
         if self._is_fp8:
-            config.setdefault("quantization_config", self._quantization())
+            config.setdefault("quantization_config", quantization_config(self._family))
         else:
             config.pop("quantization_config", None)
         if not self._is_auto:
             config |= {key: "bfloat16" for key in ("dtype", "torch_dtype") if key in config}
         return config
 
-    def _quantization(self) -> dict[str, Any]:
-        """With the modules that engines, which quantise all linear layers, must leave out."""
-        weights = [
-            name for name in (trained_names(self._family) | passthrough_names(self._family, is_dropped=False)) if name not in self._fp8
-        ]
-        return {
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "activation_scheme": "dynamic",
-            "weight_block_size": [BLOCK, BLOCK],
-            "modules_to_not_convert": [name.removesuffix(".weight") for name in weights if name.endswith(".weight")],
-        }
+
+def quantization_config(family: ModelFamily) -> dict[str, Any]:
+    """Of a config.json: with the modules that engines, which quantise all linear layers, must leave out."""
+    named, quantised = trained_names(family) | passthrough_names(family, is_dropped=False), fp8_names(family)
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK, BLOCK],
+        "modules_to_not_convert": [name.removesuffix(".weight") for name in named if name.endswith(".weight") and name not in quantised],
+    }

@@ -103,6 +103,9 @@ class RolloutConfig:
     audit_sync: Literal["first", "always", "off"] = key(
         "first", "Which syncs count that every parameter of the engine is written exactly once; first: also the first after a restart."
     )
+    quantization: Literal["auto", "none", "fp8"] = key(
+        "auto", "Weights of the engine: fp8 (e4m3 in blocks of 128 x 128, where the family has them), none, or auto: as in model.hf."
+    )
     engine: Mapping[str, Any] = key(
         {}, "Options of the engine itself, by its own names, where it runs in a process of its own; also `python` and `environment`."
     )

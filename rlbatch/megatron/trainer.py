@@ -114,6 +114,10 @@ class Trainer:
         """Streams the policy as full Hugging Face tensors, on every rank; see ``ParameterMap.export``."""
         return self._map.export(self.params, quantize=quantize, wanted=wanted)
 
+    def storages(self) -> frozenset[int]:
+        """Addresses of the memory in which the policy lies now."""
+        return frozenset(tensor.untyped_storage().data_ptr() for tensor in self.params.values())
+
     def export_gradients(self) -> Iterator[NamedTensor]:
         """Streams the last ``backward``'s gradients under Hugging Face names, on every rank."""
         for chunk in self._chunks:

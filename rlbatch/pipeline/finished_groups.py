@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from rlbatch.api import Completion, Prompt, SamplingParams
+from rlbatch.weights.quantize import SCALE_SUFFIX
 
 FOLDER = "groups"
 PROBED_VALUES = 8
@@ -31,16 +32,22 @@ class WeightsProbe:
     """Tells policies apart by a few values of every tensor, taken while the weights go by; the same under every layout.
 
     An optimizer moves almost every value at every update, so that a few are enough.
+
+    Args:
+        passed_over: Names of what not every rank gets: routed experts.
     """
 
-    def __init__(self) -> None:
-        """Nothing went by."""
+    def __init__(self, passed_over: Container[str] = ()) -> None:
+        self._passed_over = passed_over
         self._names: list[str] = []
         self._values: list[Tensor] = []
 
     def watch(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Passes the tensors on."""
         for name, tensor in tensors:
+            if name.removesuffix(SCALE_SUFFIX) in self._passed_over or not name:
+                yield name, tensor
+                continue
             rows = tensor if tensor.dim() else tensor[None]
             first, last = rows[(0,) * (rows.dim() - 1)][:PROBED_VALUES], rows[(-1,) * (rows.dim() - 1)][-PROBED_VALUES:]
             self._names.append(name)

@@ -86,6 +86,26 @@ def fp8_names(family: ModelFamily) -> set[str]:
     return {name for name, pattern in named.items() if pattern in family.fp8}
 
 
+def expert_names(family: ModelFamily) -> dict[str, int]:
+    """Checkpoint name -> the routed expert that it is of, trained or carried."""
+    trained = [
+        (pattern, layer)
+        for mapping in family.mappings
+        if is_expert(mapping)
+        for layer in layers_of(family, mapping)
+        for pattern in hf_patterns(mapping)
+    ]
+    carried = [
+        (passthrough.hf, layer)
+        for passthrough in family.passthrough
+        if "{expert}" in passthrough.hf
+        for layer in passthrough.layers or (None,)
+    ]
+    return {
+        pattern.format(layer=layer, expert=expert): expert for pattern, layer in trained + carried for expert in range(family.num_experts)
+    }
+
+
 def audit(family: ModelFamily, names: Iterable[str]) -> Audit:
     """Sorts the names of a checkpoint.
 

@@ -103,7 +103,7 @@ def gathered_routes(place: Place, wanted: Sequence[int] | None, num_experts: int
         None if every rank wants every expert.
     """
     told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (place, None if wanted is None else list(wanted)))
+    dist.all_gather_object(told, (place, None if wanted is None or set(wanted) >= set(range(num_experts)) else list(wanted)))
     if all(theirs is None for _, theirs in told):
         return None
     return Routes([where for where, _ in told], [theirs for _, theirs in told], num_experts, dist.get_rank())

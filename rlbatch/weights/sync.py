@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 from rlbatch.api import WeightBucket
 from rlbatch.weights.params import NamedTensor
@@ -10,7 +10,9 @@ from rlbatch.weights.params import NamedTensor
 MIB = 2**20
 
 
-def buckets(tensors: Iterable[NamedTensor], bucket_mib: int, policy_version: int) -> Iterator[WeightBucket]:
+def buckets(
+    tensors: Iterable[NamedTensor], bucket_mib: int, policy_version: int, *, lasting: Container[int] = (), is_carried: bool = False
+) -> Iterator[WeightBucket]:
     """Groups tensors into buckets of at most ``bucket_mib`` MiB; a larger tensor travels alone.
 
     Empty tensors (device ``meta``) count and stay out: ranks that get different experts cut their buckets at the same places, and have the
@@ -20,22 +22,27 @@ def buckets(tensors: Iterable[NamedTensor], bucket_mib: int, policy_version: int
         tensors: Names and full tensors, streamed.
         bucket_mib: Limit of a bucket, MiB.
         policy_version: Stamped on every bucket.
+        lasting: Addresses of the storages that stay as they are until the sync is over, e.g. of parameters: ``WeightBucket.lasting``.
+        is_carried: As ``WeightBucket``.
 
     Yields:
         Buckets; taking the next one may free or overwrite the last one's tensors.
     """
     held: list[NamedTensor] = []
     size = 0
+
+    def bucket() -> WeightBucket:
+        named, content = [name for name, _ in held], [tensor for _, tensor in held]
+        return WeightBucket(
+            named, content, policy_version, [tensor.untyped_storage().data_ptr() in lasting for tensor in content], is_carried
+        )
+
     for name, tensor in tensors:
         if (held or size) and size + tensor.nbytes > bucket_mib * MIB:
-            yield _bucket(held, policy_version)
+            yield bucket()
             held, size = [], 0
         if not tensor.is_meta:
             held.append((name, tensor))
         size += tensor.nbytes
     if held or size:
-        yield _bucket(held, policy_version)
-
-
-def _bucket(held: list[NamedTensor], policy_version: int) -> WeightBucket:
-    return WeightBucket([name for name, _ in held], [tensor for _, tensor in held], policy_version)
+        yield bucket()

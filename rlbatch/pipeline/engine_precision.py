@@ -1,0 +1,51 @@
+"""In which form engines hold the weights: what `rollout.quantization` comes to. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from rlbatch.api import ConfigError, ModelError, ModelFamily
+from rlbatch.config.schema import Config
+from rlbatch.registry import Registry
+
+Quantization = Literal["none", "fp8"]
+
+
+def engine_quantization(config: Config, registry: Registry, family: ModelFamily, hf_config: Mapping[str, Any]) -> Quantization:
+    """In which form engines hold the weights.
+
+    Args:
+        config: ``rollout.quantization``: ``auto`` is the form of model.hf, where the backend can have it.
+        registry: Knows what the backend can.
+        family: Knows which weights are quantised.
+        hf_config: model.hf's config.json.
+
+    Raises:
+        ConfigError: the backend has no fp8.
+        ModelError: the family says of no weight that it is fp8.
+    """
+    said, name = config.rollout.quantization, config.rollout.name
+    has_fp8 = registry.has_fp8(config)
+    if said == "fp8" and not has_fp8:
+        raise ConfigError(f"rollout.quantization=fp8: rollout={name} has no fp8. Use rollout.quantization=none, or rollout=vllm.")
+    chosen: Quantization = "fp8" if said == "fp8" or (said == "auto" and has_fp8 and hf_config.get("quantization_config")) else "none"
+    if chosen == "fp8" and not family.fp8:
+        raise ModelError(
+            f"rollout.quantization={said}: model family {family.name} lists no weights for fp8. Use rollout.quantization=none."
+        )
+    return chosen
+
+
+def check_device(config: Config, quantization: Quantization, *, on_gpu: bool) -> None:
+    """Refuses fp8 engines on CPUs.
+
+    Raises:
+        ConfigError: the key.
+    """
+    if quantization == "fp8" and not on_gpu:
+        why = "" if config.rollout.quantization == "fp8" else "model.hf's weights are block-quantised, and "
+        raise ConfigError(
+            f"rollout.quantization={config.rollout.quantization}: {why}fp8 engines need GPUs, the ranks would run on CPUs here. "
+            "Use rollout.quantization=none: engines then get bf16 or fp32 weights."
+        )
