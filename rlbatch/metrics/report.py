@@ -133,6 +133,7 @@ def sample_rows(step: int, groups: Sequence[SampleGroup], advantages: Sequence[f
             "reward": reward,
             "advantage": float(advantage),
             "finish_reason": sample.finish_reason,
+            "policy_version": sample.policy_version,
         }
         for (group, sample, reward), advantage in zip(scored, advantages, strict=True)
     ]

@@ -139,6 +139,7 @@ def test_samples_are_written_whole(tmp_path: Path) -> None:
         "reward": 9.0,
         "advantage": -2.0,
         "finish_reason": "length",
+        "policy_version": -1,
     }
 
 
