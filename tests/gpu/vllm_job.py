@@ -1,5 +1,7 @@
 """A whole job with vLLM and the trainer on the same GPUs: ``python -m tests.gpu.vllm_job [--layers=8] [key=value ...]``.
 
+``--backend=sglang`` for SGLang.
+
 The embedded task with a random Qwen3-MoE of 625 M parameters (``--layers``, ``--experts`` and ``--hidden`` change that). Prints the job's
 own progress, and then what its steps measured; if it fails, the end of every log. Overrides go to the job.
 """
@@ -25,6 +27,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--experts", type=int, default=32)
     parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--backend", default="vllm")
     options, overrides = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as scratch:
         task, run_dir = Path(scratch) / "task", Path(scratch) / "run"
@@ -40,7 +43,7 @@ def main() -> None:
             f"data.train={task / 'train.jsonl'}",
             f"data.eval={task / 'eval.jsonl'}",
             f"run_dir={run_dir}",
-            "rollout=vllm",
+            f"rollout={options.backend}",
             "checkpoint.save_interval=-1",
             *overrides,
         ]
