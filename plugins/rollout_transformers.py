@@ -7,6 +7,7 @@ own. In fp32 that makes it the same on whatever rank and in whatever batch it is
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -97,7 +98,8 @@ class TransformersRollout:
         stops = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=self._device)
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         alive = torch.ones(len(wanted), dtype=torch.bool, device=self._device)
-        chosen, logprobs, cache = [], [], None
+        chosen, logprobs, ends, cache = [], [], [], None
+        started = time.perf_counter()
         with torch.inference_mode():
             for step in range(params.max_response_tokens):
                 options = {self._cache_argument: cache, "use_cache": True, "logits_to_keep": 1}
@@ -107,12 +109,14 @@ class TransformersRollout:
                 chosen.append(torch.where(alive, token, -1))
                 logprobs.append(logprob)
                 alive = alive & ~torch.isin(token, stops)
-                if not alive.any():
+                is_over = not alive.any()
+                ends.append(time.perf_counter() - started)
+                if is_over:
                     break
                 tokens, positions = token.unsqueeze(-1), positions[:, -1:] + 1
                 mask = torch.cat([mask, mask.new_ones(len(wanted), 1)], dim=-1)
         return [
-            _completion(ids, values, stopped)
+            _completion(ids, values, stopped, ends)
             for ids, values, stopped in zip(
                 torch.stack(chosen, 1).tolist(), torch.stack(logprobs, 1).tolist(), (~alive).tolist(), strict=True
             )
@@ -183,6 +187,6 @@ def _sample(logits: Tensor, temperature: float, draws: Tensor) -> tuple[Tensor, 
     return tokens, logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
 
-def _completion(ids: list[int], logprobs: list[float], stopped: bool) -> Completion:
+def _completion(ids: list[int], logprobs: list[float], stopped: bool, ends: list[float]) -> Completion:
     length = ids.index(-1) if -1 in ids else len(ids)
-    return Completion(ids[:length], logprobs[:length], "stop" if stopped else "length")
+    return Completion(ids[:length], logprobs[:length], "stop" if stopped else "length", seconds=ends[length - 1])

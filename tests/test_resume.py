@@ -18,16 +18,16 @@ from tests.test_run import TINY, Ended, finish, processes_of, start, submit
 LIMIT_S = 120.0
 STEPS = 6
 RUN = (*TINY, f"train.steps={STEPS}", "checkpoint.save_interval=2", "optimizer.lr_schedule=linear", "train.eval_interval=3")
-TIMES = ("time/", "perf/", "memory/")
+TIMES = ("time/", "perf/", "memory/", "rollout/")
 
 
-def scalars(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
+def scalars(run_dir: Path, without: tuple[str, ...] = TIMES) -> dict[str, list[tuple[int, float]]]:
     """TensorBoard's values by tag, as TensorBoard shows them, without what the clock decides."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
-    tags = [tag for tag in events.Tags()["scalars"] if not tag.startswith(TIMES)]
+    tags = [tag for tag in events.Tags()["scalars"] if not tag.startswith(without)]
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
 
 

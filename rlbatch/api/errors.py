@@ -33,7 +33,19 @@ class RolloutError(RlbatchError):
 
 
 class EngineLost(RolloutError):
-    """An engine whose process ended, or which gives no sign of life: another one in its place may answer."""
+    """An engine whose process ended, or which gives no sign of life: another one in its place may answer.
+
+    Attributes:
+        reason: Why, in one line.
+    """
+
+    def __init__(self, reason: str, last_words: str = "") -> None:
+        """Args:
+        reason: Why, in one line, without a full stop.
+        last_words: What else the message says, e.g. the end of the engine's log.
+        """
+        super().__init__(f"{reason}. {last_words}".strip())
+        self.reason = reason
 
 
 class LaunchError(RlbatchError):

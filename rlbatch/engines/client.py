@@ -1,4 +1,4 @@
-"""A rank's side of its engine host: starts it, calls it, notices its end, and ends it."""
+"""A rank's side of its engine host: starts it, calls it, notices when it is lost, and ends it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ import queue
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from rlbatch.api import EngineLost, RolloutError
+from rlbatch.engines.pulse import Processes, Pulse
 from rlbatch.engines.shared_names import private_folder, remove_leftovers
 from rlbatch.engines.site import scrubbed, write_site
 from rlbatch.engines.wire import Frame, Header, encode, read_frame
@@ -25,7 +27,8 @@ from rlbatch.launch.children import dies_with_parent, signal_group
 
 LOG_LINES = 15
 CLOSE_WAIT_S = 15.0
-PING_S = 5.0
+SEND_LIMIT_S = 20
+"""A host reads at once what it is sent, unless it is stopped."""
 _RUN = "from rlbatch.engines.host import main; main()"
 
 
@@ -40,6 +43,13 @@ class EngineHost:
         variables: Environment variables beside the scrubbed ones of this process.
         entry_points: Entry-point group -> its lines, which the engine's interpreter shall see.
         sockets_variable: Environment variable that tells the engine where its sockets go: a folder that only this user may enter.
+
+    Attributes:
+        log: The engine's.
+        processes: Of the engine.
+        hang_limit_s: Seconds without a sign of life after which it is lost, once it has started.
+        lost: Why it is lost; None: it is not.
+        outlasts: Whether its loss ends nothing now, see ``outlasting``.
     """
 
     def __init__(
@@ -73,7 +83,11 @@ class EngineHost:
             except OSError as error:
                 ours.close()
                 raise RolloutError(f"rollout.engine.python={python}: cannot be started ({error.strerror}). Name a Python.") from error
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_LIMIT_S, 0))
         self._socket, self._numbers = ours, itertools.count(1)
+        self.processes, self.hang_limit_s = Processes(self.pid), float("inf")
+        self.lost: EngineLost | None = None
+        self.outlasts = False
         self._calls: dict[int, queue.SimpleQueue[Frame | None]] = {}
         self._lock, self._is_gone = threading.Lock(), False
         threading.Thread(target=self._receive, daemon=True, name=f"{name}-engine").start()
@@ -83,11 +97,23 @@ class EngineHost:
         """Of the process; also the id of its group."""
         return self._process.pid
 
+    @contextmanager
+    def outlasting(self) -> Iterator[None]:
+        """In here the loss of the engine ends nothing: calls have an empty answer, and ``lost`` says why.
+
+        For what ranks do together: one of them must not leave the others alone.
+        """
+        self.outlasts = True
+        try:
+            yield
+        finally:
+            self.outlasts = False
+
     def begin(self, operation: str, header: Header | None = None, payload: bytes = b"") -> Call:
         """Sends a call, whose answers may be awaited later.
 
         Raises:
-            RolloutError: the engine is gone.
+            EngineLost: the engine is lost.
         """
         number, answers = next(self._numbers), queue.SimpleQueue[Frame | None]()
         with self._lock:
@@ -95,35 +121,48 @@ class EngineHost:
             if self._is_gone:
                 answers.put(None)
         call = Call(self, operation, number, answers)
-        self._send({**(header or {}), "id": number, "op": operation}, payload)
+        try:
+            if self.lost:
+                raise self.lost
+            self._send({**(header or {}), "id": number, "op": operation}, payload)
+        except EngineLost:
+            if not self.outlasts:
+                raise
         return call
 
     def call(self, operation: str, header: Header | None = None, payload: bytes = b"", *, limit_s: float) -> dict[str, Any]:
         """Sends a call and waits for its end.
 
         Raises:
-            RolloutError: it failed, took longer than ``limit_s`` seconds, or the engine is gone.
+            RolloutError: it failed.
+            EngineLost: it took longer than ``limit_s`` seconds, or the engine is lost.
         """
         return self.begin(operation, header, payload).result(limit_s)
 
-    def close(self) -> None:
-        """Ends the process and all its children: asks, then SIGKILL."""
+    def close(self, wait_s: float = CLOSE_WAIT_S) -> None:
+        """Ends the process and all its children: asks, then after ``wait_s`` SIGKILL; for a lost one at once."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
-        try:
-            self._process.wait(CLOSE_WAIT_S)
-        except subprocess.TimeoutExpired:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(0.0 if self.lost else wait_s)
+        if self._process.poll() is None:
             signal_group(self.pid, signal.SIGKILL)
-            self._process.wait()
+        self.processes.kill(CLOSE_WAIT_S)
+        self._process.wait()
         self._socket.close()
         shutil.rmtree(self._sockets, ignore_errors=True)
         remove_leftovers()
+
+    def lose(self, reason: str) -> EngineLost:
+        """The error for an engine that is lost from here on; the first reason counts."""
+        self.lost = self.lost or EngineLost(f"rollout={self._name}: {reason}", self.last_words())
+        return self.lost
 
     def gone(self) -> EngineLost:
         """The error for a process that ended: why, and its last words."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(2.0)
-        return EngineLost(f"rollout={self._name}: the engine's process {self._ending()}. {self.last_words()}")
+        return self.lose(f"the engine's process {self._ending()}")
 
     def last_words(self) -> str:
         """The last lines of the engine's log."""
@@ -137,12 +176,15 @@ class EngineHost:
 
     def cancel(self, number: int) -> None:
         """Asks the engine to give a call up."""
-        with suppress(RolloutError):
-            self._send({"op": "cancel", "of": number, "id": 0}, b"")
+        with suppress(EngineLost):
+            if not self.lost:
+                self._send({"op": "cancel", "of": number, "id": 0}, b"")
 
-    def describe(self, operation: str) -> str:
-        """A call, for messages."""
-        return f"rollout={self._name}: `{operation}`"
+    def failed(self, operation: str, answer: Header) -> RolloutError:
+        """The error for a call that ended with one."""
+        if answer.get("lost"):
+            return self.lose(f"the engine is dead (`{operation}`: {answer['error']})")
+        return RolloutError(f"rollout={self._name}: `{operation}` failed: {answer['error']}\n{self.last_words()}")
 
     def _ending(self) -> str:
         code = self._process.returncode
@@ -153,6 +195,8 @@ class EngineHost:
     def _send(self, header: Header, payload: bytes) -> None:
         try:
             self._socket.sendall(encode(header, payload))
+        except BlockingIOError as error:
+            raise self.lose(f"the engine's process has read nothing for {SEND_LIMIT_S} s") from error
         except OSError as error:
             raise self.gone() from error
 
@@ -180,7 +224,8 @@ class Call:
         """The next answer; None: none came within ``limit_s`` seconds.
 
         Raises:
-            RolloutError: the call failed, or the engine is gone.
+            RolloutError: the call failed.
+            EngineLost: the engine is gone.
         """
         try:
             frame = self._answers.get(timeout=max(limit_s, 0.0))
@@ -192,44 +237,55 @@ class Call:
         if frame[0].get("end"):
             self._over()
             if "error" in frame[0]:
-                raise RolloutError(f"{self._host.describe(self._operation)} failed: {frame[0]['error']}\n{self._host.last_words()}")
+                raise self._host.failed(self._operation, frame[0])
         return frame
 
     def result(self, limit_s: float) -> dict[str, Any]:
         """The header of the last answer.
 
         Raises:
-            RolloutError: as ``next``, or it took longer than ``limit_s`` seconds.
+            RolloutError: as ``next``.
+            EngineLost: as ``next``; no sign of life for the host's ``hang_limit_s``; or it took longer than ``limit_s`` seconds.
         """
-        deadline = time.monotonic() + limit_s
-        while frame := self.next(deadline - time.monotonic()):
-            if frame[0].get("end"):
-                return frame[0]
-        self.cancel()
-        raise EngineLost(f"{self._host.describe(self._operation)} took longer than {limit_s:g} s. {self._host.last_words()}")
+        try:
+            if self._host.lost:
+                raise self._host.lost
+            return self._result(limit_s)
+        except EngineLost:
+            self.cancel()
+            if self._host.outlasts:
+                return {}
+            raise
 
-    def frames(self, hang_limit_s: float) -> Iterator[Frame]:
+    def _result(self, limit_s: float) -> dict[str, Any]:
+        deadline = time.monotonic() + limit_s
+        pulse = Pulse(self._host, self._operation, self._host.hang_limit_s, limit_s)
+        while (left := deadline - time.monotonic()) > 0:
+            frame = self.next(min(left, pulse.wait_s()))
+            if frame is not None and frame[0].get("end"):
+                return frame[0]
+            if frame is None and self._host.hang_limit_s < limit_s:
+                pulse.look()
+        raise self._host.lose(f"`{self._operation}` took longer than {limit_s:g} s")
+
+    def frames(self, busy_limit_s: float) -> Iterator[Frame]:
         """Answers up to the last one, while the engine lives: when none comes it is asked for a sign of life.
 
+        Args:
+            busy_limit_s: Longest time in which it works but does not answer to that.
+
         Raises:
-            RolloutError: as ``next``, or there was no sign of life for ``hang_limit_s`` seconds.
+            RolloutError: as ``next``.
+            EngineLost: as ``next``, or there was no sign of life for the host's ``hang_limit_s``.
         """
-        seen, ping = time.monotonic(), None
-        while True:
-            frame = self.next(min(PING_S, hang_limit_s / 4))
-            if frame is not None:
-                seen = time.monotonic()
+        pulse = Pulse(self._host, self._operation, self._host.hang_limit_s, busy_limit_s)
+        while not self._is_over:
+            frame = self.next(pulse.wait_s())
+            if frame is None:
+                pulse.look()
+            else:
+                pulse.answered()
                 yield frame
-                if self._is_over:
-                    return
-                continue
-            ping = ping or self._host.begin("ping")
-            if ping.next(0.0) is not None:
-                seen, ping = time.monotonic(), None
-            elif time.monotonic() - seen > hang_limit_s:
-                raise EngineLost(
-                    f"{self._host.describe(self._operation)}: no sign of life for {hang_limit_s:g} s. {self._host.last_words()}"
-                )
 
     def cancel(self) -> None:
         """Gives the call up, unless it is over."""

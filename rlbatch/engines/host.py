@@ -29,7 +29,10 @@ Send = Callable[[Header, bytes], None]
 
 
 class HostedEngine(Protocol):
-    """What a host serves: every method ``op_<name>`` answers the calls of that name."""
+    """What a host serves: every method ``op_<name>`` answers the calls of that name.
+
+    An engine may have a method ``is_lost() -> bool``: whether its own processes are gone, so that no call can succeed any more.
+    """
 
     async def stop(self) -> None:
         """Frees what would outlive the process."""
@@ -41,7 +44,8 @@ Operation = Callable[[dict[str, Any], bytes, Send], Any]
 class Server:
     """Calls from a rank to an engine, any number at once.
 
-    A call is a frame with ``id`` and ``op``. Its answers carry its ``id``; the last one has ``end``, and ``error`` if it failed.
+    A call is a frame with ``id`` and ``op``. Its answers carry its ``id``; the last one has ``end``, and if it failed ``error`` and
+    ``lost``: whether that is because the engine is.
     """
 
     def __init__(self, engine: HostedEngine, writer: asyncio.StreamWriter) -> None:
@@ -84,10 +88,10 @@ class Server:
             operation: Operation = getattr(self._engine, f"op_{header['op']}")
             send({**(await operation(header, payload, send) or {}), "end": True})
         except asyncio.CancelledError:
-            send({"end": True, "error": "cancelled", "kind": "cancelled"})
+            send({"end": True, "error": "cancelled", "lost": False})
         except Exception as error:  # whatever an engine raises is the rank's to judge
             traceback.print_exc()
-            send({"end": True, "error": _message(error), "kind": type(error).__name__})
+            send({"end": True, "error": _message(error), "lost": _is_lost(self._engine)})
         await self._writer.drain()
 
 
@@ -119,6 +123,11 @@ async def _serve(engine: HostedEngine, connection: socket.socket) -> None:
 def _parse(text: bytes) -> dict[str, Any]:
     header: dict[str, Any] = json.loads(text)
     return header
+
+
+def _is_lost(engine: HostedEngine) -> bool:
+    judge: Callable[[], bool] = getattr(engine, "is_lost", bool)
+    return judge()
 
 
 def _message(error: BaseException) -> str:

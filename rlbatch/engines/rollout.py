@@ -11,6 +11,7 @@ import json
 import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +34,10 @@ class HostedOptions:
     max_concurrency: int = field(default=0, metadata={"doc": "Samples that an engine works on at once; 0: as many as it takes."})
     request_timeout_s: float = field(default=3600.0, metadata={"doc": "Seconds for one sample; beyond it the run ends."})
     start_timeout_s: float = field(default=900.0, metadata={"doc": "Seconds for an engine's start, and for its first answer."})
-    hang_limit_s: float = field(default=30.0, metadata={"doc": "Seconds without a sign of life while generating; beyond it the run ends."})
+    hang_limit_s: float = field(default=25.0, metadata={"doc": "Seconds without a sign of life after which an engine counts as lost."})
+    max_restarts: int = field(
+        default=3, metadata={"doc": "How often a lost engine is started anew, each engine and in each life of the job; then the run ends."}
+    )
     sync_timeout_s: float = field(
         default=600.0, metadata={"doc": "Seconds for an engine to load a bucket of weights, to sleep or to wake."}
     )
@@ -74,19 +78,26 @@ class HostedRollout:
         context: Place and device.
         options: Ours.
         program: Given the devices of the ranks that share this node's host, what it shall run; called where there is one.
+
+    Attributes:
+        max_restarts: See ``RestartableBackend``.
     """
 
     def __init__(self, context: RolloutContext, options: HostedOptions, program: Callable[[Sequence[str]], EngineProgram]) -> None:
         if options.sleep_level not in (0, 1, 2):
             raise ConfigError(f"rollout.options.sleep_level={options.sleep_level}: must be 0, 1 or 2. Choose one.")
         self._context, self._options, self._gather = context, options, context.gather
+        self.max_restarts, self._restarts = options.max_restarts, 0
         self._sleep_level = options.sleep_level if context.device != "cpu" else 0
         self._asleep, self._has_weights, self._has_answered = 0, False, False
         devices = [device.decode() for device in context.node_gather(context.device.encode())]
         self._program = program(devices) if context.node_rank == 0 else None
         self._max_model_len = 0
         self._host = self._started(self._program) if self._program else None
-        self._sender = WeightSender(self._host, context.device, context.node_gather, options.sync_timeout_s)
+        self._sender = self._new_sender()
+
+    def _new_sender(self) -> WeightSender:
+        return WeightSender(self._host, self._context.device, self._context.node_gather, self._options.sync_timeout_s)
 
     def _started(self, program: EngineProgram) -> EngineHost:
         host = EngineHost(
@@ -101,28 +112,48 @@ class HostedRollout:
         try:
             self._max_model_len = int(host.call("start", program.start, limit_s=self._options.start_timeout_s)["max_model_len"])
         except BaseException:  # also a signal: nobody else would end it
-            host.close()
+            host.close(wait_s=0.0)
             raise
+        host.hang_limit_s = self._options.hang_limit_s
+        host.processes.find()
         return host
+
+    def restart(self) -> None:
+        """As ``RestartableBackend``. The log of the engine that was lost stays beside the new one's, with a number."""
+        self._restarts += 1
+        self._asleep, self._has_weights, self._has_answered = 0, False, False
+        if self._program and self._host is not None:
+            log = self._host.log
+            log.replace(log.with_name(f"engine_{self._restarts}.log"))
+            self._host = self._started(self._program)
+        self._sender = self._new_sender()
 
     def update_weights(self, buckets: Iterable[WeightBucket]) -> None:
         """Wakes the engine for its weights, sends them, and then gives it its cache; see ``RolloutBackend``."""
-        self._gather(b"")  # all ranks of the engine have given their memory back
-        self._wake("weights")
-        if self._host is not None:
+        with self._together():
+            self._gather(b"")  # all ranks of the engine have given their memory back
+            self._wake("weights")
             audit = self._context.audit_sync == "always" or (self._context.audit_sync == "first" and not self._has_weights)
-            self._host.call("start_update", {"audit": audit}, limit_s=self._options.sync_timeout_s)
-        version = self._sender.send(buckets)
-        if self._host is not None:
-            self._host.call("finish_update", {"policy_version": version}, limit_s=self._options.sync_timeout_s)
-        self._has_weights = True
-        self._wake("kv_cache")
-        if self._asleep:
+            self._ask("start_update", {"audit": audit})
+            version = self._sender.send(buckets)
+            self._ask("finish_update", {"policy_version": version})
+            self._has_weights = True
+            self._wake("kv_cache")
             self._asleep = 0
+        if self._host is not None and self._host.lost:
+            raise self._host.lost
+
+    def _together(self) -> AbstractContextManager[None]:
+        """What all ranks of the engine do at once: all of them do it to its end, also when the engine is lost."""
+        return nullcontext() if self._host is None else self._host.outlasting()
+
+    def _ask(self, operation: str, header: Mapping[str, Any]) -> None:
+        if self._host is not None:
+            self._host.call(operation, header, limit_s=self._options.sync_timeout_s)
 
     def _wake(self, tag: str) -> None:
-        if self._asleep and self._host is not None:
-            self._host.call("wake", {"tags": [tag]}, limit_s=self._options.sync_timeout_s)
+        if self._asleep:
+            self._ask("wake", {"tags": [tag]})
 
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> Iterator[list[Completion]]:
         """All samples of all prompts at once, and each prompt's as soon as those before it are complete; see ``RolloutBackend``."""
@@ -143,10 +174,10 @@ class HostedRollout:
         call = self._host.begin("generate", header, pack_ints(prompt.token_ids for prompt in prompts))
         done: dict[int, list[Completion]] = {}
         following = 0
-        # The first answer may wait for kernels that are compiled when they are first used.
-        limit = self._options.hang_limit_s if self._has_answered else max(self._options.hang_limit_s, self._options.start_timeout_s)
+        # Before the first answer it may compile the kernels that are used first.
+        busy_limit_s = self._options.hang_limit_s if self._has_answered else self._options.start_timeout_s
         try:
-            for answer, payload in call.frames(limit):
+            for answer, payload in call.frames(busy_limit_s):
                 if not answer.get("end"):
                     done[answer["prompt"]] = _completions(answer, payload)
                 while following in done:
@@ -175,11 +206,12 @@ class HostedRollout:
                 )
 
     def sleep(self) -> None:
-        """Gives the GPU's memory back until the next sync; see ``SleepingBackend``."""
+        """Gives the GPU's memory back until the next sync; see ``SleepingBackend``. An engine that is lost here is missed there."""
         if self._sleep_level and not self._asleep:
-            if self._host is not None:
-                self._host.call("sleep", {"level": self._sleep_level}, limit_s=self._options.sync_timeout_s)
-            self._asleep = self._sleep_level
+            with self._together():
+                self._ask("sleep", {"level": self._sleep_level})
+                self._asleep = self._sleep_level
+                self._gather(b"")  # the other ranks' memory is free too
 
     def close(self) -> None:
         """Ends the engine and all its processes."""
@@ -222,8 +254,9 @@ def _completions(answer: Mapping[str, Any], payload: bytes) -> list[Completion]:
     lengths = answer["lengths"]
     middle = 4 * sum(lengths)
     logprobs, start, completions = array("f", payload[middle:]), 0, []
-    for tokens, reason in zip(unpack_ints(payload[:middle], lengths), answer["reasons"], strict=True):
+    rows, measured = unpack_ints(payload[:middle], lengths), answer.get("seconds", [None] * len(lengths))
+    for tokens, reason, seconds in zip(rows, answer["reasons"], measured, strict=True):
         values = logprobs[start : start + len(tokens)].tolist()
-        completions.append(Completion(tokens, values, reason, answer["policy_version"]))
+        completions.append(Completion(tokens, values, reason, answer["policy_version"], seconds))
         start += len(tokens)
     return completions

@@ -114,6 +114,7 @@ def assemble(
             run_dir=run_dir,
             notice=notice,
             announce=announce if info.rank == 0 else partial(print, flush=True),  # into the rank's log
+            engine=info.rank // registry.ranks_per_engine(config),
         ),
         offload=offload,
         rewards=_rewards(config, registry, [*train, *held_out]),

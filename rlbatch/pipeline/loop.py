@@ -13,6 +13,7 @@ import torch.distributed as dist
 from rlbatch.api import LaunchError, SampleGroup, StepResult
 from rlbatch.launch.lives import LIVES, begin_life
 from rlbatch.launch.signals import Ending
+from rlbatch.metrics.clock import PhaseClock
 from rlbatch.metrics.names import check_tags
 from rlbatch.metrics.report import sample_rows
 from rlbatch.metrics.run_log import RunLog
@@ -21,9 +22,9 @@ from rlbatch.pipeline.exporting import export_hf
 from rlbatch.pipeline.finished_groups import delete_other_steps
 from rlbatch.pipeline.first_rank import on_first_rank
 from rlbatch.pipeline.job import Job
+from rlbatch.pipeline.recovery import generate
 from rlbatch.pipeline.resuming import Resumed, resume
 from rlbatch.pipeline.saving import Boundary, Checkpoints
-from rlbatch.pipeline.score import score
 from rlbatch.pipeline.step import train_step
 
 
@@ -155,17 +156,10 @@ def evaluate(job: Job) -> dict[str, float] | None:
     """Mean reward of one response to each held-out prompt, under the current weights; None, on every rank, if the job has to stop."""
     started = time.perf_counter()
     mine = job.rollout.share(len(job.eval_prompts))
-    with job.stopping.generating(may_finish=False):
-        with job.offload.generating():
-            job.rollout.sync_weights(job.trainer.export(), job.trainer.policy_version)
-            with job.watchdog.phase("generation"):
-                groups = job.rollout.evaluate([job.eval_prompts[i] for i in mine])
-        is_complete = len(groups) == len(mine)
-        if is_complete:
-            with job.watchdog.phase("generation"):
-                is_complete = job.stopping.attempt(lambda: score(groups, job.rewards, job.config.reward.name))
-        if job.stopping.must_leave(is_complete=is_complete):
-            return None
+    with job.stopping.generating(may_finish=False), job.offload.generating():
+        groups = generate(job, PhaseClock(), job.rollout.evaluate, [job.eval_prompts[i] for i in mine])
+    if groups is None:
+        return None
     sums = torch.tensor([sum(sum(group.rewards) for group in groups), float(len(groups))], dtype=torch.float64)
     dist.all_reduce(sums)
     return {"reward/eval": float(sums[0] / sums[1]), "time/eval_s": time.perf_counter() - started}

@@ -16,6 +16,7 @@ from rlbatch.metrics import mfu
 from rlbatch.metrics.clock import PhaseClock
 from rlbatch.pipeline.exchange import Batch
 from rlbatch.pipeline.job import Job
+from rlbatch.pipeline.rollout import Work
 from rlbatch.pipeline.updates import Update
 
 GIB = 2**30
@@ -103,11 +104,21 @@ def speed(job: Job, batch: Batch, clock: PhaseClock) -> dict[str, float]:
     }
 
 
-def memory(device: str) -> dict[str, float]:
-    """Of this process, and of its GPU since the last call."""
-    metrics = {"memory/rss_gib": psutil.Process().memory_info().rss / GIB}
-    if device != "cpu":
-        metrics["memory/gpu_allocated_gib"] = torch.cuda.max_memory_allocated() / GIB
-        metrics["memory/gpu_reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
-        torch.cuda.reset_peak_memory_stats()
-    return metrics
+def generation(job: Job) -> dict[str, float]:
+    """The long tail of the step's generation, over all engines; a collective."""
+    work, job.rollout.work = job.rollout.work, Work()
+    sums = torch.tensor([work.busy_s, float(job.rollout.generates), work.tokens], dtype=torch.float64)
+    largest = torch.tensor([work.busy_s, work.longest_s], dtype=torch.float64)
+    dist.all_reduce(sums)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    (busy_s, engines, tokens), (slowest_s, longest_s) = sums.tolist(), largest.tolist()
+    metrics = {"rollout/engine_restarts": float(job.rollout.restarts.total())}
+    if tokens:  # else all groups were on disk
+        metrics["rollout/idle_fraction"] = 1 - busy_s / (engines * slowest_s)
+        metrics["rollout/tokens_per_s"] = tokens / slowest_s
+    return metrics | ({"rollout/longest_sample_s": longest_s} if longest_s else {})
+
+
+def memory(clock: PhaseClock) -> dict[str, float]:
+    """Of this process, and of its GPU."""
+    return {"memory/rss_gib": psutil.Process().memory_info().rss / GIB} | clock.memory.tags()

@@ -1,17 +1,31 @@
-"""Generation: prompts over engine ranks, completions into sample groups, weights into engines."""
+"""Generation: prompts over engine ranks, completions into sample groups, weights into engines. One engine, as it is at the moment."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from rlbatch.api import Completion, Prompt, RolloutBackend, RolloutError, Sample, SampleGroup, SamplingParams, SleepingBackend
+from rlbatch.api import (
+    Completion,
+    EngineLost,
+    Prompt,
+    RestartableBackend,
+    RolloutBackend,
+    RolloutError,
+    Sample,
+    SampleGroup,
+    SamplingParams,
+    SleepingBackend,
+)
 from rlbatch.config.schema import Config
 from rlbatch.launch.signals import Interrupted, StopNotice
 from rlbatch.pipeline.finished_groups import FinishedGroups, WeightsProbe
@@ -24,6 +38,21 @@ EVAL_SEED = 2**31
 """Takes the place of the step in the seeds of evaluations: every evaluation draws the same random numbers."""
 SIGNAL_WAIT_S = 1.0
 """Within it a signal that goes to all processes of a job has reached each of them."""
+
+
+@dataclass
+class Work:
+    """What this rank's engine did for a step.
+
+    Attributes:
+        busy_s: Seconds in which it had prompts.
+        longest_s: Seconds that its slowest sample took; 0: not measured.
+        tokens: Sampled.
+    """
+
+    busy_s: float = 0.0
+    longest_s: float = 0.0
+    tokens: int = 0
 
 
 class Rollout:
@@ -39,6 +68,14 @@ class Rollout:
         run_dir: Run folder, where finished groups are kept.
         notice: What may interrupt a generation.
         announce: Told of groups that are reused, or could not be.
+        engine: Number of the engine whose ranks this one belongs to, whether it generates or not.
+
+    Attributes:
+        engine: As given.
+        work: Of this step's generation; whoever reports it puts a new one here.
+        lost: Why the engine is lost, since this rank noticed; None: it did not.
+        restarts: Of every engine of the job, in this life of it.
+        announce: As given.
     """
 
     def __init__(
@@ -52,24 +89,67 @@ class Rollout:
         run_dir: Path,
         notice: StopNotice,
         announce: Callable[[str], None],
+        engine: int = 0,
     ) -> None:
         self._backend, self._tokenizer, self._config, self._stops = backend, tokenizer, config, stop_token_ids
         self._rank, self._num_engines = rank, num_engines
-        self._run_dir, self._notice, self._announce = run_dir, notice, announce
+        self._run_dir, self._notice, self.announce = run_dir, notice, announce
         self._weights, self._was_interrupted = "", False
         self._version: int | None = None
+        self.engine, self.work = engine, Work()
+        self.lost: EngineLost | None = None
+        self.restarts: Counter[int] = Counter()
 
-    def sync_weights(self, tensors: Iterator[tuple[str, Tensor]], policy_version: int) -> None:
+    def sync_weights(self, tensors: Iterator[tuple[str, Tensor]], policy_version: int, *, is_taken: bool = True) -> None:
         """Sends the policy to the engine; a collective.
 
         Args:
-            tensors: Full Hugging Face tensors, streamed.
+            tensors: Full Hugging Face tensors, streamed: always to the end, also if the engine is lost.
             policy_version: Of the policy.
+            is_taken: Whether the engine gets it; else this rank only takes part.
         """
-        if self._config.rollout.sync_weights:
-            probe = WeightsProbe()
-            self._backend.update_weights(buckets(probe.watch(tensors), self._config.rollout.bucket_mib, policy_version))
-            self._weights, self._version = probe.digest(), policy_version
+        if not self._config.rollout.sync_weights:
+            return
+        probe = WeightsProbe()
+        watched = probe.watch(tensors)
+        if is_taken:
+            with self._noticing_loss():
+                self._backend.update_weights(buckets(watched, self._config.rollout.bucket_mib, policy_version))
+        for _ in watched:
+            pass
+        self._weights, self._version = probe.digest(), policy_version
+
+    def restart(self) -> None:
+        """Starts a lost engine anew; see ``RestartableBackend``. It may be lost again at once."""
+        assert isinstance(self._backend, RestartableBackend)
+        self.lost = None
+        try:
+            self._backend.restart()
+        except EngineLost as error:
+            self.lost = error
+        except RolloutError as error:  # it did start before, so this is no mistake of its options
+            reason, _, rest = str(error).partition("\n")
+            self.lost = EngineLost(reason.rstrip("."), rest)
+
+    @property
+    def generates(self) -> bool:
+        """Whether this rank asks an engine for samples."""
+        return self._rank is not None
+
+    @property
+    def max_restarts(self) -> int:
+        """Of an engine; 0 for one that cannot be restarted."""
+        return self._backend.max_restarts if isinstance(self._backend, RestartableBackend) else 0
+
+    @contextmanager
+    def _noticing_loss(self) -> Iterator[None]:
+        """Keeps the loss of an engine that can be restarted."""
+        try:
+            yield
+        except EngineLost as error:
+            if not isinstance(self._backend, RestartableBackend):
+                raise
+            self.lost = error
 
     def share(self, num_prompts: int) -> range:
         """Positions of the prompts that this rank generates: dealt out like cards, so that long prompts do not meet."""
@@ -83,34 +163,40 @@ class Rollout:
             step: Part of the samples' seeds.
 
         Returns:
-            One group a prompt, in order; fewer if it was interrupted.
+            One group a prompt, in order; fewer if it was interrupted, or the engine is lost.
         """
         params = self._params(self._config.rollout.temperature, self._config.algorithm.group_size, step)
-        kept = FinishedGroups(self._run_dir, step, self._weights, params, self._config.rollout.name, self._announce)
+        kept = FinishedGroups(self._run_dir, step, self._weights, params, self._config.rollout.name, self.announce)
         found = {prompt.prompt_id: answer for prompt in prompts if self._weights and (answer := kept.load(prompt))}
         if found:
-            self._announce(f"step {step}: {len(found)} of {len(prompts)} groups were finished before")
+            self.announce(f"step {step}: {len(found)} of {len(prompts)} groups were finished before")
         missing = [prompt for prompt in prompts if prompt.prompt_id not in found]
-        for prompt, answer in self._answers(missing, params):
+        for prompt, answer in self._measured(self._answers(missing, params)):
             if self._weights:  # else nobody could tell later by which policy it was sampled
                 kept.save(prompt, answer)
             found[prompt.prompt_id] = answer
-        self._sleep()
         return [self._group(prompt, found[prompt.prompt_id]) for prompt in prompts if prompt.prompt_id in found]
 
     def evaluate(self, prompts: Sequence[Prompt]) -> list[SampleGroup]:
-        """One sample a prompt at the evaluation temperature; fewer if it was interrupted."""
+        """One sample a prompt at the evaluation temperature; fewer if it was interrupted, or the engine is lost."""
         params = self._params(self._config.train.eval_temperature, 1, EVAL_SEED)
-        answers = list(self._answers(prompts, params))
-        self._sleep()
-        return [self._group(prompt, answer) for prompt, answer in answers]
+        return [self._group(prompt, answer) for prompt, answer in self._answers(prompts, params)]
+
+    def _measured(self, answers: Iterator[tuple[Prompt, list[Completion]]]) -> Iterator[tuple[Prompt, list[Completion]]]:
+        """Passes answers on, and adds them to this step's work."""
+        started = time.perf_counter()
+        for prompt, completions in answers:
+            self.work.tokens += sum(len(completion.token_ids) for completion in completions)
+            self.work.longest_s = max([self.work.longest_s, *(completion.seconds or 0.0 for completion in completions)])
+            yield prompt, completions
+        self.work.busy_s += time.perf_counter() - started
 
     def _params(self, temperature: float, samples: int, step: int) -> SamplingParams:
         return SamplingParams(temperature, self._config.rollout.max_response_tokens, self._stops, samples, (self._config.seed, step))
 
     def _answers(self, prompts: Sequence[Prompt], params: SamplingParams) -> Iterator[tuple[Prompt, list[Completion]]]:
-        """The engine's answers as they become complete, until it is interrupted."""
-        if not prompts:
+        """The engine's answers as they become complete, until it is interrupted or lost."""
+        if not prompts or self.lost:
             return
         remaining, answers = iter(prompts), self._until_interrupted(prompts, params)
         for answer in answers:
@@ -118,20 +204,21 @@ class Rollout:
             if prompt is None or len(answer) != params.samples_per_prompt:
                 raise self._malformed(len(prompts), params)
             yield prompt, answer
-        if next(remaining, None) is not None and not self._was_interrupted:
+        if next(remaining, None) is not None and not self._was_interrupted and not self.lost:
             raise self._malformed(len(prompts), params)
 
     def _until_interrupted(self, prompts: Sequence[Prompt], params: SamplingParams) -> Iterator[list[Completion]]:
         self._was_interrupted = False
         try:
-            with self._notice.interruptible():
-                answers = iter(self._backend.generate(prompts, params))
-            while True:
+            with self._noticing_loss():
                 with self._notice.interruptible():
-                    answer = next(answers, None)
-                if answer is None:
-                    return
-                yield answer
+                    answers = iter(self._backend.generate(prompts, params))
+                while True:
+                    with self._notice.interruptible():
+                        answer = next(answers, None)
+                    if answer is None:
+                        return
+                    yield answer
         except Interrupted:
             self._was_interrupted = True
         except RolloutError:
@@ -181,9 +268,11 @@ class Rollout:
             )
         return known[0] if known else -1
 
-    def _sleep(self) -> None:
-        """Gives the accelerator's memory back to the trainer until the next sync."""
-        if not self._was_interrupted and isinstance(self._backend, SleepingBackend):
+    def sleep(self) -> None:
+        """Gives the accelerator's memory back to the trainer until the next sync. On every rank, once no engine generates any more: the
+        parts of an engine on several nodes work in lockstep.
+        """
+        if isinstance(self._backend, SleepingBackend):
             self._backend.sleep()
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from rlbatch.metrics.clock import PhaseClock
 from rlbatch.pipeline import measure
 from rlbatch.pipeline.exchange import Batch, all_gather_ragged, exchange
 from rlbatch.pipeline.job import Job
-from rlbatch.pipeline.score import score
+from rlbatch.pipeline.recovery import generate
 from rlbatch.pipeline.updates import Update, plan_updates
 
 
@@ -34,19 +35,10 @@ def train_step(job: Job, step: int) -> tuple[StepResult, list[SampleGroup], list
     prompts = [job.prompts[i] for i in job.order.take(config.train.prompts_per_step)]
     mine = job.rollout.share(len(prompts))
 
-    with job.stopping.generating(may_finish=True):
-        with job.offload.generating():
-            with clock.phase("sync"), job.watchdog.phase("training"):
-                job.rollout.sync_weights(job.trainer.export(), job.trainer.policy_version)
-            with clock.phase("rollout"), job.watchdog.phase("generation"):
-                groups = job.rollout.generate([prompts[i] for i in mine], step)
-        is_complete = len(groups) == len(mine)
-        if is_complete:
-            with clock.phase("reward"), job.watchdog.phase("generation"):
-                is_complete = job.stopping.attempt(lambda: score(groups, job.rewards, config.reward.name))
-        with clock.phase("exchange"):
-            if job.stopping.must_leave(is_complete=is_complete):
-                return None
+    with job.stopping.generating(may_finish=True), job.offload.generating():
+        groups = generate(job, clock, partial(job.rollout.generate, step=step), [prompts[i] for i in mine])
+    if groups is None:
+        return None
 
     with clock.phase("exchange"):
         batch = exchange(groups, mine)
@@ -68,8 +60,9 @@ def train_step(job: Job, step: int) -> tuple[StepResult, list[SampleGroup], list
         measure.samples(batch, advantages)
         | measure.updates(results, batch, with_kl=job.needs_reference)
         | measure.logprob_difference(job, updates)
+        | measure.generation(job)
         | measure.speed(job, batch, clock)
-        | measure.memory(job.device)
+        | measure.memory(clock)
     )
     measure.check_logprob_difference(config, metrics)
     job.stopping.step_done()

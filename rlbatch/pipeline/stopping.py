@@ -9,19 +9,23 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from typing import Literal
 
 from rlbatch.config.schema import LaunchConfig
 from rlbatch.launch.job_store import JobStore
 from rlbatch.launch.signals import Ending, Interrupted, StopNotice, find_ending
-from rlbatch.launch.watchdog import Watchdog
+from rlbatch.launch.watchdog import Phase, Watchdog
 
 POLL_S = 1.0
 """Seconds between looks at what other ranks know."""
 RECENT_STEPS = 5
 """Steps whose longest tells how long the next one may take."""
+Place = Literal["generation", "ended", "restart", "step"]
+PHASES: Mapping[Place, Phase] = {"generation": "generation", "ended": "training", "restart": "start", "step": "training"}
+"""Where ranks meet, and what the others may still be at."""
 NOTICED, ENDING = "stop/noticed", "stop/ending"
 """Keys of the job's store: the signal that a rank got, and what rank 0 found out about it."""
 
@@ -64,6 +68,8 @@ class _Word:
         now: Its clock.
         is_complete: Whether it has done what it came from.
         rest_s: What it takes to go on and save.
+        engine: That it knows to be lost; -1: none.
+        lost_by: Why.
     """
 
     signal: int
@@ -72,6 +78,21 @@ class _Word:
     now: float
     is_complete: bool = True
     rest_s: float = 0.0
+    engine: int = -1
+    lost_by: str = ""
+
+
+@dataclass(frozen=True)
+class Met:
+    """What all ranks know alike once they have met in a generation.
+
+    Attributes:
+        must_leave: Whether the job ends here, in the middle of a step, before anything was changed.
+        lost: Engines that are lost, and why.
+    """
+
+    must_leave: bool
+    lost: Mapping[int, str]
 
 
 class Stopping:
@@ -133,18 +154,25 @@ class Stopping:
             return False
         return True
 
-    def must_leave(self, *, is_complete: bool) -> bool:
-        """Whether the job ends here, in the middle of a step, before anything was changed; a collective that waits on the store.
+    def meet(self, place: Place, *, is_complete: bool, engine: int = -1, lost_by: str = "") -> Met:
+        """Waits for all ranks, on the store; a collective.
 
         Args:
-            is_complete: Whether this rank generated all of its share.
+            place: ``generation``: they have generated; ``ended``, ``restart``: they have ended lost engines, and started them anew.
+            is_complete: Whether this rank did all that it had to do there.
+            engine: Number of this rank's engine if that is lost; -1: it is not.
+            lost_by: Why it is lost.
         """
         rest = self.pace.rest_s(float("inf")) if self._may_finish_step else float("-inf")
-        words = self._exchange("generation", self._word(is_complete, rest))
+        if place != "generation":
+            rest = float("inf")  # the generation's is not known
+        words = self._exchange(place, self._word(is_complete, rest, engine, lost_by))
+        lost = {word.engine: word.lost_by for word in reversed(words) if word.engine >= 0}
         deadlines = [word.deadline for word in words if word.deadline]
         now, rest = max(word.now for word in words), max(word.rest_s for word in words)
         self._met = time.monotonic()
-        return not all(word.is_complete for word in words) or (bool(deadlines) and now + rest > min(deadlines))
+        was_interrupted = not all(word.is_complete or word.engine >= 0 for word in words)
+        return Met(was_interrupted or (bool(deadlines) and (bool(lost) or now + rest > min(deadlines))), lost)
 
     def step_done(self) -> None:
         """Keeps how long the step took, for the next ones."""
@@ -154,15 +182,14 @@ class Stopping:
         """Whether the job ends at this step boundary: some rank was asked to; a collective that waits on the store."""
         return any(word.deadline for word in self._exchange("step", self._word()))
 
-    def _word(self, is_complete: bool = True, rest_s: float = 0.0) -> _Word:
+    def _word(self, is_complete: bool = True, rest_s: float = 0.0, engine: int = -1, lost_by: str = "") -> _Word:
         notice, ending = self._notice, self.ending
         deadline = ending.deadline if ending else self._local_deadline() if notice.is_set else 0.0
-        return _Word(notice.number, notice.time, deadline, time.time(), is_complete, rest_s)
+        return _Word(notice.number, notice.time, deadline, time.time(), is_complete, rest_s, engine, lost_by)
 
-    def _exchange(self, place: str, word: _Word) -> list[_Word]:
-        # Who generates and scores has a limit for each: the watchdog ends what is too long before this does.
+    def _exchange(self, place: Place, word: _Word) -> list[_Word]:
         # Who generates and scores has the limit for each of the two; the watchdog ends what hangs before this does.
-        limit_s = 2 * self._watchdog.limit_s("generation" if place == "generation" else "training")
+        limit_s = 2 * self._watchdog.limit_s(PHASES[place])
         with self._watchdog.waiting():
             values = self._store.barrier(place, limit_s, json.dumps(asdict(word)))
         words = [_Word(**json.loads(value)) for value in values]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rlbatch.api import RolloutError
+from rlbatch.api import EngineLost, RolloutError
 from rlbatch.engines.client import EngineHost
 from rlbatch.engines.shared_names import FOLDER, remove_leftovers
 
@@ -88,10 +88,11 @@ def test_a_crash_is_noticed(number: signal.Signals, host: EngineHost) -> None:
 
 def test_a_hang_is_noticed(host: EngineHost) -> None:
     """An engine that neither answers nor gives a sign of life is given up; one that works in silence is not."""
+    host.hang_limit_s = 1.0
     silent = host.begin("echo", {"text": "done", "after_s": 3.0})
-    assert [header.get("text") for header, _ in silent.frames(1.0)] == [None, "done"]
-    with pytest.raises(RolloutError, match=r"`hang`: no sign of life for 1 s\."):
-        list(host.begin("hang").frames(1.0))
+    assert [header.get("text") for header, _ in silent.frames(LIMIT_S)] == [None, "done"]
+    with pytest.raises(EngineLost, match=r"`hang`: no sign of life for 1 s\."):
+        list(host.begin("hang").frames(LIMIT_S))
 
 
 def test_a_call_has_a_limit(host: EngineHost) -> None:

@@ -27,7 +27,7 @@ from rlbatch.pipeline.saving import Checkpoints, checkpoint_root
 from tests.pipeline.steps import Steps, job_of, run_steps
 
 State = dict[str, torch.Tensor]
-TIMES = ("time/", "perf/", "memory/")
+TIMES = ("time/", "perf/", "memory/", "rollout/")
 
 
 def saving_to(config: Config, root: Path | str, **checkpoint: Any) -> Config:

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from rlbatch.api import Completion, Prompt, RolloutError, SamplingParams, WeightBucket
+from rlbatch.api import Completion, EngineLost, Prompt, RolloutError, SamplingParams, WeightBucket
 from rlbatch.config.schema import Config, RolloutConfig, TrainConfig
 from rlbatch.launch.signals import Interrupted, StopNotice
-from rlbatch.pipeline.rollout import EVAL_SEED, Rollout, stop_tokens
+from rlbatch.pipeline.rollout import EVAL_SEED, Rollout, Work, stop_tokens
 
 CONFIG = replace(
     Config(seed=5, train=TrainConfig(eval_temperature=0.0), rollout=RolloutConfig(name="fake", temperature=0.7, max_response_tokens=4)),
@@ -219,21 +219,99 @@ def test_samples_carry_their_policy_version(tmp_path: Path) -> None:
         versions(synced, PROMPTS)
 
 
-def test_engines_sleep_after_each_generation(tmp_path: Path) -> None:
-    """After samples for training and for evaluation, also on a rank that generated nothing."""
+class RestartableEngine(FakeEngine):
+    """Is lost where it is told to be, and then starts anew."""
 
-    class Sleeper(FakeEngine):
-        slept = 0
+    max_restarts = 2
 
-        def sleep(self) -> None:
-            self.slept += 1
+    def __init__(self, lost_in: str, restart_error: Exception | None = None) -> None:
+        super().__init__()
+        self.lost_in, self.restart_error, self.restarted = lost_in, restart_error, 0
 
-    engine = Sleeper()
-    sleeping = rollout(engine, run_dir=tmp_path)
-    sleeping.generate(PROMPTS, 1)
-    sleeping.evaluate(PROMPTS)
-    sleeping.generate([], 2)
-    assert engine.slept == 3
+    def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> Iterator[list[Completion]]:
+        for number, answer in enumerate(super().generate(prompts, params)):
+            if number == 1 and self.lost_in == "generate":
+                raise EngineLost("rollout=fake: the engine is dead", "its last lines")
+            yield answer
+
+    def update_weights(self, buckets: Iterable[WeightBucket]) -> None:
+        for bucket in buckets:
+            self.buckets.append(bucket)
+            if self.lost_in == "update_weights":
+                raise EngineLost("rollout=fake: the engine is dead")
+
+    def restart(self) -> None:
+        self.restarted += 1
+        if self.restart_error:
+            raise self.restart_error
+
+
+def test_what_a_lost_engine_has_done_is_kept(tmp_path: Path) -> None:
+    """Its loss in a generation is noted, not raised; what it finished is returned, and until it is restarted it is asked nothing more."""
+    engine = RestartableEngine("generate")
+    lost = synced(engine, tmp_path)
+    assert [group.prompt for group in lost.generate(PROMPTS, 1)] == PROMPTS[:1]
+    assert lost.lost is not None
+    assert (lost.lost.reason, str(lost.lost)) == ("rollout=fake: the engine is dead", "rollout=fake: the engine is dead. its last lines")
+    assert lost.generate(PROMPTS[1:], 1) == lost.evaluate(PROMPTS) == []
+    assert len(engine.asked) == 1
+    engine.lost_in = ""
+    lost.restart()
+    assert (lost.lost, engine.restarted) == (None, 1)
+    assert [group.prompt for group in lost.generate(PROMPTS[1:], 1)] == PROMPTS[1:]
+
+
+def test_a_sync_goes_on_without_its_engine() -> None:
+    """The tensors come out of collectives: each is taken on every rank, whether the engine is lost in the middle or did not need them."""
+    config = replace(CONFIG, rollout=replace(CONFIG.rollout, bucket_mib=1))
+    for lost_in, is_taken, given in (("update_weights", True, 1), ("", False, 0), ("", True, 3)):
+        taken: list[int] = []
+
+        def tensors(taken: list[int] = taken) -> Iterator[tuple[str, torch.Tensor]]:
+            for index in range(3):
+                taken.append(index)
+                yield f"t{index}", torch.zeros(200_000)
+
+        engine = RestartableEngine(lost_in)
+        made = rollout(engine, config)
+        made.sync_weights(tensors(), 4, is_taken=is_taken)
+        assert (taken, len(engine.buckets)) == ([0, 1, 2], given)
+        assert (made.lost is not None) == bool(lost_in)
+
+
+@pytest.mark.parametrize("error", [EngineLost("gone again"), RolloutError("does not start.\nlast lines")], ids=["lost", "error"])
+def test_a_restart_that_fails_is_another_loss(error: RolloutError) -> None:
+    """It started before with these options, so that whatever ends it may not come again; its words are kept."""
+    made = rollout(RestartableEngine("", error))
+    made.restart()
+    assert made.lost is not None
+    assert "\n" not in made.lost.reason
+    assert set(str(error).split()) <= set(str(made.lost).split())
+
+
+def test_an_engine_that_cannot_be_restarted_ends_the_run() -> None:
+    """Its loss is an error like others."""
+
+    def answers() -> Iterator[list[Completion]]:
+        raise EngineLost("rollout=fake: the engine is dead")
+        yield []
+
+    with pytest.raises(EngineLost):
+        rollout(FakeEngine(answers())).generate(PROMPTS, 1)
+
+
+def test_the_work_of_a_step_is_measured(tmp_path: Path) -> None:
+    """Tokens sampled, the slowest sample, and the time; evaluations and groups from disk are not a step's generation."""
+    answer = [Completion([5, 1], [-0.1, -0.2], "stop", seconds=float(index)) for index in range(CONFIG.algorithm.group_size)]
+    made = synced(FakeEngine([answer] * 2), tmp_path)
+    made.generate(PROMPTS, 1)
+    assert (made.work.tokens, made.work.longest_s) == (2 * len(answer) * 2, len(answer) - 1)
+    assert 0 < made.work.busy_s < 60
+    again = synced(FakeEngine(), tmp_path)
+    again.generate(PROMPTS, 1)
+    again.evaluate(PROMPTS)
+    assert replace(again.work, busy_s=0.0) == Work()
+    assert again.work.busy_s < 0.1
 
 
 @pytest.mark.parametrize("is_stopping", [False, True])

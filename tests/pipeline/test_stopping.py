@@ -52,7 +52,7 @@ class Ranks:
     def leave(self, incomplete: int | None = None, may_finish: bool = True) -> list[bool]:
         def step(stopping: Stopping, rank: int) -> bool:
             with stopping.generating(may_finish=may_finish):
-                return stopping.must_leave(is_complete=rank != incomplete)
+                return stopping.meet("generation", is_complete=rank != incomplete).must_leave
 
         return self.each(step)
 

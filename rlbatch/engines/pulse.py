@@ -1,0 +1,124 @@
+"""Whether an engine lives, while something is awaited of it: it answers a ping, or its processes work."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import psutil
+
+if TYPE_CHECKING:
+    from rlbatch.engines.client import Call, EngineHost
+
+PING_S = 5.0
+"""Longest time between two looks."""
+WORKING_SHARE = 0.1
+"""Of a core: an engine whose processes use less does nothing but wait."""
+POLL_S = 0.05
+STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+
+
+class Processes:
+    """An engine's host and all that it started, as far as they were ever seen."""
+
+    def __init__(self, pid: int) -> None:
+        """Args:
+        pid: Of the host.
+        """
+        self._host = psutil.Process(pid)
+        self._seen: set[psutil.Process] = set()
+
+    def cpu_s(self) -> float:
+        """Processor seconds of those that live; 0: one of them is stopped, or the host has ended."""
+        seconds = 0.0
+        try:
+            for process in self.find():
+                with suppress(psutil.NoSuchProcess):
+                    if process.status() in STOPPED:
+                        return 0.0
+                    times = process.cpu_times()
+                    seconds += times.user + times.system
+        except psutil.NoSuchProcess:
+            return 0.0
+        return seconds
+
+    def find(self) -> list[psutil.Process]:
+        """Those that live now; remembered, since nothing leads to them once the host is gone."""
+        living = [self._host, *self._host.children(recursive=True)]
+        self._seen.update(living)
+        return living
+
+    def kill(self, limit_s: float) -> None:
+        """Ends all of them, stopped ones too, and waits until they are gone: they hold an accelerator's memory until then."""
+        with suppress(psutil.NoSuchProcess):
+            self.find()
+        for process in self._seen:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        deadline = time.monotonic() + limit_s
+        while not all(map(_is_over, self._seen)) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+
+
+def _is_over(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+class Pulse:
+    """Signs of life of an engine that a call waits for.
+
+    A ping is answered by the engine itself, not only by its host; while it loads weights or compiles it cannot answer, but works.
+
+    Args:
+        host: The engine.
+        operation: What waits.
+        hang_limit_s: Longest time without any sign.
+        busy_limit_s: Longest time in which it works and answers nothing.
+    """
+
+    def __init__(self, host: EngineHost, operation: str, hang_limit_s: float, busy_limit_s: float) -> None:
+        self._host, self._operation, self._hang_limit_s, self._busy_limit_s = host, operation, hang_limit_s, busy_limit_s
+        self._answered = self._worked = self._looked = self._sent = time.monotonic()
+        self._cpu_s = float("inf")  # the first look measures
+        self._ping: Call | None = None
+
+    def wait_s(self) -> float:
+        """Until the next look."""
+        left = self._hang_limit_s - (time.monotonic() - self._last())
+        return min(PING_S, self._hang_limit_s / 4, max(left, 0.05))
+
+    def answered(self) -> None:
+        """The call that waits got something."""
+        self._answered = time.monotonic()
+
+    def look(self) -> None:
+        """Nothing came for ``wait_s``.
+
+        Raises:
+            EngineLost: it is dead, or gave no sign of life for too long.
+        """
+        self._see_work()
+        if self._ping is None:
+            self._ping, self._sent = self._host.begin("ping"), time.monotonic()
+        elif self._ping.next(0.0) is not None:
+            self._ping, self._answered = None, max(self._answered, self._sent)  # it lived then; what came later is not known
+        now = time.monotonic()
+        for limit_s, since, what in (
+            (self._hang_limit_s, self._last(), "no sign of life"),
+            (self._busy_limit_s, self._answered, "it works, but answers nothing"),
+        ):
+            if now - since > limit_s:
+                raise self._host.lose(f"`{self._operation}`: {what} for {limit_s:g} s")
+
+    def _last(self) -> float:
+        return max(self._answered, self._worked)
+
+    def _see_work(self) -> None:
+        now, cpu_s = time.monotonic(), self._host.processes.cpu_s()
+        if cpu_s - self._cpu_s > WORKING_SHARE * (now - self._looked):
+            self._worked = now
+        self._looked, self._cpu_s = now, cpu_s

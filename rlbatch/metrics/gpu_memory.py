@@ -1,0 +1,56 @@
+"""Memory of a step's phases on this rank's GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+GIB = 2**30
+SHOWN = ("sync", "rollout", "logprobs", "update")
+"""Phases with a tag of their own."""
+
+
+class GpuMemory:
+    """Peaks of what PyTorch holds in this process; nothing is measured without a GPU."""
+
+    def __init__(self) -> None:
+        """Begins to measure."""
+        self._is_measured = torch.cuda.is_available()
+        self._phases: dict[str, float] = {}
+        self._allocated = self._reserved = self._used = 0.0
+        self._take()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measures a block; a name may come again."""
+        self._take()
+        yield
+        self._phases[name] = max(self._phases.get(name, 0.0), self._take())
+
+    def note_used(self) -> None:
+        """Keeps what all processes use of the GPU now: the engine is another one."""
+        if self._is_measured:
+            free, total = torch.cuda.mem_get_info()
+            self._used = (total - free) / GIB
+
+    def tags(self) -> dict[str, float]:
+        """Metrics of the step; empty without a GPU."""
+        if not self._is_measured:
+            return {}
+        self._take()
+        return {f"memory/gpu_{name}_gib": self._phases.get(name, 0.0) for name in SHOWN} | {
+            "memory/gpu_allocated_gib": self._allocated,
+            "memory/gpu_reserved_gib": self._reserved,
+            "memory/gpu_used_gib": self._used,
+        }
+
+    def _take(self) -> float:
+        """GiB allocated at most since the last call."""
+        if not self._is_measured:
+            return 0.0
+        allocated, reserved = torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB
+        torch.cuda.reset_peak_memory_stats()
+        self._allocated, self._reserved = max(self._allocated, allocated), max(self._reserved, reserved)
+        return allocated

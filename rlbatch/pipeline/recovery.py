@@ -1,0 +1,104 @@
+"""A generation, from weights to rewards. Engines that are lost on the way are started anew, and what is missing is sampled again.
+
+A rank that notices the loss of its engine says so where all ranks meet. Samples do not depend on when they are drawn: the step's are those
+that it would have had.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from rlbatch.api import Prompt, RolloutError, SampleGroup
+from rlbatch.metrics.clock import PhaseClock
+from rlbatch.pipeline.job import Job
+from rlbatch.pipeline.rollout import Rollout
+from rlbatch.pipeline.score import score
+
+
+def generate(
+    job: Job, clock: PhaseClock, ask: Callable[[Sequence[Prompt]], list[SampleGroup]], prompts: Sequence[Prompt]
+) -> list[SampleGroup] | None:
+    """Sends the policy to the engines, samples, scores, and lets the engines sleep; a collective.
+
+    Args:
+        job: This rank's part of the job.
+        clock: Of the step.
+        ask: Samples groups with this rank's engine: all, or fewer if it is interrupted or lost.
+        prompts: This rank's share.
+
+    Returns:
+        A group with rewards for each prompt, in order. None, on every rank: the job has to stop.
+
+    Raises:
+        RolloutError: an engine was lost more than ``max_restarts`` times.
+    """
+    done: dict[int, SampleGroup] = {}
+    is_scored = False
+    with clock.phase("sync"), job.watchdog.phase("training"):
+        job.rollout.sync_weights(job.trainer.export(), job.trainer.policy_version)
+    while True:
+        with clock.phase("rollout"), job.watchdog.phase("generation"):
+            for group in ask([prompt for prompt in prompts if prompt.prompt_id not in done]):
+                done[group.prompt.prompt_id] = group
+        groups = [done[prompt.prompt_id] for prompt in prompts if prompt.prompt_id in done]
+        if len(groups) == len(prompts) and not is_scored:
+            with clock.phase("reward"), job.watchdog.phase("generation"):
+                is_scored = job.stopping.attempt(partial(score, groups, job.rewards, job.config.reward.name))
+        with clock.phase("exchange"):
+            met = job.stopping.meet("generation", is_complete=is_scored, **_loss(job))
+        if met.must_leave:
+            return None
+        if not met.lost:
+            break
+        with clock.phase("sync"):
+            if not _restart(job, met.lost):
+                return None
+    clock.memory.note_used()
+    with clock.phase("rollout"):
+        job.rollout.sleep()
+    return groups
+
+
+def _loss(job: Job) -> dict[str, Any]:
+    lost = job.rollout.lost
+    return {"engine": job.rollout.engine, "lost_by": lost.reason} if lost else {}
+
+
+def _restart(job: Job, lost: Mapping[int, str]) -> bool:
+    """Starts lost engines anew and gives them the policy; a collective. Returns whether the job goes on."""
+    rollout, started = job.rollout, time.monotonic()
+    is_mine, is_done = rollout.engine in lost, True
+    _count(rollout, lost)
+    if is_mine:
+        rollout.close()
+    if job.stopping.meet("ended", is_complete=True).must_leave:  # none of its processes waits for an old one on another node
+        return False
+    if is_mine:
+        with job.watchdog.phase("start"):
+            is_done = job.stopping.attempt(rollout.restart)
+    met = job.stopping.meet("restart", is_complete=is_done, **_loss(job))
+    if met.must_leave:
+        return False
+    for engine in sorted(set(lost) - set(met.lost)):
+        if job.rank == 0 or is_mine:
+            rollout.announce(
+                f"engine {engine} was lost ({lost[engine]}), restarted in {time.monotonic() - started:.1f} s, "
+                f"restart {rollout.restarts[engine]} of {rollout.max_restarts}"
+            )
+    with job.watchdog.phase("training"):
+        is_taken = is_mine and rollout.engine not in met.lost
+        job.rollout.sync_weights(job.trainer.export(), job.trainer.policy_version, is_taken=is_taken)
+    return True
+
+
+def _count(rollout: Rollout, lost: Mapping[int, str]) -> None:
+    """Raises RolloutError on the rank that noticed one loss too many; it ends the others."""
+    rollout.restarts.update(lost.keys())
+    times = rollout.restarts[rollout.engine]
+    if rollout.lost and times > rollout.max_restarts:
+        raise RolloutError(
+            f"rollout.options.max_restarts={rollout.max_restarts}: engine {rollout.engine} was lost {times} times. {rollout.lost}"
+        ) from rollout.lost

@@ -1,0 +1,18 @@
+"""A plugin whose engine is ``tests.engines.fake_generator`` in a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rlbatch.api import Configurable, RolloutContext, hookimpl
+from rlbatch.engines.rollout import EngineProgram, HostedOptions, HostedRollout
+
+
+def hosted(context: RolloutContext, options: HostedOptions) -> HostedRollout:
+    start = {"folder": str(context.folder.resolve())}
+    return HostedRollout(context, options, lambda _: EngineProgram("hosted", "tests.engines.fake_generator:FakeGenerator", start))
+
+
+@hookimpl
+def rlbatch_register_rollout_backends() -> Mapping[str, Configurable]:
+    return {"hosted": Configurable(hosted, HostedOptions, ranks_per_engine=lambda options: options.gpus_per_engine)}
