@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,11 +27,27 @@ def played_rank(layout: LayoutConfig, rank: int) -> Iterator[None]:
 
     dist.init_process_group("fake", rank=rank, world_size=layout.world_size, store=FakeStore())
     try:
-        parallel.initialize_groups(layout, seed=0)
+        with _only_groups_of(rank):
+            parallel.initialize_groups(layout, seed=0)
         yield
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+@contextmanager
+def _only_groups_of(rank: int) -> Iterator[None]:
+    """Groups of other ranks, thousands in a large layout, are not made: all that torch would give is that this rank is no member."""
+    new_group = dist.new_group
+
+    def new_own_group(ranks: Sequence[int], **options: Any) -> Any:
+        return new_group(ranks, **options) if rank in ranks else dist.GroupMember.NON_GROUP_MEMBER
+
+    dist.new_group = new_own_group
+    try:
+        yield
+    finally:
+        dist.new_group = new_group
 
 
 @contextmanager
