@@ -23,8 +23,6 @@ EAGER_VARIABLES = {"TORCHDYNAMO_DISABLE": "1"}
 """On CPUs: small functions that vLLM compiles even where it is told to be eager cost 45 s at the first token."""
 VARIABLES = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 """A job's engine talks to nobody."""
-
-
 PLACED = (
     "tensor_parallel_size",
     "data_parallel_rank",
@@ -35,7 +33,6 @@ PLACED = (
     "data_parallel_hybrid_lb",
     "data_parallel_external_lb",
     "data_parallel_backend",
-    "distributed_executor_backend",
     "nnodes",
     "node_rank",
     "master_addr",
@@ -44,6 +41,8 @@ PLACED = (
 """Options that follow from where the ranks of an engine are."""
 MEMORY_SHARE = 0.9
 """vLLM's own ``gpu_memory_utilization``."""
+WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
+"""Methods of ``speculative_config`` that guess from the text."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +71,26 @@ def engine_shape(options: VllmOptions, engine: Mapping[str, Any]) -> EngineShape
     share, context = engine.get("gpu_memory_utilization", MEMORY_SHARE), engine.get("max_model_len", 0)
     if not isinstance(share, (int, float)) or not 0 < share <= 1:
         raise ConfigError(f"rollout.engine.gpu_memory_utilization={share}: must be above 0 and at most 1. Use e.g. 0.6.")
-    gpus = _tensor_parallel(options, engine) * _size(engine, "pipeline_parallel_size")
-    return EngineShape(gpus, replicas, float(share), context if isinstance(context, int) else 0)
+    stages = _size(engine, "pipeline_parallel_size")
+    gpus = _tensor_parallel(options, engine) * stages
+    return EngineShape(gpus, replicas, float(share), context if isinstance(context, int) else 0, stages)
+
+
+def draft(engine: Mapping[str, Any]) -> str | None:
+    """See ``Configurable``.
+
+    Raises:
+        ConfigError: ``speculative_config`` is no mapping.
+    """
+    speculation = engine.get("speculative_config") or {}
+    if not isinstance(speculation, Mapping):
+        raise ConfigError(
+            f"rollout.engine.speculative_config={speculation}: must be a mapping. Write {{method: mtp, num_speculative_tokens: 1}}."
+        )
+    method, model = str(speculation.get("method") or ""), speculation.get("model")
+    if method in WITHOUT_WEIGHTS or not (model or method.endswith("mtp")):
+        return None
+    return str(model or "")
 
 
 @hookimpl
@@ -86,6 +103,8 @@ def rlbatch_register_rollout_backends() -> Mapping[str, Configurable]:
         has_engine=True,
         spans_nodes=True,
         engine_shape=engine_shape,
+        has_fp8=True,
+        draft=draft,
     )
     return {"vllm": vllm}
 
@@ -102,7 +121,7 @@ class VllmRollout(HostedRollout):
     """
 
     def __init__(self, context: RolloutContext, options: VllmOptions) -> None:
-        # Kept while the engine lives, so that it can be started again.
+        # Kept as long as this object, so that the engine can be started again.
         is_first, self._port = context.engine_rank == 0 and context.engine_nodes > 1, None
         if is_first:
             self._port = ReservedPort(context.address)
@@ -116,12 +135,6 @@ class VllmRollout(HostedRollout):
             told = self._host.call("experts", limit_s=self._options.sync_timeout_s) if self._host else {}
             self._devices = json.loads(self._context.node_gather(json.dumps(told).encode())[0])["devices"]
         return self._devices.get(device_identity(self._context.device))
-
-    def close(self) -> None:
-        """Ends the engine and all its processes."""
-        super().close()
-        if self._port is not None:
-            self._port.close()
 
 
 def vllm_rollout(context: RolloutContext, options: VllmOptions) -> VllmRollout:
@@ -163,6 +176,7 @@ def program(context: RolloutContext, options: VllmOptions, port: int, devices: S
         },
         entry_points=ENTRY_POINTS,
         sockets_variable="VLLM_RPC_BASE_PATH",
+        replicas=_size(theirs, "data_parallel_size") // context.engine_nodes,
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 
@@ -13,12 +12,12 @@ from rlbatch.api import ModelFamily, RlbatchError
 from rlbatch.config.convert import key_docs, show_value
 from rlbatch.config.schema import Config
 from rlbatch.launch.cluster_variables import cluster_variables
-from rlbatch.launch.mpirun import Mpi, find_mpi, mpi_job, mpirun_variables, read_hosts
+from rlbatch.launch.mpirun import Mpi, find_mpi, mpi_job, mpirun_variables
 from rlbatch.launch.notice import checkpoint_bytes, notice_s
-from rlbatch.launch.placement import Placement, place, stages
+from rlbatch.launch.placement import place, stages
 from rlbatch.launch.sbatch import NOTICE_SIGNAL, job_name
 from rlbatch.plan.layout import degrees
-from rlbatch.prepare import find_problems, parameter_count
+from rlbatch.prepare import find_problems, parameter_count, placement
 from rlbatch.registry import Registry
 from rlbatch.start import rank_command, slurm_script
 
@@ -51,7 +50,7 @@ def show(config: Config, registry: Registry) -> int:
 
 
 def _summary(config: Config, run_dir: Path, parameters: float) -> Iterator[str]:
-    cluster, where = config.cluster, _placement(config)
+    cluster, where = config.cluster, placement(config)
     yield f"Job         {job_name(config)}, launcher={config.launcher}{f', cluster {cluster.name}' if cluster.name else ''}"
     size = f", {parameters / 1e9:.4g} billion parameters" if parameters else ""
     yield f"Model       {config.model.hf}{size}, {config.train.precision}"
@@ -66,19 +65,6 @@ def _summary(config: Config, run_dir: Path, parameters: float) -> Iterator[str]:
             f"Notice      {NOTICE_SIGNAL} {seconds} s before the time limit: the job saves {saved:.4g} GB (1e9 bytes) at "
             f"cluster.storage_gbs={cluster.storage_gbs:g} GB/s, is queued again, goes on"
         )
-
-
-def _placement(config: Config) -> Placement | None:
-    """None: the hostfile's hosts take differently many ranks, or there is no such file."""
-    if config.launcher == "local":
-        return Placement(1, config.layout.world_size)
-    if config.launcher != "mpi":
-        return place(config)
-    with suppress(RlbatchError):  # told where the hosts are shown
-        hosts = read_hosts(config)
-        if len({host.slots for host in hosts}) == 1:
-            return Placement(len(hosts), hosts[0].slots or 1)
-    return None
 
 
 def _nodes(count: int) -> str:
@@ -97,7 +83,7 @@ def _hardware(config: Config) -> str:
 
 def _mesh(config: Config, family: ModelFamily | None) -> Iterator[str]:
     """How ranks divide the model, and which stage is on which nodes."""
-    layout, where = config.layout, _placement(config)
+    layout, where = config.layout, placement(config)
     dense, experts = layout.tp_size * layout.pp_size * layout.cp_size, layout.etp_size * layout.ep_size * layout.pp_size
     yield (
         f"Layout      attention and dense layers: tp {layout.tp_size} x cp {layout.cp_size} x dp {layout.world_size / dense:g} "

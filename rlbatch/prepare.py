@@ -8,25 +8,28 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rlbatch.api import ConfigError, DataError, ModelFamily, RlbatchError
 from rlbatch.config.compose import save_config
 from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import EMBEDDED, Config
+from rlbatch.launch.engine_plan import EnginePlan
 from rlbatch.launch.environment import visible_gpus
 from rlbatch.launch.footprint import parameters
 from rlbatch.launch.interfaces import addresses_of
 from rlbatch.launch.job_record import read_record
 from rlbatch.launch.lock import run_folder_lock
+from rlbatch.launch.mpirun import read_hosts
+from rlbatch.launch.placement import Placement, place
+from rlbatch.pipeline.engine_precision import check_device, engine_quantization
 from rlbatch.plan.layout import check_layout
 from rlbatch.registry import Registry
 
 CONFIG_FILE = "config.yaml"
 RANKS_PER_CORE = 8
 """Of a machine without GPUs."""
-GIB = 2**30
 
 
 @contextmanager
@@ -195,6 +198,7 @@ def _check_model(config: Config, registry: Registry, run_dir: Path) -> None:
     folder = model_folder(config, run_dir)
     family = model_family(config, registry, run_dir)
     check_layout(config.layout, family, on_gpu=on_gpu(config))
+    _check_precision(config, registry, family, folder)
     if config.rollout.max_response_tokens >= family.max_sequence_length:
         raise ConfigError(
             f"rollout.max_response_tokens={config.rollout.max_response_tokens}: must leave room for a prompt in the model's context "
@@ -208,23 +212,40 @@ def _check_model(config: Config, registry: Registry, run_dir: Path) -> None:
         raise DataError(f"model.hf={folder}: has no *.safetensors. Download the weights, or {fix}.")
 
 
+def _check_precision(config: Config, registry: Registry, family: ModelFamily, folder: Path) -> None:
+    check_device(config, engine_quantization(config, registry, family, read_config(folder)), on_gpu=on_gpu(config))
+
+
+def placement(config: Config) -> Placement | None:
+    """Where ranks will be; None: the hostfile's hosts take differently many, or there is no such file.
+
+    Raises:
+        ConfigError: nodes that would not all be full.
+    """
+    if config.launcher == "local":
+        return Placement(1, config.layout.world_size)
+    if config.launcher != "mpi":
+        return place(config)
+    with suppress(RlbatchError):  # told where the hosts are shown
+        hosts = read_hosts(config)
+        if len({host.slots for host in hosts}) == 1:
+            return Placement(len(hosts), hosts[0].slots or 1)
+    return None
+
+
 def _check_rollout(config: Config, registry: Registry, run_dir: Path) -> None:
     """An engine holds the whole model, on its rank's GPU or on those of the ranks that share it."""
-    weights = config.model.parameters * (2 if config.train.precision == "bf16" else 4) / GIB
-    memory, node = config.cluster.gpu_memory_gib, config.cluster.gpus_per_node
-    gpus = registry.ranks_per_engine(config)
-    if not memory or weights <= gpus * memory:
+    plan = EnginePlan(config, registry.ranks_per_engine(config), registry.engine_shape(config), placement(config))
+    plan.check_context()
+    plan.check_nodes(spans_nodes=registry.spans_nodes(config))
+    try:
+        family = model_family(config, registry, run_dir)
+    except RlbatchError:  # told by another check
+        plan.check_memory(None, is_fp8=config.rollout.quantization != "none" and registry.has_fp8(config))
         return
-    enough = next((size for size in range(gpus, node + 1) if node % size == 0 and weights <= size * memory), None)
-    raise ConfigError(
-        f"rollout={config.rollout.name}: an engine needs the whole model, {weights:.0f} GiB, and has {gpus} x {memory:g} GiB "
-        "(cluster.gpu_memory_gib). "
-        + (
-            f"Use rollout=vllm rollout.options.gpus_per_engine={enough}."
-            if enough
-            else f"Use a smaller model: engines do not span nodes yet, and one has {node} GPUs."
-        )
-    )
+    plan.check_experts(family)
+    quantization = engine_quantization(config, registry, family, read_config(model_folder(config, run_dir)))
+    plan.check_memory(family, is_fp8=quantization == "fp8")
 
 
 def _check_checkpoints(config: Config, registry: Registry, run_dir: Path) -> None:

@@ -11,8 +11,14 @@ import pytest
 
 import rlbatch.prepare
 import rlbatch.submit
+from rlbatch.api import ConfigError, EngineShape
+from rlbatch.config.compose import compose
 from rlbatch.launch import mpirun
+from rlbatch.launch.engine_plan import EnginePlan
+from rlbatch.launch.placement import Placement
+from rlbatch.registry import load_plugins
 from tests.large_models import write_model
+from tests.megatron.real_models import CONFIGS as PUBLISHED
 
 LARGE = """\
 Dry run: nothing is submitted, started or written.
@@ -113,11 +119,8 @@ def test_cluster_alone(capsys: pytest.CaptureFixture[str]) -> None:
     refused = said.err.strip().splitlines()
     assert refused[0] == "This would be refused:"
     assert refused[1].startswith("  model.hf=$MODEL_DIR: the environment variable MODEL_DIR is not set. Set it to the model's")
-    assert refused[2].startswith(
-        "  rollout=transformers: an engine needs the whole model, 1250 GiB, and has 1 x 95 GiB (cluster.gpu_memory_gib)."
-    )
-    assert refused[3].startswith("  data.train=$TRAIN_DATA: the environment variable TRAIN_DATA is not set.")
-    assert len(refused) == 4
+    assert refused[2].startswith("  data.train=$TRAIN_DATA: the environment variable TRAIN_DATA is not set.")
+    assert len(refused) == 3
 
 
 def test_embedded_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,21 +188,90 @@ def test_one_reason_hides_nothing_else(capsys: pytest.CaptureFixture[str]) -> No
     assert "  cluster.time_limit=00:01:00: must be longer than " in said.err
 
 
+def set_model(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MODEL_DIR and TRAIN_DATA, as far as submit looks at them."""
+    monkeypatch.setenv("MODEL_DIR", str(write_model(name, folder / "model")))
+    monkeypatch.setenv("TRAIN_DATA", str(folder / "train.jsonl"))
+    (folder / "train.jsonl").write_text('{"prompt": "a", "label": "1"}\n' * 512)
+
+
 @pytest.mark.parametrize(
-    ("overrides", "fix"),
+    ("name", "overrides"),
     [
-        (["+cluster=h20x32"], "Use rollout=vllm rollout.options.gpus_per_engine=8."),
-        (["+cluster=h20x32", "rollout=vllm", "rollout.options.gpus_per_engine=4"], "Use rollout=vllm rollout.options.gpus_per_engine=8."),
-        (["+cluster=h20x32", "rollout=vllm", "rollout.options.gpus_per_engine=8"], ""),
-        (["+cluster=h20x96", "rollout=vllm", "rollout.options.gpus_per_engine=8"], "Use a smaller model: engines do not span nodes yet"),
+        *(("deepseek671b", [f"+cluster={cluster}"]) for cluster in ("h20x96", "h20x128", "h20x256", "h20x512", "h100x128")),
+        ("deepseek671b", ["+cluster=h100x128", "model=deepseek671b"]),
+        *(("qwen3_235b", [f"+cluster={cluster}", "model=qwen3_235b"]) for cluster in ("h20x32", "h20x64", "h20x128", "h20x256")),
+        *(("qwen3_30b", [f"+cluster={cluster}", "model=qwen3_30b"]) for cluster in ("h20x8", "h20x16", "h20x32", "h100x8")),
     ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_engines_that_cannot_hold_the_model(capsys: pytest.CaptureFixture[str], overrides: list[str], fix: str) -> None:
-    """Any backend's engine must have GPUs for the whole model (438 and 1250 GiB on GPUs of 95); the number that is enough is named."""
-    dry_run(*overrides, code=2)
-    lines = [line for line in capsys.readouterr().err.splitlines() if "an engine needs the whole model" in line]
-    assert len(lines) == bool(fix)
-    assert all(fix in line for line in lines)
+def test_recipes(
+    name: str, overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every shipped layout: its engines have a place on nodes, and room on GPUs beside the trainer."""
+    set_model(name, tmp_path, monkeypatch)
+    dry_run(*overrides)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["rollout=transformers"],
+            "rollout=transformers: an engine needs 1249.9 GiB for weights and 0.5 GiB to cache one sample on each of its 1 GPUs, and has "
+            "55.9 of 95 GiB (cluster.gpu_memory_gib), where the trainer keeps 39.1. Use rollout=vllm rollout.options.gpus_per_engine=24 "
+            "rollout.engine.data_parallel_size=3 rollout.engine.enable_expert_parallel=true.",
+        ),
+        (
+            ["rollout.options.gpus_per_engine=8", "rollout.engine.data_parallel_size=1"],
+            "rollout=vllm: an engine needs 78.3 GiB for weights and 0.7 GiB to cache one sample on each of its 8 GPUs, and has 47.5 of "
+            "95 GiB (cluster.gpu_memory_gib), where the trainer keeps 39.1. Use rollout=vllm rollout.options.gpus_per_engine=16 "
+            "rollout.engine.data_parallel_size=2 rollout.engine.enable_expert_parallel=true.",
+        ),
+        (
+            ["rollout.engine.gpu_memory_utilization=0.7"],
+            "rollout.engine.gpu_memory_utilization=0.7: the engine takes 66.5 of a GPU's 95 GiB (cluster.gpu_memory_gib), and the trainer "
+            "keeps 39.1 there. Use 0.56 or less, or keep more of the trainer on the host.",
+        ),
+        (
+            ["rollout.options.gpus_per_engine=16", "rollout.engine.data_parallel_size=1"],
+            "rollout.options.gpus_per_engine=16: makes 1 data-parallel replicas of 16 GPUs, which must each be on a node of 8. "
+            "Use rollout.engine.data_parallel_size=2, or a multiple of it.",
+        ),
+        (
+            ["rollout.options.gpus_per_engine=12"],
+            "rollout.options.gpus_per_engine=12: must divide the ranks of a node (8) or be a multiple of them. "
+            "Use 1 or 2 or 4 or 8 or 16 or 24 or 32 or 48 or 96.",
+        ),
+        (
+            ["rollout.max_response_tokens=32768"],
+            "rollout.engine.max_model_len=10240: must hold a prompt of 2048 tokens (data.max_prompt_tokens) and a response of 32768 "
+            "(rollout.max_response_tokens). Use 34816 or more.",
+        ),
+        (["rollout.engine.data_parallel_address=n1"], "rollout.engine.data_parallel_address=n1: rlbatch decides it, "),
+    ],
+    ids=["a rank", "a node", "share", "replica", "nodes", "context", "decided"],
+)
+def test_engines_without_a_place(
+    overrides: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """DeepSeek-V3 on 12 nodes: what an engine needs and has, in numbers, and what would do."""
+    set_model("deepseek671b", tmp_path, monkeypatch)
+    assert rlbatch.submit.main(["+cluster=h20x96", *overrides, "dry_run=true"]) == 2
+    assert capsys.readouterr().err.removeprefix("\nThis would be refused:\n").lstrip().startswith(message)
+
+
+def test_an_engine_on_several_nodes_divides_experts(tmp_path: Path) -> None:
+    """A model without experts cannot have one."""
+    plan = EnginePlan(compose(["+cluster=h20x16", "model.hf=x", "data.train=x"]), 16, EngineShape(8, 2), Placement(2, 8))
+    plan.check_nodes(spans_nodes=True)
+    with pytest.raises(
+        ConfigError, match=r"gpus_per_engine=16: an engine over several nodes divides experts, and model\.hf has none\. Use 8"
+    ):
+        plan.check_experts(load_plugins().resolve_model_family(PUBLISHED["Qwen3-8B"]))
+    with pytest.raises(ConfigError, match=r"must divide the ranks of a node \(8\): rollout=vllm has no engines over several nodes"):
+        plan.check_nodes(spans_nodes=False)
 
 
 def test_hosts_that_take_differently_many_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

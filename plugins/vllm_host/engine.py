@@ -17,6 +17,7 @@ from rlbatch.engines.wire import pack_ints, unpack_ints
 
 from . import versions
 from .experts import is_held
+from .memory import own_log, too_small
 from .plugin import WEIGHT_BACKEND
 
 FIXED = {
@@ -55,7 +56,12 @@ class VllmEngine:
         config = arguments.create_engine_config()
         _check_head_size(config.model_config)
         _start_processes(header["process_start"])
-        self._llm = AsyncLLM.from_vllm_config(config, disable_log_stats=arguments.disable_log_stats)
+        try:
+            self._llm = AsyncLLM.from_vllm_config(config, disable_log_stats=arguments.disable_log_stats)
+        except RuntimeError:
+            if told := too_small(own_log()):
+                raise RuntimeError(told) from None
+            raise
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
         self._held = await versions.ask_workers(self._llm, "rlbatch_experts")
         return {"version": version, "max_model_len": self._llm.model_config.max_model_len}

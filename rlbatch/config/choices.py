@@ -15,6 +15,8 @@ LARGE_MODEL_EXPERIMENT = "math"
 """What a chosen model is trained with."""
 _ADDED = ("model", "layout", "cluster")
 """Groups that are not in the defaults list, in the order in which they override each other."""
+_OF_A_CHOICE = {"offload": ("offload.options",), "rollout": ("rollout.options", "rollout.engine", "rollout.quantization")}
+"""Keys whose values go with a choice of the group."""
 
 
 def group_choices() -> Mapping[str, tuple[str, ...]]:
@@ -36,7 +38,6 @@ def group_choices() -> Mapping[str, tuple[str, ...]]:
 
 def choice_values(group: str, name: str) -> Mapping[str, Any]:
     """What a choice's yaml file sets: keys as written below its package, dotted -> value."""
-    from yaml import safe_load  # type: ignore[import-untyped]
 
     def flat(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         for key, value in tree.items():
@@ -45,8 +46,15 @@ def choice_values(group: str, name: str) -> Mapping[str, Any]:
             elif key != "defaults":
                 yield prefix + key, value
 
+    return dict(flat(_tree(group, name), ""))
+
+
+def _tree(group: str, name: str) -> Mapping[str, Any]:
+    from yaml import safe_load  # type: ignore[import-untyped]
+
     text = resources.files(CONFIG_PACKAGE).joinpath(group).joinpath(f"{name}.yaml").read_text(encoding="utf-8")
-    return dict(flat(safe_load(text), ""))
+    tree: Mapping[str, Any] = safe_load(text)
+    return tree
 
 
 def complete_choices(
@@ -76,12 +84,20 @@ def complete_choices(
 
 
 def _dropped_options(chosen: Mapping[str, str], choices: Mapping[str, str]) -> list[str]:
-    """A layout's options of its offload strategy mean nothing to another one that the user chose."""
-    layout = chosen.get("layout", AUTO)
-    if "offload" not in choices or layout == AUTO:
-        return []
-    has_options = any(key.startswith("offload.options.") for key in choice_values("layout", layout))
-    return ["~offload.options"] if has_options else []
+    """What a model or layout says to its own engine or offload strategy means nothing to another one that the user chose."""
+    files = [(group, chosen[group]) for group in ("model", "layout") if chosen.get(group, AUTO) != AUTO]
+    dropped = []
+    for group, keys in _OF_A_CHOICE.items():
+        if group in choices and choices[group] not in (_overridden(group, *file) for file in files):
+            said = {key for file in files for key in choice_values(*file)}
+            dropped += [f"~{key}" for key in keys if any(f"{name}.".startswith(f"{key}.") for name in said)]
+    return dropped
+
+
+def _overridden(group: str, *file: str) -> str | None:
+    """The choice of another group that a choice's yaml file makes."""
+    entries = _tree(*file).get("defaults", [])
+    return next((entry[f"override /{group}"] for entry in entries if isinstance(entry, Mapping) and f"override /{group}" in entry), None)
 
 
 def _layout(chosen: Mapping[str, str], keys: Sequence[str], compose: Callable[[Sequence[str]], Mapping[str, Any]]) -> str:

@@ -9,7 +9,7 @@ from rlbatch.api import RolloutError
 
 
 class ReservedPort:
-    """A free port of an address, kept for a process of ours while this object is open.
+    """A free port of an address, kept for a process of ours as long as this object.
 
     It is bound, so that nobody else can choose it, and never listened at: Linux lets a listener with SO_REUSEADDR, which servers set, join
     a bound socket that has the option too; and again after that one was killed.
@@ -35,7 +35,7 @@ class ReservedPort:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.number: int = self._socket.getsockname()[1]
 
-    def close(self) -> None:
+    def __del__(self) -> None:
         """Gives the port back."""
         self._socket.close()
 

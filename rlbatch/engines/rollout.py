@@ -31,7 +31,9 @@ class HostedOptions:
     gpus_per_engine: int = field(
         default=1, metadata={"doc": "Ranks that share an engine; tensor parallel size times the data and pipeline parallel sizes."}
     )
-    max_concurrency: int = field(default=0, metadata={"doc": "Samples that an engine works on at once; 0: as many as it takes."})
+    max_concurrency_per_replica: int = field(
+        default=0, metadata={"doc": "Samples in work at once for each data-parallel replica of an engine; 0: as many as it takes."}
+    )
     request_timeout_s: float = field(default=3600.0, metadata={"doc": "Seconds for one sample; beyond it the run ends."})
     start_timeout_s: float = field(default=900.0, metadata={"doc": "Seconds for an engine's start, and for its first answer."})
     hang_limit_s: float = field(default=25.0, metadata={"doc": "Seconds without a sign of life after which an engine counts as lost."})
@@ -60,6 +62,7 @@ class EngineProgram:
         variables: As ``EngineHost``.
         entry_points: As ``EngineHost``.
         sockets_variable: As ``EngineHost``.
+        replicas: Data-parallel replicas of the engine in this host.
     """
 
     name: str
@@ -69,6 +72,7 @@ class EngineProgram:
     variables: Mapping[str, str] = field(default_factory=dict)
     entry_points: Mapping[str, Sequence[str]] = field(default_factory=dict)
     sockets_variable: str = ""
+    replicas: int = 1
 
 
 class HostedRollout:
@@ -168,7 +172,7 @@ class HostedRollout:
             "max_tokens": params.max_response_tokens,
             "min_tokens": self._options.min_response_tokens,
             "stop_token_ids": list(params.stop_token_ids),
-            "max_concurrency": self._options.max_concurrency,
+            "max_concurrency": self._options.max_concurrency_per_replica * (self._program.replicas if self._program else 1),
             "request_timeout_s": self._options.request_timeout_s,
         }
         call = self._host.begin("generate", header, pack_ints(prompt.token_ids for prompt in prompts))

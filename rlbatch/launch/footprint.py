@@ -31,10 +31,12 @@ class Parameters:
     Attributes:
         dense: All but the experts.
         experts: Of routed experts.
+        unquantised: Of ``dense``, what no form of the weights has in fewer bits: the vocabulary's and the routers'.
     """
 
     dense: int
     experts: int
+    unquantised: int
 
     @property
     def total(self) -> int:
@@ -50,11 +52,13 @@ class Footprint:
         gpu_gib: Of each GPU, GiB; 0 on the CPU.
         host_gib: Of each node, GiB.
         shm_gib: Of each node's /dev/shm, GiB.
+        generating_gib: What of ``gpu_gib`` stays on the GPU while the engine starts or generates.
     """
 
     gpu_gib: float
     host_gib: float
     shm_gib: float
+    generating_gib: float = 0.0
 
 
 def parameters(family: ModelFamily) -> Parameters:
@@ -63,11 +67,27 @@ def parameters(family: ModelFamily) -> Parameters:
     experts = family.num_experts
     moe_layers = _moe_layers(family) if experts else 0
     matrices = 3 if model.get("gated_linear_unit") else 2
-    dense = family.vocab_size * hidden * (1 if family.tie_embeddings else 2)
-    dense += family.num_layers * _attention(family)
+    unquantised = family.vocab_size * hidden * (1 if family.tie_embeddings else 2) + moe_layers * hidden * experts
+    dense = unquantised + family.num_layers * _attention(family)
     dense += (family.num_layers - moe_layers) * matrices * hidden * model["ffn_hidden_size"]
-    dense += moe_layers * hidden * (experts + matrices * (model.get("moe_shared_expert_intermediate_size") or 0))
-    return Parameters(dense, moe_layers * experts * matrices * hidden * (model.get("moe_ffn_hidden_size") or 0))
+    dense += moe_layers * hidden * matrices * (model.get("moe_shared_expert_intermediate_size") or 0)
+    return Parameters(dense, moe_layers * experts * matrices * hidden * (model.get("moe_ffn_hidden_size") or 0), unquantised)
+
+
+def cache_bytes(family: ModelFamily, replica_gpus: int, stages: int, value_bytes: int) -> float:
+    """Of an engine's keys and values, for one token on each GPU.
+
+    Args:
+        family: The model.
+        replica_gpus: GPUs that share the token: tensor parallel size x stages.
+        stages: Pipeline stages.
+        value_bytes: Of one number.
+    """
+    model = family.transformer
+    if model.get("multi_latent_attention"):  # the latent part is on every tensor-parallel GPU
+        return float(family.num_layers / stages * (model["kv_lora_rank"] + model["qk_pos_emb_head_dim"]) * value_bytes)
+    groups = model.get("num_query_groups") or model["num_attention_heads"]
+    return float(family.num_layers / stages * 2 * max(groups * stages / replica_gpus, 1) * model["kv_channels"] * value_bytes)
 
 
 def footprint(config: Config, family: ModelFamily, *, on_gpu: bool, node_ranks: int) -> Footprint:
@@ -88,15 +108,20 @@ def footprint(config: Config, family: ModelFamily, *, on_gpu: bool, node_ranks: 
         fraction = float(config.offload.options.get("fraction", 1.0))
         device += (1 - fraction) * state * state_share
         host += fraction * HYBRID_OPTIMIZER_BYTES * state_share
-    else:
+        generating = device
+    elif config.offload.name == "optimizer_state":  # the engine starts before the moments are made, and beside the main weights
+        generating = device + MAIN_WEIGHT_BYTES[precision] * state_share
         device += state * state_share
-        host += state * state_share if config.offload.name == "optimizer_state" else 0.0
+        host += state * state_share
+    else:
+        generating = device = device + state * state_share
     if config.checkpoint.async_save:
         host += (WEIGHT_BYTES[precision] + state) * state_share
     process_gib = RANK_HOST_GIB["gpu" if on_gpu else "cpu"]
     if not on_gpu:
         return Footprint(0.0, node_ranks * (process_gib + (host + device) / GIB), 0.0)
-    return Footprint(device / GIB, node_ranks * (process_gib + host / GIB), NODE_SHM_GIB if node_ranks > 1 else 0.0)
+    shm_gib = NODE_SHM_GIB if node_ranks > 1 else 0.0
+    return Footprint(device / GIB, node_ranks * (process_gib + host / GIB), shm_gib, generating / GIB)
 
 
 def _attention(family: ModelFamily) -> int:

