@@ -11,6 +11,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +30,8 @@ LOG_LINES = 15
 CLOSE_WAIT_S = 15.0
 SEND_LIMIT_S = 20
 """A host reads at once what it is sent, unless it is stopped."""
+KEPT = {"TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"}
+"""Where the next engine finds what this one compiled. All else that it leaves in the folder for temporary files goes with it."""
 _RUN = "from rlbatch.engines.host import main; main()"
 
 
@@ -42,7 +45,8 @@ class EngineHost:
         python: Interpreter; empty: this one.
         variables: Environment variables beside the scrubbed ones of this process.
         entry_points: Entry-point group -> its lines, which the engine's interpreter shall see.
-        sockets_variable: Environment variable that tells the engine where its sockets go: a folder that only this user may enter.
+        sockets_variable: Environment variable that tells the engine where its sockets go: the folder of its temporary files, which only
+            this user may enter.
 
     Attributes:
         log: The engine's.
@@ -65,14 +69,14 @@ class EngineHost:
         remove_leftovers()
         self._name, self.log = name, folder / "engine.log"
         self._sockets = private_folder()
-        places = {sockets_variable: str(self._sockets)} if sockets_variable else {}
+        places = dict.fromkeys(["TMPDIR", *filter(None, [sockets_variable])], str(self._sockets))
         site = write_site(folder / "site", entry_points or {})
         ours, theirs = socket.socketpair()
         with theirs, self.log.open("wb") as log:
             try:
                 self._process = subprocess.Popen(
                     [python or sys.executable, "-c", _RUN, str(theirs.fileno()), engine],
-                    env=scrubbed(os.environ, site, keep_path=not python) | places | dict(variables or {}),
+                    env=KEPT | scrubbed(os.environ, site, keep_path=not python) | places | dict(variables or {}),
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=log,

@@ -53,6 +53,16 @@ def wait_until_gone(pids: list[int]) -> list[int]:
     return [pid for pid in pids if is_alive(pid)]
 
 
+def test_temporary_files_go_with_the_engine(host: EngineHost) -> None:
+    """They are in a folder of its own, which is gone with it; what compilers keep for the next one is not there."""
+    variables = host.call("see", limit_s=LIMIT_S)["environment"]
+    folder = Path(variables["TMPDIR"])
+    (folder / "left").touch()
+    host.close()
+    assert not folder.exists()
+    assert folder.parent == Path(variables["TORCHINDUCTOR_CACHE_DIR"]).parent
+
+
 def test_calls_run_side_by_side(host: EngineHost) -> None:
     """A later call ends before an earlier one; each gets its own answers, with their bytes as they were sent."""
     slow = host.begin("echo", {"text": "slow", "after_s": 1.0}, b"\x00\xff" * 100_000)

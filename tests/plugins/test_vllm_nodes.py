@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -76,15 +77,21 @@ def python(repository: Path) -> str:
     return vllm_python(repository)
 
 
+def stores() -> set[Path]:
+    """Files over which vLLM's workers met: it does not remove them."""
+    return set(Path(tempfile.gettempdir()).glob("vllm_dist_*"))
+
+
 @pytest.fixture(scope="module")
 def nodes(python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     """One engine for all tests; at its end nothing of it is left."""
-    where, shared = tmp_path_factory.mktemp("nodes"), set(os.listdir("/dev/shm"))
+    where, shared, left = tmp_path_factory.mktemp("nodes"), set(os.listdir("/dev/shm")), stores()
     engine = Nodes(write_model("qwen3_moe", where / "model"), python, where)
     yield engine
     engine.close()
     assert processes_of(where) == []
     assert set(os.listdir("/dev/shm")) <= shared
+    assert stores() <= left
 
 
 def test_both_nodes_generate_what_transformers_does(nodes: Nodes) -> None:
