@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from .versions import release
@@ -148,32 +148,6 @@ def temperatures_of_drafts() -> None:
     rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
 
 
-def latent_attention_to_drafts() -> None:
-    """The CPU kernel of multi-head latent attention decodes one token a sample, and its prefill sees nothing before the batch's tokens."""
-    import torch
-    from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder, QueryLenSupport
-    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
-
-    decode = CPUMLAImpl.forward_mqa
-
-    def forward_mqa(self: Any, q: Any, cache: Any, attn_metadata: Any, layer: Any) -> Any:
-        of_samples = attn_metadata.decode
-        counts = torch.diff(attn_metadata.query_start_loc[: len(of_samples.seq_lens) + 1]).long()
-        ends = of_samples.seq_lens.repeat_interleave(counts)
-        behind = counts.cumsum(0).repeat_interleave(counts) - torch.arange(1, len(ends) + 1, device=ends.device)
-        of_tokens = replace(
-            of_samples, block_table=of_samples.block_table.repeat_interleave(counts, 0), seq_lens=(ends - behind).to(ends.dtype)
-        )
-        attn_metadata.decode = of_tokens
-        try:
-            return decode(self, q, cache, attn_metadata, layer)
-        finally:
-            attn_metadata.decode = of_samples
-
-    MLACommonMetadataBuilder.query_len_support = QueryLenSupport.VARLEN
-    CPUMLAImpl.forward_mqa = forward_mqa
-
-
 def _of_cpus(apply: Callable[[], None], symptom: str, link: str, first: tuple[int, int] = (0, 28)) -> Workaround:
     """A fault of the CPU backend; 0.28 is the first that runs there, and 0.32 the last one tried."""
     return Workaround(apply.__name__, first, (0, 32), True, symptom, link, apply)
@@ -211,12 +185,6 @@ WORKAROUNDS = (
         temperatures_of_drafts,
         "an engine that speculates samples at temperatures that memory happened to hold",
         f"{_SOURCE}/utils/cpu_triton_utils.py",
-        first=(0, 32),
-    ),
-    _of_cpus(
-        latent_attention_to_drafts,
-        "a DeepSeek engine that speculates computes without the tokens before",
-        f"{_SOURCE}/v1/attention/backends/mla/cpu_mla.py",
         first=(0, 32),
     ),
 )

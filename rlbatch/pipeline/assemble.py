@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from rlbatch.algorithms.objective import Objective
 from rlbatch.api import ConfigError, ModelFamily, Prompt, Reward, RolloutContext
+from rlbatch.checkpoint.carried import Carried, carried_layers, draft_model
 from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import EMBEDDED, Config
 from rlbatch.launch.job_store import JobStore
@@ -22,14 +23,18 @@ from rlbatch.megatron import parallel
 from rlbatch.megatron.rng import seed_random_numbers
 from rlbatch.megatron.trainer import Trainer
 from rlbatch.pipeline.embedded import write_random_weights
+from rlbatch.pipeline.engine_model import write_engine_folder
+from rlbatch.pipeline.engine_precision import check_device, engine_quantization
 from rlbatch.pipeline.engine_ranks import engine_ranks
+from rlbatch.pipeline.first_rank import on_first_rank
 from rlbatch.pipeline.job import Job
-from rlbatch.pipeline.loading import load_policy
+from rlbatch.pipeline.loading import load_policy, weights_source
 from rlbatch.pipeline.prompts import PromptOrder, load_prompts
 from rlbatch.pipeline.rollout import Rollout, stop_tokens
 from rlbatch.pipeline.stopping import Stopping
 from rlbatch.plan.layout import check_layout
 from rlbatch.registry import Registry, load_plugins
+from rlbatch.weights.audit import expert_names
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
@@ -75,10 +80,14 @@ def assemble(
     load_policy(config, trainer, hf_folder, announce, needs_reference=needs_reference)
     announce(f"starting the {config.rollout.name} engine")
     engine = engine_ranks(info, registry.ranks_per_engine(config), spans_nodes=registry.spans_nodes(config))
+    hf_config = read_config(hf_folder)
+    quantization = engine_quantization(config, registry, family, hf_config)
+    check_device(config, quantization, on_gpu=device != "cpu")
+    engine_folder = on_first_rank(lambda: write_engine_folder(hf_folder, run_dir, family, quantization))
     context = RolloutContext(
-        hf_folder,
+        engine_folder,
         device,
-        DTYPES[config.train.precision],
+        "bfloat16" if quantization == "fp8" else DTYPES[config.train.precision],
         engine=config.rollout.engine,
         engine_rank=engine.place,
         gather=engine.gather,
@@ -90,6 +99,7 @@ def assemble(
         folder=run_dir / "engines" / str(engine.host),
         audit_sync=config.rollout.audit_sync,
     )
+    carried = _carried(config, registry, family, hf_folder, engine_folder)
     backend = registry.build_rollout(config.rollout.name, config.rollout.options, context)
     tokenizer = _tokenizer(hf_folder)
     train, held_out = _prompts(config, run_dir, tokenizer, family)
@@ -115,6 +125,8 @@ def assemble(
             notice=notice,
             announce=announce if info.rank == 0 else partial(print, flush=True),  # into the rank's log
             engine=info.rank // registry.ranks_per_engine(config),
+            carried=carried,
+            experts=frozenset(expert_names(family)),
         ),
         offload=offload,
         rewards=_rewards(config, registry, [*train, *held_out]),
@@ -124,7 +136,16 @@ def assemble(
         order=PromptOrder(len(train), config.seed),
         eval_prompts=held_out,
         needs_reference=needs_reference,
+        quantises=quantization == "fp8",
     )
+
+
+def _carried(config: Config, registry: Registry, family: ModelFamily, hf_folder: Path, engine_folder: Path) -> Carried | None:
+    """What engines speculate with, if it has weights."""
+    draft = registry.draft(config)
+    if draft is None:
+        return None
+    return draft_model(Path(draft)) if draft else carried_layers(family, read_config(engine_folder), weights_source(config, hf_folder))
 
 
 def _model_folder(config: Config, run_dir: Path, rank: int) -> Path:

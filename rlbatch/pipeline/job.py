@@ -41,6 +41,7 @@ class Job:
         order: Which prompts a step takes.
         eval_prompts: Held-out prompts; may be empty.
         needs_reference: Whether log-probs of the reference model are computed.
+        quantises: Whether engines hold the family's fp8 weights quantised.
     """
 
     config: Config
@@ -62,3 +63,15 @@ class Job:
     order: PromptOrder
     eval_prompts: list[Prompt]
     needs_reference: bool
+    quantises: bool = False
+
+    def sync_weights(self, *, is_taken: bool = True) -> None:
+        """Sends the policy to the engines, in the form in which they hold it; a collective.
+
+        Args:
+            is_taken: Whether this rank's engine gets it.
+        """
+        wanted = self.rollout.wanted_experts()
+        tensors = self.trainer.export(quantize=self.quantises, wanted=wanted)
+        version, lasting = self.trainer.policy_version, self.trainer.storages()
+        self.rollout.sync_weights(tensors, version, is_taken=is_taken, lasting=lasting, wanted=wanted)

@@ -38,7 +38,7 @@ def generate(
     done: dict[int, SampleGroup] = {}
     is_scored = False
     with clock.phase("sync"), job.watchdog.phase("training"):
-        job.rollout.sync_weights(job.trainer.export(), job.trainer.policy_version)
+        job.sync_weights()
     while True:
         with clock.phase("rollout"), job.watchdog.phase("generation"):
             for group in ask([prompt for prompt in prompts if prompt.prompt_id not in done]):
@@ -89,8 +89,7 @@ def _restart(job: Job, lost: Mapping[int, str]) -> bool:
                 f"restart {rollout.restarts[engine]} of {rollout.max_restarts}"
             )
     with job.watchdog.phase("training"):
-        is_taken = is_mine and rollout.engine not in met.lost
-        job.rollout.sync_weights(job.trainer.export(), job.trainer.policy_version, is_taken=is_taken)
+        job.sync_weights(is_taken=is_mine and rollout.engine not in met.lost)
     return True
 
 

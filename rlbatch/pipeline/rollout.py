@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from rlbatch.api import (
+    CarryingBackend,
     Completion,
     EngineLost,
+    ExpertParallelBackend,
     Prompt,
     RestartableBackend,
     RolloutBackend,
@@ -25,7 +27,9 @@ from rlbatch.api import (
     SampleGroup,
     SamplingParams,
     SleepingBackend,
+    WeightBucket,
 )
+from rlbatch.checkpoint.carried import Carried
 from rlbatch.config.schema import Config
 from rlbatch.launch.signals import Interrupted, StopNotice
 from rlbatch.pipeline.finished_groups import FinishedGroups, WeightsProbe
@@ -69,6 +73,8 @@ class Rollout:
         notice: What may interrupt a generation.
         announce: Told of groups that are reused, or could not be.
         engine: Number of the engine whose ranks this one belongs to, whether it generates or not.
+        carried: What the engine speculates with; None: nothing.
+        experts: Names of the routed experts' tensors.
 
     Attributes:
         engine: As given.
@@ -90,34 +96,60 @@ class Rollout:
         notice: StopNotice,
         announce: Callable[[str], None],
         engine: int = 0,
+        carried: Carried | None = None,
+        experts: Container[str] = (),
     ) -> None:
         self._backend, self._tokenizer, self._config, self._stops = backend, tokenizer, config, stop_token_ids
         self._rank, self._num_engines = rank, num_engines
         self._run_dir, self._notice, self.announce = run_dir, notice, announce
         self._weights, self._was_interrupted = "", False
         self._version: int | None = None
+        self._carried, self._experts = carried, experts
         self.engine, self.work = engine, Work()
         self.lost: EngineLost | None = None
         self.restarts: Counter[int] = Counter()
 
-    def sync_weights(self, tensors: Iterator[tuple[str, Tensor]], policy_version: int, *, is_taken: bool = True) -> None:
-        """Sends the policy to the engine; a collective.
+    def wanted_experts(self) -> Sequence[int] | None:
+        """Routed experts that this rank's part of the engine needs; None: all. A collective of the engine's ranks."""
+        return self._backend.wanted_experts() if isinstance(self._backend, ExpertParallelBackend) else None
+
+    def sync_weights(
+        self,
+        tensors: Iterator[tuple[str, Tensor]],
+        policy_version: int,
+        *,
+        is_taken: bool = True,
+        lasting: Container[int] = (),
+        wanted: Sequence[int] | None = None,
+    ) -> None:
+        """Sends the policy to the engine, and before it what is carried, if the engine lacks that; a collective.
 
         Args:
             tensors: Full Hugging Face tensors, streamed: always to the end, also if the engine is lost.
             policy_version: Of the policy.
             is_taken: Whether the engine gets it; else this rank only takes part.
+            lasting: As ``buckets``.
+            wanted: ``wanted_experts``, which ``tensors`` were exported for.
         """
         if not self._config.rollout.sync_weights:
             return
-        probe = WeightsProbe()
+        probe = WeightsProbe(self._experts)
         watched = probe.watch(tensors)
         if is_taken:
             with self._noticing_loss():
-                self._backend.update_weights(buckets(watched, self._config.rollout.bucket_mib, policy_version))
+                self._backend.update_weights(self._buckets(watched, policy_version, lasting, wanted))
         for _ in watched:
             pass
         self._weights, self._version = probe.digest(), policy_version
+
+    def _buckets(
+        self, policy: Iterator[tuple[str, Tensor]], version: int, lasting: Container[int], wanted: Sequence[int] | None
+    ) -> Iterator[WeightBucket]:
+        """The policy comes last: where a draft shares parameters with the model, its checkpoint has older values of them."""
+        limit = self._config.rollout.bucket_mib
+        if self._carried is not None and isinstance(self._backend, CarryingBackend) and self._backend.lacks_carried:
+            yield from buckets(self._carried.read(wanted), limit, version, is_carried=True)
+        yield from buckets(policy, limit, version, lasting=lasting)
 
     def restart(self) -> None:
         """Starts a lost engine anew; see ``RestartableBackend``. It may be lost again at once."""

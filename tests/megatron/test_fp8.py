@@ -12,12 +12,14 @@ from safetensors.torch import save_file
 from rlbatch.checkpoint.hf import INDEX, HfTensors
 from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import LayoutConfig
+from rlbatch.convert.__main__ import main as convert
 from rlbatch.registry import load_plugins
 from rlbatch.weights.audit import audit, fp8_names, passthrough_names
 from rlbatch.weights.quantize import SCALE_SUFFIX, quantize
 from tests import tiny_models
-from tests.megatron.fp8 import load_and_export
+from tests.megatron.fp8 import export_both_ways, load_and_export
 from tests.megatron.parity import sequences
+from tests.weights.sharded import digest
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
 LAYOUTS = {
@@ -98,3 +100,18 @@ def test_a_bf16_export_is_the_same_model(model: str, folders, tmp_path: Path, ra
     rank_pool(1).run(load_and_export, str(plain), str(again), LAYOUTS["1 rank"], "bf16", "fp8")
     assert differing(again, folders[model]) == []
     assert "modules_to_not_convert" in json.loads((again / "config.json").read_text())["quantization_config"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", MODELS)
+def test_an_fp8_engine_is_sent_what_convert_writes(model: str, layout: str, tmp_path: Path, rank_pool) -> None:
+    """A policy in fp32 is rounded to bf16 before it is quantised: bitwise the folder that convert makes of its bf16 export."""
+    folder = tiny_models.saved(MODELS[model](), tmp_path / "hf")
+    plain, converted = tmp_path / "bf16", tmp_path / "fp8"
+    ranks = rank_pool(LAYOUTS[layout].world_size).run(export_both_ways, str(folder), str(plain), LAYOUTS[layout], "fp32")
+    assert convert(["mode=bf16_to_fp8", f"hf={plain}", f"out={converted}"]) == 0
+    tensors = HfTensors(converted)
+    expected = {name: digest(tensors.stored(name)[()]) for name in tensors.names()}
+    for sent in ranks:
+        assert {name for name in expected.keys() | sent.keys() if expected.get(name) != sent.get(name)} == set()
+    assert any(name.endswith(SCALE_SUFFIX) for name in expected)

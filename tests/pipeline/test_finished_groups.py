@@ -154,3 +154,15 @@ def test_weights_are_told_apart() -> None:
     for name, tensor in weights().items():
         assert digest(weights() | {name: tensor + 1e-6}) != before
     assert digest({f"other {name}": tensor for name, tensor in weights().items()}) != before
+
+
+def test_what_not_every_rank_gets_tells_nothing() -> None:
+    """Digests of one policy are the same, whichever experts a rank is sent, with or without their scales; other tensors still count."""
+
+    def digest(*names: str) -> str:
+        probe = WeightsProbe({"experts.0", "experts.1"})
+        list(probe.watch((name, torch.ones(3, device="meta" if not name else "cpu")) for name in names))
+        return probe.digest()
+
+    assert digest("a", "experts.0", "experts.0_scale_inv", "b") == digest("a", "experts.1", "", "b") == digest("a", "b")
+    assert digest("a", "b", "c") != digest("a", "b")

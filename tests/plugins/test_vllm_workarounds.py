@@ -13,6 +13,7 @@ from rlbatch.api import RolloutContext
 from rlbatch.engines.site import write_site
 from rlbatch_plugins.rollout_transformers import TransformersOptions, TransformersRollout
 from rlbatch_plugins.rollout_vllm import ENTRY_POINTS, VllmOptions, vllm_rollout
+from rlbatch_plugins.vllm_host.workarounds import WORKAROUNDS
 from tests.plugins.test_rollout_vllm import LIMIT, PARAMS, Pair
 from tests.plugins.vllm_cases import vllm_python, write_model
 
@@ -48,10 +49,16 @@ def test_experts_of_other_ranks(seen: dict[str, Any]) -> None:
     assert seen["after"]["experts"] == [[[0, 1]], [[0.0, 0.5]]]
 
 
+def test_temperatures_of_drafted_tokens(seen: dict[str, Any]) -> None:
+    """The CPU kernel leaves them as memory was; with the workaround each token has its sample's, and a greedy one's is 1."""
+    assert seen["before"]["temperatures"] != seen["after"]["temperatures"]
+    assert seen["after"]["temperatures"] == [0.625, 0.625, 1.0]
+
+
 def test_other_versions_are_warned_about(seen: dict[str, Any]) -> None:
     """A workaround that was not made for this version is not applied, and the log says which, why and where to look."""
-    names = ["nameless_shared_memory", "native_rotary_embedding", "own_experts_only", "pack_experts_again", "ragged_collectives"]
-    assert seen["other_version"] == names
+    assert seen["other_version"] == sorted(workaround.name for workaround in WORKAROUNDS)
+    assert len(seen["other_version"]) >= 6
 
 
 def test_experts_are_packed_again(repository: Path, tmp_path: Path) -> None:

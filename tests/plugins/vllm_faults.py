@@ -14,6 +14,8 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.platforms import current_platform
+from vllm.v1.sample import rejection_sampler
 
 from rlbatch_plugins.vllm_host import versions, workarounds
 
@@ -55,6 +57,13 @@ def experts(mend: Callable[[], None]) -> Any:
     return got
 
 
+def temperatures() -> list[float]:
+    """What two samples, with two drafted tokens and one, are sampled at."""
+    ends = torch.tensor([2, 3], dtype=torch.int32)
+    found: list[float] = rejection_sampler.expand_batch_to_tokens(torch.tensor([0.625, 0.0]), ends, 3, 0, 1).tolist()
+    return found
+
+
 def warned() -> list[str]:
     """The workarounds that another version is warned of."""
     names: list[str] = []
@@ -71,13 +80,19 @@ def warned() -> list[str]:
 
 def main() -> None:
     """Before, under another version, and after."""
+    current_platform.register_triton_kernel_overrides()  # as a worker does
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with set_current_vllm_config(VllmConfig()):
-        before = {"rotary": rotary(), "ragged": ragged(), "experts": experts(lambda: None)}
+        before = {"rotary": rotary(), "ragged": ragged(), "experts": experts(lambda: None), "temperatures": temperatures()}
         other_version = warned()
         workarounds._applied.clear()
         workarounds.apply_all(versions.installed_version(), is_cpu=True)
-        after = {"rotary": rotary(), "ragged": ragged(), "experts": experts(workarounds.own_experts_only)}
+        after = {
+            "rotary": rotary(),
+            "ragged": ragged(),
+            "experts": experts(workarounds.own_experts_only),
+            "temperatures": temperatures(),
+        }
     print(json.dumps({"before": before, "after": after, "other_version": other_version}))
 
 

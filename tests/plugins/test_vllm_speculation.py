@@ -1,0 +1,118 @@
+"""vLLM that speculates, on CPU: the draft gets what the trainer carries or another folder has, and samples stay those of the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rlbatch.api import RolloutContext, RolloutError, WeightBucket
+from rlbatch.checkpoint.carried import Carried, carried_layers, draft_model
+from rlbatch.config.hf_config import read_config
+from rlbatch.engines.rollout import HostedRollout
+from rlbatch.registry import load_plugins
+from rlbatch.weights.audit import passthrough_names, trained_names
+from rlbatch.weights.sync import buckets
+from rlbatch_plugins.rollout_transformers import TransformersOptions, TransformersRollout
+from rlbatch_plugins.rollout_vllm import VllmOptions, vllm_rollout
+from tests.plugins.test_rollout_vllm import LIMIT, PARAMS, PROMPTS, Pair, tokens_of
+from tests.plugins.vllm_cases import tensors, vllm_python, write_model
+
+MTP = {"method": "mtp", "num_speculative_tokens": 2}
+GREEDY = replace(PARAMS, temperature=0.0, samples_per_prompt=1)
+
+
+def write_deepseek(folder: Path) -> Path:
+    """A tiny DeepSeek model with a layer for multi-token prediction, its embedding and output layer unlike the model's."""
+    write_model("deepseek_v3", folder, num_nextn_predict_layers=1)
+    whole, layers = load_file(folder / "model.safetensors"), read_config(folder)["num_hidden_layers"]
+    own = {
+        "enorm": (32,),
+        "hnorm": (32,),
+        "shared_head.norm": (32,),
+        "eh_proj": (32, 64),
+        "embed_tokens": (61, 32),
+        "shared_head.head": (61, 32),
+    }
+    generator = torch.Generator().manual_seed(1)
+    for name in passthrough_names(load_plugins().resolve_model_family(read_config(folder)), is_dropped=False):
+        like = name.replace(f"layers.{layers}.", f"layers.{layers - 1}.")
+        shape = next((shape for part, shape in own.items() if f".{part}.weight" in name), None) or tuple(whole[like].shape)
+        whole[name] = 0.3 * torch.randn(shape, generator=generator) + (1.0 if "norm" in name else 0.0)
+    save_file(whole, folder / "model.safetensors")
+    return folder
+
+
+def started(folder: Path, scratch: Path, python: str, speculation: dict[str, Any]) -> Pair:
+    """Both backends; the caller closes vLLM's."""
+    engine = {"python": python, "speculative_config": speculation}
+    context = RolloutContext(folder, "cpu", "float32", engine=engine, folder=scratch, audit_sync="always")
+    return Pair(folder, vllm_rollout(context, VllmOptions()), TransformersRollout(context, TransformersOptions()))
+
+
+def stream(rollout: HostedRollout, folder: Path, carried: Carried, version: int, scale: float) -> Iterator[WeightBucket]:
+    """What ``Rollout.sync_weights`` sends."""
+    names = trained_names(load_plugins().resolve_model_family(read_config(folder)))
+    if rollout.lacks_carried:
+        yield from buckets(carried.read(None), 0.02, version, is_carried=True)  # type: ignore[arg-type]
+    yield from buckets(((name, tensor) for name, tensor in tensors(folder, scale) if name in names), 1, version)
+
+
+def sync(pair: Pair, carried: Carried, version: int, scale: float) -> None:
+    pair.vllm.update_weights(stream(pair.vllm, pair.folder, carried, version, scale))
+    pair.vllm.lacks_carried = False
+    pair.oracle.update_weights(stream(pair.vllm, pair.folder, carried, version, scale))
+
+
+@pytest.fixture(scope="module")
+def python(repository: Path) -> str:
+    return vllm_python(repository)
+
+
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_deepseek(tmp_path_factory.mktemp("deepseek"))
+
+
+def carried_of(folder: Path) -> Carried:
+    return carried_layers(load_plugins().resolve_model_family(read_config(folder)), read_config(folder), folder)
+
+
+def test_layers_for_multi_token_prediction_are_carried(python: str, deepseek: Path, tmp_path: Path) -> None:
+    """They come with the first sync, each of the draft's parameters once, not with the second. Tokens and log-probs are the policy's alone,
+    although the checkpoint has another embedding for the draft than for the model, and the engine one for both.
+    """
+    pair, carried = started(deepseek, tmp_path, python, MTP), carried_of(deepseek)
+    try:
+        assert pair.vllm.lacks_carried
+        for version, scale in enumerate((1.0, 0.8)):
+            sync(pair, carried, version, scale)
+            assert not pair.vllm.lacks_carried
+            assert tokens_of(pair.vllm.generate(PROMPTS, GREEDY)) == tokens_of(pair.oracle.generate(PROMPTS, GREEDY))
+            for temperature in (1.0, 0.6):
+                assert pair.worst_difference(replace(PARAMS, temperature=temperature)) < LIMIT
+        pair.vllm.lacks_carried = True
+        missing = Carried(
+            carried._tensors, [n for n in carried._names if "eh_proj" not in n], carried._experts, carried._shapes, carried._encode
+        )
+        with pytest.raises(RolloutError, match=r"weight sync: model\.layers\.4\.eh_proj\.weight \(0 of 2048 values\) is not written"):
+            pair.vllm.update_weights(stream(pair.vllm, deepseek, missing, 2, 1.0))
+    finally:
+        pair.vllm.close()
+
+
+def test_a_draft_model_has_a_folder_of_its_own(python: str, tmp_path: Path) -> None:
+    """All of its tensors are sent to the draft; tokens and log-probs are the policy's."""
+    folder, draft = write_model("qwen2", tmp_path / "model"), write_model("qwen2", tmp_path / "draft", num_hidden_layers=1)
+    pair = started(folder, tmp_path / "engine", python, {"model": str(draft), "num_speculative_tokens": 2})
+    try:
+        sync(pair, draft_model(draft), 0, 1.0)
+        assert tokens_of(pair.vllm.generate(PROMPTS, GREEDY)) == tokens_of(pair.oracle.generate(PROMPTS, GREEDY))
+        assert pair.worst_difference(PARAMS) < LIMIT
+    finally:
+        pair.vllm.close()
