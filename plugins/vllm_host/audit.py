@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,11 +18,13 @@ class WriteAudit:
 
     Args:
         model: Prepared for the update: each parameter is there without storage.
+        others: Parameters of it that may be left out.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, others: Iterable[torch.Tensor] = ()) -> None:
         # The parameters are kept, so that no other object gets the identity of one of them.
         self._parameters = dict(model.named_parameters())
+        self._others = {id(parameter) for parameter in others}
         self._padded = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, VocabParallelEmbedding)}
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._written = dict.fromkeys(self._parameters, 0)
@@ -108,6 +110,8 @@ class WriteAudit:
         report["unused"] = [name for name, count in self._used.items() if count == 0]
         for name, parameter in self._parameters.items():
             count, size = self._written[name], parameter.numel()
+            if id(parameter) in self._others:
+                continue
             if count > size:
                 report["overwritten"].append(f"{name} ({count} values for {size})")
             elif name in self._padded:

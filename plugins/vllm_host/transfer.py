@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,11 +12,13 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from rlbatch.engines.mapping import device_identity, open_handle
-from rlbatch.engines.packing import Place, views
+from rlbatch.engines.mapping import device_identity
+from rlbatch.engines.receiver import WeightReceiver
 
 from .audit import WriteAudit
 from .experts import held_experts
+from .plan import Plan, Ready, Replay
+from .record import Recorder
 from .versions import loading_parts
 
 
@@ -26,23 +29,24 @@ class NoInit(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class Bucket(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """One bucket.
+    """What one call brings.
 
     Attributes:
-        serial: Of the memory: what is open already is not opened again.
-        handles: Device -> what opens its memory.
-        places: Where the tensors lie in it.
+        devices: See ``WeightReceiver.tensors``.
         audit: Whether every write is counted.
+        replay: Whether a plan may be used: the update that it was recorded from was as it must be.
     """
 
-    serial: int
-    handles: dict[str, Any]
-    places: list[Place]
+    devices: dict[str, Any]
     audit: bool = field(default=False)
+    replay: bool = field(default=False)
 
 
 class SharedMemoryTransfer(WeightTransferEngine):  # type: ignore[misc]
-    """A worker's end. vLLM collects the tensors of a layer and writes them into the parameters that it has: CUDA graphs stay valid."""
+    """A worker's end. vLLM collects the tensors of a layer and writes them into the parameters that it has: CUDA graphs stay valid.
+
+    What it does is recorded; later updates copy what they can without it.
+    """
 
     init_info_cls = NoInit
     update_info_cls = Bucket
@@ -50,20 +54,34 @@ class SharedMemoryTransfer(WeightTransferEngine):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Called by vLLM, with the model."""
         super().__init__(*args, **kwargs)
-        self._serial, self._memory = -1, torch.empty(0, dtype=torch.uint8)
+        self._receiver = WeightReceiver(self.device)
         self._audit: WriteAudit | None = None
+        self._recorder: Recorder | None = None
+        self._replay: Replay | None = None
+        self._plan: Plan | None = None
+        self._ready: dict[str, Ready] = {}
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
         """Nothing to do."""
 
     def start_weight_update(self) -> None:
-        """Takes the parameters out of the model, until each layer's weights have come."""
-        with set_current_vllm_config(self.vllm_config):
+        """Nothing to do yet: the first call says how."""
+        self._audit = self._recorder = self._replay = None
+
+    def _start(self, *, may_replay: bool) -> None:
+        """By the plan, or the parameters are taken out of the model until each layer's weights have come."""
+        is_draft = self.model is not self._default_model
+        if may_replay and not is_draft and self._plan is not None and self._plan.is_valid():
+            self._replay = Replay(self._plan, self._ready)
+        else:
             initialize_layerwise_reload(self.model)
-        self._audit = WriteAudit(self.model)
+            if not (is_draft or self.parallel_config.enable_eplb):  # else vLLM moves experts between workers
+                self._recorder = Recorder(self.model)
+        # A draft has its embedding and output layer from the model: they come with that one's weights.
+        self._audit = WriteAudit(self.model, self._default_model.parameters() if is_draft else ())
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Loads a bucket; its memory is not needed afterwards. (The base class synchronises an accelerator, which CPUs are not.)"""
+        """Loads what a call brings; its memory is not needed afterwards. (The base class waits for an accelerator, which CPUs are not.)"""
         with set_current_vllm_config(self.vllm_config):
             self.receive_weights(self.parse_update_info(update_info))
         if torch.accelerator.is_available():
@@ -71,17 +89,26 @@ class SharedMemoryTransfer(WeightTransferEngine):  # type: ignore[misc]
 
     def receive_weights(self, update_info: Bucket) -> None:
         """As ``update_weights``."""
+        if self._audit is None:
+            self._start(may_replay=update_info.replay)
         assert self._audit is not None
-        if update_info.serial != self._serial:
-            self._memory = open_handle(update_info.handles[device_identity(self.device)], self.device)
-            self._serial = update_info.serial
-        with loading_parts(), self._audit.counting(enabled=update_info.audit):
-            self.model.load_weights(self._audit.watch(self._tensors(update_info.places)))
+        key, tensors = self._receiver.tensors(update_info.devices)
+        if self._replay is not None:
+            tensors = self._replay.copy(key, tensors)
+        if tensors:
+            with loading_parts(), self._recording(), self._audit.counting(enabled=update_info.audit):
+                self.model.load_weights(self._audit.watch(self._copied(tensors)))
 
-    def _tensors(self, places: list[Place]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Copies: vLLM keeps them until the whole layer has come, which may be in a later bucket."""
-        for name, view in views(self._memory, places):
-            yield name, view.clone()
+    def _copied(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Copies: vLLM keeps them until the whole layer has come, which may be in a later call."""
+        for name, tensor in tensors:
+            copy = tensor.clone()
+            if self._recorder is not None:
+                self._recorder.watch(name, copy)
+            yield name, copy
+
+    def _recording(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._recorder is None else self._recorder.recording()
 
     def written(self) -> dict[str, Any]:
         """What the running update wrote, before it is finished; see ``WriteAudit.report``."""
@@ -91,12 +118,21 @@ class SharedMemoryTransfer(WeightTransferEngine):  # type: ignore[misc]
     def finish_weight_update(self) -> None:
         """Puts back what no weight came for."""
         with set_current_vllm_config(self.vllm_config):
-            finalize_layerwise_reload(self.model, self.model_config)
-        self.shutdown()
+            if self._audit is None:
+                self._start(may_replay=False)
+            if self._replay is not None:
+                self._replay.finish(self.model_config)
+                self._ready = self._replay.ready
+            else:
+                with self._recording():
+                    finalize_layerwise_reload(self.model, self.model_config)
+                if self.model is self._default_model:
+                    self._plan, self._ready = None if self._recorder is None else self._recorder.plan(), {}
+        self._recorder = self._replay = None
+        self._receiver.finish()
 
     def shutdown(self) -> None:
-        """Lets go of the memory."""
-        self._serial, self._memory = -1, torch.empty(0, dtype=torch.uint8)
+        """Nothing to do: what is open ends with the process."""
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:

@@ -1,92 +1,94 @@
 """Memory that two processes see: a rank writes weights into it, an engine's workers read them. On the host it has no name.
 
 A memory file (``memfd_create``) is reached through ``/proc/<pid>/fd/<number>`` by processes of the same user, and vanishes with its last
-one: nothing is left behind after a crash, and the size of /dev/shm does not limit it. On a GPU the memory is reached by a CUDA IPC handle.
+one: nothing is left behind after a crash, and the size of /dev/shm does not limit it. On a GPU whole allocations are opened.
 """
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
-from collections.abc import Mapping
+import weakref
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
+
+from rlbatch.engines.cuda_memory import allocation, close_allocation, open_allocation
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-IPC_FIELDS = (
-    "device",
-    "handle",
-    "bytes",
-    "offset",
-    "counter_handle",
-    "counter_offset",
-    "event_handle",
-    "needs_event",
-)
-"""What ``torch.UntypedStorage._share_cuda_`` returns and ``_new_shared_cuda`` takes, in this order."""
-
 Handle = dict[str, Any]
+"""What opens memory in another process; JSON."""
+
+Shared = tuple[str, Handle, int]
+"""Memory's key (no other memory of the process ever has it), its handle, and where in it something starts (bytes)."""
+
+_numbers = itertools.count(1)
 
 
-class SharedMemory:
-    """Memory of this process that another one can open.
+class HostMemory:
+    """Host memory of this process that another one can open, as long as this object lives.
 
     Args:
         num_bytes: Its size.
-        device: ``cpu`` or ``cuda:<index>``.
 
     Attributes:
         tensor: [num_bytes] uint8.
-        handle: What ``open_handle`` takes in another process; JSON.
+        shared: Its key and handle.
 
     Raises:
         OSError: there is not so much memory.
     """
 
-    def __init__(self, num_bytes: int, device: str) -> None:
+    def __init__(self, num_bytes: int) -> None:
         import torch
 
-        self.tensor: Tensor
-        self.handle: Handle
-        self._descriptor: int | None = None
-        if device != "cpu":
-            self.tensor = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-            self.handle = _ipc_handle(self.tensor)
-            return
-        self._descriptor = os.memfd_create("rlbatch-weights", os.MFD_CLOEXEC)
-        try:
-            os.posix_fallocate(self._descriptor, 0, num_bytes)  # else writing could end the process
-            self.tensor = torch.frombuffer(mmap.mmap(self._descriptor, num_bytes), dtype=torch.uint8)
-        except OSError:
-            self.close()
-            raise
-        self.handle = {"path": f"/proc/{os.getpid()}/fd/{self._descriptor}"}
-
-    def close(self) -> None:
-        """Nobody can open it any more; who has, keeps it."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        descriptor = os.memfd_create("rlbatch-weights", os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, descriptor)
+        os.posix_fallocate(descriptor, 0, num_bytes)  # else writing could end the process
+        self.tensor: Tensor = torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
+        self.shared: Shared = (f"{os.getpid()}-{next(_numbers)}", {"path": f"/proc/{os.getpid()}/fd/{descriptor}"}, 0)
 
 
-def open_handle(handle: Mapping[str, Any], device: Any) -> Tensor:
-    """The same memory in another process.
+def share(tensor: Tensor) -> Shared | None:
+    """How others open the memory of a tensor on a GPU; None: they cannot."""
+    found = allocation(tensor)
+    if found is None:
+        return None
+    handle = {"ipc": found.handle.hex(), "bytes": found.num_bytes}
+    return f"{os.getpid()}-{found.key}", handle, tensor.data_ptr() - found.start
+
+
+class OpenMemories:
+    """Memory of other processes that this one has open, by its key.
 
     Args:
-        handle: Of a ``SharedMemory``.
         device: ``torch.device`` of this process on which a GPU's memory appears.
     """
-    import torch
 
-    if "path" in handle:
-        with open(handle["path"], "r+b") as file:
-            return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
-    values = {name: bytes.fromhex(value) if isinstance(value, str) else value for name, value in handle["ipc"].items()}
-    values["device"] = device.index
-    # Undocumented, but what torch.multiprocessing itself passes through pickle.
-    storage = torch.UntypedStorage._new_shared_cuda(*(values[name] for name in IPC_FIELDS))
-    return torch.tensor([], dtype=torch.uint8, device=device).set_(storage)
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self._tensors: dict[str, Tensor] = {}
+
+    def open(self, key: str, handle: Mapping[str, Any]) -> Tensor:
+        """[bytes] uint8; opened once."""
+        import torch
+
+        if key not in self._tensors:
+            if "path" in handle:
+                with open(handle["path"], "r+b") as file:
+                    self._tensors[key] = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
+            else:
+                self._tensors[key] = open_allocation(bytes.fromhex(handle["ipc"]), handle["bytes"], self._device)
+        return self._tensors[key]
+
+    def keep(self, keys: Collection[str]) -> None:
+        """Closes all others; nothing may use their memory any more."""
+        for key in [key for key in self._tensors if key not in keys]:
+            tensor = self._tensors.pop(key)
+            if tensor.device.type != "cpu":
+                close_allocation(tensor)
 
 
 def device_identity(device: Any) -> str:
@@ -94,8 +96,3 @@ def device_identity(device: Any) -> str:
     import torch
 
     return "cpu" if torch.device(device).type == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
-
-
-def _ipc_handle(tensor: Tensor) -> Handle:
-    values = dict(zip(IPC_FIELDS, tensor.untyped_storage()._share_cuda_(), strict=True))
-    return {"ipc": {name: value.hex() if isinstance(value, bytes) else value for name, value in values.items()}}

@@ -1,39 +1,54 @@
-"""Buckets of weights from the ranks of an engine to its workers, each through memory of the device that both use."""
+"""Buckets of weights from the ranks of an engine to its workers: through memory that both use, or over a group to other GPUs."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterable
 
-from rlbatch.api import RolloutError, WeightBucket
+from rlbatch.api import WeightBucket
 from rlbatch.engines.client import Call, EngineHost
-from rlbatch.engines.mapping import Handle, SharedMemory, device_identity
-from rlbatch.engines.packing import layout, pack
+from rlbatch.engines.collective import WeightGroup
+from rlbatch.engines.mapping import device_identity
+from rlbatch.engines.receiver import EVERY_DEVICE
+from rlbatch.engines.staging import Staging
 
 Gather = Callable[[bytes], list[bytes]]
-"""All-gather over the ranks of an engine, in their order; also a barrier."""
-
-GIB = 2**30
+"""All-gather over the ranks of an engine on a node, in their order; also a barrier."""
 
 
 class WeightSender:
     """This rank's part in sending weights to the engine that it shares with its neighbours.
 
-    Every rank packs what its own device's workers read; the first of them holds the host and tells it. While an engine loads a bucket
-    the ranks gather the next one; the memory is written again once the engine has answered.
+    Of the ranks on a device the first one shows its workers what they shall read; the first of all holds the host and tells it, for every
+    device, what is there. With a group that rank alone sends, to all workers. While an engine loads, the ranks gather what comes next.
 
     Args:
         host: The engine; None on the ranks that have none.
         device: This rank's.
-        gather: Over the engine's ranks.
-        limit_s: Longest loading of one bucket.
+        gather: Over the engine's ranks on this node.
+        limit_s: Longest loading of one call, seconds.
+        place: This rank's among them.
+        group: With the engine's workers, if they are on other GPUs; on the rank that has the host.
+        is_collective: Whether there is such a group; the same on all of them.
     """
 
-    def __init__(self, host: EngineHost | None, device: str, gather: Gather, limit_s: float) -> None:
+    def __init__(
+        self,
+        host: EngineHost | None,
+        device: str,
+        gather: Gather,
+        limit_s: float,
+        place: int = 0,
+        group: WeightGroup | None = None,
+        *,
+        is_collective: bool = False,
+    ) -> None:
         self._host, self._device, self._gather, self._limit_s = host, device, gather, limit_s
-        self._memory: SharedMemory | None = None
-        self._handles: dict[str, Handle] = {}
-        self._serial = 0
+        self._place, self._group, self._is_collective = place, group, is_collective
+        self._staging = Staging(device, lends=not is_collective)
+        self._identity, self._sends = "", False
+        self._known: set[str] = set()
 
     def send(self, buckets: Iterable[WeightBucket]) -> int:
         """Sends every bucket; a collective of the engine's ranks.
@@ -44,54 +59,72 @@ class WeightSender:
         Raises:
             RolloutError: the engine refuses a tensor, or there is no memory for a bucket.
         """
-        version, loading = -1, None
+        self._meet()
+        version, loading, told = -1, None, set[str]()
         try:
             for bucket in buckets:
                 version = bucket.policy_version
-                places, size = layout(bucket.names, bucket.tensors)
-                self._await(loading)
-                self._reserve(size)
-                assert self._memory is not None
-                pack(self._memory.tensor, places, bucket.tensors)
-                self._written()
-                if self._host is not None:
-                    update = {"serial": self._serial, "handles": self._handles, "places": places}
-                    loading = self._host.begin("load_weights", payload=json.dumps(update).encode())
-            self._await(loading)
+                tensors = self._staging.sort(bucket) if self._sends else None
+                if self._on_any(tensors is not None and not self._staging.has_room(tensors)):
+                    loading = self._load(loading, told)
+                if tensors is not None:
+                    self._staging.add(tensors)
+            if version >= 0:
+                self._await(self._load(loading, told))
+        except BaseException:
+            self._known = set()
+            if self._group is not None:
+                self._group.abort()
+            raise
         finally:
-            self._release()
+            self._staging.release()
+        self._known = told
         return version
 
+    def _meet(self) -> None:
+        """Which ranks send: the first one on each device, or the one that is in the group."""
+        if self._identity:
+            return
+        self._identity = EVERY_DEVICE if self._is_collective else device_identity(self._device)
+        identities = [identity.decode() for identity in self._gather(self._identity.encode())]
+        self._sends = self._host is not None if self._is_collective else identities.index(self._identity) == self._place
+
+    def _on_any(self, said: bool) -> bool:
+        """Whether one of the ranks says so: all of them do the same."""
+        return b"1" in self._gather(b"1" if said else b"0")
+
+    def _load(self, previous: Call | None, told: set[str]) -> Call | None:
+        """Lets the engine load what was collected, and waits for the call before: its memory may be written again.
+
+        Args:
+            previous: That call.
+            told: Gets the keys of all that the engine is told.
+        """
+        message, memory = b"", None
+        if self._sends:
+            taken, memory = self._staging.take()
+            if self._is_collective:
+                taken["broadcast"] = len(memory)
+            text = json.dumps(taken).encode()
+            message = b"\n".join((self._identity.encode(), hashlib.sha256(text).hexdigest().encode(), text))
+        messages = [each.split(b"\n", 2) for each in self._gather(message) if each]
+        loading = None
+        if self._host is not None:
+            devices = {}
+            for identity, name, content in messages:
+                # What came in the last sync too, such as the places of tensors that the trainer keeps, is known by its key.
+                devices[identity.decode()] = {"key": name.decode()} | ({} if name.decode() in self._known else json.loads(content))
+                told.add(name.decode())
+            loading = self._host.begin("load_weights", payload=json.dumps({"devices": devices}).encode())
+            if self._group is not None and memory is not None and self._host.lost is None:
+                self._group.send(memory)
+        self._await(previous)
+        return loading
+
     def _await(self, loading: Call | None) -> None:
-        """The memory may be written again, on every rank of the engine."""
+        """Until the engine has loaded it, on every rank."""
         if loading is not None:
             loading.result(self._limit_s)
+            if self._group is not None and self._host is not None and self._host.lost is not None:
+                self._group.abort()
         self._gather(b"")
-
-    def _written(self) -> None:
-        if self._device != "cpu":
-            import torch
-
-            torch.cuda.synchronize(self._device)
-        self._gather(b"")
-
-    def _reserve(self, size: int) -> None:
-        """Memory for a bucket; every rank has the same buckets, so that all make new memory or none does."""
-        if self._memory is not None and len(self._memory.tensor) >= size:
-            return
-        self._release()
-        try:
-            self._memory = SharedMemory(max(size, 1), self._device)
-        except OSError as error:
-            raise RolloutError(
-                f"rollout.bucket_mib: a bucket of weights needs {size / GIB:.2f} GiB ({error.strerror}). "
-                "Lower it, or give the job more memory."
-            ) from error
-        self._serial += 1
-        mine = json.dumps([device_identity(self._device), self._memory.handle])
-        self._handles = dict(json.loads(theirs) for theirs in self._gather(mine.encode()))
-
-    def _release(self) -> None:
-        if self._memory is not None:
-            self._memory.close()
-            self._memory = None

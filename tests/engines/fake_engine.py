@@ -21,6 +21,8 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.sums: list[float] = []
+        self.told: list[list[str]] = []
+        self.receiver: Any = None
 
     async def op_ping(self, header: dict[str, Any], payload: bytes, send: Send) -> None:
         pass
@@ -62,16 +64,20 @@ class FakeEngine:
         """Reads late, so that memory which is written too early shows."""
         import torch
 
-        from rlbatch.engines.mapping import open_handle
-        from rlbatch.engines.packing import views
+        from rlbatch.engines.receiver import WeightReceiver
 
         await asyncio.sleep(0.2)
-        update = json.loads(payload)
-        memory = open_handle(update["handles"]["cpu"], torch.device("cpu"))
-        self.sums += [float(tensor.float().sum()) for _, tensor in views(memory, update["places"])]
+        self.receiver = self.receiver or WeightReceiver(torch.device("cpu"))
+        update = json.loads(payload)["devices"]
+        self.told.append(sorted(update["cpu"]))
+        self.sums += [float(tensor.float().sum()) for _, tensor in self.receiver.tensors(update)[1]]
 
     async def op_sums(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
-        return {"sums": self.sums}
+        """And what each call brought, since the last time; a sync is over."""
+        if self.receiver is not None:
+            self.receiver.finish()
+        sums, told, self.sums, self.told = self.sums, self.told, [], []
+        return {"sums": sums, "told": told}
 
     async def stop(self) -> None:
         pass

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +16,12 @@ import torch
 from rlbatch.api import RolloutError, WeightBucket
 from rlbatch.engines import mapping
 from rlbatch.engines.client import EngineHost
-from rlbatch.engines.mapping import IPC_FIELDS, SharedMemory, open_handle
-from rlbatch.engines.packing import layout, pack, views
+from rlbatch.engines.cuda_memory import Allocation
+from rlbatch.engines.mapping import HostMemory, OpenMemories
+from rlbatch.engines.packing import ALIGNMENT
+from rlbatch.engines.receiver import WeightReceiver
 from rlbatch.engines.sender import WeightSender
+from rlbatch.engines.staging import Staging
 
 
 @pytest.fixture(scope="module")
@@ -27,41 +33,87 @@ def host(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Iterator
     host.close()
 
 
+def send(host: EngineHost | None, buckets: list[WeightBucket], sender: WeightSender | None = None) -> WeightSender:
+    sender = sender or WeightSender(host, "cpu", lambda content: [content], limit_s=60.0)
+    assert sender.send(buckets) == buckets[-1].policy_version
+    return sender
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64])
 def test_packed_tensors_come_back(dtype: torch.dtype) -> None:
     """Names, shapes, dtypes and bytes, of views and scalars too; no two tensors touch."""
     whole = torch.arange(12.0).view(3, 4).to(dtype)
     tensors = [whole, whole.t()[1:], whole[0, 0], torch.ones(5, dtype=torch.uint8)]
-    places, size = layout(["a", "b", "c", "d"], tensors)
-    memory = torch.full((size,), 255, dtype=torch.uint8)
-    pack(memory, json.loads(json.dumps(places)), tensors)
-    for (name, tensor), expected, wanted in zip(views(memory, places), tensors, "abcd", strict=True):
+    staging = Staging("cpu", lends=True)
+    staging.add(staging.sort(WeightBucket(["a", "b", "c", "d"], tensors, 0)))
+    content, memory = staging.take()
+    starts = [place["start"] for place in content["places"]]
+    assert starts == sorted(set(starts))
+    assert all(start % ALIGNMENT == 0 for start in starts)
+    assert len(memory) == starts[-1] + ALIGNMENT
+    received = WeightReceiver(torch.device("cpu")).tensors(json.loads(json.dumps({"cpu": {"key": "k", **content}})))[1]
+    for (name, tensor), expected, wanted in zip(received, tensors, "abcd", strict=True):
         assert name == wanted
         assert (tensor.dtype, tensor.shape) == (expected.dtype, expected.shape)
         assert torch.equal(tensor.double(), expected.double())
 
 
 def test_memory_is_written_again_only_when_it_was_read(host: EngineHost) -> None:
-    """An engine that reads late still gets the tensors of every bucket, a small one after a large one too."""
-    sizes = [1000, 10, 200_000, 3]
-    buckets = [WeightBucket([str(i)], [torch.full((size,), float(i + 1))], policy_version=7) for i, size in enumerate(sizes)]
-    gathered = []
-    sender = WeightSender(host, "cpu", lambda content: gathered.append(content) or [content], limit_s=60.0)
-    assert sender.send(buckets) == 7
-    assert host.call("sums", limit_s=60.0)["sums"] == [float((i + 1) * size) for i, size in enumerate(sizes)]
-    assert len([content for content in gathered if content]) == 2  # memory was made twice: for the first, and for the largest
+    """An engine that reads late still gets the tensors of every bucket, a small one after a large one too; and of a second sync."""
+    sizes = [1000, 10, 200_000, 3, 200_001, 200_002]
+    sender = None
+    for scale in (1.0, 2.0, 3.0):
+        buckets = [WeightBucket([str(i)], [torch.full((size,), scale + i)], policy_version=7) for i, size in enumerate(sizes)]
+        sender = send(host, buckets, sender)
+        said = host.call("sums", limit_s=60.0)
+        assert said["sums"] == [(scale + i) * size for i, size in enumerate(sizes)]
+    assert said["told"] == [["key"]] * len(said["told"])  # memory and places are those of the sync before
+
+
+def test_small_buckets_share_a_call(host: EngineHost) -> None:
+    """Memory that was made for a large bucket takes several small ones."""
+    send(host, [WeightBucket([str(i)], [torch.ones(size)], 1) for i, size in enumerate([50_000, 100, 100, 100, 50_000])])
+    said = host.call("sums", limit_s=60.0)
+    assert said["sums"] == [50_000, 100, 100, 100, 50_000]
+    assert len(said["told"]) == 3
+
+
+def test_one_rank_of_a_device_sends(host: EngineHost) -> None:
+    """Ranks on one device have the same buckets: the workers get those of the first, which alone uses memory; all are in step."""
+    both, said = threading.Barrier(2), [b"", b""]
+
+    def gather(place: int, content: bytes) -> list[bytes]:
+        said[place] = content
+        both.wait(60)
+        result = list(said)
+        both.wait(60)
+        return result
+
+    senders = [WeightSender(host if place == 0 else None, "cpu", partial(gather, place), 60.0, place) for place in range(2)]
+    buckets = [WeightBucket([str(i)], [torch.full((1000,), 1.0 + i)], 1) for i in range(3)]
+    thread = threading.Thread(target=lambda: senders[1].send(buckets), daemon=True)
+    thread.start()
+    senders[0].send(buckets)
+    thread.join(60)
+    assert not thread.is_alive()
+    assert host.call("sums", limit_s=60.0)["sums"] == [1000.0, 2000.0, 3000.0]
+    assert senders[1]._staging._memories == [None, None]
 
 
 def test_memory_leaves_nothing_behind() -> None:
-    """It has no name in /dev/shm, is read by its handle, and cannot be opened once it is closed."""
+    """It has no name in /dev/shm, is read by its handle, and cannot be opened once nobody has it."""
     before = set(Path("/dev/shm").iterdir())
-    memory = SharedMemory(4096, "cpu")
+    memory = HostMemory(4096)
     assert set(Path("/dev/shm").iterdir()) == before
     memory.tensor.copy_(torch.arange(4096) % 251)
-    assert torch.equal(open_handle(json.loads(json.dumps(memory.handle)), torch.device("cpu")), memory.tensor)
-    memory.close()
+    key, handle, _ = memory.shared
+    opened = OpenMemories(torch.device("cpu"))
+    assert torch.equal(opened.open(key, json.loads(json.dumps(handle))), memory.tensor)
+    opened.keep([])
+    del memory
+    gc.collect()
     with pytest.raises(FileNotFoundError):
-        open_handle(memory.handle, torch.device("cpu"))
+        opened.open(key, handle)
 
 
 def test_memory_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,26 +127,28 @@ def test_memory_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         WeightSender(None, "cpu", lambda content: [content], 1.0).send([WeightBucket(["a"], [torch.ones(3)], 0)])
 
 
-def test_ipc_handles_travel_without_pickles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that torch needs to open a GPU's memory survives JSON, in its order; the device is the receiver's."""
-    fields = (3, b"\x01\xff", 4096, 512, b"counter", 0, b"", True)
-
-    class OnGpu:
-        def untyped_storage(self) -> Any:
-            return self
-
-        def _share_cuda_(self) -> tuple[Any, ...]:
-            return fields
-
-    handle = json.loads(json.dumps(mapping._ipc_handle(OnGpu())))  # type: ignore[arg-type]
+def test_tensors_that_last_are_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU they are not copied: several in one allocation open it once, at the right byte; what does not last is copied."""
+    allocation = torch.arange(1000, dtype=torch.uint8)
+    found = Allocation(key=5, start=allocation.data_ptr(), num_bytes=1000, handle=bytes(range(64)))
+    monkeypatch.setattr(mapping, "allocation", lambda tensor: found)
+    staging = Staging("cuda:0", lends=True)
+    own, other = allocation[256:512].view(torch.float32), torch.ones(2)
+    bucket = WeightBucket(["a", "b", "c", "d"], [own, own[3:5], other, own.view(8, 8).t()], 0, lasting=[True, True, False, True])
+    ready = staging.sort(bucket)
+    assert [(place["name"], place["start"], place["shape"]) for place in ready.lent] == [("a", 256, [64]), ("b", 268, [2])]
+    assert [name for name, _ in ready.copied] == ["c", "d"]  # the last one is not contiguous
+    (key,) = ready.handles
+    assert json.loads(json.dumps(ready.handles)) == {key: {"ipc": bytes(range(64)).hex(), "bytes": 1000}}
     opened: list[Any] = []
 
-    def new_shared(*values: Any) -> torch.UntypedStorage:
-        opened.extend(values)
-        return torch.zeros(4, dtype=torch.uint8).untyped_storage()
+    def open_allocation(handle: bytes, num_bytes: int, device: Any) -> torch.Tensor:
+        opened.append((handle, num_bytes))
+        return allocation
 
-    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", staticmethod(new_shared))
-    monkeypatch.setattr(torch, "tensor", lambda *_, **__: torch.empty(0, dtype=torch.uint8))
-    open_handle(handle, torch.device("cuda", 1))
-    assert opened == [1, *fields[1:]]
-    assert len(opened) == len(IPC_FIELDS)
+    monkeypatch.setattr(mapping, "open_allocation", open_allocation)
+    update = {"cpu": {"key": "k", "memories": ready.handles, "places": ready.lent}}
+    (_, a), (_, b) = WeightReceiver(torch.device("cpu")).tensors(update)[1]
+    assert torch.equal(a.view(torch.uint8), own.view(torch.uint8))
+    assert b.data_ptr() == own.data_ptr() + 12
+    assert opened == [(bytes(range(64)), 1000)]

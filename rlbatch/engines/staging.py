@@ -1,0 +1,180 @@
+"""What a rank shows its device's workers: the trainer's own tensors where they lie, and copies of all others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rlbatch.api import RolloutError, WeightBucket
+from rlbatch.engines.cuda_memory import allocate
+from rlbatch.engines.mapping import Handle, HostMemory, Shared, share
+from rlbatch.engines.packing import Place, aligned, pack, place
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+GIB = 2**30
+Content = dict[str, Any]
+"""``memories`` (key -> handle) and ``places``; JSON."""
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """A bucket's tensors.
+
+    Attributes:
+        lent: Where those lie that are read in place, and the handles of their memory.
+        handles: Memory's key -> handle.
+        copied: Names and tensors of the others.
+        size: Bytes that the others take.
+        limit: Bytes that all would take.
+    """
+
+    lent: list[Place]
+    handles: dict[str, Handle]
+    copied: list[tuple[str, Tensor]]
+    size: int
+    limit: int
+
+
+class Staging:
+    """Collects tensors until there are enough for a call. Copies go into one of two memories, in turns.
+
+    A tensor that lasts until the end of the sync, on a GPU, is not copied: its allocation is opened by the workers.
+
+    Args:
+        device: This rank's.
+        lends: Whether workers can open this device's memory; if not, every tensor is copied.
+    """
+
+    def __init__(self, device: str, *, lends: bool) -> None:
+        self._device, self._lends = device, lends and device != "cpu"
+        self._memories: list[_Memory | None] = [None, None]
+        self._turn, self._used, self._largest = 0, 0, 1
+        self._places: list[Place] = []
+        self._handles: dict[str, Handle] = {}
+        self._lent: dict[int, tuple[int, Shared] | None] = {}
+
+    def sort(self, bucket: WeightBucket) -> Sorted:
+        """What must be copied of a bucket, and what is read in place."""
+        lent: list[Place] = []
+        handles: dict[str, Handle] = {}
+        copied: list[tuple[str, Tensor]] = []
+        lasting = bucket.lasting or [False] * len(bucket.names)
+        for name, tensor, lasts in zip(bucket.names, bucket.tensors, lasting, strict=True):
+            shared = self._shared(tensor) if lasts and self._lends and tensor.is_contiguous() else None
+            if shared is None:
+                copied.append((name, tensor))
+            else:
+                key, handles[shared[0]], start = shared
+                lent.append(place(name, tensor, key, start))
+        return Sorted(lent, handles, copied, _size([tensor for _, tensor in copied]), _size(bucket.tensors))
+
+    def has_room(self, bucket: Sorted) -> bool:
+        """Whether ``add`` needs no ``take`` before it."""
+        memory = self._memories[self._turn]
+        return self._used == 0 or bucket.size == 0 or (memory is not None and self._used + bucket.size <= len(memory.tensor))
+
+    def add(self, bucket: Sorted) -> None:
+        """Takes a bucket in; of its tensors only those that last are needed afterwards.
+
+        Raises:
+            RolloutError: there is no memory for it.
+        """
+        self._places += bucket.lent
+        self._handles |= bucket.handles
+        if not bucket.copied:
+            return
+        memory = self._memory(bucket)
+        key, handle, start = memory.shared
+        places: list[Place] = []
+        for name, tensor in bucket.copied:
+            places.append(place(name, tensor, key, self._used))
+            self._used += aligned(tensor.nbytes)
+        pack(memory.tensor, places, [tensor for _, tensor in bucket.copied])
+        self._places += [each | {"start": each["start"] + start} for each in places]
+        self._handles[key] = handle
+
+    def take(self) -> tuple[Content, Tensor]:
+        """What was added since the last time, when its copies are made, and the part of this rank's memory that they take.
+
+        Its memory is written again after the next ``take``: not before the workers have read it.
+        """
+        import torch
+
+        if self._device != "cpu":
+            torch.cuda.synchronize(self._device)
+        memory = self._memories[self._turn]
+        content = {"memories": self._handles, "places": self._places}
+        part = torch.empty(0, dtype=torch.uint8) if memory is None else memory.tensor[: self._used]
+        self._turn, self._used, self._places, self._handles = 1 - self._turn, 0, [], {}
+        return content, part
+
+    def release(self) -> None:
+        """At the end of a sync: a GPU's memory goes back to the trainer. Host memory stays: making it takes longer than using it."""
+        self._lent.clear()
+        self._used, self._places, self._handles = 0, [], {}
+        if self._device != "cpu":
+            self._memories = [None, None]
+
+    def _shared(self, tensor: Tensor) -> Shared | None:
+        """As ``mapping.share``, which is asked once for every storage."""
+        storage = tensor.untyped_storage().data_ptr()
+        if storage not in self._lent:
+            found = share(tensor)
+            self._lent[storage] = None if found is None else (tensor.data_ptr(), found)
+        known = self._lent[storage]
+        if known is None:
+            return None
+        first, (key, handle, start) = known
+        return key, handle, start + tensor.data_ptr() - first
+
+    def _memory(self, bucket: Sorted) -> _Memory:
+        """That of this turn, with room for the bucket."""
+        memory = self._memories[self._turn]
+        if memory is not None and len(memory.tensor) >= self._used + bucket.size:
+            return memory
+        self._memories[self._turn] = None
+        self._largest = max(self._largest, bucket.limit)
+        try:
+            # As large as the largest bucket: the copies of several small ones share a call.
+            memory = self._memories[self._turn] = _Memory(self._largest, self._device, is_shared=self._lends)
+        except OSError as error:
+            raise RolloutError(
+                f"rollout.bucket_mib: a bucket of weights needs {self._largest / GIB:.2f} GiB ({error.strerror}). "
+                "Lower it, or give the job more memory."
+            ) from error
+        return memory
+
+
+class _Memory:
+    """[num_bytes] uint8 on a device, and how others open it.
+
+    Raises:
+        OSError: there is not so much.
+    """
+
+    def __init__(self, num_bytes: int, device: str, *, is_shared: bool) -> None:
+        import torch
+
+        self.shared: Shared = ("", {}, 0)
+        if device == "cpu":
+            self._owner = HostMemory(num_bytes)
+            self.tensor, self.shared = self._owner.tensor, self._owner.shared
+            return
+        try:
+            self.tensor = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError as error:
+            raise OSError(0, "the GPU's memory is full") from error
+        if is_shared:
+            shared = share(self.tensor)
+            if shared is None:  # torch's allocator maps its memory in pieces (expandable_segments)
+                self.tensor = allocate(num_bytes, device)
+                shared = share(self.tensor)
+            assert shared is not None
+            self.shared = shared
+
+
+def _size(tensors: Sequence[Tensor]) -> int:
+    return sum(aligned(tensor.nbytes) for tensor in tensors)

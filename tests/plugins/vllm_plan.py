@@ -1,0 +1,135 @@
+"""Run by vLLM's interpreter: syncs of one worker with and without the recorded plan, as JSON on the last line.
+
+`python -m tests.plugins.vllm_plan FOLDER`. Layers keep their weights as they are loaded, as on GPUs with the kernels that do so: vLLM's CPU
+backend packs most of them, and then there is little to plan.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from vllm.config import set_current_vllm_config
+from vllm.distributed import init_distributed_environment, initialize_model_parallel
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader import get_model
+
+from rlbatch_plugins.vllm_host.plugin import register
+from rlbatch_plugins.vllm_host.transfer import SharedMemoryTransfer
+
+Named = Sequence[tuple[str, torch.Tensor]]
+
+
+def keep(self: Any, layer: Any) -> None:
+    """In place of vLLM's processing."""
+    layer.cpu_linear = torch.nn.functional.linear
+
+
+def width(layer: Any) -> int:
+    """Of what a layer takes."""
+    return int(layer.input_size if isinstance(layer, LinearBase) else layer.embedding_dim)
+
+
+class Worker:
+    """A model and its transfer, which gets tensors as they are."""
+
+    def __init__(self, folder: Path) -> None:
+        arguments = EngineArgs(model=str(folder), skip_tokenizer_init=True, load_format="dummy", dtype="float32", enforce_eager=True)
+        config = arguments.create_engine_config()
+        with set_current_vllm_config(config):
+            init_distributed_environment(1, 0, f"file://{folder}/join", 0, "gloo")
+            initialize_model_parallel(1, 1)
+            torch.accelerator.empty_cache = lambda: None  # there is none
+            self.model = get_model(vllm_config=config)
+        self.transfer = SharedMemoryTransfer(config.weight_transfer_config, config, torch.device("cpu"), self.model)
+        self.transfer._receiver = SimpleNamespace(tensors=lambda devices: devices, finish=lambda: None)  # type: ignore[assignment]
+
+    def sync(self, calls: Sequence[Named], *, replay: bool) -> str:
+        """One update; returns what is wrong with it."""
+        self.transfer.start_weight_update()
+        try:
+            for tensors in calls:
+                key = " ".join(f"{name} {tensor.data_ptr()}" for name, tensor in tensors)
+                self.transfer.update_weights({"devices": (key, tensors), "replay": replay})
+            self.transfer.finish_weight_update()
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Everything that the model computes with, and what it derives from weights."""
+        derived = {
+            f"{name}.{key}": value
+            for name, module in self.model.named_modules()
+            for key, value in vars(module).items()
+            if isinstance(value, torch.Tensor)
+        }
+        computed = {
+            f"{name}()": module.quant_method.apply(module, torch.linspace(-1, 1, width(module))[None], module.bias)
+            for name, module in self.model.named_modules()
+            if isinstance(module, (LinearBase, ParallelLMHead))
+        }
+        return {name: tensor.detach().clone() for name, tensor in {**self.model.state_dict(), **derived, **computed}.items()}
+
+
+def calls(weights: dict[str, torch.Tensor], size: int) -> list[Named]:
+    """Weights in calls of so many tensors."""
+    named = list(weights.items())
+    return [named[start : start + size] for start in range(0, len(named), size)]
+
+
+def different(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> list[str]:
+    """Names of tensors that are not equal bit by bit."""
+    return sorted(name for name in first.keys() | second.keys() if not torch.equal(first[name], second[name]))
+
+
+def main(folder: Path) -> None:
+    """Records, replays with other weights, and compares with vLLM's way."""
+    said: dict[str, Any] = {}
+    weights = load_file(folder / "model.safetensors")
+    others = [{name: tensor + 0.01 * torch.randn_like(tensor) for name, tensor in weights.items()} for _ in range(2)]
+    if "packed" not in sys.argv:
+        UnquantizedLinearMethod.process_weights_after_loading = keep
+        UnquantizedFusedMoEMethod.process_weights_after_loading = keep
+        UnquantizedEmbeddingMethod.process_weights_after_loading = keep
+    register()
+    worker = Worker(folder)
+    said["recorded"] = worker.sync(calls(weights, 7), replay=False)
+    plan = worker.transfer._plan
+    assert plan is not None, said
+    said["loaded"] = sorted(plan.loaded)
+    said["slow"] = sorted({type(layer).__name__ for layer in plan.layers})
+    said["planned"] = sum(held.parameter.numel() for held in plan.held) / sum(p.numel() for p in worker.model.parameters())
+    for number, other in enumerate(others):
+        for tensor in worker.model.parameters():
+            tensor.data.fill_(7.0)  # as after sleep level 2: nothing may be left from before
+        said[f"replayed {number}"] = worker.sync(calls(other, 7), replay=True)
+        replayed = worker.state()
+        said[f"plan was used {number}"] = worker.transfer._plan is plan
+        worker.sync(calls(other, 100), replay=False)
+        said[f"different {number}"] = different(replayed, worker.state())
+        worker.transfer._plan = plan
+    first = next(iter(weights))
+    wrong = {
+        "twice": [*weights.items(), (first, weights[first])],
+        "unknown": [*weights.items(), ("model.extra.weight", torch.zeros(1))],
+        "missing": list(weights.items())[1:],
+        "shape": [(first, weights[first][:1]), *list(weights.items())[1:]],
+    }
+    for name, named in wrong.items():
+        said[name] = worker.sync([named], replay=True)
+    said["again"] = worker.sync(calls(weights, 7), replay=True)
+    print(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
