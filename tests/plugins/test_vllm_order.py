@@ -1,0 +1,104 @@
+"""What the vllm plugin asks of its engine's host, in order, and what it refuses by itself; no engine is started."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rlbatch.api import ConfigError, RolloutContext, RolloutError
+from rlbatch.engines import rollout as hosted
+from rlbatch.engines.rollout import HostedRollout, visible_devices
+from rlbatch.weights.sync import buckets
+from rlbatch_plugins import rollout_vllm
+from rlbatch_plugins.rollout_vllm import VllmOptions, vllm_rollout
+from tests.plugins.vllm_cases import PARAMS, PROMPTS
+
+
+class RecordedHost:
+    """In place of an engine host: its calls, in order."""
+
+    lost = None
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+        self.processes = SimpleNamespace(find=lambda: None)
+
+    def call(self, operation: str, header: Any = None, payload: bytes = b"", *, limit_s: float) -> dict[str, Any]:
+        detail = {"wake": "tags", "sleep": "level"}.get(operation)
+        self.calls.append(f"{operation} {header[detail]}" if detail else operation)
+        return {"max_model_len": 10}
+
+    def outlasting(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+def on_gpu(monkeypatch: pytest.MonkeyPatch, level: int) -> tuple[HostedRollout, list[str]]:
+    calls: list[str] = []
+
+    class RecordedSender:
+        def send(self, buckets: Iterable[Any]) -> int:
+            calls.append(f"weights of {[bucket.names for bucket in buckets]}")
+            return 3
+
+    monkeypatch.setattr(hosted, "EngineHost", lambda *_, **__: RecordedHost(calls))
+    monkeypatch.setattr(hosted, "WeightSender", lambda *_: RecordedSender())
+    return vllm_rollout(RolloutContext(Path("model"), "cuda:0", "bfloat16"), VllmOptions(sleep_level=level)), calls
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_memory_is_given_back_in_order(level: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sleep -> wake for weights -> sync -> wake for the cache -> generate -> sleep; a second sleep asks nothing."""
+    backend, calls = on_gpu(monkeypatch, level)
+    update = buckets([("a", torch.ones(1))], 1, 3)
+    backend.update_weights(update)
+    backend.sleep()
+    backend.sleep()
+    backend.update_weights(buckets([("b", torch.ones(1))], 1, 4))
+    assert calls == [
+        "start",
+        *("start_update", "weights of [['a']]", "finish_update"),
+        f"sleep {level}",
+        *("wake ['weights']", "start_update", "weights of [['b']]", "finish_update", "wake ['kv_cache']"),
+    ]
+
+
+def test_no_generation_without_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After sleep level 2 dropped them nothing is generated before a sync."""
+    backend, calls = on_gpu(monkeypatch, 2)
+    backend.update_weights(buckets([("a", torch.ones(1))], 1, 3))
+    backend.sleep()
+    with pytest.raises(RolloutError, match="sleep_level=2: the engine has dropped its weights"):
+        list(backend.generate(PROMPTS, PARAMS))
+    assert calls[-1] == "sleep 2"
+
+
+def test_the_context_must_hold_prompt_and_response(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error has the prompt, both lengths and the engine's limit."""
+    backend, _ = on_gpu(monkeypatch, 0)
+    with pytest.raises(RolloutError, match=r"prompt 4 of 5 tokens 17, the engine's context is 10\. .*rollout\.engine\.max_model_len"):
+        list(backend.generate(PROMPTS, PARAMS))
+
+
+def test_other_parallel_sizes_divide_the_engine() -> None:
+    """Tensor parallel size is what data and pipeline parallelism leave of gpus_per_engine."""
+    options = VllmOptions(gpus_per_engine=8)
+    assert rollout_vllm._tensor_parallel(options, {"data_parallel_size": 2}) == 4
+    with pytest.raises(ConfigError, match=r"gpus_per_engine=8: must be a multiple of 3 \(rollout\.engine\.data_parallel_size=3"):
+        rollout_vllm._tensor_parallel(options, {"data_parallel_size": 3})
+
+
+def test_an_engine_sees_its_ranks_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By number, or by the names in CUDA_VISIBLE_DEVICES."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert visible_devices(["cuda:2", "cuda:3"]) == {"CUDA_VISIBLE_DEVICES": "2,3"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c")
+    assert visible_devices(["cuda:1", "cuda:2"]) == {"CUDA_VISIBLE_DEVICES": "GPU-b,GPU-c"}
