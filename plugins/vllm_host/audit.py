@@ -1,7 +1,8 @@
-"""Whether a sync wrote every parameter of the engine exactly once."""
+"""Whether a sync wrote every parameter of the engine exactly once, with values that weights can have."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,27 @@ from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
+SCALES = ("_scale", "_scale_inv")
+"""Ends of the names of tensors by which others are multiplied."""
+
+
+def check_values(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Looks at every value once; the device is waited for once.
+
+    Raises:
+        ValueError: a value that is not finite, or a scale that is not greater than zero.
+    """
+    named = [(name, tensor) for name, tensor in tensors if tensor.numel() and tensor.is_floating_point()]
+    if not named:
+        return
+    # 8-bit floats have no kernels for it; both extremes are NaN where one value is.
+    extremes = [torch.stack(torch.aminmax(tensor if tensor.itemsize > 1 else tensor.to(torch.bfloat16))).float() for _, tensor in named]
+    for (name, _), (low, high) in zip(named, torch.stack(extremes).tolist(), strict=True):
+        if not (math.isfinite(low) and math.isfinite(high)):
+            raise ValueError(f"weight sync: {name} has values that are not finite (from {low:g} to {high:g}).")
+        if name.endswith(SCALES) and low <= 0:
+            raise ValueError(f"weight sync: {name} has a scale of {low:g}, scales must be greater than 0.")
+
 
 class WriteAudit:
     """Counts, for one update of one worker, what vLLM's weight loaders write.
@@ -19,6 +41,9 @@ class WriteAudit:
     Args:
         model: Prepared for the update: each parameter is there without storage.
         others: Parameters of it that may be left out.
+
+    Attributes:
+        is_counting: Whether anything was counted.
     """
 
     def __init__(self, model: torch.nn.Module, others: Iterable[torch.Tensor] = ()) -> None:
@@ -30,7 +55,7 @@ class WriteAudit:
         self._written = dict.fromkeys(self._parameters, 0)
         self._used: dict[str, int] = {}
         self._by_storage: dict[int, str] = {}
-        self._current, self._is_counting = "", False
+        self._current, self.is_counting = "", False
         # vLLM leaves these alone when it prepares an update: they are written in place, past what it counts.
         self._in_place: list[Any] = [tensor for name, tensor in self._parameters.items() if name.rpartition(".")[2] in SKIP_TENSORS]
 
@@ -70,7 +95,7 @@ class WriteAudit:
 
         loaders = [getattr(tensor, "weight_loader", None) for tensor in self._in_place] if enabled else []
         if enabled:
-            self._is_counting, layerwise.get_numel_loaded = True, counted
+            self.is_counting, layerwise.get_numel_loaded = True, counted
         for tensor, loader in zip(self._in_place, loaders, strict=False):
             if getattr(loader, "__name__", "") != "online_process_loader":
                 tensor.weight_loader = in_place(loader or default_weight_loader)
@@ -105,7 +130,7 @@ class WriteAudit:
             say it: ``unused`` tensors (experts of other workers) and ``empty`` vocabularies (a worker may have padding alone).
         """
         report: dict[str, list[str]] = {"unwritten": [], "overwritten": [], "unused": [], "empty": []}
-        if not self._is_counting:
+        if not self.is_counting:
             return report
         report["unused"] = [name for name, count in self._used.items() if count == 0]
         for name, parameter in self._parameters.items():

@@ -15,7 +15,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from rlbatch.engines.mapping import device_identity
 from rlbatch.engines.receiver import WeightReceiver
 
-from .audit import WriteAudit
+from .audit import SCALES, WriteAudit, check_values
 from .experts import held_experts
 from .plan import Plan, Ready, Replay
 from .record import Recorder
@@ -93,6 +93,8 @@ class SharedMemoryTransfer(WeightTransferEngine):  # type: ignore[misc]
             self._start(may_replay=update_info.replay)
         assert self._audit is not None
         key, tensors = self._receiver.tensors(update_info.devices)
+        if update_info.audit:
+            check_values(tensors)
         if self._replay is not None:
             tensors = self._replay.copy(key, tensors)
         if tensors:
@@ -126,6 +128,8 @@ class SharedMemoryTransfer(WeightTransferEngine):  # type: ignore[misc]
             else:
                 with self._recording():
                     finalize_layerwise_reload(self.model, self.model_config)
+                if self._audit is not None and self._audit.is_counting:
+                    check_values((name, parameter) for name, parameter in self.model.named_parameters() if name.endswith(SCALES))
                 if self.model is self._default_model:
                     self._plan, self._ready = None if self._recorder is None else self._recorder.plan(), {}
         self._recorder = self._replay = None

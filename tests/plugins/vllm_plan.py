@@ -23,6 +23,7 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader import get_model
 
+from rlbatch_plugins.vllm_host.audit import check_values
 from rlbatch_plugins.vllm_host.plugin import register
 from rlbatch_plugins.vllm_host.transfer import SharedMemoryTransfer
 
@@ -127,6 +128,19 @@ def main(folder: Path) -> None:
     }
     for name, named in wrong.items():
         said[name] = worker.sync([named], replay=True)
+    values = {"a.weight": torch.tensor([1.0, -2.0]), "b.weight_scale_inv": torch.tensor([0.5]), "n": torch.ones(2, dtype=torch.int32)}
+    changes = {
+        "fine": {"c": torch.tensor([448.0, -448.0]).to(torch.float8_e4m3fn)},
+        "not a number": {"a.weight": torch.tensor([1.0, torch.nan, 3.0], dtype=torch.bfloat16)},
+        "infinite": {"a.weight": torch.tensor([[-torch.inf]])},
+        "eight bits": {"c": torch.tensor([1.0, torch.nan]).to(torch.float8_e4m3fn)},
+        "scale": {"b.weight_scale_inv": torch.tensor([0.5, 0.0])},
+    }
+    for name, change in changes.items():
+        try:
+            said[name] = check_values({**values, **change}.items())
+        except ValueError as error:
+            said[name] = str(error)
     said["again"] = worker.sync(calls(weights, 7), replay=True)
     print(json.dumps(said))
 

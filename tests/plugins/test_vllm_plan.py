@@ -1,0 +1,65 @@
+"""Later syncs without vLLM's weight loaders, with the real loaders of every family."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlbatch.engines.site import write_site
+from tests.plugins.vllm_cases import vllm_python, write_model
+
+CASES = [("qwen2", "kept"), ("qwen3_moe", "kept"), ("deepseek_v3", "kept"), ("deepseek_v3", "packed")]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=[f"{family} {layers}" for family, layers in CASES])
+def said(request: pytest.FixtureRequest, repository: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What `tests.plugins.vllm_plan` says of a family, whose layers keep what they are given or pack it."""
+    family, layers = request.param
+    folder = write_model(family, tmp_path_factory.mktemp("model"))
+    site = write_site(tmp_path_factory.mktemp("site"), {})
+    variables = {"PYTHONPATH": f"{site}:{repository}", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [vllm_python(repository), "-m", "tests.plugins.vllm_plan", str(folder), layers]
+    run = subprocess.run(command, env={**os.environ, **variables}, stdout=subprocess.PIPE, text=True, check=True, cwd=repository)
+    return {**json.loads(run.stdout.splitlines()[-1]), "layers": layers}
+
+
+def test_copies_equal_the_loaders(said: dict[str, Any]) -> None:
+    """Two syncs by the plan, into parameters with nothing left in them, give bit by bit what vLLM's loaders give and what follows."""
+    assert (said["recorded"], said["replayed 0"], said["replayed 1"]) == ("", "", "")
+    assert said["plan was used 0"]
+    assert said["plan was used 1"]
+    assert said["different 0"] == said["different 1"] == []
+
+
+def test_only_what_is_kept_is_copied(said: dict[str, Any]) -> None:
+    """Where layers keep what they are given nothing is left to the loaders, and only attention is processed; packed ones go vLLM's way."""
+    if said["layers"] == "kept":
+        assert said["loaded"] == []
+        assert all("Attention" in layer for layer in said["slow"])
+        assert said["planned"] > 0.6  # of DeepSeek's parameters a third is what attention makes of others
+    else:
+        assert {"RoutedExperts", "ParallelLMHead", "RowParallelLinear"} <= set(said["slow"])
+        assert "lm_head.weight" in said["loaded"]
+
+
+def test_a_sync_by_plan_must_be_complete(said: dict[str, Any]) -> None:
+    """A tensor too much, one too few, twice, or of another shape is an error with its name; the next sync is right again."""
+    assert said["twice"] == "weight sync: lm_head.weight is written twice."
+    assert said["unknown"] == "weight sync: model.extra.weight was not sent in the first sync."
+    assert said["missing"] == "weight sync: lm_head.weight did not come (1 such)."
+    assert said["shape"].startswith("weight sync: lm_head.weight had shape (61, ")
+    assert said["again"] == ""
+
+
+def test_values_are_looked_at(said: dict[str, Any]) -> None:
+    """NaN, infinity (8-bit floats too), and scales of zero are errors with the tensor's name."""
+    assert said["fine"] is None
+    assert said["not a number"] == "weight sync: a.weight has values that are not finite (from nan to nan)."
+    assert said["infinite"] == "weight sync: a.weight has values that are not finite (from -inf to -inf)."
+    assert said["eight bits"] == "weight sync: c has values that are not finite (from nan to nan)."
+    assert said["scale"] == "weight sync: b.weight_scale_inv has a scale of 0, scales must be greater than 0."
