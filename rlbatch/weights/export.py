@@ -63,7 +63,7 @@ class Exporter:
         owners = self._stage_owners(entries)
         has_experts = any(is_expert(entry.mapping) for entry in entries)
         place = (self._groups.pp.rank(), self._groups.ep.rank(), self._groups.etp.rank())
-        routes = gathered_routes(place, wanted, self._family.num_experts) if has_experts else None
+        routes = gathered_routes(place, wanted, self._family.num_experts, self._device) if has_experts else None
         for entry in entries:
             stage, shape, dtype = owners[entry.name]
             local = self._params[entry.name].detach() if self._groups.pp.rank() == stage else None

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -96,8 +97,14 @@ class Routes:
         return made
 
 
-def gathered_routes(place: Place, wanted: Sequence[int] | None, num_experts: int) -> Routes | None:
+def gathered_routes(place: Place, wanted: Sequence[int] | None, num_experts: int, device: torch.device) -> Routes | None:
     """The routes of all ranks of the trainer; a collective.
+
+    Args:
+        place: Of this rank.
+        wanted: By it.
+        num_experts: Of a layer.
+        device: On which messages will be sent.
 
     Returns:
         None if every rank wants every expert.
@@ -106,6 +113,8 @@ def gathered_routes(place: Place, wanted: Sequence[int] | None, num_experts: int
     dist.all_gather_object(told, (place, None if wanted is None or set(wanted) >= set(range(num_experts)) else list(wanted)))
     if all(theirs is None for _, theirs in told):
         return None
+    # NCCL's first use of a group must be by all of its ranks; a round is of some.
+    dist.all_reduce(torch.zeros(1, device=device))
     return Routes([where for where, _ in told], [theirs for _, theirs in told], num_experts, dist.get_rank())
 
 

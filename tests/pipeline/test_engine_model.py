@@ -15,6 +15,7 @@ from rlbatch.config.schema import EMBEDDED, Config
 from rlbatch.convert.__main__ import main as convert
 from rlbatch.pipeline.engine_model import write_engine_folder
 from rlbatch.pipeline.engine_precision import check_device, engine_quantization
+from rlbatch.prepare import find_problems
 from rlbatch.registry import load_plugins
 from tests.pipeline import steps
 from tests.pipeline.steps import prepared, small_config
@@ -63,6 +64,18 @@ def test_fp8_needs_a_backend_a_family_and_gpus() -> None:
             check_device(config("vllm", said), "fp8", on_gpu=False)
     check_device(config("vllm", "fp8"), "fp8", on_gpu=True)
     check_device(config("vllm", "none"), "none", on_gpu=False)
+
+
+def test_an_fp8_engine_on_cpus_is_refused_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among what submit finds: it would have got bf16 for fp8, or failed on every rank."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    folder = prepared(tmp_path) / EMBEDDED / "model"
+    plain = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(plain | {"quantization_config": FP8}))
+    for quantization, found in (("auto", 1), ("fp8", 1), ("none", 0)):
+        job = compose(["rollout=vllm", f"rollout.quantization={quantization}", f"model.hf={folder}"])
+        problems = [str(problem) for problem in find_problems(job, load_plugins())[0]]
+        assert sum(f"rollout.quantization={quantization}: " in problem for problem in problems) == found, problems
 
 
 @pytest.fixture

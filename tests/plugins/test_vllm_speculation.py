@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rlbatch.api import RolloutContext, RolloutError, WeightBucket
+from rlbatch.api import ConfigError, RolloutContext, RolloutError, WeightBucket
 from rlbatch.checkpoint.carried import Carried, carried_layers, draft_model
 from rlbatch.config.hf_config import read_config
 from rlbatch.engines.rollout import HostedRollout
@@ -19,7 +19,7 @@ from rlbatch.registry import load_plugins
 from rlbatch.weights.audit import passthrough_names, trained_names
 from rlbatch.weights.sync import buckets
 from rlbatch_plugins.rollout_transformers import TransformersOptions, TransformersRollout
-from rlbatch_plugins.rollout_vllm import VllmOptions, vllm_rollout
+from rlbatch_plugins.rollout_vllm import VllmOptions, draft, vllm_rollout
 from tests.plugins.test_rollout_vllm import LIMIT, PARAMS, PROMPTS, Pair, tokens_of
 from tests.plugins.vllm_cases import tensors, vllm_python, write_model
 
@@ -69,6 +69,28 @@ def sync(pair: Pair, carried: Carried, version: int, scale: float) -> None:
     pair.oracle.update_weights(stream(pair.vllm, pair.folder, carried, version, scale))
 
 
+@pytest.mark.parametrize(
+    ("speculation", "expected"),
+    [
+        ({}, None),
+        ({"method": "ngram", "num_speculative_tokens": 2}, None),
+        ({"method": "mtp", "num_speculative_tokens": 1}, ""),
+        ({"method": "deepseek_mtp"}, ""),
+        ({"model": "/models/draft", "num_speculative_tokens": 1}, "/models/draft"),
+        ({"method": "eagle3", "model": "/models/draft"}, "/models/draft"),
+    ],
+)
+def test_where_a_draft_s_weights_are(speculation: dict[str, Any], expected: str | None) -> None:
+    """In the model's own checkpoint, in another folder, or nowhere."""
+    assert draft({"speculative_config": speculation}) == expected
+
+
+def test_a_speculation_that_says_nothing_is_refused() -> None:
+    """With its key."""
+    with pytest.raises(ConfigError, match=r"rollout\.engine\.speculative_config=mtp: must be a mapping"):
+        draft({"speculative_config": "mtp"})
+
+
 @pytest.fixture(scope="module")
 def python(repository: Path) -> str:
     return vllm_python(repository)
@@ -108,10 +130,10 @@ def test_layers_for_multi_token_prediction_are_carried(python: str, deepseek: Pa
 
 def test_a_draft_model_has_a_folder_of_its_own(python: str, tmp_path: Path) -> None:
     """All of its tensors are sent to the draft; tokens and log-probs are the policy's."""
-    folder, draft = write_model("qwen2", tmp_path / "model"), write_model("qwen2", tmp_path / "draft", num_hidden_layers=1)
-    pair = started(folder, tmp_path / "engine", python, {"model": str(draft), "num_speculative_tokens": 2})
+    folder, own = write_model("qwen2", tmp_path / "model"), write_model("qwen2", tmp_path / "draft", num_hidden_layers=1)
+    pair = started(folder, tmp_path / "engine", python, {"model": str(own), "num_speculative_tokens": 2})
     try:
-        sync(pair, draft_model(draft), 0, 1.0)
+        sync(pair, draft_model(own), 0, 1.0)
         assert tokens_of(pair.vllm.generate(PROMPTS, GREEDY)) == tokens_of(pair.oracle.generate(PROMPTS, GREEDY))
         assert pair.worst_difference(PARAMS) < LIMIT
     finally:

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from rlbatch.api import Buffer, Direct, ExpertDown, ModelError, ModelFamily, Passthrough, Vocab
-from rlbatch.weights.audit import audit, check_names, fp8_names
+from rlbatch.weights.audit import audit, check_names, expert_names, fp8_names
 
 FAMILY = ModelFamily(
     name="toy",
@@ -85,3 +85,8 @@ def test_two_mappings_of_one_tensor_are_refused() -> None:
 def test_fp8_names() -> None:
     """Trained and carried weights with a listed pattern."""
     assert fp8_names(FAMILY) == {name.removesuffix("_scale_inv") for name in SCALES}
+
+
+def test_experts_are_known_by_name() -> None:
+    """Trained and carried ones, in their layers; nothing else is an expert's."""
+    assert expert_names(FAMILY) == {f"model.{layer}.{expert}.down": expert for layer in (1, 2) for expert in (0, 1)}

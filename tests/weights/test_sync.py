@@ -49,3 +49,12 @@ def test_tensors_are_taken_only_when_their_bucket_is() -> None:
 def test_nothing_is_no_bucket() -> None:
     """An engine is not called with empty buckets."""
     assert list(buckets([], 2, 0)) == []
+
+
+def test_what_stays_until_the_end_of_a_sync_is_marked() -> None:
+    """Views of the trainer's memory can be read in place; what was put together for this bucket not."""
+    own, made = torch.zeros(4), torch.zeros(4)
+    storages = {own.untyped_storage().data_ptr()}
+    (bucket,) = buckets([("a", own[1:3]), ("b", made), ("c", own)], 1, 0, lasting=storages)
+    assert bucket.lasting == [True, False, True]
+    assert not bucket.is_carried
