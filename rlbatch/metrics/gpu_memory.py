@@ -20,7 +20,8 @@ class GpuMemory:
         self._is_measured = torch.cuda.is_available()
         self._phases: dict[str, float] = {}
         self._allocated = self._reserved = self._used = 0.0
-        self._take()
+        if self._is_measured:
+            torch.cuda.reset_peak_memory_stats()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

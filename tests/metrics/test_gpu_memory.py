@@ -1,0 +1,66 @@
+"""Peaks of a step's phases; torch's counters of a GPU are simulated."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlbatch.metrics.gpu_memory import GIB, SHOWN, GpuMemory
+
+
+class Counters:
+    """Memory that grows and shrinks, and its peak since the last reset; the reserved memory is twice as much."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = self.peak = 0.0
+        for name, value in (
+            ("is_available", lambda: True),
+            ("max_memory_allocated", lambda: self.peak * GIB),
+            ("max_memory_reserved", lambda: 2 * self.peak * GIB),
+            ("mem_get_info", lambda: (int((80 - self.now - 30) * GIB), 80 * GIB)),
+            ("reset_peak_memory_stats", self.reset),
+        ):
+            monkeypatch.setattr(torch.cuda, name, value)
+
+    def set(self, gib: float) -> None:
+        self.now, self.peak = gib, max(self.peak, gib)
+
+    def reset(self) -> None:
+        self.peak = self.now
+
+
+def test_each_phase_has_its_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a phase that comes twice the larger one; the step's is the largest of all, phases or not; other processes count as used."""
+    counters = Counters(monkeypatch)
+    counters.set(90.0)  # before the step
+    counters.set(4.0)
+    memory = GpuMemory()
+    for peaks in ([8.0, 2.0], [5.0, 2.0]):
+        with memory.phase("sync"):
+            for gib in peaks:
+                counters.set(gib)
+    with memory.phase("rollout"):
+        memory.note_used()
+    counters.set(20.0)  # between phases
+    counters.set(3.0)
+    with memory.phase("update"):
+        counters.set(16.0)
+    assert memory.tags() == {
+        "memory/gpu_sync_gib": 8.0,
+        "memory/gpu_rollout_gib": 2.0,
+        "memory/gpu_logprobs_gib": 0.0,
+        "memory/gpu_update_gib": 16.0,
+        "memory/gpu_allocated_gib": 20.0,
+        "memory/gpu_reserved_gib": 40.0,
+        "memory/gpu_used_gib": 32.0,
+    }
+
+
+def test_without_a_gpu_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tag, and no call of CUDA."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    memory = GpuMemory()
+    for name in SHOWN:
+        with memory.phase(name):
+            memory.note_used()
+    assert memory.tags() == {}
