@@ -1,8 +1,9 @@
-"""Conversion against ``cp``: ``python -m benchmarks.convert [gigabytes=8] [rounds=2] [folder=/tmp] [modes=hf_to_dist,...]``.
+"""Conversion against ``cp``: ``python -m benchmarks.convert [gigabytes=8] [rounds=2] [threads=0] [folder=/tmp] [modes=hf_to_dist,...]``.
 
 Writes a random Qwen3-MoE checkpoint in bf16, then in turn copies it and converts it (to torch_dist for a layout of 8 ranks, back, and to
-fp8 and back), each time with the source out of the page cache and the result on the disk. Prints GB/s (of the larger of source and
-result), the share of ``cp``'s, CPU time and the peak resident memory of the converting process. Removes all that it wrote.
+fp8 and back), each time with the source out of the page cache and the result on the disk. ``cp`` reads as much as it writes, a conversion
+perhaps not: GB/s are of what is read and written together, for both. Prints them, the share of ``cp``'s, seconds, CPU time and the peak
+resident memory of the converting process, which may use ``threads`` threads (0: as many as cores). Removes all that it wrote.
 """
 
 from __future__ import annotations
@@ -105,21 +106,22 @@ def evict(folder: Path) -> None:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def timed(command: list[str]) -> tuple[float, float, int]:
+def timed(command: list[str], threads: int = 0) -> tuple[float, float, int]:
     """Seconds, CPU seconds and peak resident bytes of a process."""
+    environment = os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
     started = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
     _, status, usage = os.wait4(process.pid, 0)
     if status:
         raise SystemExit(f"{' '.join(command)}: failed with {os.waitstatus_to_exitcode(status)}")
     return time.perf_counter() - started, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024
 
 
-def copy(source: Path, target: Path) -> float:
-    """``cp`` and the data on the disk; seconds."""
+def copy(source: Path, target: Path) -> tuple[float, float]:
+    """``cp`` and the data on the disk; seconds and CPU seconds."""
     evict(source)
-    seconds, _, _ = timed(["sh", "-c", f"cp -r '{source}' '{target}' && sync '{target}'/*"])
-    return seconds
+    seconds, cpu, _ = timed(["sh", "-c", f"cp -r '{source}' '{target}' && sync '{target}'/*"])
+    return seconds, cpu
 
 
 def main(arguments: list[str]) -> None:
@@ -127,17 +129,18 @@ def main(arguments: list[str]) -> None:
     options = {
         "gigabytes": "8",
         "rounds": "2",
+        "threads": "0",
         "modes": "hf_to_dist,dist_to_hf,bf16_to_fp8,fp8_to_bf16",
         "folder": tempfile.gettempdir(),
     } | dict(argument.split("=", 1) for argument in arguments)
     root = Path(tempfile.mkdtemp(prefix="convert", dir=options["folder"]))
     try:
-        measure(root, float(options["gigabytes"]), int(options["rounds"]), options["modes"].split(","))
+        measure(root, float(options["gigabytes"]), int(options["rounds"]), options["modes"].split(","), int(options["threads"]))
     finally:
         shutil.rmtree(root)
 
 
-def measure(root: Path, gigabytes: float, rounds: int, chosen: list[str]) -> None:
+def measure(root: Path, gigabytes: float, rounds: int, chosen: list[str], threads: int) -> None:
     """All modes in turn with ``cp`` of each one's source."""
     bf16, fp8, dist, out = root / "bf16", root / "fp8", root / "dist", root / "out"
     largest = make(bf16, gigabytes)
@@ -151,16 +154,17 @@ def measure(root: Path, gigabytes: float, rounds: int, chosen: list[str]) -> Non
     }
     for number in range(rounds):
         for mode, (source, target, arguments) in ((mode, modes[mode]) for mode in chosen):
-            copied = copy(source, root / "copy")
+            copied, copy_cpu = copy(source, root / "copy")
             shutil.rmtree(root / "copy")
             shutil.rmtree(target, ignore_errors=True)
             evict(source)
-            seconds, cpu, resident = timed([sys.executable, "-m", "rlbatch.convert", *arguments, f"out={target}"])
-            read, larger = size(source), max(size(source), size(target))
-            share = larger / seconds / (read / copied)
-            rates = f"cp {read / copied / 1e9:.2f} GB/s, convert {larger / seconds / 1e9:.2f} GB/s ({share:.0%})"
+            seconds, cpu, resident = timed([sys.executable, "-m", "rlbatch.convert", *arguments, f"out={target}"], threads)
+            moved, rate = size(source) + size(target), 2 * size(source) / copied
+            share = moved / seconds / rate
+            cp = f"cp {rate / 1e9:.2f} GB/s ({copied:.1f} s, {copy_cpu:.1f} CPU s)"
+            convert = f"convert {moved / seconds / 1e9:.2f} GB/s ({seconds:.1f} s, {cpu:.1f} CPU s): {share:.0%}"
             memory = f"peak {resident / 2**30:.2f} GiB{'' if resident <= limit else ' TOO MUCH'}"
-            print(f"round {number + 1} {mode:<12} {rates}, {cpu:.0f} CPU s, {memory}", flush=True)
+            print(f"round {number + 1} {mode:<11} {cp}, {convert}, {memory}", flush=True)
             if target == out:
                 shutil.rmtree(out)
 

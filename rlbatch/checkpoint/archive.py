@@ -7,7 +7,6 @@ costs one pass of zlib's, and any run of a tensor's bytes can be read without th
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import struct
 from collections import OrderedDict
@@ -20,6 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from rlbatch.checkpoint.crc import Checked
+from rlbatch.checkpoint.reading import read_into
 
 STORAGES = {
     torch.float32: "FloatStorage",
@@ -188,7 +188,7 @@ def find(file: IO[bytes], offset: int, length: int) -> Layout:
     return Layout(offset + start, nbytes, dtype, first, tuple(shape), tuple(strides))
 
 
-def read_box(descriptor: int, layout: Layout, starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
+def read_box(descriptor: int, layout: Layout, starts: Sequence[int], sizes: Sequence[int], *, once: bool = False) -> Tensor:
     """Part of a tensor; reads from its first to its last element and nothing else.
 
     Args:
@@ -196,31 +196,19 @@ def read_box(descriptor: int, layout: Layout, starts: Sequence[int], sizes: Sequ
         layout: Of the archive.
         starts: First index of each dimension.
         sizes: Of each dimension.
+        once: As for ``reading.read_into``.
 
     Returns:
         The part, perhaps a strided view of what was read.
 
     Raises:
-        OSError: the file ends before it.
+        OSError: it cannot be read.
+        EOFError: the file ends before it.
     """
     first = layout.first + sum(start * stride for start, stride in zip(starts, layout.strides, strict=True))
     span = 1 + sum((size - 1) * stride for size, stride in zip(sizes, layout.strides, strict=True))
     if 0 in sizes:
         return torch.empty(tuple(sizes), dtype=layout.dtype)
     read = torch.empty(span, dtype=layout.dtype)
-    read_into(descriptor, raw_bytes(read), layout.start + first * layout.dtype.itemsize)
+    read_into(descriptor, raw_bytes(read), layout.start + first * layout.dtype.itemsize, once=once)
     return read.as_strided(tuple(sizes), layout.strides)
-
-
-def read_into(descriptor: int, target: memoryview, offset: int) -> None:
-    """Fills ``target`` from a file's bytes at ``offset``.
-
-    Raises:
-        OSError: the file ends before.
-    """
-    done = 0
-    while done < len(target):
-        count = os.preadv(descriptor, [target[done:]], offset + done)
-        if not count:
-            raise OSError(f"ends at byte {offset + done}, {len(target) - done} more were expected")
-        done += count

@@ -84,17 +84,18 @@ class HfTensors:
 
     Args:
         folder: Folder with one or more safetensors files, with an index if it has one.
+        once: Tensors are read once (``reading.read_into``), as by a conversion, not by all ranks of a node.
 
     Raises:
         DataError: no safetensors, a damaged one, or an index that does not describe them.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, once: bool = False) -> None:
         self._folder = folder
         weight_map = _read_index(folder)
         self._where: dict[str, SafetensorsFile] = {}
         for path in _listed_files(folder, weight_map) if weight_map else sorted(folder.glob("*.safetensors")):
-            file = SafetensorsFile(path)
+            file = SafetensorsFile(path, once=once)
             for name in file.entries:
                 if name in self._where:
                     raise DataError(

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from rlbatch.api import DataError
+from rlbatch.checkpoint.reading import read_into
 
 DTYPES = {
     "F64": torch.float64,
@@ -65,6 +66,7 @@ class SafetensorsFile:
 
     Args:
         path: The file.
+        once: Its tensors are read once (``reading.read_into``).
 
     Attributes:
         entries: By name.
@@ -74,8 +76,8 @@ class SafetensorsFile:
         DataError: not a whole safetensors file.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, once: bool = False) -> None:
+        self.path, self._once = path, once
         self.bytes_read = 0
         try:
             with path.open("rb") as file:
@@ -135,16 +137,13 @@ class SafetensorsFile:
             part.copy_(span.as_strided(part.shape, (stride, 1)))
 
     def _pread(self, start: int, target: Tensor) -> None:
-        view, done = memoryview(cast(Any, target.numpy())), 0
-        while done < len(view):
-            try:
-                count = os.preadv(self._descriptor.fileno(), [view[done:]], start + done)
-            except OSError as error:
-                raise DataError(f"{self.path}: cannot be read ({error.strerror}). Look at the folder.") from error
-            if not count:
-                raise self._damaged("it has become shorter")
-            done += count
-        self.bytes_read += done
+        try:
+            read_into(self._descriptor.fileno(), memoryview(cast(Any, target.numpy())), start, once=self._once)
+        except OSError as error:
+            raise DataError(f"{self.path}: cannot be read ({error.strerror}). Look at the folder.") from error
+        except EOFError as error:
+            raise self._damaged("it has become shorter") from error
+        self.bytes_read += target.nbytes
 
     @cached_property
     def _descriptor(self) -> Any:

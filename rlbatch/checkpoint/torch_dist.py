@@ -119,6 +119,7 @@ class TorchDist:
 
     Args:
         folder: Of the checkpoint.
+        once: Its bytes are read once (``reading.read_into``).
 
     Attributes:
         folder: The same.
@@ -127,8 +128,8 @@ class TorchDist:
         DataError: no readable metadata, or a file that it names is missing or too short.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, *, once: bool = False) -> None:
+        self.folder, self._once = folder, once
         self._metadata = read_metadata(folder)
         entries = self._metadata.state_dict_metadata.items()
         self._tensors = {key: stored for key, stored in entries if isinstance(stored, TensorStorageMetadata)}
@@ -194,8 +195,8 @@ class TorchDist:
             layout = archive.find(file, place.offset, place.length)
             if layout.shape != tuple(chunk.sizes):
                 raise pickle.UnpicklingError(f"{key} has shape {layout.shape} at byte {place.offset}, metadata says {tuple(chunk.sizes)}")
-            return archive.read_box(file.fileno(), layout, starts, sizes)
-        except (pickle.UnpicklingError, OSError) as error:
+            return archive.read_box(file.fileno(), layout, starts, sizes, once=self._once)
+        except (pickle.UnpicklingError, OSError, EOFError) as error:
             raise DataError(f"{self.folder / place.relative_path}: cannot be read ({error}). Restore the file.") from error
 
     def _open(self, name: str) -> IO[bytes]:

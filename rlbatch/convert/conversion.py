@@ -147,7 +147,7 @@ def prepare(options: Options) -> Work:
 def _hf_to_dist(options: Options) -> Work:
     family, layout = family_of(options), layout_config(options.layout)
     check_layout(layout, family, on_gpu=False)
-    hf = HfTensors(Path(options.hf))
+    hf = HfTensors(Path(options.hf), once=layout.tp_size == layout.etp_size == 1)  # columns of a matrix lie between those of other ranks
     check_names(family, hf.names())
     outputs, chunks = to_dist.outputs(family, hf, layout, options.file_gb * 1e9)
     return Work(outputs, lambda: small_files(chunks, to_dist.empty_objects(chunks)))
@@ -155,9 +155,9 @@ def _hf_to_dist(options: Options) -> Work:
 
 def _dist_to_hf(options: Options) -> Work:
     family, folder = family_of(options), Path(options.dist)
-    dist = TorchDist(folder / run_folder.STATE if run_folder.is_checkpoint(folder) else folder)
+    dist = TorchDist(folder / run_folder.STATE if run_folder.is_checkpoint(folder) else folder, once=True)
     hf = Path(options.hf)
-    source = HfTensors(hf) if any(hf.glob("*.safetensors")) else None
+    source = HfTensors(hf, once=True) if any(hf.glob("*.safetensors")) else None
     form = ExportForm(family, options.export, read_config(hf), source)
     work = _to_hf(options, to_hf.from_dist(family, dist, source, form), form.config())
     present = set(source.names() if source else ())
@@ -174,7 +174,7 @@ def _source(family: ModelFamily, folder: Path) -> HfTensors:
     Raises:
         RlbatchError: one that is missing, unknown, or of another shape or type.
     """
-    hf = HfTensors(folder)
+    hf = HfTensors(folder, once=True)
     check_names(family, hf.names())
     wrong = check(family, table_of(folder, hf)).wrong
     if wrong:

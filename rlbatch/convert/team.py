@@ -106,8 +106,10 @@ class Team:
             raise
         except RlbatchError as error:
             if self._info.world_size > 1 and self._folder.is_dir():
-                with contextlib.suppress(OSError):
-                    (self._folder / f"failed.{self._info.rank}").write_text(str(error), encoding="utf-8")
+                with contextlib.suppress(OSError):  # there with all its text or not at all: others may be looking
+                    said = self._folder / f"failing.{self._info.rank}"
+                    said.write_text(str(error), encoding="utf-8")
+                    said.rename(self._folder / f"failed.{self._info.rank}")
             raise
 
     def wait_for_all(self, outputs: Sequence[Output], *, verified: bool) -> None:
