@@ -70,13 +70,14 @@ class EngineHost:
         self._name, self.log = name, folder / "engine.log"
         self._sockets = private_folder()
         places = dict.fromkeys(["TMPDIR", *filter(None, [sockets_variable])], str(self._sockets))
+        places |= {key: value for key, value in KEPT.items() if key not in os.environ}
         site = write_site(folder / "site", entry_points or {})
         ours, theirs = socket.socketpair()
         with theirs, self.log.open("wb") as log:
             try:
                 self._process = subprocess.Popen(
                     [python or sys.executable, "-c", _RUN, str(theirs.fileno()), engine],
-                    env=KEPT | scrubbed(os.environ, site, keep_path=not python) | places | dict(variables or {}),
+                    env=scrubbed(os.environ, site, keep_path=not python) | places | dict(variables or {}),
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=log,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from rlbatch.api import ConfigError, EngineShape, RolloutContext, RolloutError
+from rlbatch.api import ConfigError, EngineLost, EngineShape, Prompt, RolloutContext, RolloutError
 from rlbatch.weights.sync import buckets
 from rlbatch_plugins.rollout_transformers import TransformersOptions, TransformersRollout
 from rlbatch_plugins.rollout_vllm import VllmOptions, VllmRollout, engine_shape, program
@@ -31,6 +32,7 @@ class Nodes:
 
     Attributes:
         ranks: Its two backends.
+        where: Each rank's folder is in it.
     """
 
     def __init__(self, folder: Path, python: str, where: Path) -> None:
@@ -52,7 +54,7 @@ class Nodes:
             context = RolloutContext(folder, "cpu", "float32", engine={"python": python, **EXPERT_PARALLEL}, audit_sync="always", **place)
             return VllmRollout(context, VllmOptions(gpus_per_engine=2))
 
-        self.folder = folder
+        self.folder, self.where = folder, where
         self.ranks = self.on_both(start)
 
     def on_both(self, act: Callable[[int], T]) -> list[T]:
@@ -149,6 +151,32 @@ def test_each_node_takes_its_experts_only(nodes: Nodes) -> None:
     sent[0].result(300)
     with pytest.raises(RolloutError, match=r"model\.layers\.1\.mlp\.experts\.\S+ \("):
         sent[1].result(300)
+
+
+def test_an_engine_that_lost_a_node(nodes: Nodes) -> None:
+    """Its scheduler killed in mid-generation on one node, an engine is lost on both; started anew on both it goes on after a sync."""
+    nodes.sync(30, 1.0)
+    greedy = replace(PARAMS, temperature=0.0, samples_per_prompt=1)
+    expected = nodes.on_both(lambda rank: tokens_of(nodes.ranks[rank].generate(PROMPTS, greedy)))
+    began = threading.Event()
+
+    def generate(rank: int) -> int:
+        many = [Prompt(number, "", (1, 2)) for number in range(2000)]
+        for _ in nodes.ranks[rank].generate(many, replace(PARAMS, max_response_tokens=120, stop_token_ids=())):
+            began.set()
+        return rank
+
+    running = [nodes.on(rank, generate) for rank in range(2)]
+    assert began.wait(120)
+    scheduler = next(pid for pid in processes_of(nodes.where / "0") if "EngineCore" in Path(f"/proc/{pid}/cmdline").read_text())
+    os.kill(scheduler, signal.SIGKILL)
+    for call in running:
+        with pytest.raises(EngineLost):
+            call.result(90)
+    nodes.on_both(lambda rank: nodes.ranks[rank].close())
+    nodes.on_both(lambda rank: nodes.ranks[rank].restart())
+    nodes.sync(31, 1.0)
+    assert nodes.on_both(lambda rank: tokens_of(nodes.ranks[rank].generate(PROMPTS, greedy))) == expected
 
 
 def test_a_data_parallel_rank_is_on_one_node() -> None:
