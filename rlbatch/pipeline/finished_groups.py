@@ -56,7 +56,7 @@ class WeightsProbe:
 
     def digest(self) -> str:
         """Of all that went by."""
-        values = torch.cat([torch.empty(0), *(value.cpu() for value in self._values)])
+        values = torch.cat(self._values).cpu() if self._values else torch.empty(0)
         return hashlib.sha256(json.dumps(self._names).encode() + values.numpy().tobytes()).hexdigest()
 
 

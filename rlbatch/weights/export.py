@@ -42,51 +42,83 @@ class Entry:
         return self.mapping.megatron.format(layer=self.layer)
 
 
+Described = Mapping[str, tuple[torch.Size, torch.dtype]]
+"""Global Megatron name -> shape and dtype of this rank's shard."""
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """An entry, and all of it that is the same in every export.
+
+    Attributes:
+        name: In Megatron's model.
+        stage: First pipeline rank that holds it.
+        wire: What its shards travel as; one expert's.
+        names: Of its Hugging Face tensors, for every expert (or once).
+        per_rank: Experts of an expert-parallel rank; 0 if it is none's.
+    """
+
+    name: str
+    stage: int
+    wire: Wire
+    names: list[tuple[str, ...]]
+    per_rank: int
+
+
 class Exporter:
-    """One export; every rank makes one, and iterates ``tensors`` to the end.
+    """Exports of parameters of certain shapes; every rank makes one, a collective.
 
     Args:
         family: Of the model.
         groups: Who holds what.
-        params: Global Megatron name -> this rank's shard.
+        entries: What is exported, in order.
+        described: What this rank holds.
         quantize: Whether the family's fp8 weights leave as e4m3 and scales.
+
+    Raises:
+        ModelError: an entry that no rank holds.
     """
 
-    def __init__(self, family: ModelFamily, groups: ParallelGroups, params: Mapping[str, Tensor], *, quantize: bool) -> None:
-        self._family, self._groups, self._params = family, groups, params
-        self._fp8 = family.fp8 if quantize else frozenset()
-        self._geometry = Geometry.of(family)
-        self._device = next(iter(params.values())).device
-
-    def tensors(self, entries: Sequence[Entry], wanted: Sequence[int] | None) -> Iterator[NamedTensor]:
-        """See ``ParameterMap.export``."""
-        owners = self._stage_owners(entries)
-        has_experts = any(is_expert(entry.mapping) for entry in entries)
-        place = (self._groups.pp.rank(), self._groups.ep.rank(), self._groups.etp.rank())
-        routes = gathered_routes(place, wanted, self._family.num_experts, self._device) if has_experts else None
+    def __init__(
+        self, family: ModelFamily, groups: ParallelGroups, entries: Sequence[Entry], described: Described, *, quantize: bool
+    ) -> None:
+        self._family, self._groups = family, groups
+        owners = self._stage_owners(entries, described)
+        geometry, fp8 = Geometry.of(family), family.fp8 if quantize else frozenset()
+        self._prepared: list[_Prepared] = []
         for entry in entries:
-            stage, shape, dtype = owners[entry.name]
-            local = self._params[entry.name].detach() if self._groups.pp.rank() == stage else None
-            if not is_expert(entry.mapping):
-                wire = self._wire(entry.mapping, self._groups.tp.size(), shape, dtype)
-                travelled = _gathered(self._from_stage(stage, wire, local), self._groups.tp)
-                yield from wire.decode(hf_names(entry.mapping, entry.layer), travelled)
-                continue
-            wire = self._wire(entry.mapping, self._groups.etp.size(), shape[1:], dtype)
-            if routes is None:
-                for index in range(shape[0]):
-                    yield from self._of_all_ranks(entry, wire, stage, index, shape[0], local)
+            mapping, (stage, shape, dtype) = entry.mapping, owners[entry.name]
+            quantised, experts = [pattern in fp8 for pattern in hf_patterns(mapping)], is_expert(mapping)
+            wire = Wire(mapping, geometry, (groups.etp if experts else groups.tp).size(), shape[1:] if experts else shape, dtype, quantised)
+            names = [hf_names(mapping, entry.layer, expert) for expert in (range(family.num_experts) if experts else (None,))]
+            self._prepared.append(_Prepared(entry.name, stage, wire, names, shape[0] if experts else 0))
+        self._is_alone = groups.ep.size() == groups.etp.size() == groups.pp.size() == 1
+
+    def tensors(self, params: Mapping[str, Tensor], wanted: Sequence[int] | None) -> Iterator[NamedTensor]:
+        """See ``ParameterMap.export``; every rank iterates to the end."""
+        groups, device = self._groups, next(iter(params.values())).device
+        place, routes = (groups.pp.rank(), groups.ep.rank(), groups.etp.rank()), None
+        if any(entry.per_rank for entry in self._prepared):
+            routes = gathered_routes(place, wanted, self._family.num_experts, device)
+        for entry in self._prepared:
+            local = params[entry.name].detach() if groups.pp.rank() == entry.stage else None
+            if routes is not None and entry.per_rank:
+                yield from self._routed(entry, local, routes, device)
+            elif not entry.per_rank:
+                part = self._from_stage(entry, local, device)
+                yield from entry.wire.decode(entry.names[0], _gathered(part, groups.tp))
+            elif self._is_alone and local is not None:
+                for names, expert in zip(entry.names, local.unbind(0), strict=True):
+                    yield from entry.wire.decode(names, [entry.wire.encode(expert)])
             else:
-                yield from self._routed(entry, wire, stage, local, routes)
+                for index in range(entry.per_rank):
+                    yield from self._of_all_ranks(entry, index, local, device)
 
-    def _wire(self, mapping: ParamMapping, size: int, shape: torch.Size, dtype: torch.dtype) -> Wire:
-        return Wire(mapping, self._geometry, size, shape, dtype, [pattern in self._fp8 for pattern in hf_patterns(mapping)])
-
-    def _of_all_ranks(self, entry: Entry, wire: Wire, stage: int, index: int, per_rank: int, local: Tensor | None) -> Iterator[NamedTensor]:
+    def _of_all_ranks(self, entry: _Prepared, index: int, local: Tensor | None, device: torch.device) -> Iterator[NamedTensor]:
         """Expert number ``index`` of every expert-parallel rank, to every rank."""
-        part = self._from_stage(stage, wire, None if local is None else local[index])
+        part = self._from_stage(entry, None if local is None else local[index], device)
         shards, ep = _gathered(part, self._groups.etp), self._groups.ep
-        if wire.nbytes * len(shards) * ep.size() <= AT_ONCE_BYTES:
+        if entry.wire.nbytes * len(shards) * ep.size() <= AT_ONCE_BYTES:
             by_shard = [_gathered(shard, ep) for shard in shards]
             by_rank = ([ranks[rank] for ranks in by_shard] for rank in range(ep.size()))
         else:
@@ -95,31 +127,31 @@ class Exporter:
                 for rank in range(ep.size())
             )
         for rank, travelled in enumerate(by_rank):
-            yield from wire.decode(hf_names(entry.mapping, entry.layer, rank * per_rank + index), travelled)
+            yield from entry.wire.decode(entry.names[rank * entry.per_rank + index], travelled)
 
-    def _routed(self, entry: Entry, wire: Wire, stage: int, local: Tensor | None, routes: Routes) -> Iterator[NamedTensor]:
+    def _routed(self, entry: _Prepared, local: Tensor | None, routes: Routes, device: torch.device) -> Iterator[NamedTensor]:
         """The experts that this rank wants; where others want more, empty tensors (``meta``) without a name in their place."""
+        wire = entry.wire
         for slot in range(routes.slots):
             shards: dict[int, Tensor] = {}
-            for step in routes.rounds(stage, slot):
+            for step in routes.rounds(entry.stage, slot):
                 mine = wire.encode(local[step.index]) if local is not None and step.index is not None else None
-                memory = {shard: wire.empty(self._device) for shard, sender in step.shards.items() if sender != dist.get_rank()}
+                memory = {shard: wire.empty(device) for shard, sender in step.shards.items() if sender != dist.get_rank()}
                 shards |= exchange(step, mine, memory)
             expert = routes.wanted(slot)
             if expert is None:
-                nothing = wire.decode(hf_patterns(entry.mapping), [wire.empty("meta")] * routes.shards)
+                nothing = wire.decode(entry.names[0], [wire.empty("meta")] * routes.shards)
                 yield from (("", tensor) for _, tensor in nothing)
             else:
-                names = hf_names(entry.mapping, entry.layer, expert)
-                yield from wire.decode(names, [shards[shard] for shard in range(routes.shards)])
+                yield from wire.decode(entry.names[expert], [shards[shard] for shard in range(routes.shards)])
 
-    def _stage_owners(self, entries: Sequence[Entry]) -> dict[str, tuple[int, torch.Size, torch.dtype]]:
+    def _stage_owners(self, entries: Sequence[Entry], described: Described) -> dict[str, tuple[int, torch.Size, torch.dtype]]:
         """Name -> (first pipeline rank that holds it, shape and dtype of a shard)."""
         stages: list[Any] = [None] * self._groups.pp.size()
-        dist.all_gather_object(stages, {name: (t.shape, t.dtype) for name, t in self._params.items()}, group=self._groups.pp)
+        dist.all_gather_object(stages, dict(described), group=self._groups.pp)
         owners: dict[str, tuple[int, torch.Size, torch.dtype]] = {}
-        for stage, described in enumerate(stages):
-            for name, (shape, dtype) in described.items():
+        for stage, theirs in enumerate(stages):
+            for name, (shape, dtype) in theirs.items():
                 owners.setdefault(name, (stage, shape, dtype))
         absent = [entry.name for entry in entries if entry.name not in owners]
         if absent:
@@ -128,10 +160,10 @@ class Exporter:
             )
         return owners
 
-    def _from_stage(self, stage: int, wire: Wire, local: Tensor | None) -> Tensor:
+    def _from_stage(self, entry: _Prepared, local: Tensor | None, device: torch.device) -> Tensor:
         """What the owner stage's shard travels as, on every stage."""
-        tensor = wire.empty(self._device) if local is None else wire.encode(local)
-        return _broadcast(tensor, stage, self._groups.pp)
+        tensor = entry.wire.empty(device) if local is None else entry.wire.encode(local)
+        return _broadcast(tensor, entry.stage, self._groups.pp)
 
 
 def _broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup) -> Tensor:

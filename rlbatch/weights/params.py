@@ -5,7 +5,7 @@ Megatron names here are global: layer indices count from the first pipeline stag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,7 @@ class ParameterMap:
         # One order on all ranks: first what lies outside the layers, then layer by layer.
         entries = [Entry(mapping, layer) for mapping in family.mappings for layer in layers_of(family, mapping)]
         self._entries = sorted(entries, key=lambda entry: -1 if entry.layer is None else entry.layer)
+        self._exporters: dict[Hashable, Exporter] = {}
 
     def load(self, params: Mapping[str, Tensor], read: ReadTensor, loaded: Callable[[int], None] = _ignore) -> None:
         """Fills this rank's parameters and buffers; each must be covered by a mapping.
@@ -119,4 +120,8 @@ class ParameterMap:
             ModelError: a mapping whose parameter no rank has.
         """
         entries = [entry for entry in self._entries if not (gradients and isinstance(entry.mapping, Buffer))]
-        yield from Exporter(self._family, self._groups, params, quantize=quantize).tensors(entries, wanted)
+        described = {name: (tensor.shape, tensor.dtype) for name, tensor in params.items()}
+        key = (gradients, quantize, tuple(described.items()))
+        if key not in self._exporters:
+            self._exporters[key] = Exporter(self._family, self._groups, entries, described, quantize=quantize)
+        yield from self._exporters[key].tensors(params, wanted)

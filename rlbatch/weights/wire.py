@@ -91,6 +91,10 @@ class Wire:
 
     def decode(self, names: Sequence[str], travelled: Sequence[Tensor]) -> Iterator[NamedTensor]:
         """What arrived of all ranks, in their order -> Hugging Face tensors; a quantised one is followed by its scales."""
+        if not self._is_packed and not any(self._quantised):
+            whole = [parts(self._mapping, shard, self._geometry, self._size) for shard in travelled]
+            yield from zip(names, joined(self._mapping, whole, self._geometry), strict=True)
+            return
         by_rank = [self._unpacked(shard) for shard in travelled]
         values = joined(self._mapping, [shard[0] for shard in by_rank], self._geometry)
         scales = joined(self._mapping, [shard[1] for shard in by_rank], self._geometry)

@@ -1,4 +1,4 @@
-"""A sync of an engine that speculates: what it lacks of the checkpoint, then the policy."""
+"""What engines are sent: what they lack of the checkpoint, then the policy, of which each rank gets the experts that it wants."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from rlbatch.api import WeightBucket
 from rlbatch.config.schema import Config
 from rlbatch.launch.signals import StopNotice
 from rlbatch.pipeline.rollout import Rollout
+from tests.pipeline import engine_sync
+from tests.pipeline.engine_sync import Synced
+from tests.pipeline.steps import prepared, small_config
 
 
 class Speculating:
@@ -49,3 +52,24 @@ def test_carried_weights_come_before_the_policy_s_and_only_where_they_lack(tmp_p
     plain = Speculating()
     synced(plain, None, tmp_path, None)
     assert plain.got == [(False, "a"), (False, "e")]
+
+
+def test_one_policy_is_known_by_one_digest(tmp_path: Path, rank_pool) -> None:
+    """Under every layout, whichever experts a rank is sent; it is sent those that it wants, in as many buckets as the others."""
+    run_dir = str(prepared(tmp_path))
+    digests = set()
+    for layout, wanted in (
+        ("1 rank", [None]),
+        ("ep2", [None, None]),
+        ("ep2", [[0, 3], [1, 2, 3]]),
+        ("pp2", [[0], None]),
+        ("tp2 ep2", [[2], []]),
+    ):
+        config = small_config(layout, "rollout.bucket_mib=1")
+        ranks: list[Synced] = rank_pool(len(wanted)).run(engine_sync.synced, config, run_dir, wanted)
+        for rank, mine in zip(ranks, wanted, strict=True):
+            experts = {int(name.split(".experts.")[1].split(".")[0]) for names in rank.names for name in names if ".experts." in name}
+            assert experts == set(range(4) if mine is None else mine)
+        assert len({len(rank.names) for rank in ranks}) == 1
+        digests |= {rank.digest for rank in ranks}
+    assert len(digests) == 1
