@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlbatch.api import ModelError, ModelFamily, ParamMapping
-from rlbatch.weights.codec import Geometry, hf_names, hf_patterns, is_expert
+from rlbatch.weights.audit import fp8_names
+from rlbatch.weights.codec import Geometry, hf_names, is_expert
 from rlbatch.weights.routing import Routes, exchange, gathered_routes
 from rlbatch.weights.wire import NamedTensor, Wire
 
@@ -76,7 +77,7 @@ class Exporter:
         quantize: Whether the family's fp8 weights leave as e4m3 and scales.
 
     Raises:
-        ModelError: an entry that no rank holds.
+        ModelError: an entry that no rank holds, or a layer with experts of both kinds.
     """
 
     def __init__(
@@ -84,13 +85,19 @@ class Exporter:
     ) -> None:
         self._family, self._groups = family, groups
         owners = self._stage_owners(entries, described)
-        geometry, fp8 = Geometry.of(family), family.fp8 if quantize else frozenset()
+        geometry, fp8 = Geometry.of(family), fp8_names(family) if quantize else set()
         self._prepared: list[_Prepared] = []
         for entry in entries:
             mapping, (stage, shape, dtype) = entry.mapping, owners[entry.name]
-            quantised, experts = [pattern in fp8 for pattern in hf_patterns(mapping)], is_expert(mapping)
-            wire = Wire(mapping, geometry, (groups.etp if experts else groups.tp).size(), shape[1:] if experts else shape, dtype, quantised)
+            experts = is_expert(mapping)
             names = [hf_names(mapping, entry.layer, expert) for expert in (range(family.num_experts) if experts else (None,))]
+            quantised = [name in fp8 for name in names[0]]
+            if any([name in fp8 for name in others] != quantised for others in names):
+                raise ModelError(
+                    f"model family {family.name}: {', '.join(names[0])} and the layer's other experts must all be quantised or none. "
+                    "Correct modules_to_not_convert in config.json."
+                )
+            wire = Wire(mapping, geometry, (groups.etp if experts else groups.tp).size(), shape[1:] if experts else shape, dtype, quantised)
             self._prepared.append(_Prepared(entry.name, stage, wire, names, shape[0] if experts else 0))
         self._is_alone = groups.ep.size() == groups.etp.size() == groups.pp.size() == 1
 
