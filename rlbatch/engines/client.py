@@ -24,7 +24,7 @@ from rlbatch.engines.pulse import Processes, Pulse
 from rlbatch.engines.shared_names import private_folder, remove_leftovers
 from rlbatch.engines.site import scrubbed, write_site
 from rlbatch.engines.wire import Frame, Header, encode, read_frame
-from rlbatch.launch.children import dies_with_parent, signal_group
+from rlbatch.launch.children import dies_with_parent
 
 LOG_LINES = 15
 CLOSE_WAIT_S = 15.0
@@ -150,8 +150,6 @@ class EngineHost:
             self._socket.shutdown(socket.SHUT_WR)
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(0.0 if self.lost else wait_s)
-        if self._process.poll() is None:
-            signal_group(self.pid, signal.SIGKILL)
         self.processes.kill(CLOSE_WAIT_S)
         self._process.wait()
         self._socket.close()

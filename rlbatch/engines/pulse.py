@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import psutil
+
+from rlbatch.launch.children import signal_group
 
 if TYPE_CHECKING:
     from rlbatch.engines.client import Call, EngineHost
@@ -15,6 +18,7 @@ PING_S = 5.0
 """Longest time between two looks."""
 WORKING_SHARE = 0.1
 """Of a core: an engine whose processes use less does nothing but wait."""
+GUARD_S = 2.0
 POLL_S = 0.05
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
@@ -50,12 +54,19 @@ class Processes:
         return living
 
     def kill(self, limit_s: float) -> None:
-        """Ends all of them, stopped ones too, and waits until they are gone: they hold an accelerator's memory until then."""
+        """Ends the host's group and what else there is, stopped ones too, and waits until they are gone: until then they hold an
+        accelerator's memory.
+        """
         with suppress(psutil.NoSuchProcess):
             self.find()
+            signal_group(self._host.pid, signal.SIGKILL)
+        self._wait(GUARD_S)  # the host's guard looks for those that left the group
         for process in self._seen:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
+        self._wait(limit_s)
+
+    def _wait(self, limit_s: float) -> None:
         deadline = time.monotonic() + limit_s
         while not all(map(_is_over, self._seen)) and time.monotonic() < deadline:
             time.sleep(POLL_S)

@@ -21,6 +21,7 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.sums: list[float] = []
+        self.dead = False
         self.told: list[list[str]] = []
         self.receiver: Any = None
 
@@ -34,6 +35,7 @@ class FakeEngine:
 
     async def op_fail(self, header: dict[str, Any], payload: bytes, send: Send) -> None:
         print("a line of the log", flush=True)
+        self.dead = header.get("dead", False)
         try:
             raise KeyError("the cause")
         except KeyError as error:
@@ -42,6 +44,16 @@ class FakeEngine:
     async def op_die(self, header: dict[str, Any], payload: bytes, send: Send) -> None:
         print("last words", flush=True)
         os.kill(os.getpid(), header["signal"])
+
+    async def op_work(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
+        """Answers nothing meanwhile."""
+        end = time.monotonic() + header["seconds"]
+        while time.monotonic() < end:
+            sum(range(10_000))
+        return {"worked": True}
+
+    def is_lost(self) -> bool:
+        return self.dead
 
     async def op_hang(self, header: dict[str, Any], payload: bytes, send: Send) -> None:
         time.sleep(3600)
@@ -52,7 +64,8 @@ class FakeEngine:
 
     async def op_spawn(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
         """A child that has a child of its own."""
-        child = subprocess.Popen(["sh", "-c", "sleep 3600 & echo $!; wait"], stdout=subprocess.PIPE)
+        idle = "while :; do :; done" if header.get("busy") else "wait"
+        child = subprocess.Popen(["sh", "-c", f"sleep 3600 & echo $!; {idle}"], stdout=subprocess.PIPE)
         assert child.stdout is not None
         return {"pids": [os.getpid(), child.pid, int(child.stdout.readline())]}
 
