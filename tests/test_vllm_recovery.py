@@ -1,0 +1,108 @@
+"""A whole job whose vLLM engines are lost in mid-generation, on CPU: one undisturbed run, and one that is disturbed three times."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.plugins.vllm_cases import vllm_python
+from tests.test_resume import samples
+from tests.test_run import Ended, processes_of, start
+
+STEPS, SAVED = 3, 2
+LIMIT_S = 600.0
+NOTICED_S = 30.0
+RUN = (
+    "rollout=vllm",
+    "rollout.engine.max_num_seqs=8",  # a group at a time, so that there is a middle
+    "rollout.max_response_tokens=48",
+    "rollout.options.hang_limit_s=8",
+    "rollout.options.max_restarts=1",
+    f"train.steps={STEPS}",
+    "train.prompts_per_step=64",
+    "train.updates_per_step=1",
+    "algorithm.group_size=8",
+    "data.eval=",
+    f"checkpoint.save_interval={SAVED}",
+)
+
+
+def state(run_dir: Path) -> dict[str, bytes]:
+    """Weights and optimizer state after the step that was saved."""
+    folder = run_dir / "checkpoints" / f"step_{SAVED:06d}" / "state"
+    return {path.name: path.read_bytes() for path in folder.glob("*.distcp")}
+
+
+def begin(run_dir: Path, repository: Path) -> subprocess.Popen[str]:
+    return start(run_dir, *RUN, f"rollout.engine.python={vllm_python(repository)}")
+
+
+def end(process: subprocess.Popen[str], run_dir: Path) -> Ended:
+    try:
+        stdout, stderr = process.communicate(timeout=LIMIT_S)
+    finally:
+        process.kill()
+    return Ended(process.returncode, stdout, stderr, run_dir)
+
+
+def wait_for(pattern: str, run_dir: Path, process: subprocess.Popen[str], limit_s: float = LIMIT_S) -> None:
+    """Returns as soon as a path of the run folder exists."""
+    deadline = time.monotonic() + limit_s
+    while not list(run_dir.glob(pattern)):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, f"{pattern} did not come within {limit_s:g} s"
+        time.sleep(0.02)
+
+
+def scheduler(run_dir: Path, engine: int) -> int:
+    """The process of vLLM's that schedules an engine's requests: a child of the host, whose environment names the engine's folder."""
+    for pid in processes_of(run_dir / "engines" / str(engine) / "site"):
+        for child in psutil.Process(pid).children():
+            if "EngineCore" in " ".join(child.cmdline()):
+                return child.pid
+    raise AssertionError(f"engine {engine} has no scheduler")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
+    ended = end(begin(run_dir, repository), run_dir)
+    assert (ended.code, ended.stderr) == (0, "")
+    return run_dir
+
+
+def test_lost_engines_are_restarted_until_it_is_too_often(undisturbed: Path, repository: Path, tmp_path: Path) -> None:
+    """In step 1 the scheduler of one engine is killed and that of the other stopped: both losses are noticed within 30 s, and the samples
+    of steps 1 and 2 and the state after them are byte for byte those of an undisturbed run. In step 3 it is killed again: the job ends,
+    once, with the last lines of the engine's log. No process is left.
+    """
+    run_dir = tmp_path / "run"
+    process = begin(run_dir, repository)
+    wait_for("groups/step_000001/prompt_*", run_dir, process)
+    os.kill(scheduler(run_dir, 0), signal.SIGKILL)
+    os.kill(scheduler(run_dir, 1), signal.SIGSTOP)
+    for engine in range(2):
+        wait_for(f"engines/{engine}/engine_1.log", run_dir, process, NOTICED_S)
+    wait_for("groups/step_000003/prompt_*", run_dir, process)
+    os.kill(scheduler(run_dir, 0), signal.SIGKILL)
+    ended = end(process, run_dir)
+    assert ended.code == 1
+    found = re.findall(r"engine (\d) was lost \((.*)\), restarted in \d+\.\d s, restart 1 of 1\n", ended.stdout)
+    assert [engine for engine, _ in found] == ["0", "1"]
+    assert found[0][1].startswith("rollout=vllm: the engine is dead (`generate`: ")
+    assert found[1][1] == "rollout=vllm: `generate`: no sign of life for 8 s"
+    assert re.match(r"\[rank 0 host \S+\] rollout\.options\.max_restarts=1: engine 0 was lost 2 times\. rollout=vllm: ", ended.stderr)
+    assert ended.stderr.count("was lost 2 times") == 1
+    assert f"See {run_dir}/engines/0/engine.log; its last lines:\n" in ended.stderr
+    expected = {name: rows for name, rows in samples(undisturbed).items() if name <= f"step_{SAVED:06d}.jsonl"}
+    assert samples(run_dir) == expected
+    assert len(expected) == SAVED
+    assert state(run_dir) == state(undisturbed)
+    assert processes_of(run_dir) == []
