@@ -14,6 +14,7 @@ _NO_CACHE = "No available memory for the cache blocks"
 _FULL = re.compile(
     r"CUDA out of memory\. Tried to allocate ([\d.]+ \w+)\. GPU \d+ has a total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free"
 )
+_SHARED = re.compile(rf"Insufficient space in (\S+) for .*?: {_NUMBER} MiB required, {_NUMBER} MiB free")
 _WEIGHTS = re.compile(rf"Model loading took {_NUMBER} GiB")
 _CACHE = re.compile(rf"Available KV cache memory: {_NUMBER} GiB")
 
@@ -56,5 +57,11 @@ def too_small(log: str) -> str:
         return (
             f"rollout.options.gpus_per_engine: vLLM needs {wanted} more for the weights, {free} of the GPU's {total} are free. "
             "Give an engine more GPUs, or keep more of the trainer on the host (offload)."
+        )
+    if found := _SHARED.search(log):
+        folder, needed, free = found.groups()
+        return (
+            f"rollout.options.gpus_per_engine: vLLM's processes share {needed} MiB of {folder}, {free} are free. "
+            "Enlarge it (containers: --shm-size), or remove what no process uses."
         )
     return ""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import time
 from contextlib import suppress
 from multiprocessing import shared_memory
 from pathlib import Path
@@ -15,6 +16,7 @@ FOLDER = Path("/dev/shm")
 PREFIX = "rlbatch-"
 OWNER = "RLBATCH_ENGINE_HOST"
 """Variable that an engine's processes inherit: process id of their host."""
+CLOCK_SLACK_S = 2.0
 
 
 def name_shared_memory() -> None:
@@ -35,9 +37,20 @@ def remove_leftovers() -> None:
     mine = f"{PREFIX}{_namespace()}-"
     for path in [*FOLDER.glob(f"{mine}*"), *Path(tempfile.gettempdir()).glob(f"{mine}*")]:
         owner = path.name.removeprefix(mine).partition("-")[0]
-        if owner.isdecimal() and not Path(f"/proc/{owner}").exists():
-            with suppress(OSError):  # another rank was faster, or it is another user's
+        with suppress(OSError):  # another rank was faster, or it is another user's
+            if owner.isdecimal() and _is_left(path, int(owner)):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _is_left(path: Path, owner: int) -> bool:
+    """Whether the process of that id is gone, or is a later one, that was given the same id after the file was last changed."""
+    try:
+        # The command, which may hold anything, ends with the last parenthesis; the 22nd value is the start, in ticks after boot.
+        ticks = int(Path(f"/proc/{owner}/stat").read_text(errors="replace").rpartition(")")[2].split()[19])
+    except FileNotFoundError:
+        return True
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return path.lstat().st_ctime < time.time() - age_s - CLOCK_SLACK_S
 
 
 def _namespace() -> int:

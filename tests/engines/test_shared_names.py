@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import pwd
+import re
 import stat
 import subprocess
 import sys
@@ -11,7 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from rlbatch.api import RolloutError
+from rlbatch.engines import shared_names
 from rlbatch.engines.shared_names import private_folder, remove_leftovers
+from rlbatch.engines.shared_room import check_room
 
 
 def test_sockets_are_out_of_reach_of_other_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,3 +40,42 @@ def test_folders_of_killed_engines_are_removed(tmp_path: Path, monkeypatch: pyte
     mine = private_folder()
     remove_leftovers()
     assert list(tmp_path.iterdir()) == [mine]
+
+
+def test_a_process_id_that_was_given_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is older than the process of that id was left by an earlier one, as after a reboot."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    mine = private_folder()
+    later = subprocess.Popen(["sleep", "60"])
+    try:
+        left = mine.with_name(mine.name.replace(f"-{os.getpid()}-", f"-{later.pid}-"))
+        left.mkdir()
+        remove_leftovers()
+        assert left.exists()  # it may be that process's own
+        monkeypatch.setattr(shared_names, "CLOCK_SLACK_S", -60.0)  # as if it were a minute older
+        remove_leftovers()
+        assert not left.exists()
+    finally:
+        later.kill()
+        later.wait()
+
+
+def test_who_fills_the_shared_memory(tmp_path: Path) -> None:
+    """Without room for an engine: both numbers, and the largest files with their users and the processes that use them."""
+    check_room(0, tmp_path)
+    for name, size in (("psm_left", 3), ("used", 2), ("small", 1)):
+        (tmp_path / name).write_bytes(bytes(size * 2**20))
+    (tmp_path / "announced").touch()
+    user = pwd.getpwuid(os.geteuid()).pw_name
+    with (
+        (tmp_path / "used").open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ),
+        pytest.raises(RolloutError) as caught,
+    ):
+        check_room(10**9, tmp_path)
+    text = str(caught.value)
+    assert re.match(rf"rollout: {tmp_path} has \d+ MiB free, an engine of several processes needs 1000000000\. ", text)
+    assert f"{tmp_path}/psm_left (3.0 MiB, user {user}, used by no process" in text
+    assert f"{tmp_path}/used (2.0 MiB, user {user}, used by process {os.getpid()})" in text
+    assert text.index("psm_left") < text.index("used (") < text.index("small")
+    assert "announced" not in text

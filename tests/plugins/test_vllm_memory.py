@@ -28,6 +28,10 @@ FULL = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 896.00 MiB. GPU 0 has a total capacity of 79.11 GiB of which 310.06 MiB "
     "is free. Process 1 has 47 GiB memory in use."
 )
+SHARED = (
+    "RuntimeError: Insufficient space in /dev/shm for shared-memory allocation: 160 MiB required, 6 MiB free. Increase /dev/shm (e.g. "
+    "--shm-size or --ipc=host)."
+)
 
 
 @pytest.mark.parametrize(
@@ -48,9 +52,10 @@ FULL = (
             "rollout.engine.gpu_memory_utilization: beside the weights (21.0 GiB) -3.2 GiB are left for the cache. Raise it, ",
         ),
         (FULL, "rollout.options.gpus_per_engine: vLLM needs 896.00 MiB more for the weights, 310.06 MiB of the GPU's 79.11 GiB are free. "),
+        (SHARED, "rollout.options.gpus_per_engine: vLLM's processes share 160 MiB of /dev/shm, 6 are free. Enlarge it "),
         (LOADED + "RuntimeError: something else", ""),
     ],
-    ids=["beside the trainer", "one sample", "no cache", "weights", "something else"],
+    ids=["beside the trainer", "one sample", "no cache", "weights", "shared memory", "something else"],
 )
 def test_one_message_with_both_numbers(log: str, message: str) -> None:
     """For each way in which vLLM says it; whatever else went wrong is left as it is."""

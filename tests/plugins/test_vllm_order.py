@@ -50,7 +50,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, level: int) -> tuple[HostedRollout, 
             return 3
 
     monkeypatch.setattr(hosted, "EngineHost", lambda *_, **__: RecordedHost(calls))
-    monkeypatch.setattr(hosted, "WeightSender", lambda *_: RecordedSender())
+    monkeypatch.setattr(hosted, "WeightSender", lambda *_, **__: RecordedSender())
     return vllm_rollout(RolloutContext(Path("model"), "cuda:0", "bfloat16"), VllmOptions(sleep_level=level)), calls
 
 
