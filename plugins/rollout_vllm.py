@@ -39,6 +39,8 @@ PLACED = (
     "master_port",
 )
 """Options that follow from where the ranks of an engine are."""
+SHARED_MIB = 16
+"""Twice what two workers and their scheduler were seen to fill; they announce far more, and newer versions want that to be free."""
 MEMORY_SHARE = 0.9
 """vLLM's own ``gpu_memory_utilization``."""
 WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
@@ -177,6 +179,7 @@ def program(context: RolloutContext, options: VllmOptions, port: int, devices: S
         entry_points=ENTRY_POINTS,
         sockets_variable="VLLM_RPC_BASE_PATH",
         replicas=_size(theirs, "data_parallel_size") // context.engine_nodes,
+        shared_mib=SHARED_MIB if options.gpus_per_engine > 1 else 0,
     )
 
 

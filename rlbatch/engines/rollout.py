@@ -18,6 +18,7 @@ from typing import Any
 from rlbatch.api import Completion, ConfigError, Prompt, RolloutContext, RolloutError, SamplingParams, WeightBucket
 from rlbatch.engines.client import EngineHost
 from rlbatch.engines.sender import WeightSender
+from rlbatch.engines.shared_room import check_room
 from rlbatch.engines.wire import pack_ints, unpack_ints
 
 OWN_KEYS = ("python", "environment")
@@ -63,6 +64,7 @@ class EngineProgram:
         entry_points: As ``EngineHost``.
         sockets_variable: As ``EngineHost``.
         replicas: Data-parallel replicas of the engine in this host.
+        shared_mib: MiB of /dev/shm that its processes fill at least.
     """
 
     name: str
@@ -73,6 +75,7 @@ class EngineProgram:
     entry_points: Mapping[str, Sequence[str]] = field(default_factory=dict)
     sockets_variable: str = ""
     replicas: int = 1
+    shared_mib: int = 0
 
 
 class HostedRollout:
@@ -114,6 +117,7 @@ class HostedRollout:
             sockets_variable=program.sockets_variable,
         )
         try:
+            check_room(program.shared_mib)
             self._max_model_len = int(host.call("start", program.start, limit_s=self._options.start_timeout_s)["max_model_len"])
         except BaseException:  # also a signal: nobody else would end it
             host.close(wait_s=0.0)
