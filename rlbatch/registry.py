@@ -102,7 +102,8 @@ class Registry:
             raise PluginError(
                 f"rlbatch_resolve_model_family: must return a ModelFamily or None, returned {type(family).__name__}. Correct it."
             )
-        return family
+        left_out = (hf_config.get("quantization_config") or {}).get("modules_to_not_convert") or ()
+        return dataclasses.replace(family, unquantised=family.unquantised | frozenset(left_out))
 
     def complete(self, config: Config) -> Config:
         """Checks the plugin names of a config and fills in the defaults of their options.

@@ -126,6 +126,8 @@ class ModelFamily:
         passthrough: The other tensors of the checkpoint.
         fp8: Hugging Face names, as written in the mappings, of the weights that this family's block-quantised checkpoints hold in fp8
             (e4m3 in blocks of 128 x 128, with ``<name>_scale_inv``). The others stay in bf16.
+        unquantised: Modules of this checkpoint whose weights stay in bf16 nevertheless, as its ``modules_to_not_convert`` names them;
+            filled in from config.json.
         rope: What positions are embedded with, beyond ``rotary_base``: Megatron's arguments of yarn; empty for plain RoPE, and
             without multi-latent attention.
     """
@@ -139,6 +141,7 @@ class ModelFamily:
     mappings: tuple[ParamMapping, ...]
     passthrough: tuple[Passthrough, ...] = ()
     fp8: frozenset[str] = frozenset()
+    unquantised: frozenset[str] = frozenset()
     rope: Mapping[str, Any] = field(default_factory=dict)
 
     @property

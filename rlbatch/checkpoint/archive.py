@@ -196,7 +196,7 @@ def read_box(descriptor: int, layout: Layout, starts: Sequence[int], sizes: Sequ
         layout: Of the archive.
         starts: First index of each dimension.
         sizes: Of each dimension.
-        once: As for ``reading.read_into``.
+        once: As of ``reading.Reading``.
 
     Returns:
         The part, perhaps a strided view of what was read.

@@ -51,7 +51,7 @@ class ExportForm:
         """
         if not self.quantises(name):
             return [(name, tensor.to(self.dtype(name, tensor.dtype)))]
-        values, scales = quantize(tensor)
+        values, scales = quantize(tensor.to(torch.bfloat16))
         check_scales(scales, name)
         return [(name, values), (name + SCALE_SUFFIX, scales)]
 

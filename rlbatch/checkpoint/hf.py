@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from rlbatch.api import CheckpointError, DataError
+from rlbatch.checkpoint.finite import check_finite
+from rlbatch.checkpoint.reading import Reading
 from rlbatch.checkpoint.safetensors_file import DTYPES, Entry, SafetensorsFile
 from rlbatch.checkpoint.safetensors_writer import SafetensorsWriter
 from rlbatch.weights.quantize import BLOCK, SCALE_SUFFIX, check_scales, dequantize, scales_shape
@@ -62,18 +64,24 @@ class HfSource:
         ranges = self._ranges(index)
         part = self.file.read(self.entry, ranges)
         if self.scales is None:
-            return part
+            return self._checked(part)
         blocks = [slice(indices.start // BLOCK, -(-indices.stop // BLOCK)) for indices in ranges]
         scales = self.scales[tuple(blocks)].float()
         check_scales(scales, self.scales.origin)
-        return dequantize(part, scales, self.dtype, (ranges[0].start % BLOCK, ranges[1].start % BLOCK))
+        return self._checked(dequantize(part, scales, self.dtype, (ranges[0].start % BLOCK, ranges[1].start % BLOCK)))
 
     def read_into(self, target: Tensor, index: tuple[slice, ...]) -> None:
         """``target.copy_(self[index])``; what fits the target as it is stored is read right into it."""
         if self.scales is None and target.dtype == self.dtype and target.device.type == "cpu" and target.is_contiguous():
             self.file.read_into(target, self.entry, self._ranges(index))
+            self._checked(target)
         else:
             target.copy_(self[index])
+
+    def _checked(self, part: Tensor) -> Tensor:
+        if self.file.reading.finite:
+            check_finite(part, self.origin)
+        return part
 
     def _ranges(self, index: tuple[slice, ...]) -> list[range]:
         return [range(length)[part] for length, part in zip(self.shape, (*index, *[slice(None)] * len(self.shape)), strict=False)]
@@ -84,18 +92,18 @@ class HfTensors:
 
     Args:
         folder: Folder with one or more safetensors files, with an index if it has one.
-        once: Tensors are read once (``reading.read_into``), as by a conversion, not by all ranks of a node.
+        reading: How they are read.
 
     Raises:
         DataError: no safetensors, a damaged one, or an index that does not describe them.
     """
 
-    def __init__(self, folder: Path, *, once: bool = False) -> None:
+    def __init__(self, folder: Path, reading: Reading | None = None) -> None:
         self._folder = folder
         weight_map = _read_index(folder)
         self._where: dict[str, SafetensorsFile] = {}
         for path in _listed_files(folder, weight_map) if weight_map else sorted(folder.glob("*.safetensors")):
-            file = SafetensorsFile(path, once=once)
+            file = SafetensorsFile(path, reading)
             for name in file.entries:
                 if name in self._where:
                     raise DataError(

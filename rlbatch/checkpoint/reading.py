@@ -4,9 +4,24 @@ from __future__ import annotations
 
 import errno
 import os
+from dataclasses import dataclass
 
 _DONTCACHE = 0x80
 """``RWF_DONTCACHE`` of Linux 6.14: pages that were not in the page cache before are not there afterwards."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How weights are read.
+
+    Attributes:
+        once: They will not be read again: where the system can, they are not kept in the page cache, which costs processor time and
+            throws out what others need.
+        finite: Values that are infinite or NaN are refused.
+    """
+
+    once: bool = False
+    finite: bool = False
 
 
 def read_into(descriptor: int, target: memoryview, offset: int, *, once: bool = False) -> None:
@@ -16,8 +31,7 @@ def read_into(descriptor: int, target: memoryview, offset: int, *, once: bool = 
         descriptor: Of the file.
         target: Where to.
         offset: From where.
-        once: They will not be read again: where the system can, they are not kept in the page cache, which costs processor time and
-            throws out what others need.
+        once: As of ``Reading``.
 
     Raises:
         OSError: it cannot be read.

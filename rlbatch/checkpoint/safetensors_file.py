@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rlbatch.api import DataError
-from rlbatch.checkpoint.reading import read_into
+from rlbatch.checkpoint.reading import Reading, read_into
 
 DTYPES = {
     "F64": torch.float64,
@@ -66,7 +66,7 @@ class SafetensorsFile:
 
     Args:
         path: The file.
-        once: Its tensors are read once (``reading.read_into``).
+        reading: How its tensors are read.
 
     Attributes:
         entries: By name.
@@ -76,8 +76,8 @@ class SafetensorsFile:
         DataError: not a whole safetensors file.
     """
 
-    def __init__(self, path: Path, *, once: bool = False) -> None:
-        self.path, self._once = path, once
+    def __init__(self, path: Path, reading: Reading | None = None) -> None:
+        self.path, self.reading = path, reading or Reading()
         self.bytes_read = 0
         try:
             with path.open("rb") as file:
@@ -138,7 +138,7 @@ class SafetensorsFile:
 
     def _pread(self, start: int, target: Tensor) -> None:
         try:
-            read_into(self._descriptor.fileno(), memoryview(cast(Any, target.numpy())), start, once=self._once)
+            read_into(self._descriptor.fileno(), memoryview(cast(Any, target.numpy())), start, once=self.reading.once)
         except OSError as error:
             raise DataError(f"{self.path}: cannot be read ({error.strerror}). Look at the folder.") from error
         except EOFError as error:

@@ -30,6 +30,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from rlbatch.api import DataError
 from rlbatch.checkpoint import archive
+from rlbatch.checkpoint.finite import check_finite
+from rlbatch.checkpoint.reading import Reading
 from rlbatch.checkpoint.unpickle import METADATA, read_metadata
 
 FORMAT = "metadata.json"
@@ -119,7 +121,7 @@ class TorchDist:
 
     Args:
         folder: Of the checkpoint.
-        once: Its bytes are read once (``reading.read_into``).
+        reading: How it is read.
 
     Attributes:
         folder: The same.
@@ -128,8 +130,8 @@ class TorchDist:
         DataError: no readable metadata, or a file that it names is missing or too short.
     """
 
-    def __init__(self, folder: Path, *, once: bool = False) -> None:
-        self.folder, self._once = folder, once
+    def __init__(self, folder: Path, reading: Reading | None = None) -> None:
+        self.folder, self._reading = folder, reading or Reading()
         self._metadata = read_metadata(folder)
         entries = self._metadata.state_dict_metadata.items()
         self._tensors = {key: stored for key, stored in entries if isinstance(stored, TensorStorageMetadata)}
@@ -195,9 +197,12 @@ class TorchDist:
             layout = archive.find(file, place.offset, place.length)
             if layout.shape != tuple(chunk.sizes):
                 raise pickle.UnpicklingError(f"{key} has shape {layout.shape} at byte {place.offset}, metadata says {tuple(chunk.sizes)}")
-            return archive.read_box(file.fileno(), layout, starts, sizes, once=self._once)
+            box = archive.read_box(file.fileno(), layout, starts, sizes, once=self._reading.once)
         except (pickle.UnpicklingError, OSError, EOFError) as error:
             raise DataError(f"{self.folder / place.relative_path}: cannot be read ({error}). Restore the file.") from error
+        if self._reading.finite:
+            check_finite(box.contiguous(), f"{self.folder / place.relative_path}: {key}")
+        return box
 
     def _open(self, name: str) -> IO[bytes]:
         if name not in self._files:

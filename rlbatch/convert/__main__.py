@@ -57,10 +57,12 @@ def _convert(options: Options, info: RankInfo) -> int:
 
 
 def _check(options: Options) -> int:
-    from rlbatch.convert.check import check, read_table
+    from rlbatch.convert.check import check, not_finite, read_table
     from rlbatch.convert.conversion import family_of
 
     report = check(family_of(options), read_table(Path(options.hf), Path(options.names) if options.names else None))
+    if options.finite:
+        report.wrong.extend(not_finite(Path(options.hf)))
     for line in report.lines():
         print(line)
     return 0 if report.is_complete else EXIT_FAILED

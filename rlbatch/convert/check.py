@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from rlbatch.api import DataError, ModelFamily
+from rlbatch.checkpoint.finite import count_not_finite
 from rlbatch.checkpoint.hf import FLOATING, INDEX, HfTensors
+from rlbatch.checkpoint.reading import Reading
+from rlbatch.convert.hf_output import strips
 from rlbatch.convert.parameters import parameters
 from rlbatch.weights.audit import Audit, audit, passthrough_names
 from rlbatch.weights.quantize import SCALE_SUFFIX, scales_shape
@@ -113,6 +117,19 @@ def table_of(hf: Path, tensors: HfTensors) -> Table:
     """What a folder's files hold."""
     stored = {name: tensors.stored(name).entry for name in tensors.names()}
     return Table(str(hf), list(stored), known={name: (entry.shape, entry.dtype) for name, entry in stored.items()})
+
+
+def not_finite(hf: Path) -> Iterable[str]:
+    """Tensors of a folder with values that are infinite or NaN, in words; reads all of it.
+
+    Raises:
+        DataError: it has no weights.
+    """
+    tensors = HfTensors(hf, Reading(once=True))
+    for name in tensors.names():
+        source = tensors.stored(name)
+        if count := sum(count_not_finite(strip) for strip in strips(source)):
+            yield f"{name}: {count} of {math.prod(source.shape)} values are infinite or NaN"
 
 
 def _read_json(path: Path) -> Table:

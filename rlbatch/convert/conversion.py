@@ -14,6 +14,7 @@ from rlbatch.checkpoint import run_folder
 from rlbatch.checkpoint.export import ExportForm
 from rlbatch.checkpoint.hf import HfTensors
 from rlbatch.checkpoint.identity import model_identity
+from rlbatch.checkpoint.reading import Reading
 from rlbatch.checkpoint.torch_dist import TorchDist, small_files
 from rlbatch.config.hf_config import read_config
 from rlbatch.convert import hf_output, to_dist, to_hf
@@ -147,7 +148,8 @@ def prepare(options: Options) -> Work:
 def _hf_to_dist(options: Options) -> Work:
     family, layout = family_of(options), layout_config(options.layout)
     check_layout(layout, family, on_gpu=False)
-    hf = HfTensors(Path(options.hf), once=layout.tp_size == layout.etp_size == 1)  # columns of a matrix lie between those of other ranks
+    # Columns of a matrix lie between those of other ranks.
+    hf = HfTensors(Path(options.hf), replace(_reading(options), once=layout.tp_size == layout.etp_size == 1))
     check_names(family, hf.names())
     outputs, chunks = to_dist.outputs(family, hf, layout, options.file_gb * 1e9)
     return Work(outputs, lambda: small_files(chunks, to_dist.empty_objects(chunks)))
@@ -155,9 +157,9 @@ def _hf_to_dist(options: Options) -> Work:
 
 def _dist_to_hf(options: Options) -> Work:
     family, folder = family_of(options), Path(options.dist)
-    dist = TorchDist(folder / run_folder.STATE if run_folder.is_checkpoint(folder) else folder, once=True)
+    dist = TorchDist(folder / run_folder.STATE if run_folder.is_checkpoint(folder) else folder, _reading(options))
     hf = Path(options.hf)
-    source = HfTensors(hf, once=True) if any(hf.glob("*.safetensors")) else None
+    source = HfTensors(hf, _reading(options)) if any(hf.glob("*.safetensors")) else None
     form = ExportForm(family, options.export, read_config(hf), source)
     work = _to_hf(options, to_hf.from_dist(family, dist, source, form), form.config())
     present = set(source.names() if source else ())
@@ -168,13 +170,18 @@ def _dist_to_hf(options: Options) -> Work:
     return replace(work, note=note)
 
 
-def _source(family: ModelFamily, folder: Path) -> HfTensors:
+def _reading(options: Options) -> Reading:
+    return Reading(once=True, finite=options.verify if options.finite is None else options.finite)
+
+
+def _source(family: ModelFamily, options: Options) -> HfTensors:
     """A folder's tensors: those of the family, in its shapes.
 
     Raises:
         RlbatchError: one that is missing, unknown, or of another shape or type.
     """
-    hf = HfTensors(folder, once=True)
+    folder = Path(options.hf)
+    hf = HfTensors(folder, _reading(options))
     check_names(family, hf.names())
     wrong = check(family, table_of(folder, hf)).wrong
     if wrong:
@@ -183,7 +190,7 @@ def _source(family: ModelFamily, folder: Path) -> HfTensors:
 
 
 def _fp8_to_bf16(options: Options) -> Work:
-    hf = _source(family_of(options), Path(options.hf))
+    hf = _source(family_of(options), options)
     config = {name: value for name, value in read_config(Path(options.hf)).items() if name != "quantization_config"}
     config |= {name: str(torch.bfloat16).removeprefix("torch.") for name in ("dtype", "torch_dtype") if name in config}
     return _to_hf(options, to_hf.to_bf16(hf), config)
@@ -191,7 +198,7 @@ def _fp8_to_bf16(options: Options) -> Work:
 
 def _bf16_to_fp8(options: Options) -> Work:
     family = family_of(options)
-    hf = _source(family, Path(options.hf))
+    hf = _source(family, options)
     form = ExportForm(family, "fp8", read_config(Path(options.hf)), hf)
     return _to_hf(options, to_hf.to_fp8(family, hf), form.config())
 

@@ -50,7 +50,7 @@ class HfTensor:
 def plain(name: str, source: Source, dtype: torch.dtype | None = None) -> HfTensor:
     """A tensor as its source gives it, or in another type."""
     wanted = dtype or source.dtype
-    return HfTensor(name, wanted, tuple(source.shape), lambda: (raw_bytes(strip.to(wanted)) for strip in _strips(source)))
+    return HfTensor(name, wanted, tuple(source.shape), lambda: (raw_bytes(strip.to(wanted)) for strip in strips(source)))
 
 
 def quantised(name: str, source: Source) -> list[HfTensor]:
@@ -64,8 +64,8 @@ def quantised(name: str, source: Source) -> list[HfTensor]:
 
     def values() -> Iterator[Part]:
         scales = []
-        for strip in _strips(source):
-            value, scale = quantize(strip if strip.dtype == torch.bfloat16 else strip.float())
+        for strip in strips(source):
+            value, scale = quantize(strip.to(torch.bfloat16))
             check_scales(scale, f"{getattr(source, 'origin', name)}, quantised")
             scales.append(scale)
             yield raw_bytes(value)
@@ -151,8 +151,8 @@ def _file(name: str, group: Iterable[HfTensor]) -> Output:
     return Output(name, len(start) + end, parts)
 
 
-def _strips(source: Source) -> Iterator[Tensor]:
-    """A tensor in runs of its first dimension, which end where blocks do."""
+def strips(source: Source) -> Iterator[Tensor]:
+    """A tensor in contiguous runs of its first dimension, which end where blocks do."""
     if not source.shape:
         yield source[()].contiguous()
         return

@@ -81,9 +81,18 @@ def passthrough_names(family: ModelFamily, *, is_dropped: bool) -> dict[str, str
 
 
 def fp8_names(family: ModelFamily) -> set[str]:
-    """Names of the weights that this family's block-quantised checkpoints hold in fp8, trained or carried."""
+    """Names of the weights that are in fp8 where this model is block-quantised, trained or carried."""
     named = trained_names(family) | passthrough_names(family, is_dropped=False)
-    return {name for name, pattern in named.items() if pattern in family.fp8}
+    return {name for name, pattern in named.items() if pattern in family.fp8 and not _is_left_out(family, name)}
+
+
+def _is_left_out(family: ModelFamily, name: str) -> bool:
+    """Whether a weight's module, one around it, or the end of its name (``o_proj``) is among those that stay as they are."""
+    parts = name.removesuffix(".weight").split(".") if family.unquantised else []
+    return any(
+        ".".join(parts[:count]) in family.unquantised or ".".join(parts[-count:]) in family.unquantised
+        for count in range(1, 1 + len(parts))
+    )
 
 
 def expert_names(family: ModelFamily) -> dict[str, int]:
@@ -109,7 +118,7 @@ def expert_names(family: ModelFamily) -> dict[str, int]:
 def audit(family: ModelFamily, names: Iterable[str]) -> Audit:
     """Sorts the names of a checkpoint.
 
-    A checkpoint is taken for a block-quantised one if it has any scales; each of its fp8 weights must then have them.
+    A checkpoint is taken for a block-quantised one if it has any scales; each of ``fp8_names`` must then have them.
 
     Args:
         family: Of the model.
@@ -125,7 +134,8 @@ def audit(family: ModelFamily, names: Iterable[str]) -> Audit:
         is_left_out = name in dropped or _is_redundant(family, name)
         groups = {"trained": name in trained, "carried": name in carried, "scales": name in quantised, "dropped": is_left_out}
         found[next((group for group, belongs in groups.items() if belongs), "unexpected")].append(name)
-    wanted = quantised if found["scales"] else {}
+    in_fp8 = fp8_names(family) if found["scales"] else set()
+    wanted = {scale: name for scale, name in quantised.items() if name in in_fp8}
     missing = [name for name in trained if name not in present] + [s for s, name in wanted.items() if name in trained and s not in present]
     absent = _absent(family, present)
     without = [name for name in carried if name not in present and name not in absent]

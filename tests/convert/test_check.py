@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from rlbatch.convert.__main__ import main
 from tests import tiny_models
@@ -47,6 +49,24 @@ def check(folder: Path, capsys: pytest.CaptureFixture[str], table: dict[str, Any
         names = [f"names={folder / 'names.json.gz'}"]
     code = main(["mode=check", f"hf={folder}", *names])
     return code, capsys.readouterr().out
+
+
+def test_values(fp8: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """finite=true reads them: tensors with infinite values or NaN, scales too, are listed with their number."""
+    assert main(["mode=check", f"hf={fp8}", "finite=true"]) == 0
+    spoiled = Path(shutil.copytree(fp8, tmp_path / "spoiled"))
+    tensors = load_file(spoiled / "model.safetensors")
+    scale = next(name for name in tensors if name.endswith("_scale_inv"))
+    tensors["model.norm.weight"][:3] = float("nan")
+    tensors[scale][0, 0] = float("inf")
+    save_file(tensors, spoiled / "model.safetensors")
+    capsys.readouterr()
+    assert main(["mode=check", f"hf={spoiled}"]) == 0
+    assert main(["mode=check", f"hf={spoiled}", "finite=true"]) == 1
+    said = capsys.readouterr().out
+    assert f"model.norm.weight: 3 of {tensors['model.norm.weight'].numel()} values are infinite or NaN" in said
+    assert f"{scale}: 1 of {tensors[scale].numel()} values" in said
+    assert "not complete: 2 wrong" in said
 
 
 def test_a_folder_with_weights(fp8: Path, table: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:

@@ -164,6 +164,66 @@ def test_scales(value: float, hf: Path, tmp_path: Path, capsys: pytest.CaptureFi
         assert "scales must be positive, finite" in refused(capsys, "mode=bf16_to_fp8", f"hf={hf}", f"out={tmp_path / 'again'}")
 
 
+@pytest.mark.parametrize("mode", ["hf_to_dist", "bf16_to_fp8", "fp8_to_bf16", "dist_to_hf"])
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_values_that_are_not_finite(mode: str, value: float, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Refused with the tensor's name where values are looked at (finite=true, or verify=true), else taken as they are."""
+    norm = torch.ones(32)
+    norm[3:5] = value
+    _change(hf, NORM, norm)
+    arguments, origin = [f"mode={mode}", f"hf={hf}"], f"model.safetensors: {NORM}"
+    if mode == "dist_to_hf":
+        run("mode=hf_to_dist", f"hf={hf}", f"out={tmp_path / 'dist'}")
+        arguments, origin = [*arguments, f"dist={tmp_path / 'dist'}"], ".distcp: decoder.layers.self_attention"
+    for key in ("finite=true", "verify=true"):
+        said = refused(capsys, *arguments, f"out={tmp_path / 'out'}", key)
+        assert origin in said and ": 2 of 32 values are infinite or NaN" in said
+        assert not (tmp_path / "out").exists()
+    run(*arguments, f"out={tmp_path / 'out'}", "verify=true", "finite=false")
+
+
+def test_fp8_folder_with_weights_in_bf16(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Modules that its config.json names as not converted have no scales: the folder is complete, and stays as it is in fp8."""
+    in_bf16(hf)
+    plain = load_file(hf / "model.safetensors")
+    left = sorted(name for name in plain if name.startswith("model.layers.1.mlp.experts.3.") or name.endswith(".2.self_attn.o_proj.weight"))
+    run("mode=bf16_to_fp8", f"hf={hf}", f"out={tmp_path / 'all'}")
+    fp8 = Path(shutil.copytree(tmp_path / "all", tmp_path / "fp8"))
+    for name in left:
+        _change(fp8, name, plain[name])
+        _change(fp8, f"{name}_scale_inv", None)
+    assert "lacks 4 of its tensors" in refused(capsys, "mode=hf_to_dist", f"hf={fp8}", f"out={tmp_path / 'out'}")
+    quantization = json.loads((fp8 / "config.json").read_text())["quantization_config"]
+    quantization["modules_to_not_convert"] += ["model.layers.1.mlp.experts.3", "2.self_attn.o_proj"]
+    _config(fp8, quantization_config=quantization)
+    assert main(["mode=check", f"hf={fp8}"]) == 0
+    run("mode=hf_to_dist", f"hf={fp8}", f"out={tmp_path / 'dist'}")
+    run("mode=dist_to_hf", f"dist={tmp_path / 'dist'}", f"hf={fp8}", f"out={tmp_path / 'back'}")
+    run("mode=bf16_to_fp8", f"hf={fp8}", f"out={tmp_path / 'again'}")
+    want = load_file(fp8 / "model.safetensors")
+    for folder in ("back", "again"):
+        got = load_file(tmp_path / folder / "model.safetensors")
+        assert got.keys() == want.keys()
+        assert [name for name in want if got[name].dtype != want[name].dtype] == []
+        assert [name for name in want if not torch.equal(got[name].view(torch.uint8), want[name].view(torch.uint8))] == []
+
+
+def test_fp8_of_fp32_is_that_of_bf16(hf: Path, tmp_path: Path) -> None:
+    """Weights in fp32 are rounded to bf16 before they are quantised, from a folder and from torch_dist."""
+    run("mode=hf_to_dist", f"hf={hf}", f"out={tmp_path / 'dist'}")
+    run("mode=bf16_to_fp8", f"hf={hf}", f"out={tmp_path / 'a'}")
+    run("mode=dist_to_hf", f"dist={tmp_path / 'dist'}", f"hf={hf}", f"out={tmp_path / 'b'}", "export=fp8")
+    in_bf16(hf)
+    run("mode=bf16_to_fp8", f"hf={hf}", f"out={tmp_path / 'want'}")
+    want = load_file(tmp_path / "want" / "model.safetensors")
+    scales = [name for name in want if name.endswith("_scale_inv")]
+    assert scales
+    for folder in ("a", "b"):
+        got = load_file(tmp_path / folder / "model.safetensors")
+        for name in [*scales, *(scale.removesuffix("_scale_inv") for scale in scales)]:
+            assert torch.equal(got[name].view(torch.uint8), want[name].view(torch.uint8)), name
+
+
 def test_another_models_checkpoint(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A torch_dist folder that does not fit hf's config.json."""
     run("mode=hf_to_dist", f"hf={hf}", f"out={tmp_path / 'dist'}")

@@ -87,6 +87,19 @@ def test_fp8_names() -> None:
     assert fp8_names(FAMILY) == {name.removesuffix("_scale_inv") for name in SCALES}
 
 
+@pytest.mark.parametrize("module", ["model.1", "model.1.0", "model.1.0.down", "0.down"])
+def test_weights_that_a_checkpoint_leaves_as_they_are(module: str) -> None:
+    """By module, by one around it or by the end of its name: such a weight needs no scales, and is not quantised; it may have some."""
+    family = dataclasses.replace(FAMILY, unquantised=frozenset({module, "model.1.0.dow", "odel.1", "n"}))
+    left = {"model.1": {SCALES[0], SCALES[1]}, "0.down": {SCALES[0], SCALES[2]}}.get(module, {SCALES[0]})
+    scales = [name for name in SCALES if name not in left]
+    assert fp8_names(family) == {name.removesuffix("_scale_inv") for name in scales}
+    assert audit(family, [*TRAINED, *CARRIED, *scales]).is_complete
+    assert audit(family, [*TRAINED, *CARRIED, *SCALES]).is_complete
+    assert not audit(FAMILY, [*TRAINED, *CARRIED, *scales]).is_complete
+    assert audit(family, [*TRAINED, *CARRIED, *SCALES[:-1]]).missing_carried == [SCALES[-1]]
+
+
 def test_experts_are_known_by_name() -> None:
     """Trained and carried ones, in their layers; nothing else is an expert's."""
     assert expert_names(FAMILY) == {f"model.{layer}.{expert}.down": expert for layer in (1, 2) for expert in (0, 1)}

@@ -1,0 +1,47 @@
+"""Whether a tensor's values are all finite, in one look at their bits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlbatch.api import DataError
+
+_BITS = {
+    torch.float64: (torch.int64, 0x7FF0000000000000),
+    torch.float32: (torch.int32, 0x7F800000),
+    torch.bfloat16: (torch.int16, 0x7F80),
+    torch.float16: (torch.int16, 0x7C00),
+    torch.float8_e4m3fn: (torch.int8, 0x7F),
+    torch.float8_e5m2: (torch.int8, 0x7C),
+}
+"""Integers of a type's size, and the bits of its infinity (or of its first NaN): without their sign, NaN are the larger ones."""
+
+
+def count_not_finite(tensor: Tensor) -> int:
+    """How many values are infinite or NaN; 0 for integers.
+
+    Args:
+        tensor: Contiguous.
+    """
+    if tensor.dtype not in _BITS:
+        return 0
+    integer, infinity = _BITS[tensor.dtype]
+    magnitude = tensor.view(-1).view(integer) & torch.iinfo(integer).max
+    return int((magnitude >= infinity).sum()) if tensor.numel() and magnitude.amax().item() >= infinity else 0
+
+
+def check_finite(tensor: Tensor, origin: str) -> None:
+    """Refuses values that no weight can have.
+
+    Args:
+        tensor: Contiguous.
+        origin: What it is: file and tensor.
+
+    Raises:
+        DataError: with their number.
+    """
+    if count := count_not_finite(tensor):
+        raise DataError(
+            f"{origin}: {count} of {tensor.numel()} values are infinite or NaN. Download the file again, or take them with finite=false."
+        )
