@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -130,3 +131,23 @@ def test_a_mapping_without_parameter_is_refused(rank_pool) -> None:
     """A name that Megatron's model does not have would be missing in the export."""
     message = "model family toy: Megatron's model has no layers.1.norm, layers.1.bias, layers.1.down (3 mappings). Correct them."
     assert rank_pool(1).run(export_of_a_part) == [message]
+
+
+def quantised_apart(names: list[str]) -> list[str]:
+    """What an export of quantised weights yields, or says, if some of the family's fp8 weights are left out."""
+    family = replace(FAMILY, fp8=frozenset({"model.{layer}.{expert}.down"}), unquantised=frozenset(names))
+    world = dist.group.WORLD
+    mapping = ParameterMap(family, ParallelGroups(tp=world, etp=world, ep=world, pp=world))
+    try:
+        return [name for name, _ in mapping.export(empty(), quantize=True)]
+    except ModelError as error:
+        return [str(error)]
+
+
+def test_what_a_checkpoint_leaves_unquantised_stays_so(rank_pool) -> None:
+    """Whole layers of experts, by config.json's modules; a single expert of a layer is refused."""
+    layer = [f"model.1.{expert}.down" for expert in range(4)]
+    (names,) = rank_pool(1).run(quantised_apart, layer)
+    assert "model.0.3.down_scale_inv" in names and "model.1.3.down" in names and "model.1.3.down_scale_inv" not in names
+    (said,) = rank_pool(1).run(quantised_apart, layer[:1])
+    assert "model.1.0.down and the layer's other experts must all be quantised or none" in said[0]
