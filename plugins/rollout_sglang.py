@@ -1,0 +1,116 @@
+"""Generation by SGLang, in a process of its own beside the rank: ``rlbatch_plugins.sglang_host`` is what runs there."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from rlbatch.api import ConfigError, Configurable, EngineShape, RolloutContext, hookimpl
+from rlbatch.engines.rollout import EngineProgram, HostedOptions, HostedRollout, own_and_theirs, variables_of, visible_devices
+
+HOST = "rlbatch_plugins.sglang_host.engine:SglangEngine"
+ENTRY_POINTS = {"sglang.srt.plugins": ["rlbatch = rlbatch_plugins.sglang_host.plugin:register"]}
+DEFAULTS = {
+    "load_format": "dummy",
+    "log_level": "info",
+    "grammar_backend": "none",
+    # Otherwise models whose classes SGLang cannot import (DeepSeek without nvidia-cutlass-dsl) run with those of transformers, or fail.
+    "model_impl": "sglang",
+}
+CPU_DEFAULTS = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "disable_cuda_graph": True,
+    "disable_overlap_schedule": True,
+    "max_total_tokens": 8192,
+}
+CPU_VARIABLES = {"SGLANG_USE_CPU_ENGINE": "1"}
+VARIABLES = {
+    "HF_HUB_OFFLINE": "1",
+    # With tensor parallelism SGLang does not start if its GPUs have unlike free memory, which it takes for a mistake: the trainer is there
+    # too, and its ranks need not hold the same. The cache gets what the fullest GPU has room for, in any case.
+    "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false",
+}
+
+
+@dataclass(frozen=True)
+class SglangOptions(HostedOptions):
+    """``rollout.options.*``"""
+
+
+def ranks_per_engine(options: SglangOptions) -> int:
+    """See ``Configurable``."""
+    return options.gpus_per_engine
+
+
+def engine_shape(options: SglangOptions, engine: Mapping[str, Any]) -> EngineShape:
+    """See ``Configurable``.
+
+    Raises:
+        ConfigError: a share of the memory that is none.
+    """
+    share, context = engine.get("mem_fraction_static", 1.0), engine.get("context_length", 0)
+    if not isinstance(share, (int, float)) or not 0 < share <= 1:
+        raise ConfigError(f"rollout.engine.mem_fraction_static={share}: must be above 0 and at most 1. Use e.g. 0.6.")
+    return EngineShape(options.gpus_per_engine, 1, float(share), context if isinstance(context, int) else 0)
+
+
+@hookimpl
+def rlbatch_register_rollout_backends() -> Mapping[str, Configurable]:
+    """Offers ``rollout=sglang``."""
+    sglang = Configurable(sglang_rollout, SglangOptions, ranks_per_engine=ranks_per_engine, has_engine=True, engine_shape=engine_shape)
+    return {"sglang": sglang}
+
+
+def sglang_rollout(context: RolloutContext, options: SglangOptions) -> HostedRollout:
+    """A ``RolloutBackend``."""
+    return HostedRollout(context, options, partial(program, context, options))
+
+
+def program(context: RolloutContext, options: SglangOptions, devices: Sequence[str]) -> EngineProgram:
+    """SGLang with the user's options and what other keys decide.
+
+    Args:
+        context: Place, device and SGLang's own options.
+        options: Ours.
+        devices: Of the ranks that share the host.
+    """
+    own, theirs = own_and_theirs(context.engine)
+    on_cpu = context.device == "cpu"
+    level = 0 if on_cpu else options.sleep_level
+    return EngineProgram(
+        "sglang",
+        HOST,
+        start={
+            "options": theirs,
+            "defaults": {**DEFAULTS, "dtype": context.dtype, **(CPU_DEFAULTS if on_cpu else {})},
+            "decided": {
+                "model_path": [str(context.hf_folder.resolve()), "model.hf"],
+                "tp_size": [options.gpus_per_engine, "rollout.options.gpus_per_engine"],
+                "enable_memory_saver": [level > 0, "rollout.options.sleep_level"],
+                "enable_weights_cpu_backup": [level == 1, "rollout.options.sleep_level"],
+            },
+        },
+        python=str(own.get("python", "")),
+        variables={
+            **VARIABLES,
+            **_caches(),
+            **(CPU_VARIABLES if on_cpu else visible_devices(devices)),
+            **variables_of(own),
+        },
+        entry_points=ENTRY_POINTS,
+        sockets_variable="TMPDIR",
+        context_option="context_length",
+    )
+
+
+def _caches() -> dict[str, str]:
+    """Compiled kernels outlive an engine, whose temporary files, sockets among them, do not."""
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    return {name: os.environ.get(name) or os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")}

@@ -1,0 +1,132 @@
+"""Whether a sync wrote every parameter of the engine exactly once, with numbers.
+
+SGLang's models copy weights into their parameters and pass over names that they do not know. So every value of every parameter is made NaN
+before the sync; what is NaN after it was not written, or is not finite.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from sglang.srt.model_loader.weight_utils import default_weight_loader
+
+FP8_NAN = 0x7F
+REFUSALS = (AssertionError, ValueError, RuntimeError, KeyError, IndexError, AttributeError, OSError)
+"""What SGLang's loaders raise at a tensor that they do not take. Anything else ends the scheduler, and with it the engine."""
+
+
+class WriteAudit:
+    """Of one update of one worker.
+
+    Args:
+        model: Of the worker.
+
+    Attributes:
+        failed: Name of a tensor that a loader did not take.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        # The parameters are kept, so that no other object gets the identity of one of them.
+        self._parameters: dict[str, Any] = {
+            name: parameter for name, parameter in model.named_parameters() if parameter.is_floating_point()
+        }
+        self._names = {id(parameter): name for name, parameter in self._parameters.items()}
+        self._slots: dict[tuple[Any, ...], int] = {}
+        self._used: dict[str, bool] = {}
+        self._starts: list[tuple[int, int, str]] = []
+        self._current = self.failed = ""
+        for parameter in self._parameters.values():
+            _spoil(parameter.data)
+
+    def watch(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Passes the tensors on.
+
+        Raises:
+            ValueError: a name for the second time.
+        """
+        self._starts = []
+        for name, tensor in tensors:
+            if name in self._used:
+                raise ValueError(f"weight sync: {name} is written twice.")
+            self._used[name], self._current = False, name
+            bisect.insort(self._starts, (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name))
+            yield name, tensor
+
+    def use(self, name: str) -> None:
+        """A tensor that becomes part of another one before it is loaded."""
+        self._used[name] = True
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Around ``load_weights``: notes what the parameters' loaders are given."""
+        own = {name: _loader_name(parameter) for name, parameter in self._parameters.items()}
+        loaders = {name: vars(parameter).get(own[name]) for name, parameter in self._parameters.items()}
+        for name, parameter in self._parameters.items():
+            setattr(parameter, own[name], self._noting(loaders[name] or default_weight_loader))
+        try:
+            yield
+        finally:
+            for name, parameter in self._parameters.items():
+                if loaders[name] is None:
+                    delattr(parameter, own[name])
+                else:
+                    setattr(parameter, own[name], loaders[name])
+
+    def _noting(self, loader: Any) -> Any:
+        def load(param: Any, loaded_weight: torch.Tensor, *rest: Any, **more: Any) -> Any:
+            slot = (id(param), *map(str, rest), *sorted((name, str(value)) for name, value in more.items()))
+            self._slots[slot] = self._slots.get(slot, 0) + 1
+            self._used[name := self._name_of(loaded_weight)] = True
+            try:
+                return loader(param, loaded_weight, *rest, **more)
+            except REFUSALS:
+                self.failed = name  # some models load in threads, and raise when all have ended
+                raise
+
+        return load
+
+    def _name_of(self, tensor: torch.Tensor) -> str:
+        """Of what a loader is given: a tensor of this call, a part of one, or one that was made of the last ones."""
+        place = bisect.bisect_right(self._starts, tensor.data_ptr(), key=lambda entry: entry[0]) - 1
+        if place >= 0 and tensor.data_ptr() < self._starts[place][1]:
+            return self._starts[place][2]
+        return self._current
+
+    def report(self) -> dict[str, list[str]]:
+        """What is wrong, as lists of names: ``unwritten`` and ``overwritten`` parameters, and tensors that are ``unused``.
+
+        The last is a fault only if all workers say it: a tensor may be of an expert of another one.
+        """
+        counts = {name: (_spoilt(parameter.data), parameter.numel()) for name, parameter in self._parameters.items()}
+        return {
+            "unwritten": [f"{name} ({count} of {size} values)" for name, (count, size) in counts.items() if count],
+            "overwritten": sorted({self._names.get(slot[0], "") for slot, count in self._slots.items() if count > 1}),
+            "unused": [name for name, used in self._used.items() if not used],
+        }
+
+
+def _loader_name(parameter: Any) -> str:
+    """SGLang's own kinds of parameters keep their loader behind a property."""
+    return "_weight_loader" if "_weight_loader" in vars(parameter) else "weight_loader"
+
+
+def _is_fp8(values: torch.Tensor) -> bool:
+    return values.dtype.itemsize == 1
+
+
+def _spoil(values: torch.Tensor) -> None:
+    if _is_fp8(values):
+        values.view(torch.uint8).fill_(FP8_NAN)
+    else:
+        values.fill_(torch.nan)
+
+
+def _spoilt(values: torch.Tensor) -> int:
+    """How many values are no finite numbers."""
+    if _is_fp8(values):
+        return int(((values.view(torch.uint8) & FP8_NAN) == FP8_NAN).sum())
+    return int((~values.isfinite()).sum())

@@ -1,0 +1,276 @@
+"""SGLang behind the engine host's protocol: its ``Engine``, which holds its schedulers in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import difflib
+import json
+import os
+import signal
+import sys
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+from rlbatch.engines.host import IGNORED, Send
+from rlbatch.engines.wire import pack_ints, unpack_ints
+
+from . import versions
+from .plugin import CALL
+
+ALONE = "an engine is tensor parallel on one node, and rlbatch"
+FIXED: dict[str, tuple[Any, str]] = {
+    "skip_tokenizer_init": (True, "rlbatch"),
+    "nnodes": (1, ALONE),
+    "node_rank": (0, ALONE),
+    "dist_init_addr": (None, ALONE),
+    "pp_size": (1, ALONE),
+    "dp_size": (1, ALONE),
+    "enable_dp_attention": (False, ALONE),
+    "base_gpu_id": (0, ALONE),
+    "use_ray": (False, ALONE),
+    "tokenizer_worker_num": (1, "rlbatch"),
+    "disaggregation_mode": ("null", "rlbatch"),
+    "speculative_algorithm": (None, "rlbatch, which does not sync a draft model's weights,"),
+    "preferred_sampling_params": (None, "rlbatch"),
+    "custom_sigquit_handler": (None, "rlbatch"),
+    "sampling_defaults": ("openai", "rlbatch"),
+}
+"""Token ids in and out; every sampling parameter is the job's; name -> value and who decides it."""
+IDLE_LIMIT_S = 60.0
+"""For samples that were given up to end."""
+
+
+class SglangEngine:
+    """One engine of this host process."""
+
+    def __init__(self) -> None:
+        """Nothing is started."""
+        self._engine: Any = None
+        self._version, self._has_weights = -1, False
+
+    async def op_start(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
+        """Starts SGLang with ``defaults``, the user's ``options``, and what is ``decided`` by another key (name -> [value, key])."""
+        version = versions.installed_version()
+        if refused := versions.refusal(version, sys.executable):
+            raise RuntimeError(refused)
+        _add_plugin()
+        from sglang.srt.entrypoints.engine import Engine
+        from sglang.srt.server_args import ServerArgs
+
+        known = [field.name for field in dataclasses.fields(ServerArgs)]
+        decided = {name: value for name, (value, _) in header["decided"].items()}
+        by = {name: who for name, (_, who) in FIXED.items()} | {name: key for name, (_, key) in header["decided"].items()}
+        _check_options(header["options"], known, by, version)
+        fixed = {name: value for name, (value, _) in FIXED.items()}
+        arguments = {**header["defaults"], **header["options"], **decided, **fixed}
+        self._engine = Engine(**arguments)
+        self._take_signals()
+        await self._ask_workers("hello")
+        self._has_weights = arguments["load_format"] != "dummy"
+        return {"version": version, "max_model_len": self._longest()}
+
+    def _take_signals(self) -> None:
+        """As the host treats them: SGLang would end at SIGTERM, and wait for core dumps after a failure, which SIGQUIT tells it."""
+        self._engine.tokenizer_manager.auto_create_handle_loop()
+        loop = asyncio.get_running_loop()
+        for number in IGNORED:
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)
+        loop.add_signal_handler(signal.SIGQUIT, _end)
+
+    def _longest(self) -> int:
+        """Prompt and response together, such that SGLang's scheduler does not shorten the response."""
+        cache = self._engine._scheduler_init_result.scheduler_infos[0]["max_total_num_tokens"]
+        context = self._engine.tokenizer_manager.model_config.context_len
+        return int(min(context - 2, cache - 2 * max(1, self._engine.server_args.page_size)))
+
+    async def op_ping(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
+        """A sign of life of the scheduler's process, not only of this one."""
+        await self._engine.tokenizer_manager.get_internal_state()
+        return {}
+
+    async def op_generate(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
+        """Samples for prompts; each prompt's samples are sent when they are complete."""
+        if not self._has_weights:
+            raise RuntimeError("the engine has no weights: they are random until the first sync, and after sleep level 2. Sync them first.")
+        prompts = unpack_ints(payload, header["lengths"])
+        allowed = asyncio.Semaphore(header["max_concurrency"] or sys.maxsize)
+        common = {
+            "temperature": header["temperature"],
+            "top_p": 1.0,
+            "top_k": -1,
+            "max_new_tokens": header["max_tokens"],
+            "min_new_tokens": header["min_tokens"],
+            "stop_token_ids": header["stop_token_ids"],
+        }
+        work = [asyncio.ensure_future(self._group(header, index, prompts[index], common, allowed, send)) for index in range(len(prompts))]
+        try:
+            await asyncio.gather(*work)
+        finally:
+            for task in work:
+                task.cancel()
+        return {}
+
+    async def _group(
+        self, header: dict[str, Any], index: int, prompt: list[int], common: dict[str, Any], allowed: asyncio.Semaphore, send: Send
+    ) -> None:
+        """One prompt's samples, sent."""
+        tasks = [
+            asyncio.ensure_future(
+                # The name ends with a mark: SGLang aborts all requests whose name begins like that of the aborted one.
+                self._sample(f"{header['id']}-{index}-{number}.", prompt, {**common, "sampling_seed": seed}, header, allowed)
+            )
+            for number, seed in enumerate(header["seeds"][index])
+        ]
+        try:
+            done = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        answer = {
+            "prompt": index,
+            "lengths": [len(tokens) for tokens, _, _, _ in done],
+            "reasons": [reason for _, _, reason, _ in done],
+            "policy_version": self._version,
+            "seconds": [seconds for _, _, _, seconds in done],
+        }
+        logprobs = array("f", [value for _, values, _, _ in done for value in values])
+        send(answer, pack_ints(tokens for tokens, _, _, _ in done) + logprobs.tobytes())
+
+    async def _sample(
+        self, name: str, prompt: list[int], params: dict[str, Any], header: dict[str, Any], allowed: asyncio.Semaphore
+    ) -> tuple[Sequence[int], list[float], str, float]:
+        """Tokens, their log-probs, why it ended, and the seconds that it took."""
+        limit_s = header["request_timeout_s"]
+        async with allowed:
+            started = asyncio.get_running_loop().time()
+            request = self._engine.async_generate(input_ids=prompt, sampling_params=params, return_logprob=True, rid=name)
+            try:
+                output = await asyncio.wait_for(request, limit_s)
+            except asyncio.TimeoutError:
+                self._engine.tokenizer_manager.abort_request(name)
+                raise TimeoutError(f"rollout.options.request_timeout_s={limit_s:g}: sample {name} took longer. Raise it.") from None
+            except asyncio.CancelledError:
+                self._engine.tokenizer_manager.abort_request(name)
+                raise
+            seconds = asyncio.get_running_loop().time() - started
+        said, tokens = output["meta_info"], output["output_ids"]
+        reason = said["finish_reason"]
+        if reason["type"] not in ("stop", "length"):
+            raise RuntimeError(f"sample {name} ended with `{reason['type']}`: {reason.get('message', '')}")
+        values = [value for value, token, _ in said["output_token_logprobs"]]
+        if [token for _, token, _ in said["output_token_logprobs"]] != tokens:
+            raise RuntimeError(f"sample {name}: SGLang's log-probs are of other tokens than its output")
+        # SGLang looks at the length first.
+        return tokens, values, "stop" if tokens[-1] in params["stop_token_ids"] else reason["type"], seconds
+
+    async def op_join(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
+        """All workers join the group over which weights come: ``path``, ``size`` and ``limit_s`` of ``WeightGroup``."""
+        await self._ask_workers("join", path=header["path"], size=header["size"], limit_s=header["limit_s"])
+        return {}
+
+    async def op_start_update(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
+        """Prepares for weights; ``audit``: every write is counted."""
+        await self._idle()
+        self._has_weights = False
+        await self._ask_workers("start", audit=header["audit"])
+        return {}
+
+    async def op_load_weights(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
+        """Loads what a call brings, on all workers."""
+        await self._ask_workers("load", devices=json.loads(payload)["devices"])
+        return {}
+
+    async def op_finish_update(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
+        """Ends the update; from here on samples are of ``policy_version``. What was computed with older weights is forgotten."""
+        reports = await self._ask_workers("finish", version=str(header["policy_version"]))
+        _judge([report for report in reports if report])
+        self._version, self._has_weights = header["policy_version"], True
+        return {}
+
+    async def op_sleep(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
+        """Gives the GPU's memory back; ``level`` 2 forgets the weights too."""
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+        await self._idle()
+        request = ReleaseMemoryOccupationReqInput(tags=["kv_cache", "weights"])
+        await self._engine.tokenizer_manager.release_memory_occupation(request, None)
+        self._has_weights = self._has_weights and header["level"] < 2
+        return {}
+
+    async def op_wake(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
+        """Takes memory back: ``tags`` are ``weights`` and ``kv_cache``."""
+        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+        await self._engine.tokenizer_manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=header["tags"]), None)
+        return {}
+
+    async def _idle(self) -> None:
+        """Waits for samples that were given up, and empties the cache. (While there are samples SGLang kills this process instead.)"""
+        done = await self._engine.tokenizer_manager.flush_cache(timeout_s=IDLE_LIMIT_S)
+        if not done.success:
+            raise RuntimeError(f"SGLang still works on samples after {IDLE_LIMIT_S:g} s ({done.message})")
+
+    async def _ask_workers(self, operation: str, *, version: str | None = None, **details: Any) -> list[dict[str, Any]]:
+        """What ``WorkerWeights.<operation>`` returns in every worker.
+
+        Args:
+            operation: Its name.
+            version: From here on the weights have it, and what was computed with older ones is forgotten.
+            details: Its arguments; JSON.
+        """
+        from sglang.srt.managers.io_struct import UpdateWeightsFromIPCReqInput
+
+        text = json.dumps({"operation": operation, **details})
+        request = UpdateWeightsFromIPCReqInput(zmq_handles={CALL: text}, flush_cache=version is not None, weight_version=version)
+        success, message = await self._engine.tokenizer_manager.update_weights_from_ipc(request, None)
+        if not success:
+            raise RuntimeError(message)
+        answers: list[dict[str, Any]] = json.JSONDecoder().raw_decode(message)[0]  # SGLang adds a sentence about the version
+        return answers
+
+    async def stop(self) -> None:
+        """Ends SGLang's processes."""
+        if self._engine is not None:
+            self._engine.shutdown()
+
+
+def _end() -> None:
+    """One of SGLang's processes failed: all of them end."""
+    print("rlbatch: a process of SGLang failed, which ends the engine.", flush=True)
+    os.killpg(os.getpgrp(), signal.SIGKILL)  # the host leads it
+
+
+def _add_plugin() -> None:
+    """A user's choice of SGLang plugins must not leave ours out."""
+    if chosen := os.environ.get("SGLANG_PLUGINS"):
+        os.environ["SGLANG_PLUGINS"] = f"{chosen},rlbatch"
+
+
+def _check_options(options: dict[str, Any], known: Sequence[str], decided: dict[str, str], version: str) -> None:
+    for name, value in options.items():
+        if name in decided:
+            raise ValueError(f"rollout.engine.{name}={value}: {decided[name]} decides it. Leave it out.")
+        if name not in known:
+            close = " or ".join(f"`{match}`" for match in difflib.get_close_matches(name, known))
+            hint = f"Did you mean {close}?" if close else "See `python -m sglang.launch_server --help`."
+            raise ValueError(f"rollout.engine.{name}={value}: SGLang {version} has no such option. {hint}")
+
+
+def _judge(reports: Sequence[dict[str, list[str]]]) -> None:
+    """Raises ValueError with a name, if the workers were not written as they must; see ``WriteAudit.report``."""
+    if not reports:
+        return
+    said = {key: sorted({name for report in reports for name in report[key]}) for key in ("unwritten", "overwritten")}
+    said["unused"] = sorted(set.intersection(*(set(report["unused"]) for report in reports)))
+    for key, problem in (
+        ("unwritten", "is not written, or not finite"),
+        ("overwritten", "is written twice"),
+        ("unused", "is no parameter of the engine"),
+    ):
+        if names := said[key]:
+            raise ValueError(
+                f"weight sync: {names[0]} {problem} ({len(names)} such). The model family's mappings must cover the engine's parameters."
+            )

@@ -1,0 +1,162 @@
+"""The entry point that SGLang calls in each of its processes (group ``sglang.srt.plugins``), and what it changes in them."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import shared_memory
+from typing import Any
+
+from rlbatch.engines.shared_names import name_shared_memory
+
+CALL = "rlbatch"
+"""Of SGLang's weight updates, one takes texts by names; a text of this name is ours."""
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One change.
+
+    Attributes:
+        target: What is changed, by its full name in SGLang.
+        kind: ``AROUND`` (called with the original), ``AFTER`` (with its result) or ``REPLACE``.
+        function: Ours.
+        why: What is otherwise.
+    """
+
+    target: str
+    kind: str
+    function: Callable[..., Any]
+    why: str
+
+
+def take_weights(original: Any, runner: Any, request: Any) -> Any:
+    """A weight update of ours."""
+    text = request.zmq_handles.get(CALL)
+    if text is None:
+        return original(runner, request)
+    from .weights import answer
+
+    return answer(runner, text)
+
+
+def give_seeds(info: Any, kind: type, batch: Any, vocab_size: int) -> None:
+    """Adds the samples' seeds to a batch."""
+    import torch
+
+    seeds = [request.sampling_params.sampling_seed or 0 for request in batch.reqs]
+    info.sampling_seed = torch.tensor(seeds, dtype=torch.int64).to(info.device, non_blocking=True)
+
+
+def draw(probs: Any, sampling_seed: Any = None, positions: Any = None) -> Any:
+    """See ``draw_tokens``."""
+    from .sampling import draw_tokens
+
+    return draw_tokens(probs, sampling_seed, positions)
+
+
+def no_end_tokens(config: Any) -> set[int]:
+    """Of the model's own."""
+    return set()
+
+
+def allow_min_tokens(original: Any, tokenizer: Any, stop_strs: Any, stop_regex_strs: Any, min_new_tokens: int = 0) -> None:
+    """What cannot be done without a tokenizer, less the minimal length."""
+    original(tokenizer, stop_strs, stop_regex_strs)
+
+
+class _NoTokenizer:
+    """What the minimal length reads of one."""
+
+    additional_stop_token_ids = None
+
+    def __init__(self, vocab_size: int) -> None:
+        self.eos_token_id = vocab_size  # SGLang's own filler in lists of stop tokens
+
+
+def prepare_min_tokens(original: Any, penalizer: Any) -> None:
+    """With the stop tokens of the requests alone."""
+    requests = [request for request in penalizer.orchestrator.reqs() if request.tokenizer is None]
+    for request in requests:
+        request.tokenizer = _NoTokenizer(penalizer.orchestrator.vocab_size)
+    try:
+        original(penalizer)
+    finally:
+        for request in requests:
+            request.tokenizer = None
+
+
+def cache_bytes(original: Any, runner: Any, free_gib: float) -> Any:
+    """What is left for the cache, or an error with the numbers."""
+    try:
+        return original(runner, free_gib)
+    except ValueError as error:
+        share = runner.mem_fraction_static
+        raise ValueError(
+            f"rollout.engine.mem_fraction_static={share:g}: of {free_gib:.1f} GiB that were free when the engine started, its weights take "
+            f"{runner.weight_load_mem_usage:.1f} and its share is {share * free_gib:.1f}: nothing is left for the KV cache. "
+            "Raise it, use more GPUs an engine, or give the engine more free memory (offload.*)."
+        ) from error
+
+
+def private_path(name: str) -> str:
+    """Of a file that SGLang's processes share: among the engine's temporary files, which go with it."""
+    return os.path.join(tempfile.gettempdir(), f"loads_{os.path.basename(name)}")
+
+
+def shared_name(kind: str) -> str:
+    """Of shared memory, named after the engine's host; see ``name_shared_memory``."""
+    name: str = vars(shared_memory)["_make_filename"]()
+    return name.lstrip("/")
+
+
+_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+_SAMPLING = "sglang.srt.sampling"
+
+HOOKS = (
+    Hook(f"{_RUNNER}.update_weights_from_ipc", "AROUND", take_weights, "weights come with another project's program, over ZeroMQ"),
+    Hook(
+        f"{_SAMPLING}.sampling_batch_info.SamplingBatchInfo.from_schedule_batch",
+        "AFTER",
+        give_seeds,
+        "seeds count only with enable_deterministic_inference, which is slower",
+    ),
+    Hook("sglang.srt.layers.sampler.sampling_from_probs_torch", "REPLACE", draw, "see draw_tokens"),
+    Hook(
+        "sglang.srt.configs.model_config.ModelConfig._get_hf_eos_token_id",
+        "REPLACE",
+        no_end_tokens,
+        "the model's own end tokens end a sample too; `ignore_eos` would ignore the trainer's stop tokens with them",
+    ),
+    Hook(
+        f"{_SAMPLING}.sampling_params.raise_if_tokenizer_required",
+        "AROUND",
+        allow_min_tokens,
+        "without a tokenizer a minimal length is refused",
+    ),
+    Hook(
+        f"{_SAMPLING}.penaltylib.min_new_tokens.BatchedMinNewTokensPenalizer._prepare",
+        "AROUND",
+        prepare_min_tokens,
+        "a minimal length asks the tokenizer for its end tokens",
+    ),
+    Hook(
+        "sglang.srt.model_executor.model_runner_kv_cache_mixin.ModelRunnerKVCacheMixin._profile_available_bytes",
+        "AROUND",
+        cache_bytes,
+        "the error has no sizes",
+    ),
+    Hook("sglang.srt.managers.load_snapshot.shm_path_for", "REPLACE", private_path, "every engine leaves a file in /dev/shm"),
+    Hook("sglang.srt.utils.stale_shm_cleanup.make_shm_name", "REPLACE", shared_name, "a tensor-parallel engine leaves memory in /dev/shm"),
+)
+
+
+def register() -> None:
+    """Registers the hooks; SGLang applies them."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    name_shared_memory()
+    for hook in HOOKS:
+        HookRegistry.register(hook.target, hook.function, HookType[hook.kind])

@@ -1,0 +1,37 @@
+"""Tokens drawn with numbers that depend on nothing but a sample's seed and the place of the token in it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_STEP, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685
+"""Of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014), as signed numbers."""
+
+
+def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
+    """[B] float64 in [0, 1) from [B] int64 seeds and positions: splitmix64's ``positions``-th number after each seed."""
+    mixed = seeds + (positions.long() + 1) * _STEP
+    mixed = (mixed ^ _shifted(mixed, 30)) * _FIRST
+    mixed = (mixed ^ _shifted(mixed, 27)) * _SECOND
+    return _shifted(mixed ^ _shifted(mixed, 31), 11).double() * 2.0**-53
+
+
+def draw_tokens(probs: Tensor, sampling_seed: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+    """[B, V] probabilities -> [B] int32 tokens, by inversion of the cumulative distribution.
+
+    In the place of SGLang's ``sampling_from_probs_torch``. Its own seeded draw, which needs ``enable_deterministic_inference``, takes a
+    random token of the vocabulary, however unlikely, whenever one of its V 32-bit numbers is the largest one (with V = 150,000 once in
+    29,000 tokens).
+    """
+    if sampling_seed is None or positions is None:
+        return torch.multinomial(probs, num_samples=1).view(-1).to(torch.int32)
+    cumulative = probs.cumsum(-1, dtype=torch.float64)
+    wanted = uniforms(sampling_seed, positions) * cumulative[:, -1]
+    tokens = torch.searchsorted(cumulative, wanted.unsqueeze(-1), right=True)
+    return tokens.clamp(max=probs.shape[-1] - 1).view(-1).to(torch.int32)
+
+
+def _shifted(values: Tensor, bits: int) -> Tensor:
+    """Shifted to the right, with zeros from the left."""
+    return (values >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,0 +1,146 @@
+"""Weights out of memory that the trainer shares, or a broadcast, into one of SGLang's scheduler processes: what their calls do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from rlbatch.engines.collective import SENDER, WeightGroup
+from rlbatch.engines.receiver import WeightReceiver
+
+from .audit import REFUSALS, WriteAudit
+from .plugin import HOOKS
+
+FIRST, SECOND, FUSED = ".q_a_proj.", ".kv_a_proj_with_mqa.", ".fused_qkv_a_proj_with_mqa."
+"""DeepSeek's models load these two together: SGLang forgets one that comes without the other in the same call."""
+
+
+class WorkerWeights:
+    """Of one scheduler process.
+
+    Args:
+        runner: SGLang's ``ModelRunner``.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self._model, self._tp_rank = runner.model, runner.tp_rank
+        self._device = torch.device("cpu") if runner.device == "cpu" else torch.device(runner.device, torch.cuda.current_device())
+        self._receiver = WeightReceiver(self._device)
+        self._is_fused = any(FUSED in name for name, _ in self._model.named_parameters())
+        self._held: dict[str, torch.Tensor] = {}
+        self._audit: WriteAudit | None = None
+        self._current = ""
+
+    def hello(self) -> dict[str, Any]:
+        """Shows that the plugin is there.
+
+        Raises:
+            RuntimeError: SGLang did not apply a hook. (It only logs that.)
+        """
+        from sglang.srt.plugins.hook_registry import HookRegistry
+
+        if missing := [hook.target for hook in HOOKS if hook.target not in HookRegistry._patched]:
+            raise RuntimeError(f"rollout=sglang: {missing[0]} is not there to hook into. Use a version that is supported.")
+        return {}
+
+    def join(self, path: str, size: int, limit_s: float) -> dict[str, Any]:
+        """Weights come over a group from here on: that of the sender and, after it, all workers; see ``WeightGroup``."""
+        self._receiver.join(WeightGroup(Path(path), SENDER + 1 + self._tp_rank, size, self._device, limit_s))
+        return {}
+
+    def start(self, audit: bool) -> dict[str, Any]:
+        """Begins an update."""
+        self._held = {}
+        self._audit = WriteAudit(self._model) if audit else None
+        return {}
+
+    def load(self, devices: Mapping[str, Any]) -> dict[str, Any]:
+        """Loads what a call brings; its memory is not read afterwards."""
+        _, tensors = self._receiver.tensors(devices)
+        complete = self._complete(tensors)
+        try:
+            if self._audit is None:
+                self._model.load_weights(complete)
+            else:
+                with self._audit.counting():
+                    self._model.load_weights(self._audit.watch(complete))
+        except REFUSALS as error:
+            if str(error).startswith("weight sync"):
+                raise
+            name = (self._audit.failed if self._audit is not None else "") or self._current
+            raise ValueError(f"weight sync: the engine refuses {name} ({type(error).__name__}: {error}).") from error
+        if self._device.type != "cpu":
+            torch.cuda.synchronize(self._device)
+        return {}
+
+    def finish(self) -> dict[str, Any]:
+        """Ends an update; returns the audit's report, if there was one.
+
+        Raises:
+            ValueError: a tensor came without the one that it is loaded with.
+        """
+        self._receiver.finish()
+        if self._held:
+            name = next(iter(self._held))
+            raise ValueError(f"weight sync: {name} came without {_partner(name)}.")
+        report = self._audit.report() if self._audit is not None else {}
+        self._audit = None
+        return report
+
+    def _complete(self, tensors: list[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors; of those that are loaded in pairs none before the other is there too."""
+        for name, tensor in tensors:
+            partner = _partner(name) if self._is_fused else ""
+            if partner and partner not in self._held:
+                self._held[name] = tensor.clone()  # its memory is the trainer's again after this call
+                continue
+            pair = [(partner, self._held.pop(partner))] if partner else []
+            for one, values in [*pair, (name, tensor)]:
+                self._current = one
+                yield one, values
+                if pair and self._audit is not None:
+                    self._audit.use(one)
+
+
+def _partner(name: str) -> str:
+    """The name of what is loaded together with a tensor; empty: nothing."""
+    if FIRST in name:
+        return name.replace(FIRST, SECOND)
+    return name.replace(SECOND, FIRST) if SECOND in name else ""
+
+
+def answer(runner: Any, text: str) -> tuple[bool, str]:
+    """One call of the host: JSON with ``operation``, a method of ``WorkerWeights``, and its arguments.
+
+    Args:
+        runner: SGLang's ``ModelRunner``; all those of the engine get the same call.
+        text: The call.
+
+    Returns:
+        Whether it succeeded everywhere, and the answers of all workers as JSON, or what is wrong.
+    """
+    call = json.loads(text)
+    operation = call.pop("operation")
+    weights: WorkerWeights = vars(runner).get("rlbatch_weights") or WorkerWeights(runner)
+    runner.rlbatch_weights = weights
+    try:
+        own = {"answer": getattr(weights, operation)(**call)}
+    except REFUSALS as error:
+        own = {"error": str(error) or type(error).__name__}
+    answers = _of_all(own, runner.tp_group)
+    errors = [each["error"] for each in answers if "error" in each]
+    return (False, errors[0]) if errors else (True, json.dumps([each["answer"] for each in answers]))
+
+
+def _of_all(own: dict[str, Any], group: Any) -> list[dict[str, Any]]:
+    """What all workers answer. (Pickled, between processes of one engine.)"""
+    if group.world_size == 1:
+        return [own]
+    answers: list[dict[str, Any]] = [{} for _ in range(group.world_size)]
+    dist.all_gather_object(answers, own, group=group.cpu_group)
+    return answers
