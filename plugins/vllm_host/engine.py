@@ -154,12 +154,12 @@ class VllmEngine:
         return tokens, values, completion.finish_reason, seconds
 
     async def op_start_update(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
-        """Prepares for weights; ``audit``: every write is counted."""
+        """Prepares for weights; ``audit``: every write is counted; ``draft``: of the model that the engine speculates with."""
         self._audits = header["audit"]
         # Data-parallel engines compute in lockstep for some steps after the last sample, on parameters that are about to be replaced.
         # All of them stop together, those of other nodes too; one that sleeps has stopped.
         self._was_paused = await versions.stop_lockstep(self._llm)
-        await self._llm.start_weight_update()
+        await (self._llm.start_draft_weight_update() if header["draft"] else self._llm.start_weight_update())
         return {}
 
     async def op_load_weights(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from rlbatch.api import Completion, ConfigError, Prompt, RolloutContext, RolloutError, SamplingParams, WeightBucket
@@ -90,6 +91,7 @@ class HostedRollout:
 
     Attributes:
         max_restarts: See ``RestartableBackend``.
+        lacks_carried: See ``CarryingBackend``.
     """
 
     def __init__(self, context: RolloutContext, options: HostedOptions, program: Callable[[Sequence[str]], EngineProgram]) -> None:
@@ -98,7 +100,7 @@ class HostedRollout:
         self._context, self._options, self._gather = context, options, context.gather
         self.max_restarts, self._restarts = options.max_restarts, 0
         self._sleep_level = options.sleep_level if context.device != "cpu" else 0
-        self._asleep, self._has_weights, self._has_answered = 0, False, False
+        self._asleep, self._has_weights, self._has_answered, self.lacks_carried = 0, False, False, True
         devices = [device.decode() for device in context.node_gather(context.device.encode())]
         self._program = program(devices) if context.node_rank == 0 else None
         self._max_model_len = 0
@@ -131,7 +133,7 @@ class HostedRollout:
     def restart(self) -> None:
         """As ``RestartableBackend``. The log of the engine that was lost stays beside the new one's, with a number."""
         self._restarts += 1
-        self._asleep, self._has_weights, self._has_answered = 0, False, False
+        self._asleep, self._has_weights, self._has_answered, self.lacks_carried = 0, False, False, True
         if self._program and self._host is not None:
             log = self._host.log
             log.replace(log.with_name(f"engine_{self._restarts}.log"))
@@ -144,9 +146,11 @@ class HostedRollout:
             self._gather(b"")  # all ranks of the engine have given their memory back
             self._wake("weights")
             audit = self._context.audit_sync == "always" or (self._context.audit_sync == "first" and not self._has_weights)
-            self._ask("start_update", {"audit": audit})
-            version = self._sender.send(buckets)
-            self._ask("finish_update", {"policy_version": version})
+            for is_draft, part in groupby(buckets, key=lambda bucket: bucket.is_carried):
+                self._ask("start_update", {"audit": audit, "draft": is_draft})
+                version = self._sender.send(part)
+                self._ask("finish_update", {"policy_version": version})
+                self.lacks_carried = self.lacks_carried and not is_draft
             self._has_weights = True
             self._wake("kv_cache")
             self._asleep = 0
@@ -222,6 +226,7 @@ class HostedRollout:
             with self._together():
                 self._ask("sleep", {"level": self._sleep_level})
                 self._asleep = self._sleep_level
+                self.lacks_carried = self.lacks_carried or self._sleep_level == 2
                 self._gather(b"")  # the other ranks' memory is free too
 
     def close(self) -> None:
