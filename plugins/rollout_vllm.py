@@ -134,9 +134,10 @@ class VllmRollout(HostedRollout):
     def wanted_experts(self) -> Sequence[int] | None:
         """See ``ExpertParallelBackend``."""
         if self._devices is None:
-            told = self._host.call("experts", limit_s=self._options.sync_timeout_s) if self._host else {}
-            self._devices = json.loads(self._context.node_gather(json.dumps(told).encode())[0])["devices"]
-        return self._devices.get(device_identity(self._context.device))
+            with self._together():
+                told = self._host.call("experts", limit_s=self._options.sync_timeout_s) if self._host else {}
+                self._devices = json.loads(self._context.node_gather(json.dumps(told).encode())[0]).get("devices")
+        return None if self._devices is None else self._devices.get(device_identity(self._context.device))
 
 
 def vllm_rollout(context: RolloutContext, options: VllmOptions) -> VllmRollout:
