@@ -123,11 +123,10 @@ class VllmRollout(HostedRollout):
     """
 
     def __init__(self, context: RolloutContext, options: VllmOptions) -> None:
+        spans_nodes = context.engine_nodes > 1
         # Kept as long as this object, so that the engine can be started again.
-        is_first, self._port = context.engine_rank == 0 and context.engine_nodes > 1, None
-        if is_first:
-            self._port = ReservedPort(context.address)
-        port = agreed_port(context.gather, self._port) if context.engine_nodes > 1 else 0
+        self._port = ReservedPort(context.address) if spans_nodes and context.engine_rank == 0 else None
+        port = agreed_port(context.gather, self._port) if spans_nodes else 0
         super().__init__(context, options, partial(program, context, options, port))
         self._devices: dict[str, list[int] | None] | None = None
 
@@ -173,6 +172,7 @@ def program(context: RolloutContext, options: VllmOptions, port: int, devices: S
         python=str(own.get("python", "")),
         variables={
             **VARIABLES,
+            "VLLM_ENGINE_READY_TIMEOUT_S": str(math.ceil(options.start_timeout_s)),
             **(CPU_VARIABLES if on_cpu else visible_devices(devices)),
             **(EAGER_VARIABLES if on_cpu and theirs.get("enforce_eager", True) else {}),
             **variables_of(own),

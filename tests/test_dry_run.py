@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,8 @@ from rlbatch.config.compose import compose
 from rlbatch.launch import mpirun
 from rlbatch.launch.engine_plan import EnginePlan
 from rlbatch.launch.placement import Placement
-from rlbatch.registry import load_plugins
-from tests.large_models import write_model
+from rlbatch.registry import compose_job, load_plugins
+from tests.large_models import CONFIGS, write_model
 from tests.megatron.real_models import CONFIGS as PUBLISHED
 
 LARGE = """\
@@ -260,6 +261,17 @@ def test_engines_without_a_place(
     set_model("deepseek671b", tmp_path, monkeypatch)
     assert rlbatch.submit.main(["+cluster=h20x96", *overrides, "dry_run=true"]) == 2
     assert capsys.readouterr().err.removeprefix("\nThis would be refused:\n").lstrip().startswith(message)
+
+
+def test_gpus_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that shares no GPU with the trainer may take all of its memory."""
+    set_model("deepseek671b", tmp_path, monkeypatch)
+    config, registry = compose_job(["+cluster=h20x96"])
+    family = registry.resolve_model_family(CONFIGS["deepseek671b"])
+    for is_colocated in (False, True):
+        plan = EnginePlan(config, 16, EngineShape(8, 2, 0.9, is_colocated=is_colocated), Placement(12, 8))
+        with pytest.raises(ConfigError, match=r"has 55\.9 of 95 GiB .* trainer keeps 39\.1") if is_colocated else nullcontext():
+            plan.check_memory(family, is_fp8=False)
 
 
 def test_an_engine_on_several_nodes_divides_experts(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ class EngineShape:
         memory_share: Of each GPU's memory: what the engine takes, weights and cache.
         context_tokens: Longest prompt and response together; 0: not said.
         stages: Pipeline stages of a replica.
+        is_colocated: Whether the trainer is on the same GPUs.
     """
 
     replica_gpus: int = 1
@@ -39,6 +40,7 @@ class EngineShape:
     memory_share: float = 1.0
     context_tokens: int = 0
     stages: int = 1
+    is_colocated: bool = True
 
 
 def no_draft(engine: Mapping[str, Any]) -> str | None:

@@ -95,7 +95,7 @@ class EnginePlan:
             )
 
     def check_memory(self, family: ModelFamily | None, *, is_fp8: bool) -> None:
-        """Refuses engines that have no room on their GPUs, which the trainer shares.
+        """Refuses engines that have no room on their GPUs, which the trainer may share.
 
         Args:
             family: The model; None: not known.
@@ -107,7 +107,8 @@ class EnginePlan:
         total = self.config.cluster.gpu_memory_gib
         if not total:
             return
-        trainer = footprint(self.config, family, on_gpu=True, node_ranks=1).generating_gib if family else 0.0
+        floor = footprint(self.config, family, on_gpu=True, node_ranks=1) if family else None
+        trainer = floor.generating_gib if floor and self.shape.is_colocated else 0.0
         share, room = self.shape.memory_share * total, total - trainer
         need = self.memory(family, is_fp8=is_fp8)
         if need.weights + need.cache > min(share, room):
