@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -115,11 +114,9 @@ def test_ranks_that_share_an_engine(undisturbed: Path, tmp_path: Path, monkeypat
 
 def test_too_many_losses_end_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After max_restarts the job ends: once, with rank, host, key, and the last lines of the engine's log."""
-    started = time.monotonic()
     faults = [(1, "group", number, "SIGKILL") for number in (1, 2)]
     ended = run(tmp_path / "run", monkeypatch, *faults, overrides=("rollout.options.max_restarts=1",))
     assert ended.code == 1
-    assert time.monotonic() < started + 60
     assert len(restarts(ended)) == 1
     assert re.search(
         r"^\[rank 1 host \S+\] rollout\.options\.max_restarts=1: engine 1 was lost 2 times\. rollout=hosted: the engine's ", ended.stderr
