@@ -121,6 +121,25 @@ def test_another_offload_than_the_layouts() -> None:
     assert (config.offload.name, config.offload.options) == ("cpu_adam", {"fraction": 0.75})
 
 
+def test_another_rollout_than_the_models() -> None:
+    """What a model and its layout say to their engine goes with it; the user's own stays. The same engine, named again, keeps it."""
+    other = compose(["+cluster=h20x96", "rollout=transformers", "rollout.options.max_batch_size=4"]).rollout
+    assert (other.name, other.options, other.engine, other.quantization) == ("transformers", {"max_batch_size": 4}, {}, "auto")
+    assert compose(["+cluster=h20x96", "rollout=vllm"]) == compose(["+cluster=h20x96"])
+    longer = compose(["+cluster=h20x96", "rollout.engine.max_model_len=20000"]).rollout.engine
+    assert (longer["max_model_len"], longer["data_parallel_size"]) == (20000, 4)
+
+
+def test_the_engine_of_64_gpus() -> None:
+    """DeepSeek-R1 on 128 H100: the guide's engine, 1024 samples at once, fp8 weights, four speculative tokens."""
+    rollout = compose(["+cluster=h100x128"]).rollout
+    assert (rollout.name, rollout.quantization, rollout.max_response_tokens) == ("vllm", "fp8", 32768)
+    assert rollout.options["gpus_per_engine"] == 64
+    assert rollout.options["max_concurrency_per_replica"] * rollout.engine["data_parallel_size"] == 1024
+    assert rollout.engine["enable_expert_parallel"]
+    assert rollout.engine["speculative_config"] == {"method": "mtp", "num_speculative_tokens": 4}
+
+
 def test_local_cluster_is_the_embedded_run() -> None:
     """`+cluster=local` changes where, not what."""
     local, plain = compose(["+cluster=local"]), compose([])
