@@ -11,6 +11,9 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+if __name__ == "__main__":
+    gc.set_threshold(100_000, 20, 20)  # else a quarter of the imports' time goes into looking for garbage among what they make
+
 from rlbatch.api import CheckpointError, RlbatchError
 from rlbatch.convert.options import Options, help_text, parse
 from rlbatch.launch.environment import RankInfo
@@ -78,5 +81,6 @@ def _prepare_libraries(info: RankInfo) -> None:
 
 
 if __name__ == "__main__":
-    gc.set_threshold(100_000, 20, 20)  # a quarter of the imports' time would be spent on looking through what they make for garbage
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    gc.freeze()  # nor does the interpreter look there again before it ends
+    sys.exit(code)
