@@ -93,6 +93,7 @@ def test_a_good_run_leaves_its_folder(good: Ended) -> None:
         "checkpoints",
         "config.yaml",
         "embedded",
+        "engines",
         "groups",
         "life.json",
         "life.lock",
