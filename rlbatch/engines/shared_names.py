@@ -1,5 +1,5 @@
-"""Names for the shared memory that an engine's processes make with Python's ``multiprocessing``, and for folders of their sockets: whose
-they are shows, so that what a killed engine left can be removed.
+"""Names for the shared memory and semaphores that an engine's processes make with Python's ``multiprocessing``, and for folders of their
+sockets: whose they are shows, so that what a killed engine left can be removed.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import time
 from contextlib import suppress
-from multiprocessing import shared_memory
+from multiprocessing import process, shared_memory
 from pathlib import Path
 
 FOLDER = Path("/dev/shm")
@@ -20,10 +20,11 @@ CLOCK_SLACK_S = 2.0
 
 
 def name_shared_memory() -> None:
-    """From here on this process names its shared memory after its engine's host."""
+    """From here on this process names its shared memory and semaphores after its engine's host."""
     owner = os.environ.setdefault(OWNER, str(os.getpid()))
     names = vars(shared_memory)
     names["_SHM_NAME_PREFIX"] = f"/{PREFIX}{_namespace()}-{owner}-"
+    vars(process.current_process())["_config"]["semprefix"] = f"/{PREFIX}{_namespace()}-{owner}-mp"
     names["_SHM_SAFE_NAME_LENGTH"] = len(names["_SHM_NAME_PREFIX"]) + 16
 
 
@@ -33,10 +34,10 @@ def private_folder() -> Path:
 
 
 def remove_leftovers() -> None:
-    """Removes the shared memory and folders of engines whose process is gone. Other users' and other containers' are left alone."""
+    """Removes what engines left in shared folders whose process is gone. Other users' and other containers' is left alone."""
     mine = f"{PREFIX}{_namespace()}-"
-    for path in [*FOLDER.glob(f"{mine}*"), *Path(tempfile.gettempdir()).glob(f"{mine}*")]:
-        owner = path.name.removeprefix(mine).partition("-")[0]
+    for path in [*FOLDER.glob(f"{mine}*"), *FOLDER.glob(f"sem.{mine}*"), *Path(tempfile.gettempdir()).glob(f"{mine}*")]:
+        owner = path.name.removeprefix("sem.").removeprefix(mine).partition("-")[0]
         with suppress(OSError):  # another rank was faster, or it is another user's
             if owner.isdecimal() and _is_left(path, int(owner)):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()

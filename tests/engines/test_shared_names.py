@@ -42,6 +42,24 @@ def test_folders_of_killed_engines_are_removed(tmp_path: Path, monkeypatch: pyte
     assert list(tmp_path.iterdir()) == [mine]
 
 
+def test_semaphores_of_killed_engines_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those for processes that are not forks have names, which the kernel keeps in a folder."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(shared_names, "FOLDER", tmp_path)
+    code = (
+        "import multiprocessing; from rlbatch.engines.shared_names import name_shared_memory; name_shared_memory(); "
+        "print(multiprocessing.get_context('spawn').Lock()._semlock.name)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != shared_names.OWNER}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    result = subprocess.run([sys.executable, "-c", code], check=True, env=environment, capture_output=True, text=True)
+    left, other = tmp_path / f"sem.{result.stdout.strip().lstrip('/')}", tmp_path / "sem.mp-abcdefgh"
+    for file in (left, other):
+        file.touch()
+    remove_leftovers()
+    assert list(tmp_path.iterdir()) == [other]
+
+
 def test_a_process_id_that_was_given_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is older than the process of that id was left by an earlier one, as after a reboot."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
