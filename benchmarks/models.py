@@ -26,9 +26,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3": {
         "model_type": "qwen3",
         "architectures": ["Qwen3ForCausalLM"],
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_attention_heads": 32,
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_attention_heads": 40,
         "num_key_value_heads": 8,
         "head_dim": 128,
         "vocab_size": 151936,
@@ -50,7 +50,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "vocab_size": 151936,
     },
 }
-"""The shapes of Qwen3-8B and Qwen3-30B-A3B."""
+"""The shapes of Qwen3-14B and Qwen3-30B-A3B."""
 SMALL: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 256,

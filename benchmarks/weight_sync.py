@@ -5,7 +5,8 @@ A random model on ``device`` is sent to vLLM, in turn with copies of as many byt
 syncs seconds, GB/s, the share of the copy's, and the memory that they took beside weights and engine, next to its bound of twice
 the larger of a bucket and the largest tensor. Kinds of sync: the first one, which vLLM's loaders do and which is audited; later ones of a
 trainer's own tensors, which are read where they lie; and of tensors that are copied into buckets, as gathered ones are. Then where the time
-of the last went. Options: ``bucket_mib=512``, ``python=<interpreter with vLLM>``, ``transport``, and any of vLLM's.
+of the last ones went. Options: ``bucket_mib=512``, ``python=<interpreter with vLLM>``, ``transport``,
+``start_when=<file>`` (measures once it is there), and any of vLLM's.
 """
 
 from __future__ import annotations
@@ -31,13 +32,15 @@ from rlbatch_plugins.rollout_vllm import VllmOptions, vllm_rollout
 
 MIB, GB = 2**20, 1e9
 POLL_S = 0.001
-ENGINE = {"max_model_len": 512, "max_num_seqs": 32, "enforce_eager": True}
+ENGINE = {"max_model_len": 512, "max_num_seqs": 32, "enforce_eager": True, "kv_cache_memory_bytes": 2**30}
+"""A small cache: that vLLM forgets it, block by block, is part of a sync."""
 
 
 def main(arguments: list[str]) -> None:
     """Runs the benchmark."""
     said = dict(argument.split("=", 1) for argument in arguments)
     device, gib = said.pop("device", "cuda:0"), float(said.pop("gib", 4))
+    when = said.pop("start_when", "")
     kind, rounds, bucket_mib = said.pop("kind", "qwen3"), int(said.pop("rounds", 5)), int(said.pop("bucket_mib", 512))
     options = VllmOptions(sleep_level=0, separate_gpus=int(said.pop("separate_gpus", 0)), transport=said.pop("transport", "auto"))
     engine = ENGINE | {name: value if name == "python" else json.loads(value) for name, value in said.items()}
@@ -51,6 +54,8 @@ def main(arguments: list[str]) -> None:
         print(f"{kind}, {model.nbytes / GB:.2f} GB in {len(list(model.named()))} tensors on {_machine(device)}", flush=True)
         print(f"engine started in {time.perf_counter() - started:.0f} s", flush=True)
         try:
+            while when and not Path(when).exists():
+                time.sleep(0.1)
             _measure(rollout, model, device, bucket_mib, rounds, far=bool(options.separate_gpus))
         except BaseException:
             print((context.folder / "engine.log").read_text()[-6000:])
@@ -64,29 +69,36 @@ def _measure(rollout: HostedRollout, model: RandomModel, device: str, bucket_mib
     phases: dict[str, float] = {}
     seconds: dict[str, list[float]] = {"copy": [], "first": [], "in place": [], "in buckets": []}
     memory: dict[str, int] = {}
+    where: dict[str, str] = {}
     version = 0
 
-    def sync(kind: str) -> None:
+    def sync(kind: str) -> float:
         nonlocal version
         version += 1
         model.change()
-        lasting = model.storages if kind == "in place" else frozenset()
-        with _peak(device, rollout) as peak, _timed(rollout, phases):
+        _wait(device)
+        lasting = model.storages if kind != "in buckets" else frozenset()
+        with _timed(rollout, phases):
             started = time.perf_counter()
             rollout.update_weights(buckets(model.named(), bucket_mib, version, lasting=lasting))
-            seconds[kind].append(time.perf_counter() - started)
-        memory[kind] = max(memory.get(kind, 0), peak())
+            taken = time.perf_counter() - started
+        where[kind] = ", ".join(f"{name} {value * 1e3:.1f} ms" for name, value in phases.items())
+        return taken
 
-    sync("first")
-    for number in range(rounds + 1):
-        for kind in ("copy", "in place", "in buckets"):
-            if kind == "copy":
-                seconds["copy"].append(copy())
-            else:
-                sync(kind)
-        if number == 0:  # the first time memory is made, opened and looked up
-            for kind in ("copy", "in place", "in buckets"):
-                print(f"{kind}, for the first time: {seconds[kind].pop() * 1e3:.1f} ms")
+    def watched(kind: str) -> float:
+        with _peak(device, rollout) as peak:
+            taken = sync(kind)
+        memory[kind] = peak()
+        return taken
+
+    seconds["first"].append(watched("first"))
+    again = {kind: watched(kind) for kind in ("in place", "in buckets")}
+    print("second syncs, which look up where things are: " + ", ".join(f"{kind} {taken * 1e3:.1f} ms" for kind, taken in again.items()))
+    for kind in ("in place", "in buckets"):
+        sync(kind)  # a run's syncs are all of one kind: memory stays open
+        for _ in range(rounds):
+            seconds["copy"].append(copy())
+            seconds[kind].append(sync(kind))
     limit = model.nbytes / statistics.median(seconds.pop("copy")) / GB
     print(f"{'copy to the next GPU' if far else 'copy':<22} {limit:8.1f} GB/s")
     for kind, values in seconds.items():
@@ -96,7 +108,8 @@ def _measure(rollout: HostedRollout, model: RandomModel, device: str, bucket_mib
             f"sync, {kind:<16} {rate:8.1f} GB/s  {rate / limit:6.1%} of the copy  {middle * 1e3:8.1f} ms  "
             f"peak extra memory {memory[kind] / MIB:.0f} MiB (bound {2 * max(sizes) / MIB:.0f})"
         )
-    print("of the last sync: " + ", ".join(f"{name} {value * 1e3:.1f} ms" for name, value in phases.items()))
+    for kind, spent in where.items():
+        print(f"of the last sync {kind}: {spent}")
 
 
 def _copier(size: int, device: str, *, far: bool) -> Callable[[], float]:

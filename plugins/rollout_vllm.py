@@ -75,7 +75,9 @@ def engine_shape(options: VllmOptions, engine: Mapping[str, Any]) -> EngineShape
         raise ConfigError(f"rollout.engine.gpu_memory_utilization={share}: must be above 0 and at most 1. Use e.g. 0.6.")
     stages = _size(engine, "pipeline_parallel_size")
     gpus = _tensor_parallel(options, engine) * stages
-    return EngineShape(gpus, replicas, float(share), context if isinstance(context, int) else 0, stages)
+    return EngineShape(
+        gpus, replicas, float(share), context if isinstance(context, int) else 0, stages, is_colocated=not options.separate_gpus
+    )
 
 
 def draft(engine: Mapping[str, Any]) -> str | None:
@@ -158,7 +160,7 @@ def program(context: RolloutContext, options: VllmOptions, port: int, devices: S
     decided = {
         "model": [str(context.hf_folder.resolve()), "model.hf"],
         "tensor_parallel_size": [_tensor_parallel(options, theirs), "rollout.options.gpus_per_engine"],
-        "enable_sleep_mode": [options.sleep_level > 0 and not on_cpu, "rollout.options.sleep_level"],
+        "enable_sleep_mode": [options.sleep_level > 0 and not (on_cpu or options.separate_gpus), "rollout.options.sleep_level"],
     }
     return EngineProgram(
         "vllm",

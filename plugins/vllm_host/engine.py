@@ -36,6 +36,7 @@ class VllmEngine:
         """Nothing is started."""
         self._llm: Any = None
         self._version, self._audits, self._was_paused = -1, False, False
+        self._has_synced, self._replays, self._is_draft, self._is_open = False, False, False, False
         self._held: list[dict[str, Any]] = []
 
     async def op_start(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
@@ -153,32 +154,41 @@ class VllmEngine:
         values = [position[token].logprob for position, token in zip(completion.logprobs, tokens, strict=True)]
         return tokens, values, completion.finish_reason, seconds
 
+    async def op_join(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
+        """Lets all workers join the group of ``size`` processes whose first one will send weights."""
+        await versions.join_workers(self._llm, header["path"], header["size"], header["limit_s"])
+        return {}
+
     async def op_start_update(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
         """Prepares for weights; ``audit``: every write is counted; ``draft``: of the model that the engine speculates with."""
-        self._audits = header["audit"]
+        self._audits, self._is_draft = header["audit"], header["draft"]
+        self._replays = self._has_synced and not (self._audits or self._is_draft)
+        self._has_synced = self._has_synced and self._is_draft
         # Data-parallel engines compute in lockstep for some steps after the last sample, on parameters that are about to be replaced.
         # All of them stop together, those of other nodes too; one that sleeps has stopped.
         self._was_paused = await versions.stop_lockstep(self._llm)
-        await (self._llm.start_draft_weight_update() if header["draft"] else self._llm.start_weight_update())
+        self._is_open = False
         return {}
 
     async def op_load_weights(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
-        """Loads one bucket on all workers."""
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        await self._llm.update_weights(WeightTransferUpdateRequest(update_info={**json.loads(payload), "audit": self._audits}))
+        """Loads one bucket on all workers; the first call starts the update there."""
+        starts, self._is_open = not self._is_open, True
+        update = {**json.loads(payload), "audit": self._audits, "replay": self._replays}
+        await self._llm.collective_rpc("rlbatch_load", kwargs={"update_info": update, "starts": starts, "is_draft": self._is_draft})
         return {}
 
     async def op_finish_update(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
         """Ends the update; from here on samples are of ``policy_version``. What was computed with older weights is forgotten."""
+        if not self._is_open:
+            await self._llm.start_weight_update()
         reports = await versions.ask_workers(self._llm, "rlbatch_written") if self._audits else []
-        await versions.finish_weight_update(self._llm, str(header["policy_version"]))
-        await self._llm.reset_prefix_cache()
+        # The scheduler takes them in this order, and does not wait between them.
+        await asyncio.gather(versions.finish_weight_update(self._llm, str(header["policy_version"])), self._llm.reset_prefix_cache())
         if self._was_paused:
             await self._llm.resume_generation()
         if reports:  # other nodes, which may have nothing to complain of, do not go on alone
             _judge(reports, [worker["experts"] for worker in self._held])
-        self._version = header["policy_version"]
+        self._version, self._has_synced = header["policy_version"], self._has_synced or not self._is_draft
         return {}
 
     async def op_experts(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:

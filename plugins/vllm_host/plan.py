@@ -75,6 +75,12 @@ class Plan:
     layers: list[torch.nn.Module] = field(default_factory=list)
     held: list[Held] = field(default_factory=list)
 
+    def __str__(self) -> str:
+        """For logs."""
+        size, kinds = sum(held.parameter.nbytes for held in self.held), sorted({type(layer).__name__ for layer in self.layers})
+        rest = f"{len(self.loaded)} tensors go through vLLM's loaders, it processes {', '.join(kinds) or 'no layer'}"
+        return f"copy {size / 2**30:.2f} GiB; {rest}"
+
     def is_valid(self) -> bool:
         """Whether all parameters are where they were."""
         return all(held.is_there() for held in self.held)

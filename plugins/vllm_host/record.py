@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.model_loader.reload import layerwise
 
 from .plan import Copy, Held, Plan, Slice
@@ -102,6 +103,7 @@ class Recorder(TorchDispatchMode):
         self._attributes: dict[torch.nn.Module, dict[str, Any]] = {}
         self._closed: dict[torch.nn.Module, list[tuple[str, Tensor, Target]]] = {}
         self._viewed: set[int] = set()
+        self._read: set[int] = set()
         self._is_pausing = False
         # What vLLM leaves in the model when it prepares an update is written in place.
         self._in_place = [
@@ -138,12 +140,23 @@ class Recorder(TorchDispatchMode):
             processed = dict(layerwise.get_layer_tensors(layer))
             with self._pausing():
                 restore(layer, info)
-                self._close(layer, processed, *info.kernel_tensors)
+                if layer not in self._slow:
+                    self._close(layer, processed, *info.kernel_tensors)
 
-        def finalize_attention_layer(layer: torch.nn.Module, *rest: Any) -> None:
-            self._slow.add(layer)
-            with self._pausing():  # it may read other layers' parameters, and is called in every sync
-                finalize(layer, *rest)
+        def finalize_attention_layer(layer: torch.nn.Module, info: Any, *rest: Any) -> None:
+            self._read = set()
+            with self._pausing():  # it may read other layers' parameters: then it is called in every sync
+                is_loaded = info.load_numel > 0
+                finalize(layer, info, *rest)
+            own = {_identity(tensor) for tensor in layerwise.get_layer_tensors(layer).values()}
+            weights = {_identity(parameter) for parameter in self._model.parameters()} - own
+            if (
+                is_loaded
+                or not isinstance(layer, Attention)
+                or layer.kv_cache_dtype != "auto"
+                or self._read & (weights | self._sent.keys())
+            ):
+                self._slow.add(layer)
 
         layerwise.materialize_layer = materialize_layer
         layerwise._copy_and_restore_kernel_tensors = restore_layer
@@ -166,6 +179,8 @@ class Recorder(TorchDispatchMode):
                 self._viewed |= _storages(args)
             elif func._schema.name not in BLIND:
                 self._happened(func, args, kwargs or {})
+        elif self._is_pausing:
+            self._read |= _storages((args, kwargs))
         return result
 
     def plan(self) -> Plan | None:
@@ -193,11 +208,11 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def _pausing(self) -> Iterator[None]:
-        self._is_pausing = True
+        before, self._is_pausing = self._is_pausing, True
         try:
             yield
         finally:
-            self._is_pausing = False
+            self._is_pausing = before
 
     def _happened(self, func: Any, args: Any, kwargs: Any) -> None:
         """An operator that reads or writes values."""

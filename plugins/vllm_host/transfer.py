@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.logger import init_logger
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from rlbatch.engines.collective import WeightGroup
 from rlbatch.engines.mapping import device_identity
 from rlbatch.engines.receiver import WeightReceiver
 
@@ -54,7 +57,7 @@ class SharedMemoryTransfer(WeightTransferEngine):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Called by vLLM, with the model."""
         super().__init__(*args, **kwargs)
-        self._receiver = WeightReceiver(self.device)
+        self.receiver = WeightReceiver(self.device)
         self._audit: WriteAudit | None = None
         self._recorder: Recorder | None = None
         self._replay: Replay | None = None
@@ -73,10 +76,10 @@ class SharedMemoryTransfer(WeightTransferEngine):  # type: ignore[misc]
         is_draft = self.model is not self._default_model
         if may_replay and not is_draft and self._plan is not None and self._plan.is_valid():
             self._replay = Replay(self._plan, self._ready)
-        else:
-            initialize_layerwise_reload(self.model)
-            if not (is_draft or self.parallel_config.enable_eplb):  # else vLLM moves experts between workers
-                self._recorder = Recorder(self.model)
+            return
+        initialize_layerwise_reload(self.model)
+        if not (is_draft or self.parallel_config.enable_eplb):  # else vLLM moves experts between workers
+            self._recorder = Recorder(self.model)
         # A draft has its embedding and output layer from the model: they come with that one's weights.
         self._audit = WriteAudit(self.model, self._default_model.parameters() if is_draft else ())
 
@@ -89,15 +92,15 @@ class SharedMemoryTransfer(WeightTransferEngine):  # type: ignore[misc]
 
     def receive_weights(self, update_info: Bucket) -> None:
         """As ``update_weights``."""
-        if self._audit is None:
+        if self._audit is None and self._replay is None:
             self._start(may_replay=update_info.replay)
-        assert self._audit is not None
-        key, tensors = self._receiver.tensors(update_info.devices)
+        key, tensors = self.receiver.tensors(update_info.devices)
         if update_info.audit:
             check_values(tensors)
         if self._replay is not None:
             tensors = self._replay.copy(key, tensors)
         if tensors:
+            self._audit = self._audit or WriteAudit(self.model)
             with loading_parts(), self._recording(), self._audit.counting(enabled=update_info.audit):
                 self.model.load_weights(self._audit.watch(self._copied(tensors)))
 
@@ -120,7 +123,7 @@ class SharedMemoryTransfer(WeightTransferEngine):  # type: ignore[misc]
     def finish_weight_update(self) -> None:
         """Puts back what no weight came for."""
         with set_current_vllm_config(self.vllm_config):
-            if self._audit is None:
+            if self._audit is None and self._replay is None:
                 self._start(may_replay=False)
             if self._replay is not None:
                 self._replay.finish(self.model_config)
@@ -132,8 +135,9 @@ class SharedMemoryTransfer(WeightTransferEngine):  # type: ignore[misc]
                     check_values((name, parameter) for name, parameter in self.model.named_parameters() if name.endswith(SCALES))
                 if self.model is self._default_model:
                     self._plan, self._ready = None if self._recorder is None else self._recorder.plan(), {}
+                    init_logger("vllm.rlbatch").info("rlbatch: later weight syncs %s", self._plan or "go through vLLM's loaders")
         self._recorder = self._replay = None
-        self._receiver.finish()
+        self.receiver.finish()
 
     def shutdown(self) -> None:
         """Nothing to do: what is open ends with the process."""
@@ -149,10 +153,23 @@ class WorkerExtension:
 
     weight_transfer_engine: SharedMemoryTransfer
 
+    def rlbatch_load(self, update_info: dict[str, Any], *, starts: bool, is_draft: bool) -> None:
+        """vLLM's ``start_weight_update`` and ``update_weights`` in one call."""
+        worker: Any = self
+        if starts:
+            (worker.start_draft_weight_update if is_draft else worker.start_weight_update)()
+        worker.update_weights(update_info)
+
     def rlbatch_written(self) -> dict[str, Any]:
         """As ``SharedMemoryTransfer.written``."""
         report: dict[str, Any] = self.weight_transfer_engine.written()
         return report
+
+    def rlbatch_join(self, path: str, first: int, size: int, limit_s: float) -> None:
+        """Joins a group; ``first`` is the place of this worker's replica in it."""
+        transfer = self.weight_transfer_engine
+        place = first + transfer.parallel_config.rank
+        transfer.receiver.join(WeightGroup(Path(path), place, size, transfer.device, limit_s))
 
     def rlbatch_experts(self) -> dict[str, Any]:
         """This worker's ``device`` and the ``experts`` that it holds; see ``held_experts``."""

@@ -46,6 +46,16 @@ async def ask_workers(llm: Any, method: str) -> list[Any]:
     return [answer for workers in await asyncio.gather(*answers) for answer in workers]
 
 
+async def join_workers(llm: Any, path: str, size: int, limit_s: float) -> None:
+    """Lets all workers of this host join a group of ``size`` processes, behind the first one; see ``rlbatch.engines.collective``."""
+    core, each = llm.engine_core, llm.vllm_config.parallel_config.world_size
+    joins = [
+        core._call_utility_async("collective_rpc", "rlbatch_join", None, (path, 1 + number * each, size, limit_s), {}, engine=engine)
+        for number, engine in enumerate(core.core_engines)
+    ]
+    await asyncio.gather(*joins)
+
+
 async def stop_lockstep(llm: Any) -> bool:
     """Ends the steps that data-parallel engines take together, unless there are none or they sleep; a collective of all of them.
 

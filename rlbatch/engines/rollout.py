@@ -18,6 +18,7 @@ from typing import Any
 
 from rlbatch.api import Completion, ConfigError, Prompt, RolloutContext, RolloutError, SamplingParams, WeightBucket
 from rlbatch.engines.client import EngineHost
+from rlbatch.engines.collective import SENDER, WeightGroup
 from rlbatch.engines.sender import WeightSender
 from rlbatch.engines.shared_room import check_room
 from rlbatch.engines.wire import pack_ints, unpack_ints
@@ -49,6 +50,18 @@ class HostedOptions:
     sleep_level: int = field(
         default=1,
         metadata={"doc": "On GPUs, while training: 1 keeps the weights in host memory, 2 drops them, 0 keeps the GPU's memory."},
+    )
+    separate_gpus: int = field(
+        default=0,
+        metadata={
+            "doc": "GPUs of each node, behind those of its ranks, that only generate: as many as ranks. 0: engines share the ranks' GPUs."
+        },
+    )
+    transport: str = field(
+        default="auto",
+        metadata={
+            "doc": "How weights reach an engine: `shared` memory, or a `collective` to other GPUs (NCCL; Gloo on CPUs); `auto`: what fits."
+        },
     )
 
 
@@ -98,17 +111,40 @@ class HostedRollout:
         if options.sleep_level not in (0, 1, 2):
             raise ConfigError(f"rollout.options.sleep_level={options.sleep_level}: must be 0, 1 or 2. Choose one.")
         self._context, self._options, self._gather = context, options, context.gather
+        self._is_collective = uses_group(options)
         self.max_restarts, self._restarts = options.max_restarts, 0
-        self._sleep_level = options.sleep_level if context.device != "cpu" else 0
+        self._sleep_level = options.sleep_level if context.device != "cpu" and not options.separate_gpus else 0
         self._asleep, self._has_weights, self._has_answered, self.lacks_carried = 0, False, False, True
         devices = [device.decode() for device in context.node_gather(context.device.encode())]
-        self._program = program(devices) if context.node_rank == 0 else None
+        self._program = program(devices_behind(devices, options)) if context.node_rank == 0 else None
         self._max_model_len = 0
         self._host = self._started(self._program) if self._program else None
         self._sender = self._new_sender()
 
     def _new_sender(self) -> WeightSender:
-        return WeightSender(self._host, self._context.device, self._context.node_gather, self._options.sync_timeout_s)
+        return WeightSender(
+            self._host,
+            self._context.device,
+            self._context.node_gather,
+            self._options.sync_timeout_s,
+            self._context.node_rank,
+            self._joined() if self._is_collective and self._host is not None else None,
+            is_collective=self._is_collective,
+        )
+
+    def _joined(self) -> WeightGroup:
+        """This rank and the workers of its host in a group of their own."""
+        assert self._host is not None
+        path = self._context.folder / f"join-{os.getpid()}-{self._restarts}"
+        size, limit_s = 1 + self._options.gpus_per_engine // self._context.engine_nodes, self._options.start_timeout_s
+        call = self._host.begin("join", {"path": str(path.resolve()), "size": size, "limit_s": limit_s})
+        try:
+            group = WeightGroup(path.resolve(), SENDER, size, self._context.device, limit_s)
+        except RuntimeError as error:
+            call.result(limit_s)
+            raise RolloutError(f"rollout.options.transport: this rank and its engine's workers do not meet ({error}).") from error
+        call.result(limit_s)
+        return group
 
     def _started(self, program: EngineProgram) -> EngineHost:
         host = EngineHost(
@@ -143,6 +179,7 @@ class HostedRollout:
     def update_weights(self, buckets: Iterable[WeightBucket]) -> None:
         """Wakes the engine for its weights, sends them, and then gives it its cache; see ``RolloutBackend``."""
         with self._together():
+            self._give_back()
             self._gather(b"")  # all ranks of the engine have given their memory back
             self._wake("weights")
             audit = self._context.audit_sync == "always" or (self._context.audit_sync == "first" and not self._has_weights)
@@ -156,6 +193,13 @@ class HostedRollout:
             self._asleep = 0
         if self._host is not None and self._host.lost:
             raise self._host.lost
+
+    def _give_back(self) -> None:
+        """Memory that this rank's allocator keeps and nothing uses, so that the engine can take its own."""
+        if self._asleep:
+            import torch
+
+            torch.cuda.empty_cache()
 
     def _together(self) -> AbstractContextManager[None]:
         """What all ranks of the engine do at once: all of them do it to its end, also when the engine is lost."""
@@ -231,8 +275,43 @@ class HostedRollout:
 
     def close(self) -> None:
         """Ends the engine and all its processes."""
+        self._sender.close()
         if self._host is not None:
             self._host.close()
+
+
+def uses_group(options: HostedOptions) -> bool:
+    """Whether weights go over a group, and not through memory.
+
+    Raises:
+        ConfigError: there is no such transport, or it does not reach the engine.
+    """
+    if options.transport not in ("auto", "shared", "collective"):
+        raise ConfigError(f"rollout.options.transport={options.transport}: must be auto, shared or collective. Choose one.")
+    if options.separate_gpus < 0:
+        raise ConfigError(f"rollout.options.separate_gpus={options.separate_gpus}: must not be negative. Use 0 for none.")
+    if options.separate_gpus and options.transport == "shared":
+        raise ConfigError("rollout.options.transport=shared: an engine on GPUs of its own has no memory of a rank's. Use auto.")
+    return options.separate_gpus > 0 or options.transport == "collective"
+
+
+def devices_behind(devices: Sequence[str], options: HostedOptions) -> list[str]:
+    """The engine's devices, given those of its ranks: the same, or the ones behind those of all ranks of the node.
+
+    Raises:
+        ConfigError: the node has no such GPUs.
+    """
+    if not options.separate_gpus or "cpu" in devices:
+        return list(devices)
+    import torch
+
+    numbers = [int(device.partition(":")[2]) + options.separate_gpus for device in devices]
+    if max(numbers) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"rollout.options.separate_gpus={options.separate_gpus}: this node needs {max(numbers) + 1} GPUs, of its ranks and as many "
+            f"for its engines, and has {torch.cuda.device_count()}. Use fewer ranks, or 0."
+        )
+    return [f"cuda:{number}" for number in numbers]
 
 
 def own_and_theirs(engine: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

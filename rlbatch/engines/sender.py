@@ -11,7 +11,7 @@ from rlbatch.engines.client import Call, EngineHost
 from rlbatch.engines.collective import WeightGroup
 from rlbatch.engines.mapping import device_identity
 from rlbatch.engines.receiver import EVERY_DEVICE
-from rlbatch.engines.staging import Staging
+from rlbatch.engines.staging import Content, Staging
 
 Gather = Callable[[bytes], list[bytes]]
 """All-gather over the ranks of an engine on a node, in their order; also a barrier."""
@@ -49,6 +49,8 @@ class WeightSender:
         self._staging = Staging(device, lends=not is_collective)
         self._identity, self._sends = "", False
         self._known: set[str] = set()
+        self._messages: dict[int, tuple[Content, bytes]] = {}
+        self._calls = 0
 
     def send(self, buckets: Iterable[WeightBucket]) -> int:
         """Sends every bucket; a collective of the engine's ranks.
@@ -60,7 +62,7 @@ class WeightSender:
             RolloutError: the engine refuses a tensor, or there is no memory for a bucket.
         """
         self._meet()
-        version, loading, told = -1, None, set[str]()
+        version, loading, told, self._calls = -1, None, set[str](), 0
         try:
             for bucket in buckets:
                 version = bucket.policy_version
@@ -80,6 +82,11 @@ class WeightSender:
             self._staging.release()
         self._known = told
         return version
+
+    def close(self) -> None:
+        """Leaves the group; before the engine is ended, whose workers would be waited for."""
+        if self._group is not None:
+            self._group.abort()
 
     def _meet(self) -> None:
         """Which ranks send: the first one on each device, or the one that is in the group."""
@@ -105,8 +112,8 @@ class WeightSender:
             taken, memory = self._staging.take()
             if self._is_collective:
                 taken["broadcast"] = len(memory)
-            text = json.dumps(taken).encode()
-            message = b"\n".join((self._identity.encode(), hashlib.sha256(text).hexdigest().encode(), text))
+            message = self._message(self._calls, taken)
+        self._calls += 1
         messages = [each.split(b"\n", 2) for each in self._gather(message) if each]
         loading = None
         if self._host is not None:
@@ -120,6 +127,15 @@ class WeightSender:
                 self._group.send(memory)
         self._await(previous)
         return loading
+
+    def _message(self, number: int, content: Content) -> bytes:
+        """What is loaded by the call with this number, after this rank's device and a key for it; most syncs have the same as the last."""
+        before = self._messages.get(number)
+        if before is None or before[0] != content:
+            text = json.dumps(content).encode()
+            message = b"\n".join((self._identity.encode(), hashlib.sha256(text).hexdigest().encode(), text))
+            before = self._messages[number] = content, message
+        return before[1]
 
     def _await(self, loading: Call | None) -> None:
         """Until the engine has loaded it, on every rank."""

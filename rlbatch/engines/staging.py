@@ -49,7 +49,7 @@ class Staging:
     """
 
     def __init__(self, device: str, *, lends: bool) -> None:
-        self._device, self._lends = device, lends and device != "cpu"
+        self._device, self._is_shared, self._lends = device, lends, lends and device != "cpu"
         self._memories: list[_Memory | None] = [None, None]
         self._turn, self._used, self._largest = 0, 0, 1
         self._places: list[Place] = []
@@ -94,7 +94,8 @@ class Staging:
             self._used += aligned(tensor.nbytes)
         pack(memory.tensor, places, [tensor for _, tensor in bucket.copied])
         self._places += [each | {"start": each["start"] + start} for each in places]
-        self._handles[key] = handle
+        if key:
+            self._handles[key] = handle
 
     def take(self) -> tuple[Content, Tensor]:
         """What was added since the last time, when its copies are made, and the part of this rank's memory that they take.
@@ -104,7 +105,7 @@ class Staging:
         import torch
 
         if self._device != "cpu":
-            torch.cuda.synchronize(self._device)
+            torch.cuda.current_stream(self._device).synchronize()  # not what a group is sending
         memory = self._memories[self._turn]
         content = {"memories": self._handles, "places": self._places}
         part = torch.empty(0, dtype=torch.uint8) if memory is None else memory.tensor[: self._used]
@@ -139,7 +140,7 @@ class Staging:
         self._largest = max(self._largest, bucket.limit)
         try:
             # As large as the largest bucket: the copies of several small ones share a call.
-            memory = self._memories[self._turn] = _Memory(self._largest, self._device, is_shared=self._lends)
+            memory = self._memories[self._turn] = _Memory(self._largest, self._device, is_shared=self._is_shared)
         except OSError as error:
             raise RolloutError(
                 f"rollout.bucket_mib: a bucket of weights needs {self._largest / GIB:.2f} GiB ({error.strerror}). "
@@ -159,7 +160,7 @@ class _Memory:
         import torch
 
         self.shared: Shared = ("", {}, 0)
-        if device == "cpu":
+        if device == "cpu" and is_shared:
             self._owner = HostMemory(num_bytes)
             self.tensor, self.shared = self._owner.tensor, self._owner.shared
             return

@@ -1,8 +1,8 @@
 """vLLM beside a model on one GPU: `python -m tests.gpu.vllm_run [layers=8] [python=<interpreter>] [engine option=value ...]`.
 
-Three times, with sleep levels 1 and 2: weights by CUDA IPC, generation, log-probs against transformers on the same GPU, sleep. Prints
-seconds, GB/s of the sync, the device's used memory after each phase, and the difference of log-probs (bf16). Exits with 1 if a sync did not
-reach the engine: the mean difference is then several nats.
+Three times, with sleep levels 1 and 2: weights by CUDA IPC (first by vLLM's loaders, then by the recorded plan), generation, log-probs
+against transformers on the same GPU, sleep. Prints seconds, GB/s of the sync, the device's used memory after each phase, and the difference
+of log-probs (bf16). Exits with 1 if a sync did not reach the engine: the mean difference is then several nats.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> int:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).cuda().eval()
         for level in (1, 2):
             own = Path(scratch) / f"engine{level}"
-            context = RolloutContext(folder, "cuda:0", "bfloat16", engine=engine, folder=own, audit_sync="always")
+            context = RolloutContext(folder, "cuda:0", "bfloat16", engine=engine, folder=own, audit_sync="first")
             started = time.monotonic()
             rollout = vllm_rollout(context, VllmOptions(sleep_level=level))
             print(f"sleep level {level}: started in {time.monotonic() - started:.1f} s{_used()}", flush=True)
@@ -74,7 +74,8 @@ def _round(rollout: HostedRollout, model: Any, version: int) -> float:
         for param in model.parameters():
             param.mul_(1.0 if param.ndim < 2 else 1.1)
     started, size = time.monotonic(), sum(param.nbytes for param in model.parameters())
-    rollout.update_weights(buckets(_checkpoint(model), 512, version))
+    lasting = frozenset(param.untyped_storage().data_ptr() for param in model.parameters())
+    rollout.update_weights(buckets(_checkpoint(model), 512, version, lasting=lasting))
     seconds = time.monotonic() - started
     print(f"  sync of {size / 1e9:.2f} GB: {seconds:.2f} s, {size / 1e9 / seconds:.1f} GB/s{_used()}", flush=True)
     prompts = [Prompt(i, "", tuple(range(10 + i, 74 + i))) for i in range(32)]

@@ -52,7 +52,7 @@ class Worker:
             torch.accelerator.empty_cache = lambda: None  # there is none
             self.model = get_model(vllm_config=config)
         self.transfer = SharedMemoryTransfer(config.weight_transfer_config, config, torch.device("cpu"), self.model)
-        self.transfer._receiver = SimpleNamespace(tensors=lambda devices: devices, finish=lambda: None)  # type: ignore[assignment]
+        self.transfer.receiver = SimpleNamespace(tensors=lambda devices: devices, finish=lambda: None)  # type: ignore[assignment]
 
     def sync(self, calls: Sequence[Named], *, replay: bool) -> str:
         """One update; returns what is wrong with it."""
