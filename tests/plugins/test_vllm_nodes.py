@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from rlbatch.api import ConfigError, EngineLost, EngineShape, Prompt, RolloutCon
 from rlbatch.weights.sync import buckets
 from rlbatch_plugins.rollout_transformers import TransformersOptions, TransformersRollout
 from rlbatch_plugins.rollout_vllm import VllmOptions, VllmRollout, engine_shape, program
+from tests.cluster.processes import abandoned_memory
 from tests.plugins.test_rollout_vllm import LIMIT, PARAMS, PROMPTS, Pair, processes_of, tokens_of
 from tests.plugins.vllm_cases import tensors, vllm_python, write_model
 
@@ -87,12 +87,12 @@ def stores() -> set[Path]:
 @pytest.fixture(scope="module")
 def nodes(python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     """One engine for all tests; at its end nothing of it is left."""
-    where, shared, left = tmp_path_factory.mktemp("nodes"), set(os.listdir("/dev/shm")), stores()
+    where, abandoned, left = tmp_path_factory.mktemp("nodes"), abandoned_memory(), stores()
     engine = Nodes(write_model("qwen3_moe", where / "model"), python, where)
     yield engine
     engine.close()
     assert processes_of(where) == []
-    assert set(os.listdir("/dev/shm")) <= shared
+    assert abandoned_memory() <= abandoned
     assert stores() <= left
 
 
