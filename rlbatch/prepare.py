@@ -238,6 +238,7 @@ def _check_rollout(config: Config, registry: Registry, run_dir: Path) -> None:
     plan = EnginePlan(config, registry.ranks_per_engine(config), registry.engine_shape(config), placement(config))
     plan.check_context()
     plan.check_nodes(spans_nodes=registry.spans_nodes(config))
+    plan.check_separate_gpus()
     try:
         family = model_family(config, registry, run_dir)
     except RlbatchError:  # told by another check

@@ -82,6 +82,22 @@ class EnginePlan:
                 f"of {node}. Use rollout.engine.data_parallel_size={max(gpus // node, 1)}, or a multiple of it."
             )
 
+    def check_separate_gpus(self) -> None:
+        """Refuses engines on GPUs of their own where there are no such GPUs.
+
+        Raises:
+            ConfigError: where they work, and how many are needed.
+        """
+        if self.shape.is_colocated:
+            return
+        key, ranks = f"rollout.options.separate_gpus={self.config.rollout.options.get('separate_gpus')}", self.config.layout.world_size
+        if self.config.launcher != "local":
+            raise ConfigError(
+                f"{key}: launcher={self.config.launcher} gives every GPU of a node a rank. Use 0, or launcher=local on one machine."
+            )
+        if self.config.rollout.options.get("separate_gpus") != ranks:
+            raise ConfigError(f"{key}: must be as many as ranks ({ranks}), the engines take the GPUs behind theirs. Use {ranks}, or 0.")
+
     def check_experts(self, family: ModelFamily) -> None:
         """Refuses an engine over several nodes for a model without experts: there is nothing that would be divided over them.
 

@@ -11,6 +11,7 @@ import sys
 import time
 from importlib import metadata
 from multiprocessing import shared_memory
+from pathlib import Path
 from typing import Any
 
 from rlbatch.engines.host import Send
@@ -73,6 +74,15 @@ class FakeEngine:
         self.memory = shared_memory.SharedMemory(create=True, size=8)
         return {"name": self.memory.name}
 
+    async def op_join(self, header: dict[str, Any], payload: bytes, send: Send) -> None:
+        import torch
+
+        from rlbatch.engines.collective import WeightGroup
+        from rlbatch.engines.receiver import WeightReceiver
+
+        self.receiver = WeightReceiver(torch.device("cpu"))
+        self.receiver.join(WeightGroup(Path(header["path"]), 1, header["size"], "cpu", header["limit_s"]))
+
     async def op_load_weights(self, header: dict[str, Any], payload: bytes, send: Send) -> None:
         """Reads late, so that memory which is written too early shows."""
         import torch
@@ -82,7 +92,7 @@ class FakeEngine:
         await asyncio.sleep(0.2)
         self.receiver = self.receiver or WeightReceiver(torch.device("cpu"))
         update = json.loads(payload)["devices"]
-        self.told.append(sorted(update["cpu"]))
+        self.told.append(sorted(next(iter(update.values()))))
         self.sums += [float(tensor.float().sum()) for _, tensor in self.receiver.tensors(update)[1]]
 
     async def op_sums(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:

@@ -1,0 +1,117 @@
+"""Weights over a group of their own, to an engine on other devices."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlbatch.api import ConfigError, EngineLost, EngineShape, WeightBucket
+from rlbatch.config.compose import compose
+from rlbatch.engines import rollout as hosted
+from rlbatch.engines.client import EngineHost
+from rlbatch.engines.collective import SENDER, WeightGroup
+from rlbatch.engines.rollout import HostedOptions, devices_behind, uses_group
+from rlbatch.engines.sender import WeightSender
+from rlbatch.launch.engine_plan import EnginePlan
+
+LIMIT_S = 60.0
+
+
+@pytest.fixture
+def host(tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineHost]:
+    monkeypatch.setenv("PYTHONPATH", str(repository))
+    host = EngineHost("fake", "tests.engines.fake_engine:FakeEngine", tmp_path)
+    yield host
+    host.close()
+
+
+def joined(host: EngineHost, folder: Path) -> WeightSender:
+    call = host.begin("join", {"path": str(folder / "join"), "size": 2, "limit_s": LIMIT_S})
+    group = WeightGroup(folder / "join", SENDER, 2, "cpu", LIMIT_S)
+    call.result(LIMIT_S)
+    return WeightSender(host, "cpu", lambda content: [content], LIMIT_S, group=group, is_collective=True)
+
+
+def buckets(scale: float) -> list[WeightBucket]:
+    return [WeightBucket([str(i)], [torch.full((size,), scale + i)], 5) for i, size in enumerate([1000, 10, 200_000, 3, 200_001])]
+
+
+def test_an_engine_gets_every_tensor(host: EngineHost, tmp_path: Path) -> None:
+    """In two syncs, in buckets that grow; no memory is shared, and the group leaves nothing behind."""
+    shared = set(Path("/dev/shm").iterdir())
+    sender = joined(host, tmp_path)
+    for scale in (1.0, 2.0):
+        assert sender.send(buckets(scale)) == 5
+        assert host.call("sums", limit_s=LIMIT_S)["sums"] == [
+            pytest.approx(float(tensor.sum())) for bucket in buckets(scale) for tensor in bucket.tensors
+        ]
+    sender.close()
+    assert set(Path("/dev/shm").iterdir()) == shared
+
+
+def test_an_engine_that_dies_keeps_nobody_waiting(host: EngineHost, tmp_path: Path) -> None:
+    """Killed between the group's start and a sync: the sync ends with the loss, long before the limit of a broadcast."""
+    sender = joined(host, tmp_path)
+    os.kill(host.pid, signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(EngineLost, match="SIGKILL"):
+        sender.send(buckets(1.0))
+    sender.close()
+    assert time.monotonic() < started + LIMIT_S / 2
+
+
+def test_nobody_waits_forever_for_others(tmp_path: Path) -> None:
+    """A member that does not come is an error after the limit."""
+    started = time.monotonic()
+    with pytest.raises(RuntimeError):
+        WeightGroup(tmp_path / "join", SENDER, 2, "cpu", 1.0)
+    assert time.monotonic() < started + 30
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"transport": "nccl"}, r"rollout\.options\.transport=nccl: must be auto, shared or collective"),
+        ({"separate_gpus": -1}, r"rollout\.options\.separate_gpus=-1: must not be negative"),
+        ({"separate_gpus": 2, "transport": "shared"}, r"rollout\.options\.transport=shared: an engine on GPUs of its own"),
+    ],
+)
+def test_transports_that_cannot_be(options: dict[str, Any], message: str) -> None:
+    """The error names the key and what would do."""
+    with pytest.raises(ConfigError, match=message):
+        uses_group(HostedOptions(**options))
+
+
+def test_the_transport_follows_from_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shared memory on the ranks' GPUs, a group to the GPUs behind them; too few GPUs are counted."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert not uses_group(HostedOptions())
+    assert devices_behind(["cuda:1"], HostedOptions()) == ["cuda:1"]
+    separate = HostedOptions(separate_gpus=2, gpus_per_engine=2)
+    assert uses_group(separate)
+    assert devices_behind(["cuda:0", "cuda:1"], separate) == ["cuda:2", "cuda:3"]
+    with pytest.raises(ConfigError, match=r"separate_gpus=3: this node needs 5 GPUs, .* and has 4"):
+        devices_behind(["cuda:1"], replace(separate, separate_gpus=3))
+    assert hosted.uses_group(HostedOptions(transport="collective"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["layout.world_size=2", "layout.ep_size=2"], r"separate_gpus=4: must be as many as ranks \(2\)"),
+        (["launcher=mpi"], r"separate_gpus=4: launcher=mpi gives every GPU of a node a rank"),
+    ],
+)
+def test_submit_refuses_gpus_that_are_not_there(overrides: list[str], message: str) -> None:
+    """As many as ranks, and only where the ranks are started here."""
+    config = compose(["rollout=vllm", "+rollout.options.separate_gpus=4", *overrides])
+    with pytest.raises(ConfigError, match=message):
+        EnginePlan(config, 1, EngineShape(is_colocated=False), None).check_separate_gpus()
