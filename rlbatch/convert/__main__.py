@@ -75,6 +75,7 @@ def _prepare_libraries(info: RankInfo) -> None:
     """Before they are imported. No GPU is used, also where there is one; missing GPU libraries are no news; cores are shared."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // info.local_size)))
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # torch's threads have little to do, and else spin until there is more
     warnings.filterwarnings("ignore", module="megatron")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     logging.getLogger("megatron").setLevel(logging.ERROR)
