@@ -205,9 +205,11 @@ def test_a_sync_must_be_complete(change: Any, message: str, pair: Pair) -> None:
 
 
 @pytest.mark.parametrize(
-    "sizes", [{}, {"data_parallel_size": 2, "enable_expert_parallel": True}], ids=["tensor parallel", "data and expert parallel"]
+    ("sizes", "transport"),
+    [({}, "shared"), ({"data_parallel_size": 2, "enable_expert_parallel": True}, "shared"), ({"data_parallel_size": 2}, "collective")],
+    ids=["tensor parallel", "data and expert parallel", "over a group"],
 )
-def test_two_ranks_share_an_engine(sizes: dict[str, Any], python: str, tmp_path: Path) -> None:
+def test_two_ranks_share_an_engine(sizes: dict[str, Any], transport: str, python: str, tmp_path: Path) -> None:
     """The first generates what transformers does, after two syncs; the second only takes part in syncs. Nothing stays in /dev/shm."""
     folder, shared = write_model("qwen3_moe", tmp_path / "model"), set(os.listdir("/dev/shm"))
     both = threading.Barrier(2)
@@ -226,18 +228,19 @@ def test_two_ranks_share_an_engine(sizes: dict[str, Any], python: str, tmp_path:
     gathers = [gather(place) for place in range(2)]
 
     def context(place: int) -> RolloutContext:
-        options = {"python": python, **sizes}
         ranks = {"engine_rank": place, "gather": gathers[place], "node_rank": place, "node_gather": gathers[place]}
-        return RolloutContext(folder, "cpu", "float32", engine=options, folder=tmp_path / "engine", **ranks)
+        return RolloutContext(folder, "cpu", "float32", engine={"python": python, **sizes}, folder=tmp_path / "engine", **ranks)
+
+    options = VllmOptions(gpus_per_engine=2, transport=transport)
 
     def second() -> None:
-        follower = vllm_rollout(context(1), VllmOptions(gpus_per_engine=2))
+        follower = vllm_rollout(context(1), options)
         for version in range(2):
             follower.update_weights(buckets(tensors(folder, 1.0 + version), 1, version))
 
     thread = threading.Thread(target=second, daemon=True)
     thread.start()
-    leader = vllm_rollout(context(0), VllmOptions(gpus_per_engine=2))
+    leader = vllm_rollout(context(0), options)
     pair = Pair(folder, leader, TransformersRollout(context(0), TransformersOptions()))
     try:
         for version in range(2):
