@@ -148,6 +148,41 @@ def temperatures_of_drafts() -> None:
     rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
 
 
+def one_token_is_no_shard() -> None:
+    """DeepSeek's layers tell a shard of the batch from all of it by its rows, and a shard of one token has one as well."""
+    from vllm.model_executor.models import utils
+
+    make_layers = utils.make_layers
+
+    def made_layers(*arguments: Any, **named: Any) -> Any:
+        start, end, layers = make_layers(*arguments, **named)
+        for kind in {type(layer) for layer in layers if type(layer).__name__ == "DeepseekV2DecoderLayer"}:
+            whole_rows(kind)
+        return start, end, layers
+
+    utils.make_layers = made_layers  # models take it from there when they are imported: too early for a process that needs none
+
+
+def whole_rows(layer: Any) -> None:
+    """Lets a class of decoder layers hand on all rows instead of shards, where there is one row."""
+    import torch
+    from vllm import distributed
+
+    forward = layer.forward
+    if hasattr(forward, "hands_on_whole_rows"):
+        return
+
+    def whole(self: Any, positions: Any, hidden_states: Any, residual: Any, *rest: Any, **more: Any) -> Any:
+        hidden_states, residual = forward(self, positions, hidden_states, residual, *rest, **more)
+        if self.use_sequence_parallel_moe and positions.shape[0] == 1:
+            shards = torch.cat([hidden_states, residual], -1)
+            hidden_states, residual = distributed.tensor_model_parallel_all_gather(shards, 0)[:1].chunk(2, -1)
+        return hidden_states.contiguous(), residual.contiguous()
+
+    whole.hands_on_whole_rows = True  # type: ignore[attr-defined]
+    layer.forward = whole
+
+
 def _of_cpus(apply: Callable[[], None], symptom: str, link: str, first: tuple[int, int] = (0, 28)) -> Workaround:
     """A fault of the CPU backend; 0.28 is the first that runs there, and 0.32 the last one tried."""
     return Workaround(apply.__name__, first, (0, 32), True, symptom, link, apply)
@@ -186,6 +221,15 @@ WORKAROUNDS = (
         "an engine that speculates samples at temperatures that memory happened to hold",
         f"{_SOURCE}/utils/cpu_triton_utils.py",
         first=(0, 32),
+    ),
+    Workaround(
+        one_token_is_no_shard.__name__,
+        (0, 26),
+        (0, 32),
+        False,
+        "with tensor, data and expert parallelism DeepSeek models give wrong tokens where a data-parallel rank has one sample left",
+        "https://github.com/vllm-project/vllm/issues/50154",
+        one_token_is_no_shard,
     ),
 )
 

@@ -55,6 +55,12 @@ def test_temperatures_of_drafted_tokens(seen: dict[str, Any]) -> None:
     assert seen["after"]["temperatures"] == [0.625, 0.625, 1.0]
 
 
+def test_one_token_of_deepseek_models(seen: dict[str, Any]) -> None:
+    """A tensor-parallel rank takes its padding for the only token's row; with the workaround it gets that from the rank that has it."""
+    assert seen["before"]["one_token"] == [0.0, 0.0, 0.0]
+    assert seen["after"]["one_token"] == [1.0, 1.0, 1.0]
+
+
 def test_other_versions_are_warned_about(seen: dict[str, Any]) -> None:
     """A workaround that was not made for this version is not applied, and the log says which, why and where to look."""
     assert seen["other_version"] == sorted(workaround.name for workaround in WORKAROUNDS)

@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import vllm.distributed
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.models import deepseek_v2 as module
 from vllm.platforms import current_platform
 from vllm.v1.sample import rejection_sampler
 
@@ -64,6 +66,23 @@ def temperatures() -> list[float]:
     return found
 
 
+def one_token(mend: Callable[[Any], None]) -> list[float]:
+    """What a layer hands on to the next one of the second of two tensor-parallel ranks: one token of ones, of which it has the padding."""
+    module.get_tensor_model_parallel_world_size = lambda: 2
+    module.tensor_model_parallel_reduce_scatter = lambda rows, dim: rows[1:]
+    module.sequence_parallel_chunk = lambda rows: torch.zeros_like(rows)
+    vllm.distributed.tensor_model_parallel_all_gather = lambda rows, dim: torch.cat([torch.ones_like(rows), rows])
+    mend(module.DeepseekV2DecoderLayer)
+    layer = module.DeepseekV2DecoderLayer.__new__(module.DeepseekV2DecoderLayer)
+    torch.nn.Module.__init__(layer)
+    layer.use_sequence_parallel_moe, layer.use_mha = True, True
+    layer.self_attn = lambda positions, rows: rows
+    layer.input_layernorm = layer.post_attention_layernorm = lambda rows, residual: (rows, residual)
+    layer.mlp = lambda rows, already_sequence_parallel: rows
+    found: list[float] = layer.forward(torch.zeros(1), torch.ones(1, 3), torch.ones(1, 3))[0][0].tolist()
+    return found
+
+
 def warned() -> list[str]:
     """The workarounds that another version is warned of."""
     names: list[str] = []
@@ -84,6 +103,7 @@ def main() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with set_current_vllm_config(VllmConfig()):
         before = {"rotary": rotary(), "ragged": ragged(), "experts": experts(lambda: None), "temperatures": temperatures()}
+        before["one_token"] = one_token(lambda layer: None)
         other_version = warned()
         workarounds._applied.clear()
         workarounds.apply_all(versions.installed_version(), is_cpu=True)
@@ -92,6 +112,7 @@ def main() -> None:
             "ragged": ragged(),
             "experts": experts(workarounds.own_experts_only),
             "temperatures": temperatures(),
+            "one_token": one_token(workarounds.whole_rows),
         }
     print(json.dumps({"before": before, "after": after, "other_version": other_version}))
 
