@@ -11,7 +11,15 @@ from functools import partial
 from typing import Any
 
 from rlbatch.api import ConfigError, Configurable, EngineShape, RolloutContext, hookimpl
-from rlbatch.engines.rollout import EngineProgram, HostedOptions, HostedRollout, own_and_theirs, variables_of, visible_devices
+from rlbatch.engines.rollout import (
+    EngineProgram,
+    HostedOptions,
+    HostedRollout,
+    own_and_theirs,
+    uses_group,
+    variables_of,
+    visible_devices,
+)
 
 HOST = "rlbatch_plugins.sglang_host.engine:SglangEngine"
 ENTRY_POINTS = {"sglang.srt.plugins": ["rlbatch = rlbatch_plugins.sglang_host.plugin:register"]}
@@ -58,7 +66,8 @@ def engine_shape(options: SglangOptions, engine: Mapping[str, Any]) -> EngineSha
     share, context = engine.get("mem_fraction_static", 1.0), engine.get("context_length", 0)
     if not isinstance(share, (int, float)) or not 0 < share <= 1:
         raise ConfigError(f"rollout.engine.mem_fraction_static={share}: must be above 0 and at most 1. Use e.g. 0.6.")
-    return EngineShape(options.gpus_per_engine, 1, float(share), context if isinstance(context, int) else 0)
+    length = context if isinstance(context, int) else 0
+    return EngineShape(options.gpus_per_engine, 1, float(share), length, is_colocated=not options.separate_gpus)
 
 
 @hookimpl
@@ -83,7 +92,7 @@ def program(context: RolloutContext, options: SglangOptions, devices: Sequence[s
     """
     own, theirs = own_and_theirs(context.engine)
     on_cpu = context.device == "cpu"
-    level = 0 if on_cpu else options.sleep_level
+    level = 0 if on_cpu or options.separate_gpus else options.sleep_level
     return EngineProgram(
         "sglang",
         HOST,
@@ -102,6 +111,7 @@ def program(context: RolloutContext, options: SglangOptions, devices: Sequence[s
             **VARIABLES,
             **_caches(),
             **(CPU_VARIABLES if on_cpu else visible_devices(devices)),
+            **(_trainers_nccl() if uses_group(options) and not on_cpu else {}),
             **variables_of(own),
         },
         entry_points=ENTRY_POINTS,
@@ -114,3 +124,8 @@ def _caches() -> dict[str, str]:
     """Compiled kernels outlive an engine, whose temporary files, sockets among them, do not."""
     name = "TORCHINDUCTOR_CACHE_DIR"
     return {name: os.environ.get(name) or os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")}
+
+
+def _trainers_nccl() -> dict[str, str]:
+    """SGLang would switch this off for itself; the members of a group must agree, and NCCL's own choice is to use it."""
+    return {"NCCL_CUMEM_ENABLE": os.environ.get("NCCL_CUMEM_ENABLE", "1")}

@@ -2,7 +2,7 @@
 
 For each sleep level three times: weights from the ranks' memory, generation at temperature 1 and 0.6, log-probs against transformers on the
 same GPU, sleep. With ``gpus=2`` two ranks, threads here, share an engine; with ``apart=1`` the engine is on the second GPU and weights come
-over NCCL (level 0). Prints seconds, GB/s of the sync, the first device's used memory
+over NCCL. Prints seconds, GB/s of the sync, the first device's used memory
 after each phase, differences of log-probs (bf16), and how many tokens are the same when sampled again. Exits with 1 if a sync did not reach
 the engine: the mean difference is then several nats.
 """
@@ -23,9 +23,7 @@ import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
 
 from rlbatch.api import Prompt, RolloutContext, SamplingParams
-from rlbatch.engines.collective import SENDER, WeightGroup
 from rlbatch.engines.rollout import HostedRollout
-from rlbatch.engines.sender import WeightSender
 from rlbatch.weights.sync import buckets
 from rlbatch_plugins.rollout_sglang import SglangOptions, sglang_rollout
 from tests.gpu.vllm_run import MEAN_BOUND, SHAPE, _checkpoint, _used
@@ -104,12 +102,12 @@ def _weights(model: Any) -> Any:
 def _engine(folder: Path, own: Path, engine: dict[str, Any], level: int, models: list[Any], *, apart: bool) -> float:
     """One engine from start to end; returns the largest mean difference of log-probs."""
     gathers = _gathers(len(models))
-    options = SglangOptions(sleep_level=level, gpus_per_engine=len(models))
+    options = SglangOptions(sleep_level=level, gpus_per_engine=len(models), separate_gpus=int(apart))
 
     def backend(rank: int) -> HostedRollout:
         ranks = {"engine_rank": rank, "gather": gathers[rank], "node_rank": rank, "node_gather": gathers[rank]}
         return sglang_rollout(
-            RolloutContext(folder, f"cuda:{rank + apart}", "bfloat16", engine=engine, folder=own, audit_sync="always", **ranks), options
+            RolloutContext(folder, f"cuda:{rank}", "bfloat16", engine=engine, folder=own, audit_sync="always", **ranks), options
         )
 
     def follow(rank: int) -> None:
@@ -126,23 +124,12 @@ def _engine(folder: Path, own: Path, engine: dict[str, Any], level: int, models:
     rollout = backend(0)
     print(f"sleep level {level}: started in {time.monotonic() - started:.1f} s{_used()}", flush=True)
     try:
-        if apart:
-            _join(rollout, own / "group")
         return max(_round(rollout, models[0], version) for version in range(VERSIONS))
     finally:
         log = (own / "engine.log").read_text(errors="replace")
         print("\n".join(line[:300] for line in log.splitlines()[-12:]))
         rollout.close()
         print(f"closed{_used()}", flush=True)
-
-
-def _join(rollout: HostedRollout, path: Path) -> None:
-    """Lets weights go to an engine on another GPU."""
-    assert rollout._host is not None
-    joining = rollout._host.begin("join", {"path": str(path), "size": 2, "limit_s": 120.0})
-    group = WeightGroup(path, SENDER, 2, "cuda:0", 120.0)
-    joining.result(120.0)
-    rollout._sender = WeightSender(rollout._host, "cuda:0", rollout._context.node_gather, 600.0, 0, group, is_collective=True)
 
 
 def _gathers(size: int) -> list[Callable[[bytes], list[bytes]]]:
