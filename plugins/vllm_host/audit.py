@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
@@ -41,15 +42,21 @@ class WriteAudit:
     Args:
         model: Prepared for the update: each parameter is there without storage.
         others: Parameters of it that may be left out.
+        tied: Names of parameters that are written under other names.
 
     Attributes:
         is_counting: Whether anything was counted.
     """
 
-    def __init__(self, model: torch.nn.Module, others: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(self, model: torch.nn.Module, others: Iterable[torch.Tensor] = (), tied: Container[str] = ()) -> None:
         # The parameters are kept, so that no other object gets the identity of one of them.
         self._parameters = dict(model.named_parameters())
         self._others = {id(parameter) for parameter in others}
+        # vLLM takes 1 for the scales of an fp8 cache if none come.
+        scales = {name for name, layer in model.named_modules() if isinstance(layer, (Attention, MLAAttention))}
+        self._spared = {
+            name for name in self._parameters if name in tied or (name.endswith("_scale") and name.rpartition(".")[0] in scales)
+        }
         self._padded = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, VocabParallelEmbedding)}
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._written = dict.fromkeys(self._parameters, 0)
@@ -135,7 +142,7 @@ class WriteAudit:
         report["unused"] = [name for name, count in self._used.items() if count == 0]
         for name, parameter in self._parameters.items():
             count, size = self._written[name], parameter.numel()
-            if id(parameter) in self._others:
+            if id(parameter) in self._others or (name in self._spared and count == 0):
                 continue
             if count > size:
                 report["overwritten"].append(f"{name} ({count} values for {size})")

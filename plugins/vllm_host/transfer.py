@@ -22,6 +22,7 @@ from .audit import SCALES, WriteAudit, check_values
 from .experts import held_experts
 from .plan import Plan, Ready, Replay
 from .record import Recorder
+from .ties import Ties
 from .versions import loading_parts
 
 
@@ -62,6 +63,7 @@ class SharedMemoryTransfer(WeightTransferEngine):  # type: ignore[misc]
         self._recorder: Recorder | None = None
         self._replay: Replay | None = None
         self._plan: Plan | None = None
+        self._ties = Ties(frozenset(), ())
         self._ready: dict[str, Ready] = {}
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
@@ -73,7 +75,7 @@ class SharedMemoryTransfer(WeightTransferEngine):  # type: ignore[misc]
 
     def _start(self, *, may_replay: bool) -> None:
         """By the plan, or the parameters are taken out of the model until each layer's weights have come."""
-        is_draft = self.model is not self._default_model
+        is_draft, self._ties = self.model is not self._default_model, Ties.of(self.model)
         if may_replay and not is_draft and self._plan is not None and self._plan.is_valid():
             self._replay = Replay(self._plan, self._ready)
             return
@@ -81,7 +83,7 @@ class SharedMemoryTransfer(WeightTransferEngine):  # type: ignore[misc]
         if not (is_draft or self.parallel_config.enable_eplb):  # else vLLM moves experts between workers
             self._recorder = Recorder(self.model)
         # A draft has its embedding and output layer from the model: they come with that one's weights.
-        self._audit = WriteAudit(self.model, self._default_model.parameters() if is_draft else ())
+        self._audit = WriteAudit(self.model, self._default_model.parameters() if is_draft else (), self._ties.names)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Loads what a call brings; its memory is not needed afterwards. (The base class waits for an accelerator, which CPUs are not.)"""
@@ -136,6 +138,7 @@ class SharedMemoryTransfer(WeightTransferEngine):  # type: ignore[misc]
                 if self.model is self._default_model:
                     self._plan, self._ready = None if self._recorder is None else self._recorder.plan(), {}
                     init_logger("vllm.rlbatch").info("rlbatch: later weight syncs %s", self._plan or "go through vLLM's loaders")
+            self._ties.finish()
         self._recorder = self._replay = None
         self.receiver.finish()
 
