@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,9 +42,10 @@ def write_model(name: str, folder: Path, **changes: object) -> Path:
         "mixtral": lambda: tiny_models.mixtral(head_dim=HEAD_DIM, **changes),
         "qwen3_moe": lambda: tiny_models.qwen3_moe(head_dim=HEAD_DIM, **changes),
         "deepseek_v3": lambda: tiny_models.deepseek_v3(kv_lora_rank=512, qk_rope_head_dim=64, **changes),
+        "moonlight": lambda: tiny_models.moonlight(kv_lora_rank=512, qk_rope_head_dim=64, **changes),
     }
     tiny_models.saved(models[name](), folder)
-    if name == "deepseek_v3":  # transformers leaves out what the published config.json has, and vLLM reads
+    if name in ("deepseek_v3", "moonlight"):  # transformers leaves out what the published config.json has, and vLLM reads
         path = folder / "config.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), "topk_method": "noaux_tc", "scoring_func": "sigmoid"}))
     return folder
@@ -69,10 +70,10 @@ class Pair:
         for backend in (self.vllm, self.oracle):
             backend.update_weights(buckets(tensors(self.folder, scale), mib, version))  # type: ignore[arg-type]
 
-    def worst_difference(self, params: SamplingParams) -> float:
+    def worst_difference(self, params: SamplingParams, prompts: Sequence[Prompt] = PROMPTS) -> float:
         """Largest difference of a sampled token's log-prob to the oracle's model, nats."""
         worst = 0.0
-        for prompt, completions in zip(PROMPTS, self.vllm.generate(PROMPTS, params), strict=True):
+        for prompt, completions in zip(prompts, self.vllm.generate(prompts, params), strict=True):
             for completion in completions:
                 ids = torch.tensor([*prompt.token_ids, *completion.token_ids])
                 with torch.no_grad():
