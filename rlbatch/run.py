@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from rlbatch.api import ConfigError, RlbatchError
 from rlbatch.config.compose import load_config
 from rlbatch.config.schema import Config
+from rlbatch.launch.allocator import set_allocator
 from rlbatch.launch.children import children_end_with_this_process
 from rlbatch.launch.environment import RankInfo
 from rlbatch.launch.failures import StoppedBySignal, read_first_error, reporting_failures
@@ -70,6 +71,7 @@ def run_rank(run_dir: Path) -> None:
         raise ConfigError(f"layout.world_size={config.layout.world_size}: {info.world_size} ranks were started. Make both equal.")
     if info.restart_count:  # a job that was queued again goes on
         config = replace(config, resume="auto")
+    set_allocator(config.train.allocator)
     own_log(run_dir, info.rank)
     children_end_with_this_process()
     log: RunLog | None = None

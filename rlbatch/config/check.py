@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rlbatch.api import ConfigError
+from rlbatch.config.check_allocator import check_allocator
 from rlbatch.config.check_cluster import check_cluster
 from rlbatch.config.convert import key_docs
 from rlbatch.config.schema import AlgorithmConfig, CheckpointConfig, Config, LayoutConfig, OptimizerConfig, RolloutConfig, TrainConfig
@@ -85,6 +86,7 @@ def check_config(config: Config) -> None:
     _check_numbers(config)
     _check_train(config.train)
     _check_spec(config.train)
+    check_allocator(config.train.allocator)
     _check_optimizer(config.optimizer)
     _check_recompute(config.layout)
     _check_algorithm(config.algorithm)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 PLUGIN_GROUPS = ("rollout", "reward", "offload")
 """Groups whose choices are plugins: any registered name is a choice, with or without a yaml file."""
 
-_ANY_KEY = ("cluster.environment.", "rollout.engine.", *(f"{group}.options." for group in PLUGIN_GROUPS))
+_ANY_KEY = ("cluster.environment.", "rollout.engine.", "train.allocator.", *(f"{group}.options." for group in PLUGIN_GROUPS))
 """Mappings: what begins so is a key."""
 
 

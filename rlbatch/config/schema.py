@@ -39,6 +39,9 @@ class TrainConfig:
         "auto", "Megatron's layers: torch's own (local), or Transformer Engine's; auto: the latter on GPUs that have it installed."
     )
     logprob_chunk_tokens: int = key(4096, "Tokens whose logits exist at once; memory is chunk x vocabulary / tp_size.")
+    allocator: Mapping[str, Any] = key(
+        {}, "Options of torch's GPU allocator in the ranks, by its own names (max_split_size_mb, expandable_segments, ...); not the engines'."
+    )
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import rlbatch
+from rlbatch.launch.allocator import VARIABLES as ALLOCATOR_VARIABLES
 
 PACKAGES = ("rlbatch", "rlbatch_plugins")
 
-LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "CUDA_DEVICE_MAX_CONNECTIONS")
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "CUDA_DEVICE_MAX_CONNECTIONS", *ALLOCATOR_VARIABLES)
 LAUNCHER_PREFIXES = (
     "LOCAL_",
     "MASTER_",

@@ -49,6 +49,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, level: int) -> tuple[HostedRollout, 
             calls.append(f"weights of {[bucket.names for bucket in buckets]}")
             return 3
 
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("cache given back"))
     monkeypatch.setattr(hosted, "EngineHost", lambda *_, **__: RecordedHost(calls))
     monkeypatch.setattr(hosted, "WeightSender", lambda *_, **__: RecordedSender())
     return vllm_rollout(RolloutContext(Path("model"), "cuda:0", "bfloat16"), VllmOptions(sleep_level=level)), calls
@@ -56,7 +57,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, level: int) -> tuple[HostedRollout, 
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_memory_is_given_back_in_order(level: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sleep -> wake for weights -> sync -> wake for the cache -> generate -> sleep; a second sleep asks nothing."""
+    """Sleep -> the trainer's unused memory goes -> wake for weights -> sync -> wake for the cache; a second sleep asks nothing."""
     backend, calls = on_gpu(monkeypatch, level)
     update = buckets([("a", torch.ones(1))], 1, 3)
     backend.update_weights(update)
@@ -67,6 +68,7 @@ def test_memory_is_given_back_in_order(level: int, monkeypatch: pytest.MonkeyPat
         "start",
         *("start_update", "weights of [['a']]", "finish_update"),
         f"sleep {level}",
+        "cache given back",
         *("wake ['weights']", "start_update", "weights of [['b']]", "finish_update", "wake ['kv_cache']"),
     ]
 
