@@ -40,7 +40,7 @@ class TrainConfig:
     )
     logprob_chunk_tokens: int = key(4096, "Tokens whose logits exist at once; memory is chunk x vocabulary / tp_size.")
     allocator: Mapping[str, Any] = key(
-        {}, "Options of torch's GPU allocator in the ranks, by its own names (max_split_size_mb, expandable_segments, ...); not the engines'."
+        {}, "Options of torch's GPU allocator in the ranks, by its own names (max_split_size_mb, ...); not the engines'."
     )
 
 
