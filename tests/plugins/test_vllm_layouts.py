@@ -15,7 +15,7 @@ from tests.plugins.vllm_cases import PARAMS, PROMPTS, Pair, tensors, vllm_python
 from tests.plugins.vllm_layouts import LIMIT, draw, engine_of, tried
 
 
-@pytest.mark.parametrize("seed", [0, 5])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_a_sync_equals_loading(seed: int, repository: Path, tmp_path: Path, rank_pool) -> None:
     """The policy of a random model and layout of two ranks, synced into an engine of a random shape: the same tokens, and log-probs within
     1e-5, as of a new engine that loads the exported folder.
