@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 from rlbatch.engines.host import Send
@@ -37,6 +37,7 @@ class VllmEngine:
         self._llm: Any = None
         self._version, self._audits, self._was_paused = -1, False, False
         self._has_synced, self._replays, self._is_draft, self._is_open = False, False, False, False
+        self._is_finished = False
         self._held: list[dict[str, Any]] = []
 
     async def op_start(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
@@ -167,14 +168,17 @@ class VllmEngine:
         # Data-parallel engines compute in lockstep for some steps after the last sample, on parameters that are about to be replaced.
         # All of them stop together, those of other nodes too; one that sleeps has stopped.
         self._was_paused = await versions.stop_lockstep(self._llm)
-        self._is_open = False
+        self._is_open = self._is_finished = False
         return {}
 
     async def op_load_weights(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
-        """Loads one bucket on all workers; the first call starts the update there."""
+        """Loads one bucket on all workers; the first call starts the update there, and the one with ``last`` (a version) ends it."""
         starts, self._is_open = not self._is_open, True
         update = {**json.loads(payload), "audit": self._audits, "replay": self._replays}
-        await self._llm.collective_rpc("rlbatch_load", kwargs={"update_info": update, "starts": starts, "is_draft": self._is_draft})
+        load = self._llm.collective_rpc("rlbatch_load", kwargs={"update_info": update, "starts": starts, "is_draft": self._is_draft})
+        self._is_finished = header.get("last") is not None and not self._audits
+        # The scheduler takes calls in this order, and does not wait between them.
+        await asyncio.gather(load, *(self._finish(header["last"]) if self._is_finished else ()))
         return {}
 
     async def op_finish_update(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
@@ -182,14 +186,18 @@ class VllmEngine:
         if not self._is_open:
             await self._llm.start_weight_update()
         reports = await versions.ask_workers(self._llm, "rlbatch_written") if self._audits else []
-        # The scheduler takes them in this order, and does not wait between them.
-        await asyncio.gather(versions.finish_weight_update(self._llm, str(header["policy_version"])), self._llm.reset_prefix_cache())
+        if not self._is_finished:
+            await asyncio.gather(*self._finish(header["policy_version"]))
         if self._was_paused:
             await self._llm.resume_generation()
         if reports:  # other nodes, which may have nothing to complain of, do not go on alone
             _judge(reports, [worker["experts"] for worker in self._held])
         self._version, self._has_synced = header["policy_version"], self._has_synced or not self._is_draft
         return {}
+
+    def _finish(self, version: int) -> tuple[Awaitable[None], Awaitable[Any]]:
+        """Calls that end an update."""
+        return versions.finish_weight_update(self._llm, str(version)), self._llm.reset_prefix_cache()
 
     async def op_experts(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
         """Which routed experts every device has: ``devices``, identity -> numbers, or None for all."""

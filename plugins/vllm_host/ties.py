@@ -14,7 +14,7 @@ class Ties:
 
     Attributes:
         names: Parameters that are another one's, under their own names: no weight comes for them.
-        layers: Which have them.
+        layers: Which have no others.
     """
 
     names: frozenset[str]
@@ -23,15 +23,16 @@ class Ties:
     @classmethod
     def of(cls, model: torch.nn.Module) -> Ties:
         """Asked before vLLM takes the parameters out of the model: what it puts in their place is each layer's own."""
-        seen, names, layers = set(), set(), []
+        seen: set[int] = set()
+        names: set[str] = set()
+        layers: list[Any] = []
         for prefix, layer in model.named_modules():
-            for name, parameter in layer._parameters.items():
-                if parameter is None:
-                    continue
-                if id(parameter) in seen:
-                    names.add(f"{prefix}.{name}")
-                    layers.append(layer)
-                seen.add(id(parameter))
+            own = {name: id(parameter) for name, parameter in layer._parameters.items() if parameter is not None}
+            tied = {f"{prefix}.{name}" for name, identity in own.items() if identity in seen}
+            names |= tied
+            if tied and len(tied) == len(own):  # others, as experts that see their router's bias, are processed with their own weights
+                layers.append(layer)
+            seen.update(own.values())
         return cls(frozenset(names), tuple(layers))
 
     def finish(self) -> None:

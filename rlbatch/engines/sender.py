@@ -72,7 +72,7 @@ class WeightSender:
                 if tensors is not None:
                     self._staging.add(tensors)
             if version >= 0:
-                self._await(self._load(loading, told))
+                self._await(self._load(loading, told, last=version))
         except BaseException:
             self._known = set()
             if self._group is not None:
@@ -100,12 +100,13 @@ class WeightSender:
         """Whether one of the ranks says so: all of them do the same."""
         return b"1" in self._gather(b"1" if said else b"0")
 
-    def _load(self, previous: Call | None, told: set[str]) -> Call | None:
+    def _load(self, previous: Call | None, told: set[str], last: int | None = None) -> Call | None:
         """Lets the engine load what was collected, and waits for the call before: its memory may be written again.
 
         Args:
             previous: That call.
             told: Gets the keys of all that the engine is told.
+            last: Policy version of the weights, with the last call.
         """
         message, memory = b"", None
         if self._sends:
@@ -122,7 +123,7 @@ class WeightSender:
                 # What came in the last sync too, such as the places of tensors that the trainer keeps, is known by its key.
                 devices[identity.decode()] = {"key": name.decode()} | ({} if name.decode() in self._known else json.loads(content))
                 told.add(name.decode())
-            loading = self._host.begin("load_weights", payload=json.dumps({"devices": devices}).encode())
+            loading = self._host.begin("load_weights", {"last": last}, payload=json.dumps({"devices": devices}).encode())
             if self._group is not None and memory is not None and self._host.lost is None:
                 self._group.send(memory)
         self._await(previous)
