@@ -204,5 +204,6 @@ def _bf16_to_fp8(options: Options) -> Work:
 
 
 def _to_hf(options: Options, tensors: Sequence[hf_output.HfTensor], config: Mapping[str, Any]) -> Work:
-    outputs, index = hf_output.outputs(tensors, options.file_gb * 1e9)
+    threads = 0 if options.mode == "dist_to_hf" else torch.get_num_threads()
+    outputs, index = hf_output.outputs(tensors, options.file_gb * 1e9, threads)
     return Work(outputs, lambda: hf_output.small_files(Path(options.hf), config) | index)
