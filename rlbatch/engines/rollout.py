@@ -179,7 +179,8 @@ class HostedRollout:
     def update_weights(self, buckets: Iterable[WeightBucket]) -> None:
         """Wakes the engine for its weights, sends them, and then gives it its cache; see ``RolloutBackend``."""
         with self._together():
-            self._give_back()
+            if self._asleep:
+                self._give_back()
             self._gather(b"")  # all ranks of the engine have given their memory back
             self._wake("weights")
             audit = self._context.audit_sync == "always" or (self._context.audit_sync == "first" and not self._has_weights)
@@ -196,7 +197,7 @@ class HostedRollout:
 
     def _give_back(self) -> None:
         """Memory that this rank's allocator keeps and nothing uses, so that the engine can take its own."""
-        if self._asleep:
+        if self._context.device != "cpu":
             import torch
 
             torch.cuda.empty_cache()
@@ -274,7 +275,8 @@ class HostedRollout:
                 self._gather(b"")  # the other ranks' memory is free too
 
     def close(self) -> None:
-        """Ends the engine and all its processes."""
+        """Ends the engine and all its processes; another one may be started in its place."""
+        self._give_back()
         self._sender.close()
         if self._host is not None:
             self._host.close()
