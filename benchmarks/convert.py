@@ -3,7 +3,8 @@
 Writes a random Qwen3-MoE checkpoint in bf16, then in turn copies it and converts it (to torch_dist for a layout of 8 ranks, back, and to
 fp8 and back), each time with the source out of the page cache and the result on the disk. ``cp`` reads as much as it writes, a conversion
 perhaps not: GB/s are of what is read and written together, for both. Prints them, the share of ``cp``'s, seconds, CPU time and the peak
-resident memory of the converting process, which may use ``threads`` threads (0: as many as cores). Removes all that it wrote.
+resident memory of the converting process, which may use ``threads`` threads (0: as many as cores). Exits with 1 if a mode's median share is
+below a half, or one takes more memory than it may. Removes all that it wrote.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -45,6 +47,8 @@ CONFIG = {
 LAYOUT = ("layout.pp_size=2", "layout.ep_size=4")
 POOL_BYTES = 2**26
 MARGIN_GIB = 1.5
+WANTED = 0.5
+"""Of ``cp``'s rate."""
 
 
 def shapes(layers: int) -> dict[str, tuple[int, ...]]:
@@ -124,8 +128,8 @@ def copy(source: Path, target: Path) -> tuple[float, float]:
     return seconds, cpu
 
 
-def main(arguments: list[str]) -> None:
-    """Measures and prints."""
+def main(arguments: list[str]) -> int:
+    """Measures and prints; the exit code."""
     options = {
         "gigabytes": "8",
         "rounds": "2",
@@ -135,13 +139,13 @@ def main(arguments: list[str]) -> None:
     } | dict(argument.split("=", 1) for argument in arguments)
     root = Path(tempfile.mkdtemp(prefix="convert", dir=options["folder"]))
     try:
-        measure(root, float(options["gigabytes"]), int(options["rounds"]), options["modes"].split(","), int(options["threads"]))
+        return measure(root, float(options["gigabytes"]), int(options["rounds"]), options["modes"].split(","), int(options["threads"]))
     finally:
         shutil.rmtree(root)
 
 
-def measure(root: Path, gigabytes: float, rounds: int, chosen: list[str], threads: int) -> None:
-    """All modes in turn with ``cp`` of each one's source."""
+def measure(root: Path, gigabytes: float, rounds: int, chosen: list[str], threads: int) -> int:
+    """All modes in turn with ``cp`` of each one's source; 1 if one is too slow or takes too much memory."""
     bf16, fp8, dist, out = root / "bf16", root / "fp8", root / "dist", root / "out"
     largest = make(bf16, gigabytes)
     limit = 2 * largest + MARGIN_GIB * 2**30
@@ -152,6 +156,8 @@ def measure(root: Path, gigabytes: float, rounds: int, chosen: list[str], thread
         "bf16_to_fp8": (bf16, fp8, ["mode=bf16_to_fp8", f"hf={bf16}"]),
         "fp8_to_bf16": (fp8, out, ["mode=fp8_to_bf16", f"hf={fp8}"]),
     }
+    shares: dict[str, list[float]] = {mode: [] for mode in chosen}
+    is_small = True
     for number in range(rounds):
         for mode, (source, target, arguments) in ((mode, modes[mode]) for mode in chosen):
             copied, copy_cpu = copy(source, root / "copy")
@@ -165,9 +171,12 @@ def measure(root: Path, gigabytes: float, rounds: int, chosen: list[str], thread
             convert = f"convert {moved / seconds / 1e9:.2f} GB/s ({seconds:.1f} s, {cpu:.1f} CPU s): {share:.0%}"
             memory = f"peak {resident / 2**30:.2f} GiB{'' if resident <= limit else ' TOO MUCH'}"
             print(f"round {number + 1} {mode:<11} {cp}, {convert}, {memory}", flush=True)
+            shares[mode].append(share)
+            is_small = is_small and resident <= limit
             if target == out:
                 shutil.rmtree(out)
+    return 0 if is_small and min(map(statistics.median, shares.values())) >= WANTED else 1
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))
