@@ -96,8 +96,9 @@ def test_lost_engines_are_restarted_until_it_is_too_often(undisturbed: Path, rep
     assert ended.code == 1
     found = re.findall(r"engine (\d) was lost \((.*)\), restarted in \d+\.\d s, restart 1 of 1\n", ended.stdout)
     assert [engine for engine, _ in found] == ["0", "1"]
-    assert found[0][1].startswith("rollout=vllm: the engine is dead (`generate`: ")
-    assert found[1][1] == "rollout=vllm: `generate`: no sign of life for 8 s"
+    # Which call meets the loss first, one for a sample or one that asks for life, is a matter of milliseconds.
+    assert re.match(r"rollout=vllm: the engine is dead \(`\w+`: ", found[0][1])
+    assert re.fullmatch(r"rollout=vllm: `\w+`: no sign of life for 8 s", found[1][1])
     assert re.match(r"\[rank 0 host \S+\] rollout\.options\.max_restarts=1: engine 0 was lost 2 times\. rollout=vllm: ", ended.stderr)
     assert ended.stderr.count("was lost 2 times") == 1
     assert f"See {run_dir}/engines/0/engine.log; its last lines:\n" in ended.stderr

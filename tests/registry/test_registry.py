@@ -102,8 +102,8 @@ def test_unknown_name_lists_what_exists() -> None:
         compose_job(["algorithm.advantage=gpro"])
     with pytest.raises(PluginError, match=r"^algorithm\.loss=zzz: unknown\. Known: `clip` \(rlbatch_plugins\.loss_clip\)"):
         compose_job(["algorithm.loss=zzz"])
-    with pytest.raises(PluginError, match=r"^rollout=sglang: unknown\."):
-        compose_job(["rollout=sglang"])
+    with pytest.raises(PluginError, match=r"^rollout=vlm: unknown\. Did you mean `vllm` \(rlbatch_plugins\.rollout_vllm\)"):
+        compose_job(["rollout=vlm"])
     with pytest.raises(PluginError, match=r"^offload=nine: unknown\."):
         compose_job(["offload=nine"])
 
