@@ -105,6 +105,8 @@ def test_a_good_run_leaves_its_folder(good: Ended) -> None:
     }
     assert tags(good.run_dir) == {tag: steps_of(tag) for tag in WITHOUT_GPU}
     assert good.json("checkpoints/latest.json") == {"folder": "step_000002"}
+    [life] = good.json("lives.json")["lives"]
+    assert (life["first_step"], life["last_step"], life["why"]) == (0, 2, "finished")
 
 
 def steps_of(tag: str) -> list[int]:

@@ -82,6 +82,14 @@ def test_a_failed_call_is_told_with_its_cause_and_the_log(host: EngineHost) -> N
     assert host.call("echo", {"text": "still there"}, limit_s=LIMIT_S)["text"] == "still there"
 
 
+def test_a_refusal_is_one_line(host: EngineHost) -> None:
+    """What an engine says in words for users is told as it is, without a traceback; where its log is too."""
+    with pytest.raises(RolloutError) as told:
+        host.call("refuse", limit_s=LIMIT_S)
+    assert str(told.value) == f"rollout.engine.depth=3: it has no such option. Leave it out. (The engine's log: {host.log})"
+    assert "Traceback" not in host.log.read_text()
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_crash_is_noticed(number: signal.Signals, host: EngineHost) -> None:
     """Every call that waits, and every later one, ends at once with the signal and the engine's last words."""
