@@ -21,11 +21,12 @@ from rlbatch.launch.children import children_end_with_this_process
 from rlbatch.launch.environment import RankInfo
 from rlbatch.launch.failures import StoppedBySignal, read_first_error, reporting_failures
 from rlbatch.launch.interfaces import set_interface
+from rlbatch.launch.lives import end_life
 from rlbatch.launch.logs import own_log
 from rlbatch.launch.own_job import slurm_job_id
 from rlbatch.launch.rendezvous import Meeting, join, launch_word
 from rlbatch.launch.requeue import EXIT_STOPPED, go_on_later
-from rlbatch.launch.signals import Ending, StopNotice, find_ending
+from rlbatch.launch.signals import Ending, StopNotice, find_ending, ignore_signals
 from rlbatch.launch.watchdog import Watchdog
 from rlbatch.metrics.report import record_failure
 
@@ -50,6 +51,8 @@ def main() -> None:
     except RlbatchError as error:
         print(error, file=sys.stderr)
         sys.exit(EXIT_REFUSED)
+    finally:
+        ignore_signals()
 
 
 def run_rank(run_dir: Path) -> None:
@@ -95,6 +98,9 @@ def run_rank(run_dir: Path) -> None:
                 log.finish("failed" if error else "interrupted", asdict(error) if error else None)
         raise
     log.finish("interrupted" if early else "finished")
+    if info.rank == 0 and not early:
+        with suppress(OSError):  # a full disk has no say in whether a run is done
+            end_life(run_dir, info, config.train.steps, "finished")
     if early and info.rank == 0:  # the others end with 0: Slurm would take another code for a failure, and end rank 0 before it is done
         _go_on_later(run_dir, config, info, early.step, early.ending)
         raise SystemExit(EXIT_STOPPED)

@@ -185,6 +185,8 @@ class EngineHost:
 
     def failed(self, operation: str, answer: Header) -> RolloutError:
         """The error for a call that ended with one."""
+        if answer.get("is_refusal"):
+            return RolloutError(f"{answer['error']} (The engine's log: {self.log})")
         if answer.get("lost"):
             return self.lose(f"the engine is dead (`{operation}`: {answer['error']})")
         return RolloutError(f"rollout={self._name}: `{operation}` failed: {answer['error']}\n{self.last_words()}")

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from rlbatch.engines.shared_names import name_shared_memory
-from rlbatch.engines.wire import LENGTHS, Header, encode
+from rlbatch.engines.wire import LENGTHS, Header, Refused, encode
 from rlbatch.launch.children import children_end_with_this_process, signal_group
 
 IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -44,8 +44,8 @@ Operation = Callable[[dict[str, Any], bytes, Send], Any]
 class Server:
     """Calls from a rank to an engine, any number at once.
 
-    A call is a frame with ``id`` and ``op``. Its answers carry its ``id``; the last one has ``end``, and if it failed ``error`` and
-    ``lost``: whether that is because the engine is.
+    A call is a frame with ``id`` and ``op``. Its answers carry its ``id``; the last one has ``end``, and if it failed ``error``,
+    ``lost``: whether that is because the engine is, and ``is_refusal``: whether all is said.
     """
 
     def __init__(self, engine: HostedEngine, writer: asyncio.StreamWriter) -> None:
@@ -89,6 +89,9 @@ class Server:
             send({**(await operation(header, payload, send) or {}), "end": True})
         except asyncio.CancelledError:
             send({"end": True, "error": "cancelled", "lost": False})
+        except Refused as error:
+            print(error, flush=True)
+            send({"end": True, "error": str(error), "is_refusal": True, "lost": False})
         except Exception as error:  # whatever an engine raises is the rank's to judge
             traceback.print_exc()
             send({"end": True, "error": _message(error), "lost": _is_lost(self._engine)})

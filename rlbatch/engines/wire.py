@@ -16,6 +16,10 @@ Header = Mapping[str, Any]
 Frame = tuple[dict[str, Any], bytes]
 
 
+class Refused(ValueError):
+    """What an engine cannot do, in words for users: ``<key>=<value>: <what must hold>. <fix>.`` They need neither traceback nor log."""
+
+
 def encode(header: Header, payload: bytes = b"") -> bytes:
     """A frame as bytes."""
     text = json.dumps(header).encode()

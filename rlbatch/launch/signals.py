@@ -116,6 +116,12 @@ class StopNotice:
             self.number = number
 
 
+def ignore_signals() -> None:
+    """For a process that has nothing left to end: a signal would only put a traceback into the interpreter's own end."""
+    for number in (*STOP_SIGNALS, signal.SIGINT, END_SIGNAL):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def _end(number: int, frame: FrameType | None) -> None:
     raise StoppedBySignal(128 + number)
 

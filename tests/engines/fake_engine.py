@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlbatch.engines.host import Send
+from rlbatch.engines.wire import Refused
 
 
 class FakeEngine:
@@ -41,6 +42,9 @@ class FakeEngine:
             raise KeyError("the cause")
         except KeyError as error:
             raise ValueError("it does not work") from error
+
+    async def op_refuse(self, header: dict[str, Any], payload: bytes, send: Send) -> None:
+        raise Refused("rollout.engine.depth=3: it has no such option. Leave it out.")
 
     async def op_die(self, header: dict[str, Any], payload: bytes, send: Send) -> None:
         print("last words", flush=True)
