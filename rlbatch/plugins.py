@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Sequence
-
-from rich import box
-from rich.console import Console
-from rich.table import Table as RichTable
+from collections.abc import Iterator, Sequence
+from shutil import get_terminal_size
+from textwrap import wrap
 
 from rlbatch.api import RlbatchError
 from rlbatch.config.compose import compose
@@ -16,6 +15,7 @@ from rlbatch.registry import Registry, load_plugins
 from rlbatch.tables import Entry, Supplier
 
 PIPE_COLUMNS = 160
+NAME_COLUMNS, OPTION_COLUMNS = 48, 52
 
 USAGE = """\
 Lists what plugins registered: the config key and name that choose it, who supplied it, its options with their defaults.
@@ -34,35 +34,33 @@ def main(arguments: Sequence[str]) -> int:
     except RlbatchError as error:
         print(error, file=sys.stderr)
         return 2
-    # A pipe has no width of its own, and rich would fold the table to 80 columns.
-    Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS).print(render(registry))
+    width = get_terminal_size().columns if sys.stdout.isatty() else PIPE_COLUMNS  # a pipe has no width of its own
+    print(*lines(registry, width), sep="\n")
     return 0
 
 
-def render(registry: Registry) -> RichTable:
-    """The table that is printed."""
-    rows = RichTable(box=box.SIMPLE_HEAD, header_style="bold")
-    rows.add_column("choose with", no_wrap=True)
-    for column in ("supplied by", "distribution", "options"):
-        rows.add_column(column, overflow="fold")
+def lines(registry: Registry, width: int) -> Iterator[str]:
+    """What is printed: a line for each name, and one for each of its options."""
+    yield f"{'choose with':<{NAME_COLUMNS}}supplied by"
     for table in registry.tables:
         for entry in table.values():
-            rows.add_row(f"{table.key}={entry.name}", *_supplied(entry.supplier), _options(table.key, entry))
-        rows.add_section()
+            yield f"{f'{table.key}={entry.name}':<{NAME_COLUMNS}}{_supplied(entry.supplier)}"
+            yield from _options(table.key, entry, width)
     for supplier in registry.model_families:
-        rows.add_row("model.hf (by config.json)", *_supplied(supplier), "")
-    return rows
+        yield f"{'model.hf (by config.json)':<{NAME_COLUMNS}}{_supplied(supplier)}"
 
 
-def _supplied(supplier: Supplier) -> tuple[str, str]:
-    return supplier.module, f"{supplier.distribution} {supplier.version}".strip() or "plugins=[...]"
+def _supplied(supplier: Supplier) -> str:
+    return f"{supplier.module}, {f'{supplier.distribution} {supplier.version}'.strip() or 'plugins=[...]'}"
 
 
-def _options(key: str, entry: Entry) -> str:
-    if entry.options is None:
-        return ""
-    return "\n".join(f"{doc.name}={show_value(doc.default)}  {doc.doc}".rstrip() for doc in key_docs(entry.options, f"{key}.options."))
+def _options(key: str, entry: Entry, width: int) -> Iterator[str]:
+    for doc in key_docs(entry.options, f"{key}.options.") if entry.options is not None else ():
+        first, *rest = wrap(doc.doc, max(width - OPTION_COLUMNS - 1, 20)) or [""]
+        yield f"{f'    {doc.name}={show_value(doc.default)}':<{OPTION_COLUMNS}} {first}".rstrip()
+        yield from (" " * (OPTION_COLUMNS + 1) + line for line in rest)
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends quietly
     sys.exit(main(sys.argv[1:]))
