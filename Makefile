@@ -10,6 +10,8 @@ sglang := .venv-sglang
 pip := $(venv)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 # What a build leaves in the checkout would, once stale, hide the installed entry points from commands that run here.
 clean := rm -rf rlbatch.egg-info examples/rlbatch-llama/src/rlbatch_llama.egg-info
+# Two processes share the tests, file by file: most wait for one core, an engine's start above all.
+shared := -n 2 --dist loadfile --no-loadscope-reorder --durations=40 --durations-min=10
 requirements := setup.cfg pyproject.toml constraints.txt
 llama := examples/rlbatch-llama
 
@@ -24,7 +26,7 @@ test: $(venv)/.test $(vllm)/.done $(sglang)/.done
 	$(venv)/bin/ruff format --check .
 	$(venv)/bin/mypy
 	$(venv)/bin/lint-imports
-	$(venv)/bin/python -m pytest $(PYTEST_ARGS)
+	$(venv)/bin/python -m pytest $(shared) $(PYTEST_ARGS)
 
 # bin/pip is the last file that venv writes: an interrupted creation starts over.
 $(venv)/bin/pip:

@@ -18,6 +18,12 @@ from rlbatch.testing.ranks import RankPools
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Processes that share the tests (``-n 2``) begin with the long files, of jobs and engines, and end together with short ones."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: ("cluster" in item.path.parts, item.path), reverse=True)
+
+
 @pytest.fixture(autouse=True)
 def _broken_pipes_are_errors() -> Iterator[None]:
     """Commands let SIGPIPE end their process; the tests that call them in this one live on."""

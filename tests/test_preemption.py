@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.test_resume import latest, processes_of, progress, samples, scalars, tensors, wait_for
+from tests.leftovers import processes_of
+from tests.test_resume import latest, progress, samples, scalars, tensors, wait_for
 from tests.test_run import TINY, Ended, finish, start, submit
 
 PLUGIN = Path(__file__).with_name("signalling_plugin.py")

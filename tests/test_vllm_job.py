@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.leftovers import processes_of
 from tests.plugins.vllm_cases import vllm_python
-from tests.test_run import processes_of, start
+from tests.test_run import start
 
 STEPS, LAST, MARGIN = 20, 5, 0.15
 """Both runs draw other samples: of three seeds of each, the mean rewards of the last five steps were 0.44 to 0.54."""

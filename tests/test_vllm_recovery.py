@@ -9,14 +9,16 @@ import subprocess
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
+from tests.leftovers import process_called, processes_of
 from tests.plugins.vllm_cases import vllm_python
+from tests.stopwatch import Stopwatch
 from tests.test_resume import samples
-from tests.test_run import Ended, processes_of, start
+from tests.test_run import Ended, start
 
-STEPS, SAVED = 3, 2
+STEPS, SAVED = 4, 2
+"""An engine that is killed in step 3, after its last sample, is missed in step 4."""
 LIMIT_S = 600.0
 NOTICED_S = 30.0
 RUN = (
@@ -25,7 +27,7 @@ RUN = (
     "rollout.max_response_tokens=48",
     "rollout.options.hang_limit_s=8",
     "rollout.options.max_restarts=1",
-    f"train.steps={STEPS}",
+    "optimizer.lr_schedule=constant",
     "train.prompts_per_step=64",
     "train.updates_per_step=1",
     "algorithm.group_size=8",
@@ -40,8 +42,13 @@ def state(run_dir: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("*.distcp")}
 
 
-def begin(run_dir: Path, repository: Path) -> subprocess.Popen[str]:
-    return start(run_dir, *RUN, f"rollout.engine.python={vllm_python(repository)}")
+def begin(run_dir: Path, repository: Path, steps: int) -> subprocess.Popen[str]:
+    return start(run_dir, *RUN, f"train.steps={steps}", f"rollout.engine.python={vllm_python(repository)}")
+
+
+def saved_samples(run_dir: Path) -> dict[str, str]:
+    """Of the steps up to the one that was saved."""
+    return {name: rows for name, rows in samples(run_dir).items() if name <= f"step_{SAVED:06d}.jsonl"}
 
 
 def end(process: subprocess.Popen[str], run_dir: Path) -> Ended:
@@ -54,26 +61,23 @@ def end(process: subprocess.Popen[str], run_dir: Path) -> Ended:
 
 def wait_for(pattern: str, run_dir: Path, process: subprocess.Popen[str], limit_s: float = LIMIT_S) -> None:
     """Returns as soon as a path of the run folder exists."""
-    deadline = time.monotonic() + limit_s
+    watch = Stopwatch()
     while not list(run_dir.glob(pattern)):
         assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, f"{pattern} did not come within {limit_s:g} s"
+        assert watch.passed_s < LIMIT_S, f"{pattern} did not come within {LIMIT_S:g} s"
         time.sleep(0.02)
+    watch.assert_within(limit_s)
 
 
 def scheduler(run_dir: Path, engine: int) -> int:
-    """The process of vLLM's that schedules an engine's requests: a child of the host, whose environment names the engine's folder."""
-    for pid in processes_of(run_dir / "engines" / str(engine) / "site"):
-        for child in psutil.Process(pid).children():
-            if "EngineCore" in " ".join(child.cmdline()):
-                return child.pid
-    raise AssertionError(f"engine {engine} has no scheduler")
+    """The process of vLLM's that schedules an engine's requests."""
+    return process_called(run_dir / "engines" / str(engine) / "site", "EngineCore")
 
 
 @pytest.fixture(scope="module")
 def undisturbed(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
-    ended = end(begin(run_dir, repository), run_dir)
+    ended = end(begin(run_dir, repository, SAVED), run_dir)
     assert (ended.code, ended.stderr) == (0, "")
     return run_dir
 
@@ -84,7 +88,7 @@ def test_lost_engines_are_restarted_until_it_is_too_often(undisturbed: Path, rep
     once, with the last lines of the engine's log. No process is left.
     """
     run_dir = tmp_path / "run"
-    process = begin(run_dir, repository)
+    process = begin(run_dir, repository, STEPS)
     wait_for("groups/step_000001/prompt_*", run_dir, process)
     os.kill(scheduler(run_dir, 0), signal.SIGKILL)
     os.kill(scheduler(run_dir, 1), signal.SIGSTOP)
@@ -102,8 +106,7 @@ def test_lost_engines_are_restarted_until_it_is_too_often(undisturbed: Path, rep
     assert re.match(r"\[rank 0 host \S+\] rollout\.options\.max_restarts=1: engine 0 was lost 2 times\. rollout=vllm: ", ended.stderr)
     assert ended.stderr.count("was lost 2 times") == 1
     assert f"See {run_dir}/engines/0/engine.log; its last lines:\n" in ended.stderr
-    expected = {name: rows for name, rows in samples(undisturbed).items() if name <= f"step_{SAVED:06d}.jsonl"}
-    assert samples(run_dir) == expected
-    assert len(expected) == SAVED
+    assert saved_samples(run_dir) == saved_samples(undisturbed)
+    assert len(saved_samples(run_dir)) == SAVED
     assert state(run_dir) == state(undisturbed)
     assert processes_of(run_dir) == []

@@ -9,9 +9,12 @@ import pytest
 from tests.cluster import slurm as slurm_daemons
 from tests.cluster import ssh_hosts as hosts_with_sshd
 from tests.cluster.hosts import unused_prefix
-from tests.cluster.processes import require, shared_memory, wait_until
+from tests.cluster.jobs import RUN_S
+from tests.cluster.processes import require, wait_until
 from tests.cluster.slurm import Slurm, running_slurm
 from tests.cluster.ssh_hosts import SshHosts, running_ssh_hosts
+from tests.leftovers import no_memory_left
+from tests.stopwatch import Stopwatch
 
 GONE_S = 15.0
 """After a job, for its last processes to end."""
@@ -28,11 +31,12 @@ def slurm_session() -> Iterator[Slurm]:
 @pytest.fixture
 def slurm(slurm_session: Slurm) -> Iterator[Slurm]:
     """The session's Slurm of 4 nodes, idle before and after; a job may leave no process and no shared memory."""
-    shared = shared_memory()
-    yield slurm_session
-    slurm_session.run("scancel", "--user=root", check=False)
-    wait_until(lambda: not slurm_session.job_processes(), GONE_S, f"the end of {slurm_session.job_processes()}")
-    wait_until(lambda: shared_memory() <= shared, GONE_S, "the end of its shared memory")
+    with no_memory_left():
+        yield slurm_session
+        slurm_session.run("scancel", "--user=root", check=False)
+        watch = Stopwatch()
+        wait_until(lambda: not slurm_session.job_processes(), RUN_S, f"the end of {slurm_session.job_processes()}")
+        watch.assert_within(GONE_S)
     slurm_session.wait_until_idle()
 
 

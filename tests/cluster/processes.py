@@ -111,20 +111,6 @@ def _environment(pid: int) -> list[bytes]:
     return []
 
 
-def shared_memory() -> set[str]:
-    """Names in /dev/shm."""
-    return set(os.listdir("/dev/shm"))
-
-
-def abandoned_memory() -> set[str]:
-    """Names in /dev/shm that no process has mapped: what jobs that run beside this one use is not among them."""
-    mapped = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with suppress(OSError):
-            mapped |= {line.rpartition("/dev/shm/")[2].split()[0] for line in maps.read_text().splitlines() if "/dev/shm/" in line}
-    return shared_memory() - mapped
-
-
 @contextmanager
 def public_folder(prefix: str) -> Iterator[Path]:
     """A folder in /tmp that every user may enter, as daemons demand of their sockets and keys."""

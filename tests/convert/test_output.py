@@ -175,8 +175,9 @@ def test_killed_and_started_again(hf: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     arguments = ["mode=hf_to_dist", f"hf={hf}", "file_gb=0.00002", "layout.ep_size=2"]
     slow = (
-        "import sys, time; from rlbatch.convert.__main__ import main; from rlbatch.convert.output import Draft; writing = Draft.write\n"
-        "Draft.write = lambda *arguments: (time.sleep(0.2), writing(*arguments))\n"
+        "import itertools, sys, time; from rlbatch.convert.__main__ import main; from rlbatch.convert.output import Draft\n"
+        "writing, numbers = Draft.write, itertools.count()\n"
+        "Draft.write = lambda *arguments: writing(*arguments) if next(numbers) < 4 else time.sleep(3600)\n"
         "sys.exit(main(sys.argv[1:]))"
     )
     process = subprocess.Popen([sys.executable, "-c", slow, *arguments, f"out={out}"])

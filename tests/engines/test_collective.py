@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,8 @@ from rlbatch.engines.collective import SENDER, WeightGroup
 from rlbatch.engines.rollout import HostedOptions, devices_behind, uses_group
 from rlbatch.engines.sender import WeightSender
 from rlbatch.launch.engine_plan import EnginePlan
+from tests.leftovers import shared_by
+from tests.stopwatch import Stopwatch
 
 LIMIT_S = 60.0
 
@@ -46,34 +47,35 @@ def buckets(scale: float) -> list[WeightBucket]:
 
 def test_an_engine_gets_every_tensor(host: EngineHost, tmp_path: Path) -> None:
     """In two syncs, in buckets that grow; no memory is shared, and the group leaves nothing behind."""
-    shared = set(Path("/dev/shm").iterdir())
+    before = shared_by(os.getpid())
     sender = joined(host, tmp_path)
     for scale in (1.0, 2.0):
         assert sender.send(buckets(scale)) == 5
         assert host.call("sums", limit_s=LIMIT_S)["sums"] == [
             pytest.approx(float(tensor.sum())) for bucket in buckets(scale) for tensor in bucket.tensors
         ]
+        assert shared_by(os.getpid()) == before
+        assert shared_by(host.pid) == set()
     sender.close()
-    assert set(Path("/dev/shm").iterdir()) == shared
 
 
 def test_an_engine_that_dies_keeps_nobody_waiting(host: EngineHost, tmp_path: Path) -> None:
     """Killed between the group's start and a sync: the sync ends with the loss, long before the limit of a broadcast."""
     sender = joined(host, tmp_path)
     os.kill(host.pid, signal.SIGKILL)
-    started = time.monotonic()
+    watch = Stopwatch()
     with pytest.raises(EngineLost, match="SIGKILL"):
         sender.send(buckets(1.0))
     sender.close()
-    assert time.monotonic() < started + LIMIT_S / 2
+    watch.assert_within(LIMIT_S / 2)
 
 
 def test_nobody_waits_forever_for_others(tmp_path: Path) -> None:
     """A member that does not come is an error after the limit."""
-    started = time.monotonic()
+    watch = Stopwatch()
     with pytest.raises(RuntimeError):
         WeightGroup(tmp_path / "join", SENDER, 2, "cpu", 1.0)
-    assert time.monotonic() < started + 30
+    watch.assert_within(30)
 
 
 @pytest.mark.parametrize(

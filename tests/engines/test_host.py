@@ -15,6 +15,7 @@ import pytest
 from rlbatch.api import EngineLost, RolloutError
 from rlbatch.engines.client import EngineHost
 from rlbatch.engines.shared_names import FOLDER, remove_leftovers
+from tests.stopwatch import Stopwatch
 
 LIMIT_S = 60.0
 ENGINE = "tests.engines.fake_engine:FakeEngine"
@@ -94,14 +95,14 @@ def test_a_refusal_is_one_line(host: EngineHost) -> None:
 def test_a_crash_is_noticed(number: signal.Signals, host: EngineHost) -> None:
     """Every call that waits, and every later one, ends at once with the signal and the engine's last words."""
     waiting = host.begin("echo", {"text": "never", "after_s": 3600.0})
-    started = time.monotonic()
+    watch = Stopwatch()
     with pytest.raises(RolloutError, match=rf"(?s)^rollout=fake: the engine's process was ended by {number.name}\. .*last words"):
         host.call("die", {"signal": number}, limit_s=LIMIT_S)
     with pytest.raises(RolloutError, match=number.name):
         waiting.result(LIMIT_S)
     with pytest.raises(RolloutError, match=number.name):
         host.call("echo", {"text": "too late"}, limit_s=LIMIT_S)
-    assert time.monotonic() < started + 30
+    watch.assert_within(30)
 
 
 def test_a_hang_is_noticed(host: EngineHost) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -22,6 +23,7 @@ from rlbatch.engines.packing import ALIGNMENT
 from rlbatch.engines.receiver import WeightReceiver
 from rlbatch.engines.sender import WeightSender
 from rlbatch.engines.staging import Staging
+from tests.leftovers import shared_by
 
 
 @pytest.fixture(scope="module")
@@ -102,9 +104,9 @@ def test_one_rank_of_a_device_sends(host: EngineHost) -> None:
 
 def test_memory_leaves_nothing_behind() -> None:
     """It has no name in /dev/shm, is read by its handle, and cannot be opened once nobody has it."""
-    before = set(Path("/dev/shm").iterdir())
+    before = shared_by(os.getpid())
     memory = HostMemory(4096)
-    assert set(Path("/dev/shm").iterdir()) == before
+    assert shared_by(os.getpid()) == before
     memory.tensor.copy_(torch.arange(4096) % 251)
     key, handle, _ = memory.shared
     opened = OpenMemories(torch.device("cpu"))

@@ -196,9 +196,9 @@ def test_stopped(tmp_path: Path) -> None:
         f"sys.exit(run_mpi(MpiJob(Mpi.MPICH, (), '', ('{tmp_path}/fake_mpirun',)), Config(), pathlib.Path('{tmp_path}')))\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code])
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not (tmp_path / "ready").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(20) == 143
+    assert process.wait(60) == 143
     assert (tmp_path / "stopped").exists()

@@ -24,13 +24,16 @@ from rlbatch.launch.lock import LifeLock, run_folder_lock
 from rlbatch.launch.rendezvous import Meeting, first_port, join
 from tests.launch import watched
 
+HANG_S = 60.0
+"""Well above what anything here takes: a busy machine must not fail the test, a hang must."""
+
 
 def rank_of(rank: int, world_size: int = 2, **fields: object) -> RankInfo:
     nodes = tuple(f"n{number + 1}" for number in range(world_size))
     return replace(RankInfo(rank, world_size, 0, 1, rank, f"n{rank + 1}", nodes=nodes, job_id="4711"), **fields)  # type: ignore[arg-type]
 
 
-def config_of(timeout_s: float = 20.0, interface: str = "lo") -> Config:
+def config_of(timeout_s: float = HANG_S, interface: str = "lo") -> Config:
     return Config(launch=LaunchConfig(rendezvous_timeout_s=timeout_s), cluster=ClusterConfig(interface=interface))
 
 
@@ -50,7 +53,7 @@ def meetings() -> Iterator[list[Meeting]]:
 
 def hosts_of(meeting: Meeting) -> list[str]:
     """What the overseer tells once all ranks have come."""
-    until = time.monotonic() + 20
+    until = time.monotonic() + HANG_S
     while time.monotonic() < until:
         for message in meeting.link.receive():
             if "hosts" in message:
@@ -101,13 +104,17 @@ def test_port_of_a_job() -> None:
 
 def test_two_jobs_race_for_one_port(tmp_path: Path) -> None:
     """Jobs that were told the same port both meet: the later one takes the next."""
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "23456"}
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     folders = [tmp_path / "a", tmp_path / "b"]
     ranks = []
     for folder in folders:
         folder.mkdir()
-        ranks += [watched.start(folder, "succeed", {**watched.rank_variables(rank, 2), **address}) for rank in range(2)]
-    ended = watched.finish(ranks, time.monotonic())
+        ranks += [watched.start(folder, "succeed_later", {**watched.rank_variables(rank, 2), **address}) for rank in range(2)]
+    watched.wait_for(lambda: all(read_life(folder) for folder in folders))  # both hold their ports now
+    for folder in folders:
+        (folder / watched.GO).touch()
+    ended = watched.finish(ranks)
     assert ended.codes == [0] * 4
     ports = [output.split("port ")[1].split()[0] for output in ended.outputs]
     assert ports[0] == ports[1] != ports[2] == ports[3]
@@ -138,7 +145,7 @@ def test_old_life_is_waited_out(tmp_path: Path, meetings: list[Meeting]) -> None
     time.sleep(0.3)
     assert not meetings
     meetings.append(join(later[0], tmp_path, config_of(), ""))
-    waiting.join(20)
+    waiting.join(HANG_S)
     assert hosts_of(meetings[0]) == ["n1", "n2"]
 
 
@@ -158,10 +165,11 @@ def test_missing_ranks_are_named(tmp_path: Path) -> None:
         "SLURM_STEP_NUM_NODES": "2",
         "SLURM_STEP_NUM_TASKS": "4",
         "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+        watched.TOGETHER: "2",
     }
     places = [{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NODEID": "0", "SLURMD_NODENAME": "n1"} for rank in range(2)]
     ranks = [watched.start(tmp_path, "succeed", {**variables, **place}, "600", "2") for place in places]
-    ended = watched.finish(ranks, time.monotonic())
+    ended = watched.finish(ranks)
     assert ended.codes == [1, 1]
     error = read_first_error(tmp_path)
     assert error is not None
@@ -257,11 +265,9 @@ def test_requeued_job_takes_over(tmp_path: Path) -> None:
         "SLURM_NODEID": "0",
     }
     zombie = watched.start(tmp_path, "sleep", slurm)
-    until = time.monotonic() + 20
-    while not (tmp_path / "life.json").exists() and time.monotonic() < until:
-        time.sleep(0.05)
+    watched.wait_for((tmp_path / "life.json").exists)
     late = watched.start(tmp_path, "succeed", {**slurm, "SLURM_RESTART_COUNT": "1"})
-    ended = watched.finish([late, zombie], time.monotonic())
+    ended = watched.finish([late, zombie])
     assert ended.codes == [0, 1]
     assert "superseded" in ended.outputs[1]
     life = read_life(tmp_path)
@@ -275,7 +281,7 @@ def test_earlier_failure_is_forgotten(tmp_path: Path, meetings: list[Meeting]) -
     meetings.append(join(rank_of(0), tmp_path, config_of(), ""))
     assert read_first_error(tmp_path) is None
     claim(tmp_path, FirstError(1, "n2", "ConfigError", "just now", "", time.time()))
-    until = time.monotonic() + 20
+    until = time.monotonic() + HANG_S
     heard: list[object] = []
     while not heard and time.monotonic() < until:
         heard += [message["end"] for message in meetings[0].link.receive() if "end" in message]
@@ -299,7 +305,7 @@ def test_table_of_ranks(tmp_path: Path) -> None:
         )
         for rank in range(8)
     ]
-    ended = watched.finish(ranks, time.monotonic())
+    ended = watched.finish(ranks)
     assert ended.codes == [0] * 8
     host = socket.gethostname()
     assert ended.outputs[0].splitlines()[0] == f"{host}: ranks 0-7"

@@ -14,6 +14,7 @@ from rlbatch.launch.life import Life, write_life
 from rlbatch.launch.places import Place, find_culprit
 from rlbatch.launch.watchdog import SUCCESSION_S, may_follow
 from tests.launch import watched
+from tests.stopwatch import Stopwatch
 
 GONE_S = 15.0
 """What is promised: from the event, or the limit, to the end of all ranks. The start comes on top, which takes most of the time here."""
@@ -32,7 +33,7 @@ def assert_named_once(ended: watched.Ended, error: FirstError) -> None:
     everything = "".join(ended.outputs)
     assert everything.count("[rank ") == 1
     assert str(error) in everything
-    assert ended.seconds < START_S + GONE_S
+    ended.watch.assert_within(START_S + GONE_S)
 
 
 def test_regular_end(tmp_path: Path) -> None:
@@ -122,10 +123,11 @@ def test_children_end_with_a_killed_rank(where: str, tmp_path: Path) -> None:
     watched.run(tmp_path, where)
     pids = [int(pid) for file in tmp_path.glob("pids.*") for pid in file.read_text().split()]
     assert len(pids) == 6
-    until = time.monotonic() + GONE_S
+    watch = Stopwatch()
     while any(_is_alive(pid) for pid in pids):
-        assert time.monotonic() < until
+        assert watch.passed_s < watched.END_S
         time.sleep(0.05)
+    watch.assert_within(GONE_S)
 
 
 def _is_alive(pid: int) -> bool:
@@ -138,12 +140,11 @@ def _is_alive(pid: int) -> bool:
 def test_superseded_job_ends_and_records_nothing(tmp_path: Path) -> None:
     """What is left of a job ends when a later start takes its run folder over, and leaves that one's files alone."""
     ranks = [watched.start(tmp_path, "hang_waiting", watched.rank_variables(rank, 2)) for rank in range(2)]
-    until = time.monotonic() + START_S
-    while not (tmp_path / "logs/rank1.stacks").exists() and time.monotonic() < until:
-        time.sleep(0.05)
+    watched.wait_for((tmp_path / "logs/rank1.stacks").exists)
     life = json.loads((tmp_path / "life.json").read_text())
     write_life(tmp_path, Life(**{**life, "token": "another", "restart_count": 1}))
-    ended = watched.finish(ranks, time.monotonic(), SUCCESSION_S + GONE_S + START_S)
+    ended = watched.finish(ranks)
+    ended.watch.assert_within(SUCCESSION_S + GONE_S + START_S)
     assert ended.codes == [1, 1]
     assert any("superseded: a later start of this job has taken" in output for output in ended.outputs)
     assert read_first_error(tmp_path) is None

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,10 +19,15 @@ from rlbatch.launch.environment import RankInfo
 from rlbatch.launch.failures import StoppedBySignal, reporting_failures
 from rlbatch.launch.rendezvous import Meeting, join, launch_word
 from rlbatch.launch.watchdog import Watchdog
+from tests.stopwatch import Stopwatch
 
+TOGETHER = "RLBATCH_TEST_TOGETHER"
+"""How many ranks wait for each other before they join, however long each takes to start."""
+GO = "go"
+"""File of the run folder that ends `succeed_later`."""
 COLLECTIVE_S = 5.0
 FOREVER_S = 120.0
-END_S = 90.0
+END_S = 300.0
 """Well above what is promised, for a busy machine."""
 
 
@@ -33,12 +38,12 @@ class Ended:
     Attributes:
         codes: Exit code of each rank.
         outputs: stdout and stderr of each rank.
-        seconds: From its start to the end of the last rank.
+        watch: Runs from its start, or from what its end shall follow.
     """
 
     codes: list[int]
     outputs: list[str]
-    seconds: float
+    watch: Stopwatch
 
 
 def rank_variables(rank: int, world_size: int, local_size: int | None = None) -> dict[str, str]:
@@ -60,23 +65,23 @@ def start(run_dir: Path, behaviour: str, variables: Mapping[str, str], *options:
     )
 
 
-def finish(ranks: Sequence[subprocess.Popen[str]], since: float, timeout_s: float = END_S) -> Ended:
+def finish(ranks: Sequence[subprocess.Popen[str]], watch: Stopwatch | None = None) -> Ended:
     """Waits for all of them; kills them if they do not end."""
-    outputs = []
+    outputs, watch = [], watch or Stopwatch()
     try:
         for rank in ranks:
-            outputs.append(rank.communicate(timeout=max(0.1, since + timeout_s - time.monotonic()))[0])
+            outputs.append(rank.communicate(timeout=max(0.1, END_S - watch.passed_s))[0])
     finally:
         for rank in ranks:
             rank.kill()
-    return Ended([rank.returncode for rank in ranks], outputs, time.monotonic() - since)
+    return Ended([rank.returncode for rank in ranks], outputs, watch)
 
 
 def run(run_dir: Path, behaviour: str, world_size: int = 3, *options: str, variables: Mapping[str, str] | None = None) -> Ended:
     """A job whose ranks all do the same."""
-    since = time.monotonic()
+    watch = Stopwatch()
     ranks = [start(run_dir, behaviour, {**rank_variables(rank, world_size), **(variables or {})}, *options) for rank in range(world_size)]
-    return finish(ranks, since)
+    return finish(ranks, watch)
 
 
 def behave(behaviour: str, watchdog: Watchdog, meeting: Meeting) -> None:
@@ -88,6 +93,8 @@ def behave(behaviour: str, watchdog: Watchdog, meeting: Meeting) -> None:
     faulty = rank == (0 if who == "first" else world_size - 1)
     if what == "succeed":
         return
+    if what == "succeed_later":
+        return wait_for(lambda: Path(sys.argv[1], GO).exists())
     if faulty and what != "hang_waiting":
         with watchdog.phase("generation"):
             misbehave(what)
@@ -153,6 +160,13 @@ def misbehave(what: str) -> None:
         time.sleep(FOREVER_S)
 
 
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Returns when it holds, or after a time that fails the test."""
+    watch = Stopwatch()
+    while not condition() and watch.passed_s < END_S:
+        time.sleep(0.02)
+
+
 def raise_stopped(number: int, frame: object) -> None:
     """As a rank of a run does while it starts."""
     raise StoppedBySignal(128 + number)
@@ -172,11 +186,14 @@ def main() -> None:
         behaviour = "kill"
     launch = LaunchConfig(rendezvous_timeout_s=float(timeout_s), collective_timeout_s=COLLECTIVE_S, generation_limit_s=float(limit_s))
     config = Config(launch=launch, cluster=ClusterConfig(interface=interface))
+    (run_dir / f"started.{info.rank}").touch()
+    wait_for(lambda: len(list(run_dir.glob("started.*"))) >= int(os.environ.get(TOGETHER, "0")))
     with reporting_failures(run_dir, info.rank):
         meeting = join(info, run_dir, config, launch_word())
         with Watchdog(launch, meeting, run_dir) as watchdog:
             hosts = watchdog.wait_for_ranks()
             print(f"rank {info.rank} met {len(hosts)} on port {meeting.life.port}", flush=True)
+            (run_dir / f"met.{info.rank}").touch()
             with watchdog.reporting():
                 behave(behaviour, watchdog, meeting)
 

@@ -79,7 +79,7 @@ def test_test_runs_every_check(checkout: Path) -> None:
         "ruff format --check .",
         "mypy",
         "lint-imports",
-        "python -m pytest -k loss",
+        "python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=40 --durations-min=10 -k loss",
     ]
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.leftovers import processes_of
 from tests.test_resume import samples, scalars
-from tests.test_run import QUICK, Ended, processes_of, submit
+from tests.test_run import QUICK, Ended, submit
 
 PLUGIN = Path(__file__).parents[1] / "hosted_plugin.py"
 STEPS = 3

@@ -17,6 +17,7 @@ from rlbatch.launch.job_store import JobStore
 from rlbatch.launch.signals import Interrupted, StopNotice
 from rlbatch.launch.watchdog import Watchdog
 from rlbatch.pipeline.stopping import Pace, Stopping
+from tests.stopwatch import Stopwatch
 
 RANKS = 3
 
@@ -130,7 +131,7 @@ def test_a_notice_of_another_rank_interrupts_this_one(signalled: int) -> None:
         ranks.notices[1 - signalled].started()
         before = signal.getsignal(signal.SIGUSR1)
         ranks.notices[1 - signalled].install()
-        started = time.monotonic()
+        watch = Stopwatch()
         try:
             with mine.listening(), other.listening(), mine.generating(may_finish=True):
                 ranks.signal(signalled)
@@ -146,5 +147,5 @@ def test_a_notice_of_another_rank_interrupts_this_one(signalled: int) -> None:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGHUP):
                 signal.signal(number, signal.SIG_DFL)
-        assert time.monotonic() - started < 40
+        watch.assert_within(40)
         assert mine.ending is not None

@@ -7,8 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,18 +15,21 @@ from typing import Any
 import pytest
 import torch
 
-from rlbatch.api import Completion, ConfigError, EngineShape, Prompt, RolloutContext, RolloutError, SamplingParams
+from rlbatch.api import ConfigError, EngineShape, Prompt, RolloutContext, RolloutError, SamplingParams
 from rlbatch.engines.client import EngineHost
 from rlbatch.engines.collective import SENDER, WeightGroup
 from rlbatch.engines.rollout import HostedRollout
 from rlbatch.engines.sender import WeightSender
+from rlbatch.engines.shared_names import remove_leftovers
 from rlbatch.weights.sync import buckets
 from rlbatch_plugins import rollout_sglang
 from rlbatch_plugins.rollout_sglang import SglangOptions, program, sglang_rollout
 from rlbatch_plugins.rollout_transformers import TransformersOptions, TransformersRollout
 from rlbatch_plugins.sglang_host.sampling import draw_tokens, uniforms
+from tests.leftovers import no_memory_left, process_called, processes_of, wait_until_gone
 from tests.plugins.sglang_cases import sglang_python, write_model
-from tests.plugins.vllm_cases import tensors
+from tests.plugins.vllm_cases import gathers_of_threads, tensors, tokens_of
+from tests.stopwatch import Stopwatch
 
 FAMILIES = ("qwen2", "qwen3_moe")
 PROMPTS = [Prompt(4, "", (3, 1, 4, 1, 5)), Prompt(11, "", (9,)), Prompt(2, "", (2, 6, 5))]
@@ -66,46 +68,41 @@ def python(repository: Path) -> str:
     return sglang_python(repository)
 
 
+class Pairs:
+    """Pairs by family, of which one lives at a time: an idle scheduler of SGLang's takes a processor."""
+
+    def __init__(self, python: str, new_folder: Callable[[str], Path]) -> None:
+        self._python, self._new_folder = python, new_folder
+        self._made: dict[str, Pair] = {}
+
+    def __call__(self, family: str) -> Pair:
+        if family not in self._made:
+            self.close()
+            folder = write_model(family, self._new_folder(family))
+            context = RolloutContext(folder, "cpu", "float32", engine={"python": self._python}, folder=self._new_folder("engine"))
+            self._made[family] = Pair(folder, sglang_rollout(context, SglangOptions()), TransformersRollout(context, TransformersOptions()))
+        return self._made[family]
+
+    def close(self) -> None:
+        while self._made:
+            self._made.popitem()[1].sglang.close()
+
+
 @pytest.fixture(scope="module")
-def pairs(python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Pair]]:
-    """Pairs by family; each starts once."""
-    made: dict[str, Pair] = {}
-
-    def pair(family: str) -> Pair:
-        if family not in made:
-            folder = write_model(family, tmp_path_factory.mktemp(family))
-            context = RolloutContext(folder, "cpu", "float32", engine={"python": python}, folder=tmp_path_factory.mktemp("engine"))
-            made[family] = Pair(folder, sglang_rollout(context, SglangOptions()), TransformersRollout(context, TransformersOptions()))
-        return made[family]
-
-    yield pair
-    for each in made.values():
-        each.sglang.close()
+def pairs(python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pairs]:
+    made = Pairs(python, tmp_path_factory.mktemp)
+    yield made
+    made.close()
 
 
-def gathers_of_threads(size: int) -> list[Callable[[bytes], list[bytes]]]:
-    """All-gathers between threads that stand for ranks."""
-    both, said = threading.Barrier(size), [b""] * size
-
-    def gather(place: int) -> Callable[[bytes], list[bytes]]:
-        def gathered(content: bytes) -> list[bytes]:
-            said[place] = content
-            both.wait(300)
-            result = list(said)
-            both.wait(300)
-            return result
-
-        return gathered
-
-    return [gather(place) for place in range(size)]
-
-
-def tokens_of(answers: Iterable[list[Completion]]) -> list[list[list[int]]]:
-    return [[list(completion.token_ids) for completion in completions] for completions in answers]
+@pytest.fixture
+def alone(pairs: Pairs) -> None:
+    """No other engine runs."""
+    pairs.close()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sglang_equals_transformers_after_every_sync(family: str, pairs: Callable[[str], Pair]) -> None:
+def test_sglang_equals_transformers_after_every_sync(family: str, pairs: Pairs) -> None:
     """Greedy tokens are the same, log-probs of samples within 1e-4 at temperature 1 and 0.6, in small buckets too; without a sync not."""
     pair = pairs(family)
     with pytest.raises(RolloutError, match=r"the engine has no weights: they are random until the first sync"):
@@ -121,7 +118,7 @@ def test_sglang_equals_transformers_after_every_sync(family: str, pairs: Callabl
     assert pair.worst_difference(PARAMS) > 100 * LIMIT
 
 
-def test_samples_are_named_by_seed_and_versioned(pairs: Callable[[str], Pair]) -> None:
+def test_samples_are_named_by_seed_and_versioned(pairs: Pairs) -> None:
     """A sample does not depend on its batch, does on all that names it; it carries the version of its weights and its seconds."""
     pair = pairs("qwen3_moe")
     pair.sync(41)
@@ -138,7 +135,7 @@ def test_samples_are_named_by_seed_and_versioned(pairs: Callable[[str], Pair]) -
     assert tokens_of(pair.sglang.generate([Prompt(5, "", PROMPTS[0].token_ids)], PARAMS)) != [first]
 
 
-def test_the_stop_token_ends_a_sample_and_is_kept(pairs: Callable[[str], Pair]) -> None:
+def test_the_stop_token_ends_a_sample_and_is_kept(pairs: Pairs) -> None:
     """Nothing follows it, its reason is `stop`; the others have the full length. A minimal length keeps it away."""
     pair = pairs("qwen3_moe")
     pair.sync(0)
@@ -176,7 +173,7 @@ def test_the_stop_token_ends_a_sample_and_is_kept(pairs: Callable[[str], Pair]) 
     ],
     ids=["part of a matrix", "missing", "unknown", "twice", "shape", "not finite"],
 )
-def test_a_sync_must_be_complete(change: Any, message: str, pairs: Callable[[str], Pair]) -> None:
+def test_a_sync_must_be_complete(change: Any, message: str, pairs: Pairs) -> None:
     """What is missing, unknown, doubled, of another shape or not finite is an error with its name; then nothing is generated, and the next
     sync helps.
     """
@@ -191,7 +188,7 @@ def test_a_sync_must_be_complete(change: Any, message: str, pairs: Callable[[str
     assert pair.worst_difference(PARAMS) < LIMIT
 
 
-def test_weights_can_come_over_a_group(pairs: Callable[[str], Pair], tmp_path: Path) -> None:
+def test_weights_can_come_over_a_group(pairs: Pairs, tmp_path: Path) -> None:
     """As they do to engines on other GPUs than the trainer's: the workers join the sender's group; through shared memory they come too."""
     pair = pairs("qwen3_moe")
     pair.sync(0)
@@ -211,7 +208,7 @@ def test_weights_can_come_over_a_group(pairs: Callable[[str], Pair], tmp_path: P
     assert pair.worst_difference(PARAMS) < LIMIT
 
 
-def test_a_sample_may_take_too_long(pairs: Callable[[str], Pair]) -> None:
+def test_a_sample_may_take_too_long(pairs: Pairs) -> None:
     """The error names the key; what was given up ends, and the next generation and sync are not disturbed."""
     pair = pairs("qwen3_moe")
     pair.sync(0)
@@ -227,9 +224,10 @@ def test_a_sample_may_take_too_long(pairs: Callable[[str], Pair]) -> None:
     assert pair.worst_difference(PARAMS) < LIMIT
 
 
+@pytest.mark.usefixtures("alone")
 def test_two_ranks_share_an_engine(python: str, tmp_path: Path) -> None:
     """The first generates what transformers does, after two syncs; the second only takes part in syncs. Nothing stays in /dev/shm."""
-    folder, shared = write_model("qwen3_moe", tmp_path / "model"), set(os.listdir("/dev/shm"))
+    folder = write_model("qwen3_moe", tmp_path / "model")
     gathers = gathers_of_threads(2)
     engine = {"python": python, "environment": {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}}  # else one rank for each NUMA node
 
@@ -243,20 +241,21 @@ def test_two_ranks_share_an_engine(python: str, tmp_path: Path) -> None:
             follower.update_weights(buckets(tensors(folder, 1.0 + version), 1, version))
 
     thread = threading.Thread(target=second, daemon=True)
-    thread.start()
-    leader = sglang_rollout(context(0), SglangOptions(gpus_per_engine=2))
-    pair = Pair(folder, leader, TransformersRollout(context(0), TransformersOptions()))
-    try:
-        for version in range(2):
-            pair.sync(version, 1.0 + version)
-            assert pair.worst_difference(PARAMS) < LIMIT
-    finally:
-        leader.close()
-    thread.join(60)
-    assert not thread.is_alive()
-    assert [name for name in set(os.listdir("/dev/shm")) - shared if name.startswith(("rlbatch-", "sgl"))] == []
+    with no_memory_left():
+        thread.start()
+        leader = sglang_rollout(context(0), SglangOptions(gpus_per_engine=2))
+        pair = Pair(folder, leader, TransformersRollout(context(0), TransformersOptions()))
+        try:
+            for version in range(2):
+                pair.sync(version, 1.0 + version)
+                assert pair.worst_difference(PARAMS) < LIMIT
+        finally:
+            leader.close()
+        thread.join(60)
+        assert not thread.is_alive()
 
 
+@pytest.mark.usefixtures("alone")
 def test_a_killed_scheduler_is_noticed(python: str, tmp_path: Path) -> None:
     """SGLang's scheduler killed in mid-generation: an error within 30 s; and after SIGKILL of a rank no process of SGLang lives."""
     folder = write_model("qwen2", tmp_path / "model")
@@ -274,31 +273,18 @@ def test_a_killed_scheduler_is_noticed(python: str, tmp_path: Path) -> None:
     )
     rank = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert rank.stdout is not None
-    assert rank.stdout.readline() == "generating\n"
-    processes = processes_of(tmp_path)
-    assert len(processes) >= 3
-    scheduler = next(pid for pid in processes if "sglang::scheduler" in Path(f"/proc/{pid}/cmdline").read_text())
-    os.kill(scheduler, signal.SIGKILL)
-    started = time.monotonic()
-    assert rank.stdout.readline() == "noticed\n"
-    assert time.monotonic() < started + 30
-    rank.kill()
-    rank.wait()
-    while (alive := processes_of(tmp_path)) and time.monotonic() < started + 60:
-        time.sleep(0.1)
-    assert alive == []
-
-
-def processes_of(folder: Path) -> list[int]:
-    """Processes whose environment names the folder."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdecimal() and str(folder).encode() in (entry / "environ").read_bytes():
-                found.append(int(entry.name))
-        except OSError:
-            continue
-    return found
+    try:
+        assert rank.stdout.readline() == "generating\n"
+        assert len(processes_of(tmp_path)) >= 4
+        os.kill(process_called(tmp_path, "sglang::scheduler"), signal.SIGKILL)
+        watch = Stopwatch()
+        assert rank.stdout.readline() == "noticed\n"
+        watch.assert_within(30)
+    finally:
+        rank.kill()
+        rank.wait()
+    wait_until_gone(tmp_path)
+    remove_leftovers()  # a job's next engine does it
 
 
 def test_options_of_sglang_are_checked(python: str, tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ from rlbatch.api import ConfigError, EngineLost, EngineShape, Prompt, RolloutCon
 from rlbatch.weights.sync import buckets
 from rlbatch_plugins.rollout_transformers import TransformersOptions, TransformersRollout
 from rlbatch_plugins.rollout_vllm import VllmOptions, VllmRollout, engine_shape, program
-from tests.cluster.processes import abandoned_memory
-from tests.plugins.test_rollout_vllm import LIMIT, PARAMS, PROMPTS, Pair, processes_of, tokens_of
+from tests.leftovers import no_memory_left, processes_of
+from tests.plugins.test_rollout_vllm import LIMIT, PARAMS, PROMPTS, Pair, tokens_of
 from tests.plugins.vllm_cases import tensors, vllm_python, write_model
 
 T = TypeVar("T")
@@ -79,21 +79,17 @@ def python(repository: Path) -> str:
     return vllm_python(repository)
 
 
-def stores() -> set[Path]:
-    """Files over which vLLM's workers met: it does not remove them."""
-    return set(Path(tempfile.gettempdir()).glob("vllm_dist_*"))
-
-
 @pytest.fixture(scope="module")
 def nodes(python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     """One engine for all tests; at its end nothing of it is left."""
-    where, abandoned, left = tmp_path_factory.mktemp("nodes"), abandoned_memory(), stores()
-    engine = Nodes(write_model("qwen3_moe", where / "model"), python, where)
-    yield engine
-    engine.close()
-    assert processes_of(where) == []
-    assert abandoned_memory() <= abandoned
-    assert stores() <= left
+    where = tmp_path_factory.mktemp("nodes")
+    with no_memory_left(), tempfile.TemporaryDirectory() as temporary, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", temporary)
+        engine = Nodes(write_model("qwen3_moe", where / "model"), python, where)
+        yield engine
+        engine.close()
+        assert processes_of(where) == []
+        assert list(Path(temporary).iterdir()) == []
 
 
 def test_both_nodes_generate_what_transformers_does(nodes: Nodes) -> None:
@@ -184,7 +180,7 @@ def test_a_data_parallel_rank_is_on_one_node() -> None:
     """Two nodes of four GPUs: two or more data-parallel ranks, whose GPUs are on one node; else the error has the numbers."""
     context = RolloutContext(Path(), "cpu", "float32", engine={"data_parallel_size": 4}, engine_node=1, engine_nodes=2, address="10.0.0.1")
     options = VllmOptions(gpus_per_engine=8)
-    decided = {name: value for name, (value, _) in program(context, options, 4321, []).start["decided"].items()}
+    decided = program(context, options, 4321, []).start["decided"]
     assert (
         decided.items()
         >= {
@@ -205,7 +201,7 @@ def test_a_data_parallel_rank_is_on_one_node() -> None:
 @pytest.mark.parametrize(
     ("engine", "message"),
     [
-        ({"data_parallel_rpc_port": 1}, r"rollout\.engine\.data_parallel_rpc_port=1: rlbatch decides it"),
+        ({"data_parallel_rpc_port": 1}, r"rollout\.engine\.data_parallel_rpc_port=1: rollout\.options\.gpus_per_engine decides it"),
         ({"data_parallel_size": 3}, r"gpus_per_engine=8: must be a multiple of 3 \(rollout\.engine\.data_parallel_size=3, "),
         ({"data_parallel_size": "x"}, r"rollout\.engine\.data_parallel_size=x: must be a whole number, 1 or more"),
         ({"gpu_memory_utilization": 70}, r"rollout\.engine\.gpu_memory_utilization=70: must be above 0 and at most 1"),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,13 +88,18 @@ def tokens_of(answers: Iterable[list[Completion]]) -> list[list[list[int]]]:
     return [[list(completion.token_ids) for completion in completions] for completions in answers]
 
 
-def processes_of(folder: Path) -> list[int]:
-    """Processes whose environment names the folder."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdecimal() and str(folder).encode() in (entry / "environ").read_bytes():
-                found.append(int(entry.name))
-        except OSError:
-            continue
-    return found
+def gathers_of_threads(size: int) -> list[Callable[[bytes], list[bytes]]]:
+    """All-gathers between threads that stand for ranks."""
+    both, said = threading.Barrier(size), [b""] * size
+
+    def gather(place: int) -> Callable[[bytes], list[bytes]]:
+        def gathered(content: bytes) -> list[bytes]:
+            said[place] = content
+            both.wait(300)
+            result = list(said)
+            both.wait(300)
+            return result
+
+        return gathered
+
+    return [gather(place) for place in range(size)]

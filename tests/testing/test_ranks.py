@@ -8,12 +8,15 @@ import subprocess
 import sys
 import textwrap
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
 from rlbatch.testing.ranks import RankFailure, RankPool, RankPools
+from tests.leftovers import shared_by
+from tests.stopwatch import Stopwatch
 
 
 def add_ranks(offset: int) -> tuple[int, float, int]:
@@ -62,9 +65,9 @@ def a_tensor() -> object:
 def test_every_rank_answers_in_order_and_stays_warm(rank_pool: RankPools) -> None:
     """Results come by rank, collectives span the pool, and a second call meets the same processes without paying the imports."""
     first = rank_pool(2).run(add_ranks, 10)
-    began = time.monotonic()
+    watch = Stopwatch()
     second = rank_pool(2).run(add_ranks, 20)
-    assert time.monotonic() - began < 1.0
+    watch.assert_within(1.0)
     assert [answer[:2] for answer in first] == [(0, 21.0), (1, 21.0)]
     assert [answer[:2] for answer in second] == [(0, 41.0), (1, 41.0)]
     assert [answer[2] for answer in first] == [answer[2] for answer in second]
@@ -72,10 +75,10 @@ def test_every_rank_answers_in_order_and_stays_warm(rank_pool: RankPools) -> Non
 
 def test_tensors_come_back_without_shared_memory(rank_pool: RankPools) -> None:
     """A tensor result is a copy in this process; /dev/shm is not used."""
-    before = set(os.listdir("/dev/shm"))
+    before = shared_by(os.getpid())
     results = rank_pool(2).run(a_tensor)
     assert [int(result.sum()) for result in results] == [499999500000] * 2
-    assert set(os.listdir("/dev/shm")) <= before
+    assert shared_by(os.getpid()) == before
 
 
 def test_a_failing_rank_is_named_and_the_pool_recovers() -> None:
@@ -95,8 +98,8 @@ def test_a_hanging_rank_is_named_and_ended() -> None:
     """Past the time-out the error names the silent rank only, and its process is gone."""
     pool = RankPool(2)
     pids = [answer[2] for answer in pool.run(add_ranks, 0)]
-    with pytest.raises(RankFailure, match=r"no answer within 0.5 s from rank 0 of 2$"):
-        pool.run(rank_0_hangs, timeout_s=0.5)
+    with pytest.raises(RankFailure, match=r"no answer within 5 s from rank 0 of 2$"):
+        pool.run(rank_0_hangs, timeout_s=5.0)
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
@@ -147,9 +150,11 @@ def test_pools_make_room_for_larger_ones() -> None:
 
 
 def _gone(pid: int) -> bool:
-    deadline = time.monotonic() + 5
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
+    watch = Stopwatch()
+    with suppress(psutil.NoSuchProcess):
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            if watch.passed_s > 60:
+                return False
+            time.sleep(0.05)
+    watch.assert_within(5)
     return True
