@@ -11,9 +11,15 @@ from functools import partial
 from typing import Any
 
 from rlbatch.api import ConfigError, Configurable, EngineShape, RolloutContext, hookimpl
+from rlbatch.engines.checks import check_options
+from rlbatch.engines.installed import look
 from rlbatch.engines.mapping import device_identity
+from rlbatch.engines.option_names import refusal
 from rlbatch.engines.reserved_port import ReservedPort, agreed_port
 from rlbatch.engines.rollout import EngineProgram, HostedOptions, HostedRollout, own_and_theirs, variables_of, visible_devices
+
+from .vllm_host import versions
+from .vllm_host.options import CLASSES, DECIDED, LISTED, SOURCE
 
 HOST = "rlbatch_plugins.vllm_host.engine:VllmEngine"
 ENTRY_POINTS = {"vllm.general_plugins": ["rlbatch = rlbatch_plugins.vllm_host.plugin:register"]}
@@ -23,22 +29,6 @@ EAGER_VARIABLES = {"TORCHDYNAMO_DISABLE": "1"}
 """On CPUs: small functions that vLLM compiles even where it is told to be eager cost 45 s at the first token."""
 VARIABLES = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 """A job's engine talks to nobody."""
-PLACED = (
-    "tensor_parallel_size",
-    "data_parallel_rank",
-    "data_parallel_start_rank",
-    "data_parallel_size_local",
-    "data_parallel_address",
-    "data_parallel_rpc_port",
-    "data_parallel_hybrid_lb",
-    "data_parallel_external_lb",
-    "data_parallel_backend",
-    "nnodes",
-    "node_rank",
-    "master_addr",
-    "master_port",
-)
-"""Options that follow from where the ranks of an engine are."""
 SHARED_MIB = 16
 """Twice what two workers and their scheduler were seen to fill; they announce far more, and newer versions want that to be free."""
 MEMORY_SHARE = 0.9
@@ -63,12 +53,9 @@ def engine_shape(options: VllmOptions, engine: Mapping[str, Any]) -> EngineShape
     Raises:
         ConfigError: an option that rlbatch decides, or sizes that do not fit ``gpus_per_engine``.
     """
-    for name in PLACED:
-        if name in engine:
-            raise ConfigError(
-                f"rollout.engine.{name}={engine[name]}: rlbatch decides it, from rollout.options.gpus_per_engine and the ranks' nodes. "
-                "Leave it out."
-            )
+    check_options(options, engine)
+    if refused := refusal(own_and_theirs(engine)[1], (), DECIDED, "vLLM", LISTED):
+        raise ConfigError(refused)
     replicas = _size(engine, "data_parallel_size")
     share, context = engine.get("gpu_memory_utilization", MEMORY_SHARE), engine.get("max_model_len", 0)
     if not isinstance(share, (int, float)) or not 0 < share <= 1:
@@ -78,6 +65,18 @@ def engine_shape(options: VllmOptions, engine: Mapping[str, Any]) -> EngineShape
     return EngineShape(
         gpus, replicas, float(share), context if isinstance(context, int) else 0, stages, is_colocated=not options.separate_gpus
     )
+
+
+def check_engine(options: VllmOptions, engine: Mapping[str, Any]) -> None:
+    """See ``Configurable``.
+
+    Raises:
+        ConfigError: the interpreter has no vLLM, another version, or one that lacks an option.
+    """
+    own, theirs = own_and_theirs(engine)
+    found = look(own.get("python", ""), versions.DISTRIBUTIONS, SOURCE, CLASSES)
+    if refused := versions.refusal(found.version, found.python) or refusal(theirs, found.options, DECIDED, f"vLLM {found.version}", LISTED):
+        raise ConfigError(refused)
 
 
 def draft(engine: Mapping[str, Any]) -> str | None:
@@ -107,6 +106,7 @@ def rlbatch_register_rollout_backends() -> Mapping[str, Configurable]:
         has_engine=True,
         spans_nodes=True,
         engine_shape=engine_shape,
+        check_engine=check_engine,
         has_fp8=True,
         draft=draft,
     )
@@ -158,9 +158,9 @@ def program(context: RolloutContext, options: VllmOptions, port: int, devices: S
     own, theirs = own_and_theirs(context.engine)
     on_cpu = context.device == "cpu"
     decided = {
-        "model": [str(context.hf_folder.resolve()), "model.hf"],
-        "tensor_parallel_size": [_tensor_parallel(options, theirs), "rollout.options.gpus_per_engine"],
-        "enable_sleep_mode": [options.sleep_level > 0 and not (on_cpu or options.separate_gpus), "rollout.options.sleep_level"],
+        "model": str(context.hf_folder.resolve()),
+        "tensor_parallel_size": _tensor_parallel(options, theirs),
+        "enable_sleep_mode": options.sleep_level > 0 and not (on_cpu or options.separate_gpus),
     }
     return EngineProgram(
         "vllm",
@@ -169,7 +169,7 @@ def program(context: RolloutContext, options: VllmOptions, port: int, devices: S
             "options": theirs,
             "process_start": "fork" if on_cpu and os.environ.get("OMP_NUM_THREADS") == "1" else "",
             "defaults": {"dtype": context.dtype, "load_format": "dummy", **(CPU_DEFAULTS if on_cpu else {})},
-            "decided": decided | {name: [value, "rlbatch"] for name, value in _part(context, options, theirs, port).items()},
+            "decided": decided | _part(context, options, theirs, port),
         },
         python=str(own.get("python", "")),
         variables={
@@ -212,7 +212,7 @@ def _part(context: RolloutContext, options: VllmOptions, theirs: Mapping[str, An
 
 def _size(engine: Mapping[str, Any], name: str) -> int:
     value = engine.get(name, 1)
-    if not isinstance(value, int) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"rollout.engine.{name}={value}: must be a whole number, 1 or more. Use e.g. 1.")
     return value
 

@@ -272,6 +272,7 @@ def _check_machine(config: Config, registry: Registry, run_dir: Path) -> None:
     most = RANKS_PER_CORE * (os.cpu_count() or 1)
     if not gpus and ranks > most:
         raise ConfigError(f"layout.world_size={ranks}: must be at most {most} without GPUs, {RANKS_PER_CORE} ranks a core. Use less.")
+    registry.check_engine(config)
 
 
 def _check_prompts(config: Config, registry: Registry, run_dir: Path) -> None:

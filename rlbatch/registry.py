@@ -172,6 +172,15 @@ class Registry:
             return EngineShape(backend.ranks_per_engine(options))
         return backend.engine_shape(options, config.rollout.engine)
 
+    def check_engine(self, config: Config) -> None:
+        """Refuses engines that this machine does not have.
+
+        Raises:
+            ConfigError: what is missing.
+        """
+        backend, options = self._rollout(config)
+        backend.check_engine(options, config.rollout.engine)
+
     def _rollout(self, config: Config) -> tuple[Configurable, Any]:
         """The rollout backend and its options."""
         entry = self.rollouts[config.rollout.name]

@@ -250,7 +250,7 @@ def test_recipes(
             "rollout.engine.max_model_len=10240: must hold a prompt of 2048 tokens (data.max_prompt_tokens) and a response of 32768 "
             "(rollout.max_response_tokens). Use 34816 or more.",
         ),
-        (["rollout.engine.data_parallel_address=n1"], "rollout.engine.data_parallel_address=n1: rlbatch decides it, "),
+        (["rollout.engine.data_parallel_address=n1"], "rollout.engine.data_parallel_address=n1: rollout.options.gpus_per_engine decides it. "),
     ],
     ids=["a rank", "a node", "share", "replica", "nodes", "context", "decided"],
 )

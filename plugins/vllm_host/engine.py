@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import difflib
 import json
 import os
 import sys
+import traceback
 from array import array
 from collections.abc import Awaitable, Sequence
 from typing import Any
 
 from rlbatch.engines.host import Send
-from rlbatch.engines.wire import pack_ints, unpack_ints
+from rlbatch.engines.option_names import refusal
+from rlbatch.engines.wire import Refused, pack_ints, unpack_ints
 
-from . import versions
+from . import options, versions
 from .experts import is_held
 from .memory import own_log, too_small
-from .plugin import WEIGHT_BACKEND
-
-FIXED = {
-    "skip_tokenizer_init": True,
-    "logprobs_mode": "processed_logprobs",
-    "weight_transfer_config": {"backend": WEIGHT_BACKEND},
-    "worker_extension_cls": "rlbatch_plugins.vllm_host.transfer.WorkerExtension",
-}
-"""Token ids in and out; log-probs of the distribution that was sampled from; our weight transfer."""
 
 
 class VllmEngine:
@@ -41,28 +33,33 @@ class VllmEngine:
         self._held: list[dict[str, Any]] = []
 
     async def op_start(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
-        """Starts vLLM with ``defaults``, the user's ``options``, and what is ``decided`` by another key (name -> [value, key])."""
+        """Starts vLLM with ``defaults``, the user's ``options``, and what is ``decided`` by other keys."""
         version = versions.installed_version()
         if refused := versions.refusal(version, sys.executable):
-            raise RuntimeError(refused)
+            raise Refused(refused)
         _add_plugin()
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
         known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
-        decided = {name: value for name, (value, _) in header["decided"].items()}
-        _check_options(header["options"], known, {name: key for name, (_, key) in header["decided"].items()}, version)
+        decided: dict[str, Any] = header["decided"]
+        if refused := refusal(header["options"], known, options.DECIDED, f"vLLM {version}", options.LISTED):
+            raise Refused(refused)
         defaults = {name: value for name, value in header["defaults"].items() if name in known}
-        arguments = AsyncEngineArgs(**{**defaults, **header["options"], **decided, **FIXED})
-        config = arguments.create_engine_config()
+        try:
+            arguments = AsyncEngineArgs(**{**defaults, **header["options"], **decided, **options.FIXED})
+            config = arguments.create_engine_config()
+        except (ValueError, TypeError, AssertionError, NotImplementedError) as error:
+            traceback.print_exc()
+            raise Refused(options.refused(error, header["options"], version)) from error
         _check_head_size(config.model_config)
         _start_processes(header["process_start"])
         try:
             self._llm = AsyncLLM.from_vllm_config(config, disable_log_stats=arguments.disable_log_stats)
         except RuntimeError:
             if told := too_small(own_log()):
-                raise RuntimeError(told) from None
+                raise Refused(told) from None
             raise
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
         self._held = await versions.ask_workers(self._llm, "rlbatch_experts")
@@ -239,7 +236,7 @@ def _check_head_size(model: Any) -> None:
     if model.get_head_size() not in sizes:
         listed = ", ".join(map(str, sizes))
         size = model.get_head_size()
-        raise ValueError(f"model.hf: attention heads have size {size}, vLLM's CPU backend has kernels for {listed}. Use another.")
+        raise Refused(f"model.hf: attention heads have size {size}, vLLM's CPU backend has kernels for {listed}. Use another.")
 
 
 def _start_processes(method: str) -> None:
@@ -252,16 +249,6 @@ def _add_plugin() -> None:
     """A user's choice of vLLM plugins must not leave ours out."""
     if chosen := os.environ.get("VLLM_PLUGINS"):
         os.environ["VLLM_PLUGINS"] = f"{chosen},rlbatch"
-
-
-def _check_options(options: dict[str, Any], known: Sequence[str], decided: dict[str, str], version: str) -> None:
-    for name, value in options.items():
-        if name in decided or name in FIXED:
-            raise ValueError(f"rollout.engine.{name}={value}: {decided.get(name, 'rlbatch')} decides it. Leave it out.")
-        if name not in known:
-            close = " or ".join(f"`{match}`" for match in difflib.get_close_matches(name, known))
-            hint = f"Did you mean {close}?" if close else "See `vllm serve --help`."
-            raise ValueError(f"rollout.engine.{name}={value}: vLLM {version} has no such option. {hint}")
 
 
 def _judge(reports: Sequence[dict[str, list[str]]], held: Sequence[list[int] | None]) -> None:

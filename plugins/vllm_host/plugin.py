@@ -5,9 +5,8 @@ from __future__ import annotations
 from rlbatch.engines.shared_names import name_shared_memory
 
 from . import workarounds
+from .options import WEIGHT_BACKEND
 from .versions import installed_version
-
-WEIGHT_BACKEND = "rlbatch"
 
 
 def register() -> None:

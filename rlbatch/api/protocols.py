@@ -48,6 +48,10 @@ def no_draft(engine: Mapping[str, Any]) -> str | None:
     return None
 
 
+def any_engine(options: Any, engine: Mapping[str, Any]) -> None:
+    """Of a backend whose engine needs nothing that a machine might lack."""
+
+
 @dataclass(frozen=True)
 class Configurable:
     """An extension with options of its own: they become config keys under its group (``reward.options.my_option``).
@@ -61,6 +65,8 @@ class Configurable:
         spans_nodes: Of a rollout backend: whether the ranks of an engine may be on several nodes. On each the first of them generates.
         engine_shape: Of a rollout backend: how its engine divides the model, given its options and ``rollout.engine.*``; may raise
             ``ConfigError``. None: the ranks of an engine hold one copy.
+        check_engine: Of a rollout backend: whether this machine has its engine, with ``rollout.engine.*``; called at submit where ranks
+            start on the same machine, and on each node before the model is built; raises ``ConfigError``.
         has_fp8: Of a rollout backend: whether its engine, on GPUs, takes weights that are quantised in blocks (``rollout.quantization``).
         draft: Of a rollout backend: whose weights its engine speculates with, given ``rollout.engine.*``: a Hugging Face folder, empty for
             the layers that the model's family carries, None for none; may raise ``ConfigError``.
@@ -73,6 +79,7 @@ class Configurable:
     has_engine: bool = False
     spans_nodes: bool = False
     engine_shape: Callable[[Any, Mapping[str, Any]], EngineShape] | None = None
+    check_engine: Callable[[Any, Mapping[str, Any]], None] = any_engine
     has_fp8: bool = False
     draft: Callable[[Mapping[str, Any]], str | None] = no_draft
 

@@ -72,6 +72,8 @@ def assemble(
     family = registry.resolve_model_family(read_config(hf_folder))
     check_layout(config.layout, family, on_gpu=device != "cpu")
     seed_random_numbers(config.seed, info.rank)
+    if info.local_rank == 0:
+        registry.check_engine(config)
     parallel.initialize_groups(config.layout, config.seed)
     announce(f"building {family.name}: {family.num_layers} layers, {family.num_experts} experts")
     offload = registry.build_offload(config.offload.name, config.offload.options)

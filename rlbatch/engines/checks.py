@@ -1,0 +1,44 @@
+"""What is wrong with ``rollout.options`` and ``rollout.engine`` of a backend with an engine host, told before anything starts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from rlbatch.api import ConfigError
+from rlbatch.engines.rollout import HostedOptions, own_and_theirs, uses_group, variables_of
+
+POSITIVE = ("gpus_per_engine", "request_timeout_s", "start_timeout_s", "hang_limit_s", "sync_timeout_s")
+NOT_NEGATIVE = ("max_concurrency_per_replica", "max_restarts", "min_response_tokens")
+
+
+def check_options(options: HostedOptions, engine: Mapping[str, Any]) -> None:
+    """Refuses what no engine could make sense of.
+
+    Args:
+        options: ``rollout.options.*``.
+        engine: ``rollout.engine.*``.
+
+    Raises:
+        ConfigError: the first one found.
+    """
+    for name in (*POSITIVE, *NOT_NEGATIVE):
+        value, is_positive = getattr(options, name), name in POSITIVE
+        if not math.isfinite(value) or value < 0 or (is_positive and value == 0):
+            default, words = getattr(HostedOptions(), name), "greater than 0" if is_positive else "0 or more"
+            raise ConfigError(f"rollout.options.{name}={value}: must be {words}, and finite. Use e.g. {default}.")
+    if options.sleep_level not in (0, 1, 2):
+        raise ConfigError(f"rollout.options.sleep_level={options.sleep_level}: must be 0, 1 or 2. Choose one.")
+    uses_group(options)
+    own, _ = own_and_theirs(engine)
+    if not isinstance(python := own.get("python", ""), str):
+        raise ConfigError(f"rollout.engine.python={python}: must be the path of an interpreter. Leave it out for the trainer's own.")
+    _check_variables(own)
+
+
+def _check_variables(own: Mapping[str, Any]) -> None:
+    for name, value in variables_of(own).items():
+        is_text = isinstance(own["environment"].get(name, value), (str, int, float))
+        if not (name and is_text) or "=" in name or "\0" in name + value:
+            raise ConfigError(f"rollout.engine.environment={{{name}: {value}}}: must map a name to a text. Write {{NAME: value}}.")

@@ -1,0 +1,70 @@
+"""Asks an engine's interpreter what it has, before anything is built: a mistake shows in a second, not after a model has been loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlbatch.api import ConfigError
+from rlbatch.engines.site import scrubbed, write_site
+
+LIMIT_S = 60.0
+_RUN = "from rlbatch.engines.inventory import main; main()"
+
+
+@dataclass(frozen=True)
+class Installed:
+    """What an interpreter has.
+
+    Attributes:
+        version: Of the engine; empty: it has none.
+        options: Names of the engine's options; empty: not known.
+        python: The interpreter's own path.
+    """
+
+    version: str
+    options: Sequence[str]
+    python: str
+
+
+def look(python: str, distributions: Sequence[str], source: str, classes: Sequence[str]) -> Installed:
+    """Asks.
+
+    Args:
+        python: ``rollout.engine.python``; empty: this one.
+        distributions: One of them is the engine.
+        source: Path of the module with the engine's options, from its top-level package.
+        classes: The dataclasses there whose fields they are.
+
+    Raises:
+        ConfigError: it is no Python, or one that cannot run rlbatch's part of an engine.
+    """
+    said = f"rollout.engine.python={python}"
+    with tempfile.TemporaryDirectory() as folder:
+        site = write_site(Path(folder) / "site", {})
+        try:
+            ended = subprocess.run(
+                [python or sys.executable, "-c", _RUN, json.dumps([distributions, source, classes])],
+                env=scrubbed(os.environ, site, keep_path=not python),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=LIMIT_S,
+                check=False,
+            )
+        except OSError as error:
+            raise ConfigError(f"{said}: cannot be started ({error.strerror}). Name a Python.") from error
+        except subprocess.TimeoutExpired as error:
+            raise ConfigError(f"{said}: does not say within {LIMIT_S:g} s what it has installed. Name another.") from error
+    try:
+        version, options, own = json.loads(ended.stdout.splitlines()[-1])
+    except (IndexError, ValueError) as error:
+        words = ended.stderr.decode(errors="replace").splitlines()
+        last = words[-1] if words else f"exit code {ended.returncode}"
+        raise ConfigError(f"{said}: must be a Python that can run rlbatch.engines ({last}). Name another.") from error
+    return Installed(version, options, own)

