@@ -1,13 +1,14 @@
 """``offload=cpu_adam``: a fraction of the optimizer lives on the host: fp32 main weights, moments and their update.
 
 Megatron's ``HybridDeviceOptimizer``: gradients go to the host and new weights come back while other parameters are updated. The GPU is
-spared 12 bytes a parameter that is offloaded, divided over data-parallel ranks; the host takes 16.
+spared 12 bytes a parameter that is offloaded, divided over data-parallel ranks; the host takes 16. Gradients give their memory back while
+the engine generates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 from rlbatch.api import ConfigError, Configurable, MemoryHandles, OptimizerSpec, hookimpl
@@ -21,7 +22,7 @@ class CpuAdamOptions:
 
 
 class CpuAdam:
-    """An ``OffloadStrategy`` that builds another optimizer and moves nothing afterwards.
+    """An ``OffloadStrategy`` that builds another optimizer and moves nothing of it afterwards.
 
     Args:
         options: The fraction.
@@ -34,6 +35,7 @@ class CpuAdam:
         if not 0 < options.fraction <= 1:
             raise ConfigError(f"offload.options.fraction={options.fraction:g}: must be above 0 and at most 1. Use offload=none for 0.")
         self._fraction = options.fraction
+        self._handles: MemoryHandles | None = None
 
     def configure_optimizer(self, spec: OptimizerSpec) -> OptimizerSpec:
         """Puts the fraction on the host; the optimizer then holds the fp32 main weights itself.
@@ -52,11 +54,16 @@ class CpuAdam:
         return replace(spec, arguments={**spec.arguments, **offload})
 
     def attach(self, handles: MemoryHandles) -> None:
-        """Needs no handles."""
+        """The engine is not there yet: gradients give their memory back before it comes."""
+        self._handles = handles
+        handles.release_gradients()
 
-    def generating(self) -> AbstractContextManager[None]:
-        """Moves nothing."""
-        return nullcontext()
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Without gradients, which the next backward pass makes anew."""
+        assert self._handles is not None
+        self._handles.release_gradients()
+        yield
 
     def training(self) -> AbstractContextManager[None]:
         """Moves nothing."""

@@ -1,4 +1,7 @@
-"""``offload=optimizer_state``: main weights and moments leave the GPU while the engine generates, and come back to be updated there."""
+"""``offload=optimizer_state``: main weights and moments leave the GPU while the engine generates, and come back to be updated there.
+
+Gradients, of no use between updates, give their memory back.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +40,16 @@ class OptimizerState:
         return spec
 
     def attach(self, handles: MemoryHandles) -> None:
-        """Remembers where the state is; Adam makes its moments at the first update only."""
+        """Remembers where the state is; Adam makes its moments at the first update only. Gradients go before the engine comes."""
         self._handles = handles
+        handles.release_gradients()
 
     @contextmanager
     def generating(self) -> Iterator[None]:
         """Host copies, no GPU storage; back again at the end, also after an error."""
-        moved = self._to_host()
+        assert self._handles is not None
+        self._handles.release_gradients()
+        moved = self._to_host(self._handles)
         try:
             yield
         finally:
@@ -53,11 +59,10 @@ class OptimizerState:
         """The state is on the GPU already."""
         return nullcontext()
 
-    def _to_host(self) -> list[Tensor]:
+    def _to_host(self, handles: MemoryHandles) -> list[Tensor]:
         import torch
 
-        assert self._handles is not None
-        moved = [tensor for tensor in self._handles.optimizer_state() if tensor.is_cuda and _owns_storage(tensor)]
+        moved = [tensor for tensor in handles.optimizer_state() if tensor.is_cuda and _owns_storage(tensor)]
         if not moved:
             return []
         if [copy.shape for copy in self._host] != [tensor.shape for tensor in moved]:

@@ -221,19 +221,19 @@ def test_recipes(
         (
             ["rollout=transformers"],
             "rollout=transformers: an engine needs 1249.9 GiB for weights and 0.5 GiB to cache one sample on each of its 1 GPUs, and has "
-            "55.9 of 95 GiB (cluster.gpu_memory_gib), where the trainer keeps 39.1. Use rollout=vllm rollout.options.gpus_per_engine=24 "
-            "rollout.engine.data_parallel_size=3 rollout.engine.enable_expert_parallel=true.",
-        ),
-        (
-            ["rollout.options.gpus_per_engine=8", "rollout.engine.data_parallel_size=1"],
-            "rollout=vllm: an engine needs 78.3 GiB for weights and 0.7 GiB to cache one sample on each of its 8 GPUs, and has 47.5 of "
-            "95 GiB (cluster.gpu_memory_gib), where the trainer keeps 39.1. Use rollout=vllm rollout.options.gpus_per_engine=16 "
+            "82.0 of 95 GiB (cluster.gpu_memory_gib), where the trainer keeps 13.0. Use rollout=vllm rollout.options.gpus_per_engine=16 "
             "rollout.engine.data_parallel_size=2 rollout.engine.enable_expert_parallel=true.",
         ),
         (
-            ["rollout.engine.gpu_memory_utilization=0.7"],
-            "rollout.engine.gpu_memory_utilization=0.7: the engine takes 66.5 of a GPU's 95 GiB (cluster.gpu_memory_gib), and the trainer "
-            "keeps 39.1 there. Use 0.56 or less, or keep more of the trainer on the host.",
+            ["rollout.options.gpus_per_engine=8", "rollout.engine.data_parallel_size=1"],
+            "rollout=vllm: an engine needs 78.3 GiB for weights and 0.7 GiB to cache one sample on each of its 8 GPUs, and has 66.5 of "
+            "95 GiB (cluster.gpu_memory_gib), where the trainer keeps 13.0. Use rollout=vllm rollout.options.gpus_per_engine=16 "
+            "rollout.engine.data_parallel_size=2 rollout.engine.enable_expert_parallel=true.",
+        ),
+        (
+            ["rollout.engine.gpu_memory_utilization=0.9"],
+            "rollout.engine.gpu_memory_utilization=0.9: the engine takes 85.5 of a GPU's 95 GiB (cluster.gpu_memory_gib), and the trainer "
+            "keeps 13.0 there. Use 0.84 or less, or keep more of the trainer on the host.",
         ),
         (
             ["rollout.options.gpus_per_engine=16", "rollout.engine.data_parallel_size=1"],
@@ -270,7 +270,7 @@ def test_gpus_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     family = registry.resolve_model_family(CONFIGS["deepseek671b"])
     for is_colocated in (False, True):
         plan = EnginePlan(config, 16, EngineShape(8, 2, 0.9, is_colocated=is_colocated), Placement(12, 8))
-        with pytest.raises(ConfigError, match=r"has 55\.9 of 95 GiB .* trainer keeps 39\.1") if is_colocated else nullcontext():
+        with pytest.raises(ConfigError, match=r"takes 85\.5 of a GPU.s 95 GiB .* trainer keeps 13\.0") if is_colocated else nullcontext():
             plan.check_memory(family, is_fp8=False)
 
 

@@ -172,7 +172,9 @@ class SleepingBackend(Protocol):
     """A ``RolloutBackend`` whose engine shares the accelerator's memory with the trainer."""
 
     def sleep(self) -> None:
-        """Gives the memory back: called on every rank after each generation. ``update_weights`` wakes the engine."""
+        """Gives the memory back: called on every rank after each generation, also one that was interrupted, and before a checkpoint is
+        restored. ``update_weights`` wakes the engine.
+        """
 
 
 @runtime_checkable
@@ -291,6 +293,11 @@ class MemoryHandles(Protocol):
 
     def optimizer_state(self) -> Iterable[Tensor]:
         """This rank's optimizer state tensors (master weights and moments)."""
+
+    def release_gradients(self) -> None:
+        """Gives the memory of this rank's gradients back until the next backward pass, which makes them anew: nothing needs them between
+        updates. May be called in every phase but ``training``, again and again.
+        """
 
 
 class OffloadStrategy(Protocol):

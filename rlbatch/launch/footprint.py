@@ -22,6 +22,8 @@ MAIN_WEIGHT_BYTES = {"bf16": 4, "fp32": 0}
 WEIGHT_BYTES = {"bf16": 2, "fp32": 4}
 HYBRID_OPTIMIZER_BYTES = 16
 """Host bytes a parameter of ``offload=cpu_adam``: main weights, moments and the gradient's copy."""
+RELEASING_GRADIENTS = ("cpu_adam", "gradients", "optimizer_state")
+"""Offload strategies under which gradients are on the GPU from the first backward pass of a step to its last update, and not otherwise."""
 
 
 @dataclass(frozen=True)
@@ -101,20 +103,17 @@ def footprint(config: Config, family: ModelFamily, *, on_gpu: bool, node_ranks: 
     """
     layout, size, precision = config.layout, parameters(family), config.train.precision
     held = size.dense / (layout.tp_size * layout.pp_size) + size.experts / (layout.etp_size * layout.ep_size * layout.pp_size)
-    state = MAIN_WEIGHT_BYTES[precision] + MOMENT_BYTES
-    state_share = size.total / layout.world_size
-    device, host = held * (WEIGHT_BYTES[precision] + GRADIENT_BYTES), 0.0
-    if config.offload.name == "cpu_adam":
-        fraction = float(config.offload.options.get("fraction", 1.0))
-        device += (1 - fraction) * state * state_share
-        host += fraction * HYBRID_OPTIMIZER_BYTES * state_share
-        generating = device
-    elif config.offload.name == "optimizer_state":  # the engine starts before the moments are made, and beside the main weights
-        generating = device + MAIN_WEIGHT_BYTES[precision] * state_share
-        device += state * state_share
+    main, state = MAIN_WEIGHT_BYTES[precision], MAIN_WEIGHT_BYTES[precision] + MOMENT_BYTES
+    state_share, name = size.total / layout.world_size, config.offload.name
+    weights, gradients = held * WEIGHT_BYTES[precision], held * GRADIENT_BYTES
+    fraction = float(config.offload.options.get("fraction", 1.0)) if name == "cpu_adam" else 0.0
+    updated = staying = (1 - fraction) * state * state_share  # on the GPU: in updates, and while the engine generates
+    host = fraction * HYBRID_OPTIMIZER_BYTES * state_share
+    if name == "optimizer_state":  # the engine starts before the moments are made, and beside the main weights
+        staying = main * state_share
         host += state * state_share
-    else:
-        generating = device = device + state * state_share
+    device = weights + gradients + updated
+    generating = weights + staying + (0 if name in RELEASING_GRADIENTS else gradients)
     if config.checkpoint.async_save:
         host += (WEIGHT_BYTES[precision] + state) * state_share
     process_gib = RANK_HOST_GIB["gpu" if on_gpu else "cpu"]

@@ -20,6 +20,7 @@ from rlbatch.algorithms.objective import SUMS, Objective
 from rlbatch.api import Microbatch, ModelError, ModelFamily, OffloadStrategy
 from rlbatch.config.schema import Config
 from rlbatch.megatron import parallel
+from rlbatch.megatron.gradients import GradientMemory
 from rlbatch.megatron.model import build_model, transformer_config
 from rlbatch.megatron.names import canonical_tensors
 from rlbatch.megatron.optimizer import build_optimizer, build_schedule, optimizer_spec, wrap_data_parallel
@@ -37,7 +38,7 @@ class Trainer:
     Args:
         config: The job's config; model-parallel groups exist already.
         family: Of the model.
-        offload: May change how the optimizer is built, and moves its state.
+        offload: May change how the optimizer is built, moves its state and releases gradients.
     """
 
     def __init__(self, config: Config, family: ModelFamily, offload: OffloadStrategy) -> None:
@@ -58,6 +59,7 @@ class Trainer:
         )
         self.schedule = build_schedule(self.optimizer, config.optimizer, config.train.steps)
         self._map = ParameterMap(family, parallel.weight_groups())
+        self._gradients = GradientMemory(self._chunks, self.optimizer)
         self._reference: dict[str, Tensor] = {}
         self.policy_version = 0
         offload.attach(self)
@@ -69,6 +71,15 @@ class Trainer:
                 yield from (main for main in group if main is not None)
             for state in optimizer.optimizer.state.values():
                 yield from (value for value in state.values() if isinstance(value, Tensor))
+
+    def release_gradients(self) -> None:
+        """Gives the memory of this rank's gradients back, until the next ``backward`` (``MemoryHandles``)."""
+        self._gradients.release()
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of this rank's gradients now."""
+        return self._gradients.num_bytes
 
     @property
     def weight_bytes(self) -> int:
@@ -119,7 +130,8 @@ class Trainer:
         return frozenset(tensor.untyped_storage().data_ptr() for tensor in self.params.values())
 
     def export_gradients(self) -> Iterator[NamedTensor]:
-        """Streams the last ``backward``'s gradients under Hugging Face names, on every rank."""
+        """Streams the last ``backward``'s gradients under Hugging Face names, on every rank; zeros once they were released."""
+        self._gradients.restore()
         for chunk in self._chunks:
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
                 for bucket in buffer.buckets:
@@ -167,6 +179,7 @@ class Trainer:
 
     def backward(self, microbatches: Sequence[Microbatch], objective: Objective, denominator: float) -> dict[str, float]:
         """Forward and backward of ``update``, without the optimizer's step; returns ``SUMS`` over all ranks."""
+        self._gradients.restore()
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()

@@ -35,10 +35,21 @@ def generate(
     Raises:
         RolloutError: an engine was lost more than ``max_restarts`` times.
     """
-    done: dict[int, SampleGroup] = {}
-    is_scored = False
     with clock.phase("sync"), job.watchdog.phase("training"):
         job.sync_weights()
+    groups = _sampled(job, clock, ask, prompts)
+    clock.memory.note_used()
+    with clock.phase("rollout"):
+        job.rollout.sleep()  # also before the job ends: what the trainer moved away comes back then, and may be saved
+    return groups
+
+
+def _sampled(
+    job: Job, clock: PhaseClock, ask: Callable[[Sequence[Prompt]], list[SampleGroup]], prompts: Sequence[Prompt]
+) -> list[SampleGroup] | None:
+    """As ``generate``, from synced engines to where all ranks have met."""
+    done: dict[int, SampleGroup] = {}
+    is_scored = False
     while True:
         with clock.phase("rollout"), job.watchdog.phase("generation"):
             for group in ask([prompt for prompt in prompts if prompt.prompt_id not in done]):
@@ -52,14 +63,10 @@ def generate(
         if met.must_leave:
             return None
         if not met.lost:
-            break
+            return groups
         with clock.phase("sync"):
             if not _restart(job, met.lost):
                 return None
-    clock.memory.note_used()
-    with clock.phase("rollout"):
-        job.rollout.sleep()
-    return groups
 
 
 def _loss(job: Job) -> dict[str, Any]:

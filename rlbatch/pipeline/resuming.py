@@ -66,6 +66,7 @@ def resume(job: Job, announce: Callable[[str], None]) -> Resumed:
 
 
 def _restore(job: Job, folder: Path, progress: dict[str, Any], *, with_rng: bool) -> None:
+    job.rollout.sleep()  # main weights and moments come whole, also those that leave the GPU before the engine wakes
     load_state(job.trainer, folder / run_folder.STATE)
     job.trainer.policy_version = progress["policy_version"]
     job.trainer.schedule.num_steps = 0

@@ -69,3 +69,26 @@ def test_bytes() -> None:
     host = footprint(config, model, on_gpu=False, node_ranks=8)
     assert host.host_gib == pytest.approx(8 * (RANK_HOST_GIB["cpu"] + plain.gpu_gib))
     assert host.gpu_gib == 0
+
+
+@pytest.mark.parametrize(
+    ("offload", "options", "a_held", "a_share"),
+    [
+        ("none", {}, 6, 12),
+        ("gradients", {}, 2, 12),
+        ("optimizer_state", {}, 2, 4),
+        ("cpu_adam", {"fraction": 1.0}, 2, 0),
+        ("cpu_adam", {"fraction": 0.25}, 2, 9),
+    ],
+)
+def test_bytes_while_the_engine_generates(offload: str, options: dict[str, float], a_held: int, a_share: int) -> None:
+    """Of each held parameter and of each of the optimizer's: weights stay, gradients with ``offload=none`` only. Updates need both."""
+    model = family(QWEN3_30B, 151936)
+    size = parameters(model)
+    config = compose(["layout.world_size=8", "layout.tp_size=2", "layout.ep_size=8", "train.precision=bf16"])
+    config = replace(config, offload=replace(config.offload, name=offload, options=options))
+    held, share = size.dense / 2 + size.experts / 8, size.total / 8
+    found = footprint(config, model, on_gpu=True, node_ranks=8)
+    assert found.generating_gib == pytest.approx((a_held * held + a_share * share) / GIB)
+    updated = {"optimizer_state": 12}.get(offload, a_share)
+    assert found.gpu_gib == pytest.approx((6 * held + updated * share) / GIB)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,22 +18,26 @@ from rlbatch.config.schema import Config
 from rlbatch.engines import rollout as hosted
 from rlbatch.engines.rollout import EngineProgram, HostedOptions, HostedRollout
 from rlbatch.engines.wire import pack_ints
+from rlbatch.pipeline import resuming
+from rlbatch.pipeline.job import Job
+from rlbatch.pipeline.saving import Checkpoints
 from rlbatch.pipeline.step import train_step
 from tests.pipeline.steps import job_of
 
-Event = tuple[str, float]
+Event = tuple[str, float, int]
 SLOW_S = 1.0
 """How much longer the last rank generates."""
 
 
 @dataclass
 class Recorder:
-    """Events of this rank, with their times."""
+    """Events of this rank, with their times and the bytes that gradients take then."""
 
     events: list[Event] = field(default_factory=list)
+    gradient_bytes: Callable[[], int] = int
 
     def note(self, event: str) -> None:
-        self.events.append((event, time.monotonic()))
+        self.events.append((event, time.monotonic(), self.gradient_bytes()))
 
     @contextmanager
     def around(self, name: str) -> Iterator[None]:
@@ -84,16 +88,57 @@ class RecordedSender:
         return versions.pop()
 
 
-def two_steps(config: Config, run_dir: str) -> list[Event]:
-    """What this rank did in two steps."""
-    recorder = Recorder()
+def recorded(config: Config, run_dir: str) -> tuple[Job, Recorder]:
+    """A job whose engine is recorded, and when its offload strategy begins and ends what."""
+    job = job_of(config, run_dir)
+    recorder = Recorder(gradient_bytes=lambda: job.trainer.gradient_bytes)
     hosted.EngineHost = lambda *_, **__: RecordedHost(recorder)  # type: ignore[misc,assignment]
     hosted.WeightSender = lambda *_, **__: RecordedSender(recorder)  # type: ignore[misc,assignment]
     program = EngineProgram("recorded", "no:Engine", {})
-    job = job_of(config, run_dir)
     job.rollout._backend = HostedRollout(RolloutContext(Path("model"), "cuda:0", "float32"), HostedOptions(), lambda _: program)
-    offload: Any = SimpleNamespace(generating=lambda: recorder.around("offload"), training=lambda: recorder.around("training"))
-    job = replace(job, offload=offload)
+    strategy = job.offload
+
+    @contextmanager
+    def generating() -> Iterator[None]:
+        with recorder.around("offload"), strategy.generating():
+            yield
+
+    offload: Any = SimpleNamespace(generating=generating, training=lambda: recorder.around("training"))
+    return replace(job, offload=offload), recorder
+
+
+def two_steps(config: Config, run_dir: str) -> list[Event]:
+    """What this rank did in two steps."""
+    job, recorder = recorded(config, run_dir)
     for step in (1, 2):
         assert train_step(job, step) is not None
+    return recorder.events
+
+
+def stopped_step(config: Config, run_dir: str) -> list[Event]:
+    """What this rank did in a step whose generation was interrupted on rank 0."""
+    job, recorder = recorded(config, run_dir)
+
+    def interrupted(*_: Any, **__: Any) -> list[Any]:
+        recorder.note("interrupted")
+        return []
+
+    if dist.get_rank() == 0:
+        job.rollout.generate = interrupted  # type: ignore[method-assign]
+    assert train_step(job, 1) is None
+    return recorder.events
+
+
+def resumed_step(config: Config, run_dir: str) -> list[Event]:
+    """What this rank did from resuming a checkpoint to the end of the next step."""
+    job = job_of(config, run_dir)
+    assert train_step(job, 1) is not None
+    Checkpoints(job, print).save(1)
+    job, recorder = recorded(config, run_dir)
+    load, resuming.load_state = resuming.load_state, lambda *arguments: (recorder.note("load"), load(*arguments))
+    try:
+        assert resuming.resume(job, print).step == 1
+    finally:
+        resuming.load_state = load
+    assert train_step(job, 2) is not None
     return recorder.events

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +54,15 @@ def prepared(run_dir: Path, seed: int = 0) -> Path:
     return run_dir
 
 
+_jobs = count()
+
+
 def job_of(config: Config, run_dir: str) -> Job:
     """This rank's part of the job."""
     rank, size = dist.get_rank(), dist.get_world_size()
     info = RankInfo(rank, size, rank, size, 0, "test", "127.0.0.1", 0)
-    store = JobStore(dist.distributed_c10d._get_default_store(), info)
+    # What ranks said where an earlier job's met stays on the pool's store.
+    store = JobStore(dist.PrefixStore(f"job {next(_jobs)}", dist.distributed_c10d._get_default_store()), info)
     return assemble(config, Path(run_dir), "cpu", store, Watchdog(config.launch), lambda text: None)
 
 

@@ -5,7 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.pipeline import call_order
+from tests.pipeline.saving import saving_to
 from tests.pipeline.steps import prepared, small_config
+
+UPDATE = ["start_update", "weights", "finish_update"]
+GENERATE = ["generate: begin", "generate: end", "sleep", "offload: end"]
+TRAIN = ["training: begin", "training: end"]
+FIRST = ["start", "offload: begin", *UPDATE, *GENERATE, *TRAIN]
+LATER = ["offload: begin", "wake weights", *UPDATE, "wake kv_cache", *GENERATE, *TRAIN]
+
+
+def names(events: list[call_order.Event]) -> list[str]:
+    return [event[0] for event in events]
 
 
 def test_memory_changes_hands_in_order(tmp_path: Path, rank_pool) -> None:
@@ -14,12 +25,36 @@ def test_memory_changes_hands_in_order(tmp_path: Path, rank_pool) -> None:
     """
     config = small_config("dp2", "rollout.max_logprob_diff=null", "offload=none")
     ranks = rank_pool(2).run(call_order.two_steps, config, str(prepared(tmp_path)))
-    update = ["start_update", "weights", "finish_update"]
-    rest = ["generate: begin", "generate: end", "sleep", "offload: end", "training: begin", "training: end"]
-    first = ["start", "offload: begin", *update, *rest]
-    second = ["offload: begin", "wake weights", *update, "wake kv_cache", *rest]
     for events in ranks:
-        assert [name for name, _ in events] == [*first, *second]
+        assert names(events) == [*FIRST, *LATER]
+        assert min(gradients for _, _, gradients in events) > 0
     for number in range(2):
-        times = [{name: [t for n, t in events if n == name][number] for name in ("generate: end", "sleep")} for events in ranks]
+        times = [{name: [t for n, t, _ in events if n == name][number] for name in ("generate: end", "sleep")} for events in ranks]
         assert min(rank["sleep"] for rank in times) >= max(rank["generate: end"] for rank in times)
+
+
+def test_gradients_have_no_memory_while_an_engine_has(tmp_path: Path, rank_pool) -> None:
+    """With ``offload=gradients`` they take no byte from before the engine starts until the trainer's first backward pass, nor from the
+    moment in which the next step's offload has begun.
+    """
+    config = small_config("ep2", "rollout.max_logprob_diff=null", "offload=gradients")
+    for events in rank_pool(2).run(call_order.two_steps, config, str(prepared(tmp_path))):
+        assert names(events) == [*FIRST, *LATER]
+        held = [name for name, _, gradients in events if gradients]
+        assert held == ["training: end", "offload: begin", "training: end"]  # the offload is noted before it does anything
+
+
+def test_an_engine_sleeps_before_a_stopped_job_takes_memory_back(tmp_path: Path, rank_pool) -> None:
+    """If a generation is interrupted, the engines sleep all the same: what was moved away for them comes back before the state is saved."""
+    config = small_config("dp2", "rollout.max_logprob_diff=null", "offload=gradients")
+    first, second = rank_pool(2).run(call_order.stopped_step, config, str(prepared(tmp_path)))
+    assert names(first) == ["start", "offload: begin", *UPDATE, "interrupted", "sleep", "offload: end"]
+    assert names(second) == FIRST[: -len(TRAIN)]
+
+
+def test_an_engine_sleeps_while_a_checkpoint_is_loaded(tmp_path: Path, rank_pool) -> None:
+    """It has started, and takes its memory: main weights and moments come whole, also those that leave the GPU in generation."""
+    config = saving_to(small_config("dp2", "rollout.max_logprob_diff=null", "offload=gradients"), tmp_path / "saved")
+    for events in rank_pool(2).run(call_order.resumed_step, config, str(prepared(tmp_path / "run"))):
+        assert names(events) == ["start", "sleep", "load", *LATER]
+        assert [name for name, _, gradients in events if gradients] == ["training: end"]

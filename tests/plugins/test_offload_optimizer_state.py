@@ -19,6 +19,9 @@ class Handles:
     def optimizer_state(self) -> Iterable[torch.Tensor]:
         return self.state
 
+    def release_gradients(self) -> None:
+        """It has none."""
+
 
 def test_host_tensors_stay_where_they_are() -> None:
     """Only GPU tensors move; the optimizer is built as without the strategy, and an error in the phase passes through."""

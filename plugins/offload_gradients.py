@@ -1,0 +1,49 @@
+"""``offload=gradients``: weights and optimizer state stay on the accelerator; gradients give their memory back while the engine generates.
+
+Nothing is copied: gradients are of no use between updates, and the next backward pass begins with zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from rlbatch.api import MemoryHandles, OffloadStrategy, OffloadStrategyFactory, OptimizerSpec, hookimpl
+
+
+class ReleasedGradients:
+    """An ``OffloadStrategy`` without copies."""
+
+    def __init__(self) -> None:
+        self._handles: MemoryHandles | None = None
+
+    def configure_optimizer(self, spec: OptimizerSpec) -> OptimizerSpec:
+        """The spec, unchanged."""
+        return spec
+
+    def attach(self, handles: MemoryHandles) -> None:
+        """The engine is not there yet: gradients give their memory back before it comes."""
+        self._handles = handles
+        handles.release_gradients()
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Without gradients, which the next backward pass makes anew."""
+        assert self._handles is not None
+        self._handles.release_gradients()
+        yield
+
+    def training(self) -> AbstractContextManager[None]:
+        """Moves nothing."""
+        return nullcontext()
+
+
+def build() -> OffloadStrategy:
+    """The strategy of one rank."""
+    return ReleasedGradients()
+
+
+@hookimpl
+def rlbatch_register_offload_strategies() -> Mapping[str, OffloadStrategyFactory]:
+    """Supplies ``gradients``."""
+    return {"gradients": build}

@@ -1,0 +1,52 @@
+"""Memory of the gradient buffers: between an update and the next backward pass they hold nothing that is used again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from torch import Tensor
+
+
+class GradientMemory:
+    """Gives the buffers' storage back, and makes it anew. The buffers stay, and with them every parameter's view of its part.
+
+    Args:
+        chunks: Model chunks of this rank; each has buffers for dense parameters and for experts.
+        optimizer: Theirs, which may still hold views of the last gradients.
+    """
+
+    def __init__(self, chunks: Sequence[DistributedDataParallel], optimizer: Any) -> None:
+        self._chunks, self._optimizer = chunks, optimizer
+
+    def release(self) -> None:
+        """Nothing may read a gradient before ``restore``; may be called again."""
+        if not self.num_bytes:
+            return
+        self._optimizer.zero_grad()
+        for optimizer in self._optimizer.chained_optimizers:
+            hybrid_part = getattr(optimizer.optimizer, "gpu_optimizer", None)  # of HybridDeviceOptimizer, whose zero_grad leaves it out
+            if hybrid_part is not None:
+                hybrid_part.zero_grad()
+        torch.cuda.synchronize()  # copies to the host may read them on a stream of their own
+        for buffer in self._buffers():
+            buffer.untyped_storage().resize_(0)
+        torch.cuda.empty_cache()  # else a weight sync could copy into this memory, and the engine keep it open
+
+    def restore(self) -> None:
+        """Zeros where there is no storage; gradients that are there stay."""
+        for buffer in self._buffers():
+            if buffer.untyped_storage().nbytes() < buffer.nbytes:
+                buffer.untyped_storage().resize_(buffer.nbytes)
+                buffer.zero_()
+
+    @property
+    def num_bytes(self) -> int:
+        """What the buffers take now."""
+        return sum(buffer.untyped_storage().nbytes() for buffer in self._buffers())
+
+    def _buffers(self) -> Iterator[Tensor]:
+        for chunk in self._chunks:
+            yield from (buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))

@@ -1,0 +1,41 @@
+"""Gradients that give their memory back between updates: nothing else changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import tiny_models
+from tests.megatron import released
+from tests.megatron.test_gradients import LAYOUTS
+
+CASES = (
+    *((layout, "fp32") for layout in ("dp2", "ep2", "vpp2 pp2", "tp2 etp2", "cp2", "tp2 pp2 ep2", "tp2 cp2 ep2", "tp2 ep2 etp2")),
+    *((layout, "bf16") for layout in ("dp2", "vpp2 pp2 ep2")),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.saved(tiny_models.qwen3_moe(), tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize(("layout", "precision"), CASES)
+def test_updates_are_bitwise_those_of_gradients_that_stay(layout: str, precision: str, folder: Path, rank_pool) -> None:
+    """Losses, gradient norms, log-probs, weights, main weights and moments after six updates, on every rank. The buffers of dense
+    parameters and of experts have no storage at all from before the engine starts to the first backward pass, and between later steps.
+    """
+    spread = LAYOUTS[layout]
+    for differing, held, kept in rank_pool(spread.world_size).run(released.compared, str(folder), spread, precision):
+        assert differing == []
+        assert held["start"] == held["generating"] == held["logprobs"] == {0}
+        assert held["updated"] == kept["updated"] == kept["start"]
+        assert min(kept["start"]) > 0
+
+
+def test_released_gradients_are_zeros(folder: Path, rank_pool) -> None:
+    """Whoever reads them between release and the next backward pass gets zeros; releasing twice is releasing."""
+    ((before, after),) = rank_pool(1).run(released.exported_after_release, str(folder))
+    assert before > 0
+    assert after == 0
