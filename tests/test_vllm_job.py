@@ -10,7 +10,7 @@ import pytest
 
 from tests.leftovers import processes_of
 from tests.plugins.vllm_cases import vllm_python
-from tests.test_run import start
+from tests.test_run import ONE_RANK, start
 
 STEPS, LAST, MARGIN = 20, 5, 0.15
 """Both runs draw other samples: of three seeds of each, the mean rewards of the last five steps were 0.44 to 0.54."""
@@ -85,6 +85,6 @@ def test_two_ranks_share_an_engine_at_another_temperature(vllm: tuple[str, ...],
 
 def test_without_syncs_the_job_fails(vllm: tuple[str, ...], tmp_path: Path) -> None:
     """The same job with the sync off ends with the log-prob check, before the policy is changed."""
-    job = run(tmp_path / "run", *vllm, "rollout.sync_weights=false")
+    job = run(tmp_path / "run", *vllm, *ONE_RANK, "rollout.sync_weights=false")
     assert job.code == 1
     assert "rollout.max_logprob_diff=0.0001: trainer and engine differ by " in job.stderr
