@@ -11,6 +11,9 @@ from functools import partial
 from typing import Any
 
 from rlbatch.api import ConfigError, Configurable, EngineShape, RolloutContext, hookimpl
+from rlbatch.engines.checks import check_options
+from rlbatch.engines.installed import look
+from rlbatch.engines.option_names import refusal
 from rlbatch.engines.rollout import (
     EngineProgram,
     HostedOptions,
@@ -20,6 +23,8 @@ from rlbatch.engines.rollout import (
     variables_of,
     visible_devices,
 )
+
+from .sglang_host import versions
 
 HOST = "rlbatch_plugins.sglang_host.engine:SglangEngine"
 ENTRY_POINTS = {"sglang.srt.plugins": ["rlbatch = rlbatch_plugins.sglang_host.plugin:register"]}
@@ -61,8 +66,9 @@ def engine_shape(options: SglangOptions, engine: Mapping[str, Any]) -> EngineSha
     """See ``Configurable``.
 
     Raises:
-        ConfigError: a share of the memory that is none.
+        ConfigError: what cannot be, e.g. a share of the memory that is none.
     """
+    check_options(options, engine)
     share, context = engine.get("mem_fraction_static", 1.0), engine.get("context_length", 0)
     if not isinstance(share, (int, float)) or not 0 < share <= 1:
         raise ConfigError(f"rollout.engine.mem_fraction_static={share}: must be above 0 and at most 1. Use e.g. 0.6.")
@@ -70,10 +76,30 @@ def engine_shape(options: SglangOptions, engine: Mapping[str, Any]) -> EngineSha
     return EngineShape(options.gpus_per_engine, 1, float(share), length, is_colocated=not options.separate_gpus)
 
 
+def check_engine(options: SglangOptions, engine: Mapping[str, Any]) -> None:
+    """See ``Configurable``.
+
+    Raises:
+        ConfigError: the interpreter has no SGLang, another version, or one that lacks an option.
+    """
+    own, theirs = own_and_theirs(engine)
+    found = look(own.get("python", ""), ("sglang",), *versions.OPTIONS)
+    name = f"SGLang {found.version}"
+    if refused := versions.refusal(found.version, found.python) or refusal(theirs, found.options, {}, name, versions.LISTED):
+        raise ConfigError(refused)
+
+
 @hookimpl
 def rlbatch_register_rollout_backends() -> Mapping[str, Configurable]:
     """Offers ``rollout=sglang``."""
-    sglang = Configurable(sglang_rollout, SglangOptions, ranks_per_engine=ranks_per_engine, has_engine=True, engine_shape=engine_shape)
+    sglang = Configurable(
+        sglang_rollout,
+        SglangOptions,
+        ranks_per_engine=ranks_per_engine,
+        has_engine=True,
+        engine_shape=engine_shape,
+        check_engine=check_engine,
+    )
     return {"sglang": sglang}
 
 

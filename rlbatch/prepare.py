@@ -239,6 +239,9 @@ def _check_rollout(config: Config, registry: Registry, run_dir: Path) -> None:
     plan.check_context()
     plan.check_nodes(spans_nodes=registry.spans_nodes(config))
     plan.check_separate_gpus()
+    draft = registry.draft(config)
+    if draft and not Path(draft).is_dir():
+        raise ConfigError(f"rollout.engine.speculative_config={{model: {draft}}}: there is no such folder. Correct the path.")
     try:
         family = model_family(config, registry, run_dir)
     except RlbatchError:  # told by another check

@@ -8,9 +8,12 @@ from typing import Any
 
 from rlbatch.api import ConfigError
 from rlbatch.engines.rollout import HostedOptions, own_and_theirs, uses_group, variables_of
+from rlbatch.engines.shared_names import OWNER
 
 POSITIVE = ("gpus_per_engine", "request_timeout_s", "start_timeout_s", "hang_limit_s", "sync_timeout_s")
 NOT_NEGATIVE = ("max_concurrency_per_replica", "max_restarts", "min_response_tokens")
+OURS = ("PYTHONPATH", "PYTHONSAFEPATH", OWNER)
+"""Variables without which an engine's processes would not find rlbatch, or nobody whose shared memory theirs is."""
 
 
 def check_options(options: HostedOptions, engine: Mapping[str, Any]) -> None:
@@ -39,6 +42,8 @@ def check_options(options: HostedOptions, engine: Mapping[str, Any]) -> None:
 
 def _check_variables(own: Mapping[str, Any]) -> None:
     for name, value in variables_of(own).items():
+        if name in OURS:
+            raise ConfigError(f"rollout.engine.environment={{{name}: {value}}}: rlbatch sets this variable. Leave it out.")
         is_text = isinstance(own["environment"].get(name, value), (str, int, float))
         if not (name and is_text) or "=" in name or "\0" in name + value:
             raise ConfigError(f"rollout.engine.environment={{{name}: {value}}}: must map a name to a text. Write {{NAME: value}}.")

@@ -45,7 +45,7 @@ class EnginePlan:
     place: Placement | None
 
     def check_context(self) -> None:
-        """Refuses samples that are longer than the engine's context.
+        """Refuses samples that are longer than the engine's context, or than they may be.
 
         Raises:
             ConfigError: both numbers.
@@ -55,6 +55,12 @@ class EnginePlan:
             self.config.rollout.max_response_tokens,
             self.shape.context_tokens,
         )
+        least = self.config.rollout.options.get("min_response_tokens", 0)
+        if least > response:
+            raise ConfigError(
+                f"rollout.options.min_response_tokens={least}: must be at most rollout.max_response_tokens ({response}). "
+                f"Use {response} or less."
+            )
         if context and prompt + response > context:
             raise ConfigError(
                 f"rollout.engine.max_model_len={context}: must hold a prompt of {prompt} tokens (data.max_prompt_tokens) and a response of "

