@@ -174,6 +174,7 @@ def program(context: RolloutContext, options: VllmOptions, port: int, devices: S
         python=str(own.get("python", "")),
         variables={
             **VARIABLES,
+            **({"VLLM_HOST_IP": context.address} if context.engine_nodes == 1 else {}),
             "VLLM_ENGINE_READY_TIMEOUT_S": str(math.ceil(options.start_timeout_s)),
             **(CPU_VARIABLES if on_cpu else visible_devices(devices)),
             **(EAGER_VARIABLES if on_cpu and theirs.get("enforce_eager", True) else {}),

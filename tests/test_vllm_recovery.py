@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.leftovers import process_called, processes_of
+from tests.listeners import reachable
 from tests.plugins.vllm_cases import vllm_python
 from tests.stopwatch import Stopwatch
 from tests.test_resume import samples
@@ -90,6 +91,7 @@ def test_lost_engines_are_restarted_until_it_is_too_often(undisturbed: Path, rep
     run_dir = tmp_path / "run"
     process = begin(run_dir, repository, STEPS)
     wait_for("groups/step_000001/prompt_*", run_dir, process)
+    assert reachable(processes_of(run_dir)) == []  # by other machines
     os.kill(scheduler(run_dir, 0), signal.SIGKILL)
     os.kill(scheduler(run_dir, 1), signal.SIGSTOP)
     for engine in range(2):

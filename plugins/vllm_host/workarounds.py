@@ -11,6 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from rlbatch.engines.bound_store import bind_stores
+
 from .versions import release
 
 SKIPPED = "RLBATCH_VLLM_SKIPPED_WORKAROUNDS"
@@ -148,6 +150,13 @@ def temperatures_of_drafts() -> None:
     rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
 
 
+def stores_at_their_address() -> None:
+    """torch's store listens at all addresses of the machine, whichever it is told."""
+    from vllm.distributed import utils
+
+    bind_stores(utils)
+
+
 def one_token_is_no_shard() -> None:
     """DeepSeek's layers tell a shard of the batch from all of it by its rows, and a shard of one token has one as well."""
     from vllm.model_executor.models import utils
@@ -221,6 +230,15 @@ WORKAROUNDS = (
         "an engine that speculates samples at temperatures that memory happened to hold",
         f"{_SOURCE}/utils/cpu_triton_utils.py",
         first=(0, 32),
+    ),
+    Workaround(
+        stores_at_their_address.__name__,
+        (0, 26),
+        (0, 32),
+        False,
+        "the stores at which vLLM's processes meet listen at all addresses of the machine",
+        "https://github.com/pytorch/pytorch/blob/main/torch/csrc/distributed/c10d/TCPStoreLibUvBackend.cpp",
+        stores_at_their_address,
     ),
     Workaround(
         one_token_is_no_shard.__name__,

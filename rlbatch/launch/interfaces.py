@@ -10,7 +10,7 @@ import psutil
 
 from rlbatch.api import ConfigError
 
-LOOPBACK = "127.0.0.1"
+LOOPBACK, LOOPBACK_INTERFACE = "127.0.0.1", "lo"
 _BRIDGES = ("docker", "br-", "virbr", "veth", "cni", "flannel", "podman")
 """Interfaces that lead to containers of this machine; other machines have some of the same address."""
 
@@ -69,12 +69,14 @@ def set_interface(interface: str, *, is_chosen: bool) -> None:
     Args:
         interface: Its name; empty: none was found.
         is_chosen: Whether the user chose it: then it is NCCL's too, and counts more than the environment. One that was found is only
-            gloo's, since NCCL may use several.
+            gloo's, since NCCL may use several; but where it is the loopback interface all ranks are on one node, and NCCL needs no other.
     """
     if interface and is_chosen:
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
     elif interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if interface == LOOPBACK_INTERFACE:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
 
 
 def shorten_name_lookups() -> None:

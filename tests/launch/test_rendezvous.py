@@ -216,7 +216,9 @@ def test_unknown_interface(tmp_path: Path) -> None:
 
 
 def test_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interface that the user chose is gloo's and NCCL's; one that was found is gloo's, unless the environment says another."""
+    """An interface that the user chose is gloo's and NCCL's; one that was found is gloo's, unless the environment says another; loopback is
+    NCCL's too.
+    """
     assert addresses_of("lo")[0] == "127.0.0.1"
     assert interface_of("127.0.0.1") == "lo"
     assert interface_of("192.0.2.99") == ""
@@ -224,6 +226,11 @@ def test_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, "ib0")
     set_interface("eth7", is_chosen=False)
     assert rendezvous.os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+    set_interface("eth7", is_chosen=False)
+    assert "NCCL_SOCKET_IFNAME" not in rendezvous.os.environ
+    set_interface("lo", is_chosen=False)
+    assert rendezvous.os.environ["NCCL_SOCKET_IFNAME"] == "lo"
     set_interface("eth7", is_chosen=True)
     assert {rendezvous.os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")} == {"eth7"}
 

@@ -61,6 +61,12 @@ def test_one_token_of_deepseek_models(seen: dict[str, Any]) -> None:
     assert seen["after"]["one_token"] == [1.0, 1.0, 1.0]
 
 
+def test_stores_at_their_address(seen: dict[str, Any]) -> None:
+    """torch's stores listen at all addresses; with the workaround at the one that they are told."""
+    assert seen["before"]["stores"] == ["::", "::"]
+    assert seen["after"]["stores"] == ["127.0.0.1", "127.0.0.1"]
+
+
 def test_other_versions_are_warned_about(seen: dict[str, Any]) -> None:
     """A workaround that was not made for this version is not applied, and the log says which, why and where to look."""
     assert seen["other_version"] == sorted(workaround.name for workaround in WORKAROUNDS)

@@ -8,10 +8,12 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 import vllm.distributed
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import utils
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
@@ -83,6 +85,20 @@ def one_token(mend: Callable[[Any], None]) -> list[float]:
     return found
 
 
+def listening() -> set[tuple[str, int]]:
+    """Addresses and ports at which this process does."""
+    return {connection.laddr for connection in psutil.Process().net_connections("tcp") if connection.status == psutil.CONN_LISTEN}
+
+
+def stores() -> list[str]:
+    """Addresses at which two stores listen that are told 127.0.0.1: one that vLLM makes, and one over which a process group would meet."""
+    before = listening()
+    ours = utils.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), next(dist.rendezvous("tcp://127.0.0.1:0", 0, 1))
+    found = sorted(address for address, _ in listening() - before)
+    del ours
+    return found
+
+
 def warned() -> list[str]:
     """The workarounds that another version is warned of."""
     names: list[str] = []
@@ -103,7 +119,7 @@ def main() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with set_current_vllm_config(VllmConfig()):
         before = {"rotary": rotary(), "ragged": ragged(), "experts": experts(lambda: None), "temperatures": temperatures()}
-        before["one_token"] = one_token(lambda layer: None)
+        before |= {"one_token": one_token(lambda layer: None), "stores": stores()}
         other_version = warned()
         workarounds._applied.clear()
         workarounds.apply_all(versions.installed_version(), is_cpu=True)
@@ -113,6 +129,7 @@ def main() -> None:
             "experts": experts(workarounds.own_experts_only),
             "temperatures": temperatures(),
             "one_token": one_token(workarounds.whole_rows),
+            "stores": stores(),
         }
     print(json.dumps({"before": before, "after": after, "other_version": other_version}))
 
