@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from rlbatch.api import ConfigError, EngineShape, ModelFamily
 from rlbatch.config.schema import Config
 from rlbatch.launch.footprint import GIB, WEIGHT_BYTES, cache_bytes, footprint, parameters
-from rlbatch.launch.placement import Placement
+from rlbatch.launch.placement import SEPARATE, Placement, separate_gpus
 
 KEY = "rollout.options.gpus_per_engine"
 FREE_GIB = 2.0
@@ -89,20 +89,25 @@ class EnginePlan:
             )
 
     def check_separate_gpus(self) -> None:
-        """Refuses engines on GPUs of their own where there are no such GPUs.
+        """Refuses engines on GPUs of their own that are not as many as the ranks of a node.
 
         Raises:
-            ConfigError: where they work, and how many are needed.
+            ConfigError: how many are needed.
         """
         if self.shape.is_colocated:
             return
-        key, ranks = f"rollout.options.separate_gpus={self.config.rollout.options.get('separate_gpus')}", self.config.layout.world_size
-        if self.config.launcher != "local":
+        engines = separate_gpus(self.config)
+        if self.place is None:
             raise ConfigError(
-                f"{key}: launcher={self.config.launcher} gives every GPU of a node a rank. Use 0, or launcher=local on one machine."
+                f"{SEPARATE}={engines}: each host must take as many ranks, and those of cluster.hostfile take differently many. "
+                f"Write `slots={engines}` behind each, or use 0."
             )
-        if self.config.rollout.options.get("separate_gpus") != ranks:
-            raise ConfigError(f"{key}: must be as many as ranks ({ranks}), the engines take the GPUs behind theirs. Use {ranks}, or 0.")
+        if engines != self.place.ranks_per_node:
+            ranks = self.place.ranks_per_node
+            raise ConfigError(
+                f"{SEPARATE}={engines}: must be as many as the ranks of a node ({ranks}), the engines take the GPUs behind theirs. "
+                f"Use {ranks}, or 0."
+            )
 
     def check_experts(self, family: ModelFamily) -> None:
         """Refuses an engine over several nodes for a model without experts: there is nothing that would be divided over them.

@@ -27,6 +27,7 @@ from rlbatch.launch.hostfile import Host, parse_hostfile
 from rlbatch.launch.interfaces import addresses_of
 from rlbatch.launch.logs import LOGS
 from rlbatch.launch.passed_signals import passed_signals
+from rlbatch.launch.placement import separate_gpus
 from rlbatch.launch.variables import LAUNCH_VARIABLE
 
 HOSTFILE = "hostfile"
@@ -119,7 +120,7 @@ def read_hosts(config: Config) -> tuple[Host, ...]:
         text = Path(cluster.hostfile).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cluster.hostfile={cluster.hostfile}: cannot be read ({error}). Correct the path.") from error
-    listed = parse_hostfile(text, cluster.hostfile, cluster.gpus_per_node)
+    listed = parse_hostfile(text, cluster.hostfile, separate_gpus(config) or cluster.gpus_per_node)
     slots = sum(host.slots or 0 for host in listed)
     if slots < ranks:
         raise ConfigError(

@@ -10,7 +10,7 @@ from rlbatch.config.schema import Config
 from rlbatch.launch.cluster_variables import cluster_variables
 from rlbatch.launch.container import srun_options
 from rlbatch.launch.logs import MERGED_LOG
-from rlbatch.launch.placement import place
+from rlbatch.launch.placement import place, separate_gpus
 
 NOTICE_SIGNAL = "USR2"
 """What Slurm sends to every rank, not to the batch script, before the time limit or a preemption; NCCL may catch USR1."""
@@ -27,7 +27,7 @@ def batch_options(config: Config, notice_s: int) -> dict[str, str | None]:
         "ntasks-per-node": str(where.ranks_per_node),
     }
     if cluster.gres:
-        options["gres"] = f"{cluster.gres}:{where.ranks_per_node}"
+        options["gres"] = f"{cluster.gres}:{where.ranks_per_node + separate_gpus(config)}"
     if cluster.cpus_per_task:
         options["cpus-per-task"] = str(cluster.cpus_per_task)
     if cluster.exclusive:

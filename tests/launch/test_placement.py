@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from rlbatch.api import ConfigError
-from rlbatch.config.schema import ClusterConfig, Config, LayoutConfig
+from rlbatch.config.schema import ClusterConfig, Config, LayoutConfig, RolloutConfig
 from rlbatch.launch.placement import Placement, Stage, place, stages
 
 
@@ -33,6 +33,14 @@ def test_what_does_not_fit(job: Config, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         place(job)
     assert str(caught.value).startswith(message)
+
+
+def test_nodes_with_gpus_for_engines() -> None:
+    """Each has as many ranks as GPUs that only generate; the cluster must have so many nodes."""
+    beside = RolloutConfig(options={"separate_gpus": 4})
+    assert place(dataclasses.replace(config(8), rollout=beside)) == Placement(2, 4)
+    with pytest.raises(ConfigError, match=r"world_size=16: takes 4 nodes of 4 ranks and 4 engine GPUs .* cluster has 2\. .* 8 ranks or"):
+        place(dataclasses.replace(config(16, gpus=16), rollout=beside))
 
 
 def test_fewer_ranks_than_the_cluster_has() -> None:
