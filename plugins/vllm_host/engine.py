@@ -63,7 +63,8 @@ class VllmEngine:
             raise
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
         self._held = await versions.ask_workers(self._llm, "rlbatch_experts")
-        return {"version": version, "max_model_len": self._llm.model_config.max_model_len}
+        processes = sorted({pid for worker in self._held for pid in worker["processes"]})
+        return {"version": version, "max_model_len": self._llm.model_config.max_model_len, "processes": processes}
 
     async def op_ping(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
         """A sign of life of the scheduler's process, not only of this one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -175,6 +176,7 @@ class WorkerExtension:
         transfer.receiver.join(WeightGroup(Path(path), place, size, transfer.device, limit_s))
 
     def rlbatch_experts(self) -> dict[str, Any]:
-        """This worker's ``device`` and the ``experts`` that it holds; see ``held_experts``."""
+        """This worker's ``device``, the ``experts`` that it holds (see ``held_experts``), and the ids of its ``processes``."""
         transfer = self.weight_transfer_engine
-        return {"device": device_identity(transfer.device), "experts": held_experts(transfer.model)}
+        processes = [os.getppid(), os.getpid()]  # the scheduler's too; where that is the worker itself, the host's
+        return {"device": device_identity(transfer.device), "experts": held_experts(transfer.model), "processes": processes}

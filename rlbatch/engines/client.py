@@ -187,7 +187,7 @@ class EngineHost:
         """The error for a call that ended with one."""
         if answer.get("is_refusal"):
             return RolloutError(f"{answer['error']} (The engine's log: {self.log})")
-        if answer.get("lost"):
+        if answer.get("lost") or self.processes.is_broken():
             return self.lose(f"the engine is dead (`{operation}`: {answer['error']})")
         return RolloutError(f"rollout={self._name}: `{operation}` failed: {answer['error']}\n{self.last_words()}")
 
@@ -269,7 +269,7 @@ class Call:
             frame = self.next(min(left, pulse.wait_s()))
             if frame is not None and frame[0].get("end"):
                 return frame[0]
-            if frame is None and self._host.hang_limit_s < limit_s:
+            if frame is None and pulse.wait_s() < limit_s and time.monotonic() < deadline:
                 pulse.look()
         raise self._host.lose(f"`{self._operation}` took longer than {limit_s:g} s")
 

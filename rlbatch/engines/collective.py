@@ -5,6 +5,8 @@ It is no part of ``torch.distributed``'s default group, which both sides have fo
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -72,3 +74,17 @@ class WeightGroup:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = SENDER, 0, self._limit
         return self._group.broadcast([memory], options)
+
+
+def meet(path: Path, rank: int, size: int, device: Any, limit_s: float) -> Future[WeightGroup]:
+    """As ``WeightGroup``, made by a thread: its maker need not wait for members that do not come any more."""
+    made: Future[WeightGroup] = Future()
+
+    def make() -> None:
+        try:
+            made.set_result(WeightGroup(path, rank, size, device, limit_s))
+        except RuntimeError as error:
+            made.set_exception(error)
+
+    threading.Thread(target=make, daemon=True, name="rlbatch-weight-group").start()
+    return made

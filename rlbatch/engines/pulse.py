@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,8 @@ WORKING_SHARE = 0.03
 """Of a core: an engine of which no process uses as much does nothing but wait. (Those of an idle vLLM use less than 0.01 together.)"""
 GUARD_S = 2.0
 POLL_S = 0.05
+STOPPED_S = 25.0
+"""Longest time that one of an engine's processes may be stopped, whatever the others do."""
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
@@ -32,6 +35,7 @@ class Processes:
         """
         self._host = psutil.Process(pid)
         self._seen: set[psutil.Process] = set()
+        self._needed: list[psutil.Process] = []
 
     def cpu_s(self) -> dict[psutil.Process, float]:
         """Processor seconds of each that lives; empty: one of them is stopped, or the host has ended."""
@@ -52,6 +56,15 @@ class Processes:
         living = [self._host, *self._host.children(recursive=True)]
         self._seen.update(living)
         return living
+
+    def started(self, needed: Iterable[int]) -> None:
+        """The engine has started, and needs these until its end (ids): others, such as compilers, may end before."""
+        self.find()
+        self._needed = [psutil.Process(pid) for pid in needed if psutil.pid_exists(pid)]
+
+    def is_broken(self) -> bool:
+        """Whether one that is needed is gone: what is left of the engine may not have noticed."""
+        return any(not process.is_running() or _is_over(process) for process in self._needed)
 
     def kill(self, limit_s: float) -> None:
         """Ends the host's group and what else there is, stopped ones too, and waits until they are gone: until then they hold an
@@ -93,7 +106,7 @@ class Pulse:
 
     def __init__(self, host: EngineHost, operation: str, hang_limit_s: float, busy_limit_s: float) -> None:
         self._host, self._operation, self._hang_limit_s, self._busy_limit_s = host, operation, hang_limit_s, busy_limit_s
-        self._answered = self._worked = self._looked = self._sent = time.monotonic()
+        self._answered = self._worked = self._looked = self._sent = self._ran = time.monotonic()
         self._cpu_s: dict[psutil.Process, float] = {}  # the first look measures
         self._ping: Call | None = None
 
@@ -103,27 +116,37 @@ class Pulse:
         return min(PING_S, self._hang_limit_s / 4, max(left, 0.05))
 
     def answered(self) -> None:
-        """The call that waits got something."""
+        """The call that waits got something. Of several replicas one may be lost while others answer."""
         self._answered = time.monotonic()
+        if self._answered - self._looked > PING_S:
+            self.look()
 
     def look(self) -> None:
-        """Nothing came for ``wait_s``.
+        """Nothing came for ``wait_s``, or one part of the engine has answered.
 
         Raises:
             EngineLost: it is dead, or gave no sign of life for too long.
         """
+        if self._host.processes.is_broken():
+            raise self._host.lose(f"the engine is dead (`{self._operation}`: one of its processes has ended)")
         self._see_work()
-        if self._ping is None:
-            self._ping, self._sent = self._host.begin("ping"), time.monotonic()
-        elif self._ping.next(0.0) is not None:
-            self._ping, self._answered = None, max(self._answered, self._sent)  # it lived then; what came later is not known
+        if self._hang_limit_s < float("inf"):  # else it starts, and answers nothing
+            self._ask()
         now = time.monotonic()
         for limit_s, since, what in (
             (self._hang_limit_s, self._last(), "no sign of life"),
             (self._busy_limit_s, self._answered, "it works, but answers nothing"),
+            (self._busy_limit_s, self._sent if self._ping else now, "a part of it answers nothing"),
+            (min(self._hang_limit_s, STOPPED_S), self._ran, "one of its processes is stopped,"),
         ):
             if now - since > limit_s:
                 raise self._host.lose(f"`{self._operation}`: {what} for {limit_s:g} s")
+
+    def _ask(self) -> None:
+        if self._ping is None:
+            self._ping, self._sent = self._host.begin("ping"), time.monotonic()
+        elif self._ping.next(0.0) is not None:
+            self._ping, self._answered = None, max(self._answered, self._sent)  # it lived then; what came later is not known
 
     def _last(self) -> float:
         return max(self._answered, self._worked)
@@ -133,4 +156,6 @@ class Pulse:
         used = [seconds - self._cpu_s[process] for process, seconds in cpu_s.items() if process in self._cpu_s]
         if max(used, default=0.0) > WORKING_SHARE * (now - self._looked):
             self._worked = now
+        if cpu_s or self._cpu_s:
+            self._ran = now  # or the time at which one was first seen stopped
         self._looked, self._cpu_s = now, cpu_s

@@ -11,20 +11,23 @@ import json
 import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent import futures
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from rlbatch.api import Completion, ConfigError, Prompt, RolloutContext, RolloutError, SamplingParams, WeightBucket
+from rlbatch.api import Completion, ConfigError, EngineLost, Prompt, RolloutContext, RolloutError, SamplingParams, WeightBucket
 from rlbatch.engines.client import EngineHost
-from rlbatch.engines.collective import SENDER, WeightGroup
+from rlbatch.engines.collective import SENDER, WeightGroup, meet
 from rlbatch.engines.sender import WeightSender
 from rlbatch.engines.shared_room import check_room
 from rlbatch.engines.wire import pack_ints, unpack_ints
+from rlbatch.launch.interfaces import LOOPBACK_INTERFACE
 
 OWN_KEYS = ("python", "environment")
 """Keys of ``rollout.engine`` that are ours; all others are the engine's."""
+NETWORK_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,8 @@ class EngineProgram:
     Attributes:
         name: Of the rollout backend.
         engine: ``module:Class``, see ``rlbatch.engines.host``.
-        start: Header of its ``start`` call, JSON; the answer has ``max_model_len``.
+        start: Header of its ``start`` call, JSON; the answer has ``max_model_len``, and may have ``processes``: ids of those without which
+            the engine is lost.
         python: Interpreter; empty: this one.
         variables: As ``EngineHost``.
         entry_points: As ``EngineHost``.
@@ -135,16 +139,18 @@ class HostedRollout:
     def _joined(self) -> WeightGroup:
         """This rank and the workers of its host in a group of their own."""
         assert self._host is not None
-        path = self._context.folder / f"join-{os.getpid()}-{self._restarts}"
+        path = (self._context.folder / f"join-{os.getpid()}-{self._restarts}").resolve()
         size, limit_s = 1 + self._options.gpus_per_engine // self._context.engine_nodes, self._options.start_timeout_s
-        call = self._host.begin("join", {"path": str(path.resolve()), "size": size, "limit_s": limit_s})
+        call = self._host.begin("join", {"path": str(path), "size": size, "limit_s": limit_s})
+        group = meet(path, SENDER, size, self._context.device, limit_s)
         try:
-            group = WeightGroup(path.resolve(), SENDER, size, self._context.device, limit_s)
-        except RuntimeError as error:
-            call.result(limit_s)
+            call.result(limit_s)  # an engine that is lost meanwhile is noticed here; nobody waits for its workers
+            return group.result(limit_s)
+        except EngineLost:
+            self._host.close()
+            raise
+        except (RuntimeError, futures.TimeoutError) as error:
             raise RolloutError(f"rollout.options.transport: this rank and its engine's workers do not meet ({error}).") from error
-        call.result(limit_s)
-        return group
 
     def _started(self, program: EngineProgram) -> EngineHost:
         host = EngineHost(
@@ -152,19 +158,24 @@ class HostedRollout:
             program.engine,
             self._context.folder,
             python=program.python,
-            variables=program.variables,
+            variables={**self._own_network(), **program.variables},
             entry_points=program.entry_points,
             sockets_variable=program.sockets_variable,
         )
         try:
             check_room(program.shared_mib)
-            self._max_model_len = int(host.call("start", program.start, limit_s=self._options.start_timeout_s)["max_model_len"])
+            started = host.call("start", program.start, limit_s=self._options.start_timeout_s)
         except BaseException:  # also a signal: nobody else would end it
             host.close(wait_s=0.0)
             raise
         host.hang_limit_s = self._options.hang_limit_s
-        host.processes.find()
+        host.processes.started(started.get("processes", ()))
+        self._max_model_len = int(started["max_model_len"])
         return host
+
+    def _own_network(self) -> dict[str, str]:
+        """Processes of an engine on one node meet where no other machine can come."""
+        return dict.fromkeys(NETWORK_VARIABLES, LOOPBACK_INTERFACE) if self._context.engine_nodes == 1 else {}
 
     def restart(self) -> None:
         """As ``RestartableBackend``. The log of the engine that was lost stays beside the new one's, with a number."""

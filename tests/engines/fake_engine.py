@@ -23,12 +23,20 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.sums: list[float] = []
-        self.dead = False
+        self.dead = self.is_silent = False
         self.told: list[list[str]] = []
         self.receiver: Any = None
 
     async def op_ping(self, header: dict[str, Any], payload: bytes, send: Send) -> None:
-        pass
+        if self.is_silent:
+            await asyncio.sleep(3600)
+
+    async def op_half(self, header: dict[str, Any], payload: bytes, send: Send) -> None:
+        """One replica answers, the other would not."""
+        self.is_silent = True
+        while True:
+            send({"said": "half"}, b"")
+            await asyncio.sleep(0.1)
 
     async def op_echo(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
         await asyncio.sleep(header.get("after_s", 0.0))

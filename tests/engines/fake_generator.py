@@ -1,9 +1,9 @@
 """In place of vLLM where the engine itself does not matter: samples that depend on seed and policy version alone, and faults on demand.
 
 ``RLBATCH_TEST_FAULTS`` is JSON: ``[[engine, place, number, deed], ...]``: the number-th time that the engine reaches the place, counted
-over its restarts, it does the deed. Places: ``start``, ``load`` (a bucket), ``group`` (of training), ``answer`` (of an evaluation). Deeds:
-a signal to itself; ``dead``: its own processes are gone, as vLLM says it; ``refuse``: an ordinary error; ``stop the job``: SIGTERM to its
-rank, and nothing more.
+over its restarts, it does the deed. Places: ``start``, ``join`` (a group), ``load`` (a bucket), ``group`` (of training), ``answer`` (of an
+evaluation). Deeds: a signal to itself; ``dead``: its own processes are gone, as vLLM says it; ``refuse``: an ordinary error;
+``stop the job``: SIGTERM to its rank, and nothing more.
 """
 
 from __future__ import annotations
@@ -57,6 +57,9 @@ class FakeGenerator:
         self.folder = Path(header["folder"])
         await self.reach("start")
         return {"max_model_len": 4096}
+
+    async def op_join(self, header: dict[str, Any], payload: bytes, send: Send) -> None:
+        await self.reach("join")
 
     async def op_ping(self, header: dict[str, Any], payload: bytes, send: Send) -> None:
         pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -12,14 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-from rlbatch.api import ConfigError, EngineLost, EngineShape, WeightBucket
+from rlbatch.api import ConfigError, EngineLost, EngineShape, RolloutContext, WeightBucket
 from rlbatch.config.compose import compose
-from rlbatch.engines import rollout as hosted
 from rlbatch.engines.client import EngineHost
 from rlbatch.engines.collective import SENDER, WeightGroup
 from rlbatch.engines.rollout import HostedOptions, devices_behind, uses_group
 from rlbatch.engines.sender import WeightSender
 from rlbatch.launch.engine_plan import EnginePlan
+from rlbatch.launch.placement import Placement
+from rlbatch.prepare import placement
+from tests.hosted_plugin import hosted
 from tests.leftovers import shared_by
 from tests.stopwatch import Stopwatch
 
@@ -70,6 +73,17 @@ def test_an_engine_that_dies_keeps_nobody_waiting(host: EngineHost, tmp_path: Pa
     watch.assert_within(LIMIT_S / 2)
 
 
+@pytest.mark.parametrize("deed", ["SIGKILL", "SIGSTOP"])
+def test_an_engine_that_is_lost_while_it_joins(deed: str, tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for its workers until the limit of a start."""
+    monkeypatch.setenv("PYTHONPATH", str(repository))
+    monkeypatch.setenv("RLBATCH_TEST_FAULTS", json.dumps([["0", "join", 1, deed]]))
+    watch = Stopwatch()
+    with pytest.raises(EngineLost):
+        hosted(RolloutContext(Path(), "cpu", "float32", folder=tmp_path / "0"), HostedOptions(transport="collective", hang_limit_s=2.0))
+    watch.assert_within(30)
+
+
 def test_nobody_waits_forever_for_others(tmp_path: Path) -> None:
     """A member that does not come is an error after the limit."""
     watch = Stopwatch()
@@ -102,18 +116,32 @@ def test_the_transport_follows_from_the_gpus(monkeypatch: pytest.MonkeyPatch) ->
     assert devices_behind(["cuda:0", "cuda:1"], separate) == ["cuda:2", "cuda:3"]
     with pytest.raises(ConfigError, match=r"separate_gpus=3: this node needs 5 GPUs, .* and has 4"):
         devices_behind(["cuda:1"], replace(separate, separate_gpus=3))
-    assert hosted.uses_group(HostedOptions(transport="collective"))
+    assert uses_group(HostedOptions(transport="collective"))
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["layout.world_size=2", "layout.ep_size=2"], r"separate_gpus=4: must be as many as ranks \(2\)"),
-        (["launcher=mpi"], r"separate_gpus=4: launcher=mpi gives every GPU of a node a rank"),
+        (["layout.world_size=2", "layout.ep_size=2"], r"separate_gpus=4: must be as many as the ranks of a node \(2\)"),
+        (["launcher=slurm", "layout.world_size=2", "layout.ep_size=2"], r"world_size=2: must be a multiple of \S+separate_gpus \(4\)"),
+        (["launcher=slurm", "+cluster.gpus_per_node=6"], r"separate_gpus=4: as many of a node's GPUs have ranks, and a node has 6 \("),
     ],
 )
 def test_submit_refuses_gpus_that_are_not_there(overrides: list[str], message: str) -> None:
-    """As many as ranks, and only where the ranks are started here."""
+    """As many as the ranks of a node, which has that many twice."""
     config = compose(["rollout=vllm", "+rollout.options.separate_gpus=4", *overrides])
     with pytest.raises(ConfigError, match=message):
-        EnginePlan(config, 1, EngineShape(is_colocated=False), None).check_separate_gpus()
+        EnginePlan(config, 1, EngineShape(is_colocated=False), placement(config)).check_separate_gpus()
+
+
+def test_hosts_of_engines_on_gpus_of_their_own(tmp_path: Path) -> None:
+    """Under mpirun a bare host takes as many ranks as it has GPUs for engines; hosts that differ are refused."""
+    (tmp_path / "hosts").write_text("n1\nn2\n")
+    (tmp_path / "unlike").write_text("n1 slots=3\nn2 slots=1\n")
+    job = ["rollout=vllm", "launcher=mpi", "layout.world_size=4", "layout.ep_size=4", "+rollout.options.separate_gpus=2"]
+    config = compose([*job, f"cluster.hostfile={tmp_path / 'hosts'}"])
+    assert placement(config) == Placement(2, 2)
+    EnginePlan(config, 1, EngineShape(is_colocated=False), placement(config)).check_separate_gpus()
+    config = compose([*job, f"cluster.hostfile={tmp_path / 'unlike'}"])
+    with pytest.raises(ConfigError, match=r"separate_gpus=2: each host must take as many ranks.* Write `slots=2` behind each"):
+        EnginePlan(config, 1, EngineShape(is_colocated=False), placement(config)).check_separate_gpus()

@@ -27,7 +27,7 @@ class RecordedHost:
 
     def __init__(self, calls: list[str]) -> None:
         self.calls = calls
-        self.processes = SimpleNamespace(find=lambda: None)
+        self.processes = SimpleNamespace(started=lambda needed: None)
 
     def call(self, operation: str, header: Any = None, payload: bytes = b"", *, limit_s: float) -> dict[str, Any]:
         detail = {"wake": "tags", "sleep": "level"}.get(operation)

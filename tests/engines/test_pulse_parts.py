@@ -1,0 +1,98 @@
+"""Engines of several processes, one of which is gone, stopped or silent while the others go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+
+from rlbatch.api import EngineLost
+from rlbatch.engines import pulse
+from rlbatch.engines.client import EngineHost
+from tests.engines.test_host import LIMIT_S, start
+
+__all__ = ["start"]  # the fixture
+LATER = {"text": "", "after_s": 3600.0}
+
+
+@pytest.fixture
+def host(start: Callable[[], EngineHost], monkeypatch: pytest.MonkeyPatch) -> EngineHost:
+    monkeypatch.setattr(pulse, "PING_S", 0.5)
+    made = start()
+    made.call("ping", limit_s=LIMIT_S)
+    return made
+
+
+def spawned(host: EngineHost) -> int:
+    """A child of the engine."""
+    return int(host.call("spawn", limit_s=LIMIT_S)["pids"][1])
+
+
+def wait(operation: str, host: EngineHost) -> None:
+    if operation == "call":
+        host.call("echo", LATER, limit_s=LIMIT_S)
+    else:
+        list(host.begin("echo", LATER).frames(LIMIT_S))
+
+
+@pytest.mark.parametrize("operation", ["call", "frames"])
+def test_one_that_is_gone(operation: str, host: EngineHost) -> None:
+    """Killed, it is missed at the next look, also while the engine answers pings and has not noticed; others may end."""
+    needed, other = spawned(host), spawned(host)
+    host.hang_limit_s = LIMIT_S
+    host.processes.started([needed])
+    os.kill(other, signal.SIGKILL)
+    assert host.call("echo", {"text": "lives", "after_s": 1.5}, limit_s=LIMIT_S)["text"] == "lives"
+    os.kill(needed, signal.SIGKILL)
+    with pytest.raises(EngineLost, match=r"the engine is dead \(`echo`: one of its processes has ended\)"):
+        wait(operation, host)
+
+
+def test_an_error_of_an_engine_that_lost_one(host: EngineHost) -> None:
+    """It is a loss: the engine itself takes a while to notice."""
+    needed = spawned(host)
+    host.processes.started([needed])
+    os.kill(needed, signal.SIGKILL)
+    while not host.processes.is_broken():  # signals take a moment
+        time.sleep(0.01)
+    with pytest.raises(EngineLost, match=r"the engine is dead \(`fail`: it does not work"):
+        host.call("fail", limit_s=LIMIT_S)
+
+
+@pytest.mark.parametrize("operation", ["call", "frames"])
+def test_one_that_is_stopped(operation: str, host: EngineHost) -> None:
+    """The engine answers pings, and is lost after the hang limit."""
+    child = spawned(host)
+    host.hang_limit_s = 1.5
+    os.kill(child, signal.SIGSTOP)
+    with pytest.raises(EngineLost, match=r"`echo`: one of its processes is stopped, for 1\.5 s"):
+        wait(operation, host)
+
+
+def test_one_that_is_stopped_while_the_engine_starts(host: EngineHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no hang limit yet; or a long one."""
+    monkeypatch.setattr(pulse, "STOPPED_S", 1.0)
+    os.kill(spawned(host), signal.SIGSTOP)
+    with pytest.raises(EngineLost, match=r"one of its processes is stopped, for 1 s"):
+        host.call("echo", LATER, limit_s=LIMIT_S)
+
+
+def test_one_that_was_stopped_for_a_moment(host: EngineHost) -> None:
+    """Goes on, and so does the engine."""
+    child = spawned(host)
+    host.hang_limit_s = 2.0
+    call = host.begin("echo", {"text": "lives", "after_s": 4.0})
+    os.kill(child, signal.SIGSTOP)
+    time.sleep(0.5)
+    os.kill(child, signal.SIGCONT)
+    assert call.result(LIMIT_S)["text"] == "lives"
+
+
+def test_one_that_is_silent_while_another_answers(host: EngineHost) -> None:
+    """Answers of one replica do not hide that the other has no answer to a ping."""
+    host.hang_limit_s = LIMIT_S
+    with pytest.raises(EngineLost, match=r"`half`: a part of it answers nothing for 2 s"):
+        list(host.begin("half").frames(2.0))
