@@ -60,10 +60,12 @@ def _convert(options: Options, info: RankInfo) -> int:
 
 
 def _check(options: Options) -> int:
+    from rlbatch.config.hf_config import read_config
     from rlbatch.convert.check import check, not_finite, read_table
     from rlbatch.convert.conversion import family_of
 
-    report = check(family_of(options), read_table(Path(options.hf), Path(options.names) if options.names else None))
+    table = read_table(Path(options.hf), Path(options.names) if options.names else None)
+    report = check(family_of(options), table, is_fp8="quantization_config" in read_config(Path(options.hf)))
     if options.finite:
         report.wrong.extend(not_finite(Path(options.hf)))
     for line in report.lines():

@@ -89,9 +89,16 @@ class Report:
         yield f"not complete: {bad}" if bad else "complete: every tensor is accounted for exactly once"
 
 
-def check(family: ModelFamily, table: Table) -> Report:
-    """Compares a checkpoint's names with its family's, and shapes and types where they are known."""
-    return Report(table, audit(family, table.names), list(_wrong(family, table)) if table.known else [])
+def check(family: ModelFamily, table: Table, *, is_fp8: bool = False) -> Report:
+    """Compares a checkpoint's names with its family's, and shapes and types where they are known.
+
+    Args:
+        family: Of the model.
+        table: The names.
+        is_fp8: Whether config.json says that it is block-quantised: counts where types are not known.
+    """
+    found = audit(family, table.names, is_quantised=is_fp8 and not table.known)
+    return Report(table, found, list(_wrong(family, table)) if table.known else [])
 
 
 def read_table(hf: Path, names: Path | None) -> Table:
@@ -148,8 +155,8 @@ def _read_json(path: Path) -> Table:
         content = json.loads(gzip.decompress(text) if text[:2] == b"\x1f\x8b" else text, object_pairs_hook=once)
     except (OSError, EOFError, ValueError) as error:
         raise DataError(f"{path}: cannot be read ({error}). Give json or json.gz.") from error
-    if isinstance(content, list):
-        counted = Counter(str(name) for name in content)
+    if isinstance(content, list) and content and all(isinstance(name, str) for name in content):
+        counted = Counter(content)
         return Table(str(path), list(counted), [name for name, count in counted.items() if count > 1])
     for name in ("weight_map", "tensors_table", "tensors"):
         if isinstance(content, dict) and isinstance(content.get(name), dict):
@@ -160,8 +167,11 @@ def _read_json(path: Path) -> Table:
         raise DataError(f"{path}: holds no names. Give an index (weight_map) or {{name: {{shape, dtype}}}}.")
     known = {}
     for name, about in content.items():
-        if isinstance(about, dict) and isinstance(about.get("shape"), list) and isinstance(about.get("dtype"), str):
-            known[name] = (tuple(int(size) for size in about["shape"]), _dtype_name(about["dtype"]))
+        shape, dtype = (about.get("shape"), about.get("dtype")) if isinstance(about, dict) else (None, None)
+        if isinstance(shape, list) and isinstance(dtype, str):
+            if not all(isinstance(size, int) for size in shape):
+                raise DataError(f"{path}: {name} has shape {shape}. Give integers.")
+            known[name] = (tuple(shape), _dtype_name(dtype))
     return Table(str(path), list(content), twice, known)
 
 

@@ -12,6 +12,7 @@ from rlbatch.weights.quantize import SCALE_SUFFIX
 
 SHOWN = 3
 """Names in a message."""
+FREQUENCIES = ".rotary_emb.inv_freq"
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def expert_names(family: ModelFamily) -> dict[str, int]:
     }
 
 
-def audit(family: ModelFamily, names: Iterable[str]) -> Audit:
+def audit(family: ModelFamily, names: Iterable[str], *, is_quantised: bool = False) -> Audit:
     """Sorts the names of a checkpoint.
 
     A checkpoint is taken for a block-quantised one if it has any scales; each of ``fp8_names`` must then have them.
@@ -123,6 +124,7 @@ def audit(family: ModelFamily, names: Iterable[str]) -> Audit:
     Args:
         family: Of the model.
         names: Of all tensors, each once.
+        is_quantised: Whether it is block-quantised also if it has no scales at all.
     """
     trained, carried = trained_names(family), passthrough_names(family, is_dropped=False)
     dropped = passthrough_names(family, is_dropped=True)
@@ -130,11 +132,12 @@ def audit(family: ModelFamily, names: Iterable[str]) -> Audit:
     quantised = {name + SCALE_SUFFIX: name for name, pattern in named.items() if pattern in family.fp8}
     present = dict.fromkeys(names)
     found: dict[str, list[str]] = {group: [] for group in ("trained", "carried", "dropped", "scales", "unexpected")}
+    modules = _modules(named) if any(map(_is_frequencies, present)) else frozenset()
     for name in present:
-        is_left_out = name in dropped or _is_redundant(family, name)
+        is_left_out = name in dropped or _is_redundant(family, name, modules)
         groups = {"trained": name in trained, "carried": name in carried, "scales": name in quantised, "dropped": is_left_out}
         found[next((group for group, belongs in groups.items() if belongs), "unexpected")].append(name)
-    in_fp8 = fp8_names(family) if found["scales"] else set()
+    in_fp8 = fp8_names(family) if found["scales"] or is_quantised else set()
     wanted = {scale: name for scale, name in quantised.items() if name in in_fp8}
     missing = [name for name in trained if name not in present] + [s for s, name in wanted.items() if name in trained and s not in present]
     absent = _absent(family, present)
@@ -187,9 +190,20 @@ def _expanded(family: ModelFamily, passthrough: Passthrough) -> Iterator[str]:
     return (passthrough.hf.format(layer=layer, expert=expert) for layer in layers for expert in experts)
 
 
-def _is_redundant(family: ModelFamily, name: str) -> bool:
-    """RoPE frequencies, which follow from the config, and a tied output layer's copy of the embedding."""
-    return name.endswith(".rotary_emb.inv_freq") or (family.tie_embeddings and name == "lm_head.weight")
+def _is_redundant(family: ModelFamily, name: str, modules: Container[str]) -> bool:
+    """RoPE frequencies of the model's modules, which follow from the config, and a tied output layer's copy of the embedding."""
+    is_tied = family.tie_embeddings and name == "lm_head.weight"
+    return is_tied or (_is_frequencies(name) and name.removesuffix(FREQUENCIES) in modules)
+
+
+def _is_frequencies(name: str) -> bool:
+    return name.endswith(FREQUENCIES)
+
+
+def _modules(names: Iterable[str]) -> frozenset[str]:
+    """All modules around tensors: of ``model.norm.weight`` they are ``model`` and ``model.norm``."""
+    paths = (name.split(".") for name in names)
+    return frozenset(".".join(path[:count]) for path in paths for count in range(1, len(path)))
 
 
 def _list(names: Iterable[str]) -> str:

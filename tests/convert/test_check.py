@@ -105,12 +105,43 @@ def test_what_is_wrong_is_named(folder: Path, table: dict[str, Any], capsys: pyt
         (table | {expert.replace("mlp.experts.5.up_proj", "input_layernorm"): {"shape": [32], "dtype": "I8"}}, "type I8, must be one of"),
         (table | {scale: {"shape": [2, 1], "dtype": "F32"}}, f"{scale}: F32 [2, 1], must be floating point [1, 1]"),
         (table | {scale.removesuffix("_scale_inv"): {"shape": [32, 56], "dtype": "BF16"}}, f"{scale}: scales of"),
+        ([*table, "vision.rotary_emb.inv_freq"], "unexpected:\n  vision.rotary_emb.inv_freq\n"),
     ]
     for content, message in cases:
         code, said = check(folder, capsys, content)  # type: ignore[arg-type]
         assert code == 1, message
         assert message in said
         assert "not complete: 1 " in said
+
+
+def test_an_index_without_scales(folder: Path, table: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """Where config.json says fp8 and types are not known, scales are missing also if there are none at all."""
+    weights = [name for name in table if not name.endswith("_scale_inv")]
+    code, said = check(folder, capsys, weights)  # type: ignore[arg-type]
+    assert code == 1
+    assert f"not complete: {len(table) - len(weights)} missing\n" in said
+    in_bf16 = {name: {**table[name], "dtype": "BF16"} for name in weights}
+    assert check(folder, capsys, in_bf16)[0] == 0
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert check(folder, capsys, weights)[0] == 0  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"a": {"shape": [None, 3], "dtype": "BF16"}}, "a has shape [None, 3]. Give integers."),
+        ([], "holds no names. "),
+        ([["a"]], "holds no names. "),
+        ({"weight_map": {}}, "holds no names. "),
+    ],
+)
+def test_tables_that_are_none(content: Any, message: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One message and exit code 2."""
+    (folder / "names.json").write_text(json.dumps(content))
+    assert main(["mode=check", f"hf={folder}", f"names={folder / 'names.json'}"]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_carried_and_dropped_are_listed(folder: Path, table: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
