@@ -25,7 +25,7 @@ from rlbatch.megatron.trainer import Trainer
 from rlbatch.registry import load_plugins
 from tests import tiny_models
 
-STRATEGIES = (("none", {}), ("cpu_adam", {"fraction": 0.5}), ("cpu_adam", {"fraction": 1.0}), ("optimizer_state", {}))
+STRATEGIES = (("none", {}), ("gradients", {}), ("cpu_adam", {"fraction": 0.5}), ("cpu_adam", {"fraction": 1.0}), ("optimizer_state", {}))
 LAYOUT = LayoutConfig(world_size=1)
 BOUND = 1e-5
 """Largest relative L2 difference of an fp32 main weight."""
@@ -102,6 +102,7 @@ def _trained(folder: Path, precision: str, name: str, options: dict[str, Any], r
         with strategy.generating():
             freed = before - torch.cuda.memory_allocated()
         with strategy.training():
+            trainer._gradients.restore()  # as a backward pass does
             # The gradients are given, so that only the optimizers differ: bf16 weights that round differently would change them.
             for number, param in enumerate(trainer.params.values()):
                 param.main_grad.copy_(torch.linspace(-1 - number, 2 + update, param.numel(), device="cuda").view_as(param))

@@ -43,7 +43,8 @@ def config_for(layout: str, *overrides: str):
 
 
 @pytest.mark.parametrize(
-    ("layout", "overrides"), [("ep2", ()), ("tp2 ep2", ()), ("ep2", ("train.precision=bf16", "rollout.max_logprob_diff=null"))]
+    ("layout", "overrides"),
+    [("ep2", ()), ("tp2 ep2", ()), ("ep2", ("train.precision=bf16", "rollout.max_logprob_diff=null", "offload=gradients"))],
 )
 def test_a_resumed_job_is_the_one_that_went_on(layout: str, overrides: tuple[str, ...], run_dir: Path, tmp_path: Path, rank_pool) -> None:
     """N+M steps equal N steps, save, a new job, resume, M steps, bitwise: weights, main weights, moments, step counts, learning rate,
@@ -250,9 +251,9 @@ if os.geteuid() == 0:
 
 def test_an_asynchronous_save_is_of_its_moment(run_dir: Path, tmp_path: Path, rank_pool) -> None:
     """Training goes on while it is written, and what is resumed is bitwise the state when it was taken; latest.json appears when all is
-    written; no process and nothing in shared memory is left.
+    written; no process and nothing in shared memory is left. Gradients come and go meanwhile.
     """
-    config = saving_to(config_for("ep2"), tmp_path, async_save=True)
+    config = saving_to(config_for("ep2", "offload=gradients"), tmp_path, async_save=True)
     with no_memory_left():
         ranks = rank_pool(2).run(saving.asynchronous, config, str(run_dir), None)
     for rank in ranks:
