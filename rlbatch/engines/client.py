@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from rlbatch.api import EngineLost, RolloutError
+from rlbatch.engines.last_words import last_words
 from rlbatch.engines.pulse import Processes, Pulse
 from rlbatch.engines.shared_names import private_folder, remove_leftovers
 from rlbatch.engines.site import scrubbed, write_site
 from rlbatch.engines.wire import Frame, Header, encode, read_frame
 from rlbatch.launch.children import dies_with_parent
 
-LOG_LINES = 15
 CLOSE_WAIT_S = 15.0
 SEND_LIMIT_S = 20
 """A host reads at once what it is sent, unless it is stopped."""
@@ -72,12 +72,13 @@ class EngineHost:
         places = dict.fromkeys(["TMPDIR", *filter(None, [sockets_variable])], str(self._sockets))
         places |= {key: value for key, value in KEPT.items() if key not in os.environ}
         site = write_site(folder / "site", entry_points or {})
+        self._variables = scrubbed(os.environ, site, keep_path=not python) | places | dict(variables or {})
         ours, theirs = socket.socketpair()
         with theirs, self.log.open("wb") as log:
             try:
                 self._process = subprocess.Popen(
                     [python or sys.executable, "-c", _RUN, str(theirs.fileno()), engine],
-                    env=scrubbed(os.environ, site, keep_path=not python) | places | dict(variables or {}),
+                    env=self._variables,
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
@@ -169,8 +170,7 @@ class EngineHost:
 
     def last_words(self) -> str:
         """The last lines of the engine's log."""
-        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
-        return f"See {self.log}; its last lines:\n" + "\n".join(lines[-LOG_LINES:])
+        return last_words(self.log, self._variables)
 
     def forget(self, number: int) -> None:
         """A call whose answers nobody awaits any more."""
