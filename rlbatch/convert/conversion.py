@@ -60,6 +60,7 @@ def convert(options: Options, info: RankInfo, say: Callable[[str], None]) -> Non
     """
     draft = Draft(Path(options.out), plan(options))
     if draft.is_complete():
+        draft.tidy()
         say(f"{options.out}: is complete already.")
         return
     team = Team(info, draft)
@@ -192,6 +193,9 @@ def _source(family: ModelFamily, options: Options) -> HfTensors:
 def _fp8_to_bf16(options: Options) -> Work:
     hf = _source(family_of(options), options)
     config = {name: value for name, value in read_config(Path(options.hf)).items() if name != "quantization_config"}
+    if not any(hf.stored(name).dtype == torch.float8_e4m3fn for name in hf.names()):
+        note = f"hf={options.hf}: has no weights in fp8: the output has all of them as they are."
+        return replace(_to_hf(options, to_hf.to_bf16(hf), config), note=note)
     config |= {name: str(torch.bfloat16).removeprefix("torch.") for name in ("dtype", "torch_dtype") if name in config}
     return _to_hf(options, to_hf.to_bf16(hf), config)
 

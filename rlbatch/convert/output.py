@@ -60,12 +60,13 @@ class Draft:
         self._plan = json.loads(json.dumps(plan))
 
     def is_complete(self) -> bool:
-        """Whether the output is there and was made by this very conversion."""
+        """Whether the output is there, with files of the sizes that they had, and was made by this very conversion."""
         try:
             made = json.loads((self.out / MARKER).read_text(encoding="utf-8"))
+            is_ours = isinstance(made, dict) and made.get("plan") == self._plan
+            return is_ours and all((self.out / name).stat().st_size == about["bytes"] for name, about in made["files"].items())
         except (OSError, ValueError):
             return False
-        return isinstance(made, dict) and made.get("plan") == self._plan
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -225,9 +226,13 @@ class Draft:
             leftover.unlink()
         os.replace(self.folder, self.out)
         sync(self.out.parent)
+        self.tidy()
+
+    def tidy(self) -> None:
+        """Removes what a complete output does not need: last, or by the next start if this one is killed before."""
         for hidden in (_DONE, TEAM):
             shutil.rmtree(self.out / hidden, ignore_errors=True)
-        (self.out / PLAN).unlink()
+        (self.out / PLAN).unlink(missing_ok=True)
 
 
 def _unfinished(path: Path) -> str:

@@ -208,6 +208,14 @@ def test_fp8_folder_with_weights_in_bf16(hf: Path, tmp_path: Path, capsys: pytes
         assert [name for name in want if not torch.equal(got[name].view(torch.uint8), want[name].view(torch.uint8))] == []
 
 
+def test_nothing_in_fp8(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """mode=fp8_to_bf16 of a folder without fp8 says so: weights and config.json's dtype stay as they are."""
+    assert main(["mode=fp8_to_bf16", f"hf={hf}", f"out={tmp_path / 'out'}"]) == 0
+    assert f"hf={hf}: has no weights in fp8" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
+    assert {tensor.dtype for tensor in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.float32}
+
+
 def test_fp8_of_fp32_is_that_of_bf16(hf: Path, tmp_path: Path) -> None:
     """Weights in fp32 are rounded to bf16 before they are quantised, from a folder and from torch_dist."""
     run("mode=hf_to_dist", f"hf={hf}", f"out={tmp_path / 'dist'}")

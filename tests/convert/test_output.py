@@ -262,11 +262,21 @@ def test_a_failing_process_is_named(hf: Path, tmp_path: Path) -> None:
 
 
 def test_done_is_done(hf: Path, tmp_path: Path) -> None:
-    """The same command again says that the output is complete; another one does not touch it."""
+    """The same command again says that the output is complete, and removes what a kill right after that moment has left; another one does
+    not touch it, and so does the same one if a file is not there as it was.
+    """
     said: list[str] = []
     arguments = ["mode=fp8_to_bf16", f"hf={hf}", f"out={tmp_path / 'out'}"]
-    for _ in range(2):
-        convert(parse(arguments), ALONE, said.append)
+    convert(parse(arguments), ALONE, said.append)
+    whole = {path.name for path in (tmp_path / "out").iterdir()}
+    for hidden in (".done", ".team"):
+        (tmp_path / "out" / hidden).mkdir()
+    (tmp_path / "out" / ".plan.json").touch()
+    convert(parse(arguments), ALONE, said.append)
     assert said[-1].endswith("is complete already.")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == whole
     with pytest.raises(ConfigError, match="exists and is not empty"):
         run(*arguments, "file_gb=1")
+    os.truncate(tmp_path / "out" / "model.safetensors", 9)
+    with pytest.raises(ConfigError, match="exists and is not empty"):
+        run(*arguments)
