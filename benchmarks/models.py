@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlbatch.engines.mapping import HostMemory
+from rlbatch.engines.packing import aligned, place, view
+
 GIB = 2**30
 COMMON = {
     "rms_norm_eps": 1e-6,
@@ -71,11 +74,13 @@ class RandomModel:
         folder: Configuration, without weights.
         stacks: Its tensors as a trainer holds them, experts of a layer in one.
         dtype: Their type, by name.
+        memory: On a CPU, in which they lie; engines can open it.
     """
 
     folder: Path
     stacks: dict[str, Tensor]
     dtype: str
+    memory: HostMemory | None = None
 
     @property
     def nbytes(self) -> int:
@@ -132,13 +137,15 @@ def random_model(folder: Path, kind: str, gib: float, device: str) -> RandomMode
     shapes = _outside(config) | {
         f"model.layers.{number}.{name}": shape for number in range(layers) for name, shape in _layer(config).items()
     }
-    stacks = {
-        name: torch.ones(shape, dtype=dtype, device=device)
-        if len(shape) == 1
-        else torch.randn(shape, dtype=dtype, device=device) * 0.5 / shape[-1] ** 0.5
-        for name, shape in shapes.items()
-    }
-    return RandomModel(folder, stacks, config["torch_dtype"])
+    sizes = [aligned(torch.Size(shape).numel() * dtype.itemsize) for shape in shapes.values()]
+    memory = HostMemory(sum(sizes)) if device == "cpu" else None
+    stacks: dict[str, Tensor] = {}
+    for name, shape in shapes.items():
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+        if memory is not None:
+            tensor = view(memory.tensor, place(name, tensor, "", start=sum(sizes[: len(stacks)])))
+        stacks[name] = tensor.normal_(std=0.5 / shape[-1] ** 0.5) if len(shape) > 1 else tensor.fill_(1.0)
+    return RandomModel(folder, stacks, config["torch_dtype"], memory)
 
 
 def _outside(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:

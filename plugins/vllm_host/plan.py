@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from .ties import Ties
+
 LARGE = 2**20
 """Bytes from which on one copy keeps the device busy by itself."""
 WORD = 8
@@ -66,9 +68,11 @@ class Plan:
         fills: Parts of parameters that hold a constant.
         layers: Those that vLLM prepares and processes.
         held: All parameters that copies and fills go into.
+        ties: Of the model.
     """
 
     sent: dict[str, tuple[torch.dtype, torch.Size]]
+    ties: Ties
     copies: dict[str, list[Copy]] = field(default_factory=dict)
     loaded: set[str] = field(default_factory=set)
     fills: list[tuple[Tensor, Slice, float]] = field(default_factory=list)

@@ -23,11 +23,14 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.model_loader.reload import layerwise
 
 from .plan import Copy, Held, Plan, Slice
+from .ties import Ties
 
 COPY = torch.ops.aten.copy_.default
 FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 BLIND = ("aten::empty_like", "aten::new_empty", "aten::new_empty_strided")
 """Operators that take a tensor and do not look at its values."""
+COMPARED_AT_ONCE = 2**25
+"""Elements."""
 
 
 @dataclass
@@ -72,7 +75,7 @@ class Target:
         if not (same and self.is_clear and _is_dense(self.whole) and self._is_complete()):
             return False
         values = [(part, value) for part, (_, _, value) in self.copies.items() if value is not None]
-        is_equal = all(torch.equal(part.of(parameter.data), value.to(self.dtype)) for part, value in values)
+        is_equal = all(_are_equal(part.of(parameter.data), value) for part, value in values)
         self.copies = {part: (name, source, None) for part, (name, source, _) in self.copies.items()}
         return is_equal and all(bool((part.of(parameter.data) == value).all()) for part, value in self.fills.items())
 
@@ -97,6 +100,7 @@ class Recorder(TorchDispatchMode):
         self._model = model
         self._shapes: dict[str, tuple[torch.dtype, torch.Size]] = {}
         self._sent: dict[int, tuple[str, int, StorageWeakRef]] = {}
+        self._lent: set[int] = set()
         self._odd: set[str] = set()
         self._slow: set[torch.nn.Module] = set()
         self._opened: dict[torch.nn.Module, list[Target]] = {}
@@ -114,11 +118,13 @@ class Recorder(TorchDispatchMode):
         ]
         self._targets = {target.reference.cdata: target for _, _, _, target in self._in_place}
 
-    def watch(self, name: str, tensor: Tensor) -> None:
-        """A tensor that a loader gets next; its storage is its own."""
+    def watch(self, name: str, tensor: Tensor, *, is_lent: bool) -> None:
+        """A tensor that a loader gets next; its storage is its own. One that is lent must not be written."""
         self._shapes[name] = (tensor.dtype, tensor.shape)
         reference = StorageWeakRef(tensor.untyped_storage())
         self._sent[reference.cdata] = name, int(tensor.storage_offset()), reference
+        if is_lent:
+            self._lent.add(reference.cdata)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -172,6 +178,8 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called for every operator."""
+        if self._lent:
+            self._refuse_writes(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         # On meta tensors vLLM only measures how much a loader copies.
         if not (self._is_pausing or (args and isinstance(args[0], Tensor) and args[0].is_meta)):
@@ -183,11 +191,19 @@ class Recorder(TorchDispatchMode):
             self._read |= _storages((args, kwargs))
         return result
 
-    def plan(self) -> Plan | None:
+    def _refuse_writes(self, func: Any, args: Any, kwargs: Any) -> None:
+        """A lent tensor is the trainer's own parameter."""
+        for index, argument in enumerate(func._schema.arguments):
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            if argument.is_write and isinstance(value, Tensor) and not value.is_meta and _identity(value) in self._lent:
+                name = self._sent[_identity(value)][0]
+                raise ValueError(f"weight sync: the engine's loader would change {name} itself, which is the trainer's.")
+
+    def plan(self, ties: Ties) -> Plan | None:
         """After vLLM has finished the update; None: something was loaded and not seen to the end."""
         if any(target.is_written() for targets in self._opened.values() for target in targets):
             return None
-        plan = Plan(self._shapes, loaded=self._odd)
+        plan = Plan(self._shapes, ties, loaded=self._odd)
         for layer, found in self._closed.items():
             in_place = [target for each, _, _, target in self._in_place if each is layer]
             if all(target.is_clear for target in in_place) and all(self._is_untouched(parameter) for _, parameter, _ in found):
@@ -283,6 +299,14 @@ def _add(plan: Plan, layer: torch.nn.Module, name: str, parameter: Tensor, targe
     plan.fills += [(parameter, part, value) for part, value in target.fills.items()]
     for part, (sent, source, _) in target.copies.items():
         plan.copies.setdefault(sent, []).append(Copy(source, parameter, part))
+
+
+def _are_equal(tensor: Tensor, other: Tensor) -> bool:
+    """Whether a copy of ``other`` is this; in pieces, since comparing takes memory."""
+    if tensor.shape != other.shape or tensor.dim() == 0:
+        return torch.equal(tensor, other.to(tensor.dtype))
+    rows = max(1, COMPARED_AT_ONCE * len(tensor) // max(1, tensor.numel()))
+    return all(torch.equal(one, two.to(one.dtype)) for one, two in zip(tensor.split(rows), other.split(rows), strict=True))
 
 
 def _names(target: Target) -> set[str]:

@@ -76,10 +76,11 @@ class SharedMemoryTransfer(WeightTransferEngine):  # type: ignore[misc]
 
     def _start(self, *, may_replay: bool) -> None:
         """By the plan, or the parameters are taken out of the model until each layer's weights have come."""
-        is_draft, self._ties = self.model is not self._default_model, Ties.of(self.model)
+        is_draft = self.model is not self._default_model
         if may_replay and not is_draft and self._plan is not None and self._plan.is_valid():
-            self._replay = Replay(self._plan, self._ready)
+            self._replay, self._ties = Replay(self._plan, self._ready), self._plan.ties
             return
+        self._ties = Ties.of(self.model)
         initialize_layerwise_reload(self.model)
         if not (is_draft or self.parallel_config.enable_eplb):  # else vLLM moves experts between workers
             self._recorder = Recorder(self.model)
@@ -105,15 +106,19 @@ class SharedMemoryTransfer(WeightTransferEngine):  # type: ignore[misc]
         if tensors:
             self._audit = self._audit or WriteAudit(self.model)
             with loading_parts(), self._recording(), self._audit.counting(enabled=update_info.audit):
-                self.model.load_weights(self._audit.watch(self._copied(tensors)))
+                self.model.load_weights(self._audit.watch(self._kept(tensors)))
 
-    def _copied(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Copies: vLLM keeps them until the whole layer has come, which may be in a later call."""
+    def _kept(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors that vLLM may keep until the whole layer has come, which may be in a later call: copies, unless they last so long.
+
+        The recorder, which refuses loaders that would write into them, tells tensors by their storages.
+        """
         for name, tensor in tensors:
-            copy = tensor.clone()
+            is_lent = self._recorder is not None and name in self.receiver.lasting
+            kept = _with_own_storage(tensor) if is_lent else tensor.clone()
             if self._recorder is not None:
-                self._recorder.watch(name, copy)
-            yield name, copy
+                self._recorder.watch(name, kept, is_lent=is_lent)
+            yield name, kept
 
     def _recording(self) -> AbstractContextManager[None]:
         return nullcontext() if self._recorder is None else self._recorder.recording()
@@ -137,7 +142,7 @@ class SharedMemoryTransfer(WeightTransferEngine):  # type: ignore[misc]
                 if self._audit is not None and self._audit.is_counting:
                     check_values((name, parameter) for name, parameter in self.model.named_parameters() if name.endswith(SCALES))
                 if self.model is self._default_model:
-                    self._plan, self._ready = None if self._recorder is None else self._recorder.plan(), {}
+                    self._plan, self._ready = None if self._recorder is None else self._recorder.plan(self._ties), {}
                     init_logger("vllm.rlbatch").info("rlbatch: later weight syncs %s", self._plan or "go through vLLM's loaders")
             self._ties.finish()
         self._recorder = self._replay = None
@@ -150,6 +155,11 @@ class SharedMemoryTransfer(WeightTransferEngine):  # type: ignore[misc]
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
         """Older versions of vLLM want the method, for trainers that hold a vLLM of their own."""
         raise RuntimeError("weights are sent by the job's ranks (rlbatch.engines.sender), not by vLLM")
+
+
+def _with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, in a storage that no other tensor has. (DLPack has no 8-bit floats.)"""
+    return torch.from_dlpack(tensor.flatten().view(torch.uint8)).view(tensor.dtype).view(tensor.shape)
 
 
 class WorkerExtension:

@@ -49,10 +49,19 @@ class HostMemory:
         os.posix_fallocate(descriptor, 0, num_bytes)  # else writing could end the process
         self.tensor: Tensor = torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
         self.shared: Shared = (f"{os.getpid()}-{next(_numbers)}", {"path": f"/proc/{os.getpid()}/fd/{descriptor}"}, 0)
+        _host_memories[self.tensor.data_ptr()] = self
+
+
+_host_memories: weakref.WeakValueDictionary[int, HostMemory] = weakref.WeakValueDictionary()
+"""By their addresses."""
 
 
 def share(tensor: Tensor) -> Shared | None:
-    """How others open the memory of a tensor on a GPU; None: they cannot."""
+    """How others open the memory of a tensor; None: they cannot."""
+    if tensor.device.type == "cpu":
+        start = tensor.untyped_storage().data_ptr()
+        memory = _host_memories.get(start)
+        return None if memory is None else (*memory.shared[:2], tensor.data_ptr() - start)
     found = allocation(tensor)
     if found is None:
         return None

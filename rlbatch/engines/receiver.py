@@ -20,6 +20,9 @@ class WeightReceiver:
 
     Args:
         device: ``torch.device`` of the worker.
+
+    Attributes:
+        lasting: Names of the last call's tensors that may be read until the sync is over.
     """
 
     def __init__(self, device: Any) -> None:
@@ -28,6 +31,7 @@ class WeightReceiver:
         self._known: dict[str, dict[str, Any]] = {}
         self._views: dict[str, tuple[tuple[int, ...], list[tuple[str, Tensor]]]] = {}
         self._came: set[str] = set()
+        self.lasting: frozenset[str] = frozenset()
         self._group: WeightGroup | None = None
         self._buffer: Tensor | None = None
 
@@ -49,9 +53,12 @@ class WeightReceiver:
             raise RuntimeError(f"weight sync: there is nothing for {self._identity}, only for {', '.join(devices)}")
         key = said["key"]
         if "places" in said:
-            self._known[key] = dict(said)
+            lasting = frozenset(said["lasting"])
+            names = frozenset(place["name"] for place in said["places"] if place["memory"] in lasting)
+            self._known[key] = {**said, "lasting": names}
             self._views.pop(key, None)
         content = self._known[key]
+        self.lasting = content["lasting"]
         memories = {name: self._memories.open(name, handle) for name, handle in content["memories"].items()}
         if "broadcast" in content:
             assert self._group is not None
@@ -68,7 +75,7 @@ class WeightReceiver:
         self._known = {key: content for key, content in self._known.items() if key in self._came}
         self._views = {key: found for key, found in self._views.items() if key in self._came and "broadcast" not in self._known[key]}
         self._memories.keep({memory for content in self._known.values() for memory in content["memories"]})
-        self._came, self._buffer = set(), None
+        self._came, self._buffer, self.lasting = set(), None, frozenset()
 
     def _receiving(self, size: int) -> Tensor:
         """[size] uint8, at the start of one memory during a sync unless it has to grow."""

@@ -12,11 +12,12 @@ from rlbatch.engines.mapping import Handle, HostMemory, Shared, share
 from rlbatch.engines.packing import Place, aligned, pack, place
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 GIB = 2**30
 Content = dict[str, Any]
-"""``memories`` (key -> handle) and ``places``; JSON."""
+"""``memories`` (key -> handle), ``lasting`` (keys of those that stay as they are until the sync is over) and ``places``; JSON."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Sorted:
 class Staging:
     """Collects tensors until there are enough for a call. Copies go into one of two memories, in turns.
 
-    A tensor that lasts until the end of the sync, on a GPU, is not copied: its allocation is opened by the workers.
+    A tensor that lasts until the end of the sync is not copied if workers can open its memory: an allocation of a GPU, or ``HostMemory``.
 
     Args:
         device: This rank's.
@@ -49,12 +50,14 @@ class Staging:
     """
 
     def __init__(self, device: str, *, lends: bool) -> None:
-        self._device, self._is_shared, self._lends = device, lends, lends and device != "cpu"
+        self._device, self._lends = device, lends
         self._memories: list[_Memory | None] = [None, None]
         self._turn, self._used, self._largest = 0, 0, 1
         self._places: list[Place] = []
         self._handles: dict[str, Handle] = {}
+        self._lasting: set[str] = set()
         self._lent: dict[int, tuple[int, Shared] | None] = {}
+        self._lent_before: dict[str, tuple[torch.dtype, torch.Size, Place]] = {}
 
     def sort(self, bucket: WeightBucket) -> Sorted:
         """What must be copied of a bucket, and what is read in place."""
@@ -67,8 +70,9 @@ class Staging:
             if shared is None:
                 copied.append((name, tensor))
             else:
-                key, handles[shared[0]], start = shared
-                lent.append(place(name, tensor, key, start))
+                key, handle, start = shared
+                handles[key] = handle
+                lent.append(self._lent_place(name, tensor, key, start))
         return Sorted(lent, handles, copied, _size([tensor for _, tensor in copied]), _size(bucket.tensors))
 
     def has_room(self, bucket: Sorted) -> bool:
@@ -84,6 +88,7 @@ class Staging:
         """
         self._places += bucket.lent
         self._handles |= bucket.handles
+        self._lasting |= bucket.handles.keys()
         if not bucket.copied:
             return
         memory = self._memory(bucket)
@@ -107,17 +112,32 @@ class Staging:
         if self._device != "cpu":
             torch.cuda.current_stream(self._device).synchronize()  # not what a group is sending
         memory = self._memories[self._turn]
-        content = {"memories": self._handles, "places": self._places}
+        content = {"memories": self._handles, "lasting": sorted(self._lasting), "places": self._places}
         part = torch.empty(0, dtype=torch.uint8) if memory is None else memory.tensor[: self._used]
-        self._turn, self._used, self._places, self._handles = 1 - self._turn, 0, [], {}
+        self._turn = 1 - self._turn
+        self._forget()
         return content, part
 
     def release(self) -> None:
         """At the end of a sync: a GPU's memory goes back to the trainer. Host memory stays: making it takes longer than using it."""
         self._lent.clear()
-        self._used, self._places, self._handles = 0, [], {}
+        # Every sync starts with the same memory: what lies where is then what the workers know from the last one.
+        self._turn = 0
+        self._forget()
         if self._device != "cpu":
             self._memories = [None, None]
+
+    def _forget(self) -> None:
+        self._used, self._places, self._handles, self._lasting = 0, [], {}, set()
+
+    def _lent_place(self, name: str, tensor: Tensor, memory: str, start: int) -> Place:
+        """Where a lent tensor is; the same object as in the last sync if it is still there, which is quick to make and to compare."""
+        dtype, shape, before = self._lent_before.get(name, (None, None, {}))
+        if tensor.dtype is dtype and tensor.shape == shape and before["start"] == start and before["memory"] == memory:
+            return before
+        now = place(name, tensor, memory, start)
+        self._lent_before[name] = tensor.dtype, tensor.shape, now
+        return now
 
     def _shared(self, tensor: Tensor) -> Shared | None:
         """As ``mapping.share``, which is asked once for every storage."""
@@ -140,7 +160,7 @@ class Staging:
         self._largest = max(self._largest, bucket.limit)
         try:
             # As large as the largest bucket: the copies of several small ones share a call.
-            memory = self._memories[self._turn] = _Memory(self._largest, self._device, is_shared=self._is_shared)
+            memory = self._memories[self._turn] = _Memory(self._largest, self._device, is_shared=self._lends)
         except OSError as error:
             raise RolloutError(
                 f"rollout.bucket_mib: a bucket of weights needs {self._largest / GIB:.2f} GiB ({error.strerror}). "

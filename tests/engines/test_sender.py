@@ -17,7 +17,6 @@ import torch
 from rlbatch.api import RolloutError, WeightBucket
 from rlbatch.engines import mapping
 from rlbatch.engines.client import EngineHost
-from rlbatch.engines.cuda_memory import Allocation
 from rlbatch.engines.mapping import HostMemory, OpenMemories
 from rlbatch.engines.packing import ALIGNMENT
 from rlbatch.engines.receiver import WeightReceiver
@@ -129,28 +128,28 @@ def test_memory_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         WeightSender(None, "cpu", lambda content: [content], 1.0).send([WeightBucket(["a"], [torch.ones(3)], 0)])
 
 
-def test_tensors_that_last_are_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU they are not copied: several in one allocation open it once, at the right byte; what does not last is copied."""
-    allocation = torch.arange(1000, dtype=torch.uint8)
-    found = Allocation(key=5, start=allocation.data_ptr(), num_bytes=1000, handle=bytes(range(64)))
-    monkeypatch.setattr(mapping, "allocation", lambda tensor: found)
-    staging = Staging("cuda:0", lends=True)
-    own, other = allocation[256:512].view(torch.float32), torch.ones(2)
-    bucket = WeightBucket(["a", "b", "c", "d"], [own, own[3:5], other, own.view(8, 8).t()], 0, lasting=[True, True, False, True])
-    ready = staging.sort(bucket)
-    assert [(place["name"], place["start"], place["shape"]) for place in ready.lent] == [("a", 256, [64]), ("b", 268, [2])]
-    assert [name for name, _ in ready.copied] == ["c", "d"]  # the last one is not contiguous
-    (key,) = ready.handles
-    assert json.loads(json.dumps(ready.handles)) == {key: {"ipc": bytes(range(64)).hex(), "bytes": 1000}}
-    opened: list[Any] = []
-
-    def open_allocation(handle: bytes, num_bytes: int, device: Any) -> torch.Tensor:
-        opened.append((handle, num_bytes))
-        return allocation
-
-    monkeypatch.setattr(mapping, "open_allocation", open_allocation)
-    update = {"cpu": {"key": "k", "memories": ready.handles, "places": ready.lent}}
-    (_, a), (_, b) = WeightReceiver(torch.device("cpu")).tensors(update)[1]
-    assert torch.equal(a.view(torch.uint8), own.view(torch.uint8))
-    assert b.data_ptr() == own.data_ptr() + 12
-    assert opened == [(bytes(range(64)), 1000)]
+def test_tensors_that_last_are_read_in_place() -> None:
+    """Where workers can open their memory they are not copied: several in one are found at the right byte, and what changes there is seen
+    in the next sync too, which says the same as the first. What does not last, or is not contiguous, or lies elsewhere, is copied.
+    """
+    memory = HostMemory(1000)
+    own, other = memory.tensor[256:512].view(torch.float32), torch.ones(2)
+    bucket = WeightBucket(
+        ["a", "b", "c", "d", "e"], [own, own[3:5], own[:2], own.view(8, 8).t(), other], 0, [True, True, False, True, True]
+    )
+    staging, receiver = Staging("cpu", lends=True), WeightReceiver(torch.device("cpu"))
+    said: list[Any] = []
+    for scale in (1.0, 2.0):
+        own.copy_(torch.arange(64.0))
+        staging.add(staging.sort(bucket))
+        said.append(json.loads(json.dumps(staging.take()[0])))
+        own.mul_(scale)  # after it was sent
+        received = dict(receiver.tensors({"cpu": {"key": "k", **said[-1]}})[1])
+        assert receiver.lasting == {"a", "b"}
+        assert [received[name][-1].tolist() for name in "abce"] == [63.0 * scale, 4.0 * scale, 1.0, 1.0]
+        assert torch.equal(received["d"], torch.arange(64.0).view(8, 8).t())
+        assert received["b"].data_ptr() == received["a"].data_ptr() + 12
+        staging.release()
+        receiver.finish()
+    assert said[0] == said[1]
+    assert said[0]["lasting"] == [memory.shared[0]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,12 @@ def test_copies_equal_the_loaders(said: dict[str, Any]) -> None:
     assert said["plan was used 0"]
     assert said["plan was used 1"]
     assert said["different 0"] == said["different 1"] == []
+
+
+def test_lent_tensors_stay_the_trainers(said: dict[str, Any]) -> None:
+    """Tensors that vLLM's loaders get where the trainer has them are neither changed nor kept; a loader that would do so is refused."""
+    assert said["changed"] == said["kept"] == said["not written"] == []
+    assert re.fullmatch(r"weight sync: the engine's loader would change lm_head\.weight itself, which is the trainer's\.", said["written"])
 
 
 def test_only_what_is_kept_is_copied(said: dict[str, Any]) -> None:

@@ -52,10 +52,12 @@ class Worker:
             torch.accelerator.empty_cache = lambda: None  # there is none
             self.model = get_model(vllm_config=config)
         self.transfer = SharedMemoryTransfer(config.weight_transfer_config, config, torch.device("cpu"), self.model)
-        self.transfer.receiver = SimpleNamespace(tensors=lambda devices: devices, finish=lambda: None)  # type: ignore[assignment]
+        self.receiver = SimpleNamespace(tensors=lambda devices: devices, finish=lambda: None, lasting=frozenset())
+        self.transfer.receiver = self.receiver  # type: ignore[assignment]
 
-    def sync(self, calls: Sequence[Named], *, replay: bool) -> str:
-        """One update; returns what is wrong with it."""
+    def sync(self, calls: Sequence[Named], *, replay: bool, lent: bool = False) -> str:
+        """One update, with tensors that last until it is over or with others; returns what is wrong with it."""
+        self.receiver.lasting = frozenset(name for tensors in calls for name, _ in tensors) if lent else frozenset()
         self.transfer.start_weight_update()
         try:
             for tensors in calls:
@@ -104,7 +106,10 @@ def main(folder: Path) -> None:
         UnquantizedEmbeddingMethod.process_weights_after_loading = keep
     register()
     worker = Worker(folder)
-    said["recorded"] = worker.sync(calls(weights, 7), replay=False)
+    lent = {name: tensor.clone() for name, tensor in weights.items()}
+    said["recorded"] = worker.sync(calls(lent, 7), replay=False, lent=True)
+    said["changed"] = different(lent, weights)
+    said["kept"] = [name for name, p in worker.model.named_parameters() for tensor in lent.values() if p.data_ptr() == tensor.data_ptr()]
     plan = worker.transfer._plan
     assert plan is not None, said
     said["loaded"] = sorted(plan.loaded)
@@ -120,6 +125,13 @@ def main(folder: Path) -> None:
         said[f"different {number}"] = different(replayed, worker.state())
         worker.transfer._plan = plan
     first = next(iter(weights))
+    load = type(worker.model).load_weights
+    type(worker.model).load_weights = lambda self, named: load(self, ((name, tensor.add_(1)) for name, tensor in named))
+    said["written"] = worker.sync(calls(lent, 100), replay=False, lent=True)
+    said["not written"] = different(lent, weights)
+    type(worker.model).load_weights = load
+    worker.sync(calls(weights, 100), replay=False)
+    worker.transfer._plan = plan
     wrong = {
         "twice": [*weights.items(), (first, weights[first])],
         "unknown": [*weights.items(), ("model.extra.weight", torch.zeros(1))],
