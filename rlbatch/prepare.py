@@ -237,6 +237,7 @@ def _check_rollout(config: Config, registry: Registry, run_dir: Path) -> None:
     """An engine holds the whole model, on its rank's GPU or on those of the ranks that share it."""
     plan = EnginePlan(config, registry.ranks_per_engine(config), registry.engine_shape(config), placement(config))
     plan.check_context()
+    plan.check_shortest()
     plan.check_nodes(spans_nodes=registry.spans_nodes(config))
     plan.check_separate_gpus()
     draft = registry.draft(config)

@@ -45,7 +45,7 @@ class EnginePlan:
     place: Placement | None
 
     def check_context(self) -> None:
-        """Refuses samples that are longer than the engine's context, or than they may be.
+        """Refuses samples that are longer than the engine's context.
 
         Raises:
             ConfigError: both numbers.
@@ -55,16 +55,27 @@ class EnginePlan:
             self.config.rollout.max_response_tokens,
             self.shape.context_tokens,
         )
-        least = self.config.rollout.options.get("min_response_tokens", 0)
-        if least > response:
-            raise ConfigError(
-                f"rollout.options.min_response_tokens={least}: must be at most rollout.max_response_tokens ({response}). "
-                f"Use {response} or less."
-            )
         if context and prompt + response > context:
             raise ConfigError(
                 f"rollout.engine.max_model_len={context}: must hold a prompt of {prompt} tokens (data.max_prompt_tokens) and a response of "
                 f"{response} (rollout.max_response_tokens). Use {prompt + response} or more."
+            )
+
+    def check_shortest(self) -> None:
+        """Refuses shortest responses that are too long, or that the check of log-probs would end the run for.
+
+        Raises:
+            ConfigError: both numbers.
+        """
+        rollout = self.config.rollout
+        least, most, limit = rollout.options.get("min_response_tokens", 0), rollout.max_response_tokens, rollout.max_logprob_diff
+        key = f"rollout.options.min_response_tokens={least}"
+        if least > most:
+            raise ConfigError(f"{key}: must be at most rollout.max_response_tokens ({most}). Use {most} or less.")
+        if least and limit is not None:
+            raise ConfigError(
+                f"{key}: until then engines sample without stop tokens and tell log-probs of that, the trainer has all tokens in its own. "
+                f"rollout.max_logprob_diff={limit:g} would end the run. Use rollout.max_logprob_diff=null, or 0 here."
             )
 
     def check_nodes(self, *, spans_nodes: bool) -> None:

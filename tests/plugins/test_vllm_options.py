@@ -57,6 +57,11 @@ def test_other_versions_are_refused(version: str, tmp_path: Path, monkeypatch: p
             "rollout.options.min_response_tokens=1000: must be at most rollout.max_response_tokens (4). Use 4 or less.",
         ),
         (
+            "rollout.options.min_response_tokens=2",
+            "rollout.options.min_response_tokens=2: until then engines sample without stop tokens and tell log-probs of that, the trainer "
+            "has all tokens in its own. rollout.max_logprob_diff=0.0001 would end the run. Use rollout.max_logprob_diff=null, or 0 here.",
+        ),
+        (
             "rollout.engine.speculative_config={model:/no/folder,num_speculative_tokens:1}",
             "rollout.engine.speculative_config={model: /no/folder}: there is no such folder.",
         ),
