@@ -40,6 +40,8 @@ class FakeEngine:
 
     async def op_echo(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
         await asyncio.sleep(header.get("after_s", 0.0))
+        while "until" in header and not Path(header["until"]).exists():
+            await asyncio.sleep(0.01)
         send({"said": header["text"]}, payload)
         return {"text": header["text"]}
 

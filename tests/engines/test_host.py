@@ -64,11 +64,13 @@ def test_temporary_files_go_with_the_engine(host: EngineHost) -> None:
     assert folder.parent == Path(variables["TORCHINDUCTOR_CACHE_DIR"]).parent
 
 
-def test_calls_run_side_by_side(host: EngineHost) -> None:
+def test_calls_run_side_by_side(host: EngineHost, tmp_path: Path) -> None:
     """A later call ends before an earlier one; each gets its own answers, with their bytes as they were sent."""
-    slow = host.begin("echo", {"text": "slow", "after_s": 1.0}, b"\x00\xff" * 100_000)
+    until = tmp_path / "the other has ended"
+    slow = host.begin("echo", {"text": "slow", "until": str(until)}, b"\x00\xff" * 100_000)
     assert host.call("echo", {"text": "quick"}, limit_s=LIMIT_S)["text"] == "quick"
     assert slow.next(0.0) is None
+    until.touch()
     frames = list(slow.frames(LIMIT_S))
     assert [header.get("said") for header, _ in frames] == ["slow", None]
     assert frames[0][1] == b"\x00\xff" * 100_000
