@@ -32,6 +32,8 @@ DEFAULTS = {
     "load_format": "dummy",
     "log_level": "info",
     "grammar_backend": "none",
+    # Otherwise each scheduler polls without a pause while there is nothing to do, also while the trainer trains.
+    "sleep_on_idle": True,
     # Otherwise models whose classes SGLang cannot import (DeepSeek without nvidia-cutlass-dsl) run with those of transformers, or fail.
     "model_impl": "sglang",
 }
@@ -50,6 +52,8 @@ VARIABLES = {
     # too, and its ranks need not hold the same. The cache gets what the fullest GPU has room for, in any case.
     "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false",
 }
+SHARED_MIB = 4
+"""More than two workers were seen to fill; they announce 24."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +128,7 @@ def program(context: RolloutContext, options: SglangOptions, devices: Sequence[s
         HOST,
         start={
             "options": theirs,
+            "process_start": "fork" if on_cpu and os.environ.get("OMP_NUM_THREADS") == "1" else "",
             "defaults": {**DEFAULTS, "dtype": context.dtype, **(CPU_DEFAULTS if on_cpu else {})},
             "decided": {
                 "model_path": [str(context.hf_folder.resolve()), "model.hf"],
@@ -143,6 +148,7 @@ def program(context: RolloutContext, options: SglangOptions, devices: Sequence[s
         entry_points=ENTRY_POINTS,
         sockets_variable="TMPDIR",
         context_option="context_length",
+        shared_mib=SHARED_MIB if options.gpus_per_engine > 1 else 0,
     )
 
 

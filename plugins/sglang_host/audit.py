@@ -1,22 +1,37 @@
-"""Whether a sync wrote every parameter of the engine exactly once, with numbers.
+"""Whether a sync wrote every parameter of the engine exactly once, with numbers, and of all that was sent nothing was left out.
 
 SGLang's models copy weights into their parameters and pass over names that they do not know. So every value of every parameter is made NaN
-before the sync; what is NaN after it was not written, or is not finite.
+before the sync; what is NaN after it was not written, or is not finite. Their loaders take as much of a tensor as they have room for, and
+say nothing about the rest: the copies that they make are noted.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from sglang.srt.model_loader.weight_utils import default_weight_loader
+from torch.utils._python_dispatch import TorchDispatchMode
 
 FP8_NAN = 0x7F
 REFUSALS = (AssertionError, ValueError, RuntimeError, KeyError, IndexError, AttributeError, OSError)
 """What SGLang's loaders raise at a tensor that they do not take. Anything else ends the scheduler, and with it the engine."""
+
+
+class _Copies(TorchDispatchMode):
+    """Tells which tensors are copied from."""
+
+    def __init__(self, note: Callable[[torch.Tensor], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._note = note
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self._note(args[1])
+        return func(*args, **(kwargs or {}))
 
 
 class WriteAudit:
@@ -37,6 +52,8 @@ class WriteAudit:
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._slots: dict[tuple[Any, ...], int] = {}
         self._used: dict[str, bool] = {}
+        self._sizes: dict[str, int] = {}
+        self._parts: dict[str, set[tuple[int, tuple[int, ...], tuple[int, ...]]]] = {}
         self._starts: list[tuple[int, int, str]] = []
         self._current = self.failed = ""
         for parameter in self._parameters.values():
@@ -52,7 +69,7 @@ class WriteAudit:
         for name, tensor in tensors:
             if name in self._used:
                 raise ValueError(f"weight sync: {name} is written twice.")
-            self._used[name], self._current = False, name
+            self._used[name], self._current, self._sizes[name] = False, name, tensor.numel()
             bisect.insort(self._starts, (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name))
             yield name, tensor
 
@@ -82,30 +99,43 @@ class WriteAudit:
             self._slots[slot] = self._slots.get(slot, 0) + 1
             self._used[name := self._name_of(loaded_weight)] = True
             try:
-                return loader(param, loaded_weight, *rest, **more)
+                with _Copies(self._note_part):
+                    return loader(param, loaded_weight, *rest, **more)
             except REFUSALS:
                 self.failed = name  # some models load in threads, and raise when all have ended
                 raise
 
         return load
 
+    def _note_part(self, source: torch.Tensor) -> None:
+        if source.numel() and (found := self._find(source)) is not None:
+            start, _, name = found
+            offset = (source.data_ptr() - start) // source.element_size()
+            self._parts.setdefault(name, set()).add((offset, tuple(source.shape), source.stride()))
+
     def _name_of(self, tensor: torch.Tensor) -> str:
         """Of what a loader is given: a tensor of this call, a part of one, or one that was made of the last ones."""
+        found = self._find(tensor)
+        return self._current if found is None else found[2]
+
+    def _find(self, tensor: torch.Tensor) -> tuple[int, int, str] | None:
+        """Start, end and name of the tensor of this call in which another one begins."""
         place = bisect.bisect_right(self._starts, tensor.data_ptr(), key=lambda entry: entry[0]) - 1
-        if place >= 0 and tensor.data_ptr() < self._starts[place][1]:
-            return self._starts[place][2]
-        return self._current
+        return self._starts[place] if place >= 0 and tensor.data_ptr() < self._starts[place][1] else None
 
-    def report(self) -> dict[str, list[str]]:
-        """What is wrong, as lists of names: ``unwritten`` and ``overwritten`` parameters, and tensors that are ``unused``.
+    def report(self) -> dict[str, Any]:
+        """What is wrong, as lists of names: ``unwritten`` and ``overwritten`` parameters, and tensors that are ``unused``; and ``parts``.
 
-        The last is a fault only if all workers say it: a tensor may be of an expert of another one.
+        An unused tensor is a fault only if all workers say it: it may be of an expert of another one. So with ``parts``: a tensor's name ->
+        how many values it has, and the parts of it that were copied (their start, shape and strides). Tensors of which others were made are
+        not there.
         """
         counts = {name: (_spoilt(parameter.data), parameter.numel()) for name, parameter in self._parameters.items()}
         return {
             "unwritten": [f"{name} ({count} of {size} values)" for name, (count, size) in counts.items() if count],
             "overwritten": sorted({self._names.get(slot[0], "") for slot, count in self._slots.items() if count > 1}),
             "unused": [name for name, used in self._used.items() if not used],
+            "parts": {name: [self._sizes[name], sorted(parts)] for name, parts in self._parts.items()},
         }
 
 

@@ -6,6 +6,8 @@ import asyncio
 import dataclasses
 import difflib
 import json
+import math
+import multiprocessing
 import os
 import signal
 import sys
@@ -64,12 +66,14 @@ class SglangEngine:
         by = {name: who for name, (_, who) in FIXED.items()} | {name: key for name, (_, key) in header["decided"].items()}
         _check_options(header["options"], known, by, version)
         fixed = {name: value for name, (value, _) in FIXED.items()}
+        _start_processes(header["process_start"])
         arguments = {**header["defaults"], **header["options"], **decided, **fixed}
         self._engine = Engine(**arguments)
         self._take_signals()
         await self._ask_workers("hello")
         self._has_weights = arguments["load_format"] != "dummy"
-        return {"version": version, "max_model_len": self._longest()}
+        processes = [process.pid for process in multiprocessing.active_children()]
+        return {"version": version, "max_model_len": self._longest(), "processes": processes}
 
     def _take_signals(self) -> None:
         """As the host treats them: SGLang would end at SIGTERM, and wait for core dumps after a failure, which SIGQUIT tells it."""
@@ -243,6 +247,20 @@ def _end() -> None:
     os.killpg(os.getpgrp(), signal.SIGKILL)  # the host leads it
 
 
+def _start_processes(method: str) -> None:
+    """How SGLang starts its processes; empty: as it likes. (It sets the method itself, just before.)"""
+    from sglang.srt.entrypoints import engine
+
+    prepare = engine._set_envs_and_config
+
+    def prepare_and_set(arguments: Any) -> None:
+        prepare(arguments)
+        if method:
+            multiprocessing.set_start_method(method, force=True)
+
+    engine._set_envs_and_config = prepare_and_set
+
+
 def _add_plugin() -> None:
     """A user's choice of SGLang plugins must not leave ours out."""
     if chosen := os.environ.get("SGLANG_PLUGINS"):
@@ -259,18 +277,31 @@ def _check_options(options: dict[str, Any], known: Sequence[str], decided: dict[
             raise ValueError(f"rollout.engine.{name}={value}: SGLang {version} has no such option. {hint}")
 
 
-def _judge(reports: Sequence[dict[str, list[str]]]) -> None:
+def _judge(reports: Sequence[dict[str, Any]]) -> None:
     """Raises ValueError with a name, if the workers were not written as they must; see ``WriteAudit.report``."""
     if not reports:
         return
     said = {key: sorted({name for report in reports for name in report[key]}) for key in ("unwritten", "overwritten")}
     said["unused"] = sorted(set.intersection(*(set(report["unused"]) for report in reports)))
+    said["partial"] = _partial([report["parts"] for report in reports])
     for key, problem in (
         ("unwritten", "is not written, or not finite"),
         ("overwritten", "is written twice"),
         ("unused", "is no parameter of the engine"),
+        ("partial", "is larger than what the engine takes of it"),
     ):
         if names := said[key]:
             raise ValueError(
                 f"weight sync: {names[0]} {problem} ({len(names)} such). The model family's mappings must cover the engine's parameters."
             )
+
+
+def _partial(parts_of_all: Sequence[dict[str, Any]]) -> list[str]:
+    """Tensors of which values are left out, by all workers together; the same part of several of them counts once."""
+    sizes: dict[str, int] = {}
+    taken: dict[str, dict[str, int]] = {}
+    for parts_of_one in parts_of_all:
+        for name, (size, parts) in parts_of_one.items():
+            sizes[name] = size
+            taken.setdefault(name, {}).update({str(part): math.prod(part[1]) for part in parts})
+    return sorted(name for name, parts in taken.items() if sum(parts.values()) < sizes[name])

@@ -20,6 +20,10 @@ FIRST, SECOND, FUSED = ".q_a_proj.", ".kv_a_proj_with_mqa.", ".fused_qkv_a_proj_
 """DeepSeek's models load these two together: SGLang forgets one that comes without the other in the same call."""
 
 
+class NotReceivedError(Exception):
+    """What others sent or receive together with this process did not arrive here."""
+
+
 class WorkerWeights:
     """Of one scheduler process.
 
@@ -32,6 +36,7 @@ class WorkerWeights:
         self._device = torch.device("cpu") if runner.device == "cpu" else torch.device(runner.device, torch.cuda.current_device())
         self._receiver = WeightReceiver(self._device)
         self._is_fused = any(FUSED in name for name, _ in self._model.named_parameters())
+        self._is_joined = False
         self._held: dict[str, torch.Tensor] = {}
         self._audit: WriteAudit | None = None
         self._current = ""
@@ -51,6 +56,7 @@ class WorkerWeights:
     def join(self, path: str, size: int, limit_s: float) -> dict[str, Any]:
         """Weights come over a group from here on: that of the sender and, after it, all workers; see ``WeightGroup``."""
         self._receiver.join(WeightGroup(Path(path), SENDER + 1 + self._tp_rank, size, self._device, limit_s))
+        self._is_joined = True
         return {}
 
     def start(self, audit: bool) -> dict[str, Any]:
@@ -60,9 +66,13 @@ class WorkerWeights:
         return {}
 
     def load(self, devices: Mapping[str, Any]) -> dict[str, Any]:
-        """Loads what a call brings; its memory is not read afterwards."""
-        _, tensors = self._receiver.tensors(devices)
-        complete = self._complete(tensors)
+        """Loads what a call brings; its memory is not read afterwards.
+
+        Raises:
+            ValueError: the model does not take a tensor.
+            NotReceivedError: a broadcast failed here.
+        """
+        complete = self._complete(self._received(devices))
         try:
             if self._audit is None:
                 self._model.load_weights(complete)
@@ -77,6 +87,15 @@ class WorkerWeights:
         if self._device.type != "cpu":
             torch.cuda.synchronize(self._device)
         return {}
+
+    def _received(self, devices: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
+        """As ``WeightReceiver.tensors``."""
+        try:
+            return self._receiver.tensors(devices)[1]
+        except REFUSALS as error:
+            if self._is_joined:  # the others wait for this one in the broadcast: what ends it ends the engine, and nobody waits
+                raise NotReceivedError(f"weight sync: {error}") from error
+            raise
 
     def finish(self) -> dict[str, Any]:
         """Ends an update; returns the audit's report, if there was one.

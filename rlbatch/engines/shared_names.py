@@ -17,6 +17,8 @@ PREFIX = "rlbatch-"
 OWNER = "RLBATCH_ENGINE_HOST"
 """Variable that an engine's processes inherit: process id of their host."""
 CLOCK_SLACK_S = 2.0
+ZOMBIE = "Z"
+"""State of a process that has ended and that its parent has not asked for."""
 
 
 def name_shared_memory() -> None:
@@ -46,11 +48,14 @@ def remove_leftovers() -> None:
 def _is_left(path: Path, owner: int) -> bool:
     """Whether the process of that id is gone, or is a later one, that was given the same id after the file was last changed."""
     try:
-        # The command, which may hold anything, ends with the last parenthesis; the 22nd value is the start, in ticks after boot.
-        ticks = int(Path(f"/proc/{owner}/stat").read_text(errors="replace").rpartition(")")[2].split()[19])
+        # The command, which may hold anything, ends with the last parenthesis; the third value is the state, the 22nd the start, in ticks
+        # after boot.
+        values = Path(f"/proc/{owner}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except FileNotFoundError:
         return True
-    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    if values[0] == ZOMBIE:
+        return True
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(values[19]) / os.sysconf("SC_CLK_TCK")
     return path.lstat().st_ctime < time.time() - age_s - CLOCK_SLACK_S
 
 

@@ -26,7 +26,8 @@ from rlbatch.api import Prompt, RolloutContext, SamplingParams
 from rlbatch.engines.rollout import HostedRollout
 from rlbatch.weights.sync import buckets
 from rlbatch_plugins.rollout_sglang import SglangOptions, sglang_rollout
-from tests.gpu.vllm_run import MEAN_BOUND, SHAPE, _checkpoint, _used
+from tests.gpu.random_moe import SHAPE, checkpoint
+from tests.gpu.vllm_run import MEAN_BOUND, _used
 
 ENGINE = {
     "mem_fraction_static": 0.4,
@@ -96,7 +97,7 @@ def _write_config(family: str, folder: Path) -> Any:
 
 def _weights(model: Any) -> Any:
     """As in a checkpoint."""
-    return chain(_checkpoint(model), ((name, each) for name, each in model.named_buffers() if name.endswith("e_score_correction_bias")))
+    return chain(checkpoint(model), ((name, each) for name, each in model.named_buffers() if name.endswith("e_score_correction_bias")))
 
 
 def _engine(folder: Path, own: Path, engine: dict[str, Any], level: int, models: list[Any], *, apart: bool) -> float:

@@ -21,20 +21,8 @@ from rlbatch.api import Prompt, RolloutContext, SamplingParams
 from rlbatch.engines.rollout import HostedRollout
 from rlbatch.weights.sync import buckets
 from rlbatch_plugins.rollout_vllm import VllmOptions, vllm_rollout
+from tests.gpu.random_moe import SHAPE, checkpoint
 
-SHAPE = {
-    "vocab_size": 32000,
-    "hidden_size": 1024,
-    "intermediate_size": 2048,
-    "moe_intermediate_size": 512,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 32,
-    "num_experts_per_tok": 4,
-    "norm_topk_prob": True,
-    "max_position_embeddings": 4096,
-}
 MEAN_BOUND = 0.2
 """Nats; bf16 engines differ by a few hundredths."""
 
@@ -75,7 +63,7 @@ def _round(rollout: HostedRollout, model: Any, version: int) -> float:
             param.mul_(1.0 if param.ndim < 2 else 1.1)
     started, size = time.monotonic(), sum(param.nbytes for param in model.parameters())
     lasting = frozenset(param.untyped_storage().data_ptr() for param in model.parameters())
-    rollout.update_weights(buckets(_checkpoint(model), 512, version, lasting=lasting))
+    rollout.update_weights(buckets(checkpoint(model), 512, version, lasting=lasting))
     seconds = time.monotonic() - started
     print(f"  sync of {size / 1e9:.2f} GB: {seconds:.2f} s, {size / 1e9 / seconds:.1f} GB/s{_used()}", flush=True)
     prompts = [Prompt(i, "", tuple(range(10 + i, 74 + i))) for i in range(32)]
@@ -95,21 +83,6 @@ def _round(rollout: HostedRollout, model: Any, version: int) -> float:
     rollout.sleep()
     print(f"  mean log-prob difference {mean:.4f} nats; asleep in {time.monotonic() - started:.2f} s{_used()}", flush=True)
     return mean
-
-
-def _checkpoint(model: Any) -> Any:
-    """Checkpoint names and tensors; transformers stacks the experts."""
-    for name, param in model.named_parameters():
-        stem, _, leaf = name.rpartition(".")
-        if leaf == "gate_up_proj":
-            for expert, both in enumerate(param.detach()):
-                for part, tensor in zip(("gate_proj", "up_proj"), both.chunk(2, 0), strict=True):
-                    yield f"{stem}.{expert}.{part}.weight", tensor
-        elif leaf == "down_proj":
-            for expert, tensor in enumerate(param.detach()):
-                yield f"{stem}.{expert}.down_proj.weight", tensor
-        else:
-            yield name, param.detach()
 
 
 def _used() -> str:

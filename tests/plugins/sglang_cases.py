@@ -26,7 +26,7 @@ def sglang_python(repository: Path) -> str:
 
 def write_model(name: str, folder: Path, **changes: object) -> Path:
     """A tiny model as a Hugging Face folder."""
-    sizes = {} if name == "qwen2" else {"moe_intermediate_size": EXPERT_SIZE}
+    sizes = {"moe_intermediate_size": EXPERT_SIZE} if name in ("qwen3_moe", "deepseek_v3", "moonlight") else {}
     vllm_cases.write_model(name, folder, **{**sizes, **changes})
     if name == "deepseek_v3":  # as the published config.json, which SGLang reads
         path = folder / "config.json"

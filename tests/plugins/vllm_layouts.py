@@ -1,7 +1,8 @@
 """Random checkpoints, trained under random layouts and synced into a vLLM engine of a random shape, beside a new engine that loads the same
 policy's export.
 
-``python -m tests.plugins.vllm_layouts 20 [first seed]`` tries 20 cases; CI a few (test_vllm_layouts.py). vLLM as in ``vllm_cases``.
+``python -m tests.plugins.vllm_layouts 20 [first seed]`` tries 20 cases; CI a few (test_vllm_layouts.py). vLLM as in ``vllm_cases``. SGLang:
+``sglang_layouts``.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import random
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,10 +34,31 @@ from tests.plugins.vllm_cases import PARAMS, PROMPTS, vllm_python, write_model
 
 LIMIT = 1e-5
 """Nats, fp32, between two engines of one shape."""
-DENSE, WITH_EXPERTS = ("qwen2", "qwen3"), ("qwen3_moe", "mixtral", "deepseek_v3", "moonlight")
+DENSE = ("qwen2", "qwen3")
 ASKED: tuple[SamplingParams, ...] = (replace(PARAMS, temperature=0.0, samples_per_prompt=1), PARAMS)
 Answers = list[list[list[Completion]]]
 """[asked] [prompt] [sample]."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """An engine.
+
+    Attributes:
+        name: Of the rollout backend.
+        with_experts: Families that have some, of those that it can run.
+        options: Draws its own, given its ranks and whether the model has experts.
+        changes: Of a family's configuration, which it needs.
+        write_model: As ``vllm_cases.write_model``.
+        backend: Makes one, given a context and its ranks.
+    """
+
+    name: str
+    with_experts: tuple[str, ...]
+    options: Callable[[int, bool, random.Random], dict[str, Any]]
+    changes: Callable[[str], dict[str, Any]]
+    write_model: Callable[..., Path]
+    backend: Callable[[RolloutContext, int], HostedRollout]
 
 
 @dataclass(frozen=True)
@@ -44,12 +66,14 @@ class Case:
     """What is tried.
 
     Attributes:
+        kind: Of the engine.
         family: Of the checkpoint.
         changes: Of its configuration.
         layout: Overrides of the job.
         engine: Options of the engine, which all ranks share.
     """
 
+    kind: str
     family: str
     changes: Mapping[str, Any]
     layout: tuple[str, ...]
@@ -58,13 +82,13 @@ class Case:
     def config(self, python: str) -> Config:
         """The job's."""
         size = next(value for value in self.layout if "world_size" in value).partition("=")[2]
-        engine = [f"+rollout.engine.{name}={value}" for name, value in {**self.engine, "python": python}.items()]
+        engine = [f"+rollout.engine.{name}={_text(value)}" for name, value in {**self.engine, "python": python}.items()]
         return compose(
             [
                 *SMALL,
                 *self.layout,
                 "optimizer.lr=1e-2",
-                "rollout=vllm",
+                f"rollout={self.kind}",
                 f"rollout.options.gpus_per_engine={size}",
                 "rollout.audit_sync=always",
                 *engine,
@@ -72,19 +96,25 @@ class Case:
         )
 
 
-def draw(seed: int, folder: Path, worlds: tuple[int, ...] = (2, 2, 4)) -> Case:
+def _text(value: Any) -> str:
+    """An override's right side."""
+    return "{" + ", ".join(f"{name}: '{text}'" for name, text in value.items()) + "}" if isinstance(value, Mapping) else str(value)
+
+
+def draw(seed: int, folder: Path, worlds: tuple[int, ...] = (2, 2, 4), kind: Kind | None = None) -> Case:
     """A case that the checks of layouts accept.
 
     Args:
         seed: Determines it.
         folder: The run folder, in which its model and the embedded task are written.
         worlds: Numbers of ranks to choose from.
+        kind: Of the engine; None: vLLM.
     """
-    chosen = random.Random(seed)
-    family = chosen.choice(DENSE + WITH_EXPERTS)
-    changes = _changes(family, chosen)
+    chosen, kind = random.Random(seed), kind or VLLM
+    family = chosen.choice(DENSE + kind.with_experts)
+    changes = {**_changes(family, chosen), **kind.changes(family)}
     write_embedded_task(folder / EMBEDDED, seed)
-    write_model(family, folder / EMBEDDED / "model", **changes)
+    kind.write_model(family, folder / EMBEDDED / "model", **changes)
     model = load_plugins(()).resolve_model_family(read_config(folder / EMBEDDED / "model"))
     while True:
         world = chosen.choice(worlds)
@@ -95,7 +125,7 @@ def draw(seed: int, folder: Path, worlds: tuple[int, ...] = (2, 2, 4)) -> Case:
             check_layout(compose([*layout]).layout, model, on_gpu=False)
         except ConfigError:
             continue
-        return Case(family, changes, layout, _engine(world, bool(model.num_experts), chosen))
+        return Case(kind.name, family, changes, layout, kind.options(world, bool(model.num_experts), chosen))
 
 
 def _changes(family: str, chosen: random.Random) -> dict[str, Any]:
@@ -116,6 +146,16 @@ def _engine(world: int, has_experts: bool, chosen: random.Random) -> dict[str, A
     return {"data_parallel_size": replicas, "enable_expert_parallel": has_experts and chosen.random() < 0.5}
 
 
+VLLM = Kind(
+    "vllm",
+    ("qwen3_moe", "mixtral", "deepseek_v3", "moonlight"),
+    _engine,
+    lambda family: {},
+    write_model,
+    lambda context, ranks: vllm_rollout(context, VllmOptions(gpus_per_engine=ranks)),
+)
+
+
 def synced(config: Config, run_dir: str) -> Answers:
     """Trains a step, syncs, asks the engine and exports; on each rank. Only the first has answers."""
     job = job_of(config, run_dir)
@@ -131,7 +171,7 @@ def synced(config: Config, run_dir: str) -> Answers:
     return answers
 
 
-def engine_of(folder: Path, own: Path, ranks: int, options: Mapping[str, Any]) -> HostedRollout:
+def engine_of(folder: Path, own: Path, ranks: int, options: Mapping[str, Any], kind: Kind = VLLM) -> HostedRollout:
     """An engine of several ranks that reads the weights of a folder itself.
 
     Args:
@@ -139,17 +179,18 @@ def engine_of(folder: Path, own: Path, ranks: int, options: Mapping[str, Any]) -
         own: Where its log goes; made.
         ranks: Of the engine; this process stands for all of them.
         options: Its own.
+        kind: Of it.
     """
     own.mkdir()
     together = {"gather": lambda content: [content] * ranks, "node_gather": lambda content: [content] * ranks}
     context = RolloutContext(folder, "cpu", "float32", engine={**options, "load_format": "auto"}, folder=own, **together)
-    return vllm_rollout(context, VllmOptions(gpus_per_engine=ranks))
+    return kind.backend(context, ranks)
 
 
-def loaded(case: Case, python: str, run_dir: Path) -> Answers:
+def loaded(case: Case, python: str, run_dir: Path, kind: Kind = VLLM) -> Answers:
     """The same questions to a new engine of the same shape, which reads the export itself."""
     size = case.config(python).layout.world_size
-    backend = engine_of(run_dir / "hf", run_dir / "loaded", size, {**case.engine, "python": python})
+    backend = engine_of(run_dir / "hf", run_dir / "loaded", size, {**case.engine, "python": python}, kind)
     try:
         return [list(backend.generate(PROMPTS, params)) for params in ASKED]
     finally:
@@ -169,24 +210,23 @@ def worst(ours: Answers, theirs: Answers) -> float:
     return max(abs(a - b) for mine, other in pairs for a, b in zip(mine.logprobs, other.logprobs, strict=True))
 
 
-def tried(case: Case, python: str, run_dir: Path, pools: RankPools) -> float:
+def tried(case: Case, python: str, run_dir: Path, pools: RankPools, kind: Kind = VLLM) -> float:
     """The largest difference of the two engines."""
     config = case.config(python)
     answers = pools(config.layout.world_size).run(synced, config, str(run_dir), timeout_s=900.0)[0]
-    return worst(answers, loaded(case, python, run_dir))
+    return worst(answers, loaded(case, python, run_dir, kind))
 
 
-def main() -> None:
+def main(kind: Kind, python: str, worlds: tuple[int, ...]) -> None:
     """Tries cases, prints each, and fails with the first that differs."""
     count, first = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    python = vllm_python(Path(__file__).resolve().parents[2])
     for seed in range(first, first + count):
         pools = RankPools()
         with tempfile.TemporaryDirectory() as folder:
-            case = draw(seed, Path(folder))
+            case = draw(seed, Path(folder), worlds, kind)
             print(f"seed {seed}: {case}", flush=True)
             try:
-                difference = tried(case, python, Path(folder), pools)
+                difference = tried(case, python, Path(folder), pools, kind)
             finally:
                 pools.close()
         print(f"seed {seed}: {difference:.1e} nats", flush=True)
@@ -197,4 +237,4 @@ def main() -> None:
 if __name__ == "__main__":
     from tests.plugins import vllm_layouts  # ranks import what they are to run by this name
 
-    vllm_layouts.main()
+    vllm_layouts.main(vllm_layouts.VLLM, vllm_python(Path(__file__).resolve().parents[2]), (2, 2, 4))

@@ -1,0 +1,39 @@
+"""As ``vllm_layouts`` with SGLang: ``python -m tests.plugins.sglang_layouts 6 [first seed]``. Engines of one and of two ranks."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+from rlbatch_plugins.rollout_sglang import SglangOptions, sglang_rollout
+from tests.plugins.sglang_cases import EXPERT_SIZE, sglang_python, write_model
+from tests.plugins.vllm_cases import HEAD_DIM
+from tests.plugins.vllm_layouts import Kind, main
+
+WORLDS = (1, 2, 2)
+
+
+def _options(world: int, has_experts: bool, chosen: random.Random) -> dict[str, Any]:
+    own = {"environment": {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(world)))}}
+    return {**own, "ep_size": chosen.choice((1, world))} if has_experts else own
+
+
+def _changes(family: str) -> dict[str, Any]:
+    """Experts of which every rank has whole blocks, see ``EXPERT_SIZE``. SGLang's Mixtral has no ``head_dim`` of its own."""
+    experts = 2 * EXPERT_SIZE
+    changes = {"qwen3_moe": {"moe_intermediate_size": experts}, "mixtral": {"intermediate_size": experts, "hidden_size": 4 * HEAD_DIM}}
+    return changes.get(family, {})
+
+
+SGLANG = Kind(
+    "sglang",
+    ("qwen3_moe", "mixtral"),
+    _options,
+    _changes,
+    write_model,
+    lambda context, ranks: sglang_rollout(context, SglangOptions(gpus_per_engine=ranks)),
+)
+
+if __name__ == "__main__":
+    main(SGLANG, sglang_python(Path(__file__).resolve().parents[2]), WORLDS)
