@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from rlbatch.api import StepResult
+from rlbatch.api import ConfigError, StepResult
 from rlbatch.metrics.progress import RunProgress
 from rlbatch.metrics.report import RunReport, Status, remove_samples_after, write_samples
 from rlbatch.metrics.tensorboard import TensorBoard
 
 
 class RunLog:
-    """Progress, summary.json, TensorBoard and samples of one run. Every rank calls it alike; only rank 0 does anything."""
+    """Progress, summary.json, TensorBoard and samples of one run. Every rank calls it alike; only rank 0 does anything.
+
+    What cannot be written, on a full disk for instance, is a ``ConfigError``.
+    """
 
     def __init__(self, run_dir: Path, steps: int, rank: int, stream: TextIO | None = None) -> None:
         """Opens the log.
@@ -37,31 +41,45 @@ class RunLog:
     def begin(self, done: int) -> None:
         """Goes on after step ``done`` (0: from the start): what an earlier life of the run wrote of later steps is done again."""
         if self._report and self._tensorboard:
-            self._report.begin(done)
-            self._tensorboard.begin(done)
-            remove_samples_after(self._run_dir, done)
+            with self._writing("what a run tells of itself"):
+                self._report.begin(done)
+                self._tensorboard.begin(done)
+                remove_samples_after(self._run_dir, done)
 
     def record(self, result: StepResult) -> None:
         """Records a step; step 0 is the evaluation before the first one."""
-        for sink in (self._tensorboard, self._report, self._progress):
-            if sink:
-                sink.record(result)
+        with self._writing("metrics"):
+            for sink in (self._report, self._tensorboard, self._progress):  # TensorBoard writes in a thread, whose errors have a traceback
+                if sink:
+                    sink.record(result)
 
     def measure(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds what is known of a recorded step only later."""
         if self._report and self._tensorboard:
-            self._report.measure(metrics)
-            self._tensorboard.record(StepResult(step, 0, metrics))
+            with self._writing("metrics"):
+                self._report.measure(metrics)
+                self._tensorboard.record(StepResult(step, 0, metrics))
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Writes the samples of a step: rows of ``report.sample_rows``, gathered on rank 0."""
         if self._report:
-            write_samples(self._run_dir, step, rows)
+            with self._writing("samples"):
+                write_samples(self._run_dir, step, rows)
 
     def failed(self, first_error: Mapping[str, Any]) -> None:
         """Writes the failure into summary.json, whatever this process's main thread does; from any thread."""
         if self._report:
-            self._report.finish("failed", first_error)
+            with suppress(OSError):  # a full disk, which is the failure, or told beside it
+                self._report.finish("failed", first_error)
+
+    @contextmanager
+    def _writing(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ConfigError(
+                f"run_dir={self._run_dir}: {what} cannot be written ({error.strerror or error}). Free space, then go on with resume=auto."
+            ) from error
 
     def finish(self, status: Status, first_error: Mapping[str, Any] | None = None) -> None:
         """Ends the log, on success and on failure.

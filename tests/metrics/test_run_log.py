@@ -4,7 +4,9 @@ import io
 import json
 from pathlib import Path
 
-from rlbatch.api import StepResult
+import pytest
+
+from rlbatch.api import ConfigError, StepResult
 from rlbatch.metrics.run_log import RunLog
 
 
@@ -32,3 +34,21 @@ def test_other_ranks_are_silent(tmp_path: Path) -> None:
     """The same calls on another rank write no file and show nothing."""
     assert log_a_run(tmp_path, rank=1) == ""
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_written_is_told_in_one_line(tmp_path: Path) -> None:
+    """As on a full disk: samples, metrics and the run's beginning are errors with the folder, and a failure's own words stay the last."""
+    log = RunLog(tmp_path, steps=2, rank=0, stream=io.StringIO())
+    (tmp_path / "summary.json.part").mkdir()
+    (tmp_path / "samples").touch()
+    for act, what in (
+        (lambda: log.begin(0), "what a run tells of itself"),
+        (lambda: log.samples(1, [{"step": 1}]), "samples"),
+        (lambda: log.record(StepResult(1, 1, {})), "metrics"),
+        (lambda: log.measure(1, {}), "metrics"),
+    ):
+        with pytest.raises(
+            ConfigError, match=rf"^run_dir={tmp_path}: {what} cannot be written \(.+\)\. Free space, then go on with resume"
+        ):
+            act()
+    log.failed({"message": "another"})
