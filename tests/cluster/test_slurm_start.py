@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from rlbatch.config.compose import compose
+from rlbatch.launch.sbatch import batch_script
 from tests.cluster.slurm import Slurm
 
 NODES, RANKS_PER_NODE = 16, 8
@@ -27,6 +29,19 @@ def test_128_ranks_meet(large_slurm: Slurm, repository: Path, tmp_path: Path) ->
     assert {rank["world_size"] for rank in known} == {128}
     assert len({rank["token"] for rank in known}) == 1
     assert not any(rank["torch"] for rank in known)
+
+
+def test_nodes_with_gpus_for_engines(large_slurm: Slurm, repository: Path, tmp_path: Path) -> None:
+    """A batch script of 8 ranks and `separate_gpus=4`: two nodes of 4 ranks, each of which has its node's 8 GPUs."""
+    job = ["rollout=vllm", "launcher=slurm", "layout.world_size=8", "layout.ep_size=8", "+rollout.options.separate_gpus=4"]
+    config = compose([*job, "cluster.gres=gpu"])
+    (tmp_path / "logs").mkdir()
+    script = tmp_path / "job.sbatch"
+    tell = f'echo "$SLURM_NODEID $SLURM_LOCALID $SLURM_JOB_GPUS" > {tmp_path}/$SLURM_PROCID'
+    script.write_text(batch_script(config, tmp_path, 60, {}, ["sh", "-c", tell]))
+    large_slurm.run("sbatch", "--wait", str(script), cwd=tmp_path, timeout_s=120)
+    told = [(tmp_path / str(rank)).read_text().split() for rank in range(8)]
+    assert told == [[str(rank // 4), str(rank % 4), "0,1,2,3,4,5,6,7"] for rank in range(8)]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
