@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from multiprocessing import shared_memory
 from typing import Any
 
+from rlbatch.engines.bound_store import bind_stores
 from rlbatch.engines.shared_names import name_shared_memory
 
 CALL = "rlbatch"
@@ -158,5 +159,6 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     name_shared_memory()
+    bind_stores()
     for hook in HOOKS:
         HookRegistry.register(hook.target, hook.function, HookType[hook.kind])
