@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,12 @@ def latest(run_dir: Path) -> str:
 
 
 def ranks_of(run_dir: Path) -> list[int]:
-    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes_of(run_dir)}
-    return [pid for pid, command in commands.items() if b"rlbatch.run" in command]
+    found = []
+    for pid in processes_of(run_dir):
+        with suppress(OSError):  # it has ended meanwhile
+            if b"rlbatch.run" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return found
 
 
 def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
@@ -68,9 +73,11 @@ def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
         time.sleep(0.0005)
 
 
-def kill_ranks_when(path: Path, run_dir: Path, *overrides: str) -> Ended:
-    """Starts a run and kills all of its ranks with SIGKILL as soon as a path exists."""
-    process = start(run_dir, *overrides)
+def kill_ranks_before(held: str, path: Path, run_dir: Path, *overrides: str) -> Ended:
+    """Starts a run whose ranks get no further than to the making of a path, and kills all of them with SIGKILL when another one exists."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RLBATCH_TEST_HELD", held)
+        process = start(run_dir, *overrides, f"plugins=['{Path(__file__).with_name('holding_plugin.py')}']")
     while len(ranks := ranks_of(run_dir)) < 2:
         time.sleep(0.01)
     wait_for(path, process)
@@ -93,13 +100,13 @@ def test_a_run_that_was_killed_twice_ends_as_one_that_was_not(uninterrupted: Pat
     """
     run_dir = tmp_path / "run"
     checkpoints = run_dir / "checkpoints"
-    ended = kill_ranks_when(checkpoints / "step_000004.part", run_dir, *RUN)
+    ended = kill_ranks_before("/step_000004.part/state", checkpoints / "step_000004.part", run_dir, *RUN)
     assert ended.code == 1
-    assert (checkpoints / "step_000004.part").exists(), "killed too late: not within the save"
+    assert (checkpoints / "step_000004.part").exists()
     assert latest(run_dir) == "step_000002"
     assert (run_dir / "samples" / "step_000004.jsonl").exists()
 
-    ended = kill_ranks_when(run_dir / "samples" / "step_000005.jsonl", run_dir, *RUN, "resume=auto")
+    ended = kill_ranks_before("/step_000006.jsonl", run_dir / "samples" / "step_000005.jsonl", run_dir, *RUN, "resume=auto")
     assert ended.code == 1
     assert "resumed after step 2" in ended.stdout
     assert latest(run_dir) == "step_000004"
