@@ -17,7 +17,7 @@ from rlbatch.launch.notice import checkpoint_bytes, notice_s
 from rlbatch.launch.placement import place, stages
 from rlbatch.launch.sbatch import NOTICE_SIGNAL, job_name
 from rlbatch.plan.layout import degrees
-from rlbatch.prepare import find_problems, parameter_count, placement
+from rlbatch.prepare import find_problems, on_gpu, parameter_count, placement
 from rlbatch.registry import Registry
 from rlbatch.start import rank_command, slurm_script
 
@@ -33,7 +33,13 @@ def show(config: Config, registry: Registry) -> int:
     """
     problems, run_dir, family = find_problems(config, registry)
     parameters = parameter_count(config, family)
-    sections = (_summary(config, run_dir, parameters), _mesh(config, family), _launch(config, run_dir, parameters), _keys(config))
+    sections = (
+        _summary(config, run_dir, parameters),
+        _mesh(config, family),
+        _engines(config, registry),
+        _launch(config, run_dir, parameters),
+        _keys(config),
+    )
     print("Dry run: nothing is submitted, started or written.")
     for section in sections:
         separator = "\n"
@@ -101,6 +107,16 @@ def _mesh(config: Config, family: ModelFamily | None) -> Iterator[str]:
     for number, stage in enumerate(stages(stage_layers, layout.world_size, per_node)):
         title, nodes = "Stages" if family and number == 0 else "", f" of {_span('node', stage.nodes)}" if where else ""
         yield f"{title:<12}{number}: {f'{stage.layers} layers on ' if family else ''}{_span('rank', stage.ranks)}{nodes}"
+
+
+def _engines(config: Config, registry: Registry) -> Iterator[str]:
+    """How many ranks each engine serves, on whose GPUs it is, and how it divides them."""
+    gpus, shape, rollout = registry.ranks_per_engine(config), registry.engine_shape(config), config.rollout
+    divided = f" as {shape.replicas} data-parallel replicas of {shape.replica_gpus}" if shape.replicas > 1 else ""
+    share = f", {shape.memory_share:g} of a GPU's memory" if shape.memory_share < 1 and on_gpu(config) else ""
+    form = {"auto": "", "none": "", "fp8": ", fp8 weights"}[rollout.quantization]
+    each = "one a rank" if gpus == 1 else f"each on {gpus} ranks{divided}"
+    yield f"Engines     {config.layout.world_size // gpus} of {rollout.name}, {each}{share}{form}"
 
 
 def _span(word: str, numbers: range) -> str:

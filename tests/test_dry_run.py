@@ -43,6 +43,8 @@ Stages      0: 11 layers on ranks 0-3 of node 0
             6: 12 layers on ranks 24-27 of node 3
             7: 11 layers on ranks 28-31 of node 3
 
+Engines     2 of vllm, each on 16 ranks as 2 data-parallel replicas of 8, 0.7 of a GPU's memory
+
 Hosts       4 nodes, chosen by Slurm
 Slurm       cluster.partition=rl, cluster.time_limit=1-00:00:00, the site's defaults for cluster.account, cluster.qos
 Command     sbatch <the script below>, submitted by submitit; its task is rlbatch.run of the run folder
@@ -113,7 +115,12 @@ def test_cluster_alone(capsys: pytest.CaptureFixture[str]) -> None:
     """`+cluster=h20x96 dry_run=true` shows the job even where model and data are not, says what is missing, and ends with 2."""
     dry_run("+cluster=h20x96", code=2)
     said = capsys.readouterr()
-    for words in ("#SBATCH --nodes=12\n", "Model       $MODEL_DIR, 671 billion parameters, bf16\n", "tp 8 x cp 1 x dp 1 x pp 12\n"):
+    for words in (
+        "#SBATCH --nodes=12\n",
+        "Model       $MODEL_DIR, 671 billion parameters, bf16\n",
+        "tp 8 x cp 1 x dp 1 x pp 12\n",
+        "Engines     3 of vllm, each on 32 ",
+    ):
         assert words in said.out
     assert "#SBATCH --signal=USR2@1320\n" in said.out
     assert "            11: ranks 88-95 of node 11\n" in said.out
@@ -250,7 +257,10 @@ def test_recipes(
             "rollout.engine.max_model_len=10240: must hold a prompt of 2048 tokens (data.max_prompt_tokens) and a response of 32768 "
             "(rollout.max_response_tokens). Use 34816 or more.",
         ),
-        (["rollout.engine.data_parallel_address=n1"], "rollout.engine.data_parallel_address=n1: rollout.options.gpus_per_engine decides it. "),
+        (
+            ["rollout.engine.data_parallel_address=n1"],
+            "rollout.engine.data_parallel_address=n1: rollout.options.gpus_per_engine decides it. ",
+        ),
     ],
     ids=["a rank", "a node", "share", "replica", "nodes", "context", "decided"],
 )
