@@ -75,7 +75,7 @@ def check_engine(options: VllmOptions, engine: Mapping[str, Any]) -> None:
     """
     own, theirs = own_and_theirs(engine)
     found = look(own.get("python", ""), versions.DISTRIBUTIONS, SOURCE, CLASSES)
-    if refused := versions.refusal(found.version, found.python) or refusal(theirs, found.options, DECIDED, f"vLLM {found.version}", LISTED):
+    if refused := versions.refusal(found.version, found.python) or refusal(theirs, found.options, {}, f"vLLM {found.version}", LISTED):
         raise ConfigError(refused)
 
 
