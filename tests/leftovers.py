@@ -25,10 +25,10 @@ def shared_by(pid: int) -> set[str]:
     return {line.rpartition(f"{FOLDER}/")[2].split()[0] for line in _lines(Path(f"/proc/{pid}/maps")) if f"{FOLDER}/" in line}
 
 
-def abandoned_memory() -> set[str]:
-    """Names in /dev/shm of memory that no process has mapped: what jobs that run beside this one use is not among them."""
-    names = shared_memory()  # before the processes: what is made meanwhile is not looked for
-    return names.difference(*(shared_by(int(entry.name)) for entry in Path("/proc").glob("[0-9]*")))
+def abandoned_memory(known: set[str]) -> set[str]:
+    """Other names in /dev/shm of memory that no process has mapped: what jobs that run beside this one use is not among them."""
+    names = shared_memory() - known  # before the processes: what is made meanwhile is not looked for
+    return names.difference(*(shared_by(int(entry.name)) for entry in Path("/proc").glob("[0-9]*"))) if names else names
 
 
 @contextmanager
@@ -37,9 +37,9 @@ def no_memory_left() -> Iterator[None]:
     before = shared_memory()
     yield
     deadline = time.monotonic() + GONE_S
-    while (left := abandoned_memory() - before) and time.monotonic() < deadline:
+    while (left := abandoned_memory(before)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert left == set()
+    assert not left, f"left in {FOLDER}: {sorted(left)}"
 
 
 def _lines(path: Path) -> list[str]:
@@ -63,7 +63,7 @@ def wait_until_gone(folder: Path) -> None:
     deadline = time.monotonic() + GONE_S
     while (alive := processes_of(folder)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert alive == []
+    assert not alive, f"processes of {folder} that do not end: {alive}"
 
 
 def process_called(folder: Path, word: str) -> int:
