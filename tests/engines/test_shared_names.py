@@ -6,6 +6,7 @@ import mmap
 import os
 import pwd
 import re
+import signal
 import stat
 import subprocess
 import sys
@@ -97,3 +98,22 @@ def test_who_fills_the_shared_memory(tmp_path: Path) -> None:
     assert f"{tmp_path}/used (2.0 MiB, user {user}, used by process {os.getpid()})" in text
     assert text.index("psm_left") < text.index("used (") < text.index("small")
     assert "announced" not in text
+
+
+def test_a_process_that_nobody_has_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a killed host left is removed also while the rank that started it, and is busy, has not taken notice."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    mine = private_folder()
+    killed = subprocess.Popen(["sleep", "60"])
+    try:
+        left = mine.with_name(mine.name.replace(f"-{os.getpid()}-", f"-{killed.pid}-"))
+        left.mkdir()
+        remove_leftovers()
+        assert left.exists()
+        killed.send_signal(signal.SIGKILL)
+        os.waitid(os.P_PID, killed.pid, os.WEXITED | os.WNOWAIT)
+        remove_leftovers()
+        assert not left.exists()
+    finally:
+        killed.kill()
+        killed.wait()

@@ -62,6 +62,7 @@ def _model(folder: Path) -> Any:
 
 def _theirs(model: Any, scratch: Path) -> None:
     from sglang.srt.entrypoints.engine import Engine
+    from sglang.srt.managers.load_snapshot import shm_path_for
     from sglang.srt.utils import init_custom_process_group
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
@@ -100,6 +101,7 @@ def _theirs(model: Any, scratch: Path) -> None:
         print(f"update {attempt}: {answer}, {flat.nbytes / 1e9:.2f} GB in {time.monotonic() - started:.3f} s", flush=True)
     print(f"after: {_difference(sampled, model):.3f} nats", flush=True)
     engine.shutdown()
+    Path(shm_path_for(engine.port_args.instance_id)).unlink(missing_ok=True)  # it leaves it
 
 
 def _ours(model: Any, scratch: Path, python: str) -> None:

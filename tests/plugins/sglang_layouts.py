@@ -14,8 +14,12 @@ from tests.plugins.vllm_layouts import Kind, main
 WORLDS = (1, 2, 2)
 
 
+ALONE = {"max_running_requests": 1, "disable_radix_cache": True}
+"""The shape of a batch alone makes 1.4e-4 nats of difference in one engine, with a Mixtral of these large weights."""
+
+
 def _options(world: int, has_experts: bool, chosen: random.Random) -> dict[str, Any]:
-    own = {"environment": {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(world)))}}
+    own = {**ALONE, "environment": {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(world)))}}
     return {**own, "ep_size": chosen.choice((1, world))} if has_experts else own
 
 
