@@ -94,7 +94,7 @@ class WorkerWeights:
             return self._receiver.tensors(devices)[1]
         except REFUSALS as error:
             if self._is_joined:  # the others wait for this one in the broadcast: what ends it ends the engine, and nobody waits
-                raise NotReceivedError(f"weight sync: {error}") from error
+                raise NotReceivedError(f"{type(error).__name__}: {error}") from error
             raise
 
     def finish(self) -> dict[str, Any]:

@@ -169,9 +169,13 @@ def test_the_stop_token_ends_a_sample_and_is_kept(pairs: Pairs) -> None:
         (lambda named: [*named, ("model.extra.weight", torch.zeros(1))], r"model\.extra\.weight is no parameter"),
         (lambda named: [*named, named[0]], r"{first} is written twice"),
         (lambda named: [(n, t[:, :5] if "q_proj" in n else t) for n, t in named], r"refuses model\.layers\.0\.self_attn\.q_proj\.weight"),
+        (
+            lambda named: [(n, torch.cat([t, t]) if "layers.0.self_attn.k_proj" in n else t) for n, t in named],
+            r"layers\.0\.self_attn\.k_proj\.weight is larger than what the engine takes of it",
+        ),
         (lambda named: [(n, t * torch.nan if "layers.0.mlp.gate" in n else t) for n, t in named], r"mlp\.gate\.weight .* or not finite"),
     ],
-    ids=["part of a matrix", "missing", "unknown", "twice", "shape", "not finite"],
+    ids=["part of a matrix", "missing", "unknown", "twice", "shape", "too many rows", "not finite"],
 )
 def test_a_sync_must_be_complete(change: Any, message: str, pairs: Pairs) -> None:
     """What is missing, unknown, doubled, of another shape or not finite is an error with its name; then nothing is generated, and the next
