@@ -144,7 +144,7 @@ class VllmEngine:
             try:
                 output = await asyncio.wait_for(last(), limit_s)
             except asyncio.TimeoutError:
-                raise TimeoutError(f"rollout.options.request_timeout_s={limit_s:g}: sample {name} took longer. Raise it.") from None
+                raise Refused(f"rollout.options.request_timeout_s={limit_s:g}: sample {name} took longer. Raise it.") from None
             seconds = asyncio.get_running_loop().time() - started
         completion = output.outputs[0]
         if completion.finish_reason not in ("stop", "length"):
@@ -253,7 +253,7 @@ def _add_plugin() -> None:
 
 
 def _judge(reports: Sequence[dict[str, list[str]]], held: Sequence[list[int] | None]) -> None:
-    """Raises ValueError with a name, if the workers were not written as they must.
+    """Raises Refused with a name, if the workers were not written as they must.
 
     Args:
         reports: See ``WriteAudit.report``.
@@ -271,7 +271,7 @@ def _judge(reports: Sequence[dict[str, list[str]]], held: Sequence[list[int] | N
         ("unused", "is no parameter of the engine"),
     ):
         if names := said[key]:
-            raise ValueError(
+            raise Refused(
                 f"weight sync: {names[0]} {problem} ({len(names)} such). The model family's mappings must cover the engine's parameters."
             )
 
