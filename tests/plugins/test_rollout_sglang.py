@@ -357,6 +357,8 @@ def test_the_start_says_who_decides() -> None:
     apart = started_with(SglangOptions(sleep_level=1, separate_gpus=1), "cuda:0")
     assert [made.start["decided"]["enable_memory_saver"][0] for made in (on_cpu, apart)] == [False, False]
     assert on_cpu.start["defaults"]["attention_backend"] == "torch_native"
+    assert on_cpu.start["defaults"]["sleep_on_idle"]  # users' options come after the defaults
+    assert (on_cpu.shared_mib, made.shared_mib) == (0, rollout_sglang.SHARED_MIB)  # one process shares nothing
 
 
 def test_unequal_memory_is_no_error_of_tensor_parallel_engines() -> None:
