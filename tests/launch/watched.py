@@ -117,7 +117,8 @@ def with_gloo(behaviour: str, watchdog: Watchdog, meeting: Meeting) -> None:
     from rlbatch.launch.process_group import process_group
 
     info = meeting.info
-    store = open_store(info, 60.0, watchdog.wait_for_ranks(), meeting.store_socket)
+    store = open_store(info, END_S, watchdog.wait_for_ranks(), meeting.store_socket)
+    store.barrier("torch", END_S)  # however long each takes to import it
     is_last = info.rank == info.world_size - 1
     with process_group(store, COLLECTIVE_S), watchdog.reporting():
         with watchdog.phase("generation"):
@@ -127,7 +128,7 @@ def with_gloo(behaviour: str, watchdog: Watchdog, meeting: Meeting) -> None:
                 time.sleep(FOREVER_S)
         if behaviour == "gloo_generate":
             with watchdog.waiting():
-                print(store.barrier("generation", 60.0, f"from {info.rank}"), store.barrier("generation", 60.0, "again"))
+                print(store.barrier("generation", END_S, f"from {info.rank}"), store.barrier("generation", END_S, "again"))
         number = torch.ones(1)
         dist.all_reduce(number)
         print(f"sum {number.item():g}", flush=True)
