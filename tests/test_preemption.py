@@ -16,7 +16,13 @@ from tests.test_run import TINY, Ended, finish, start, submit
 PLUGIN = Path(__file__).with_name("signalling_plugin.py")
 STEPS = 6
 RUN = (*TINY, f"train.steps={STEPS}", "optimizer.lr_schedule=linear", "train.eval_interval=3", "rollout.options.max_batch_size=2")
-SIGNALLING = (f"plugins=['{PLUGIN}']", "rollout=signalling", "algorithm.loss=signalling", "rollout.max_logprob_diff=1e-4")
+SIGNALLING = (
+    f"plugins=['{PLUGIN}']",
+    "rollout=signalling",
+    "algorithm.loss=signalling",
+    "rollout.max_logprob_diff=1e-4",
+    "offload=gradients",  # which may change nothing, in whatever phase the signal comes: the uninterrupted run is without
+)
 EXIT_STOPPED = 75
 SLEEP_S = 1000.0
 """Longer than any run may take: an engine that is not interrupted fails the test."""

@@ -25,6 +25,7 @@ RUN = (
     "checkpoint.save_interval=0",
     "rollout.max_logprob_diff=null",
     "rollout.bucket_mib=1",
+    "offload=gradients",
 )
 EXIT_STOPPED = 75
 
