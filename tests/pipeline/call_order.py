@@ -49,7 +49,7 @@ class Recorder:
 class RecordedHost:
     """In place of an engine host; every sample is the stop token."""
 
-    lost, processes = None, SimpleNamespace(find=list)
+    lost, processes = None, SimpleNamespace(started=list)
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder, self.version = recorder, -1
