@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -90,8 +89,8 @@ def nodes(python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nod
         yield engine
         engine.close()
         assert processes_of(where) == []
-        kept = f"torchinductor_{os.getuid()}"  # what was compiled, for the next engine
-        assert [path.name for path in Path(temporary).iterdir() if path.name != kept] == []
+        # torch makes a folder for what it compiles, in this process too.
+        assert [path.name for path in Path(temporary).iterdir() if not path.name.startswith("torchinductor_")] == []
 
 
 def test_both_nodes_generate_what_transformers_does(nodes: Nodes) -> None:
