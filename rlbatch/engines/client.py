@@ -168,6 +168,11 @@ class EngineHost:
             self._process.wait(2.0)
         return self.lose(f"the engine's process {self._ending()}")
 
+    def check(self) -> None:
+        """Raises EngineLost: the process has ended; what it started may hold its end of the connection."""
+        if self._process.poll() is not None:
+            raise self.gone()
+
     def last_words(self) -> str:
         """The last lines of the engine's log."""
         return last_words(self.log, self._variables)

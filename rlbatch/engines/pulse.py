@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -72,12 +73,21 @@ class Processes:
         """
         with suppress(psutil.NoSuchProcess):
             self.find()
+        if self._host.is_running() or not psutil.pid_exists(self._host.pid):  # else its id is another process's by now
+            self._seen.update(self._group())
             signal_group(self._host.pid, signal.SIGKILL)
         self._wait(GUARD_S)  # the host's guard looks for those that left the group
         for process in self._seen:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         self._wait(limit_s)
+
+    def _group(self) -> Iterator[psutil.Process]:
+        """The members of the host's group, which outlive it if it and its guard are killed."""
+        for pid in psutil.pids():
+            with suppress(OSError, psutil.NoSuchProcess):
+                if os.getpgid(pid) == self._host.pid:
+                    yield psutil.Process(pid)
 
     def _wait(self, limit_s: float) -> None:
         deadline = time.monotonic() + limit_s
@@ -127,6 +137,7 @@ class Pulse:
         Raises:
             EngineLost: it is dead, or gave no sign of life for too long.
         """
+        self._host.check()
         if self._host.processes.is_broken():
             raise self._host.lose(f"the engine is dead (`{self._operation}`: one of its processes has ended)")
         self._see_work()

@@ -84,6 +84,13 @@ class FakeEngine:
         assert child.stdout is not None
         return {"pids": [os.getpid(), child.pid, int(child.stdout.readline())]}
 
+    async def op_fork(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
+        """A child that has this process's files."""
+        if child := os.fork():
+            return {"pid": child}
+        time.sleep(3600)
+        os._exit(0)
+
     async def op_share(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
         self.memory = shared_memory.SharedMemory(create=True, size=8)
         return {"name": self.memory.name}

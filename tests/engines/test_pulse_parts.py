@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 
+import psutil
 import pytest
 
 from rlbatch.api import EngineLost
@@ -60,6 +61,21 @@ def test_an_error_of_an_engine_that_lost_one(host: EngineHost) -> None:
         time.sleep(0.01)
     with pytest.raises(EngineLost, match=r"the engine is dead \(`fail`: it does not work"):
         host.call("fail", limit_s=LIMIT_S)
+
+
+@pytest.mark.parametrize("operation", ["call", "frames"])
+def test_a_child_outlives_the_host(operation: str, host: EngineHost) -> None:
+    """The host is killed, and its guard with it, as in a start too: a child that holds the connection hides nothing, and goes."""
+    child = psutil.Process(int(host.call("fork", limit_s=LIMIT_S)["pid"]))
+    for process in psutil.Process(host.pid).children():
+        if process != child:
+            process.kill()
+    call = host.begin("echo", LATER)
+    os.kill(host.pid, signal.SIGKILL)
+    with pytest.raises(EngineLost, match=r"the engine's process was ended by SIGKILL"):
+        call.result(LIMIT_S) if operation == "call" else list(call.frames(LIMIT_S))
+    host.close()
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.parametrize("operation", ["call", "frames"])
