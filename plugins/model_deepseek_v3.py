@@ -82,9 +82,12 @@ def _attention(fields: HfFields, has_low_rank_query: bool) -> dict[str, Any]:
     rotated = fields.size("qk_rope_head_dim", default=64)
     if rotated % 2:
         raise fields.refuse("qk_rope_head_dim", "must be even, rotary embeddings turn pairs")
+    hidden = fields.size("hidden_size")
+    if hidden < heads:
+        raise fields.refuse("hidden_size", f"must be at least num_attention_heads ({heads}), Megatron divides one by the other")
     return {
         "num_layers": fields.size("num_hidden_layers"),
-        "hidden_size": fields.size("hidden_size"),
+        "hidden_size": hidden,
         "num_attention_heads": heads,
         "num_query_groups": heads,
         "ffn_hidden_size": fields.size("intermediate_size"),
@@ -165,6 +168,8 @@ def _yarn(fields: HfFields, rope: Mapping[str, Any], context: int) -> dict[str, 
     factor, before = rope.get("factor"), int(rope.get("original_max_position_embeddings") or context)
     if factor is None or factor <= 1:
         raise fields.refuse(field, "yarn's factor must be above 1")
+    if rope["rope_theta"] <= 1:
+        raise fields.refuse(field, "yarn's rope_theta must be above 1")
     slope = 0.1 * math.log(factor)
     mscale, all_dim, concentration = rope.get("mscale"), rope.get("mscale_all_dim") or 0.0, rope.get("attention_factor")
     if concentration is not None or not (mscale and all_dim):
