@@ -25,6 +25,7 @@ from rlbatch.engines.rollout import (
 )
 
 from .sglang_host import versions
+from .sglang_host.options import CLASSES, DECIDED, LISTED, SOURCE
 
 HOST = "rlbatch_plugins.sglang_host.engine:SglangEngine"
 ENTRY_POINTS = {"sglang.srt.plugins": ["rlbatch = rlbatch_plugins.sglang_host.plugin:register"]}
@@ -70,9 +71,11 @@ def engine_shape(options: SglangOptions, engine: Mapping[str, Any]) -> EngineSha
     """See ``Configurable``.
 
     Raises:
-        ConfigError: what cannot be, e.g. a share of the memory that is none.
+        ConfigError: an option that rlbatch decides, or one that cannot be, e.g. a share of the memory that is none.
     """
     check_options(options, engine)
+    if refused := refusal(own_and_theirs(engine)[1], (), DECIDED, "SGLang", LISTED):
+        raise ConfigError(refused)
     share, context = engine.get("mem_fraction_static", 1.0), engine.get("context_length", 0)
     if not isinstance(share, (int, float)) or not 0 < share <= 1:
         raise ConfigError(f"rollout.engine.mem_fraction_static={share}: must be above 0 and at most 1. Use e.g. 0.6.")
@@ -87,9 +90,8 @@ def check_engine(options: SglangOptions, engine: Mapping[str, Any]) -> None:
         ConfigError: the interpreter has no SGLang, another version, or one that lacks an option.
     """
     own, theirs = own_and_theirs(engine)
-    found = look(own.get("python", ""), ("sglang",), *versions.OPTIONS)
-    name = f"SGLang {found.version}"
-    if refused := versions.refusal(found.version, found.python) or refusal(theirs, found.options, {}, name, versions.LISTED):
+    found = look(own.get("python", ""), ("sglang",), SOURCE, CLASSES)
+    if refused := versions.refusal(found.version, found.python) or refusal(theirs, found.options, {}, f"SGLang {found.version}", LISTED):
         raise ConfigError(refused)
 
 
@@ -131,10 +133,10 @@ def program(context: RolloutContext, options: SglangOptions, devices: Sequence[s
             "process_start": "fork" if on_cpu and os.environ.get("OMP_NUM_THREADS") == "1" else "",
             "defaults": {**DEFAULTS, "dtype": context.dtype, **(CPU_DEFAULTS if on_cpu else {})},
             "decided": {
-                "model_path": [str(context.hf_folder.resolve()), "model.hf"],
-                "tp_size": [options.gpus_per_engine, "rollout.options.gpus_per_engine"],
-                "enable_memory_saver": [level > 0, "rollout.options.sleep_level"],
-                "enable_weights_cpu_backup": [level == 1, "rollout.options.sleep_level"],
+                "model_path": str(context.hf_folder.resolve()),
+                "tp_size": options.gpus_per_engine,
+                "enable_memory_saver": level > 0,
+                "enable_weights_cpu_backup": level == 1,
             },
         },
         python=str(own.get("python", "")),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import difflib
 import json
 import math
 import multiprocessing
@@ -16,30 +15,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlbatch.engines.host import IGNORED, Send
-from rlbatch.engines.wire import pack_ints, unpack_ints
+from rlbatch.engines.option_names import refusal
+from rlbatch.engines.wire import Refused, pack_ints, unpack_ints
 
-from . import versions
+from . import options, versions
 from .plugin import CALL
 
-ALONE = "an engine is tensor parallel on one node, and rlbatch"
-FIXED: dict[str, tuple[Any, str]] = {
-    "skip_tokenizer_init": (True, "rlbatch"),
-    "nnodes": (1, ALONE),
-    "node_rank": (0, ALONE),
-    "dist_init_addr": (None, ALONE),
-    "pp_size": (1, ALONE),
-    "dp_size": (1, ALONE),
-    "enable_dp_attention": (False, ALONE),
-    "base_gpu_id": (0, ALONE),
-    "use_ray": (False, ALONE),
-    "tokenizer_worker_num": (1, "rlbatch"),
-    "disaggregation_mode": ("null", "rlbatch"),
-    "speculative_algorithm": (None, "rlbatch, which does not sync a draft model's weights,"),
-    "preferred_sampling_params": (None, "rlbatch"),
-    "custom_sigquit_handler": (None, "rlbatch"),
-    "sampling_defaults": ("openai", "rlbatch"),
-}
-"""Token ids in and out; every sampling parameter is the job's; name -> value and who decides it."""
 IDLE_LIMIT_S = 60.0
 """For samples that were given up to end."""
 
@@ -53,21 +34,19 @@ class SglangEngine:
         self._version, self._has_weights = -1, False
 
     async def op_start(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
-        """Starts SGLang with ``defaults``, the user's ``options``, and what is ``decided`` by another key (name -> [value, key])."""
+        """Starts SGLang with ``defaults``, the user's ``options``, and what is ``decided`` by other keys."""
         version = versions.installed_version()
         if refused := versions.refusal(version, sys.executable):
-            raise RuntimeError(refused)
+            raise Refused(refused)
         _add_plugin()
         from sglang.srt.entrypoints.engine import Engine
         from sglang.srt.server_args import ServerArgs
 
         known = [field.name for field in dataclasses.fields(ServerArgs)]
-        decided = {name: value for name, (value, _) in header["decided"].items()}
-        by = {name: who for name, (_, who) in FIXED.items()} | {name: key for name, (_, key) in header["decided"].items()}
-        _check_options(header["options"], known, by, version)
-        fixed = {name: value for name, (value, _) in FIXED.items()}
+        if refused := refusal(header["options"], known, options.DECIDED, f"SGLang {version}", options.LISTED):
+            raise Refused(refused)
         _start_processes(header["process_start"])
-        arguments = {**header["defaults"], **header["options"], **decided, **fixed}
+        arguments = {**header["defaults"], **header["options"], **header["decided"], **options.FIXED}
         self._engine = Engine(**arguments)
         self._take_signals()
         await self._ask_workers("hello")
@@ -265,16 +244,6 @@ def _add_plugin() -> None:
     """A user's choice of SGLang plugins must not leave ours out."""
     if chosen := os.environ.get("SGLANG_PLUGINS"):
         os.environ["SGLANG_PLUGINS"] = f"{chosen},rlbatch"
-
-
-def _check_options(options: dict[str, Any], known: Sequence[str], decided: dict[str, str], version: str) -> None:
-    for name, value in options.items():
-        if name in decided:
-            raise ValueError(f"rollout.engine.{name}={value}: {decided[name]} decides it. Leave it out.")
-        if name not in known:
-            close = " or ".join(f"`{match}`" for match in difflib.get_close_matches(name, known))
-            hint = f"Did you mean {close}?" if close else "See `python -m sglang.launch_server --help`."
-            raise ValueError(f"rollout.engine.{name}={value}: SGLang {version} has no such option. {hint}")
 
 
 def _judge(reports: Sequence[dict[str, Any]]) -> None:

@@ -6,9 +6,6 @@ from importlib import metadata
 
 SUPPORTED = "0.5.15"
 """Its first three numbers: what we hook into changes from one minor release to the next."""
-OPTIONS = ("sglang/srt/server_args.py", ("ServerArgs",))
-"""Where its source has its options."""
-LISTED = "`python -m sglang.launch_server --help`"
 
 
 def installed_version() -> str:
