@@ -19,15 +19,19 @@ ALONE = {"max_running_requests": 1, "disable_radix_cache": True}
 
 
 def _options(world: int, has_experts: bool, chosen: random.Random) -> dict[str, Any]:
-    own = {**ALONE, "environment": {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(world)))}}
-    return {**own, "ep_size": chosen.choice((1, world))} if has_experts else own
+    """Without expert parallelism: on CPUs SGLang's experts cannot be told that a token is another rank's."""
+    return {**ALONE, "environment": {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(world)))}}
 
 
 def _changes(family: str) -> dict[str, Any]:
-    """Experts of which every rank has whole blocks, see ``EXPERT_SIZE``. SGLang's Mixtral has no ``head_dim`` of its own."""
+    """Experts of which every rank has whole blocks, see ``EXPERT_SIZE``.
+
+    SGLang's Mixtral has no ``head_dim`` of its own but divides by the number of heads, which SGLang raises on CPUs if there are fewer
+    key-value heads than ranks.
+    """
     experts = 2 * EXPERT_SIZE
-    changes = {"qwen3_moe": {"moe_intermediate_size": experts}, "mixtral": {"intermediate_size": experts, "hidden_size": 4 * HEAD_DIM}}
-    return changes.get(family, {})
+    mixtral = {"intermediate_size": experts, "hidden_size": 4 * HEAD_DIM, "num_key_value_heads": 2}
+    return {"qwen3_moe": {"moe_intermediate_size": experts}, "mixtral": mixtral}.get(family, {})
 
 
 SGLANG = Kind(
