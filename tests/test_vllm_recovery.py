@@ -102,7 +102,7 @@ def test_lost_engines_are_restarted_until_it_is_too_often(undisturbed: Path, rep
     ended = end(process, run_dir)
     remove_leftovers()  # the next engine on this node would do it
     assert ended.code == 1
-    found = re.findall(r"engine (\d) was lost \((.*)\), restarted in \d+\.\d s, restart 1 of 1\n", ended.stdout)
+    found = sorted(re.findall(r"engine (\d) was lost \((.*)\), restarted in \d+\.\d s, restart 1 of 1\n", ended.stdout))
     assert [engine for engine, _ in found] == ["0", "1"]
     # Which call meets the loss first, one for a sample or one that asks for life, is a matter of milliseconds.
     assert re.match(r"rollout=vllm: the engine is dead \(`\w+`: ", found[0][1])

@@ -34,7 +34,10 @@ BUCKET_MIB = 12
 
 
 def grown(quantize: bool, is_routed: bool) -> int:
-    """By how many bytes this rank's memory grew while it exported in buckets, each dropped for the next."""
+    """By how many bytes this rank's memory grew while it exported in buckets, each dropped for the next.
+
+    The least of three times, after one in which the libraries take memory: what else happens in the process only adds to it.
+    """
     world, rank = dist.group.WORLD, dist.get_rank()
     solo = [dist.new_group([0]), dist.new_group([1])][rank]
     export.AT_ONCE_BYTES = BUCKET_MIB * MIB
@@ -47,13 +50,14 @@ def grown(quantize: bool, is_routed: bool) -> int:
         }
     mapping = ParameterMap(FAMILY, ParallelGroups(tp=world, etp=solo, ep=world, pp=solo))
     wanted = list(range(8, 24)) if is_routed else None  # half of them another rank's
-    for _ in range(2):  # the first time also the libraries take memory
+    grew: list[int] = []
+    for _ in range(4):
         before = peak_memory(reset=True)
         for bucket in buckets(mapping.export(params, quantize=quantize, wanted=wanted), BUCKET_MIB, 0):
             assert bucket.names
             del bucket
-        after = peak_memory()
-    return after - before
+        grew.append(peak_memory() - before)
+    return min(grew[1:])
 
 
 @pytest.mark.parametrize("is_routed", [False, True])
