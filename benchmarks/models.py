@@ -141,8 +141,8 @@ def random_model(folder: Path, kind: str, gib: float, device: str) -> RandomMode
     memory = HostMemory(sum(sizes)) if device == "cpu" else None
     stacks: dict[str, Tensor] = {}
     for name, shape in shapes.items():
-        tensor = torch.empty(shape, dtype=dtype, device=device)
-        if memory is not None:
+        tensor = torch.empty(shape, dtype=dtype, device="meta" if memory else device)
+        if memory:
             tensor = view(memory.tensor, place(name, tensor, "", start=sum(sizes[: len(stacks)])))
         stacks[name] = tensor.normal_(std=0.5 / shape[-1] ** 0.5) if len(shape) > 1 else tensor.fill_(1.0)
     return RandomModel(folder, stacks, config["torch_dtype"], memory)

@@ -7,11 +7,12 @@ the engine generates.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from rlbatch.api import ConfigError, Configurable, MemoryHandles, OptimizerSpec, hookimpl
+from rlbatch.api import ConfigError, Configurable, OptimizerSpec, hookimpl
+
+from .offload_gradients import ReleasedGradients
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class CpuAdamOptions:
     fraction: float = field(default=1.0, metadata={"doc": "Share of the parameters whose optimizer is on the host, above 0, at most 1."})
 
 
-class CpuAdam:
+class CpuAdam(ReleasedGradients):
     """An ``OffloadStrategy`` that builds another optimizer and moves nothing of it afterwards.
 
     Args:
@@ -34,8 +35,8 @@ class CpuAdam:
     def __init__(self, options: CpuAdamOptions) -> None:
         if not 0 < options.fraction <= 1:
             raise ConfigError(f"offload.options.fraction={options.fraction:g}: must be above 0 and at most 1. Use offload=none for 0.")
+        super().__init__()
         self._fraction = options.fraction
-        self._handles: MemoryHandles | None = None
 
     def configure_optimizer(self, spec: OptimizerSpec) -> OptimizerSpec:
         """Puts the fraction on the host; the optimizer then holds the fp32 main weights itself.
@@ -52,22 +53,6 @@ class CpuAdam:
             "use_precision_aware_optimizer": True,
         }
         return replace(spec, arguments={**spec.arguments, **offload})
-
-    def attach(self, handles: MemoryHandles) -> None:
-        """The engine is not there yet: gradients give their memory back before it comes."""
-        self._handles = handles
-        handles.release_gradients()
-
-    @contextmanager
-    def generating(self) -> Iterator[None]:
-        """Without gradients, which the next backward pass makes anew."""
-        assert self._handles is not None
-        self._handles.release_gradients()
-        yield
-
-    def training(self) -> AbstractContextManager[None]:
-        """Moves nothing."""
-        return nullcontext()
 
 
 @hookimpl

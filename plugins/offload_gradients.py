@@ -12,7 +12,7 @@ from rlbatch.api import MemoryHandles, OffloadStrategy, OffloadStrategyFactory, 
 
 
 class ReleasedGradients:
-    """An ``OffloadStrategy`` without copies."""
+    """An ``OffloadStrategy`` without copies; others move more besides."""
 
     def __init__(self) -> None:
         self._handles: MemoryHandles | None = None

@@ -6,11 +6,13 @@ Gradients, of no use between updates, give their memory back.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from rlbatch.api import Configurable, MemoryHandles, OptimizerSpec, hookimpl
+from rlbatch.api import Configurable, hookimpl
+
+from .offload_gradients import ReleasedGradients
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +25,7 @@ class OptimizerStateOptions:
     pin_memory: bool = field(default=True, metadata={"doc": "Page-locked host memory: faster copies, but the host cannot swap it."})
 
 
-class OptimizerState:
+class OptimizerState(ReleasedGradients):
     """An ``OffloadStrategy`` that empties the tensors' storage in between; the tensors stay, so that the optimizer finds them again.
 
     Args:
@@ -31,38 +33,25 @@ class OptimizerState:
     """
 
     def __init__(self, options: OptimizerStateOptions) -> None:
+        super().__init__()
         self._pin = options.pin_memory
-        self._handles: MemoryHandles | None = None
         self._host: list[Tensor] = []
-
-    def configure_optimizer(self, spec: OptimizerSpec) -> OptimizerSpec:
-        """The spec, unchanged."""
-        return spec
-
-    def attach(self, handles: MemoryHandles) -> None:
-        """Remembers where the state is; Adam makes its moments at the first update only. Gradients go before the engine comes."""
-        self._handles = handles
-        handles.release_gradients()
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """Host copies, no GPU storage; back again at the end, also after an error."""
-        assert self._handles is not None
-        self._handles.release_gradients()
-        moved = self._to_host(self._handles)
-        try:
-            yield
-        finally:
-            self._to_device(moved)
+        """Host copies, no GPU storage; back again at the end, also after an error. Adam makes its moments at the first update only."""
+        with super().generating():
+            moved = self._to_host()
+            try:
+                yield
+            finally:
+                self._to_device(moved)
 
-    def training(self) -> AbstractContextManager[None]:
-        """The state is on the GPU already."""
-        return nullcontext()
-
-    def _to_host(self, handles: MemoryHandles) -> list[Tensor]:
+    def _to_host(self) -> list[Tensor]:
         import torch
 
-        moved = [tensor for tensor in handles.optimizer_state() if tensor.is_cuda and _owns_storage(tensor)]
+        assert self._handles is not None
+        moved = [tensor for tensor in self._handles.optimizer_state() if tensor.is_cuda and _owns_storage(tensor)]
         if not moved:
             return []
         if [copy.shape for copy in self._host] != [tensor.shape for tensor in moved]:

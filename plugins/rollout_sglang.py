@@ -19,6 +19,7 @@ from rlbatch.engines.rollout import (
     HostedOptions,
     HostedRollout,
     own_and_theirs,
+    process_start,
     uses_group,
     variables_of,
     visible_devices,
@@ -130,7 +131,7 @@ def program(context: RolloutContext, options: SglangOptions, devices: Sequence[s
         HOST,
         start={
             "options": theirs,
-            "process_start": "fork" if on_cpu and os.environ.get("OMP_NUM_THREADS") == "1" else "",
+            "process_start": process_start(on_cpu=on_cpu),
             "defaults": {**DEFAULTS, "dtype": context.dtype, **(CPU_DEFAULTS if on_cpu else {})},
             "decided": {
                 "model_path": str(context.hf_folder.resolve()),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +15,15 @@ from rlbatch.engines.installed import look
 from rlbatch.engines.mapping import device_identity
 from rlbatch.engines.option_names import refusal
 from rlbatch.engines.reserved_port import ReservedPort, agreed_port
-from rlbatch.engines.rollout import EngineProgram, HostedOptions, HostedRollout, own_and_theirs, variables_of, visible_devices
+from rlbatch.engines.rollout import (
+    EngineProgram,
+    HostedOptions,
+    HostedRollout,
+    own_and_theirs,
+    process_start,
+    variables_of,
+    visible_devices,
+)
 
 from .vllm_host import versions
 from .vllm_host.options import CLASSES, DECIDED, LISTED, SOURCE
@@ -167,7 +174,7 @@ def program(context: RolloutContext, options: VllmOptions, port: int, devices: S
         HOST,
         start={
             "options": theirs,
-            "process_start": "fork" if on_cpu and os.environ.get("OMP_NUM_THREADS") == "1" else "",
+            "process_start": process_start(on_cpu=on_cpu),
             "defaults": {"dtype": context.dtype, "load_format": "dummy", **(CPU_DEFAULTS if on_cpu else {})},
             "decided": decided | _part(context, options, theirs, port),
         },

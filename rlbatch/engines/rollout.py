@@ -351,6 +351,11 @@ def visible_devices(devices: Sequence[str]) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(listed[index] if listed else str(index) for index in indices)}
 
 
+def process_start(*, on_cpu: bool) -> str:
+    """How an engine starts its processes: forked on CPUs, which saves imports, if there are no threads to lose; empty: as it likes."""
+    return "fork" if on_cpu and os.environ.get("OMP_NUM_THREADS") == "1" else ""
+
+
 def _seed(params: SamplingParams, prompt: Prompt, index: int) -> int:
     """62 bits from all that names a sample."""
     named = json.dumps([*params.seed, prompt.prompt_id, index]).encode()
