@@ -163,7 +163,7 @@ def _mpi(config: Config, run_dir: Path) -> Iterator[str]:
         yield f"Hostfile    {run_dir / 'hostfile'}"
         yield from (f"    {line}" for line in job.hostfile.splitlines())
     yield f"Command     {shlex.join(job.command)}"
-    yield from _variables(mpirun_variables(config, mpi))
+    yield from _variables(mpirun_variables(config, mpi, job.hosts))
 
 
 def _variables(variables: Mapping[str, str]) -> Iterator[str]:

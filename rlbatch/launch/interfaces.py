@@ -38,6 +38,19 @@ def reachable_addresses() -> list[str]:
     return [address for address in addresses if not ipaddress.ip_address(address).is_loopback]
 
 
+def named_address(name: str) -> str:
+    """The address of this machine to which its name, or one of its addresses as text, leads other machines; empty: there is none.
+
+    A loopback address, which many machines have for their own name, leads nobody here.
+    """
+    try:
+        found = [str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+    except (OSError, UnicodeError):
+        return ""
+    own = reachable_addresses()
+    return next((address for address in sorted(found, key=lambda address: ":" in address) if address in own), "")
+
+
 def interface_of(address: str) -> str:
     """The interface that has an address; empty if none has."""
     return next((name for name, addresses in _addresses().items() if address in addresses), "")

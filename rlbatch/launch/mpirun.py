@@ -166,11 +166,11 @@ def mpi_job(config: Config, run_dir: Path, mpi: Mpi, command: Sequence[str]) -> 
     """
     hosts = read_hosts(config)
     text = hostfile_text(mpi, hosts) if config.cluster.hostfile else ""
-    options = _open_mpi(config, mpi, run_dir, bool(text)) if mpi.is_open_mpi else _hydra(config, mpi, run_dir, hosts, bool(text))
+    options = (_open_mpi if mpi.is_open_mpi else _hydra)(config, mpi, run_dir, hosts, bool(text))
     return MpiJob(mpi, hosts, text, ("mpirun", *options, *command))
 
 
-def _open_mpi(config: Config, mpi: Mpi, run_dir: Path, has_hostfile: bool) -> list[str]:
+def _open_mpi(config: Config, mpi: Mpi, run_dir: Path, hosts: Sequence[Host], has_hostfile: bool) -> list[str]:
     options = ["-np", str(config.layout.world_size)]
     if has_hostfile:
         options += ["--hostfile", str(run_dir / HOSTFILE), "--map-by", "slot"]
@@ -184,7 +184,7 @@ def _open_mpi(config: Config, mpi: Mpi, run_dir: Path, has_hostfile: bool) -> li
         for name in (network, "btl_tcp_if_include"):
             options += ["--prtemca" if name.startswith("prte") else "--mca", name, config.cluster.interface]
     own = {LAUNCH_VARIABLE, *(name for name in os.environ if name.startswith(FORWARDED))}
-    for name in sorted(own | mpirun_variables(config, mpi).keys()):  # names only: values would show in `ps`
+    for name in sorted(own | mpirun_variables(config, mpi, hosts).keys()):  # names only: values would show in `ps`
         options += ["-x", name]
     return options
 
@@ -204,11 +204,13 @@ def _hydra(config: Config, mpi: Mpi, run_dir: Path, hosts: Sequence[Host], has_h
     return options
 
 
-def mpirun_variables(config: Config, mpi: Mpi) -> Mapping[str, str]:
+def mpirun_variables(config: Config, mpi: Mpi, hosts: Sequence[Host]) -> Mapping[str, str]:
     """Variables of mpirun itself, beside its parent's: it sends them to the ranks."""
     own = {"I_MPI_PIN": "0"} if mpi is Mpi.INTEL else {}
     if mpi.is_open_mpi and not sys.stdout.isatty():
         own["TERM"] = "dumb"  # it gives rank 0 a terminal also where its output goes to a file
+    if len(hosts) > 1 and not config.cluster.interface:  # the name by which others know rank 0's host
+        own["MASTER_ADDR"] = os.environ.get("MASTER_ADDR") or hosts[0].name.rpartition("@")[2]
     return {**own, **cluster_variables(config.cluster)}
 
 
@@ -222,7 +224,7 @@ def run_mpi(job: MpiJob, config: Config, run_dir: Path) -> int:
     (run_dir / LOGS).mkdir(exist_ok=True)
     if job.hostfile:
         (run_dir / HOSTFILE).write_text(job.hostfile, encoding="utf-8")
-    environment = {**os.environ, **mpirun_variables(config, job.mpi), LAUNCH_VARIABLE: secrets.token_hex(8)}
+    environment = {**os.environ, **mpirun_variables(config, job.mpi, job.hosts), LAUNCH_VARIABLE: secrets.token_hex(8)}
     with passed_signals() as signals:
         mpirun = subprocess.Popen(
             job.command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=dies_with_parent()

@@ -133,7 +133,11 @@ class Overseer(threading.Thread):
                 link.close()
 
     def _is_over(self) -> bool:
-        return self._has_met and all(seat.has_left or seat.is_gone for seat in self._seats.values()) and not self._pending()
+        return (self._has_met or self._is_late()) and not any(self._running()) and not self._pending()
+
+    def _is_late(self) -> bool:
+        """Whether a rank left, and the others had their time to do so too; those that never came are their launcher's."""
+        return self._leave_until is not None and time.monotonic() > self._leave_until
 
     def _pending(self) -> bool:
         return bool(self._troubles.failures or self._troubles.deaths or self._troubles.hung)
@@ -255,9 +259,10 @@ class Overseer(threading.Thread):
             return self._missing()
         if self._troubles.decide_at is None:
             hung = [rank for rank, seat in self._seats.items() if seat.deadline and now > seat.deadline and not seat.has_left]
-            late = self._leave_until is not None and now > self._leave_until
-            if hung or late:
-                self._troubles.hung = hung or [rank for rank, seat in self._seats.items() if self._is_running(seat)]
+            if self._is_late():
+                hung = hung or [rank for rank, seat in self._seats.items() if self._is_running(seat)]
+            if hung:
+                self._troubles.hung = hung
                 self._decide_within(ANSWER_S)
         elif now > self._troubles.decide_at or (self._troubles.hung and all(seat.place for seat in self._running())):
             return read_first_error(self._run_dir) or self._decide()

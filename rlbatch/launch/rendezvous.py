@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import sys
 import time
 import zlib
 from contextlib import suppress
@@ -23,7 +24,15 @@ from rlbatch.api import ConfigError, LaunchError, RlbatchError
 from rlbatch.config.schema import Config
 from rlbatch.launch.environment import RankInfo
 from rlbatch.launch.failures import FIRST_ERROR, read_first_error
-from rlbatch.launch.interfaces import LOOPBACK, addresses_of, interface_of, listen, reachable_addresses, shorten_name_lookups
+from rlbatch.launch.interfaces import (
+    LOOPBACK,
+    addresses_of,
+    interface_of,
+    listen,
+    named_address,
+    reachable_addresses,
+    shorten_name_lookups,
+)
 from rlbatch.launch.life import Life, new_life, read_life, write_life
 from rlbatch.launch.lock import LifeLock
 from rlbatch.launch.mpi import broadcast, is_under_mpirun
@@ -143,14 +152,24 @@ def _open(info: RankInfo, run_dir: Path, config: Config, launch: str) -> tuple[O
 def _candidates(info: RankInfo, interface: str) -> list[str]:
     """Where rank 0 may be reached, the most likely address first: the others take the first one that leads to it.
 
-    A wrong address does no harm, because who answers there does not know the token.
+    One address: rank 0 listens there alone. Several: at all addresses of its machine; a wrong one does no harm, because who answers there
+    does not know the token.
     """
     if interface:
         return addresses_of(interface)[:1]
     if info.local_size == info.world_size:
         return [LOOPBACK]
-    names = [info.master_addr, *reachable_addresses(), *info.nodes[:1], info.host, LOOPBACK]
-    return list(dict.fromkeys(name for name in names if name))
+    given = [name for name in (info.master_addr, *info.nodes[:1]) if name]
+    for name in given:
+        if address := named_address(name):
+            return [address]
+    why = f"{' and '.join(given)} lead to no address of it" if given else "its launcher does not say by which address the others reach it"
+    print(
+        f"cluster.interface=: rank 0 listens at all addresses of {info.host}, since {why}. Set it to the network between the nodes.",
+        file=sys.stderr,
+        flush=True,
+    )
+    return list(dict.fromkeys([*given[:1], *reachable_addresses(), *given, info.host, LOOPBACK]))
 
 
 def _probe(info: RankInfo, address: str) -> socket.socket:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import socket
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from rlbatch.launch.life import read_life
 from tests.cluster.faults import EVENT
 from tests.cluster.jobs import RUN_S, TINY, fault_reward
 from tests.cluster.processes import cannot_run, wait_until
@@ -58,7 +60,7 @@ def start(hosts: SshHosts, mpi: Path, folder: Path, repository: Path, *overrides
 
 
 def test_run(mpi: Path, hosts: SshHosts, repository: Path, tmp_path: Path) -> None:
-    """One rank on each host; they meet, train and end; rank 0's output is the user's."""
+    """One rank on each host; they meet, train and end; rank 0's output is the user's, and it listens at its host's address alone."""
     job = start(hosts, mpi, tmp_path, repository, "train.steps=2", "checkpoint.save_interval=-1")
     said = job.communicate(timeout=RUN_S)[0]
     assert job.returncode == 0, said
@@ -66,6 +68,9 @@ def test_run(mpi: Path, hosts: SshHosts, repository: Path, tmp_path: Path) -> No
     assert (summary["status"], summary["steps"]) == ("finished", 2)
     assert [line.split()[0] for line in said.splitlines() if line.strip().startswith(hosts.names[0][:-1])] == hosts.names
     assert "step 2/2" in said
+    life = read_life(tmp_path / "run")
+    assert life is not None
+    assert life.addresses == (socket.gethostbyname(hosts.names[0]),)
 
 
 def test_failure(mpi: Path, hosts: SshHosts, repository: Path, tmp_path: Path) -> None:

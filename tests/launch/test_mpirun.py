@@ -111,8 +111,8 @@ OPEN_MPI = "-np 10 --hostfile /runs/mine/hostfile --map-by slot --bind-to none"
 @pytest.mark.parametrize(
     ("mpi", "words"),
     [
-        (Mpi.OPEN_MPI_4, f"{OPEN_MPI} -x OMP_NUM_THREADS -x PATH -x PYTHONUNBUFFERED -x RLBATCH_LAUNCH -x TERM"),
-        (Mpi.OPEN_MPI_5, f"{OPEN_MPI} -x OMP_NUM_THREADS -x PATH -x PYTHONUNBUFFERED -x RLBATCH_LAUNCH -x TERM"),
+        (Mpi.OPEN_MPI_4, f"{OPEN_MPI} -x MASTER_ADDR -x OMP_NUM_THREADS -x PATH -x PYTHONUNBUFFERED -x RLBATCH_LAUNCH -x TERM"),
+        (Mpi.OPEN_MPI_5, f"{OPEN_MPI} -x MASTER_ADDR -x OMP_NUM_THREADS -x PATH -x PYTHONUNBUFFERED -x RLBATCH_LAUNCH -x TERM"),
         (Mpi.MPICH, "-n 10 -f /runs/mine/hostfile -disable-auto-cleanup -bind-to none -localhost 10.0.0.9"),
         (Mpi.INTEL, "-n 10 -machinefile /runs/mine/hostfile"),
     ],
@@ -153,16 +153,25 @@ def test_without_hostfile(tmp_path: Path) -> None:
 def test_output_that_goes_to_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """Open MPI gives rank 0 a terminal in any case: it is told that there is none to draw on."""
     monkeypatch.setattr(sys, "stdout", io.StringIO())
-    assert mpirun_variables(Config(), Mpi.OPEN_MPI_5)["TERM"] == "dumb"
-    assert "TERM" not in mpirun_variables(Config(), Mpi.MPICH)
+    assert mpirun_variables(Config(), Mpi.OPEN_MPI_5, ())["TERM"] == "dumb"
+    assert "TERM" not in mpirun_variables(Config(), Mpi.MPICH, ())
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert "TERM" not in mpirun_variables(Config(), Mpi.OPEN_MPI_5)
+    assert "TERM" not in mpirun_variables(Config(), Mpi.OPEN_MPI_5, ())
 
 
 def test_intel_does_not_pin() -> None:
     """Pinning is a variable there."""
-    assert mpirun_variables(Config(), Mpi.INTEL)["I_MPI_PIN"] == "0"
-    assert "I_MPI_PIN" not in mpirun_variables(Config(), Mpi.MPICH)
+    assert mpirun_variables(Config(), Mpi.INTEL, ())["I_MPI_PIN"] == "0"
+    assert "I_MPI_PIN" not in mpirun_variables(Config(), Mpi.MPICH, ())
+
+
+def test_name_of_the_first_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks on several hosts are told by which name the others know rank 0's, without a user, unless the environment says another."""
+    hosts = (Host("alice@n01", 4), Host("n02", 4))
+    assert mpirun_variables(Config(), Mpi.OPEN_MPI_5, hosts)["MASTER_ADDR"] == "n01"
+    assert "MASTER_ADDR" not in mpirun_variables(Config(), Mpi.OPEN_MPI_5, hosts[:1])
+    monkeypatch.setenv("MASTER_ADDR", "n01-ib")
+    assert mpirun_variables(Config(), Mpi.OPEN_MPI_5, hosts)["MASTER_ADDR"] == "n01-ib"
 
 
 def fake(tmp_path: Path, script: str) -> MpiJob:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -18,11 +19,12 @@ from rlbatch.config.schema import ClusterConfig, Config, LaunchConfig
 from rlbatch.launch import rendezvous
 from rlbatch.launch.environment import RankInfo
 from rlbatch.launch.failures import FirstError, claim, read_first_error
-from rlbatch.launch.interfaces import addresses_of, interface_of, listen, set_interface
+from rlbatch.launch.interfaces import addresses_of, interface_of, listen, named_address, reachable_addresses, set_interface
 from rlbatch.launch.life import Life, is_superseded, read_life, write_life
 from rlbatch.launch.lock import LifeLock, run_folder_lock
 from rlbatch.launch.rendezvous import Meeting, first_port, join
 from tests.launch import watched
+from tests.listeners import listening
 
 HANG_S = 60.0
 """Well above what anything here takes: a busy machine must not fail the test, a hang must."""
@@ -75,13 +77,32 @@ def test_ranks_meet(tmp_path: Path, meetings: list[Meeting]) -> None:
     assert (tmp_path / "life.json").stat().st_mode & 0o077 == 0
 
 
-def test_addresses_without_interface(tmp_path: Path, meetings: list[Meeting]) -> None:
-    """Several nodes without cluster.interface: rank 0 tells all its addresses, and the others take the first that leads to it."""
+def test_named_address_without_interface(tmp_path: Path, meetings: list[Meeting]) -> None:
+    """Several nodes without cluster.interface: rank 0 listens at the address that its launcher's name for it leads to, and at no other."""
+    address = reachable_addresses()[0]
+    meetings += [join(rank_of(rank, master_addr=address), tmp_path, config_of(interface=""), "") for rank in range(2)]
+    assert hosts_of(meetings[1]) == ["n1", "n2"]
+    assert meetings[0].life.addresses == (address,)
+    assert meetings[1].info.master_addr == address
+    ports = {meetings[0].life.port, meetings[1].info.master_port}
+    listens = {where.partition(" of ")[0] for where in listening([os.getpid()], lambda each: True)}
+    assert {f"{address}:{port}" for port in ports} == {where for where in listens if int(where.rpartition(":")[2]) in ports}
+
+
+def test_names_that_lead_elsewhere() -> None:
+    """To other machines, to a loopback address, as many machines' own names do, or nowhere: none is an address to listen at."""
+    assert [named_address(name) for name in ("192.0.2.199", "127.0.0.1", "::1", "no-such-host.invalid", "a" * 70, "")] == [""] * 6
+
+
+def test_addresses_without_interface(tmp_path: Path, meetings: list[Meeting], capfd: pytest.CaptureFixture[str]) -> None:
+    """Where no such name leads to rank 0 it tells all its addresses, the others take the first that leads to it, and a line says so."""
     meetings += [join(rank_of(rank, master_addr="no-such-host.invalid"), tmp_path, config_of(interface=""), "") for rank in range(2)]
     assert hosts_of(meetings[1]) == ["n1", "n2"]
     assert meetings[1].life.addresses[0] == "no-such-host.invalid"
     assert "127.0.0.1" in meetings[1].life.addresses
     assert meetings[1].info.master_addr != "no-such-host.invalid"
+    why = "no-such-host.invalid and n1 lead to no address of it. Set it to the network between the nodes."
+    assert capfd.readouterr().err.count(f"cluster.interface=: rank 0 listens at all addresses of n1, since {why}") == 1
 
 
 def test_ipv6(tmp_path: Path, meetings: list[Meeting], monkeypatch: pytest.MonkeyPatch) -> None:

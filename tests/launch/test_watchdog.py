@@ -11,6 +11,7 @@ import pytest
 
 from rlbatch.launch.failures import FirstError, read_first_error
 from rlbatch.launch.life import Life, write_life
+from rlbatch.launch.overseer import STOPPING_S
 from rlbatch.launch.places import Place, find_culprit
 from rlbatch.launch.watchdog import SUCCESSION_S, may_follow
 from tests.launch import watched
@@ -201,3 +202,15 @@ def test_what_may_follow() -> None:
     assert may_follow(RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer"))
     assert not may_follow(ValueError("unforeseen"))
     assert not may_follow(MemoryError())
+
+
+def test_rank_0_that_is_stopped_before_the_others_come(tmp_path: Path) -> None:
+    """It ends by itself, with the signal's code and without a word of anything else: who did not come is not missed."""
+    rank = watched.start(tmp_path, "succeed", watched.rank_variables(0, 2))
+    watched.wait_for((tmp_path / "life.json").exists)
+    time.sleep(0.5)  # it has joined itself by then
+    rank.send_signal(signal.SIGTERM)
+    ended = watched.finish([rank], Stopwatch())
+    assert (ended.codes, ended.outputs) == ([128 + signal.SIGTERM], [""])
+    assert read_first_error(tmp_path) is None
+    ended.watch.assert_within(STOPPING_S + GONE_S)
