@@ -16,7 +16,7 @@ site=$(python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
 for name in megatron hydra omegaconf antlr4 pluggy rich markdown_it mdurl pygments pytest _pytest iniconfig yaml; do
   cp -r "$site/$name" "$work/site/"
 done
-cp -r "$site"/{antlr4,hydra_core,omegaconf,pluggy,rlbatch,megatron_core,pytest}*.dist-info "$work/site/"
+cp -r "$site"/{antlr4,hydra_core-,omegaconf-,pluggy-,rlbatch-,megatron_core-,pytest-}*.dist-info "$work/site/"
 rm -f "$work"/site/yaml/*.so # of this machine's Python
 cd "$(dirname "$0")/../.."
 git ls-files -z -- rlbatch plugins configs tests benchmarks setup.cfg pyproject.toml README.md | xargs -0 cp --parents -t "$work/checkout"

@@ -57,7 +57,8 @@ def _run(folder: Path, size: int, cases: list[str], on_gpu: bool) -> dict[str, T
     results = folder.parent / f"results_{size}"
     results.mkdir()
     environment = os.environ | ({} if on_gpu else {"CUDA_VISIBLE_DEVICES": ""})
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={size}", "--master-port=29613", "-m", "tests.gpu.te_rank"]
+    torchrun = ["torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={size}"]
+    command = [sys.executable, "-m", *torchrun, "-m", "tests.gpu.te_rank"]
     fields = ",".join(argument for argument in sys.argv[1:] if "=" in argument)
     subprocess.run([*command, str(folder), str(results), fields, *cases], env=environment, check=True)
     return {case: torch.load(results / f"{case}.pt", weights_only=True) for case in cases}

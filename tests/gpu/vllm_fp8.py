@@ -45,7 +45,13 @@ COMMON = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
 ENGINE = {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 2**30, "max_model_len": 1024, "max_num_seqs": 16, "enforce_eager": True}
-RENDEZVOUS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29631"}
+RENDEZVOUS = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": os.environ.get("MASTER_PORT", "29631"),
+}
 PROMPTS = [Prompt(number, "", tuple(range(10 + number, 30 + 7 * number))) for number in range(6)]
 GREEDY = SamplingParams(0.0, 32, (), 1, (0, 1))
 SAMPLED = SamplingParams(1.0, 32, (), 2, (0, 1))
