@@ -18,40 +18,48 @@ from pathlib import Path
 
 from rlbatch.pipeline.embedded import write_embedded_task, write_random_weights
 
-SHOWN = ("reward/mean", "train/rollout_logprob_diff_mean", "train/rollout_logprob_diff_max")
+SHOWN = ("reward/mean", "train/rollout_logprob_diff_mean", "train/rollout_logprob_diff_max", "rollout/engine_restarts")
 
 
 def main() -> None:
     """Writes the model, runs the job, prints its scalars."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--experts", type=int, default=32)
-    parser.add_argument("--hidden", type=int, default=1024)
+    parser = parser_of(__doc__)
     parser.add_argument("--backend", default="vllm")
     options, overrides = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as scratch:
-        task, run_dir = Path(scratch) / "task", Path(scratch) / "run"
-        write_embedded_task(task, seed=0)
-        _enlarge(task / "model" / "config.json", options)
-        started = time.perf_counter()
-        write_random_weights(task / "model", seed=0)
-        size = (task / "model" / "model.safetensors").stat().st_size / 4
-        print(f"model: {size / 1e6:.0f} M parameters, made in {time.perf_counter() - started:.0f} s", flush=True)
-        job = [
-            "experiment=embedded",
-            f"model.hf={task / 'model'}",
-            f"data.train={task / 'train.jsonl'}",
-            f"data.eval={task / 'eval.jsonl'}",
-            f"run_dir={run_dir}",
-            f"rollout={options.backend}",
-            "checkpoint.save_interval=-1",
-            *overrides,
-        ]
+        run_dir = Path(scratch) / "run"
+        job = [*written_task(Path(scratch) / "task", options), f"run_dir={run_dir}", f"rollout={options.backend}", *overrides]
         code = subprocess.run([sys.executable, "-m", "rlbatch.submit", *job], check=False).returncode
-        _print_scalars(run_dir)
-        for log in sorted(run_dir.rglob("*.log")) if code else ():
-            print(f"--- {log.name}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-60:]), flush=True)
+        print_scalars(run_dir)
+        if code:
+            print_logs(run_dir)
     sys.exit(code)
+
+
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """Of a command with options for the model."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--experts", type=int, default=32)
+    parser.add_argument("--hidden", type=int, default=1024)
+    return parser
+
+
+def written_task(task: Path, options: argparse.Namespace) -> list[str]:
+    """Writes model and prompts; returns the overrides of a job with them."""
+    write_embedded_task(task, seed=0)
+    _enlarge(task / "model" / "config.json", options)
+    started = time.perf_counter()
+    write_random_weights(task / "model", seed=0)
+    size = (task / "model" / "model.safetensors").stat().st_size / 4
+    print(f"model: {size / 1e6:.0f} M parameters, made in {time.perf_counter() - started:.0f} s", flush=True)
+    return [
+        "experiment=embedded",
+        f"model.hf={task / 'model'}",
+        f"data.train={task / 'train.jsonl'}",
+        f"data.eval={task / 'eval.jsonl'}",
+        "checkpoint.save_interval=-1",
+    ]
 
 
 def _enlarge(path: Path, options: argparse.Namespace) -> None:
@@ -72,7 +80,14 @@ def _enlarge(path: Path, options: argparse.Namespace) -> None:
     path.write_text(json.dumps(config), encoding="utf-8")
 
 
-def _print_scalars(run_dir: Path) -> None:
+def print_logs(run_dir: Path) -> None:
+    """The end of every log of a run."""
+    for log in sorted(run_dir.rglob("*.log")):
+        print(f"--- {log.relative_to(run_dir)}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-60:]), flush=True)
+
+
+def print_scalars(run_dir: Path) -> None:
+    """What a run measured: rewards, log-probs, seconds, memory."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for file in run_dir.rglob("events.*"):
