@@ -134,9 +134,9 @@ def random_model(folder: Path, kind: str, gib: float, device: str) -> RandomMode
     config |= {"num_hidden_layers": layers, "torch_dtype": str(dtype).removeprefix("torch.")}
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    shapes = _outside(config) | {
-        f"model.layers.{number}.{name}": shape for number in range(layers) for name, shape in _layer(config).items()
-    }
+    first, *last = _outside(config).items()
+    inside = {f"model.layers.{number}.{name}": shape for number in range(layers) for name, shape in _layer(config).items()}
+    shapes = dict([first, *inside.items(), *last])  # as a trainer exports them
     sizes = [aligned(torch.Size(shape).numel() * dtype.itemsize) for shape in shapes.values()]
     memory = HostMemory(sum(sizes)) if device == "cpu" else None
     stacks: dict[str, Tensor] = {}

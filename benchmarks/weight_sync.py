@@ -2,11 +2,11 @@
 
 A random model on ``device`` is sent to vLLM, in turn with copies of as many bytes from memory to memory of that device (with
 ``separate_gpus=1``: to the next GPU; on the CPU: in host memory, and ``gib=0.05`` is enough). Prints medians: GB/s of the copy, and of
-syncs seconds, GB/s, the share of the copy's, and the memory that they took beside weights and engine, next to its bound of twice
+syncs seconds, GB/s, the share of the copy's, and the memory that they took of a GPU beside weights and engine, next to its bound of twice
 the larger of a bucket and the largest tensor. Kinds of sync: the first one, which vLLM's loaders do and which is audited; later ones of a
 trainer's own tensors, which are read where they lie; and of tensors that are copied into buckets, as gathered ones are. Then where the time
 of the last ones went. Options: ``bucket_mib=512``, ``python=<interpreter with vLLM>``, ``transport``,
-``start_when=<file>`` (measures once it is there), and any of vLLM's.
+``first=in_place|in_buckets``, ``start_when=<file>`` (measures once it is there), and any of vLLM's.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> None:
     """Runs the benchmark."""
     said = dict(argument.split("=", 1) for argument in arguments)
     device, gib = said.pop("device", "cuda:0"), float(said.pop("gib", 4))
-    when = said.pop("start_when", "")
+    when, first = said.pop("start_when", ""), said.pop("first", "in_place")
     kind, rounds, bucket_mib = said.pop("kind", "qwen3"), int(said.pop("rounds", 5)), int(said.pop("bucket_mib", 512))
     options = VllmOptions(sleep_level=0, separate_gpus=int(said.pop("separate_gpus", 0)), transport=said.pop("transport", "auto"))
     engine = ENGINE | {name: value if name == "python" else json.loads(value) for name, value in said.items()}
@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> None:
         try:
             while when and not Path(when).exists():
                 time.sleep(0.1)
-            _measure(rollout, model, device, bucket_mib, rounds, far=bool(options.separate_gpus))
+            _measure(rollout, model, device, bucket_mib, rounds, far=bool(options.separate_gpus), first_in_place=first == "in_place")
         except BaseException:
             print((context.folder / "engine.log").read_text()[-6000:])
             raise
@@ -64,7 +64,9 @@ def main(arguments: list[str]) -> None:
             rollout.close()
 
 
-def _measure(rollout: HostedRollout, model: RandomModel, device: str, bucket_mib: int, rounds: int, *, far: bool) -> None:
+def _measure(
+    rollout: HostedRollout, model: RandomModel, device: str, bucket_mib: int, rounds: int, *, far: bool, first_in_place: bool
+) -> None:
     copy, sizes = _copier(model.nbytes, device, far=far), (bucket_mib * MIB, model.largest())
     phases: dict[str, float] = {}
     seconds: dict[str, list[float]] = {"copy": [], "first": [], "in place": [], "in buckets": []}
@@ -77,7 +79,7 @@ def _measure(rollout: HostedRollout, model: RandomModel, device: str, bucket_mib
         version += 1
         model.change()
         _wait(device)
-        lasting = model.storages if kind != "in buckets" else frozenset()
+        lasting = model.storages if kind == "in place" or (kind == "first" and first_in_place) else frozenset()
         with _timed(rollout, phases):
             started = time.perf_counter()
             rollout.update_weights(buckets(model.named(), bucket_mib, version, lasting=lasting))
@@ -161,12 +163,12 @@ def _timed(rollout: HostedRollout, phases: dict[str, float]) -> Iterator[None]:
 
 @contextmanager
 def _peak(device: str, rollout: HostedRollout) -> Iterator[Callable[[], int]]:
-    """How much more memory was used, at most, than before: of the GPUs, or of this process and the engine's."""
+    """How much more memory was used, at most, than before: of one of the GPUs, or of this process and the engine's together."""
     done, before, most = threading.Event(), _used(device, rollout), [0]
 
     def poll() -> None:
         while not done.wait(POLL_S if device != "cpu" else 0.05):
-            most[0] = max(most[0], _used(device, rollout) - before)
+            most[0] = max(most[0], *(now - then for now, then in zip(_used(device, rollout), before, strict=True)))
 
     thread = threading.Thread(target=poll, daemon=True)
     thread.start()
@@ -177,10 +179,10 @@ def _peak(device: str, rollout: HostedRollout) -> Iterator[Callable[[], int]]:
         thread.join()
 
 
-def _used(device: str, rollout: HostedRollout) -> int:
-    """Bytes."""
+def _used(device: str, rollout: HostedRollout) -> list[int]:
+    """Bytes of each GPU, or of the host."""
     if device != "cpu":
-        return sum(total - free for free, total in (torch.cuda.mem_get_info(index) for index in range(torch.cuda.device_count())))
+        return [total - free for free, total in (torch.cuda.mem_get_info(index) for index in range(torch.cuda.device_count()))]
     used = 0
     for pid in ("self", *_family(str(rollout._host.pid if rollout._host else 0))):
         try:
@@ -188,7 +190,7 @@ def _used(device: str, rollout: HostedRollout) -> int:
         except OSError:
             continue
         used += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
-    return used
+    return [used]
 
 
 def _family(pid: str) -> list[str]:

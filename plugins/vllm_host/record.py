@@ -8,7 +8,7 @@ made for a kernel, the layer goes vLLM's way in every sync.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -100,7 +100,6 @@ class Recorder(TorchDispatchMode):
         self._model = model
         self._shapes: dict[str, tuple[torch.dtype, torch.Size]] = {}
         self._sent: dict[int, tuple[str, int, StorageWeakRef]] = {}
-        self._lent: set[int] = set()
         self._odd: set[str] = set()
         self._slow: set[torch.nn.Module] = set()
         self._opened: dict[torch.nn.Module, list[Target]] = {}
@@ -118,13 +117,17 @@ class Recorder(TorchDispatchMode):
         ]
         self._targets = {target.reference.cdata: target for _, _, _, target in self._in_place}
 
-    def watch(self, name: str, tensor: Tensor, *, is_lent: bool) -> None:
-        """A tensor that a loader gets next; its storage is its own. One that is lent must not be written."""
+    def watch(self, name: str, tensor: Tensor) -> None:
+        """A tensor that a loader gets; its storage is its own, and must not be written."""
         self._shapes[name] = (tensor.dtype, tensor.shape)
         reference = StorageWeakRef(tensor.untyped_storage())
         self._sent[reference.cdata] = name, int(tensor.storage_offset()), reference
-        if is_lent:
-            self._lent.add(reference.cdata)
+
+    def keep(self, kept: Callable[[Tensor], Tensor]) -> None:
+        """What is not compared yet; ``kept`` gives what lasts in the place of a part of a tensor that does not."""
+        for _, _, _, target in self._in_place:
+            for part, (name, source, value) in target.copies.items():
+                target.copies[part] = name, source, None if value is None else kept(value)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -178,7 +181,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called for every operator."""
-        if self._lent:
+        if self._sent:
             self._refuse_writes(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         # On meta tensors vLLM only measures how much a loader copies.
@@ -192,10 +195,10 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _refuse_writes(self, func: Any, args: Any, kwargs: Any) -> None:
-        """A lent tensor is the trainer's own parameter."""
+        """A sent tensor may be the trainer's own parameter."""
         for index, argument in enumerate(func._schema.arguments):
             value = args[index] if index < len(args) else kwargs.get(argument.name)
-            if argument.is_write and isinstance(value, Tensor) and not value.is_meta and _identity(value) in self._lent:
+            if argument.is_write and isinstance(value, Tensor) and not value.is_meta and _identity(value) in self._sent:
                 name = self._sent[_identity(value)][0]
                 raise ValueError(f"weight sync: the engine's loader would change {name} itself, which is the trainer's.")
 

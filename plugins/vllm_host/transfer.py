@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +21,7 @@ from rlbatch.engines.receiver import WeightReceiver
 
 from .audit import SCALES, WriteAudit, check_values
 from .experts import held_experts
+from .passing import PassingTensors
 from .plan import Plan, Ready, Replay
 from .record import Recorder
 from .ties import Ties
@@ -88,11 +89,11 @@ class SharedMemoryTransfer(WeightTransferEngine):  # type: ignore[misc]
         self._audit = WriteAudit(self.model, self._default_model.parameters() if is_draft else (), self._ties.names)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Loads what a call brings; its memory is not needed afterwards. (The base class waits for an accelerator, which CPUs are not.)"""
+        """Loads what a call brings; its memory, unless it lasts, is not needed afterwards. (The base class waits, also on CPUs.)"""
         with set_current_vllm_config(self.vllm_config):
             self.receive_weights(self.parse_update_info(update_info))
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
+        if self._replay is None or not self.receiver.all_last:
+            _wait()
 
     def receive_weights(self, update_info: Bucket) -> None:
         """As ``update_weights``."""
@@ -105,20 +106,17 @@ class SharedMemoryTransfer(WeightTransferEngine):  # type: ignore[misc]
             tensors = self._replay.copy(key, tensors)
         if tensors:
             self._audit = self._audit or WriteAudit(self.model)
-            with loading_parts(), self._recording(), self._audit.counting(enabled=update_info.audit):
-                self.model.load_weights(self._audit.watch(self._kept(tensors)))
+            self._load(tensors, audit=update_info.audit)
 
-    def _kept(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors that vLLM may keep until the whole layer has come, which may be in a later call: copies, unless they last so long.
-
-        The recorder, which refuses loaders that would write into them, tells tensors by their storages.
-        """
-        for name, tensor in tensors:
-            is_lent = self._recorder is not None and name in self.receiver.lasting
-            kept = _with_own_storage(tensor) if is_lent else tensor.clone()
-            if self._recorder is not None:
-                self._recorder.watch(name, kept, is_lent=is_lent)
-            yield name, kept
+    def _load(self, tensors: Sequence[tuple[str, torch.Tensor]], *, audit: bool) -> None:
+        """By vLLM's loaders; it may keep tensors until the whole layer has come, which may be in a later call."""
+        assert self._audit is not None
+        passing = None if self._recorder is None else PassingTensors(self._recorder)
+        lent = ((name, tensor.clone() if passing is None else passing.lend(name, tensor)) for name, tensor in tensors)
+        with loading_parts(), self._recording(), self._audit.counting(enabled=audit):
+            self.model.load_weights(self._audit.watch(lent))
+        if passing is not None:
+            passing.end(self.receiver.lasting)
 
     def _recording(self) -> AbstractContextManager[None]:
         return nullcontext() if self._recorder is None else self._recorder.recording()
@@ -145,6 +143,7 @@ class SharedMemoryTransfer(WeightTransferEngine):  # type: ignore[misc]
                     self._plan, self._ready = None if self._recorder is None else self._recorder.plan(self._ties), {}
                     init_logger("vllm.rlbatch").info("rlbatch: later weight syncs %s", self._plan or "go through vLLM's loaders")
             self._ties.finish()
+        _wait()
         self._recorder = self._replay = None
         self.receiver.finish()
 
@@ -157,9 +156,10 @@ class SharedMemoryTransfer(WeightTransferEngine):  # type: ignore[misc]
         raise RuntimeError("weights are sent by the job's ranks (rlbatch.engines.sender), not by vLLM")
 
 
-def _with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, in a storage that no other tensor has. (DLPack has no 8-bit floats.)"""
-    return torch.from_dlpack(tensor.flatten().view(torch.uint8)).view(tensor.dtype).view(tensor.shape)
+def _wait() -> None:
+    """For what the device was given to do."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
 
 
 class WorkerExtension:

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from rlbatch.engines.cuda_memory import allocation, close_allocation, open_allocation
+from rlbatch.engines.cuda_memory import allocation, allocation_key, close_allocation, open_allocation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,7 +48,7 @@ class HostMemory:
         weakref.finalize(self, os.close, descriptor)
         os.posix_fallocate(descriptor, 0, num_bytes)  # else writing could end the process
         self.tensor: Tensor = torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
-        self.shared: Shared = (f"{os.getpid()}-{next(_numbers)}", {"path": f"/proc/{os.getpid()}/fd/{descriptor}"}, 0)
+        self.shared: Shared = (_key(next(_numbers)), {"path": f"/proc/{os.getpid()}/fd/{descriptor}"}, 0)
         _host_memories[self.tensor.data_ptr()] = self
 
 
@@ -66,7 +66,19 @@ def share(tensor: Tensor) -> Shared | None:
     if found is None:
         return None
     handle = {"ipc": found.handle.hex(), "bytes": found.num_bytes}
-    return f"{os.getpid()}-{found.key}", handle, tensor.data_ptr() - found.start
+    return _key(found.key), handle, tensor.data_ptr() - found.start
+
+
+def is_still(tensor: Tensor, key: str) -> bool:
+    """Whether a tensor lies in the memory with this key: what ``share`` said of that holds."""
+    if tensor.device.type == "cpu":
+        memory = _host_memories.get(tensor.untyped_storage().data_ptr())
+        return memory is not None and memory.shared[0] == key
+    return _key(allocation_key(tensor)) == key
+
+
+def _key(number: int) -> str:
+    return f"{os.getpid()}-{number}"
 
 
 class OpenMemories:

@@ -23,6 +23,7 @@ class WeightReceiver:
 
     Attributes:
         lasting: Names of the last call's tensors that may be read until the sync is over.
+        all_last: Whether these are all of them.
     """
 
     def __init__(self, device: Any) -> None:
@@ -32,6 +33,7 @@ class WeightReceiver:
         self._views: dict[str, tuple[tuple[int, ...], list[tuple[str, Tensor]]]] = {}
         self._came: set[str] = set()
         self.lasting: frozenset[str] = frozenset()
+        self.all_last = False
         self._group: WeightGroup | None = None
         self._buffer: Tensor | None = None
 
@@ -55,10 +57,10 @@ class WeightReceiver:
         if "places" in said:
             lasting = frozenset(said["lasting"])
             names = frozenset(place["name"] for place in said["places"] if place["memory"] in lasting)
-            self._known[key] = {**said, "lasting": names}
+            self._known[key] = {**said, "lasting": names, "all_last": len(names) == len(said["places"])}
             self._views.pop(key, None)
         content = self._known[key]
-        self.lasting = content["lasting"]
+        self.lasting, self.all_last = content["lasting"], content["all_last"]
         memories = {name: self._memories.open(name, handle) for name, handle in content["memories"].items()}
         if "broadcast" in content:
             assert self._group is not None

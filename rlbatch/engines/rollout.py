@@ -195,9 +195,10 @@ class HostedRollout:
             self._gather(b"")  # all ranks of the engine have given their memory back
             self._wake("weights")
             audit = self._context.audit_sync == "always" or (self._context.audit_sync == "first" and not self._has_weights)
+            is_first = not self._has_weights  # and goes through the engine's own loaders, which need memory too
             for is_draft, part in groupby(buckets, key=lambda bucket: bucket.is_carried):
                 self._ask("start_update", {"audit": audit, "draft": is_draft})
-                version = self._sender.send(part)
+                version = self._sender.send(part, in_turns=not (is_first or audit))
                 self._ask("finish_update", {"policy_version": version})
                 self.lacks_carried = self.lacks_carried and not is_draft
             self._has_weights = True

@@ -52,8 +52,12 @@ class WeightSender:
         self._messages: dict[int, tuple[Content, bytes]] = {}
         self._calls = 0
 
-    def send(self, buckets: Iterable[WeightBucket]) -> int:
+    def send(self, buckets: Iterable[WeightBucket], *, in_turns: bool = True) -> int:
         """Sends every bucket; a collective of the engine's ranks.
+
+        Args:
+            buckets: To be sent.
+            in_turns: Whether the next ones are gathered while the engine loads. If not, that takes half the memory.
 
         Returns:
             The policy version of the weights; -1 if there were none.
@@ -62,6 +66,7 @@ class WeightSender:
             RolloutError: the engine refuses a tensor, or there is no memory for a bucket.
         """
         self._meet()
+        self._staging.start(has_turns=in_turns)
         version, loading, told, self._calls = -1, None, set[str](), 0
         try:
             for bucket in buckets:
@@ -69,6 +74,9 @@ class WeightSender:
                 tensors = self._staging.sort(bucket) if self._sends else None
                 if self._on_any(tensors is not None and not self._staging.has_room(tensors)):
                     loading = self._load(loading, told)
+                    if not in_turns:
+                        self._await(loading)
+                        loading = None
                 if tensors is not None:
                     self._staging.add(tensors)
             if version >= 0:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlbatch.api import RolloutError, WeightBucket
 from rlbatch.engines.cuda_memory import allocate
-from rlbatch.engines.mapping import Handle, HostMemory, Shared, share
+from rlbatch.engines.mapping import Handle, HostMemory, Shared, is_still, share
 from rlbatch.engines.packing import Place, aligned, pack, place
 
 if TYPE_CHECKING:
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 GIB = 2**30
+AHEAD, GROWTH = GIB, 16
+"""Bytes read in place of which the engine is told at once, to copy them while this rank looks up more; each time so many times as many."""
 Content = dict[str, Any]
 """``memories`` (key -> handle), ``lasting`` (keys of those that stay as they are until the sync is over) and ``places``; JSON."""
 
@@ -40,7 +42,7 @@ class Sorted:
 
 
 class Staging:
-    """Collects tensors until there are enough for a call. Copies go into one of two memories, in turns.
+    """Collects tensors until there are enough for a call. Copies go into one of two memories, in turns, or always into the same.
 
     A tensor that lasts until the end of the sync is not copied if workers can open its memory: an allocation of a GPU, or ``HostMemory``.
 
@@ -52,12 +54,18 @@ class Staging:
     def __init__(self, device: str, *, lends: bool) -> None:
         self._device, self._lends = device, lends
         self._memories: list[_Memory | None] = [None, None]
-        self._turn, self._used, self._largest = 0, 0, 1
+        self._turns, self._turn, self._used, self._largest = 2, 0, 0, 1
+        self._lent_bytes, self._ahead = 0, AHEAD
         self._places: list[Place] = []
         self._handles: dict[str, Handle] = {}
         self._lasting: set[str] = set()
         self._lent: dict[int, tuple[int, Shared] | None] = {}
+        self._asked: set[int] = set()
         self._lent_before: dict[str, tuple[torch.dtype, torch.Size, Place]] = {}
+
+    def start(self, *, has_turns: bool) -> None:
+        """A new sync. Without turns each call must be over when the next one's tensors are added: that takes half the memory."""
+        self._turns = 2 if has_turns else 1
 
     def sort(self, bucket: WeightBucket) -> Sorted:
         """What must be copied of a bucket, and what is read in place."""
@@ -77,6 +85,8 @@ class Staging:
 
     def has_room(self, bucket: Sorted) -> bool:
         """Whether ``add`` needs no ``take`` before it."""
+        if self._lent_bytes >= self._ahead:
+            return False
         memory = self._memories[self._turn]
         return self._used == 0 or bucket.size == 0 or (memory is not None and self._used + bucket.size <= len(memory.tensor))
 
@@ -89,6 +99,7 @@ class Staging:
         self._places += bucket.lent
         self._handles |= bucket.handles
         self._lasting |= bucket.handles.keys()
+        self._lent_bytes += bucket.limit - bucket.size
         if not bucket.copied:
             return
         memory = self._memory(bucket)
@@ -105,7 +116,7 @@ class Staging:
     def take(self) -> tuple[Content, Tensor]:
         """What was added since the last time, when its copies are made, and the part of this rank's memory that they take.
 
-        Its memory is written again after the next ``take``: not before the workers have read it.
+        Its memory is written again after the next ``take``, or at once if there are no turns: not before the workers have read it.
         """
         import torch
 
@@ -114,21 +125,24 @@ class Staging:
         memory = self._memories[self._turn]
         content = {"memories": self._handles, "lasting": sorted(self._lasting), "places": self._places}
         part = torch.empty(0, dtype=torch.uint8) if memory is None else memory.tensor[: self._used]
-        self._turn = 1 - self._turn
+        self._turn = (self._turn + 1) % self._turns
+        if self._lent_bytes >= self._ahead:
+            self._ahead *= GROWTH
         self._forget()
         return content, part
 
     def release(self) -> None:
         """At the end of a sync: a GPU's memory goes back to the trainer. Host memory stays: making it takes longer than using it."""
-        self._lent.clear()
+        self._lent = {storage: self._lent[storage] for storage in self._asked}
+        self._asked.clear()
         # Every sync starts with the same memory: what lies where is then what the workers know from the last one.
-        self._turn = 0
+        self._turn, self._ahead = 0, AHEAD
         self._forget()
         if self._device != "cpu":
             self._memories = [None, None]
 
     def _forget(self) -> None:
-        self._used, self._places, self._handles, self._lasting = 0, [], {}, set()
+        self._used, self._lent_bytes, self._places, self._handles, self._lasting = 0, 0, [], {}, set()
 
     def _lent_place(self, name: str, tensor: Tensor, memory: str, start: int) -> Place:
         """Where a lent tensor is; the same object as in the last sync if it is still there, which is quick to make and to compare."""
@@ -140,12 +154,14 @@ class Staging:
         return now
 
     def _shared(self, tensor: Tensor) -> Shared | None:
-        """As ``mapping.share``, which is asked once for every storage."""
+        """As ``mapping.share``, which is asked once for every storage; in later syncs only whether that holds."""
         storage = tensor.untyped_storage().data_ptr()
-        if storage not in self._lent:
-            found = share(tensor)
-            self._lent[storage] = None if found is None else (tensor.data_ptr(), found)
-        known = self._lent[storage]
+        known = self._lent.get(storage)
+        if storage not in self._asked:
+            self._asked.add(storage)
+            if known is None or not is_still(tensor, known[1][0]):
+                found = share(tensor)
+                known = self._lent[storage] = None if found is None else (tensor.data_ptr(), found)
         if known is None:
             return None
         first, (key, handle, start) = known

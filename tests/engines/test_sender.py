@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from rlbatch.api import RolloutError, WeightBucket
-from rlbatch.engines import mapping
+from rlbatch.engines import mapping, staging
 from rlbatch.engines.client import EngineHost
 from rlbatch.engines.mapping import HostMemory, OpenMemories
 from rlbatch.engines.packing import ALIGNMENT
@@ -45,9 +45,9 @@ def test_packed_tensors_come_back(dtype: torch.dtype) -> None:
     """Names, shapes, dtypes and bytes, of views and scalars too; no two tensors touch."""
     whole = torch.arange(12.0).view(3, 4).to(dtype)
     tensors = [whole, whole.t()[1:], whole[0, 0], torch.ones(5, dtype=torch.uint8)]
-    staging = Staging("cpu", lends=True)
-    staging.add(staging.sort(WeightBucket(["a", "b", "c", "d"], tensors, 0)))
-    content, memory = staging.take()
+    sent = Staging("cpu", lends=True)
+    sent.add(sent.sort(WeightBucket(["a", "b", "c", "d"], tensors, 0)))
+    content, memory = sent.take()
     starts = [place["start"] for place in content["places"]]
     assert starts == sorted(set(starts))
     assert all(start % ALIGNMENT == 0 for start in starts)
@@ -101,6 +101,47 @@ def test_one_rank_of_a_device_sends(host: EngineHost) -> None:
     assert senders[1]._staging._memories == [None, None]
 
 
+def test_without_turns_one_memory_is_enough(host: EngineHost) -> None:
+    """An engine that reads late still gets the tensors of every bucket, and the second memory is not made; of the next sync it is."""
+    buckets = [WeightBucket([str(i)], [torch.full((1000,), 1.0 + i)], 1) for i in range(4)]
+    sender = WeightSender(host, "cpu", lambda content: [content], limit_s=60.0)
+    for in_turns, memories in ((False, 1), (True, 2)):
+        assert sender.send(buckets, in_turns=in_turns) == 1
+        said = host.call("sums", limit_s=60.0)
+        assert said["sums"] == [1000.0, 2000.0, 3000.0, 4000.0]
+        assert len([memory for memory in sender._staging._memories if memory]) == memories
+
+
+def test_engines_begin_while_the_rest_is_looked_up(host: EngineHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what is read in place a small part is told at once, larger ones later; the same in every sync, and nothing is asked twice."""
+    monkeypatch.setattr(staging, "AHEAD", 400)
+    memory, asked = HostMemory(100 * 256), []
+    tensors = [memory.tensor[256 * i : 256 * i + 200].fill_(i + 1) for i in range(100)]
+    buckets = [WeightBucket([str(i)], [tensor], 1, [True]) for i, tensor in enumerate(tensors)]
+    share = staging.share
+    monkeypatch.setattr(staging, "share", lambda tensor: asked.append(tensor) or share(tensor))
+    sender = WeightSender(host, "cpu", lambda content: [content], limit_s=60.0)
+    for _ in range(2):
+        send(host, buckets, sender)
+        said = host.call("sums", limit_s=60.0)
+        assert said["sums"] == [200.0 * (i + 1) for i in range(100)]
+        assert len(said["told"]) == 3  # of 2, 25 and 73 tensors
+    assert said["told"] == [["key"]] * 3
+    assert len(asked) == 1
+
+
+def test_memory_in_the_place_of_other_memory_is_asked_for() -> None:
+    """A storage at an address where another one was in the last sync is told with its own handle."""
+    memory, sent = HostMemory(1000), Staging("cpu", lends=True)
+    bucket = WeightBucket(["a"], [memory.tensor[:100]], 0, [True])
+    sent.add(sent.sort(bucket))
+    sent.take()
+    sent.release()
+    memory.shared = ("other", {"path": "/elsewhere"}, 0)
+    sent.add(sent.sort(bucket))
+    assert sent.take()[0]["memories"] == {"other": {"path": "/elsewhere"}}
+
+
 def test_memory_leaves_nothing_behind() -> None:
     """It has no name in /dev/shm, is read by its handle, and cannot be opened once nobody has it."""
     before = shared_by(os.getpid())
@@ -137,19 +178,20 @@ def test_tensors_that_last_are_read_in_place() -> None:
     bucket = WeightBucket(
         ["a", "b", "c", "d", "e"], [own, own[3:5], own[:2], own.view(8, 8).t(), other], 0, [True, True, False, True, True]
     )
-    staging, receiver = Staging("cpu", lends=True), WeightReceiver(torch.device("cpu"))
+    sent, receiver = Staging("cpu", lends=True), WeightReceiver(torch.device("cpu"))
     said: list[Any] = []
     for scale in (1.0, 2.0):
         own.copy_(torch.arange(64.0))
-        staging.add(staging.sort(bucket))
-        said.append(json.loads(json.dumps(staging.take()[0])))
+        sent.add(sent.sort(bucket))
+        said.append(json.loads(json.dumps(sent.take()[0])))
         own.mul_(scale)  # after it was sent
         received = dict(receiver.tensors({"cpu": {"key": "k", **said[-1]}})[1])
         assert receiver.lasting == {"a", "b"}
         assert [received[name][-1].tolist() for name in "abce"] == [63.0 * scale, 4.0 * scale, 1.0, 1.0]
         assert torch.equal(received["d"], torch.arange(64.0).view(8, 8).t())
         assert received["b"].data_ptr() == received["a"].data_ptr() + 12
-        staging.release()
+        assert not receiver.all_last
+        sent.release()
         receiver.finish()
     assert said[0] == said[1]
     assert said[0]["lasting"] == [memory.shared[0]]

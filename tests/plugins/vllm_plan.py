@@ -52,17 +52,20 @@ class Worker:
             torch.accelerator.empty_cache = lambda: None  # there is none
             self.model = get_model(vllm_config=config)
         self.transfer = SharedMemoryTransfer(config.weight_transfer_config, config, torch.device("cpu"), self.model)
-        self.receiver = SimpleNamespace(tensors=lambda devices: devices, finish=lambda: None, lasting=frozenset())
+        self.receiver = SimpleNamespace(tensors=lambda devices: devices, finish=lambda: None, lasting=frozenset(), all_last=False)
         self.transfer.receiver = self.receiver  # type: ignore[assignment]
 
     def sync(self, calls: Sequence[Named], *, replay: bool, lent: bool = False) -> str:
-        """One update, with tensors that last until it is over or with others; returns what is wrong with it."""
+        """One update, with tensors that last until it is over or whose memory is written again; returns what is wrong with it."""
         self.receiver.lasting = frozenset(name for tensors in calls for name, _ in tensors) if lent else frozenset()
         self.transfer.start_weight_update()
         try:
             for tensors in calls:
-                key = " ".join(f"{name} {tensor.data_ptr()}" for name, tensor in tensors)
-                self.transfer.update_weights({"devices": (key, tensors), "replay": replay})
+                sent = tensors if lent or replay else [(name, tensor.clone()) for name, tensor in tensors]
+                key = " ".join(f"{name} {tensor.data_ptr()}" for name, tensor in sent)
+                self.transfer.update_weights({"devices": (key, sent), "replay": replay})
+                for _, tensor in sent if sent is not tensors else ():
+                    tensor.fill_(3.0)
             self.transfer.finish_weight_update()
         except ValueError as error:
             return str(error)
@@ -121,7 +124,9 @@ def main(folder: Path) -> None:
         said[f"replayed {number}"] = worker.sync(calls(other, 7), replay=True)
         replayed = worker.state()
         said[f"plan was used {number}"] = worker.transfer._plan is plan
-        worker.sync(calls(other, 100), replay=False)
+        for tensor in worker.model.parameters():
+            tensor.data.fill_(7.0)
+        said[f"loaded {number}"] = worker.sync(calls(other, 3), replay=False)
         said[f"different {number}"] = different(replayed, worker.state())
         worker.transfer._plan = plan
     first = next(iter(weights))
@@ -129,6 +134,10 @@ def main(folder: Path) -> None:
     type(worker.model).load_weights = lambda self, named: load(self, ((name, tensor.add_(1)) for name, tensor in named))
     said["written"] = worker.sync(calls(lent, 100), replay=False, lent=True)
     said["not written"] = different(lent, weights)
+    stolen: list[torch.Tensor] = []
+    type(worker.model).load_weights = lambda self, named: load(self, ((name, stolen.append(tensor) or tensor) for name, tensor in named))
+    said["stolen"] = worker.sync(calls(weights, 100), replay=False)
+    said["stolen and lasting"] = worker.sync(calls(lent, 100), replay=False, lent=True)
     type(worker.model).load_weights = load
     worker.sync(calls(weights, 100), replay=False)
     worker.transfer._plan = plan
