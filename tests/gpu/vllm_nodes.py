@@ -58,7 +58,7 @@ ON_GPU = (
     "rollout.engine.gpu_memory_utilization=0.3",
 )
 ON_CPU = ("+cluster=local",)
-TOLD = (r"world_size=\d+ rank=\d+ local_rank=\d+", r"EP Rank", r"rlbatch: later weight syncs", r"Sleep mode freed", r"wake up tags")
+TOLD = (r"world_size=\d+ rank=\d+ local_rank", r"EP Rank \d", r"later weight syncs", r"Sleep mode freed", r"It took .* wake up tags")
 """Lines of an engine's log that show what it did."""
 
 
@@ -144,9 +144,9 @@ def _print_engines(run_dir: Path) -> None:
     for log in sorted(run_dir.glob("engines/*/engine*.log")):
         lines = log.read_text(errors="replace").splitlines()
         for pattern in TOLD:
-            found = [line for line in lines if re.search(pattern, line)]
+            found = [line[match.start() :] for line in lines if (match := re.search(pattern, line))]
             if found:
-                print(f"{log.relative_to(run_dir)}: {len(found)} x {found[-1][-180:]}", flush=True)
+                print(f"{log.relative_to(run_dir)}: {len(found)} x {found[-1][:120]}", flush=True)
     for node in NODES:
         texts = [file.read_text(errors="replace") for file in (run_dir / "nccl").glob(f"{node}.*")]
         ways = re.findall(r" via (P2P|SHM|NET/\w+)", "".join(texts))
