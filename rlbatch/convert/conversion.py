@@ -66,10 +66,11 @@ def convert(options: Options, info: RankInfo, say: Callable[[str], None]) -> Non
     team = Team(info, draft)
     with team.reporting_failures():
         if not team.is_first:
-            work = prepare(options)
-            _make(team, draft, work.outputs, team.wait_for_start(), options, say)
+            with team.present():
+                work = prepare(options)
+                _make(team, draft, work.outputs, team.wait_for_start(), options, say)
             return
-        with draft.locked():
+        with draft.locked(), team.present():
             work = prepare(options)
             draft.check_room(work.outputs)
             if work.note:
@@ -97,7 +98,7 @@ def _make(
     with ConversionProgress("writing", sum(sizes.values()), lambda: done(False), is_shown=team.is_first) as progress:
 
         def advance(nbytes: int) -> None:
-            team.beat()
+            team.look()
             progress.advance(nbytes)
 
         for output in share:

@@ -90,7 +90,7 @@ class Draft:
             try:
                 yield
             except RlbatchError:
-                if not self.finished():  # nothing that another start could use
+                if not self.finished() and not (self.folder / TEAM).exists():  # nothing for another start, nor for other processes
                     shutil.rmtree(self.folder, ignore_errors=True)
                 raise
         finally:
