@@ -15,11 +15,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from rlbatch.api import EngineLost, RolloutError
+from rlbatch.engines.full_disk import told_in_words
 from rlbatch.engines.last_words import last_words
 from rlbatch.engines.pulse import Processes, Pulse
 from rlbatch.engines.shared_names import private_folder, remove_leftovers
@@ -68,13 +69,17 @@ class EngineHost:
     ) -> None:
         remove_leftovers()
         self._name, self.log = name, folder / "engine.log"
-        self._sockets = private_folder()
+        with told_in_words("an engine cannot be started", folder), ExitStack() as made:
+            self._sockets = private_folder()
+            made.callback(shutil.rmtree, self._sockets, ignore_errors=True)
+            site = write_site(folder / "site", entry_points or {})
+            log = self.log.open("wb")
+            made.pop_all()
         places = dict.fromkeys(["TMPDIR", *filter(None, [sockets_variable])], str(self._sockets))
         places |= {key: value for key, value in KEPT.items() if key not in os.environ}
-        site = write_site(folder / "site", entry_points or {})
         self._variables = scrubbed(os.environ, site, keep_path=not python) | places | dict(variables or {})
         ours, theirs = socket.socketpair()
-        with theirs, self.log.open("wb") as log:
+        with theirs, log:
             try:
                 self._process = subprocess.Popen(
                     [python or sys.executable, "-c", _RUN, str(theirs.fileno()), engine],

@@ -14,6 +14,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -90,10 +91,12 @@ class Server:
         except asyncio.CancelledError:
             send({"end": True, "error": "cancelled", "lost": False})
         except Refused as error:
-            print(error, flush=True)
+            with suppress(OSError):  # a full disk has no say in what the rank is told
+                print(error, flush=True)
             send({"end": True, "error": str(error), "is_refusal": True, "lost": False})
         except Exception as error:  # whatever an engine raises is the rank's to judge
-            traceback.print_exc()
+            with suppress(OSError):
+                traceback.print_exc()
             send({"end": True, "error": _message(error), "lost": _is_lost(self._engine)})
         await self._writer.drain()
 

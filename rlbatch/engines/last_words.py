@@ -20,9 +20,12 @@ def last_words(log: Path, variables: Mapping[str, str]) -> str:
         log: Of the engine.
         variables: The engine's own. Values of those that are called a secret are shown as the variable's name.
     """
-    with log.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - READ_BYTES))
-        text = file.read().decode(errors="replace")
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - READ_BYTES))
+            text = file.read(READ_BYTES).decode(errors="replace")
+    except OSError as error:  # it is quoted in another error, which counts
+        return f"Its log, {log}, cannot be read ({error.strerror})."
     secrets = {value: name for name, value in variables.items() if _SECRET.search(name) and len(value) >= SHORTEST}
     for value in sorted(secrets, key=len, reverse=True):
         text = text.replace(value, f"${secrets[value]}")

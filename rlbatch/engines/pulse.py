@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from rlbatch.engines.full_disk import told_in_words
 from rlbatch.launch.children import signal_group
 
 if TYPE_CHECKING:
@@ -136,7 +137,12 @@ class Pulse:
 
         Raises:
             EngineLost: it is dead, or gave no sign of life for too long.
+            RolloutError: the system does not let anybody look, e.g. because a limit of open files is reached.
         """
+        with told_in_words(f"the engine cannot be looked at (`{self._operation}`)", self._host.log):
+            self._look()
+
+    def _look(self) -> None:
         self._host.check()
         if self._host.processes.is_broken():
             raise self._host.lose(f"the engine is dead (`{self._operation}`: one of its processes has ended)")
