@@ -1,20 +1,23 @@
 """SGLang's own update over a group, and rlbatch's: the same weights to an engine that has no memory of this process's.
 
 ``<SGLang's python> -m tests.gpu.sglang_nccl`` calls ``init_weights_update_group`` and ``update_weights_from_distributed`` of a bare
-``sglang.Engine``; ``python -m tests.gpu.sglang_nccl ours python=<SGLang's python>`` sends through ``rollout.options.transport=collective``.
-On two GPUs over NCCL, without GPUs over Gloo. Prints seconds, and the log-probs' mean difference to transformers before and after. What
-takes longer than ``limit=540`` seconds is ended, with the stack of every thread here.
+``sglang.Engine``; ``python -m tests.gpu.sglang_nccl ours python=<SGLang's python>`` sends through ``rollout.options.transport=collective``,
+with ``lose`` also to an engine that is stopped between two broadcasts, and then started anew. On two GPUs over NCCL, without GPUs over
+Gloo. Prints seconds, and the log-probs' mean difference to transformers before and after. What takes longer than ``limit=540`` seconds is
+ended, with the stack of every thread here.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import os
+import signal
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +30,12 @@ UPDATES = 3
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda:0" if ON_GPU else "cpu"
 OPTIONS = {"grammar_backend": "none", "sampling_backend": "pytorch", "disable_cuda_graph": True, "context_length": 2048}
-GPU_OPTIONS = {"attention_backend": "fa3", "disable_prefill_cuda_graph": True, "mem_fraction_static": 0.4}
+GPU_OPTIONS = {"attention_backend": "triton", "disable_prefill_cuda_graph": True, "mem_fraction_static": 0.4, "max_total_tokens": 65536}
 CPU_OPTIONS = {"device": "cpu", "attention_backend": "torch_native", "max_total_tokens": 8192, "disable_overlap_schedule": True}
 SMALLER = {"vocab_size": 8000, "hidden_size": 512, "moe_intermediate_size": 256, "num_experts": 16}
 """On CPUs."""
 PROMPTS = [list(range(10 + i, 74 + i)) for i in range(8)]
+BUCKET_MIB = 256 if ON_GPU else 16
 LENGTH = 64 if ON_GPU else 16
 Sampled = Callable[[], list[tuple[list[int], list[float]]]]
 """Tokens of each prompt, and their log-probs."""
@@ -44,7 +48,7 @@ def main(arguments: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         model = _model(Path(scratch) / "model")
         if "ours" in said:
-            _ours(model, Path(scratch), said["python"])
+            _ours(model, Path(scratch), said["python"], loses="lose" in said)
         else:
             _theirs(model, Path(scratch))
 
@@ -104,13 +108,14 @@ def _theirs(model: Any, scratch: Path) -> None:
     Path(shm_path_for(engine.port_args.instance_id)).unlink(missing_ok=True)  # it leaves it
 
 
-def _ours(model: Any, scratch: Path, python: str) -> None:
-    from rlbatch.api import Prompt, RolloutContext, SamplingParams
+def _ours(model: Any, scratch: Path, python: str, *, loses: bool) -> None:
+    from rlbatch.api import EngineLost, Prompt, RolloutContext, SamplingParams
     from rlbatch.weights.sync import buckets
     from rlbatch_plugins.rollout_sglang import SglangOptions, sglang_rollout
+    from tests.leftovers import process_called
 
     own = {"python": python, **OPTIONS, **(GPU_OPTIONS if ON_GPU else {})}
-    options = SglangOptions(transport="collective", separate_gpus=int(ON_GPU))
+    options = SglangOptions(transport="collective", separate_gpus=int(ON_GPU), hang_limit_s=8)
     rollout = sglang_rollout(RolloutContext(scratch / "model", DEVICE, "bfloat16", engine=own, folder=scratch / "engine"), options)
     prompts = [Prompt(number, "", tuple(prompt)) for number, prompt in enumerate(PROMPTS)]
 
@@ -118,13 +123,37 @@ def _ours(model: Any, scratch: Path, python: str) -> None:
         answers = rollout.generate(prompts, SamplingParams(1.0, LENGTH, (), 1, (0, 0)))
         return [(list(sample.token_ids), list(sample.logprobs)) for samples in answers for sample in samples]
 
+    def update(version: int, midway: Callable[[], None] = lambda: None) -> None:
+        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+            all_of_them = list(checkpoint(model))
+            yield from all_of_them[: len(all_of_them) // 2]
+            midway()
+            yield from all_of_them[len(all_of_them) // 2 :]
+
+        size = sum(tensor.nbytes for _, tensor in checkpoint(model))
+        started = time.monotonic()
+        rollout.update_weights(buckets(tensors(), BUCKET_MIB, version))
+        print(f"update {version}: {size / 1e9:.2f} GB in {time.monotonic() - started:.3f} s", flush=True)
+
     try:
         for version in range(UPDATES):
-            size = sum(tensor.nbytes for _, tensor in checkpoint(model))
-            started = time.monotonic()
-            rollout.update_weights(buckets(checkpoint(model), 512, version))
-            print(f"update {version}: {size / 1e9:.2f} GB in {time.monotonic() - started:.3f} s", flush=True)
+            update(version)
         print(f"after: {_difference(sampled, model):.3f} nats", flush=True)
+        if loses:
+            stop = partial(os.kill, process_called(scratch / "engine" / "site", "sglang::scheduler"), signal.SIGSTOP)
+            started = time.monotonic()
+            try:
+                update(UPDATES, stop)
+            except EngineLost as error:
+                print(f"lost after {time.monotonic() - started:.1f} s: {str(error).splitlines()[0]}", flush=True)
+            started = time.monotonic()
+            rollout.restart()
+            print(f"restarted in {time.monotonic() - started:.1f} s", flush=True)
+            update(UPDATES)
+            print(f"after its restart: {_difference(sampled, model):.3f} nats", flush=True)
+    except BaseException:
+        print((scratch / "engine" / "engine.log").read_text(errors="replace")[-2000:], flush=True)
+        raise
     finally:
         rollout.close()
 

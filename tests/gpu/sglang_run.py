@@ -4,11 +4,12 @@ For each sleep level three times: weights from the ranks' memory, generation at 
 same GPU, sleep. With ``gpus=2`` two ranks, threads here, share an engine; with ``apart=1`` the engine is on the second GPU and weights come
 over NCCL. Prints seconds, GB/s of the sync, the first device's used memory
 after each phase, differences of log-probs (bf16), and how many tokens are the same when sampled again. Exits with 1 if a sync did not reach
-the engine: the mean difference is then several nats.
+the engine: the mean difference is then several nats. What takes longer than ``limit=540`` seconds is ended, with the stack of every thread.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import sys
 import tempfile
@@ -39,6 +40,7 @@ ENGINE = {
     "disable_prefill_cuda_graph": True,
 }
 DEEPSEEK = {
+    "num_key_value_heads": SHAPE["num_attention_heads"],
     "num_hidden_layers": 4,
     "first_k_dense_replace": 1,
     "n_routed_experts": 32,
@@ -63,6 +65,7 @@ def main(arguments: list[str]) -> int:
     said: dict[str, Any] = dict(argument.split("=", 1) for argument in arguments)
     family, gpus = said.pop("family", "qwen3_moe"), int(said.pop("gpus", 1))
     apart = bool(int(said.pop("apart", 0)))
+    faulthandler.dump_traceback_later(int(said.pop("limit", 540)), exit=True)
     levels = [int(level) for level in said.pop("levels", "1,2").split(",")]
     engine = ENGINE | {name: value if name == "python" else json.loads(value) for name, value in said.items()}
     worst = 0.0
@@ -87,7 +90,8 @@ def _write_config(family: str, folder: Path) -> Any:
         config: Any = Qwen3MoeConfig(**SHAPE, num_hidden_layers=8)
         config.architectures = ["Qwen3MoeForCausalLM"]
     else:
-        config = DeepseekV3Config(**{name: value for name, value in SHAPE.items() if "expert" not in name}, **DEEPSEEK)
+        shape = {name: value for name, value in SHAPE.items() if "expert" not in name and name not in ("head_dim", "num_key_value_heads")}
+        config = DeepseekV3Config(**shape, **DEEPSEEK)
         config.architectures = ["DeepseekV3ForCausalLM"]
     config.save_pretrained(folder)
     path = folder / "config.json"
