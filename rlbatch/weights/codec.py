@@ -236,6 +236,12 @@ def parts(mapping: ParamMapping, shard: Tensor, geometry: Geometry, size: int) -
             return [shard]
 
 
+def expert_parts(mapping: ParamMapping, stack: Tensor) -> Sequence[Tensor]:
+    """``parts`` of every expert of a contiguous stack that is not sharded, expert after expert: views, all made in one operation."""
+    matrices: Tensor = stack.unflatten(1, (len(hf_patterns(mapping)), -1)).flatten(0, 1)
+    return matrices.unbind(0)
+
+
 def joined(mapping: ParamMapping, by_rank: Sequence[Sequence[Tensor]], geometry: Geometry) -> list[Tensor]:
     """All ranks' ``parts`` -> the Hugging Face tensors."""
     dim = sharded_dim(mapping)

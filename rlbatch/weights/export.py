@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -99,6 +100,7 @@ class Exporter:
                 )
             wire = Wire(mapping, geometry, (groups.etp if experts else groups.tp).size(), shape[1:] if experts else shape, dtype, quantised)
             self._prepared.append(_Prepared(entry.name, stage, wire, names, shape[0] if experts else 0))
+        self._views: dict[str, tuple[Hashable, Sequence[Sequence[NamedTensor]] | None]] = {}
         self._is_alone = groups.ep.size() == groups.etp.size() == groups.pp.size() == 1
 
     def tensors(self, params: Mapping[str, Tensor], wanted: Sequence[int] | None) -> Iterator[NamedTensor]:
@@ -115,8 +117,7 @@ class Exporter:
                 part = self._from_stage(entry, local, device)
                 yield from entry.wire.decode(entry.names[0], _gathered(part, groups.tp))
             elif self._is_alone and local is not None:
-                for names, expert in zip(entry.names, local.unbind(0), strict=True):
-                    yield from entry.wire.decode(names, [entry.wire.encode(expert)])
+                yield from self._alone(entry, local)
             else:
                 for index in range(entry.per_rank):
                     yield from self._of_all_ranks(entry, index, local, device)
@@ -138,8 +139,12 @@ class Exporter:
 
     def _routed(self, entry: _Prepared, local: Tensor | None, routes: Routes, device: torch.device) -> Iterator[NamedTensor]:
         """The experts that this rank wants; where others want more, empty tensors (``meta``) without a name in their place."""
-        wire = entry.wire
+        wire, own = entry.wire, None if local is None else self._own_views(entry, local)
         for slot in range(routes.slots):
+            kept = routes.kept(entry.stage, slot)
+            if own is not None and kept is not None:
+                yield from own[kept]
+                continue
             shards: dict[int, Tensor] = {}
             for step in routes.rounds(entry.stage, slot):
                 mine = wire.encode(local[step.index]) if local is not None and step.index is not None else None
@@ -151,6 +156,30 @@ class Exporter:
                 yield from (("", tensor) for _, tensor in nothing)
             else:
                 yield from wire.decode(entry.names[expert], [shards[shard] for shard in range(routes.shards)])
+
+    def _alone(self, entry: _Prepared, local: Tensor) -> Iterator[NamedTensor]:
+        """All experts, of the only rank."""
+        own = self._own_views(entry, local)
+        if own is not None:
+            yield from chain.from_iterable(own)
+            return
+        for names, expert in zip(entry.names, local.unbind(0), strict=True):
+            yield from entry.wire.decode(names, [entry.wire.encode(expert)])
+
+    def _own_views(self, entry: _Prepared, local: Tensor) -> Sequence[Sequence[NamedTensor]] | None:
+        """This rank's experts, if they are views of their stack: the same objects as long as that stays where it is.
+
+        A storage that its parameter has left for another is held until the next export.
+        """
+        storage = local.untyped_storage()
+        # Which storage, as what one is emptied of may now be another's; and where, as that is what readers of the views remember.
+        place = storage._cdata, storage.data_ptr(), local.storage_offset(), local.stride()
+        if entry.name not in self._views or self._views[entry.name][0] != place:
+            first, views = self._groups.ep.rank() * entry.per_rank, entry.wire.views(local)
+            names = entry.names[first : first + entry.per_rank]
+            own = None if views is None else [tuple(zip(*expert, strict=True)) for expert in zip(names, views, strict=True)]
+            self._views[entry.name] = place, own
+        return self._views[entry.name][1]
 
     def _stage_owners(self, entries: Sequence[Entry], described: Described) -> dict[str, tuple[int, torch.Size, torch.dtype]]:
         """Name -> (first pipeline rank that holds it, shape and dtype of a shard)."""

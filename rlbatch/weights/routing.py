@@ -53,6 +53,7 @@ class Routes:
         for holder, place in enumerate(places):
             self._holders.setdefault(place, []).append(holder)
         self._made: dict[int, list[list[Round]]] = {}
+        self._kept: dict[int, list[int | None]] = {}
 
     @property
     def slots(self) -> int:
@@ -69,11 +70,25 @@ class Routes:
         mine = self._wanted[self._rank]
         return mine[slot] if slot < len(mine) else None
 
+    def kept(self, stage: int, slot: int) -> int | None:
+        """Which of its experts this rank wants in a slot in which it neither sends nor gets another, or parts of it; else None."""
+        self.rounds(stage, slot)
+        return self._kept[stage][slot]
+
     def rounds(self, stage: int, slot: int) -> list[Round]:
         """Of a slot, for layers of a pipeline stage."""
         if stage not in self._made:
             self._made[stage] = [self._rounds(stage, number) for number in range(self.slots)]
+            self._kept[stage] = [self._kept_of(number, rounds) for number, rounds in enumerate(self._made[stage])]
         return self._made[stage][slot]
+
+    def _kept_of(self, slot: int, rounds: Sequence[Round]) -> int | None:
+        expert = self.wanted(slot)
+        if expert is None or self._shards > 1:
+            return None
+        index = expert % self._per_rank
+        mine = [step for step in rounds if step.index is not None or step.shards]
+        return index if mine == [Round(index, (self._rank,), {0: self._rank})] else None
 
     def _rounds(self, stage: int, slot: int) -> list[Round]:
         sends: dict[int, dict[int, list[int]]] = {}  # sender -> its expert -> receivers

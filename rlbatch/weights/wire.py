@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlbatch.api import ParamMapping
-from rlbatch.weights.codec import Geometry, joined, parts, sharded_dim
+from rlbatch.weights.codec import Geometry, expert_parts, joined, parts, sharded_dim
 from rlbatch.weights.quantize import BLOCK, SCALE_SUFFIX, quantize, scales_shape
 
 NamedTensor = tuple[str, Tensor]
@@ -82,6 +82,13 @@ class Wire:
             else:
                 made[part, 0] = tensor.to(self._pieces[part, 0].dtype)
         return torch.cat([made[place].contiguous().flatten().view(torch.uint8) for place in self._pieces])
+
+    def views(self, stack: Tensor) -> list[tuple[Tensor, ...]] | None:
+        """Each expert's Hugging Face tensors, if they are views of a rank's stack; made at once, that is a tenth of the time."""
+        if self._size > 1 or any(self._quantised) or not stack.is_contiguous():
+            return None
+        views, count = expert_parts(self._mapping, stack), len(self._quantised)
+        return [tuple(views[first : first + count]) for first in range(0, len(views), count)]
 
     def empty(self, device: torch.device | str) -> Tensor:
         """Memory for what travels."""
