@@ -151,6 +151,8 @@ class HostedRollout:
             raise
         except (RuntimeError, futures.TimeoutError) as error:
             raise RolloutError(f"rollout.options.transport: this rank and its engine's workers do not meet ({error}).") from error
+        finally:
+            path.unlink(missing_ok=True)  # all have met, or will not any more
 
     def _started(self, program: EngineProgram) -> EngineHost:
         host = EngineHost(

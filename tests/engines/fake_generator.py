@@ -59,7 +59,10 @@ class FakeGenerator:
         return {"max_model_len": 4096}
 
     async def op_join(self, header: dict[str, Any], payload: bytes, send: Send) -> None:
+        from rlbatch.engines.collective import WeightGroup
+
         await self.reach("join")
+        self.group = await asyncio.to_thread(WeightGroup, Path(header["path"]), 1, header["size"], "cpu", header["limit_s"])
 
     async def op_ping(self, header: dict[str, Any], payload: bytes, send: Send) -> None:
         pass

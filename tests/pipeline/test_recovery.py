@@ -28,6 +28,8 @@ RUN = (
     "offload=gradients",
 )
 EXIT_STOPPED = 75
+ENDED_S = 60.0
+"""Well above the seconds that it takes, far below the 600 s after which a collective gives up."""
 
 
 def run(run_dir: Path, monkeypatch: pytest.MonkeyPatch, *faults: tuple[int, str, int, str], overrides: tuple[str, ...] = ()) -> Ended:
@@ -128,10 +130,17 @@ def test_too_many_losses_end_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_an_ordinary_error_restarts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the engine refuses it would refuse again: the job ends at once."""
-    ended = run(tmp_path / "run", monkeypatch, (0, "load", 3, "refuse"))
+    """What the engine refuses it would refuse again: the job ends at once, also a rank that shares the engine, and is in the middle of the
+    sync; what was refused is in the first line of both ranks' output.
+    """
+    ended = run(tmp_path / "run", monkeypatch, (0, "load", 3, "refuse"), overrides=("rollout.options.gpus_per_engine=2",))
+    ended_s = max(path.stat().st_mtime for path in (tmp_path / "run/logs").iterdir())
     assert ended.code == 1
-    assert re.search(r"^\[rank 0 host \S+\] rollout=hosted: `load_weights` failed: it is told to refuse", ended.stderr)
+    refusal = r"\[rank 0 host \S+\] rollout=hosted: `load_weights` failed: it is told to refuse\n"
+    assert re.match(refusal, ended.stderr)
+    assert re.match(rf"The job has failed: {refusal}", (tmp_path / "run/logs/rank1.log").read_text())
+    assert "in send" in (tmp_path / "run/logs/rank1.stacks").read_text()
+    assert ended_s - (tmp_path / "run/engines/0/reached_load").stat().st_mtime < ENDED_S
     assert reached(tmp_path / "run", 0, "start") == 1
     assert restarts(ended) == []
 
