@@ -1,15 +1,17 @@
 """A plugin whose engine and loss send signals to the rank that they run in, once each, at places named by ``RLBATCH_TEST_SIGNALS``.
 
 The variable is JSON: ``[[place, rank, signal], ...]``. Places: ``start``, ``generation <step> <number of the prompt in the rank's share>``,
-``evaluation <how many came before>``, ``update <how many came before>``. After a signal in a generation the engine sleeps ``SLEEP_S``:
-only an interruption ends that early.
+``evaluation <how many came before>``, ``update <how many came before>``, ``save <step>``. After a signal in a generation the engine sleeps
+``SLEEP_S``: only an interruption ends that early. In a save, on rank 0, it goes to the launcher, and the save goes on once it came back.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import sys
 import time
 from collections.abc import Iterator, Sequence
 
@@ -22,14 +24,37 @@ _LEFT = [tuple(event) for event in json.loads(os.environ.get("RLBATCH_TEST_SIGNA
 _COUNTS = {"evaluation": 0, "update": 0}
 
 
-def reach(place: str) -> bool:
-    """Sends the signal of this place, if it has one; whether it had."""
+def taken(place: str) -> signal.Signals | None:
+    """The signal of this place, the first time that it is asked for."""
     for event in _LEFT:
         if event[0] == place:
             _LEFT.remove(event)
-            os.kill(os.getpid(), signal.Signals[event[2]])
-            return True
-    return False
+            return signal.Signals[event[2]]
+    return None
+
+
+def reach(place: str) -> bool:
+    """Sends the signal of this place, if it has one; whether it had."""
+    number = taken(place)
+    if number:
+        os.kill(os.getpid(), number)
+    return number is not None
+
+
+def save(event: str, arguments: tuple[object, ...]) -> None:
+    """An audit hook: Python calls it before it makes a folder, here that of a checkpoint's state."""
+    draft = re.search(r"step_(\d+)\.part/state$", str(arguments[0])) if event == "os.mkdir" else None
+    number = taken(f"save {int(draft[1])}") if draft else None
+    if number is None:
+        return
+    receive, came = signal.getsignal(number), []
+    assert callable(receive)
+    signal.signal(number, lambda got, frame: came.append(got) or receive(got, frame))
+    os.kill(os.getppid(), number)
+    until = time.monotonic() + SLEEP_S
+    while not came and time.monotonic() < until:
+        time.sleep(0.01)
+    signal.signal(number, receive)
 
 
 def count(kind: str) -> str:
@@ -64,4 +89,5 @@ def rlbatch_register_policy_losses():
     return {"signalling": signalling_loss}
 
 
+sys.addaudithook(save)
 reach("start")

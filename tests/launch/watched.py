@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,10 +97,13 @@ def behave(behaviour: str, watchdog: Watchdog, meeting: Meeting) -> None:
     if what == "succeed_later":
         return wait_for(lambda: Path(sys.argv[1], GO).exists())
     if faulty and what != "hang_waiting":
+        wait_for(lambda: len(list(Path(sys.argv[1]).glob("waits.*"))) == world_size - 1)
         with watchdog.phase("generation"):
             misbehave(what)
         return
-    with watchdog.phase("generation"), watchdog.waiting():
+    # Where one is faulty the others have no phase of their own, whose limit a slow machine might take them beyond.
+    with watchdog.phase("generation") if what == "hang_waiting" else nullcontext(), watchdog.waiting():
+        Path(sys.argv[1], f"waits.{rank}").touch()
         if what == "abort":  # as NCCL ends processes whose collective gave up
             time.sleep(COLLECTIVE_S + 1)
             os._exit(0)
