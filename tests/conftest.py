@@ -15,6 +15,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from rlbatch.testing.ranks import RankPools
 
+pytest.register_assert_rewrite("tests.plugins.engine_contract")  # it is no test file, but has tests in it
+
 ROOT = Path(__file__).resolve().parent.parent
 
 

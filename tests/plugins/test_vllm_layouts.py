@@ -35,4 +35,4 @@ def test_tensor_data_and_expert_parallel(repository: Path, tmp_path: Path) -> No
         assert pair.worst_difference(PARAMS) < vllm_cases.LIMIT
         assert pair.worst_difference(replace(PARAMS, samples_per_prompt=1), PROMPTS[1:2]) < vllm_cases.LIMIT
     finally:
-        pair.vllm.close()
+        pair.engine.close()

@@ -20,8 +20,7 @@ from rlbatch.weights.sync import buckets
 from rlbatch_plugins.rollout_transformers import TransformersOptions, TransformersRollout
 from rlbatch_plugins.rollout_vllm import VllmOptions, VllmRollout, engine_shape, program
 from tests.leftovers import no_memory_left, processes_of
-from tests.plugins.test_rollout_vllm import LIMIT, PARAMS, PROMPTS, Pair, tokens_of
-from tests.plugins.vllm_cases import tensors, vllm_python, write_model
+from tests.plugins.vllm_cases import LIMIT, PARAMS, PROMPTS, Pair, tensors, tokens_of, vllm_python, write_model
 
 T = TypeVar("T")
 EXPERT_PARALLEL = {"data_parallel_size": 2, "enable_expert_parallel": True}

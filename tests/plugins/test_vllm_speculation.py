@@ -20,8 +20,7 @@ from rlbatch.weights.audit import passthrough_names, trained_names
 from rlbatch.weights.sync import buckets
 from rlbatch_plugins.rollout_transformers import TransformersOptions, TransformersRollout
 from rlbatch_plugins.rollout_vllm import VllmOptions, draft, vllm_rollout
-from tests.plugins.test_rollout_vllm import LIMIT, PARAMS, PROMPTS, Pair, tokens_of
-from tests.plugins.vllm_cases import tensors, vllm_python, write_model
+from tests.plugins.vllm_cases import LIMIT, PARAMS, PROMPTS, Pair, tensors, tokens_of, vllm_python, write_model
 
 MTP = {"method": "mtp", "num_speculative_tokens": 2}
 GREEDY = replace(PARAMS, temperature=0.0, samples_per_prompt=1)
@@ -64,9 +63,9 @@ def stream(rollout: HostedRollout, folder: Path, carried: Carried, version: int,
 
 
 def sync(pair: Pair, carried: Carried, version: int, scale: float) -> None:
-    pair.vllm.update_weights(stream(pair.vllm, pair.folder, carried, version, scale))
-    pair.vllm.lacks_carried = False
-    pair.oracle.update_weights(stream(pair.vllm, pair.folder, carried, version, scale))
+    pair.engine.update_weights(stream(pair.engine, pair.folder, carried, version, scale))
+    pair.engine.lacks_carried = False
+    pair.oracle.update_weights(stream(pair.engine, pair.folder, carried, version, scale))
 
 
 @pytest.mark.parametrize(
@@ -111,21 +110,21 @@ def test_layers_for_multi_token_prediction_are_carried(python: str, deepseek: Pa
     """
     pair, carried = started(deepseek, tmp_path, python, MTP), carried_of(deepseek)
     try:
-        assert pair.vllm.lacks_carried
+        assert pair.engine.lacks_carried
         for version, scale in enumerate((1.0, 0.8)):
             sync(pair, carried, version, scale)
-            assert not pair.vllm.lacks_carried
-            assert tokens_of(pair.vllm.generate(PROMPTS, GREEDY)) == tokens_of(pair.oracle.generate(PROMPTS, GREEDY))
+            assert not pair.engine.lacks_carried
+            assert tokens_of(pair.engine.generate(PROMPTS, GREEDY)) == tokens_of(pair.oracle.generate(PROMPTS, GREEDY))
             for temperature in (1.0, 0.6):
                 assert pair.worst_difference(replace(PARAMS, temperature=temperature)) < LIMIT
-        pair.vllm.lacks_carried = True
+        pair.engine.lacks_carried = True
         missing = Carried(
             carried._tensors, [n for n in carried._names if "eh_proj" not in n], carried._experts, carried._shapes, carried._encode
         )
         with pytest.raises(RolloutError, match=r"weight sync: model\.layers\.4\.eh_proj\.weight \(0 of 2048 values\) is not written"):
-            pair.vllm.update_weights(stream(pair.vllm, deepseek, missing, 2, 1.0))
+            pair.engine.update_weights(stream(pair.engine, deepseek, missing, 2, 1.0))
     finally:
-        pair.vllm.close()
+        pair.engine.close()
 
 
 def test_a_draft_model_has_a_folder_of_its_own(python: str, tmp_path: Path) -> None:
@@ -134,7 +133,7 @@ def test_a_draft_model_has_a_folder_of_its_own(python: str, tmp_path: Path) -> N
     pair = started(folder, tmp_path / "engine", python, {"model": str(own), "num_speculative_tokens": 2})
     try:
         sync(pair, draft_model(own), 0, 1.0)
-        assert tokens_of(pair.vllm.generate(PROMPTS, GREEDY)) == tokens_of(pair.oracle.generate(PROMPTS, GREEDY))
+        assert tokens_of(pair.engine.generate(PROMPTS, GREEDY)) == tokens_of(pair.oracle.generate(PROMPTS, GREEDY))
         assert pair.worst_difference(PARAMS) < LIMIT
     finally:
-        pair.vllm.close()
+        pair.engine.close()

@@ -21,4 +21,4 @@ def test_a_tied_head_follows_its_embedding(repository: Path, tmp_path: Path) -> 
             pair.sync(version, scale)
             assert pair.worst_difference(PARAMS) < LIMIT
     finally:
-        pair.vllm.close()
+        pair.engine.close()

@@ -14,8 +14,7 @@ from rlbatch.engines.site import write_site
 from rlbatch_plugins.rollout_transformers import TransformersOptions, TransformersRollout
 from rlbatch_plugins.rollout_vllm import ENTRY_POINTS, VllmOptions, vllm_rollout
 from rlbatch_plugins.vllm_host.workarounds import WORKAROUNDS
-from tests.plugins.test_rollout_vllm import LIMIT, PARAMS, Pair
-from tests.plugins.vllm_cases import vllm_python, write_model
+from tests.plugins.vllm_cases import LIMIT, PARAMS, Pair, vllm_python, write_model
 
 SCRIPT = Path(__file__).with_name("vllm_faults.py")
 
@@ -85,4 +84,4 @@ def test_experts_are_packed_again(repository: Path, tmp_path: Path) -> None:
             pair.sync(version, 1.0 + version)
         assert pair.worst_difference(PARAMS) > 100 * LIMIT
     finally:
-        pair.vllm.close()
+        pair.engine.close()

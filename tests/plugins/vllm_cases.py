@@ -61,20 +61,20 @@ def tensors(folder: Path, scale: float = 1.0) -> Iterator[tuple[str, torch.Tenso
 
 @dataclass
 class Pair:
-    """Both backends on one folder."""
+    """An engine and the transformers backend on one folder."""
 
     folder: Path
-    vllm: HostedRollout
+    engine: HostedRollout
     oracle: TransformersRollout
 
     def sync(self, version: int, scale: float = 1.0, mib: float = 1.0) -> None:
-        for backend in (self.vllm, self.oracle):
+        for backend in (self.engine, self.oracle):
             backend.update_weights(buckets(tensors(self.folder, scale), mib, version))  # type: ignore[arg-type]
 
     def worst_difference(self, params: SamplingParams, prompts: Sequence[Prompt] = PROMPTS) -> float:
         """Largest difference of a sampled token's log-prob to the oracle's model, nats."""
         worst = 0.0
-        for prompt, completions in zip(prompts, self.vllm.generate(prompts, params), strict=True):
+        for prompt, completions in zip(prompts, self.engine.generate(prompts, params), strict=True):
             for completion in completions:
                 ids = torch.tensor([*prompt.token_ids, *completion.token_ids])
                 with torch.no_grad():
