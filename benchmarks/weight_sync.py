@@ -144,10 +144,10 @@ def _timed(rollout: HostedRollout, phases: dict[str, float]) -> Iterator[None]:
     phases.clear()
 
     def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*arguments: Any) -> Any:
+        def run(*arguments: Any, **named: Any) -> Any:
             started = time.perf_counter()
             try:
-                return function(*arguments)
+                return function(*arguments, **named)
             finally:
                 key = arguments[0] if name == "ask" else name
                 phases[key] = phases.get(key, 0.0) + time.perf_counter() - started

@@ -27,8 +27,8 @@ from .ties import Ties
 
 COPY = torch.ops.aten.copy_.default
 FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
-BLIND = ("aten::empty_like", "aten::new_empty", "aten::new_empty_strided")
-"""Operators that take a tensor and do not look at its values."""
+BLIND = ("aten::empty_like", "aten::new_empty", "aten::new_empty_strided", "aten::_has_compatible_shallow_copy_type")
+"""Operators that take a tensor and do not look at its values; the last one belongs to ``parameter.data = ...``."""
 COMPARED_AT_ONCE = 2**25
 """Elements."""
 

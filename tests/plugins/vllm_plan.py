@@ -22,6 +22,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.utils import replace_parameter
 
 from rlbatch_plugins.vllm_host.audit import check_values
 from rlbatch_plugins.vllm_host.plugin import register
@@ -33,6 +34,15 @@ Named = Sequence[tuple[str, torch.Tensor]]
 def keep(self: Any, layer: Any) -> None:
     """In place of vLLM's processing."""
     layer.cpu_linear = torch.nn.functional.linear
+
+
+def keep_experts(self: Any, layer: Any) -> None:
+    """In place of vLLM's processing, what it does for the Triton kernels (`_setup_kernel`): it puts parameters where they are."""
+    for name in ("w13_weight", "w2_weight"):
+        parameter = getattr(layer, name)
+        parameter.data = parameter.data
+        replace_parameter(layer, name, parameter.contiguous(), prefer_copy=hasattr(self, "was_asked"))
+    self.was_asked = True
 
 
 def width(layer: Any) -> int:
@@ -105,7 +115,7 @@ def main(folder: Path) -> None:
     others = [{name: tensor + 0.01 * torch.randn_like(tensor) for name, tensor in weights.items()} for _ in range(2)]
     if "packed" not in sys.argv:
         UnquantizedLinearMethod.process_weights_after_loading = keep
-        UnquantizedFusedMoEMethod.process_weights_after_loading = keep
+        UnquantizedFusedMoEMethod.process_weights_after_loading = keep_experts
         UnquantizedEmbeddingMethod.process_weights_after_loading = keep
     register()
     worker = Worker(folder)
