@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,7 @@ class RandomModel:
     stacks: dict[str, Tensor]
     dtype: str
     memory: HostMemory | None = None
+    _views: list[tuple[str, Tensor]] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
@@ -97,7 +98,12 @@ class RandomModel:
         return max(tensor.nbytes for _, tensor in self.named())
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
-        """Checkpoint names and tensors, which are views."""
+        """Checkpoint names and tensors, which are views: the same ones each time, as a trainer exports its own."""
+        if not self._views:
+            self._views.extend(self._split())
+        return iter(self._views)
+
+    def _split(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self.stacks.items():
             stem, _, part = name.rpartition(".experts.")
             if not stem:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 from rlbatch.api import RolloutError, WeightBucket
 from rlbatch.engines.cuda_memory import allocate
@@ -41,6 +42,25 @@ class Sorted:
     limit: int
 
 
+@dataclass(frozen=True)
+class _Before:
+    """A bucket that was all read in place, which a trainer sends again and again.
+
+    Attributes:
+        names: Of its tensors.
+        tensors: The objects; they are not kept.
+        where: Their addresses.
+        firsts: Memory's key -> number of one tensor in it.
+        sorted: What was found.
+    """
+
+    names: Sequence[str]
+    tensors: list[ref[Tensor]]
+    where: list[int]
+    firsts: dict[str, int]
+    sorted: Sorted
+
+
 class Staging:
     """Collects tensors until there are enough for a call. Copies go into one of two memories, in turns, or always into the same.
 
@@ -62,6 +82,7 @@ class Staging:
         self._lent: dict[int, tuple[int, Shared] | None] = {}
         self._asked: set[int] = set()
         self._lent_before: dict[str, tuple[torch.dtype, torch.Size, Place]] = {}
+        self._before: dict[str, _Before] = {}
 
     def start(self, *, has_turns: bool) -> None:
         """A new sync. Without turns each call must be over when the next one's tensors are added: that takes half the memory."""
@@ -69,19 +90,43 @@ class Staging:
 
     def sort(self, bucket: WeightBucket) -> Sorted:
         """What must be copied of a bucket, and what is read in place."""
+        where = [tensor.data_ptr() for tensor in bucket.tensors]
+        before = self._before.get(bucket.names[0] if bucket.names else "")
+        if before is not None and self._is_same(bucket, where, before):
+            return before.sorted
         lent: list[Place] = []
         handles: dict[str, Handle] = {}
         copied: list[tuple[str, Tensor]] = []
+        firsts: dict[str, int] = {}
         lasting = bucket.lasting or [False] * len(bucket.names)
-        for name, tensor, lasts in zip(bucket.names, bucket.tensors, lasting, strict=True):
+        for index, (name, tensor, lasts) in enumerate(zip(bucket.names, bucket.tensors, lasting, strict=True)):
             shared = self._shared(tensor) if lasts and self._lends and tensor.is_contiguous() else None
             if shared is None:
                 copied.append((name, tensor))
             else:
                 key, handle, start = shared
                 handles[key] = handle
+                firsts.setdefault(key, index)
                 lent.append(self._lent_place(name, tensor, key, start))
-        return Sorted(lent, handles, copied, _size([tensor for _, tensor in copied]), _size(bucket.tensors))
+        found = Sorted(lent, handles, copied, _size([tensor for _, tensor in copied]), _size(bucket.tensors))
+        if bucket.names and not copied:
+            self._before[bucket.names[0]] = _Before(bucket.names, [ref(tensor) for tensor in bucket.tensors], where, firsts, found)
+        return found
+
+    def _is_same(self, bucket: WeightBucket, where: list[int], before: _Before) -> bool:
+        """Whether its tensors are those of an earlier bucket, all of which was read in place, and still lie there."""
+        places = before.sorted.lent
+        return (
+            before.where == where
+            and before.names == bucket.names
+            and len(bucket.lasting) == len(where)
+            and all(bucket.lasting)
+            and all(known() is tensor for known, tensor in zip(before.tensors, bucket.tensors, strict=True))
+            and all(
+                (found := self._shared(bucket.tensors[index])) is not None and (found[0], found[2]) == (key, places[index]["start"])
+                for key, index in before.firsts.items()
+            )
+        )
 
     def has_room(self, bucket: Sorted) -> bool:
         """Whether ``add`` needs no ``take`` before it."""

@@ -37,12 +37,14 @@ def buckets(
             named, content, policy_version, [tensor.untyped_storage().data_ptr() in lasting for tensor in content], is_carried
         )
 
-    for name, tensor in tensors:
-        if (held or size) and size + tensor.nbytes > bucket_mib * MIB:
+    limit = bucket_mib * MIB
+    for named in tensors:
+        nbytes = named[1].nbytes
+        if (held or size) and size + nbytes > limit:
             yield bucket()
             held, size = [], 0
-        if not tensor.is_meta:
-            held.append((name, tensor))
-        size += tensor.nbytes
+        if not named[1].is_meta:
+            held.append(named)
+        size += nbytes
     if held or size:
         yield bucket()

@@ -142,6 +142,21 @@ def test_memory_in_the_place_of_other_memory_is_asked_for() -> None:
     assert sent.take()[0]["memories"] == {"other": {"path": "/elsewhere"}}
 
 
+def test_a_bucket_that_was_lent_is_sorted_anew_when_it_changed() -> None:
+    """The same tensors again are found at once; others at their address, moved ones, or the same without lasting are looked at again."""
+    memory, sent = HostMemory(4096), Staging("cpu", lends=True)
+    tensors = [memory.tensor[0:8], memory.tensor[256:264]]
+    first = sent.sort(WeightBucket(["a", "b"], tensors, 0, [True, True]))
+    assert sent.sort(WeightBucket(["a", "b"], tensors, 1, [True, True])) is first
+    assert sent.sort(WeightBucket(["a", "b"], tensors, 1)).size == 512
+    assert sent.sort(WeightBucket(["a", "b"], tensors, 1, [True, False])).size == 256
+    short = sent.sort(WeightBucket(["a", "b"], [memory.tensor[0:4], tensors[1]], 1, [True, True]))
+    assert [place["shape"] for place in short.lent] == [[4], [8]]
+    assert sent.sort(WeightBucket(["a", "c"], tensors, 1, [True, True])).lent[1]["name"] == "c"
+    tensors[1].set_(memory.tensor[512:520])
+    assert [place["start"] for place in sent.sort(WeightBucket(["a", "b"], tensors, 1, [True, True])).lent] == [0, 512]
+
+
 def test_memory_leaves_nothing_behind() -> None:
     """It has no name in /dev/shm, is read by its handle, and cannot be opened once nobody has it."""
     before = shared_by(os.getpid())
