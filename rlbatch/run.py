@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
 import time
 import warnings
@@ -69,28 +70,36 @@ def run_rank(run_dir: Path) -> None:
     notice.install()
     _quiet_libraries()
     info = RankInfo.from_environment()
-    config = load_config(run_dir / CONFIG_FILE)
-    if info.world_size != config.layout.world_size:  # before the folder is touched: this may be no rank of its job
-        raise ConfigError(f"layout.world_size={config.layout.world_size}: {info.world_size} ranks were started. Make both equal.")
-    if info.restart_count:  # a job that was queued again goes on
-        config = replace(config, resume="auto")
+    config = _config_of(run_dir, info)
     set_allocator(config.train.allocator)
     own_log(run_dir, info.rank)
     children_end_with_this_process()
     log: RunLog | None = None
+
+    def stopped() -> None:
+        if log:
+            log.finish("interrupted")
+        if log and notice.is_set and not read_first_error(run_dir):  # nothing is to be saved yet, but the job may be queued again
+            _go_on_later(run_dir, config, info, None, find_ending(notice.number, notice.time, info, config.launch.notice_s))
+
+    def leave(number: int) -> None:
+        try:
+            watchdog.leave(signal.Signals(number).name)
+            stopped()
+        finally:
+            os._exit(128 + number)
+
     try:
         with reporting_failures(run_dir, info.rank):
             meeting = join(info, run_dir, config, launch_word())
             log = _open_log(config, run_dir, meeting)
             with Watchdog(config.launch, meeting, run_dir) as watchdog:
                 watchdog.on_rank_0_lost = lambda error: record_failure(run_dir, asdict(error))
+                notice.end_start(leave)
                 early = _run(config, run_dir, meeting, watchdog, notice, log)
-    except StoppedBySignal as stopped:
-        if log:
-            log.finish("interrupted")
-        if log and notice.is_set and not read_first_error(run_dir):  # nothing is to be saved yet, but the job may be queued again
-            _go_on_later(run_dir, config, info, None, find_ending(notice.number, notice.time, info, config.launch.notice_s))
-        raise SystemExit(stopped.code) from None
+    except StoppedBySignal as signalled:
+        stopped()
+        raise SystemExit(signalled.code) from None
     except SystemExit:  # a rank failed
         error = read_first_error(run_dir)
         with suppress(OSError):  # a full disk is told already
@@ -104,6 +113,13 @@ def run_rank(run_dir: Path) -> None:
     if early and info.rank == 0:  # the others end with 0: Slurm would take another code for a failure, and end rank 0 before it is done
         _go_on_later(run_dir, config, info, early.step, early.ending)
         raise SystemExit(EXIT_STOPPED)
+
+
+def _config_of(run_dir: Path, info: RankInfo) -> Config:
+    config = load_config(run_dir / CONFIG_FILE)
+    if info.world_size != config.layout.world_size:  # before the folder is touched: this may be no rank of its job
+        raise ConfigError(f"layout.world_size={config.layout.world_size}: {info.world_size} ranks were started. Make both equal.")
+    return replace(config, resume="auto") if info.restart_count else config  # a job that was queued again goes on
 
 
 def _open_log(config: Config, run_dir: Path, meeting: Meeting) -> RunLog:

@@ -159,8 +159,8 @@ class Team:
             for rank, share in enumerate(self._shares):
                 if rank and any(output.name in missing for output in share) and self._presence.silent_s(rank) > SILENCE_S:
                     raise CheckpointError(
-                        f"out={self._draft.out}: {len(missing)} files are missing, first {min(missing)}, and process {rank} has given no "
-                        f"sign of life for {SILENCE_S:g} s. Start again: what is finished is kept."
+                        f"out={self._draft.out}: {len(missing)} files are missing, first {min(missing)}, and process {rank}"
+                        f" has given no sign of life for {SILENCE_S:g} s. Start again: what is finished is kept."
                     )
             time.sleep(_POLL_S)
 

@@ -7,7 +7,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -19,6 +19,8 @@ from rlbatch.launch.own_job import find_own_job, kill_wait_s, slurm_job_id
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 END_SIGNAL = signal.SIGHUP
 """Ends a rank at once, as Ctrl-C does; without a traceback also before Python code of ours runs in it."""
+LOOK_S, STUCK_S = 0.5, 1.0
+"""Seconds between looks whether a rank has started, and those that its main thread has for a signal before."""
 KILL_WAIT_S = 30.0
 """Seconds from SIGTERM to SIGKILL where nobody says otherwise: Slurm's KillWait, as it is set by default."""
 
@@ -40,7 +42,7 @@ class StopNotice:
     def __init__(self) -> None:
         """No signal has come; none is received before ``install``."""
         self.number, self.time = 0, 0.0
-        self._ends_at_once = True
+        self._ends_at_once, self._is_ending, self._is_left = True, False, False
         self._may_interrupt = self._is_interrupting = False
         self._woken, self._waker = os.pipe()
         os.set_blocking(self._woken, False)
@@ -61,6 +63,26 @@ class StopNotice:
         for number in (signal.SIGINT, END_SIGNAL):
             signal.signal(number, _end)
         signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
+
+    def end_start(self, leave: Callable[[int], None]) -> None:
+        """Until ``started`` a signal ends this process also if the main thread waits in C code, where it does not get to it.
+
+        Args:
+            leave: Called with the signal, on a thread, where the main thread did nothing for ``STUCK_S``; does not return.
+        """
+        threading.Thread(target=self._end_start, args=(leave,), daemon=True, name="rlbatch-start").start()
+
+    def _end_start(self, leave: Callable[[int], None]) -> None:
+        while self._ends_at_once:
+            if not select.select([self._woken], [], [], LOOK_S)[0]:  # it is read by who waits for signals after the start
+                continue
+            time.sleep(STUCK_S)
+            if self._is_ending or not self._ends_at_once:
+                return
+            if self.wait(0.0):
+                self._is_left = True
+                leave(self.number)
+                return
 
     def started(self) -> None:
         """From here on this process has something to save: signals are noticed, and end nothing."""
@@ -106,8 +128,11 @@ class StopNotice:
                 self._may_interrupt = False  # once: what cleans up must not be interrupted too
                 raise Interrupted
             return
+        if self._is_left:
+            threading.Event().wait()  # the thread ends this process
         self._record(number)
         if self._ends_at_once:
+            self._is_ending = True
             raise StoppedBySignal(128 + number)
 
     def _record(self, number: int) -> None:

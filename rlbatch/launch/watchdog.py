@@ -105,6 +105,16 @@ class Watchdog:
         if error is not None and not stopped:
             self._report(error)
             raise Reported(1) from None
+        self.leave(stopped)
+
+    def leave(self, stopped: str) -> None:
+        """Tells that this rank ends as it should, and on rank 0 waits for the others; on any thread.
+
+        Args:
+            stopped: The signal that stopped it; empty: it is done.
+        """
+        if not self._meeting:
+            return
         self._leaving = True
         faulthandler.cancel_dump_traceback_later()
         (self._run_dir / "logs" / f"rank{self._meeting.info.rank}.stacks").unlink(missing_ok=True)

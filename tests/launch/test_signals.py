@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from rlbatch.launch import signals
 from rlbatch.launch.failures import StoppedBySignal
 from rlbatch.launch.signals import END_SIGNAL, KILL_WAIT_S, STOP_SIGNALS, Interrupted, StopNotice, find_ending
 from tests.launch.scontrol import CANCELLED, PREEMPTED, REQUEUED, TIME_LIMIT, fake_slurm, job
+from tests.launch.watched import wait_for
 from tests.stopwatch import Stopwatch
 
 
@@ -149,3 +151,20 @@ def test_a_node_without_scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert find_ending(signal.SIGUSR2, NOW, job(), 60).deadline == NOW + 60
+
+
+def test_a_main_thread_that_gets_to_a_signal_leaves_itself(notice: StopNotice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread does it for it, nor for one that has started (tests/launch/test_watchdog.py has one that waits in C code)."""
+    monkeypatch.setattr(signals, "STUCK_S", 0.1)
+    monkeypatch.setattr(signals, "LOOK_S", 0.05)
+    left: list[int] = []
+    notice.end_start(left.append)
+    with pytest.raises(StoppedBySignal):
+        os.kill(os.getpid(), signal.SIGTERM)
+    wait_for(lambda: not [thread for thread in threading.enumerate() if thread.name == "rlbatch-start"])
+    assert left == []
+    other = StopNotice()
+    other.end_start(left.append)
+    other.started()
+    wait_for(lambda: not [thread for thread in threading.enumerate() if thread.name == "rlbatch-start"])
+    assert left == []

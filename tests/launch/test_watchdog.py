@@ -214,3 +214,20 @@ def test_rank_0_that_is_stopped_before_the_others_come(tmp_path: Path) -> None:
     assert (ended.codes, ended.outputs) == ([128 + signal.SIGTERM], [""])
     assert read_first_error(tmp_path) is None
     ended.watch.assert_within(STOPPING_S + GONE_S)
+
+
+def test_all_are_stopped_while_some_wait_in_c_code(tmp_path: Path) -> None:
+    """A rank that waits on the store for others while it starts, where no Python code runs, ends at a signal as they do: each with its
+    code, and nobody says that one alone was stopped.
+    """
+    ranks = [watched.start(tmp_path, "gloo_stop", watched.rank_variables(rank, 2)) for rank in range(2)]
+    watched.wait_for(lambda: len(list(tmp_path.glob("waits.*"))) == 2)
+    time.sleep(0.5)  # rank 0 is in the store's code by then
+    watch = Stopwatch()
+    for rank in ranks:
+        rank.send_signal(signal.SIGTERM)
+    ended = watched.finish(ranks, watch)
+    assert ended.codes == [128 + signal.SIGTERM] * 2
+    assert read_first_error(tmp_path) is None
+    assert "stopped by" not in "".join(ended.outputs)
+    ended.watch.assert_within(GONE_S)

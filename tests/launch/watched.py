@@ -17,8 +17,9 @@ from rlbatch.api import ConfigError
 from rlbatch.config.schema import ClusterConfig, Config, LaunchConfig
 from rlbatch.launch.children import children_end_with_this_process
 from rlbatch.launch.environment import RankInfo
-from rlbatch.launch.failures import StoppedBySignal, reporting_failures
+from rlbatch.launch.failures import reporting_failures
 from rlbatch.launch.rendezvous import Meeting, join, launch_word
+from rlbatch.launch.signals import StopNotice
 from rlbatch.launch.watchdog import Watchdog
 from tests.stopwatch import Stopwatch
 
@@ -124,6 +125,12 @@ def with_gloo(behaviour: str, watchdog: Watchdog, meeting: Meeting) -> None:
     store = open_store(info, END_S, watchdog.wait_for_ranks(), meeting.store_socket)
     store.barrier("torch", END_S)  # however long each takes to import it
     is_last = info.rank == info.world_size - 1
+    if behaviour == "gloo_stop":
+        (Path(sys.argv[1]) / f"waits.{info.rank}").touch()
+        if is_last:
+            time.sleep(FOREVER_S)
+        with watchdog.waiting():
+            store.barrier("start", END_S)
     with process_group(store, COLLECTIVE_S), watchdog.reporting():
         with watchdog.phase("generation"):
             if behaviour == "gloo_generate" and is_last:
@@ -172,15 +179,11 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def raise_stopped(number: int, frame: object) -> None:
-    """As a rank of a run does while it starts."""
-    raise StoppedBySignal(128 + number)
-
-
 def main() -> None:
     """One rank."""
     run_dir, behaviour, limit_s, timeout_s, interface = Path(sys.argv[1]), *sys.argv[2:], *["600", "60", ""][len(sys.argv) - 3 :]
-    signal.signal(signal.SIGTERM, raise_stopped)
+    notice = StopNotice()
+    notice.install()
     info = RankInfo.from_environment()
     children_end_with_this_process()
     if behaviour in ("children", "sessions"):
@@ -196,6 +199,7 @@ def main() -> None:
     with reporting_failures(run_dir, info.rank):
         meeting = join(info, run_dir, config, launch_word())
         with Watchdog(launch, meeting, run_dir) as watchdog:
+            notice.end_start(lambda number: (watchdog.leave(signal.Signals(number).name), os._exit(128 + number)))
             hosts = watchdog.wait_for_ranks()
             print(f"rank {info.rank} met {len(hosts)} on port {meeting.life.port}", flush=True)
             (run_dir / f"met.{info.rank}").touch()
