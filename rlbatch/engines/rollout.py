@@ -139,6 +139,7 @@ class HostedRollout:
     def _joined(self) -> WeightGroup:
         """This rank and the workers of its host in a group of their own."""
         assert self._host is not None
+        # It stays: NCCL's threads look into it as long as the group lives, and wait where there is none.
         path = (self._context.folder / f"join-{os.getpid()}-{self._restarts}").resolve()
         size, limit_s = 1 + self._options.gpus_per_engine // self._context.engine_nodes, self._options.start_timeout_s
         call = self._host.begin("join", {"path": str(path), "size": size, "limit_s": limit_s})
@@ -151,8 +152,6 @@ class HostedRollout:
             raise
         except (RuntimeError, futures.TimeoutError) as error:
             raise RolloutError(f"rollout.options.transport: this rank and its engine's workers do not meet ({error}).") from error
-        finally:
-            path.unlink(missing_ok=True)  # all have met, or will not any more
 
     def _started(self, program: EngineProgram) -> EngineHost:
         host = EngineHost(
