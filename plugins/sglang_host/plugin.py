@@ -58,6 +58,13 @@ def draw(probs: Any, sampling_seed: Any = None, positions: Any = None) -> Any:
     return draw_tokens(probs, sampling_seed, positions)
 
 
+def draw_filtered(probs: Any, top_ks: Any, top_ps: Any, min_ps: Any, need_min_p: bool, sampling_seed: Any, positions: Any) -> Any:
+    """See ``draw_among``; nobody asks for another ``top_p`` than 1, or for ``min_p``."""
+    from .sampling import draw_among
+
+    return draw_among(probs, top_ks, sampling_seed, positions)
+
+
 def no_end_tokens(config: Any) -> set[int]:
     """Of the model's own."""
     return set()
@@ -125,6 +132,7 @@ HOOKS = (
         "seeds count only with enable_deterministic_inference, which is slower",
     ),
     Hook("sglang.srt.layers.sampler.sampling_from_probs_torch", "REPLACE", draw, "see draw_tokens"),
+    Hook("sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch", "REPLACE", draw_filtered, "see draw_among"),
     Hook(
         "sglang.srt.configs.model_config.ModelConfig._get_hf_eos_token_id",
         "REPLACE",

@@ -32,6 +32,16 @@ def draw_tokens(probs: Tensor, sampling_seed: Tensor | None = None, positions: T
     return tokens.clamp(max=probs.shape[-1] - 1).view(-1).to(torch.int32)
 
 
+def draw_among(probs: Tensor, top_ks: Tensor, sampling_seed: Tensor | None, positions: Tensor | None) -> Tensor:
+    """As ``draw_tokens``, and the most likely token where ``top_ks`` ([B]) is 1, as of a request with temperature 0; else it is all tokens.
+
+    In the place of SGLang's ``top_k_top_p_min_p_sampling_from_probs_torch``, which a batch goes on asking for when its last greedy request
+    is over, and whose seeded draw has the same fault.
+    """
+    tokens = draw_tokens(probs, sampling_seed, positions)
+    return torch.where(top_ks == 1, probs.argmax(-1).to(torch.int32), tokens)
+
+
 def _shifted(values: Tensor, bits: int) -> Tensor:
     """Shifted to the right, with zeros from the left."""
     return (values >> bits) & ((1 << (64 - bits)) - 1)

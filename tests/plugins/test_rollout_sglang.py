@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from rlbatch.api import ConfigError, EngineShape, RolloutContext, RolloutError
+from rlbatch.api import ConfigError, EngineShape, RolloutContext, RolloutError, SamplingParams
 from rlbatch.engines.collective import SENDER, WeightGroup
 from rlbatch.engines.sender import WeightSender
 from rlbatch_plugins import rollout_sglang
 from rlbatch_plugins.rollout_sglang import SglangOptions, program, sglang_rollout
-from rlbatch_plugins.sglang_host.sampling import draw_tokens, uniforms
+from rlbatch_plugins.sglang_host.sampling import draw_among, draw_tokens, uniforms
 from tests.plugins.engine_contract import (
     CHANGES,
     REFUSALS,
@@ -58,6 +59,21 @@ def test_a_minimal_length_keeps_the_stop_token_away(pair: Pair) -> None:
     lengths = [len(c.token_ids) for answer in pair.engine.generate(PROMPTS, many) for c in answer]
     assert min(lengths) >= 8
     assert len(set(lengths)) > 1
+
+
+def test_greedy_requests_do_not_change_what_others_draw(pair: Pair) -> None:
+    """In one batch, and when the greedy ones are over; those take the most likely token there too."""
+    kinds = [
+        replace(PARAMS, temperature=0.0, samples_per_prompt=4, max_response_tokens=6),
+        replace(PARAMS, samples_per_prompt=8, max_response_tokens=40, stop_token_ids=()),
+    ]
+
+    def tokens(params: SamplingParams) -> list[list[tuple[int, ...]]]:
+        return [[tuple(c.token_ids) for c in answer] for answer in pair.engine.generate(PROMPTS, params)]
+
+    apart = [tokens(params) for params in kinds]
+    with ThreadPoolExecutor(2) as both:
+        assert list(both.map(tokens, kinds)) == apart
 
 
 def test_weights_can_come_over_a_group(pair: Pair, tmp_path: Path) -> None:
@@ -151,6 +167,17 @@ def test_tokens_follow_their_probabilities() -> None:
     frequency = torch.bincount(tokens, minlength=6) / 40000
     assert (frequency - probs[0]).abs().max() < 0.01
     assert frequency[1] == frequency[5] == 0
+
+
+def test_a_batch_with_greedy_requests_is_drawn_alike() -> None:
+    """Where one token is allowed the most likely one, elsewhere what is drawn without such requests."""
+    probs = torch.softmax(torch.randn(64, 50, generator=torch.Generator().manual_seed(2)), -1)
+    seeds, positions = torch.arange(64), torch.full((64,), 3)
+    greedy = torch.arange(64) % 3 == 0
+    tokens = draw_among(probs, torch.where(greedy, 1, 1 << 30), seeds, positions)
+    assert tokens.dtype == torch.int32
+    assert torch.equal(tokens[greedy], probs.argmax(-1)[greedy].int())
+    assert torch.equal(tokens[~greedy], draw_tokens(probs, seeds, positions)[~greedy])
 
 
 def started_with(options: SglangOptions, device: str, **engine: Any) -> Any:
