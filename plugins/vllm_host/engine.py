@@ -29,7 +29,7 @@ class VllmEngine:
         self._llm: Any = None
         self._version, self._audits, self._was_paused = -1, False, False
         self._has_synced, self._replays, self._is_draft, self._is_open = False, False, False, False
-        self._is_finished = False
+        self._forgetting: Awaitable[Any]
         self._held: list[dict[str, Any]] = []
 
     async def op_start(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
@@ -166,36 +166,46 @@ class VllmEngine:
         # Data-parallel engines compute in lockstep for some steps after the last sample, on parameters that are about to be replaced.
         # All of them stop together, those of other nodes too; one that sleeps has stopped.
         self._was_paused = await versions.stop_lockstep(self._llm)
-        self._is_open = self._is_finished = False
+        self._is_open = False
+        # What was computed with older weights is forgotten while newer ones come.
+        self._forgetting = asyncio.ensure_future(self._llm.reset_prefix_cache())
         return {}
 
     async def op_load_weights(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
-        """Loads one bucket on all workers; the first call starts the update there, and the one with ``last`` (a version) ends it."""
+        """Loads one bucket on all workers; the first call starts the update there, and the one with ``last`` (a version) ends it.
+
+        Returns:
+            ``is_finished``: whether the update is over. One that is audited ends with ``finish_update``.
+        """
         starts, self._is_open = not self._is_open, True
+        ends = header.get("last") is not None and not self._audits
         update = {**json.loads(payload), "audit": self._audits, "replay": self._replays}
-        load = self._llm.collective_rpc("rlbatch_load", kwargs={"update_info": update, "starts": starts, "is_draft": self._is_draft})
-        self._is_finished = header.get("last") is not None and not self._audits
+        how = {"starts": starts, "is_draft": self._is_draft, "ends": ends}
+        load = self._llm.collective_rpc("rlbatch_load", kwargs={"update_info": update, **how})
         # The scheduler takes calls in this order, and does not wait between them.
-        await asyncio.gather(load, *(self._finish(header["last"]) if self._is_finished else ()))
-        return {}
+        await asyncio.gather(load, *([versions.name_weights(self._llm, str(header["last"]))] if ends else []))
+        if ends:
+            await self._finish(header["last"])
+        return {"is_finished": ends}
 
     async def op_finish_update(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
-        """Ends the update; from here on samples are of ``policy_version``. What was computed with older weights is forgotten."""
+        """Ends the update; from here on samples are of ``policy_version``."""
         if not self._is_open:
             await self._llm.start_weight_update()
         reports = await versions.ask_workers(self._llm, "rlbatch_written") if self._audits else []
-        if not self._is_finished:
-            await asyncio.gather(*self._finish(header["policy_version"]))
-        if self._was_paused:
-            await self._llm.resume_generation()
+        await self._llm.finish_weight_update()
+        await versions.name_weights(self._llm, str(header["policy_version"]))
+        await self._finish(header["policy_version"])
         if reports:  # other nodes, which may have nothing to complain of, do not go on alone
             _judge(reports, [worker["experts"] for worker in self._held])
-        self._version, self._has_synced = header["policy_version"], self._has_synced or not self._is_draft
         return {}
 
-    def _finish(self, version: int) -> tuple[Awaitable[None], Awaitable[Any]]:
-        """Calls that end an update."""
-        return versions.finish_weight_update(self._llm, str(version)), self._llm.reset_prefix_cache()
+    async def _finish(self, version: int) -> None:
+        """When all workers have ended the update."""
+        await self._forgetting
+        if self._was_paused:
+            await self._llm.resume_generation()
+        self._version, self._has_synced = version, self._has_synced or not self._is_draft
 
     async def op_experts(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
         """Which routed experts every device has: ``devices``, identity -> numbers, or None for all."""

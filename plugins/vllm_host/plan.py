@@ -54,7 +54,9 @@ class Held:
 
     def is_there(self) -> bool:
         """Whether it is."""
-        return getattr(self.layer, self.name, None) is self.parameter and self.parameter.data_ptr() == self.address
+        layer = self.layer
+        held = layer._parameters.get(self.name, layer._buffers.get(self.name))
+        return held is self.parameter and self.parameter.data_ptr() == self.address
 
 
 @dataclass
@@ -87,7 +89,8 @@ class Plan:
 
     def is_valid(self) -> bool:
         """Whether all parameters are where they were."""
-        return all(held.is_there() for held in self.held)
+        with torch._C.DisableTorchFunctionSubclass():  # vLLM's parameters have a class of their own, which takes longer
+            return all(held.is_there() for held in self.held)
 
 
 class Layers:

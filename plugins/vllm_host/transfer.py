@@ -167,12 +167,14 @@ class WorkerExtension:
 
     weight_transfer_engine: SharedMemoryTransfer
 
-    def rlbatch_load(self, update_info: dict[str, Any], *, starts: bool, is_draft: bool) -> None:
-        """vLLM's ``start_weight_update`` and ``update_weights`` in one call."""
+    def rlbatch_load(self, update_info: dict[str, Any], *, starts: bool, is_draft: bool, ends: bool) -> None:
+        """vLLM's ``start_weight_update``, ``update_weights`` and ``finish_weight_update`` in one call."""
         worker: Any = self
         if starts:
             (worker.start_draft_weight_update if is_draft else worker.start_weight_update)()
         worker.update_weights(update_info)
+        if ends:
+            worker.finish_weight_update()
 
     def rlbatch_written(self) -> dict[str, Any]:
         """As ``SharedMemoryTransfer.written``."""

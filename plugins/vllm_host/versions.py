@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import re
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -65,12 +64,10 @@ async def stop_lockstep(llm: Any) -> bool:
     return True
 
 
-async def finish_weight_update(llm: Any, version: str) -> None:
-    """Ends an update. Since 0.30 or so the engine keeps a name for its weights."""
-    if "weight_version" in inspect.signature(llm.finish_weight_update).parameters:
-        await llm.finish_weight_update(weight_version=version)
-    else:
-        await llm.finish_weight_update()
+async def name_weights(llm: Any, version: str) -> None:
+    """Since 0.30 or so the engine keeps a name for its weights."""
+    if hasattr(llm, "update_weight_version"):
+        await llm.update_weight_version(version)
 
 
 def loading_parts() -> AbstractContextManager[Any]:

@@ -120,8 +120,14 @@ class EngineHost:
         finally:
             self.outlasts = False
 
-    def begin(self, operation: str, header: Header | None = None, payload: bytes = b"") -> Call:
+    def begin(self, operation: str, header: Header | None = None, payload: bytes = b"", *, after: Call | None = None) -> Call:
         """Sends a call, whose answers may be awaited later.
+
+        Args:
+            operation: Of the engine.
+            header: What it is told, JSON.
+            payload: More of that.
+            after: A call that it begins after; it fails if that does.
 
         Raises:
             EngineLost: the engine is lost.
@@ -135,7 +141,8 @@ class EngineHost:
         try:
             if self.lost:
                 raise self.lost
-            self._send({**(header or {}), "id": number, "op": operation}, payload)
+            order = {} if after is None else {"after": after.number}
+            self._send({**(header or {}), **order, "id": number, "op": operation}, payload)
         except EngineLost:
             if not self.outlasts:
                 raise
@@ -228,11 +235,15 @@ class EngineHost:
 
 
 class Call:
-    """A call that the engine is working on."""
+    """A call that the engine is working on.
+
+    Attributes:
+        number: Its own.
+    """
 
     def __init__(self, host: EngineHost, operation: str, number: int, answers: queue.SimpleQueue[Frame | None]) -> None:
         """Made by ``EngineHost.begin``."""
-        self._host, self._operation, self._number, self._answers = host, operation, number, answers
+        self._host, self._operation, self.number, self._answers = host, operation, number, answers
         self._is_over = False
 
     def next(self, limit_s: float) -> Frame | None:
@@ -306,8 +317,8 @@ class Call:
         """Gives the call up, unless it is over."""
         if not self._is_over:
             self._over()
-            self._host.cancel(self._number)
+            self._host.cancel(self.number)
 
     def _over(self) -> None:
         self._is_over = True
-        self._host.forget(self._number)
+        self._host.forget(self.number)

@@ -45,8 +45,9 @@ Operation = Callable[[dict[str, Any], bytes, Send], Any]
 class Server:
     """Calls from a rank to an engine, any number at once.
 
-    A call is a frame with ``id`` and ``op``. Its answers carry its ``id``; the last one has ``end``, and if it failed ``error``,
-    ``lost``: whether that is because the engine is, and ``is_refusal``: whether all is said.
+    A call is a frame with ``id`` and ``op``. One with ``after``, another's id, begins when that is over, and fails if that did. Its answers
+    carry its ``id``; the last one has ``end``, and if it failed ``error``, ``lost``: whether that is because the engine is, and
+    ``is_refusal``: whether all is said.
     """
 
     def __init__(self, engine: HostedEngine, writer: asyncio.StreamWriter) -> None:
@@ -56,6 +57,7 @@ class Server:
         """
         self._engine, self._writer = engine, writer
         self._running: dict[int, asyncio.Task[None]] = {}
+        self._failures: dict[int, Exception] = {}
 
     async def serve(self, reader: asyncio.StreamReader) -> None:
         """Until the rank hangs up."""
@@ -87,18 +89,28 @@ class Server:
 
         try:
             operation: Operation = getattr(self._engine, f"op_{header['op']}")
+            await self._past(header.get("after"))
             send({**(await operation(header, payload, send) or {}), "end": True})
         except asyncio.CancelledError:
             send({"end": True, "error": "cancelled", "lost": False})
         except Refused as error:
+            self._failures[number] = error
             with suppress(OSError):  # a full disk has no say in what the rank is told
                 print(error, flush=True)
             send({"end": True, "error": str(error), "is_refusal": True, "lost": False})
         except Exception as error:  # whatever an engine raises is the rank's to judge
+            self._failures[number] = error
             with suppress(OSError):
                 traceback.print_exc()
             send({"end": True, "error": _message(error), "lost": _is_lost(self._engine)})
         await self._writer.drain()
+
+    async def _past(self, number: int | None) -> None:
+        """Until a call is over; raises what it failed with."""
+        if number in self._running:
+            await asyncio.wait([self._running[number]])
+        if number in self._failures:
+            raise self._failures[number]
 
 
 def main() -> None:

@@ -198,9 +198,12 @@ class HostedRollout:
             audit = self._context.audit_sync == "always" or (self._context.audit_sync == "first" and not self._has_weights)
             is_first = not self._has_weights  # and goes through the engine's own loaders, which need memory too
             for is_draft, part in groupby(buckets, key=lambda bucket: bucket.is_carried):
-                self._ask("start_update", {"audit": audit, "draft": is_draft})
-                version = self._sender.send(part, in_turns=not (is_first or audit))
-                self._ask("finish_update", {"policy_version": version})
+                start = self._host.begin("start_update", {"audit": audit, "draft": is_draft}) if self._host is not None else None
+                version = self._sender.send(part, in_turns=not (is_first or audit), after=start)
+                if start is not None:
+                    start.result(self._options.sync_timeout_s)
+                if not self._sender.is_finished:
+                    self._ask("finish_update", {"policy_version": version})
                 self.lacks_carried = self.lacks_carried and not is_draft
             self._has_weights = True
             self._wake("kv_cache")

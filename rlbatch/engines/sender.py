@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from rlbatch.api import WeightBucket
 from rlbatch.engines.client import Call, EngineHost
@@ -31,6 +32,9 @@ class WeightSender:
         place: This rank's among them.
         group: With the engine's workers, if they are on other GPUs; on the rank that has the host.
         is_collective: Whether there is such a group; the same on all of them.
+
+    Attributes:
+        is_finished: Whether the last call of what was sent last ended the update too; on the rank that has the host.
     """
 
     def __init__(
@@ -51,13 +55,16 @@ class WeightSender:
         self._known: set[str] = set()
         self._messages: dict[int, tuple[Content, bytes]] = {}
         self._calls = 0
+        self._after: Call | None = None
+        self.is_finished = False
 
-    def send(self, buckets: Iterable[WeightBucket], *, in_turns: bool = True) -> int:
+    def send(self, buckets: Iterable[WeightBucket], *, in_turns: bool = True, after: Call | None = None) -> int:
         """Sends every bucket; a collective of the engine's ranks.
 
         Args:
             buckets: To be sent.
             in_turns: Whether the next ones are gathered while the engine loads. If not, that takes half the memory.
+            after: A call that the engine ends before it loads.
 
         Returns:
             The policy version of the weights; -1 if there were none.
@@ -68,6 +75,7 @@ class WeightSender:
         self._meet()
         self._staging.start(has_turns=in_turns)
         version, loading, told, self._calls = -1, None, set[str](), 0
+        self._after, self.is_finished = after, False
         try:
             for bucket in buckets:
                 version = bucket.policy_version
@@ -80,7 +88,7 @@ class WeightSender:
                 if tensors is not None:
                     self._staging.add(tensors)
             if version >= 0:
-                self._await(self._load(loading, told, last=version))
+                self.is_finished = bool(self._await(self._load(loading, told, last=version)).get("is_finished"))
         except BaseException:
             self._known = set()
             if self._group is not None:
@@ -131,7 +139,8 @@ class WeightSender:
                 # What came in the last sync too, such as the places of tensors that the trainer keeps, is known by its key.
                 devices[identity.decode()] = {"key": name.decode()} | ({} if name.decode() in self._known else json.loads(content))
                 told.add(name.decode())
-            loading = self._host.begin("load_weights", {"last": last}, payload=json.dumps({"devices": devices}).encode())
+            told_now = json.dumps({"devices": devices}).encode()
+            loading = self._host.begin("load_weights", {"last": last}, told_now, after=self._after)
             if self._group is not None and memory is not None and self._host.lost is None:
                 self._group.send(memory)
         self._await(previous)
@@ -146,10 +155,12 @@ class WeightSender:
             before = self._messages[number] = content, message
         return before[1]
 
-    def _await(self, loading: Call | None) -> None:
-        """Until the engine has loaded it, on every rank."""
+    def _await(self, loading: Call | None) -> dict[str, Any]:
+        """Until the engine has loaded it, on every rank; what it said."""
+        said: dict[str, Any] = {}
         if loading is not None:
-            loading.result(self._limit_s)
+            said = loading.result(self._limit_s)
             if self._group is not None and self._host is not None and self._host.lost is not None:
                 self._group.abort()
         self._gather(b"")
+        return said

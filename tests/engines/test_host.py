@@ -76,6 +76,23 @@ def test_calls_run_side_by_side(host: EngineHost, tmp_path: Path) -> None:
     assert frames[0][1] == b"\x00\xff" * 100_000
 
 
+def test_a_call_waits_for_another(host: EngineHost, tmp_path: Path) -> None:
+    """It begins when the other is over, also when that was before; after a failed one it fails alike, and other calls do not."""
+    go = tmp_path / "go"
+    first = host.begin("echo", {"text": "first", "until": str(go)})
+    second = host.begin("echo", {"text": "second"}, after=first)
+    assert second.next(0.3) is None
+    go.touch()
+    assert second.result(20.0)["text"] == "second"
+    assert first.result(20.0)["text"] == "first"
+    assert host.begin("echo", {"text": "third"}, after=first).result(20.0)["text"] == "third"
+    failed = host.begin("refuse")
+    for _ in range(2):
+        with pytest.raises(RolloutError, match=r"^rollout\.engine\.depth=3: it has no such option"):
+            host.begin("echo", {"text": "fourth"}, after=failed).result(20.0)
+    assert host.call("echo", {"text": "fifth"}, limit_s=20.0)["text"] == "fifth"
+
+
 def test_a_failed_call_is_told_with_its_cause_and_the_log(host: EngineHost) -> None:
     """What the engine raised, what caused that, and the last lines of the log; other calls go on."""
     with pytest.raises(RolloutError, match=r"(?s)^rollout=fake: `fail` failed: it does not work <- 'the cause'\n.*a line of the log"):

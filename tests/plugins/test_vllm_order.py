@@ -34,6 +34,10 @@ class RecordedHost:
         self.calls.append(f"{operation} {header[detail]}" if detail else operation)
         return {"max_model_len": 10}
 
+    def begin(self, operation: str, header: Any) -> Any:
+        said = self.call(operation, header, limit_s=0.0)
+        return SimpleNamespace(result=lambda limit_s: said)
+
     def outlasting(self) -> AbstractContextManager[None]:
         return nullcontext()
 
@@ -45,7 +49,9 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, level: int) -> tuple[HostedRollout, 
     calls: list[str] = []
 
     class RecordedSender:
-        def send(self, buckets: Iterable[Any], *, in_turns: bool) -> int:
+        is_finished = False
+
+        def send(self, buckets: Iterable[Any], *, in_turns: bool, after: Any) -> int:
             calls.append(f"weights of {[bucket.names for bucket in buckets]}" + (" in turns" if in_turns else ""))
             return 3
 
