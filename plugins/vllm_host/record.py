@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.model_loader.reload import layerwise
 
+from .materialize import use_old_memory
 from .plan import Copy, Held, Plan, Slice
 from .ties import Ties
 
@@ -140,6 +141,7 @@ class Recorder(TorchDispatchMode):
 
         def materialize_layer(layer: torch.nn.Module, info: Any) -> None:
             before = {id(tensor) for tensor in layerwise.get_layer_tensors(layer).values()}
+            use_old_memory(layer, info)
             materialize(layer, info)
             made = [Target.of(tensor) for tensor in layerwise.get_layer_tensors(layer).values() if id(tensor) not in before]
             self._opened[layer], self._attributes[layer] = made, _attributes(layer)

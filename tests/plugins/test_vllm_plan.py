@@ -49,6 +49,11 @@ def test_memory_that_is_written_again_is_not_kept(said: dict[str, Any]) -> None:
     assert said["stolen and lasting"] == ""
 
 
+def test_weights_are_loaded_where_they_were(said: dict[str, Any]) -> None:
+    """Where layers keep what they are given no memory is made beside their parameters; only packed ones have some of another kind."""
+    assert (said["made"] == 0) == (said["layers"] == "kept")
+
+
 def test_only_what_is_kept_is_copied(said: dict[str, Any]) -> None:
     """Where layers keep what they are given nothing is left to the loaders, and only attention is processed; packed ones go vLLM's way."""
     if said["layers"] == "kept":

@@ -22,6 +22,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.model_loader.reload import meta
 from vllm.model_executor.utils import replace_parameter
 
 from rlbatch_plugins.vllm_host.audit import check_values
@@ -97,6 +98,19 @@ class Worker:
         return {name: tensor.detach().clone() for name, tensor in {**self.model.state_dict(), **derived, **computed}.items()}
 
 
+def count_made() -> list[int]:
+    """Elements of each tensor that vLLM makes beside an old one, from here on."""
+    made: list[int] = []
+    make = meta.materialize_meta_tensor
+
+    def counted(tensor: torch.Tensor) -> torch.Tensor:
+        made.append(tensor.numel())
+        return make(tensor)
+
+    meta.materialize_meta_tensor = counted
+    return made
+
+
 def calls(weights: dict[str, torch.Tensor], size: int) -> list[Named]:
     """Weights in calls of so many tensors."""
     named = list(weights.items())
@@ -119,8 +133,10 @@ def main(folder: Path) -> None:
         UnquantizedEmbeddingMethod.process_weights_after_loading = keep
     register()
     worker = Worker(folder)
+    made = count_made()
     lent = {name: tensor.clone() for name, tensor in weights.items()}
     said["recorded"] = worker.sync(calls(lent, 7), replay=False, lent=True)
+    said["made"] = sum(made) / sum(p.numel() for p in worker.model.parameters())
     said["changed"] = different(lent, weights)
     said["kept"] = [name for name, p in worker.model.named_parameters() for tensor in lent.values() if p.data_ptr() == tensor.data_ptr()]
     plan = worker.transfer._plan
