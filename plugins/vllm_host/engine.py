@@ -202,7 +202,8 @@ class VllmEngine:
 
     async def _finish(self, version: int) -> None:
         """When all workers have ended the update."""
-        await self._forgetting
+        if not await self._forgetting:  # a request that was given up was not over yet
+            await self._llm.reset_prefix_cache()
         if self._was_paused:
             await self._llm.resume_generation()
         self._version, self._has_synced = version, self._has_synced or not self._is_draft

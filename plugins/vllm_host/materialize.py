@@ -21,10 +21,12 @@ def use_old_memory(layer: torch.nn.Module, info: Any) -> None:
         layer: Prepared by vLLM for loading.
         info: vLLM's, of it.
     """
-    parameters, buffers = info.kernel_tensors or ({}, {})
+    parameters, _ = info.kernel_tensors or ({}, {})
     for name, tensor in layerwise.get_layer_tensors(layer).items():
-        old = {**buffers, **parameters}.get(name)
-        if name not in SKIP_TENSORS and tensor.is_meta and old is not None and _are_alike(tensor, old):
+        old = parameters.get(name)
+        if name in SKIP_TENSORS or not tensor.is_meta or old is None:
+            continue
+        if old.device.type == info.restore_device.type and _are_alike(tensor, old):
             new = old.data.view(old.shape)
             new.__class__, new.__dict__ = tensor.__class__, tensor.__dict__.copy()  # as vLLM's materialize_meta_tensor
             setattr(layer, name, new)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Container
+from collections.abc import Container, Mapping
 
 import torch
 from torch import Tensor
@@ -32,12 +32,16 @@ class PassingTensors:
         self._recorder.watch(name, lent)
         return lent
 
-    def end(self, lasting: Container[str]) -> None:
+    def end(self, lasting: Container[str]) -> dict[str, StorageWeakRef]:
         """The call's memory may be written again, except that of ``lasting`` names.
+
+        Returns:
+            Of those names, which may be kept until the update is over; see ``refuse_kept``.
 
         Raises:
             ValueError: somebody else keeps a tensor.
         """
+        later = {name: StorageWeakRef(tensor.untyped_storage()) for name, tensor in self._lent.values() if name in lasting}
         self._lent = {storage: (name, tensor) for storage, (name, tensor) in self._lent.items() if name not in lasting}
         for info in LAYERWISE_INFO.values():
             for _, bound in info.loaded_weights:
@@ -45,11 +49,8 @@ class PassingTensors:
         self._recorder.keep(self._kept)
         names = {name: StorageWeakRef(tensor.untyped_storage()) for name, tensor in self._lent.values()}
         self._lent, self._copies = {}, {}
-        if not all(reference.expired() for reference in names.values()):
-            gc.collect()
-        for name, reference in names.items():
-            if not reference.expired():
-                raise ValueError(f"weight sync: the engine's loader keeps {name} itself, whose memory is written again.")
+        refuse_kept(names)
+        return later
 
     def _kept(self, part: Tensor) -> Tensor:
         """A part of one of the tensors, in a copy of all of it; others as they are."""
@@ -61,6 +62,19 @@ class PassingTensors:
             self._recorder.watch(name, copy)
         copy = self._copies[_identity(part)].flatten().view(part.dtype)
         return copy.as_strided(part.shape, part.stride(), int(part.storage_offset()))
+
+
+def refuse_kept(names: Mapping[str, StorageWeakRef]) -> None:
+    """When memory is about to be written again.
+
+    Raises:
+        ValueError: somebody keeps one of these tensors.
+    """
+    if not all(reference.expired() for reference in names.values()):
+        gc.collect()
+    for name, reference in names.items():
+        if not reference.expired():
+            raise ValueError(f"weight sync: the engine's loader keeps {name} itself, whose memory is written again.")
 
 
 def _identity(tensor: Tensor) -> int:

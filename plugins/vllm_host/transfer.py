@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.logger import init_logger
@@ -21,7 +22,7 @@ from rlbatch.engines.receiver import WeightReceiver
 
 from .audit import SCALES, WriteAudit, check_values
 from .experts import held_experts
-from .passing import PassingTensors
+from .passing import PassingTensors, refuse_kept
 from .plan import Plan, Ready, Replay
 from .record import Recorder
 from .ties import Ties
@@ -67,6 +68,7 @@ class SharedMemoryTransfer(WeightTransferEngine):  # type: ignore[misc]
         self._plan: Plan | None = None
         self._ties = Ties(frozenset(), ())
         self._ready: dict[str, Ready] = {}
+        self._lent: dict[str, StorageWeakRef] = {}
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
         """Nothing to do."""
@@ -74,6 +76,7 @@ class SharedMemoryTransfer(WeightTransferEngine):  # type: ignore[misc]
     def start_weight_update(self) -> None:
         """Nothing to do yet: the first call says how."""
         self._audit = self._recorder = self._replay = None
+        self._lent = {}
 
     def _start(self, *, may_replay: bool) -> None:
         """By the plan, or the parameters are taken out of the model until each layer's weights have come."""
@@ -116,7 +119,7 @@ class SharedMemoryTransfer(WeightTransferEngine):  # type: ignore[misc]
         with loading_parts(), self._recording(), self._audit.counting(enabled=audit):
             self.model.load_weights(self._audit.watch(lent))
         if passing is not None:
-            passing.end(self.receiver.lasting)
+            self._lent |= passing.end(self.receiver.lasting)
 
     def _recording(self) -> AbstractContextManager[None]:
         return nullcontext() if self._recorder is None else self._recorder.recording()
@@ -145,6 +148,8 @@ class SharedMemoryTransfer(WeightTransferEngine):  # type: ignore[misc]
             self._ties.finish()
         _wait()
         self._recorder = self._replay = None
+        refuse_kept(self._lent)
+        self._lent = {}
         self.receiver.finish()
 
     def shutdown(self) -> None:

@@ -25,6 +25,8 @@ from rlbatch.launch.children import children_end_with_this_process, signal_group
 IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Batch systems send these to every process of a job; the rank decides what they mean for its engine. Children inherit it."""
 STOP_LIMIT_S = 10.0
+FAILURES = 32
+"""The last ones are kept."""
 
 Send = Callable[[Header, bytes], None]
 
@@ -45,9 +47,9 @@ Operation = Callable[[dict[str, Any], bytes, Send], Any]
 class Server:
     """Calls from a rank to an engine, any number at once.
 
-    A call is a frame with ``id`` and ``op``. One with ``after``, another's id, begins when that is over, and fails if that did. Its answers
-    carry its ``id``; the last one has ``end``, and if it failed ``error``, ``lost``: whether that is because the engine is, and
-    ``is_refusal``: whether all is said.
+    A call is a frame with ``id`` and ``op``. One with ``after``, another's id, begins when that is over, and fails if that did; several
+    after the same one begin in their order. Its answers carry its ``id``; the last one has ``end``, and if it failed ``error``, ``lost``:
+    whether that is because the engine is, and ``is_refusal``: whether all is said.
     """
 
     def __init__(self, engine: HostedEngine, writer: asyncio.StreamWriter) -> None:
@@ -57,6 +59,7 @@ class Server:
         """
         self._engine, self._writer = engine, writer
         self._running: dict[int, asyncio.Task[None]] = {}
+        self._turn: tuple[int, asyncio.Lock] = (0, asyncio.Lock())
         self._failures: dict[int, Exception] = {}
 
     async def serve(self, reader: asyncio.StreamReader) -> None:
@@ -94,23 +97,34 @@ class Server:
         except asyncio.CancelledError:
             send({"end": True, "error": "cancelled", "lost": False})
         except Refused as error:
-            self._failures[number] = error
+            self._fail(number, error)
             with suppress(OSError):  # a full disk has no say in what the rank is told
                 print(error, flush=True)
             send({"end": True, "error": str(error), "is_refusal": True, "lost": False})
         except Exception as error:  # whatever an engine raises is the rank's to judge
-            self._failures[number] = error
+            self._fail(number, error)
             with suppress(OSError):
                 traceback.print_exc()
             send({"end": True, "error": _message(error), "lost": _is_lost(self._engine)})
         await self._writer.drain()
 
     async def _past(self, number: int | None) -> None:
-        """Until a call is over; raises what it failed with."""
-        if number in self._running:
-            await asyncio.wait([self._running[number]])
+        """Until a call is over, behind others that wait for it; raises what it failed with."""
+        if number is None:
+            return
+        if self._turn[0] != number:
+            self._turn = number, asyncio.Lock()  # first come, first served
+        async with self._turn[1]:
+            if number in self._running:
+                await asyncio.wait([self._running[number]])
         if number in self._failures:
             raise self._failures[number]
+
+    def _fail(self, number: int, error: Exception) -> None:
+        """Keeps a call's error for those that come after it."""
+        self._failures[number] = error
+        while len(self._failures) > FAILURES:
+            del self._failures[next(iter(self._failures))]
 
 
 def main() -> None:

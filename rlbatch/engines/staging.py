@@ -203,10 +203,10 @@ class Staging:
         storage = tensor.untyped_storage().data_ptr()
         known = self._lent.get(storage)
         if storage not in self._asked:
-            self._asked.add(storage)
             if known is None or not is_still(tensor, known[1][0]):
                 found = share(tensor)
                 known = self._lent[storage] = None if found is None else (tensor.data_ptr(), found)
+            self._asked.add(storage)
         if known is None:
             return None
         first, (key, handle, start) = known

@@ -23,6 +23,7 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.sums: list[float] = []
+        self.count = 0
         self.dead = self.is_silent = False
         self.told: list[list[str]] = []
         self.receiver: Any = None
@@ -44,6 +45,11 @@ class FakeEngine:
             await asyncio.sleep(0.01)
         send({"said": header["text"]}, payload)
         return {"text": header["text"]}
+
+    async def op_count(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
+        """How many began so far."""
+        self.count += 1
+        return {"count": self.count}
 
     async def op_fail(self, header: dict[str, Any], payload: bytes, send: Send) -> None:
         print("a line of the log", flush=True)

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Timer
 
 import pytest
 
@@ -86,6 +87,12 @@ def test_a_call_waits_for_another(host: EngineHost, tmp_path: Path) -> None:
     assert second.result(20.0)["text"] == "second"
     assert first.result(20.0)["text"] == "first"
     assert host.begin("echo", {"text": "third"}, after=first).result(20.0)["text"] == "third"
+    go.unlink()
+    last = host.begin("echo", {"text": "first", "until": str(go)})
+    followers = [host.begin("count", after=last) for _ in range(5)]
+    Timer(0.2, go.touch).start()
+    followers += [host.begin("count", after=last) for _ in range(300)]  # some come when the first is over
+    assert [call.result(20.0)["count"] for call in followers] == list(range(1, 306))
     failed = host.begin("refuse")
     for _ in range(2):
         with pytest.raises(RolloutError, match=r"^rollout\.engine\.depth=3: it has no such option"):

@@ -130,6 +130,19 @@ def test_engines_begin_while_the_rest_is_looked_up(host: EngineHost, monkeypatch
     assert len(asked) == 1
 
 
+def test_memory_that_cannot_be_shared_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the driver refuses is the error of the sync."""
+
+    def refuse(tensor: torch.Tensor) -> None:
+        raise RuntimeError("the GPU's driver refuses")
+
+    monkeypatch.setattr(staging, "share", refuse)
+    sender = WeightSender(None, "cpu", lambda content: [content], 1.0)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="the GPU's driver refuses"):
+            sender.send([WeightBucket(["a"], [HostMemory(100).tensor], 0, [True])])
+
+
 def test_memory_in_the_place_of_other_memory_is_asked_for() -> None:
     """A storage at an address where another one was in the last sync is told with its own handle."""
     memory, sent = HostMemory(1000), Staging("cpu", lends=True)
