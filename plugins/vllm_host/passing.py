@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 
-from .record import Recorder
+from .record import Recorder, storage_identity
 
 
 class PassingTensors:
@@ -28,7 +28,7 @@ class PassingTensors:
     def lend(self, name: str, tensor: Tensor) -> Tensor:
         """The same memory, in a storage that no other tensor has: the recorder tells tensors by that."""
         lent = torch.from_dlpack(tensor.flatten().view(torch.uint8)).view(tensor.dtype).view(tensor.shape)  # DLPack has no 8-bit floats
-        self._lent[_identity(lent)] = name, lent
+        self._lent[storage_identity(lent)] = name, lent
         self._recorder.watch(name, lent)
         return lent
 
@@ -54,13 +54,13 @@ class PassingTensors:
 
     def _kept(self, part: Tensor) -> Tensor:
         """A part of one of the tensors, in a copy of all of it; others as they are."""
-        if _identity(part) not in self._lent:
+        if storage_identity(part) not in self._lent:
             return part
-        name, tensor = self._lent[_identity(part)]
-        if _identity(part) not in self._copies:
-            self._copies[_identity(part)] = copy = tensor.clone()
+        name, tensor = self._lent[storage_identity(part)]
+        if storage_identity(part) not in self._copies:
+            self._copies[storage_identity(part)] = copy = tensor.clone()
             self._recorder.watch(name, copy)
-        copy = self._copies[_identity(part)].flatten().view(part.dtype)
+        copy = self._copies[storage_identity(part)].flatten().view(part.dtype)
         return copy.as_strided(part.shape, part.stride(), int(part.storage_offset()))
 
 
@@ -75,7 +75,3 @@ def refuse_kept(names: Mapping[str, StorageWeakRef]) -> None:
     for name, reference in names.items():
         if not reference.expired():
             raise ValueError(f"weight sync: the engine's loader keeps {name} itself, whose memory is written again.")
-
-
-def _identity(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

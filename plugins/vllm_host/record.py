@@ -68,7 +68,7 @@ class Target:
 
     def became(self, tensor: Tensor) -> bool:
         """Whether a tensor is all of this memory, as it was."""
-        return _identity(tensor) == self.reference.cdata and (tensor.dtype, _part(tensor, self.start)) == (self.dtype, self.whole)
+        return storage_identity(tensor) == self.reference.cdata and (tensor.dtype, _part(tensor, self.start)) == (self.dtype, self.whole)
 
     def explains(self, parameter: Tensor) -> bool:
         """Whether every element was written exactly once, and a parameter holds just that; what was compared is let go."""
@@ -159,8 +159,8 @@ class Recorder(TorchDispatchMode):
             with self._pausing():  # it may read other layers' parameters: then it is called in every sync
                 is_loaded = info.load_numel > 0
                 finalize(layer, info, *rest)
-            own = {_identity(tensor) for tensor in layerwise.get_layer_tensors(layer).values()}
-            weights = {_identity(parameter) for parameter in self._model.parameters()} - own
+            own = {storage_identity(tensor) for tensor in layerwise.get_layer_tensors(layer).values()}
+            weights = {storage_identity(parameter) for parameter in self._model.parameters()} - own
             if (
                 is_loaded
                 or not isinstance(layer, Attention)
@@ -200,8 +200,8 @@ class Recorder(TorchDispatchMode):
         """A sent tensor may be the trainer's own parameter."""
         for index, argument in enumerate(func._schema.arguments):
             value = args[index] if index < len(args) else kwargs.get(argument.name)
-            if argument.is_write and isinstance(value, Tensor) and not value.is_meta and _identity(value) in self._sent:
-                name = self._sent[_identity(value)][0]
+            if argument.is_write and isinstance(value, Tensor) and not value.is_meta and storage_identity(value) in self._sent:
+                name = self._sent[storage_identity(value)][0]
                 raise ValueError(f"weight sync: the engine's loader would change {name} itself, which is the trainer's.")
 
     def plan(self, ties: Ties) -> Plan | None:
@@ -237,23 +237,23 @@ class Recorder(TorchDispatchMode):
 
     def _happened(self, func: Any, args: Any, kwargs: Any) -> None:
         """An operator that reads or writes values."""
-        target = self._targets.get(_identity(args[0])) if args and isinstance(args[0], Tensor) else None
+        target = self._targets.get(storage_identity(args[0])) if args and isinstance(args[0], Tensor) else None
         if target is not None and func is COPY and isinstance(args[1], Tensor):
-            sent = self._sent.get(_identity(args[1]))
+            sent = self._sent.get(storage_identity(args[1]))
             if sent is not None and args[0].dtype == target.dtype and args[1].dtype == self._shapes[sent[0]][0]:
                 part, entry = _part(args[0], target.start), (sent[0], _part(args[1], sent[1]), args[1])
                 # The same copy again changes nothing; another one does.
                 target.is_clear &= part not in target.copies or target.copies[part][:2] == entry[:2]
                 target.copies[part] = entry
                 return
-            if _identity(args[0]) == _identity(args[1]) and _part(args[0], 0) == _part(args[1], 0):
+            if storage_identity(args[0]) == storage_identity(args[1]) and _part(args[0], 0) == _part(args[1], 0):
                 return
         if target is not None and func in FILLS and args[0].dtype == target.dtype:
             target.fills[_part(args[0], target.start)] = float(args[1]) if len(args) > 1 else 0.0
             return
         for tensor in tree_leaves((args, kwargs)):
             if isinstance(tensor, Tensor) and not tensor.is_meta:
-                storage = _identity(tensor)
+                storage = storage_identity(tensor)
                 if storage in self._sent:
                     self._odd.add(self._sent[storage][0])
                 if storage in self._targets:
@@ -266,7 +266,7 @@ class Recorder(TorchDispatchMode):
         opened, found = self._opened.pop(layer, []), []
         is_explained = True
         for name, parameter in {**parameters, **buffers}.items():
-            target = self._targets.get(_identity(processed[name])) if name in processed else None
+            target = self._targets.get(storage_identity(processed[name])) if name in processed else None
             if any(target is each for _, _, _, each in self._in_place):
                 continue  # it may still be written
             if name in buffers and (target is None or not target.is_written()):
@@ -285,11 +285,11 @@ class Recorder(TorchDispatchMode):
             return
         self._closed[layer] = found
         # From here on whoever touches the parameter itself is noticed.
-        self._targets |= {_identity(parameter): Target.of(parameter) for _, parameter, _ in found}
+        self._targets |= {storage_identity(parameter): Target.of(parameter) for _, parameter, _ in found}
 
     def _is_untouched(self, parameter: Tensor) -> bool:
         """Since its layer was closed."""
-        now = self._targets[_identity(parameter)]
+        now = self._targets[storage_identity(parameter)]
         return now.is_clear and not now.is_written()
 
     def _give_up(self, layer: torch.nn.Module, targets: list[Target]) -> None:
@@ -318,7 +318,7 @@ def _names(target: Target) -> set[str]:
     return {name for name, _, _ in target.copies.values()}
 
 
-def _identity(tensor: Tensor) -> int:
+def storage_identity(tensor: Tensor) -> int:
     """Of its storage, which other storages have only after it is gone and nobody refers to it."""
     return int(tensor.untyped_storage()._cdata)
 
@@ -344,7 +344,7 @@ def _is_dense(part: Slice) -> bool:
 
 def _storages(values: Any) -> set[int]:
     """Of all tensors among them."""
-    return {_identity(value) for value in tree_leaves(values) if isinstance(value, Tensor) and not value.is_meta}
+    return {storage_identity(value) for value in tree_leaves(values) if isinstance(value, Tensor) and not value.is_meta}
 
 
 def _attributes(layer: torch.nn.Module) -> dict[str, Any]:

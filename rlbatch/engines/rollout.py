@@ -195,8 +195,8 @@ class HostedRollout:
                 self._give_back()
             self._gather(b"")  # all ranks of the engine have given their memory back
             self._wake("weights")
-            audit = self._context.audit_sync == "always" or (self._context.audit_sync == "first" and not self._has_weights)
             is_first = not self._has_weights  # and goes through the engine's own loaders, which need memory too
+            audit = self._context.audit_sync == "always" or (self._context.audit_sync == "first" and is_first)
             for is_draft, part in groupby(buckets, key=lambda bucket: bucket.is_carried):
                 start = self._host.begin("start_update", {"audit": audit, "draft": is_draft}) if self._host is not None else None
                 version = self._sender.send(part, in_turns=not (is_first or audit), after=start)
