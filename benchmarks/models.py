@@ -36,6 +36,16 @@ KINDS: dict[str, dict[str, Any]] = {
         "head_dim": 128,
         "vocab_size": 151936,
     },
+    "qwen3_small": {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+    },
     "qwen3_moe": {
         "model_type": "qwen3_moe",
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -53,7 +63,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "vocab_size": 151936,
     },
 }
-"""The shapes of Qwen3-14B and Qwen3-30B-A3B."""
+"""The shapes of Qwen3-14B, Qwen3-1.7B and Qwen3-30B-A3B."""
 SMALL: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 256,

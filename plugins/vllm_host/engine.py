@@ -158,6 +158,10 @@ class VllmEngine:
         await versions.join_workers(self._llm, header["path"], header["size"], header["limit_s"])
         return {}
 
+    async def op_connect(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
+        """Lets all workers come to the rank's socket at ``path``: see ``rlbatch.engines.lines``."""
+        return {"workers": len(await versions.ask_workers(self._llm, "rlbatch_connect", header["path"]))}
+
     async def op_start_update(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
         """Prepares for weights; ``audit``: every write is counted; ``draft``: of the model that the engine speculates with."""
         self._audits, self._is_draft = header["audit"], header["draft"]
@@ -189,7 +193,11 @@ class VllmEngine:
         return {"is_finished": ends}
 
     async def op_finish_update(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
-        """Ends the update; from here on samples are of ``policy_version``."""
+        """Ends the update, or learns that the rank's lines have (``is_loaded``); from here on samples are of ``policy_version``."""
+        if header.get("is_loaded"):
+            await versions.name_weights(self._llm, str(header["policy_version"]))
+            await self._finish(header["policy_version"])
+            return {}
         if not self._is_open:
             await self._llm.start_weight_update()
         reports = await versions.ask_workers(self._llm, "rlbatch_written") if self._audits else []

@@ -35,10 +35,10 @@ def refusal(version: str, python: str) -> str:
     return ""
 
 
-async def ask_workers(llm: Any, method: str) -> list[Any]:
+async def ask_workers(llm: Any, method: str, *arguments: Any) -> list[Any]:
     """What a method of every worker returns; vLLM's own call returns those of the first data-parallel engine."""
     core = llm.engine_core
-    answers = [core._call_utility_async("collective_rpc", method, None, (), {}, engine=engine) for engine in core.core_engines]
+    answers = [core._call_utility_async("collective_rpc", method, None, arguments, {}, engine=engine) for engine in core.core_engines]
     return [answer for workers in await asyncio.gather(*answers) for answer in workers]
 
 

@@ -51,6 +51,7 @@ class EngineHost:
 
     Attributes:
         log: The engine's.
+        sockets: Folder that only this user may enter.
         processes: Of the engine.
         hang_limit_s: Seconds without a sign of life after which it is lost, once it has started.
         lost: Why it is lost; None: it is not.
@@ -70,12 +71,12 @@ class EngineHost:
         remove_leftovers()
         self._name, self.log = name, folder / "engine.log"
         with told_in_words("an engine cannot be started", folder), ExitStack() as made:
-            self._sockets = private_folder()
-            made.callback(shutil.rmtree, self._sockets, ignore_errors=True)
+            self.sockets = private_folder()
+            made.callback(shutil.rmtree, self.sockets, ignore_errors=True)
             site = write_site(folder / "site", entry_points or {})
             log = self.log.open("wb")
             made.pop_all()
-        places = dict.fromkeys(["TMPDIR", *filter(None, [sockets_variable])], str(self._sockets))
+        places = dict.fromkeys(["TMPDIR", *filter(None, [sockets_variable])], str(self.sockets))
         places |= {key: value for key, value in KEPT.items() if key not in os.environ}
         self._variables = scrubbed(os.environ, site, keep_path=not python) | places | dict(variables or {})
         ours, theirs = socket.socketpair()
@@ -166,7 +167,7 @@ class EngineHost:
         self.processes.kill(CLOSE_WAIT_S)
         self._process.wait()
         self._socket.close()
-        shutil.rmtree(self._sockets, ignore_errors=True)
+        shutil.rmtree(self.sockets, ignore_errors=True)
         remove_leftovers()
 
     def lose(self, reason: str) -> EngineLost:
@@ -245,6 +246,7 @@ class Call:
         """Made by ``EngineHost.begin``."""
         self._host, self._operation, self.number, self._answers = host, operation, number, answers
         self._is_over = False
+        self._said: dict[str, Any] | None = None
 
     def next(self, limit_s: float) -> Frame | None:
         """The next answer; None: none came within ``limit_s`` seconds.
@@ -267,7 +269,7 @@ class Call:
         return frame
 
     def result(self, limit_s: float) -> dict[str, Any]:
-        """The header of the last answer.
+        """The header of the last answer; asked again, the same.
 
         Raises:
             RolloutError: as ``next``.
@@ -276,7 +278,9 @@ class Call:
         try:
             if self._host.lost:
                 raise self._host.lost
-            return self._result(limit_s)
+            if self._said is None:
+                self._said = self._result(limit_s)
+            return self._said
         except EngineLost:
             self.cancel()
             if self._host.outlasts:

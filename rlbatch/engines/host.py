@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from rlbatch.engines.shared_names import name_shared_memory
-from rlbatch.engines.wire import LENGTHS, Header, Refused, encode
+from rlbatch.engines.wire import LENGTHS, Header, Refused, encode, words_of
 from rlbatch.launch.children import children_end_with_this_process, signal_group
 
 IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -105,7 +105,7 @@ class Server:
             self._fail(number, error)
             with suppress(OSError):
                 traceback.print_exc()
-            send({"end": True, "error": _message(error), "lost": _is_lost(self._engine)})
+            send({"end": True, "error": words_of(error), "lost": _is_lost(self._engine)})
         await self._writer.drain()
 
     async def _past(self, number: int | None) -> None:
@@ -160,12 +160,3 @@ def _parse(text: bytes) -> dict[str, Any]:
 def _is_lost(engine: HostedEngine) -> bool:
     judge: Callable[[], bool] = getattr(engine, "is_lost", bool)
     return judge()
-
-
-def _message(error: BaseException) -> str:
-    """Its own words, and those of what caused it."""
-    words = [str(error) or type(error).__name__]
-    while error.__cause__ is not None:
-        error = error.__cause__
-        words.append(str(error) or type(error).__name__)
-    return " <- ".join(dict.fromkeys(words))

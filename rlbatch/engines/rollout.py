@@ -20,6 +20,7 @@ from typing import Any
 from rlbatch.api import Completion, ConfigError, EngineLost, Prompt, RolloutContext, RolloutError, SamplingParams, WeightBucket
 from rlbatch.engines.client import EngineHost
 from rlbatch.engines.collective import SENDER, WeightGroup, meet
+from rlbatch.engines.lines import Lines
 from rlbatch.engines.sender import WeightSender
 from rlbatch.engines.shared_room import check_room
 from rlbatch.engines.wire import pack_ints, unpack_ints
@@ -84,6 +85,7 @@ class EngineProgram:
         context_option: The engine's own name of its longest prompt and response, for messages.
         replicas: Data-parallel replicas of the engine in this host.
         shared_mib: MiB of /dev/shm that its processes fill at least.
+        has_lines: Whether its host answers ``connect``, see ``rlbatch.engines.lines``.
     """
 
     name: str
@@ -96,6 +98,7 @@ class EngineProgram:
     context_option: str = "max_model_len"
     replicas: int = 1
     shared_mib: int = 0
+    has_lines: bool = False
 
 
 class HostedRollout:
@@ -133,6 +136,7 @@ class HostedRollout:
             self._options.sync_timeout_s,
             self._context.node_rank,
             self._joined() if self._is_collective and self._host is not None else None,
+            self._connected(),
             is_collective=self._is_collective,
         )
 
@@ -152,6 +156,16 @@ class HostedRollout:
             raise
         except (RuntimeError, futures.TimeoutError) as error:
             raise RolloutError(f"rollout.options.transport: this rank and its engine's workers do not meet ({error}).") from error
+
+    def _connected(self) -> Lines | None:
+        """Lines to the workers that share this node's memory, if the engine has them."""
+        if self._host is None or self._program is None or not self._program.has_lines or self._is_collective:
+            return None
+        try:
+            return Lines(self._host, self._options.start_timeout_s)
+        except EngineLost:
+            self._host.close()
+            raise
 
     def _started(self, program: EngineProgram) -> EngineHost:
         host = EngineHost(
@@ -199,11 +213,12 @@ class HostedRollout:
             audit = self._context.audit_sync == "always" or (self._context.audit_sync == "first" and is_first)
             for is_draft, part in groupby(buckets, key=lambda bucket: bucket.is_carried):
                 start = self._host.begin("start_update", {"audit": audit, "draft": is_draft}) if self._host is not None else None
-                version = self._sender.send(part, in_turns=not (is_first or audit), after=start)
+                is_known = not (is_first or audit)
+                version = self._sender.send(part, in_turns=is_known, after=start, may_use_lines=is_known and not is_draft)
                 if start is not None:
                     start.result(self._options.sync_timeout_s)
                 if not self._sender.is_finished:
-                    self._ask("finish_update", {"policy_version": version})
+                    self._ask("finish_update", {"policy_version": version, "is_loaded": self._sender.is_loaded})
                 self.lacks_carried = self.lacks_carried and not is_draft
             self._has_weights = True
             self._wake("kv_cache")

@@ -10,9 +10,10 @@ from typing import Any
 from rlbatch.api import WeightBucket
 from rlbatch.engines.client import Call, EngineHost
 from rlbatch.engines.collective import WeightGroup
+from rlbatch.engines.lines import Lines
 from rlbatch.engines.mapping import device_identity
 from rlbatch.engines.receiver import EVERY_DEVICE
-from rlbatch.engines.staging import Content, Staging
+from rlbatch.engines.staging import GROWTH, Content, Staging
 
 Gather = Callable[[bytes], list[bytes]]
 """All-gather over the ranks of an engine on a node, in their order; also a barrier."""
@@ -31,10 +32,12 @@ class WeightSender:
         limit_s: Longest loading of one call, seconds.
         place: This rank's among them.
         group: With the engine's workers, if they are on other GPUs; on the rank that has the host.
+        lines: To the engine's workers, if it has them; on that rank too.
         is_collective: Whether there is such a group; the same on all of them.
 
     Attributes:
         is_finished: Whether the last call of what was sent last ended the update too; on the rank that has the host.
+        is_loaded: Whether it did so in the workers, and the host does not know.
     """
 
     def __init__(
@@ -45,26 +48,31 @@ class WeightSender:
         limit_s: float,
         place: int = 0,
         group: WeightGroup | None = None,
+        lines: Lines | None = None,
         *,
         is_collective: bool = False,
     ) -> None:
         self._host, self._device, self._gather, self._limit_s = host, device, gather, limit_s
-        self._place, self._group, self._is_collective = place, group, is_collective
+        self._place, self._group, self._lines, self._is_collective = place, group, lines, is_collective
         self._staging = Staging(device, lends=not is_collective)
         self._identity, self._sends = "", False
         self._known: set[str] = set()
         self._messages: dict[int, tuple[Content, bytes]] = {}
         self._calls = 0
         self._after: Call | None = None
+        self._uses_lines, self.is_loaded = False, False
         self.is_finished = False
 
-    def send(self, buckets: Iterable[WeightBucket], *, in_turns: bool = True, after: Call | None = None) -> int:
+    def send(
+        self, buckets: Iterable[WeightBucket], *, in_turns: bool = True, after: Call | None = None, may_use_lines: bool = False
+    ) -> int:
         """Sends every bucket; a collective of the engine's ranks.
 
         Args:
             buckets: To be sent.
             in_turns: Whether the next ones are gathered while the engine loads. If not, that takes half the memory.
             after: A call that the engine ends before it loads.
+            may_use_lines: Whether the engine's workers know all that they need beside the buckets: from a sync before.
 
         Returns:
             The policy version of the weights; -1 if there were none.
@@ -73,9 +81,10 @@ class WeightSender:
             RolloutError: the engine refuses a tensor, or there is no memory for a bucket.
         """
         self._meet()
-        self._staging.start(has_turns=in_turns)
+        self._uses_lines = may_use_lines and self._lines is not None
+        self._staging.start(has_turns=in_turns, growth=1 if self._uses_lines else GROWTH)
         version, loading, told, self._calls = -1, None, set[str](), 0
-        self._after, self.is_finished = after, False
+        self._after, self.is_finished, self.is_loaded = after, False, False
         try:
             for bucket in buckets:
                 version = bucket.policy_version
@@ -88,7 +97,8 @@ class WeightSender:
                 if tensors is not None:
                     self._staging.add(tensors)
             if version >= 0:
-                self.is_finished = bool(self._await(self._load(loading, told, last=version)).get("is_finished"))
+                said = self._await(self._load(loading, told, last=version))
+                self.is_finished, self.is_loaded = bool(said.get("is_finished")), self._uses_lines
         except BaseException:
             self._known = set()
             if self._group is not None:
@@ -100,9 +110,11 @@ class WeightSender:
         return version
 
     def close(self) -> None:
-        """Leaves the group; before the engine is ended, whose workers would be waited for."""
+        """Leaves the group; before the engine is ended, whose workers would be waited for. Hangs up."""
         if self._group is not None:
             self._group.abort()
+        if self._lines is not None:
+            self._lines.close()
 
     def _meet(self) -> None:
         """Which ranks send: the first one on each device, or the one that is in the group."""
@@ -139,12 +151,21 @@ class WeightSender:
                 # What came in the last sync too, such as the places of tensors that the trainer keeps, is known by its key.
                 devices[identity.decode()] = {"key": name.decode()} | ({} if name.decode() in self._known else json.loads(content))
                 told.add(name.decode())
-            told_now = json.dumps({"devices": devices}).encode()
-            loading = self._host.begin("load_weights", {"last": last}, told_now, after=self._after)
+            loading = self._begin(json.dumps({"devices": devices}).encode(), last)
             if self._group is not None and memory is not None and self._host.lost is None:
                 self._group.send(memory)
         self._await(previous)
         return loading
+
+    def _begin(self, told: bytes, last: int | None) -> Call:
+        """The call, by the host or straight to the workers."""
+        assert self._host is not None
+        if not self._uses_lines or self._lines is None:
+            return self._host.begin("load_weights", {"last": last}, told, after=self._after)
+        starts = self._calls == 1
+        if starts and self._after is not None:
+            self._after.result(self._limit_s)
+        return self._lines.begin("load_weights", {"starts": starts, "ends": last is not None}, told)
 
     def _message(self, number: int, content: Content) -> bytes:
         """What is loaded by the call with this number, after this rank's device and a key for it; most syncs have the same as the last."""

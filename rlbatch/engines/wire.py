@@ -36,6 +36,15 @@ def read_frame(connection: socket.socket) -> Frame | None:
     return None if header is None or payload is None else (json.loads(header), payload)
 
 
+def words_of(error: BaseException) -> str:
+    """An error's own words, and those of what caused it."""
+    words = [str(error) or type(error).__name__]
+    while error.__cause__ is not None:
+        error = error.__cause__
+        words.append(str(error) or type(error).__name__)
+    return " <- ".join(dict.fromkeys(words))
+
+
 def pack_ints(rows: Iterable[Iterable[int]]) -> bytes:
     """Rows of 32-bit integers, one after the other."""
     packed = array("i")

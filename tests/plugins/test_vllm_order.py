@@ -49,14 +49,16 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, level: int) -> tuple[HostedRollout, 
     calls: list[str] = []
 
     class RecordedSender:
-        is_finished = False
+        is_finished = is_loaded = False
 
-        def send(self, buckets: Iterable[Any], *, in_turns: bool, after: Any) -> int:
-            calls.append(f"weights of {[bucket.names for bucket in buckets]}" + (" in turns" if in_turns else ""))
+        def send(self, buckets: Iterable[Any], *, in_turns: bool, after: Any, may_use_lines: bool) -> int:
+            how = (" in turns" if in_turns else "") + (" over lines" if may_use_lines else "")
+            calls.append(f"weights of {[bucket.names for bucket in buckets]}{how}")
             return 3
 
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("cache given back"))
     monkeypatch.setattr(hosted, "EngineHost", lambda *_, **__: RecordedHost(calls))
+    monkeypatch.setattr(hosted, "Lines", lambda host, limit_s: None)
     monkeypatch.setattr(hosted, "WeightSender", lambda *_, **__: RecordedSender())
     return vllm_rollout(RolloutContext(Path("model"), "cuda:0", "bfloat16"), VllmOptions(sleep_level=level)), calls
 
@@ -65,7 +67,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, level: int) -> tuple[HostedRollout, 
 def test_memory_is_given_back_in_order(level: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sleep -> the trainer's unused memory goes -> wake for weights -> sync -> wake for the cache; a second sleep asks nothing.
 
-    In the first sync the engine's own loaders take memory too: its buckets do not take turns.
+    In the first sync the engine's own loaders take memory too: its buckets do not take turns. Only later ones may go over lines.
     """
     backend, calls = on_gpu(monkeypatch, level)
     update = buckets([("a", torch.ones(1))], 1, 3)
@@ -78,7 +80,7 @@ def test_memory_is_given_back_in_order(level: int, monkeypatch: pytest.MonkeyPat
         *("start_update", "weights of [['a']]", "finish_update"),
         f"sleep {level}",
         "cache given back",
-        *("wake ['weights']", "start_update", "weights of [['b']] in turns", "finish_update", "wake ['kv_cache']"),
+        *("wake ['weights']", "start_update", "weights of [['b']] in turns over lines", "finish_update", "wake ['kv_cache']"),
     ]
 
 
