@@ -20,6 +20,9 @@ from . import options, versions
 from .experts import is_held
 from .memory import own_log, too_small
 
+FORGET_LIMIT_S, FORGET_POLL_S = 60.0, 0.01
+"""vLLM's prefix cache stays as it is while a request runs, also one that was given up; it ends with the next step."""
+
 
 class VllmEngine:
     """One engine of this host process."""
@@ -29,7 +32,7 @@ class VllmEngine:
         self._llm: Any = None
         self._version, self._audits, self._was_paused = -1, False, False
         self._has_synced, self._replays, self._is_draft, self._is_open = False, False, False, False
-        self._forgetting: Awaitable[Any]
+        self._forgetting: Awaitable[None]
         self._held: list[dict[str, Any]] = []
 
     async def op_start(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
@@ -160,7 +163,8 @@ class VllmEngine:
 
     async def op_connect(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
         """Lets all workers come to the rank's socket at ``path``: see ``rlbatch.engines.lines``."""
-        return {"workers": len(await versions.ask_workers(self._llm, "rlbatch_connect", header["path"]))}
+        workers = len(await versions.ask_workers(self._llm, "rlbatch_connect", header["path"]))
+        return {"workers": workers, "in_lockstep": versions.in_lockstep(self._llm)}
 
     async def op_start_update(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
         """Prepares for weights; ``audit``: every write is counted; ``draft``: of the model that the engine speculates with."""
@@ -171,9 +175,18 @@ class VllmEngine:
         # All of them stop together, those of other nodes too; one that sleeps has stopped.
         self._was_paused = await versions.stop_lockstep(self._llm)
         self._is_open = False
-        # What was computed with older weights is forgotten while newer ones come.
-        self._forgetting = asyncio.ensure_future(self._llm.reset_prefix_cache())
+        self._forgetting = asyncio.ensure_future(self._forget())
         return {}
+
+    async def _forget(self) -> None:
+        """What was computed with older weights is forgotten while newer ones come; there are no requests but those that were given up."""
+        if not self._llm.vllm_config.cache_config.enable_prefix_caching:
+            return
+        deadline = asyncio.get_running_loop().time() + FORGET_LIMIT_S
+        while not await self._llm.reset_prefix_cache():
+            if asyncio.get_running_loop().time() > deadline:
+                raise RuntimeError(f"weight sync: for {FORGET_LIMIT_S:g} s vLLM has not forgotten what older weights computed")
+            await asyncio.sleep(FORGET_POLL_S)
 
     async def op_load_weights(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
         """Loads one bucket on all workers; the first call starts the update there, and the one with ``last`` (a version) ends it.
@@ -193,7 +206,7 @@ class VllmEngine:
         return {"is_finished": ends}
 
     async def op_finish_update(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
-        """Ends the update, or learns that the rank's lines have (``is_loaded``); from here on samples are of ``policy_version``."""
+        """Ends the update; from here on samples are of ``policy_version``. ``is_loaded``: the workers end it, as their lines say."""
         if header.get("is_loaded"):
             await versions.name_weights(self._llm, str(header["policy_version"]))
             await self._finish(header["policy_version"])
@@ -209,9 +222,8 @@ class VllmEngine:
         return {}
 
     async def _finish(self, version: int) -> None:
-        """When all workers have ended the update."""
-        if not await self._forgetting:  # a request that was given up was not over yet
-            await self._llm.reset_prefix_cache()
+        """When all workers have ended the update, or will have before there is a request."""
+        await self._forgetting
         if self._was_paused:
             await self._llm.resume_generation()
         self._version, self._has_synced = version, self._has_synced or not self._is_draft

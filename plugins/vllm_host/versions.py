@@ -52,13 +52,18 @@ async def join_workers(llm: Any, path: str, size: int, limit_s: float) -> None:
     await asyncio.gather(*joins)
 
 
+def in_lockstep(llm: Any) -> bool:
+    """Whether its data-parallel engines compute together."""
+    return bool(llm.vllm_config.parallel_config.data_parallel_size > 1)
+
+
 async def stop_lockstep(llm: Any) -> bool:
     """Ends the steps that data-parallel engines take together, unless there are none or they sleep; a collective of all of them.
 
     Returns:
         Whether they were stopped, and must be resumed.
     """
-    if llm.vllm_config.parallel_config.data_parallel_size == 1 or await llm.is_paused():
+    if not in_lockstep(llm) or await llm.is_paused():
         return False
     await llm.pause_generation(mode="wait")
     return True

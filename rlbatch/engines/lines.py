@@ -12,6 +12,7 @@ import struct
 import time
 from collections.abc import Sequence
 
+from rlbatch.api import EngineLost
 from rlbatch.engines.client import SEND_LIMIT_S, Call, EngineHost
 from rlbatch.engines.wire import Frame, Header, encode, read_frame
 
@@ -25,6 +26,9 @@ class Lines:
         host: The engine.
         limit_s: For its answer, seconds.
 
+    Attributes:
+        in_lockstep: Whether the workers compute together with others, also when there are no requests.
+
     Raises:
         EngineLost: the engine is lost.
         RolloutError: its workers do not come.
@@ -37,10 +41,11 @@ class Lines:
             listener.bind(str(path))
             listener.listen(socket.SOMAXCONN)
             try:
-                workers = host.call("connect", {"path": str(path)}, limit_s=limit_s)["workers"]
-                self._lines = [listener.accept()[0] for _ in range(workers)]
+                said = host.call("connect", {"path": str(path)}, limit_s=limit_s)
+                self._lines = [listener.accept()[0] for _ in range(said["workers"])]
             finally:
                 path.unlink()
+        self.in_lockstep = bool(said["in_lockstep"])
         for line in self._lines:
             line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_LIMIT_S, 0))
 
@@ -50,13 +55,18 @@ class Lines:
         try:
             if self._host.lost:
                 raise self._host.lost
+            self._send(frame, operation)
+        except EngineLost:
+            if not self._host.outlasts:
+                raise
+        return call
+
+    def _send(self, frame: bytes, operation: str) -> None:
+        try:
             for line in self._lines:
                 line.sendall(frame)
         except OSError as error:
-            lost = self._host.lose(f"one of its workers is gone (`{operation}`)")
-            if not self._host.outlasts:
-                raise lost from error
-        return call
+            raise self._host.lose(_gone(operation)) from error
 
     def close(self) -> None:
         """Hangs up."""
@@ -88,9 +98,13 @@ class LineCall(Call):
 
     def _answered(self, frame: Frame | None) -> None:
         if frame is None:
-            raise self._host.lose(f"one of its workers is gone (`{self._operation}`)")
+            raise self._host.lose(_gone(self._operation))
         if "error" in frame[0]:
             raise self._host.failed(self._operation, frame[0])
 
     def cancel(self) -> None:
         """A worker that loads does not stop."""
+
+
+def _gone(operation: str) -> str:
+    return f"the engine is dead (`{operation}`: one of its workers has hung up)"

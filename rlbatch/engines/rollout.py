@@ -212,13 +212,9 @@ class HostedRollout:
             is_first = not self._has_weights  # and goes through the engine's own loaders, which need memory too
             audit = self._context.audit_sync == "always" or (self._context.audit_sync == "first" and is_first)
             for is_draft, part in groupby(buckets, key=lambda bucket: bucket.is_carried):
-                start = self._host.begin("start_update", {"audit": audit, "draft": is_draft}) if self._host is not None else None
                 is_known = not (is_first or audit)
-                version = self._sender.send(part, in_turns=is_known, after=start, may_use_lines=is_known and not is_draft)
-                if start is not None:
-                    start.result(self._options.sync_timeout_s)
-                if not self._sender.is_finished:
-                    self._ask("finish_update", {"policy_version": version, "is_loaded": self._sender.is_loaded})
+                header = {"audit": audit, "draft": is_draft}
+                self._sender.send(part, header, in_turns=is_known, may_use_lines=is_known and not is_draft)
                 self.lacks_carried = self.lacks_carried and not is_draft
             self._has_weights = True
             self._wake("kv_cache")

@@ -14,6 +14,8 @@ from rlbatch.engines.lines import Lines
 from rlbatch.engines.mapping import device_identity
 from rlbatch.engines.receiver import EVERY_DEVICE
 from rlbatch.engines.staging import GROWTH, Content, Staging
+from rlbatch.engines.update import HostUpdate, LineUpdate, Update
+from rlbatch.engines.wire import Header
 
 Gather = Callable[[bytes], list[bytes]]
 """All-gather over the ranks of an engine on a node, in their order; also a barrier."""
@@ -34,10 +36,6 @@ class WeightSender:
         group: With the engine's workers, if they are on other GPUs; on the rank that has the host.
         lines: To the engine's workers, if it has them; on that rank too.
         is_collective: Whether there is such a group; the same on all of them.
-
-    Attributes:
-        is_finished: Whether the last call of what was sent last ended the update too; on the rank that has the host.
-        is_loaded: Whether it did so in the workers, and the host does not know.
     """
 
     def __init__(
@@ -59,19 +57,18 @@ class WeightSender:
         self._known: set[str] = set()
         self._messages: dict[int, tuple[Content, bytes]] = {}
         self._calls = 0
-        self._after: Call | None = None
-        self._uses_lines, self.is_loaded = False, False
-        self.is_finished = False
+        self._is_alone = False
+        self._update: Update | None = None
 
     def send(
-        self, buckets: Iterable[WeightBucket], *, in_turns: bool = True, after: Call | None = None, may_use_lines: bool = False
+        self, buckets: Iterable[WeightBucket], header: Header | None = None, *, in_turns: bool = True, may_use_lines: bool = False
     ) -> int:
-        """Sends every bucket; a collective of the engine's ranks.
+        """Sends every bucket, as one update; a collective of the engine's ranks.
 
         Args:
             buckets: To be sent.
+            header: Of ``start_update``.
             in_turns: Whether the next ones are gathered while the engine loads. If not, that takes half the memory.
-            after: A call that the engine ends before it loads.
             may_use_lines: Whether the engine's workers know all that they need beside the buckets: from a sync before.
 
         Returns:
@@ -81,10 +78,12 @@ class WeightSender:
             RolloutError: the engine refuses a tensor, or there is no memory for a bucket.
         """
         self._meet()
-        self._uses_lines = may_use_lines and self._lines is not None
-        self._staging.start(has_turns=in_turns, growth=1 if self._uses_lines else GROWTH)
-        version, loading, told, self._calls = -1, None, set[str](), 0
-        self._after, self.is_finished, self.is_loaded = after, False, False
+        lines = self._lines if may_use_lines else None
+        self._staging.start(has_turns=in_turns, growth=1 if lines is not None and self._is_alone else GROWTH)
+        version, loading, told, said, self._calls = -1, None, set[str](), dict[str, Any](), 0
+        if self._host is not None:
+            header, limit_s = header or {}, self._limit_s
+            self._update = HostUpdate(self._host, header, limit_s) if lines is None else LineUpdate(self._host, lines, header, limit_s)
         try:
             for bucket in buckets:
                 version = bucket.policy_version
@@ -98,7 +97,8 @@ class WeightSender:
                     self._staging.add(tensors)
             if version >= 0:
                 said = self._await(self._load(loading, told, last=version))
-                self.is_finished, self.is_loaded = bool(said.get("is_finished")), self._uses_lines
+            if self._update is not None:
+                self._update.finish(version, said)
         except BaseException:
             self._known = set()
             if self._group is not None:
@@ -122,6 +122,7 @@ class WeightSender:
             return
         self._identity = EVERY_DEVICE if self._is_collective else device_identity(self._device)
         identities = [identity.decode() for identity in self._gather(self._identity.encode())]
+        self._is_alone = len(identities) == 1
         self._sends = self._host is not None if self._is_collective else identities.index(self._identity) == self._place
 
     def _on_any(self, said: bool) -> bool:
@@ -145,27 +146,17 @@ class WeightSender:
         self._calls += 1
         messages = [each.split(b"\n", 2) for each in self._gather(message) if each]
         loading = None
-        if self._host is not None:
+        if self._host is not None and self._update is not None:
             devices = {}
             for identity, name, content in messages:
                 # What came in the last sync too, such as the places of tensors that the trainer keeps, is known by its key.
                 devices[identity.decode()] = {"key": name.decode()} | ({} if name.decode() in self._known else json.loads(content))
                 told.add(name.decode())
-            loading = self._begin(json.dumps({"devices": devices}).encode(), last)
+            loading = self._update.load(json.dumps({"devices": devices}).encode(), last)
             if self._group is not None and memory is not None and self._host.lost is None:
                 self._group.send(memory)
         self._await(previous)
         return loading
-
-    def _begin(self, told: bytes, last: int | None) -> Call:
-        """The call, by the host or straight to the workers."""
-        assert self._host is not None
-        if not self._uses_lines or self._lines is None:
-            return self._host.begin("load_weights", {"last": last}, told, after=self._after)
-        starts = self._calls == 1
-        if starts and self._after is not None:
-            self._after.result(self._limit_s)
-        return self._lines.begin("load_weights", {"starts": starts, "ends": last is not None}, told)
 
     def _message(self, number: int, content: Content) -> bytes:
         """What is loaded by the call with this number, after this rank's device and a key for it; most syncs have the same as the last."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 GIB = 2**30
-AHEAD = GIB
+AHEAD = GIB // 2
 """Bytes read in place of which the engine is told at once, to copy them while this rank looks up more."""
 GROWTH = 16
 """Each time so many times as many, where telling it takes about as long as copying them."""

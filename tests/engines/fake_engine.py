@@ -6,8 +6,10 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from importlib import metadata
 from multiprocessing import shared_memory
@@ -15,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rlbatch.engines.host import Send
-from rlbatch.engines.wire import Refused
+from rlbatch.engines.wire import Refused, encode, read_frame
 
 
 class FakeEngine:
@@ -27,6 +29,7 @@ class FakeEngine:
         self.dead = self.is_silent = False
         self.told: list[list[str]] = []
         self.receiver: Any = None
+        self.order: list[str] = []
 
     async def op_ping(self, header: dict[str, Any], payload: bytes, send: Send) -> None:
         if self.is_silent:
@@ -109,6 +112,52 @@ class FakeEngine:
 
         self.receiver = WeightReceiver(torch.device("cpu"))
         self.receiver.join(WeightGroup(Path(header["path"]), 1, header["size"], "cpu", header["limit_s"]))
+
+    async def op_connect(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
+        """Two workers, which are threads."""
+        import torch
+
+        from rlbatch.engines.receiver import WeightReceiver
+
+        for _ in range(2):
+            line = socket.socket(socket.AF_UNIX)
+            line.connect(header["path"])
+            threading.Thread(target=self.work, args=(line, WeightReceiver(torch.device("cpu"))), daemon=True).start()
+        return {"workers": 2, "in_lockstep": self.is_silent}
+
+    def work(self, line: socket.socket, receiver: Any) -> None:
+        """As a worker that is told what it does."""
+        with line:
+            while frame := read_frame(line):
+                header, payload = frame
+                self.order.append(f"load{' first' * header['starts']}{' last' * header['ends']}")
+                time.sleep(0.2)
+                if payload == b"hang up":
+                    return
+                if payload == b"fail":
+                    line.sendall(encode({"error": "it does not fit"}))
+                    continue
+                if payload:
+                    update = json.loads(payload)["devices"]
+                    self.told.append(sorted(next(iter(update.values()))))
+                    self.sums += [float(tensor.float().sum()) for _, tensor in receiver.tensors(update)[1]]
+                    if header["ends"]:
+                        receiver.finish()
+                line.sendall(encode({}))
+
+    async def op_start_update(self, header: dict[str, Any], payload: bytes, send: Send) -> None:
+        if header.get("refuse"):
+            raise Refused("weight sync: it is told to refuse")
+        await asyncio.sleep(0.1)
+        self.order.append("start")
+
+    async def op_finish_update(self, header: dict[str, Any], payload: bytes, send: Send) -> None:
+        self.order.append(f"finish {header['policy_version']}{' loaded' if header.get('is_loaded') else ''}")
+
+    async def op_order(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
+        """Of updates, since the last time."""
+        order, self.order = self.order, []
+        return {"order": order}
 
     async def op_load_weights(self, header: dict[str, Any], payload: bytes, send: Send) -> None:
         """Reads late, so that memory which is written too early shows."""

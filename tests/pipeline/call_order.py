@@ -59,8 +59,6 @@ class RecordedHost:
 
     def call(self, operation: str, header: Any = None, payload: bytes = b"", *, limit_s: float) -> dict[str, Any]:
         self.recorder.note(f"{operation} {header['tags'][0]}" if operation == "wake" else operation)
-        if operation == "finish_update":
-            self.version = header["policy_version"]
         return {"max_model_len": 64}
 
     def begin(self, operation: str, header: Any, payload: bytes = b"") -> Any:
@@ -83,15 +81,14 @@ class RecordedHost:
 class RecordedSender:
     """In place of the weights' way."""
 
-    is_finished = False
+    def __init__(self, recorder: Recorder, host: RecordedHost) -> None:
+        self.recorder, self.host = recorder, host
 
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
-
-    def send(self, buckets: Iterable[Any], **how: Any) -> int:
+    def send(self, buckets: Iterable[Any], *_: Any, **how: Any) -> int:
         versions = {bucket.policy_version for bucket in buckets}
         self.recorder.note("weights")
-        return versions.pop()
+        self.host.version = versions.pop()
+        return self.host.version
 
 
 def recorded(config: Config, run_dir: str) -> tuple[Job, Recorder]:
@@ -99,7 +96,7 @@ def recorded(config: Config, run_dir: str) -> tuple[Job, Recorder]:
     job = job_of(config, run_dir)
     recorder = Recorder(gradient_bytes=lambda: job.trainer.gradient_bytes)
     hosted.EngineHost = lambda *_, **__: RecordedHost(recorder)  # type: ignore[misc,assignment]
-    hosted.WeightSender = lambda *_, **__: RecordedSender(recorder)  # type: ignore[misc,assignment]
+    hosted.WeightSender = lambda host, *_, **__: RecordedSender(recorder, host)  # type: ignore[misc,assignment]
     program = EngineProgram("recorded", "no:Engine", {})
     job.rollout._backend = HostedRollout(RolloutContext(Path("model"), "cuda:0", "float32"), HostedOptions(), lambda _: program)
     strategy = job.offload

@@ -8,11 +8,10 @@ from tests.pipeline import call_order
 from tests.pipeline.saving import saving_to
 from tests.pipeline.steps import prepared, small_config
 
-UPDATE = ["start_update", "weights", "finish_update"]
 GENERATE = ["generate: begin", "generate: end", "sleep", "offload: end"]
 TRAIN = ["training: begin", "training: end"]
-FIRST = ["start", "offload: begin", *UPDATE, *GENERATE, *TRAIN]
-LATER = ["offload: begin", "wake weights", *UPDATE, "wake kv_cache", *GENERATE, *TRAIN]
+FIRST = ["start", "offload: begin", "weights", *GENERATE, *TRAIN]
+LATER = ["offload: begin", "wake weights", "weights", "wake kv_cache", *GENERATE, *TRAIN]
 
 
 def names(events: list[call_order.Event]) -> list[str]:
@@ -48,7 +47,7 @@ def test_an_engine_sleeps_before_a_stopped_job_takes_memory_back(tmp_path: Path,
     """If a generation is interrupted, the engines sleep all the same: what was moved away for them comes back before the state is saved."""
     config = small_config("dp2", "rollout.max_logprob_diff=null", "offload=gradients")
     first, second = rank_pool(2).run(call_order.stopped_step, config, str(prepared(tmp_path)))
-    assert names(first) == ["start", "offload: begin", *UPDATE, "interrupted", "sleep", "offload: end"]
+    assert names(first) == ["start", "offload: begin", "weights", "interrupted", "sleep", "offload: end"]
     assert names(second) == FIRST[: -len(TRAIN)]
 
 

@@ -49,9 +49,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, level: int) -> tuple[HostedRollout, 
     calls: list[str] = []
 
     class RecordedSender:
-        is_finished = is_loaded = False
-
-        def send(self, buckets: Iterable[Any], *, in_turns: bool, after: Any, may_use_lines: bool) -> int:
+        def send(self, buckets: Iterable[Any], header: Any, *, in_turns: bool, may_use_lines: bool) -> int:
             how = (" in turns" if in_turns else "") + (" over lines" if may_use_lines else "")
             calls.append(f"weights of {[bucket.names for bucket in buckets]}{how}")
             return 3
@@ -77,10 +75,10 @@ def test_memory_is_given_back_in_order(level: int, monkeypatch: pytest.MonkeyPat
     backend.update_weights(buckets([("b", torch.ones(1))], 1, 4))
     assert calls == [
         "start",
-        *("start_update", "weights of [['a']]", "finish_update"),
+        "weights of [['a']]",
         f"sleep {level}",
         "cache given back",
-        *("wake ['weights']", "start_update", "weights of [['b']] in turns over lines", "finish_update", "wake ['kv_cache']"),
+        *("wake ['weights']", "weights of [['b']] in turns over lines", "wake ['kv_cache']"),
     ]
 
 
