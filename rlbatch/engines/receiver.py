@@ -68,7 +68,7 @@ class WeightReceiver:
             self._group.receive(memories[""])
         self._came.add(key)
         where = tuple(memory.data_ptr() for memory in memories.values())
-        if self._views.get(key, ((), []))[0] != where:
+        if key not in self._views or self._views[key][0] != where:
             self._views[key] = where, list(views(memories, content["places"]))
         return f"{key} {where}", self._views[key][1]
 

@@ -89,12 +89,11 @@ class WeightSender:
                 version = bucket.policy_version
                 tensors = self._staging.sort(bucket) if self._sends else None
                 if self._on_any(tensors is not None and not self._staging.has_room(tensors)):
-                    loading = self._load(loading, told)
-                    if not in_turns:
-                        self._await(loading)
-                        loading = None
+                    loading = self._load(loading, told, is_awaited=not in_turns)
                 if tensors is not None:
                     self._staging.add(tensors)
+                if self._is_alone and self._staging.is_full:  # several ranks agree with the next bucket, if there is one
+                    loading = self._load(loading, told, is_awaited=not in_turns)
             if version >= 0:
                 said = self._await(self._load(loading, told, last=version))
             if self._update is not None:
@@ -129,13 +128,14 @@ class WeightSender:
         """Whether one of the ranks says so: all of them do the same."""
         return b"1" in self._gather(b"1" if said else b"0")
 
-    def _load(self, previous: Call | None, told: set[str], last: int | None = None) -> Call | None:
+    def _load(self, previous: Call | None, told: set[str], last: int | None = None, *, is_awaited: bool = False) -> Call | None:
         """Lets the engine load what was collected, and waits for the call before: its memory may be written again.
 
         Args:
             previous: That call.
             told: Gets the keys of all that the engine is told.
             last: Policy version of the weights, with the last call.
+            is_awaited: Whether this call is waited for too.
         """
         message, memory = b"", None
         if self._sends:
@@ -156,6 +156,9 @@ class WeightSender:
             if self._group is not None and memory is not None and self._host.lost is None:
                 self._group.send(memory)
         self._await(previous)
+        if is_awaited:
+            self._await(loading)
+            return None
         return loading
 
     def _message(self, number: int, content: Content) -> bytes:

@@ -130,9 +130,14 @@ class Staging:
             )
         )
 
+    @property
+    def is_full(self) -> bool:
+        """Whether so much is read in place that the engine should be told."""
+        return self._lent_bytes >= self._ahead
+
     def has_room(self, bucket: Sorted) -> bool:
         """Whether ``add`` needs no ``take`` before it."""
-        if self._lent_bytes >= self._ahead:
+        if self.is_full:
             return False
         memory = self._memories[self._turn]
         return self._used == 0 or bucket.size == 0 or (memory is not None and self._used + bucket.size <= len(memory.tensor))
@@ -173,7 +178,7 @@ class Staging:
         content = {"memories": self._handles, "lasting": sorted(self._lasting), "places": self._places}
         part = torch.empty(0, dtype=torch.uint8) if memory is None else memory.tensor[: self._used]
         self._turn = (self._turn + 1) % self._turns
-        if self._lent_bytes >= self._ahead:
+        if self.is_full:
             self._ahead *= self._growth
         self._forget()
         return content, part

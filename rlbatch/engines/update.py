@@ -54,7 +54,7 @@ class HostUpdate:
 
 
 class LineUpdate:
-    """Tensors go to the workers, which need nothing else, while the host prepares the engine for requests with these weights.
+    """Tensors go to the workers, which need nothing else; while they load the last ones the host prepares the engine for requests.
 
     Engines that compute in lockstep must be stopped first, and go on last.
 
@@ -77,9 +77,9 @@ class LineUpdate:
             self._start.result(self._limit_s)
         call = self._lines.begin("load_weights", {"starts": not self._has_begun, "ends": last is not None}, content)
         self._has_begun = True
-        if self._start is None:
-            self._start = self._host.begin("start_update", self._header)
         if last is not None and not self._lines.in_lockstep:
+            # Not earlier: a scheduler that forgets its cache keeps a worker in its process from its work.
+            self._start = self._host.begin("start_update", self._header)
             self._end = self._ended(last)
         return call
 
