@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -36,19 +36,34 @@ def pack(memory: Tensor, places: Sequence[Place], tensors: Sequence[Tensor]) -> 
     import torch
 
     if places:
-        torch._foreach_copy_([view(memory, each) for each in places], list(tensors))
+        targets = views(dict.fromkeys({each["memory"] for each in places}, memory), places)
+        torch._foreach_copy_([target for _, target in targets], list(tensors))
 
 
 def view(memory: Tensor, where: Place) -> Tensor:
     """The tensor that lies in [bytes] uint8 memory; it shares it."""
+    return next(views({where["memory"]: memory}, [where]))[1]
+
+
+def views(memories: Mapping[str, Tensor], places: Iterable[Place]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that lie in memories, by name. One operator for each, as there may be thousands."""
     import torch
 
-    dtype, shape = getattr(torch, where["dtype"]), where["shape"]
-    size = dtype.itemsize * torch.Size(shape).numel()
-    return memory[where["start"] : where["start"] + size].view(dtype).view(shape)
-
-
-def views(memories: Mapping[str, Tensor], places: Sequence[Place]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that lie in memories, by name."""
+    typed: dict[tuple[str, str], Tensor] = {}
     for each in places:
-        yield each["name"], view(memories[each["memory"]], each)
+        kind = each["memory"], each["dtype"]
+        if kind not in typed:
+            dtype, memory = getattr(torch, each["dtype"]), memories[each["memory"]]
+            typed[kind] = memory[: len(memory) // dtype.itemsize * dtype.itemsize].view(dtype)
+        whole = typed[kind]
+        start = int(whole.storage_offset()) + each["start"] // whole.itemsize
+        yield each["name"], whole.as_strided(each["shape"], _strides(each["shape"]), start)
+
+
+def _strides(shape: Sequence[int]) -> list[int]:
+    """Of a contiguous tensor."""
+    strides, stride = [], 1
+    for size in reversed(shape):
+        strides.append(stride)
+        stride *= size
+    return strides[::-1]
