@@ -21,7 +21,7 @@ from .experts import is_held
 from .memory import own_log, too_small
 
 FORGET_LIMIT_S, FORGET_POLL_S = 60.0, 0.01
-"""vLLM's prefix cache stays as it is while a request runs, also one that was given up; it ends with the next step."""
+"""vLLM does not forget while a request runs, also one that was given up, which ends with its next step."""
 
 
 class VllmEngine:
@@ -31,7 +31,7 @@ class VllmEngine:
         """Nothing is started."""
         self._llm: Any = None
         self._version, self._audits, self._was_paused = -1, False, False
-        self._has_synced, self._replays, self._is_draft, self._is_open = False, False, False, False
+        self._replays, self._is_draft, self._is_open = False, False, False
         self._forgetting: Awaitable[None]
         self._held: list[dict[str, Any]] = []
 
@@ -91,6 +91,7 @@ class VllmEngine:
         finally:
             for task in work:
                 task.cancel()
+        await versions.finish_steps(self._llm)
         return {}
 
     async def _group(
@@ -163,14 +164,22 @@ class VllmEngine:
 
     async def op_connect(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
         """Lets all workers come to the rank's socket at ``path``: see ``rlbatch.engines.lines``."""
-        workers = len(await versions.ask_workers(self._llm, "rlbatch_connect", header["path"]))
-        return {"workers": workers, "in_lockstep": versions.in_lockstep(self._llm)}
+        return {"workers": len(await versions.ask_workers(self._llm, "rlbatch_connect", header["path"]))}
+
+    async def op_prepare(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
+        """For an update over lines, which the workers end: what comes after this is sampled by ``policy_version`` alone."""
+        await self._forget()
+        await versions.name_weights(self._llm, str(header["policy_version"]))
+        self._version = header["policy_version"]
+        return {}
 
     async def op_start_update(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
-        """Prepares for weights; ``audit``: every write is counted; ``draft``: of the model that the engine speculates with."""
-        self._audits, self._is_draft = header["audit"], header["draft"]
-        self._replays = self._has_synced and not (self._audits or self._is_draft)
-        self._has_synced = self._has_synced and self._is_draft
+        """Prepares for weights.
+
+        ``audit``: every write is counted; ``draft``: they are of the model that the engine speculates with; ``replay``: the update before
+        was as it must be, and this one may do as it did.
+        """
+        self._audits, self._is_draft, self._replays = header["audit"], header["draft"], header["replay"]
         # Data-parallel engines compute in lockstep for some steps after the last sample, on parameters that are about to be replaced.
         # All of them stop together, those of other nodes too; one that sleeps has stopped.
         self._was_paused = await versions.stop_lockstep(self._llm)
@@ -179,7 +188,7 @@ class VllmEngine:
         return {}
 
     async def _forget(self) -> None:
-        """What was computed with older weights is forgotten while newer ones come; there are no requests but those that were given up."""
+        """What was computed with older weights is forgotten; there are no requests but those that were given up."""
         if not self._llm.vllm_config.cache_config.enable_prefix_caching:
             return
         deadline = asyncio.get_running_loop().time() + FORGET_LIMIT_S
@@ -206,11 +215,7 @@ class VllmEngine:
         return {"is_finished": ends}
 
     async def op_finish_update(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
-        """Ends the update; from here on samples are of ``policy_version``. ``is_loaded``: the workers end it, as their lines say."""
-        if header.get("is_loaded"):
-            await versions.name_weights(self._llm, str(header["policy_version"]))
-            await self._finish(header["policy_version"])
-            return {}
+        """Ends the update; from here on samples are of ``policy_version``."""
         if not self._is_open:
             await self._llm.start_weight_update()
         reports = await versions.ask_workers(self._llm, "rlbatch_written") if self._audits else []
@@ -222,11 +227,11 @@ class VllmEngine:
         return {}
 
     async def _finish(self, version: int) -> None:
-        """When all workers have ended the update, or will have before there is a request."""
+        """When all workers have ended the update."""
         await self._forgetting
         if self._was_paused:
             await self._llm.resume_generation()
-        self._version, self._has_synced = version, self._has_synced or not self._is_draft
+        self._version = version
 
     async def op_experts(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
         """Which routed experts every device has: ``devices``, identity -> numbers, or None for all."""

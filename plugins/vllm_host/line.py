@@ -18,8 +18,8 @@ Load = Callable[[dict[str, Any], dict[str, Any]], None]
 """Gets a frame's header and its payload, both JSON."""
 
 
-def connect(path: str, device: torch.device, load: Load) -> None:
-    """Goes to the rank's socket, and serves it as long as it holds the line.
+def serve(path: str, device: torch.device, load: Load) -> None:
+    """Comes to the rank's socket; a thread serves it from here on, as long as the rank holds the line.
 
     Args:
         path: Of the socket.

@@ -52,9 +52,13 @@ async def join_workers(llm: Any, path: str, size: int, limit_s: float) -> None:
     await asyncio.gather(*joins)
 
 
-def in_lockstep(llm: Any) -> bool:
-    """Whether its data-parallel engines compute together."""
-    return bool(llm.vllm_config.parallel_config.data_parallel_size > 1)
+async def finish_steps(llm: Any) -> None:
+    """Until no worker computes: vLLM begins a step before it knows that the one before it ended the last sample.
+
+    Data-parallel engines, which go on together, are stopped otherwise: ``stop_lockstep``.
+    """
+    if llm.vllm_config.parallel_config.data_parallel_size == 1:
+        await ask_workers(llm, "rlbatch_wait")
 
 
 async def stop_lockstep(llm: Any) -> bool:
@@ -63,7 +67,7 @@ async def stop_lockstep(llm: Any) -> bool:
     Returns:
         Whether they were stopped, and must be resumed.
     """
-    if not in_lockstep(llm) or await llm.is_paused():
+    if llm.vllm_config.parallel_config.data_parallel_size == 1 or await llm.is_paused():
         return False
     await llm.pause_generation(mode="wait")
     return True

@@ -246,7 +246,6 @@ class Call:
         """Made by ``EngineHost.begin``."""
         self._host, self._operation, self.number, self._answers = host, operation, number, answers
         self._is_over = False
-        self._said: dict[str, Any] | None = None
 
     def next(self, limit_s: float) -> Frame | None:
         """The next answer; None: none came within ``limit_s`` seconds.
@@ -269,7 +268,7 @@ class Call:
         return frame
 
     def result(self, limit_s: float) -> dict[str, Any]:
-        """The header of the last answer; asked again, the same.
+        """The header of the last answer.
 
         Raises:
             RolloutError: as ``next``.
@@ -278,9 +277,7 @@ class Call:
         try:
             if self._host.lost:
                 raise self._host.lost
-            if self._said is None:
-                self._said = self._result(limit_s)
-            return self._said
+            return self._result(limit_s)
         except EngineLost:
             self.cancel()
             if self._host.outlasts:
@@ -289,7 +286,7 @@ class Call:
 
     def _result(self, limit_s: float) -> dict[str, Any]:
         deadline = time.monotonic() + limit_s
-        pulse = Pulse(self._host, self._operation, self._host.hang_limit_s, limit_s)
+        pulse = self._pulse(limit_s)
         while (left := deadline - time.monotonic()) > 0:
             frame = self.next(min(left, pulse.wait_s()))
             if frame is not None and frame[0].get("end"):
@@ -297,6 +294,9 @@ class Call:
             if frame is None and pulse.wait_s() < limit_s and time.monotonic() < deadline:
                 pulse.look()
         raise self._host.lose(f"`{self._operation}` took longer than {limit_s:g} s")
+
+    def _pulse(self, busy_limit_s: float) -> Pulse:
+        return Pulse(self._host, self._operation, self._host.hang_limit_s, busy_limit_s)
 
     def frames(self, busy_limit_s: float) -> Iterator[Frame]:
         """Answers up to the last one, while the engine lives: when none comes it is asked for a sign of life.
@@ -308,7 +308,7 @@ class Call:
             RolloutError: as ``next``.
             EngineLost: as ``next``, or there was no sign of life for the host's ``hang_limit_s``.
         """
-        pulse = Pulse(self._host, self._operation, self._host.hang_limit_s, busy_limit_s)
+        pulse = self._pulse(busy_limit_s)
         while not self._is_over:
             frame = self.next(pulse.wait_s())
             if frame is None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import queue
 import select
 import socket
-import struct
 import time
 from collections.abc import Sequence
 
 from rlbatch.api import EngineLost
-from rlbatch.engines.client import SEND_LIMIT_S, Call, EngineHost
+from rlbatch.engines.client import Call, EngineHost
+from rlbatch.engines.pulse import Pulse
 from rlbatch.engines.wire import Frame, Header, encode, read_frame
 
 SOCKET = "lines"
@@ -25,9 +25,6 @@ class Lines:
     Args:
         host: The engine.
         limit_s: For its answer, seconds.
-
-    Attributes:
-        in_lockstep: Whether the workers compute together with others, also when there are no requests.
 
     Raises:
         EngineLost: the engine is lost.
@@ -41,35 +38,25 @@ class Lines:
             listener.bind(str(path))
             listener.listen(socket.SOMAXCONN)
             try:
-                said = host.call("connect", {"path": str(path)}, limit_s=limit_s)
-                self._lines = [listener.accept()[0] for _ in range(said["workers"])]
+                workers = host.call("connect", {"path": str(path)}, limit_s=limit_s)["workers"]
+                self._lines = [listener.accept()[0] for _ in range(workers)]
             finally:
                 path.unlink()
-        self.in_lockstep = bool(said["in_lockstep"])
-        for line in self._lines:
-            line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_LIMIT_S, 0))
 
     def begin(self, operation: str, header: Header, payload: bytes) -> Call:
-        """As ``EngineHost.begin``; all workers get it. One call must be over before the next one's end is awaited."""
-        call, frame = LineCall(self._host, operation, self._lines), encode(header, payload)
+        """As ``EngineHost.begin``; all workers get it. Calls are awaited in the order in which they begin."""
+        call = LineCall(self._host, operation, self._lines)
         try:
             if self._host.lost:
                 raise self._host.lost
-            self._send(frame, operation)
+            call.send(encode(header, payload))
         except EngineLost:
             if not self._host.outlasts:
                 raise
         return call
 
-    def _send(self, frame: bytes, operation: str) -> None:
-        try:
-            for line in self._lines:
-                line.sendall(frame)
-        except OSError as error:
-            raise self._host.lose(_gone(operation)) from error
-
     def close(self) -> None:
-        """Hangs up."""
+        """Workers serve no longer."""
         for line in self._lines:
             line.close()
 
@@ -81,6 +68,24 @@ class LineCall(Call):
         """Made by ``Lines.begin``."""
         super().__init__(host, operation, 0, queue.SimpleQueue())
         self._waiting = {line.fileno(): line for line in lines}
+
+    def send(self, frame: bytes) -> None:
+        """To all workers. Each reads it when it has loaded what came before.
+
+        Raises:
+            EngineLost: one of them is gone, or gives no sign of life.
+        """
+        pulse = self._pulse(float("inf"))
+        for line in self._waiting.values():
+            rest = memoryview(frame)
+            while rest:
+                try:
+                    rest = rest[line.send(rest, socket.MSG_DONTWAIT) :]
+                except BlockingIOError:
+                    if not select.select([], [line], [], pulse.wait_s())[1]:
+                        pulse.look()
+                except OSError as error:
+                    raise self._lose() from error
 
     def next(self, limit_s: float) -> Frame | None:
         """As ``Call.next``: the only answer, when all workers have given theirs."""
@@ -96,15 +101,18 @@ class LineCall(Call):
                 self._answered(read_frame(self._waiting.pop(number)))
         return {"end": True}, b""
 
-    def _answered(self, frame: Frame | None) -> None:
-        if frame is None:
-            raise self._host.lose(_gone(self._operation))
-        if "error" in frame[0]:
-            raise self._host.failed(self._operation, frame[0])
-
     def cancel(self) -> None:
         """A worker that loads does not stop."""
 
+    def _answered(self, frame: Frame | None) -> None:
+        if frame is None:
+            raise self._lose()
+        if "error" in frame[0]:
+            raise self._host.failed(self._operation, frame[0])
 
-def _gone(operation: str) -> str:
-    return f"the engine is dead (`{operation}`: one of its workers has hung up)"
+    def _lose(self) -> EngineLost:
+        return self._host.lose(f"the engine is dead (`{self._operation}`: one of its workers has hung up)")
+
+    def _pulse(self, busy_limit_s: float) -> Pulse:
+        """The scheduler, which answers to pings, is idle meanwhile."""
+        return Pulse(self._host, self._operation, self._host.hang_limit_s, busy_limit_s, asks=False)

@@ -56,8 +56,10 @@ def views(memories: Mapping[str, Tensor], places: Iterable[Place]) -> Iterator[t
             dtype, memory = getattr(torch, each["dtype"]), memories[each["memory"]]
             typed[kind] = memory[: len(memory) // dtype.itemsize * dtype.itemsize].view(dtype)
         whole = typed[kind]
-        start = int(whole.storage_offset()) + each["start"] // whole.itemsize
-        yield each["name"], whole.as_strided(each["shape"], _strides(each["shape"]), start)
+        start, rest = divmod(each["start"], whole.itemsize)
+        if rest:
+            raise ValueError(f"weight sync: {each['name']} starts at byte {each['start']}, between two values of {each['dtype']}")
+        yield each["name"], whole.as_strided(each["shape"], _strides(each["shape"]), int(whole.storage_offset()) + start)
 
 
 def _strides(shape: Sequence[int]) -> list[int]:

@@ -122,6 +122,7 @@ class HostedRollout:
         self.max_restarts, self._restarts = options.max_restarts, 0
         self._sleep_level = options.sleep_level if context.device != "cpu" and not options.separate_gpus else 0
         self._asleep, self._has_weights, self._has_answered, self.lacks_carried = 0, False, False, True
+        self._is_idle = True
         devices = [device.decode() for device in context.node_gather(context.device.encode())]
         self._program = program(devices_behind(devices, options)) if context.node_rank == 0 else None
         self._max_model_len = 0
@@ -163,8 +164,8 @@ class HostedRollout:
             return None
         try:
             return Lines(self._host, self._options.start_timeout_s)
-        except EngineLost:
-            self._host.close()
+        except BaseException:  # also a signal: nobody else would end it
+            self._host.close(wait_s=0.0)
             raise
 
     def _started(self, program: EngineProgram) -> EngineHost:
@@ -196,6 +197,7 @@ class HostedRollout:
         """As ``RestartableBackend``. The log of the engine that was lost stays beside the new one's, with a number."""
         self._restarts += 1
         self._asleep, self._has_weights, self._has_answered, self.lacks_carried = 0, False, False, True
+        self._is_idle = True
         if self._program and self._host is not None:
             log = self._host.log
             log.replace(log.with_name(f"engine_{self._restarts}.log"))
@@ -211,12 +213,13 @@ class HostedRollout:
             self._wake("weights")
             is_first = not self._has_weights  # and goes through the engine's own loaders, which need memory too
             audit = self._context.audit_sync == "always" or (self._context.audit_sync == "first" and is_first)
+            self._has_weights = False  # until all of them have come
             for is_draft, part in groupby(buckets, key=lambda bucket: bucket.is_carried):
                 is_known = not (is_first or audit)
-                header = {"audit": audit, "draft": is_draft}
-                self._sender.send(part, header, in_turns=is_known, may_use_lines=is_known and not is_draft)
+                header = {"audit": audit, "draft": is_draft, "replay": is_known and not is_draft}
+                self._sender.send(part, header, in_turns=is_known, may_use_lines=header["replay"] and self._is_idle)
                 self.lacks_carried = self.lacks_carried and not is_draft
-            self._has_weights = True
+            self._has_weights = self._is_idle = True
             self._wake("kv_cache")
             self._asleep = 0
         if self._host is not None and self._host.lost:
@@ -257,6 +260,7 @@ class HostedRollout:
             "max_concurrency": self._options.max_concurrency_per_replica * (self._program.replicas if self._program else 1),
             "request_timeout_s": self._options.request_timeout_s,
         }
+        self._is_idle = False  # if it is given up its last steps go on for a while
         call = self._host.begin("generate", header, pack_ints(prompt.token_ids for prompt in prompts))
         done: dict[int, list[Completion]] = {}
         following = 0
@@ -269,7 +273,7 @@ class HostedRollout:
                 while following in done:
                     yield done.pop(following)
                     following += 1
-            self._has_answered = True
+            self._has_answered = self._is_idle = True
         finally:
             call.cancel()
 

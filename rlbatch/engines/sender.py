@@ -66,42 +66,42 @@ class WeightSender:
         """Sends every bucket, as one update; a collective of the engine's ranks.
 
         Args:
-            buckets: To be sent.
+            buckets: To be sent; at least one.
             header: Of ``start_update``.
             in_turns: Whether the next ones are gathered while the engine loads. If not, that takes half the memory.
-            may_use_lines: Whether the engine's workers know all that they need beside the buckets: from a sync before.
+            may_use_lines: Whether the engine is idle, and its workers know all that they need beside the buckets from the sync before.
 
         Returns:
-            The policy version of the weights; -1 if there were none.
+            The policy version of the weights.
 
         Raises:
             RolloutError: the engine refuses a tensor, or there is no memory for a bucket.
         """
         self._meet()
         lines = self._lines if may_use_lines else None
-        self._staging.start(has_turns=in_turns, growth=1 if lines is not None and self._is_alone else GROWTH)
-        version, loading, told, said, self._calls = -1, None, set[str](), dict[str, Any](), 0
-        if self._host is not None:
-            header, limit_s = header or {}, self._limit_s
-            self._update = HostUpdate(self._host, header, limit_s) if lines is None else LineUpdate(self._host, lines, header, limit_s)
+        tells_at_once = self._is_alone and lines is not None  # else telling takes as long as copying
+        self._staging.start(has_turns=in_turns, growth=1 if tells_at_once else GROWTH)
+        self._update = self._begin(header or {}, lines)
+        version, loading, told, self._calls = -1, None, set[str](), 0
         try:
             for bucket in buckets:
                 version = bucket.policy_version
                 tensors = self._staging.sort(bucket) if self._sends else None
                 if self._on_any(tensors is not None and not self._staging.has_room(tensors)):
-                    loading = self._load(loading, told, is_awaited=not in_turns)
+                    loading = self._load(loading, told)
+                    if not in_turns:
+                        self._await(loading)
+                        loading = None
                 if tensors is not None:
                     self._staging.add(tensors)
-                if self._is_alone and self._staging.is_full:  # several ranks agree with the next bucket, if there is one
-                    loading = self._load(loading, told, is_awaited=not in_turns)
-            if version >= 0:
-                said = self._await(self._load(loading, told, last=version))
+                if tells_at_once and self._staging.is_full:
+                    loading = self._load(loading, told)
+            said = self._await(self._load(loading, told, last=version))
             if self._update is not None:
                 self._update.finish(version, said)
         except BaseException:
             self._known = set()
-            if self._group is not None:
-                self._group.abort()
+            self.close()  # what is on its way there comes too late
             raise
         finally:
             self._staging.release()
@@ -109,11 +109,18 @@ class WeightSender:
         return version
 
     def close(self) -> None:
-        """Leaves the group; before the engine is ended, whose workers would be waited for. Hangs up."""
+        """Leaves the group, before the engine is ended, whose workers would be waited for; and closes the lines."""
         if self._group is not None:
             self._group.abort()
         if self._lines is not None:
             self._lines.close()
+        self._lines = None
+
+    def _begin(self, header: Header, lines: Lines | None) -> Update | None:
+        """The update, on the rank that has the host."""
+        if self._host is None:
+            return None
+        return HostUpdate(self._host, header, self._limit_s) if lines is None else LineUpdate(self._host, lines, self._limit_s)
 
     def _meet(self) -> None:
         """Which ranks send: the first one on each device, or the one that is in the group."""
@@ -128,14 +135,13 @@ class WeightSender:
         """Whether one of the ranks says so: all of them do the same."""
         return b"1" in self._gather(b"1" if said else b"0")
 
-    def _load(self, previous: Call | None, told: set[str], last: int | None = None, *, is_awaited: bool = False) -> Call | None:
+    def _load(self, previous: Call | None, told: set[str], last: int | None = None) -> Call | None:
         """Lets the engine load what was collected, and waits for the call before: its memory may be written again.
 
         Args:
             previous: That call.
             told: Gets the keys of all that the engine is told.
             last: Policy version of the weights, with the last call.
-            is_awaited: Whether this call is waited for too.
         """
         message, memory = b"", None
         if self._sends:
@@ -156,9 +162,6 @@ class WeightSender:
             if self._group is not None and memory is not None and self._host.lost is None:
                 self._group.send(memory)
         self._await(previous)
-        if is_awaited:
-            self._await(loading)
-            return None
         return loading
 
     def _message(self, number: int, content: Content) -> bytes:

@@ -20,7 +20,7 @@ GIB = 2**30
 AHEAD = GIB // 2
 """Bytes read in place of which the engine is told at once, to copy them while this rank looks up more."""
 GROWTH = 16
-"""Each time so many times as many, where telling it takes about as long as copying them."""
+"""The next limit is so many times as large, where telling takes about as long as copying them."""
 Content = dict[str, Any]
 """``memories`` (key -> handle), ``lasting`` (keys of those that stay as they are until the sync is over) and ``places``; JSON."""
 

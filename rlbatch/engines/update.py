@@ -1,4 +1,4 @@
-"""One update of an engine's weights, as the rank that has its host tells it: through the host alone, or over lines to the workers."""
+"""One update of an engine's weights, as the rank that has its host tells it: through the host, or over lines to the workers."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ class Update(Protocol):
     """What ``WeightSender`` tells an engine."""
 
     def load(self, content: bytes, last: int | None) -> Call:
-        """Begins to load a call's tensors; ``last``: with the last ones, the policy version of all.
+        """Begins to load a call's tensors.
 
         Args:
             content: ``devices``, see ``WeightReceiver.tensors``; JSON.
-            last: None: more will come.
+            last: With the last ones, the policy version of all; None: more will come.
         """
 
     def finish(self, version: int, said: dict[str, Any]) -> None:
         """When all is loaded: until the engine samples with these weights only.
 
         Args:
-            version: Of the policy; -1: there was nothing to load.
+            version: Of the policy.
             said: The answer to the last call of ``load``.
         """
 
@@ -34,7 +34,7 @@ class HostUpdate:
 
     Args:
         host: The engine.
-        header: Of ``start_update``: whether it is an ``audit``, and of the ``draft``.
+        header: Of ``start_update``: whether it is an ``audit``, of the ``draft``, and may ``replay`` the update before.
         limit_s: For each call, seconds.
     """
 
@@ -54,39 +54,29 @@ class HostUpdate:
 
 
 class LineUpdate:
-    """Tensors go to the workers, which need nothing else; while they load the last ones the host prepares the engine for requests.
-
-    Engines that compute in lockstep must be stopped first, and go on last.
+    """Tensors go to the workers of an engine that is idle. While they load the last ones the host prepares it for requests.
 
     Args:
         host: The engine.
         lines: To its workers.
-        header: Of ``start_update``.
         limit_s: For each call, seconds.
     """
 
-    def __init__(self, host: EngineHost, lines: Lines, header: Header, limit_s: float) -> None:
-        self._host, self._lines, self._header, self._limit_s = host, lines, header, limit_s
+    def __init__(self, host: EngineHost, lines: Lines, limit_s: float) -> None:
+        self._host, self._lines, self._limit_s = host, lines, limit_s
         self._has_begun = False
-        self._start = host.begin("start_update", header) if lines.in_lockstep else None
-        self._end: Call | None = None
+        self._preparing: Call | None = None
 
     def load(self, content: bytes, last: int | None) -> Call:
         """As ``Update``."""
-        if not self._has_begun and self._start is not None:
-            self._start.result(self._limit_s)
-        call = self._lines.begin("load_weights", {"starts": not self._has_begun, "ends": last is not None}, content)
+        loading = self._lines.begin("load_weights", {"starts": not self._has_begun, "ends": last is not None}, content)
         self._has_begun = True
-        if last is not None and not self._lines.in_lockstep:
+        if last is not None:
             # Not earlier: a scheduler that forgets its cache keeps a worker in its process from its work.
-            self._start = self._host.begin("start_update", self._header)
-            self._end = self._ended(last)
-        return call
+            self._preparing = self._host.begin("prepare", {"policy_version": last})
+        return loading
 
     def finish(self, version: int, said: dict[str, Any]) -> None:
         """As ``Update``."""
-        end = self._ended(version) if self._end is None else self._end
-        end.result(self._limit_s)
-
-    def _ended(self, version: int) -> Call:
-        return self._host.begin("finish_update", {"policy_version": version, "is_loaded": True}, after=self._start)
+        assert self._preparing is not None
+        self._preparing.result(self._limit_s)

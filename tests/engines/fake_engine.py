@@ -114,16 +114,17 @@ class FakeEngine:
         self.receiver.join(WeightGroup(Path(header["path"]), 1, header["size"], "cpu", header["limit_s"]))
 
     async def op_connect(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
-        """Two workers, which are threads."""
+        """Two workers, which are threads; the first one also loads what comes by the host."""
         import torch
 
         from rlbatch.engines.receiver import WeightReceiver
 
-        for _ in range(2):
+        self.receiver = WeightReceiver(torch.device("cpu"))
+        for receiver in (self.receiver, WeightReceiver(torch.device("cpu"))):
             line = socket.socket(socket.AF_UNIX)
             line.connect(header["path"])
-            threading.Thread(target=self.work, args=(line, WeightReceiver(torch.device("cpu"))), daemon=True).start()
-        return {"workers": 2, "in_lockstep": self.is_silent}
+            threading.Thread(target=self.work, args=(line, receiver), daemon=True).start()
+        return {"workers": 2}
 
     def work(self, line: socket.socket, receiver: Any) -> None:
         """As a worker that is told what it does."""
@@ -134,25 +135,29 @@ class FakeEngine:
                 time.sleep(0.2)
                 if payload == b"hang up":
                     return
-                if payload == b"fail":
+                if b"misfit" in payload:
                     line.sendall(encode({"error": "it does not fit"}))
                     continue
-                if payload:
+                if payload.startswith(b"slow"):
+                    time.sleep(4.0)
+                elif payload:
                     update = json.loads(payload)["devices"]
                     self.told.append(sorted(next(iter(update.values()))))
                     self.sums += [float(tensor.float().sum()) for _, tensor in receiver.tensors(update)[1]]
-                    if header["ends"]:
+                    if header["ends"] and receiver is not self.receiver:  # that one ends with op_sums
                         receiver.finish()
                 line.sendall(encode({}))
 
     async def op_start_update(self, header: dict[str, Any], payload: bytes, send: Send) -> None:
-        if header.get("refuse"):
-            raise Refused("weight sync: it is told to refuse")
-        await asyncio.sleep(0.1)
         self.order.append("start")
 
     async def op_finish_update(self, header: dict[str, Any], payload: bytes, send: Send) -> None:
-        self.order.append(f"finish {header['policy_version']}{' loaded' if header.get('is_loaded') else ''}")
+        self.order.append(f"finish {header['policy_version']}")
+
+    async def op_prepare(self, header: dict[str, Any], payload: bytes, send: Send) -> None:
+        if header["policy_version"] < 0:
+            raise Refused("weight sync: it is told to refuse")
+        self.order.append(f"prepare {header['policy_version']}")
 
     async def op_order(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
         """Of updates, since the last time."""

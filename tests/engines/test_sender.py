@@ -18,7 +18,7 @@ from rlbatch.api import RolloutError, WeightBucket
 from rlbatch.engines import mapping, staging
 from rlbatch.engines.client import EngineHost
 from rlbatch.engines.mapping import HostMemory, OpenMemories
-from rlbatch.engines.packing import ALIGNMENT
+from rlbatch.engines.packing import ALIGNMENT, view
 from rlbatch.engines.receiver import WeightReceiver
 from rlbatch.engines.sender import WeightSender
 from rlbatch.engines.staging import Staging
@@ -57,6 +57,13 @@ def test_packed_tensors_come_back(dtype: torch.dtype) -> None:
         assert name == wanted
         assert (tensor.dtype, tensor.shape) == (expected.dtype, expected.shape)
         assert torch.equal(tensor.double(), expected.double())
+
+
+def test_a_place_between_two_values_is_an_error() -> None:
+    """Other values would be read there without a word."""
+    where = {"name": "a", "dtype": "float32", "shape": [2], "memory": "", "start": 6}
+    with pytest.raises(ValueError, match="a starts at byte 6, between two values of float32"):
+        view(torch.zeros(64, dtype=torch.uint8), where)
 
 
 def test_memory_is_written_again_only_when_it_was_read(host: EngineHost) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from array import array
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import torch
 from rlbatch.api import ConfigError, RolloutContext, RolloutError
 from rlbatch.engines import rollout as hosted
 from rlbatch.engines.rollout import HostedRollout, visible_devices
+from rlbatch.engines.wire import pack_ints
 from rlbatch.weights.sync import buckets
 from rlbatch_plugins import rollout_vllm
 from rlbatch_plugins.rollout_vllm import VllmOptions, vllm_rollout
@@ -34,9 +36,17 @@ class RecordedHost:
         self.calls.append(f"{operation} {header[detail]}" if detail else operation)
         return {"max_model_len": 10}
 
-    def begin(self, operation: str, header: Any) -> Any:
-        said = self.call(operation, header, limit_s=0.0)
-        return SimpleNamespace(result=lambda limit_s: said)
+    def begin(self, operation: str, header: Any, payload: bytes) -> Any:
+        """Of a generation, one token for each sample."""
+
+        def frames(limit_s: float) -> Iterator[tuple[dict[str, Any], bytes]]:
+            for prompt, seeds in enumerate(header["seeds"]):
+                count = len(seeds)
+                answer = {"prompt": prompt, "lengths": [1] * count, "reasons": ["stop"] * count, "policy_version": 3}
+                yield answer, pack_ints([[1]] * count) + array("f", [-1.0] * count).tobytes()
+            yield {"end": True}, b""
+
+        return SimpleNamespace(frames=frames, cancel=lambda: None)
 
     def outlasting(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -80,6 +90,40 @@ def test_memory_is_given_back_in_order(level: int, monkeypatch: pytest.MonkeyPat
         "cache given back",
         *("wake ['weights']", "weights of [['b']] in turns over lines", "wake ['kv_cache']"),
     ]
+
+
+def test_an_engine_that_may_still_compute_is_synced_by_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines write weights at once. After a generation that was given up, vLLM's last steps must be over first."""
+    backend, calls = on_gpu(monkeypatch, 0)
+    backend._max_model_len = 1000
+
+    def sync() -> str:
+        backend.update_weights(buckets([("a", torch.ones(1))], 1, 3))
+        return calls[-1]
+
+    sync()
+    assert len(list(backend.generate(PROMPTS, PARAMS))) == len(PROMPTS)
+    assert sync() == "weights of [['a']] in turns over lines"
+    given_up = backend.generate(PROMPTS, PARAMS)
+    next(given_up)
+    given_up.close()
+    assert sync() == "weights of [['a']] in turns"
+    assert sync() == "weights of [['a']] in turns over lines"
+
+
+def test_a_failed_sync_is_not_repeated_in_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's parameters may be half of one policy: the next sync is like the first one."""
+    backend, calls = on_gpu(monkeypatch, 0)
+    backend.update_weights(buckets([("a", torch.ones(1))], 1, 3))
+    with monkeypatch.context() as patch, pytest.raises(RolloutError):
+        patch.setattr(backend._sender, "send", refuse)
+        backend.update_weights(buckets([("a", torch.ones(1))], 1, 4))
+    backend.update_weights(buckets([("a", torch.ones(1))], 1, 4))
+    assert calls[1:] == ["weights of [['a']]"] * 2
+
+
+def refuse(*_: Any, **__: Any) -> None:
+    raise RolloutError("weight sync: it does not fit")
 
 
 def test_no_generation_without_weights(monkeypatch: pytest.MonkeyPatch) -> None:
