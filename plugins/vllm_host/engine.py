@@ -32,7 +32,7 @@ class VllmEngine:
         self._llm: Any = None
         self._version, self._audits, self._was_paused = -1, False, False
         self._replays, self._is_draft, self._is_open = False, False, False
-        self._forgetting: Awaitable[None]
+        self._forgetting: Awaitable[None] | None = None
         self._held: list[dict[str, Any]] = []
 
     async def op_start(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
@@ -77,6 +77,8 @@ class VllmEngine:
 
     async def op_generate(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
         """Samples for prompts; each prompt's samples are sent when they are complete."""
+        if self._forgetting is not None:
+            await self._forgetting
         prompts = unpack_ints(payload, header["lengths"])
         allowed = asyncio.Semaphore(header["max_concurrency"] or sys.maxsize)
         common = {
@@ -167,11 +169,14 @@ class VllmEngine:
         return {"workers": len(await versions.ask_workers(self._llm, "rlbatch_connect", header["path"]))}
 
     async def op_prepare(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
-        """For an update over lines, which the workers end: what comes after this is sampled by ``policy_version`` alone."""
-        await self._forget()
-        await versions.name_weights(self._llm, str(header["policy_version"]))
+        """For an update over lines, which the workers end: what is generated after this is of ``policy_version`` alone."""
         self._version = header["policy_version"]
+        self._forgetting = asyncio.ensure_future(self._renew(str(self._version)))
         return {}
+
+    async def _renew(self, version: str) -> None:
+        await self._forget()
+        await versions.name_weights(self._llm, version)
 
     async def op_start_update(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
         """Prepares for weights.
@@ -228,7 +233,8 @@ class VllmEngine:
 
     async def _finish(self, version: int) -> None:
         """When all workers have ended the update."""
-        await self._forgetting
+        if self._forgetting is not None:
+            await self._forgetting
         if self._was_paused:
             await self._llm.resume_generation()
         self._version = version

@@ -46,8 +46,14 @@ class Reader:
         torch.cuda.synchronize()
         return {}
 
-    async def op_finish(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
+    async def op_start_update(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
+        return {}
+
+    async def op_finish_update(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
         self._receiver.finish()
+        return {}
+
+    async def op_sums(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
         return {"sums": {name: _sum(tensor) for name, tensor in self._kept.items()}}
 
     async def stop(self) -> None:
@@ -102,7 +108,7 @@ def _try(host: EngineHost, mode: str, folder: Path, tensors: dict[str, torch.Ten
         parts = [dict(named[first : first + each]) for first in range(0, len(named), each)]
         sender.send([WeightBucket([*part], [*part.values()], number, [mode == "in place"] * len(part)) for part in parts])
         seconds = _now() - started
-        sums = host.call("finish", limit_s=LIMIT_S)["sums"]
+        sums = host.call("sums", limit_s=LIMIT_S)["sums"]
         wrong += sum(sums[name] != _sum(tensor) for name, tensor in named)
         print(f"{mode}: sync {number + 1} of {size:.2f} GB in {seconds * 1e3:.1f} ms, {size / seconds:.0f} GB/s", flush=True)
     return wrong
