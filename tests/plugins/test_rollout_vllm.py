@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from rlbatch.api import Prompt, RolloutError
+from rlbatch.engines.update import HostUpdate, LineUpdate
 from rlbatch_plugins import rollout_vllm
 from rlbatch_plugins.rollout_vllm import VllmOptions, vllm_rollout
 from tests import tiny_models
@@ -88,6 +89,32 @@ def test_an_abandoned_generation_frees_the_engine(pair: Pair) -> None:
     watch = Stopwatch()
     assert tokens_of(pair.engine.generate(PROMPTS, PARAMS)) == usual
     watch.assert_within(3 * first_s)
+
+
+def test_later_syncs_go_over_lines(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Straight to the workers; but by the host while the last steps of a generation that was given up may still run. Samples are of the
+    weights that came last, whichever way.
+    """
+    ways: list[str] = []
+    for way in (HostUpdate, LineUpdate):
+        load = way.load
+
+        def noted(self: Any, *arguments: Any, load: Any = load) -> Any:
+            ways.append(type(self).__name__)
+            return load(self, *arguments)
+
+        monkeypatch.setattr(way, "load", noted)
+    pair.sync(20)
+    for version, scale, way in ((21, 0.5, "LineUpdate"), (22, 1.0, "LineUpdate"), (23, 0.5, "HostUpdate"), (24, 1.0, "LineUpdate")):
+        if way == "HostUpdate":
+            answers = pair.engine.generate(MANY, LONG)
+            next(answers)
+            answers.close()
+        ways.clear()
+        pair.sync(version, scale)
+        assert set(ways) == {way}
+        assert pair.worst_difference(PARAMS) < LIMIT
+        assert {completion.policy_version for each in pair.engine.generate(PROMPTS, PARAMS) for completion in each} == {version}
 
 
 def test_the_engine_says_how_much_it_can_hold(pair: Pair) -> None:
