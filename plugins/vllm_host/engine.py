@@ -9,7 +9,7 @@ import os
 import sys
 import traceback
 from array import array
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rlbatch.engines.host import Send
@@ -32,7 +32,8 @@ class VllmEngine:
         self._llm: Any = None
         self._version, self._audits, self._was_paused = -1, False, False
         self._replays, self._is_draft, self._is_open = False, False, False
-        self._forgetting: Awaitable[None] | None = None
+        self._forgetting: asyncio.Future[None] | None = None
+        self._is_quiet = True
         self._held: list[dict[str, Any]] = []
 
     async def op_start(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
@@ -77,8 +78,8 @@ class VllmEngine:
 
     async def op_generate(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
         """Samples for prompts; each prompt's samples are sent when they are complete."""
-        if self._forgetting is not None:
-            await self._forgetting
+        await self._forgotten()
+        self._is_quiet = False
         prompts = unpack_ints(payload, header["lengths"])
         allowed = asyncio.Semaphore(header["max_concurrency"] or sys.maxsize)
         common = {
@@ -93,7 +94,7 @@ class VllmEngine:
         finally:
             for task in work:
                 task.cancel()
-        await versions.finish_steps(self._llm)
+        await self._quieten()
         return {}
 
     async def _group(
@@ -201,6 +202,18 @@ class VllmEngine:
             if asyncio.get_running_loop().time() > deadline:
                 raise RuntimeError(f"weight sync: for {FORGET_LIMIT_S:g} s vLLM has not forgotten what older weights computed")
             await asyncio.sleep(FORGET_POLL_S)
+        await self._quieten()
+
+    async def _forgotten(self) -> None:
+        """When that is done; whoever waits may be cancelled, it goes on."""
+        if self._forgetting is not None:
+            await asyncio.shield(self._forgetting)
+
+    async def _quieten(self) -> None:
+        """Until no worker computes any more."""
+        if not self._is_quiet:
+            await versions.finish_steps(self._llm)
+            self._is_quiet = True
 
     async def op_load_weights(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
         """Loads one bucket on all workers; the first call starts the update there, and the one with ``last`` (a version) ends it.
@@ -233,8 +246,7 @@ class VllmEngine:
 
     async def _finish(self, version: int) -> None:
         """When all workers have ended the update."""
-        if self._forgetting is not None:
-            await self._forgetting
+        await self._forgotten()
         if self._was_paused:
             await self._llm.resume_generation()
         self._version = version

@@ -10,6 +10,7 @@ import select
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from rlbatch.api import EngineLost
 from rlbatch.engines.client import Call, EngineHost
@@ -17,6 +18,7 @@ from rlbatch.engines.pulse import Pulse
 from rlbatch.engines.wire import Frame, Header, encode, read_frame
 
 SOCKET = "lines"
+DRAIN_LIMIT_S = 25.0
 
 
 class Lines:
@@ -43,13 +45,20 @@ class Lines:
             finally:
                 path.unlink()
 
-    def begin(self, operation: str, header: Header, payload: bytes) -> Call:
-        """As ``EngineHost.begin``; all workers get it. Calls are awaited in the order in which they begin."""
+    def begin(self, operation: str, header: Header, payload: bytes, *, limit_s: float) -> Call:
+        """As ``EngineHost.begin``; all workers get it. Calls are awaited in the order in which they begin.
+
+        Args:
+            operation: Its name.
+            header: What they are told, JSON.
+            payload: More of that.
+            limit_s: For a worker to read it, which it does when it has loaded what came before, seconds.
+        """
         call = LineCall(self._host, operation, self._lines)
         try:
             if self._host.lost:
                 raise self._host.lost
-            call.send(encode(header, payload))
+            call.send(encode(header, payload), limit_s)
         except EngineLost:
             if not self._host.outlasts:
                 raise
@@ -60,6 +69,17 @@ class Lines:
         for line in self._lines:
             line.close()
 
+    def drain(self) -> None:
+        """As ``close``, when workers have loaded what is on its way; those that do not end are not waited for longer than for any sign."""
+        with suppress(OSError):
+            for line in self._lines:
+                line.shutdown(socket.SHUT_WR)
+                line.settimeout(min(self._host.hang_limit_s, DRAIN_LIMIT_S))
+            for line in self._lines:
+                while line.recv(2**16):
+                    pass
+        self.close()
+
 
 class LineCall(Call):
     """A call that workers answer over their lines."""
@@ -69,20 +89,21 @@ class LineCall(Call):
         super().__init__(host, operation, 0, queue.SimpleQueue())
         self._waiting = {line.fileno(): line for line in lines}
 
-    def send(self, frame: bytes) -> None:
-        """To all workers. Each reads it when it has loaded what came before.
+    def send(self, frame: bytes, limit_s: float) -> None:
+        """To all workers.
 
         Raises:
             EngineLost: one of them is gone, or gives no sign of life.
         """
-        pulse = self._pulse(float("inf"))
+        pulse = self._pulse(limit_s)
         for line in self._waiting.values():
-            rest = memoryview(frame)
+            rest, room = memoryview(frame), select.poll()
+            room.register(line, select.POLLOUT)
             while rest:
                 try:
                     rest = rest[line.send(rest, socket.MSG_DONTWAIT) :]
                 except BlockingIOError:
-                    if not select.select([], [line], [], pulse.wait_s())[1]:
+                    if not room.poll(pulse.wait_s() * 1e3):
                         pulse.look()
                 except OSError as error:
                     raise self._lose() from error

@@ -59,13 +59,16 @@ def views(memories: Mapping[str, Tensor], places: Iterable[Place]) -> Iterator[t
         start, rest = divmod(each["start"], whole.itemsize)
         if rest:
             raise ValueError(f"weight sync: {each['name']} starts at byte {each['start']}, between two values of {each['dtype']}")
-        yield each["name"], whole.as_strided(each["shape"], _strides(each["shape"]), int(whole.storage_offset()) + start)
+        strides, count = _contiguous(each["shape"])
+        if start + count > len(whole):
+            raise ValueError(f"weight sync: {each['name']} goes beyond its memory of {len(whole)} values")
+        yield each["name"], whole.as_strided(each["shape"], strides, int(whole.storage_offset()) + start)
 
 
-def _strides(shape: Sequence[int]) -> list[int]:
-    """Of a contiguous tensor."""
-    strides, stride = [], 1
+def _contiguous(shape: Sequence[int]) -> tuple[list[int], int]:
+    """Strides of a contiguous tensor, and the number of its elements."""
+    strides, count = [], 1
     for size in reversed(shape):
-        strides.append(stride)
-        stride *= size
-    return strides[::-1]
+        strides.append(count)
+        count *= size
+    return strides[::-1], count

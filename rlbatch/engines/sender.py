@@ -97,15 +97,15 @@ class WeightSender:
                 if tells_at_once and self._staging.is_full:
                     loading = self._load(loading, told)
             said = self._await(self._load(loading, told, last=version))
-            if self._update is not None:
-                self._update.finish(version, said)
         except BaseException:
             self._known = set()
-            self.close()  # what is on its way there comes too late
+            self._give_up()
             raise
         finally:
             self._staging.release()
         self._known = told
+        if self._update is not None:
+            self._update.finish(version, said)
         return version
 
     def close(self) -> None:
@@ -115,6 +115,12 @@ class WeightSender:
         if self._lines is not None:
             self._lines.close()
         self._lines = None
+
+    def _give_up(self) -> None:
+        """After a failure: nobody waits for the group, and answers to what failed are not taken for those of a later sync."""
+        if self._lines is not None and self._host is not None and not self._host.lost:
+            self._lines.drain()
+        self.close()
 
     def _begin(self, header: Header, lines: Lines | None) -> Update | None:
         """The update, on the rank that has the host."""

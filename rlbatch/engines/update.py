@@ -69,7 +69,8 @@ class LineUpdate:
 
     def load(self, content: bytes, last: int | None) -> Call:
         """As ``Update``."""
-        loading = self._lines.begin("load_weights", {"starts": not self._has_begun, "ends": last is not None}, content)
+        how = {"starts": not self._has_begun, "ends": last is not None}
+        loading = self._lines.begin("load_weights", how, content, limit_s=self._limit_s)
         self._has_begun = True
         if last is not None:
             # Not earlier: a scheduler that forgets its cache keeps a worker in its process from its work.

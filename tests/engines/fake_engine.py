@@ -139,7 +139,7 @@ class FakeEngine:
                     line.sendall(encode({"error": "it does not fit"}))
                     continue
                 if payload.startswith(b"slow"):
-                    time.sleep(4.0)
+                    time.sleep(json.loads(payload[4:].rstrip(b"\0") or b"12"))
                 elif payload:
                     update = json.loads(payload)["devices"]
                     self.told.append(sorted(next(iter(update.values()))))

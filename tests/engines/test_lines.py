@@ -12,7 +12,7 @@ import pytest
 
 from rlbatch.api import EngineLost, RolloutError, WeightBucket
 from rlbatch.engines import staging
-from rlbatch.engines.client import EngineHost
+from rlbatch.engines.client import Call, EngineHost
 from rlbatch.engines.lines import SOCKET, Lines
 from rlbatch.engines.mapping import HostMemory
 from rlbatch.engines.sender import WeightSender
@@ -31,6 +31,10 @@ def host(tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch) -> I
     host.close()
 
 
+def begin(lines: Lines, payload: bytes) -> Call:
+    return lines.begin("load_weights", BOTH, payload, limit_s=LIMIT_S)
+
+
 def order(host: EngineHost) -> list[str]:
     said: list[str] = host.call("order", limit_s=LIMIT_S)["order"]
     return said
@@ -47,7 +51,7 @@ def test_a_call_is_over_when_all_workers_say_so(host: EngineHost) -> None:
     """Both workers get it; a second one may begin before the first one's end is awaited."""
     lines = Lines(host, LIMIT_S)
     watch = Stopwatch()
-    calls = [lines.begin("load_weights", BOTH, b"") for _ in range(2)]
+    calls = [begin(lines, b"") for _ in range(2)]
     for call in calls:
         assert call.result(LIMIT_S)["end"]
     assert watch.passed_s >= 0.4  # each worker takes 0.2 s for each
@@ -58,7 +62,7 @@ def test_what_a_worker_fails_with_is_the_error(host: EngineHost) -> None:
     """With the operation's name and the end of the engine's log; the engine is not lost."""
     lines = Lines(host, LIMIT_S)
     with pytest.raises(RolloutError, match="`load_weights` failed: it does not fit"):
-        lines.begin("load_weights", BOTH, b"misfit").result(LIMIT_S)
+        begin(lines, b"misfit").result(LIMIT_S)
     assert host.lost is None
 
 
@@ -66,11 +70,11 @@ def test_a_worker_that_is_gone_is_a_lost_engine(host: EngineHost) -> None:
     """When it is awaited and when it is told; where its loss ends nothing the answers are empty, and the host says why."""
     lines = Lines(host, LIMIT_S)
     with pytest.raises(EngineLost, match="one of its workers has hung up"):
-        lines.begin("load_weights", BOTH, b"hang up").result(LIMIT_S)
+        begin(lines, b"hang up").result(LIMIT_S)
     with pytest.raises(EngineLost, match="one of its workers has hung up"):
-        lines.begin("load_weights", BOTH, b"")
+        begin(lines, b"")
     with host.outlasting():
-        assert lines.begin("load_weights", BOTH, b"").result(LIMIT_S) == {}
+        assert begin(lines, b"").result(LIMIT_S) == {}
     assert "one of its workers has hung up" in str(host.lost)
 
 
@@ -78,8 +82,8 @@ def test_a_worker_that_dies_while_others_outlast_it(host: EngineHost) -> None:
     """The rank goes on with its part of what all ranks do."""
     lines = Lines(host, LIMIT_S)
     with host.outlasting():
-        assert lines.begin("load_weights", BOTH, b"hang up").result(LIMIT_S) == {}
-        assert lines.begin("load_weights", BOTH, b"").result(LIMIT_S) == {}
+        assert begin(lines, b"hang up").result(LIMIT_S) == {}
+        assert begin(lines, b"").result(LIMIT_S) == {}
     assert host.lost is not None
 
 
@@ -90,7 +94,7 @@ def test_a_stopped_worker_is_noticed(host: EngineHost) -> None:
     os.kill(host.pid, signal.SIGSTOP)
     watch = Stopwatch()
     with pytest.raises(EngineLost, match=r"for 1\.5 s"):
-        lines.begin("load_weights", BOTH, b"").result(LIMIT_S)
+        begin(lines, b"").result(LIMIT_S)
     watch.assert_within(20.0)
 
 
@@ -100,14 +104,14 @@ def test_a_worker_that_waits_for_ever_is_noticed(host: EngineHost) -> None:
     host.hang_limit_s = 1.5
     watch = Stopwatch()
     with pytest.raises(EngineLost, match=r"no sign of life for 1\.5 s"):
-        lines.begin("load_weights", BOTH, b"slow").result(LIMIT_S)
-    watch.assert_within(3.9)
+        begin(lines, b"slow").result(LIMIT_S)
+    watch.assert_within(11.0)
 
 
 def test_a_worker_may_read_late(host: EngineHost) -> None:
     """More than a socket holds waits for a worker that still loads what came before."""
     lines = Lines(host, LIMIT_S)
-    calls = [lines.begin("load_weights", BOTH, payload) for payload in (b"slow", b"slow" + bytes(4_000_000))]
+    calls = [begin(lines, payload) for payload in (b"slow2", b"slow0" + bytes(4_000_000))]
     for call in calls:
         assert call.result(LIMIT_S)["end"]
 
@@ -116,11 +120,11 @@ def test_a_worker_that_never_reads_is_noticed(host: EngineHost) -> None:
     """The rank does not wait for it longer than for an answer."""
     lines = Lines(host, LIMIT_S)
     host.hang_limit_s = 1.5
-    lines.begin("load_weights", BOTH, b"slow")
+    begin(lines, b"slow")
     watch = Stopwatch()
     with pytest.raises(EngineLost, match=r"no sign of life for 1\.5 s"):
-        lines.begin("load_weights", BOTH, b"slow" + bytes(4_000_000))
-    watch.assert_within(3.9)
+        begin(lines, b"slow" + bytes(4_000_000))
+    watch.assert_within(11.0)
 
 
 def lent(count: int) -> tuple[HostMemory, list[WeightBucket]]:
@@ -158,21 +162,36 @@ def test_after_a_failure_nothing_goes_over_lines(host: EngineHost) -> None:
     _, buckets = lent(1)
     with pytest.raises(RolloutError, match="it does not fit"):
         sender.send([WeightBucket(["misfit"], buckets[0].tensors, 1)], may_use_lines=True)
-    order(host)
     assert sender.send(buckets, may_use_lines=True) == 1
     assert host.call("sums", limit_s=LIMIT_S)["sums"] == [200.0]
-    assert order(host) == ["start", "finish 1"]
+    assert [event for event in order(host) if not event.startswith("load")] == ["prepare 1", "start", "finish 1"]
 
 
 def test_the_host_prepares_while_workers_load(host: EngineHost) -> None:
-    """It is told when the last tensors are on their way; the update is over when it says so too."""
+    """It is told when the last tensors are on their way, not before; the update is over when it says so too."""
     update = LineUpdate(host, Lines(host, LIMIT_S), LIMIT_S)
     update.load(b"", None).result(LIMIT_S)
-    last = update.load(b"", 7)
-    while "prepare 7" not in (said := order(host)):
-        assert "load last" in said or not said
+    assert set(order(host)) == {"load first"}
+    last = update.load(b"slow3", 7)
+    watch = Stopwatch()
+    said: list[str] = []
+    while "prepare 7" not in said and watch.passed_s < LIMIT_S:
+        said += order(host)
+    watch.assert_within(2.9)
     last.result(LIMIT_S)
     update.finish(7, {})
+
+
+def test_what_is_on_its_way_is_loaded_before_a_failed_sync_ends(host: EngineHost) -> None:
+    """A worker does not write while the next sync, which goes by the host, does."""
+    lines = Lines(host, LIMIT_S)
+    calls = [begin(lines, payload) for payload in (b"misfit", b"slow1")]
+    with pytest.raises(RolloutError, match="it does not fit"):
+        calls[0].result(LIMIT_S)
+    watch = Stopwatch()
+    lines.drain()
+    assert watch.passed_s > 1.0
+    assert order(host) == ["load first last"] * 4
 
 
 def test_an_engine_that_cannot_prepare_is_not_used(host: EngineHost) -> None:

@@ -66,6 +66,13 @@ def test_a_place_between_two_values_is_an_error() -> None:
         view(torch.zeros(64, dtype=torch.uint8), where)
 
 
+def test_a_place_beyond_its_memory_is_an_error() -> None:
+    """What lies behind a part of a larger memory is not read in its stead."""
+    where = {"name": "a", "dtype": "float32", "shape": [3, 2], "memory": "", "start": 8}
+    with pytest.raises(ValueError, match="a goes beyond its memory of 4 values"):
+        view(torch.zeros(64, dtype=torch.uint8)[:16], where)
+
+
 def test_memory_is_written_again_only_when_it_was_read(host: EngineHost) -> None:
     """An engine that reads late still gets the tensors of every bucket, a small one after a large one too; and of a second sync."""
     sizes = [1000, 10, 200_000, 3, 200_001, 200_002]

@@ -10,33 +10,59 @@ from typing import Any
 
 import pytest
 
+from rlbatch.engines.wire import pack_ints
 from rlbatch_plugins.vllm_host import engine
 from rlbatch_plugins.vllm_host.engine import VllmEngine
 
 UPDATE = {"audit": False, "draft": False, "replay": True}
-NOTHING = {"lengths": [], "seeds": [], "temperature": 1.0, "max_tokens": 1, "min_tokens": 0, "stop_token_ids": [], "max_concurrency": 0}
+ONE = {
+    "id": 1,
+    "lengths": [2],
+    "seeds": [[5]],
+    "temperature": 1.0,
+    "max_tokens": 1,
+    "min_tokens": 0,
+    "stop_token_ids": [],
+    "max_concurrency": 0,
+    "request_timeout_s": 60.0,
+}
+PROMPT = pack_ints([[3, 4]])
 
 
 class FrontEnd:
-    """Of a vLLM in which a request holds its part of the cache while it is asked ``held`` times."""
+    """Of a vLLM in which a request holds its part of the cache while it is asked ``held`` times; and what happened, in order."""
 
     def __init__(self, held: int, *, has_cache: bool = True) -> None:
-        self.held, self.asked = held, 0
+        self.held, self.did = held, list[str]()
         parallel = SimpleNamespace(data_parallel_size=1)
         self.vllm_config = SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=has_cache), parallel_config=parallel)
-        self.engine_core = SimpleNamespace(core_engines=[])
+        self.engine_core = SimpleNamespace(core_engines=["one"], _call_utility_async=self.utility)
 
     async def reset_prefix_cache(self) -> bool:
-        self.asked += 1
-        return self.asked > self.held
+        self.did.append("reset")
+        return self.did.count("reset") > self.held
+
+    async def utility(self, name: str, method: str, *_: Any, engine: str) -> list[None]:
+        self.did.append(method)
+        return [None]
 
     async def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
-        pass
+        self.did.append(method)
+
+    async def update_weight_version(self, version: str) -> None:
+        self.did.append(f"version {version}")
 
 
 def served(front_end: FrontEnd) -> VllmEngine:
     hosted = VllmEngine()
     hosted._llm = front_end
+
+    async def sample(*_: Any) -> tuple[list[int], list[float], str, float]:
+        front_end.did.append("sample")
+        await asyncio.sleep(0.01)
+        return [7], [-1.0], "stop", 0.0
+
+    hosted._sample = sample  # type: ignore[method-assign,assignment]
     return hosted
 
 
@@ -46,7 +72,7 @@ def nothing_sent(*_: Any) -> None:
 
 @pytest.mark.parametrize("by_lines", [False, True])
 def test_the_cache_is_forgotten_before_the_next_request(by_lines: bool) -> None:
-    """As often as it takes, whichever way the weights came."""
+    """As often as it takes, whichever way the weights came; and a generation is over when no worker computes any more."""
 
     async def run() -> FrontEnd:
         hosted = served(FrontEnd(held=3))
@@ -55,11 +81,14 @@ def test_the_cache_is_forgotten_before_the_next_request(by_lines: bool) -> None:
         else:
             await hosted.op_start_update(UPDATE, b"", nothing_sent)
             await hosted.op_load_weights({"last": 4}, b"{}", nothing_sent)
-        await hosted.op_generate(NOTHING, b"", nothing_sent)
+        await hosted.op_generate(ONE, PROMPT, nothing_sent)
         assert hosted._version == 4
         return hosted._llm  # type: ignore[no-any-return]
 
-    assert asyncio.run(run()).asked == 4
+    did = asyncio.run(run()).did
+    assert did.count("reset") == 4
+    assert did[-2:] == ["sample", "rlbatch_wait"]
+    assert "version 4" in did
 
 
 @pytest.mark.parametrize("by_lines", [False, True])
@@ -71,7 +100,7 @@ def test_a_cache_that_stays_is_an_error(by_lines: bool, monkeypatch: pytest.Monk
         hosted = served(FrontEnd(held=10**9))
         if by_lines:
             await hosted.op_prepare({"policy_version": 4}, b"", nothing_sent)
-            await hosted.op_generate(NOTHING, b"", nothing_sent)
+            await hosted.op_generate(ONE, PROMPT, nothing_sent)
         else:
             await hosted.op_start_update(UPDATE, b"", nothing_sent)
             await hosted.op_load_weights({"last": 4}, b"{}", nothing_sent)
@@ -86,7 +115,41 @@ def test_an_engine_without_such_a_cache_is_not_asked() -> None:
     async def run() -> FrontEnd:
         hosted = served(FrontEnd(held=10**9, has_cache=False))
         await hosted.op_prepare({"policy_version": 4}, b"", nothing_sent)
-        await hosted.op_generate(NOTHING, b"", nothing_sent)
+        await hosted.op_generate(ONE, PROMPT, nothing_sent)
         return hosted._llm  # type: ignore[no-any-return]
 
-    assert asyncio.run(run()).asked == 0
+    assert "reset" not in asyncio.run(run()).did
+
+
+def test_who_gives_up_waiting_does_not_give_up_forgetting() -> None:
+    """A generation that is cancelled before it began leaves the next one the same promise; its last steps are waited for then."""
+
+    async def run() -> FrontEnd:
+        hosted = served(FrontEnd(held=5))
+        await hosted.op_prepare({"policy_version": 4}, b"", nothing_sent)
+        given_up = asyncio.ensure_future(hosted.op_generate(ONE, PROMPT, nothing_sent))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        await asyncio.wait([given_up])
+        await hosted.op_generate(ONE, PROMPT, nothing_sent)
+        return hosted._llm  # type: ignore[no-any-return]
+
+    assert asyncio.run(run()).did == [*["reset"] * 6, "version 4", "sample", "rlbatch_wait"]
+
+
+def test_steps_of_what_was_given_up_are_over_before_an_update_is() -> None:
+    """An update by the host ends when no worker computes any more."""
+
+    async def run() -> FrontEnd:
+        hosted = served(FrontEnd(held=0))
+        given_up = asyncio.ensure_future(hosted.op_generate(ONE, PROMPT, nothing_sent))
+        while "sample" not in hosted._llm.did:
+            await asyncio.sleep(0)
+        given_up.cancel()
+        await asyncio.wait([given_up])
+        await hosted.op_start_update(UPDATE, b"", nothing_sent)
+        await hosted.op_load_weights({"last": 4}, b"{}", nothing_sent)
+        return hosted._llm  # type: ignore[no-any-return]
+
+    did = asyncio.run(run()).did
+    assert did.index("rlbatch_wait") > did.index("reset") > did.index("sample")
