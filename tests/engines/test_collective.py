@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,14 +26,6 @@ from tests.leftovers import shared_by
 from tests.stopwatch import Stopwatch
 
 LIMIT_S = 60.0
-
-
-@pytest.fixture
-def host(tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineHost]:
-    monkeypatch.setenv("PYTHONPATH", str(repository))
-    host = EngineHost("fake", "tests.engines.fake_engine:FakeEngine", tmp_path)
-    yield host
-    host.close()
 
 
 def joined(host: EngineHost, folder: Path) -> WeightSender:

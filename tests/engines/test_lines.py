@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import stat
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -21,14 +19,6 @@ from tests.stopwatch import Stopwatch
 
 LIMIT_S = 60.0
 BOTH = {"starts": True, "ends": True}
-
-
-@pytest.fixture
-def host(tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineHost]:
-    monkeypatch.setenv("PYTHONPATH", str(repository))
-    host = EngineHost("fake", "tests.engines.fake_engine:FakeEngine", tmp_path)
-    yield host
-    host.close()
 
 
 def begin(lines: Lines, payload: bytes) -> Call:
