@@ -195,10 +195,9 @@ class VllmEngine:
 
     async def _forget(self) -> None:
         """What was computed with older weights is forgotten; there are no requests but those that were given up."""
-        if not self._llm.vllm_config.cache_config.enable_prefix_caching:
-            return
+        has_cache = self._llm.vllm_config.cache_config.enable_prefix_caching
         deadline = asyncio.get_running_loop().time() + FORGET_LIMIT_S
-        while not await self._llm.reset_prefix_cache():
+        while has_cache and not await self._llm.reset_prefix_cache():
             if asyncio.get_running_loop().time() > deadline:
                 raise RuntimeError(f"weight sync: for {FORGET_LIMIT_S:g} s vLLM has not forgotten what older weights computed")
             await asyncio.sleep(FORGET_POLL_S)
