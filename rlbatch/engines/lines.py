@@ -1,6 +1,6 @@
 """Lines from the rank that has an engine's host straight to the engine's workers: what they load passes neither host nor scheduler.
 
-That way takes a millisecond or so, in which a GPU copies gigabytes. An engine that has no such lines loads what its host is told.
+That way takes as long as a GPU takes for gigabytes. An engine that has no such lines loads what its host is told.
 """
 
 from __future__ import annotations
