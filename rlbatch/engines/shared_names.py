@@ -8,9 +8,12 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing import process, shared_memory
+from functools import wraps
+from multiprocessing import process, shared_memory, synchronize
 from pathlib import Path
+from typing import Any
 
 FOLDER = Path("/dev/shm")
 PREFIX = "rlbatch-"
@@ -28,6 +31,22 @@ def name_shared_memory() -> None:
     names["_SHM_NAME_PREFIX"] = f"/{PREFIX}{_namespace()}-{owner}-"
     vars(process.current_process())["_config"]["semprefix"] = f"/{PREFIX}{_namespace()}-{owner}-mp"
     names["_SHM_SAFE_NAME_LENGTH"] = len(names["_SHM_NAME_PREFIX"]) + 16
+    if not hasattr(synchronize.SemLock.__init__, "__wrapped__"):
+        setattr(synchronize.SemLock, "__init__", _keeps_its_name(synchronize.SemLock.__init__))  # noqa: B010  (mypy: a method)
+
+
+def _keeps_its_name(init: Callable[..., None]) -> Callable[..., None]:
+    """Of a semaphore: its name stays Python's. joblib, which scikit-learn imports, gives those of the whole process names of its own."""
+
+    @wraps(init)
+    def named(lock: Any, *args: Any, **kwargs: Any) -> None:
+        lock._make_name = lambda: f"{vars(process.current_process())['_config']['semprefix']}-{next(lock._rand)}"
+        try:
+            init(lock, *args, **kwargs)
+        finally:
+            del lock._make_name
+
+    return named
 
 
 def private_folder() -> Path:

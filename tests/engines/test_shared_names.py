@@ -43,12 +43,18 @@ def test_folders_of_killed_engines_are_removed(tmp_path: Path, monkeypatch: pyte
     assert list(tmp_path.iterdir()) == [mine]
 
 
-def test_semaphores_of_killed_engines_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those for processes that are not forks have names, which the kernel keeps in a folder."""
+JOBLIB = "multiprocessing.synchronize.SemLock._make_name = staticmethod(lambda: f'/loky-{os.getpid()}-abcdefgh'); "
+"""What joblib 1.6 does when it is imported (joblib/externals/loky/backend/__init__.py)."""
+
+
+@pytest.mark.parametrize("imported", ["", JOBLIB])
+def test_semaphores_of_killed_engines_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, imported: str) -> None:
+    """Those for processes that are not forks have names, which the kernel keeps in a folder; a library may not change whose they are."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(shared_names, "FOLDER", tmp_path)
     code = (
-        "import multiprocessing; from rlbatch.engines.shared_names import name_shared_memory; name_shared_memory(); "
+        "import multiprocessing.synchronize, os; from rlbatch.engines.shared_names import name_shared_memory; "
+        f"name_shared_memory(); {imported}name_shared_memory(); "
         "print(multiprocessing.get_context('spawn').Lock()._semlock.name)"
     )
     environment = {name: value for name, value in os.environ.items() if name != shared_names.OWNER}
