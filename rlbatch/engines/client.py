@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,15 @@ from rlbatch.engines.last_words import last_words
 from rlbatch.engines.pulse import Processes, Pulse
 from rlbatch.engines.shared_names import private_folder, remove_leftovers
 from rlbatch.engines.site import scrubbed, write_site
+from rlbatch.engines.watch import Watch
 from rlbatch.engines.wire import Frame, Header, encode, read_frame
 from rlbatch.launch.children import dies_with_parent
 
 CLOSE_WAIT_S = 15.0
 SEND_LIMIT_S = 20
 """A host reads at once what it is sent, unless it is stopped."""
+PATIENCE = 4
+"""How much longer than ever before a call may take whose kind is known."""
 KEPT = {"TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"}
 """Where the next engine finds what this one compiled. All else that it leaves in the folder for temporary files goes with it."""
 _RUN = "from rlbatch.engines.host import main; main()"
@@ -100,6 +103,9 @@ class EngineHost:
         self.processes, self.hang_limit_s = Processes(self.pid), float("inf")
         self.lost: EngineLost | None = None
         self.outlasts = False
+        self._watch: Watch | None = None
+        self._took: dict[str, float] = {}
+        self._known: dict[str, float] = {}
         self._calls: dict[int, queue.SimpleQueue[Frame | None]] = {}
         self._lock, self._is_gone = threading.Lock(), False
         threading.Thread(target=self._receive, daemon=True, name=f"{name}-engine").start()
@@ -108,6 +114,36 @@ class EngineHost:
     def pid(self) -> int:
         """Of the process; also the id of its group."""
         return self._process.pid
+
+    def started(self, needed: Iterable[int], hang_limit_s: float) -> None:
+        """The engine has started; from here on its end is noticed whether something is awaited of it or not.
+
+        Args:
+            needed: Ids of the processes without which it is lost.
+            hang_limit_s: See the attribute.
+        """
+        self.hang_limit_s = hang_limit_s
+        self.processes.started(needed)
+        self._watch = Watch(self)
+
+    def settled(self) -> None:
+        """Calls of the kinds that have ended so far have compiled, allocated and looked up what they need; see ``patience_s``."""
+        self._known = dict(self._took)
+
+    def took(self, operation: str, seconds: float) -> None:
+        """A call has ended well that was awaited as long."""
+        self._took[operation] = max(seconds, self._took.get(operation, 0.0))
+
+    def patience_s(self, operation: str, limit_s: float) -> float:
+        """How long the engine may work on a call without an answer, which a GPU that waits for another for ever seems to do too.
+
+        Args:
+            operation: Of the engine.
+            limit_s: When its kind is not known: then it may compile, or be a model's first.
+        """
+        if operation not in self._known:
+            return limit_s
+        return min(limit_s, max(self.hang_limit_s, PATIENCE * self._known[operation]))
 
     @contextmanager
     def outlasting(self) -> Iterator[None]:
@@ -160,6 +196,8 @@ class EngineHost:
 
     def close(self, wait_s: float = CLOSE_WAIT_S) -> None:
         """Ends the process and all its children: asks, then after ``wait_s`` SIGKILL; for a lost one at once."""
+        if self._watch:
+            self._watch.end()
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
         with suppress(subprocess.TimeoutExpired):
@@ -181,10 +219,19 @@ class EngineHost:
             self._process.wait(2.0)
         return self.lose(f"the engine's process {self._ending()}")
 
-    def check(self) -> None:
-        """Raises EngineLost: the process has ended; what it started may hold its end of the connection."""
+    def check(self, operation: str = "") -> None:
+        """Looks at its processes.
+
+        Args:
+            operation: What is awaited, if anything.
+
+        Raises:
+            EngineLost: the host has ended, or a process that the engine needs; others may hold its end of the connection.
+        """
         if self._process.poll() is not None:
             raise self.gone()
+        if self.processes.is_broken():
+            raise self.lose(f"the engine is dead ({f'`{operation}`: ' if operation else ''}one of its processes has ended)")
 
     def last_words(self) -> str:
         """The last lines of the engine's log."""
@@ -285,11 +332,13 @@ class Call:
             raise
 
     def _result(self, limit_s: float) -> dict[str, Any]:
-        deadline = time.monotonic() + limit_s
-        pulse = self._pulse(limit_s)
+        began = time.monotonic()
+        deadline = began + limit_s
+        pulse = self._pulse(self._host.patience_s(self._operation, limit_s))
         while (left := deadline - time.monotonic()) > 0:
             frame = self.next(min(left, pulse.wait_s()))
             if frame is not None and frame[0].get("end"):
+                self._host.took(self._operation, time.monotonic() - began)
                 return frame[0]
             if frame is None and pulse.wait_s() < limit_s and time.monotonic() < deadline:
                 pulse.look()

@@ -95,7 +95,7 @@ class LineCall(Call):
         Raises:
             EngineLost: one of them is gone, or gives no sign of life.
         """
-        pulse = self._pulse(limit_s)
+        pulse = self._pulse(self._host.patience_s(self._operation, limit_s))
         for line in self._waiting.values():
             rest, room = memoryview(frame), select.poll()
             room.register(line, select.POLLOUT)

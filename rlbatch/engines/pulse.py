@@ -145,9 +145,7 @@ class Pulse:
             self._look()
 
     def _look(self) -> None:
-        self._host.check()
-        if self._host.processes.is_broken():
-            raise self._host.lose(f"the engine is dead (`{self._operation}`: one of its processes has ended)")
+        self._host.check(self._operation)
         self._see_work()
         if self._asks and self._hang_limit_s < float("inf"):  # else it starts, and answers nothing
             self._ask()

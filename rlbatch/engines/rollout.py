@@ -184,8 +184,7 @@ class HostedRollout:
         except BaseException:  # also a signal: nobody else would end it
             host.close(wait_s=0.0)
             raise
-        host.hang_limit_s = self._options.hang_limit_s
-        host.processes.started(started.get("processes", ()))
+        host.started(started.get("processes", ()), self._options.hang_limit_s)
         self._max_model_len = int(started["max_model_len"])
         return host
 
@@ -222,8 +221,10 @@ class HostedRollout:
             self._has_weights = self._is_idle = True
             self._wake("kv_cache")
             self._asleep = 0
-        if self._host is not None and self._host.lost:
-            raise self._host.lost
+        if self._host is not None:
+            if self._host.lost:
+                raise self._host.lost
+            self._host.settled()
 
     def _give_back(self) -> None:
         """Memory that this rank's allocator keeps and nothing uses, so that the engine can take its own."""

@@ -39,6 +39,18 @@ def test_work_without_an_answer_has_a_limit(host: EngineHost) -> None:
         list(host.begin("work", {"seconds": 3600.0}).frames(3.0))
 
 
+def test_work_of_a_known_kind_has_a_shorter_limit(host: EngineHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that waits for a GPU for ever is busy: a later sync is not waited for as long as a first one."""
+    monkeypatch.setattr(client, "PATIENCE", 2)
+    assert host.call("work", {"seconds": 2.0}, limit_s=LIMIT_S)["worked"]  # longer than the hang limit: nobody knows how long it takes
+    host.settled()
+    assert host.call("work", {"seconds": 3.0}, limit_s=LIMIT_S)["worked"]
+    watch = Stopwatch()
+    with pytest.raises(EngineLost, match=r"`work`: (it works, but|a part of it) answers nothing for (4|4\.\d+) s"):
+        host.call("work", {"seconds": 3600.0}, limit_s=LIMIT_S)
+    watch.assert_within(12.0)
+
+
 @pytest.mark.parametrize("operation", ["call", "frames"])
 def test_a_stopped_engine_is_lost(operation: str, host: EngineHost) -> None:
     """In a generation and in everything else, within the hang limit and a little."""

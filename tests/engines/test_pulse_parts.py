@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -11,9 +12,10 @@ import psutil
 import pytest
 
 from rlbatch.api import EngineLost
-from rlbatch.engines import pulse
+from rlbatch.engines import pulse, watch
 from rlbatch.engines.client import EngineHost
 from tests.engines.test_host import LIMIT_S, start
+from tests.stopwatch import Stopwatch
 
 __all__ = ["start"]  # the fixture
 LATER = {"text": "", "after_s": 3600.0}
@@ -43,8 +45,7 @@ def wait(operation: str, host: EngineHost) -> None:
 def test_one_that_is_gone(operation: str, host: EngineHost) -> None:
     """Killed, it is missed at the next look, also while the engine answers pings and has not noticed; others may end."""
     needed, other = spawned(host), spawned(host)
-    host.hang_limit_s = LIMIT_S
-    host.processes.started([needed])
+    host.started([needed], LIMIT_S)
     os.kill(other, signal.SIGKILL)
     assert host.call("echo", {"text": "lives", "after_s": 1.5}, limit_s=LIMIT_S)["text"] == "lives"
     os.kill(needed, signal.SIGKILL)
@@ -55,12 +56,36 @@ def test_one_that_is_gone(operation: str, host: EngineHost) -> None:
 def test_an_error_of_an_engine_that_lost_one(host: EngineHost) -> None:
     """It is a loss: the engine itself takes a while to notice."""
     needed = spawned(host)
-    host.processes.started([needed])
+    host.started([needed], LIMIT_S)
     os.kill(needed, signal.SIGKILL)
     while not host.processes.is_broken():  # signals take a moment
         time.sleep(0.01)
     with pytest.raises(EngineLost, match=r"the engine is dead \(`fail`: it does not work"):
         host.call("fail", limit_s=LIMIT_S)
+
+
+def test_one_that_ends_while_nothing_is_awaited(host: EngineHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As while the model trains: the loss is known before the next call, and the log says when it was."""
+    monkeypatch.setattr(watch, "WATCH_S", 0.05)
+    needed = spawned(host)
+    host.started([needed], LIMIT_S)
+    os.kill(needed, signal.SIGKILL)
+    stopwatch = Stopwatch()
+    while not host.lost:
+        time.sleep(0.01)
+        stopwatch.assert_within(10.0)
+    with pytest.raises(EngineLost, match=r"the engine is dead \(one of its processes has ended\)"):
+        host.begin("echo", LATER)
+    assert re.search(r"^20\d\d-\d\d-\d\d [\d:]{8} .*one of its processes has ended", host.log.read_text(), re.MULTILINE)
+
+
+def test_closing_is_no_loss(host: EngineHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that is asked to end may be watched until it has."""
+    monkeypatch.setattr(watch, "WATCH_S", 0.01)
+    host.started([spawned(host)], LIMIT_S)
+    host.close()
+    time.sleep(0.1)
+    assert host.lost is None
 
 
 @pytest.mark.parametrize("operation", ["call", "frames"])
