@@ -3,7 +3,7 @@
 ``RLBATCH_TEST_FAULTS`` is JSON: ``[[engine, place, number, deed], ...]``: the number-th time that the engine reaches the place, counted
 over its restarts, it does the deed. Places: ``start``, ``join`` (a group), ``load`` (a bucket), ``group`` (of training), ``answer`` (of an
 evaluation). Deeds: a signal to itself; ``dead``: its own processes are gone, as vLLM says it; ``refuse``: an ordinary error;
-``stop the job``: SIGTERM to its rank, and nothing more.
+``spin``: works for ever; ``stop the job``: SIGTERM to its rank, and nothing more.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ class FakeGenerator:
         if deed == "stop the job":
             os.kill(os.getppid(), signal.SIGTERM)
             await asyncio.sleep(3600)
+        while deed == "spin":
+            pass
         if deed == "dead":
             self.dead = True
         if deed in ("dead", "refuse"):
