@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal
 
 from rlbatch.api import SampleGroup, StepResult
@@ -30,6 +31,8 @@ class Summary:
         eval_reward_start: First held-out reward.
         eval_reward: Last held-out reward.
         tokens_per_s: All tokens of all steps over the time of the steps.
+        sync_median_s: Median of ``time/sync_s`` over the steps.
+        rollout_logprob_diff: ``train/rollout_logprob_diff_mean`` of the last step.
         phase_seconds: Sum of each ``time/`` tag over the steps.
         first_error: What ended the run: the failure that was reported first; null if none.
     """
@@ -42,6 +45,8 @@ class Summary:
     eval_reward_start: float | None = None
     eval_reward: float | None = None
     tokens_per_s: float | None = None
+    sync_median_s: float | None = None
+    rollout_logprob_diff: float | None = None
     phase_seconds: dict[str, float] = field(default_factory=dict)
     first_error: Mapping[str, Any] | None = None
 
@@ -56,6 +61,7 @@ class RunReport:
         self._started = time.monotonic()
         self._tokens = 0.0
         self._step_s = 0.0
+        self._sync_s: list[float] = []
         self._write()
 
     def begin(self, done: int) -> None:
@@ -77,6 +83,10 @@ class RunReport:
             self._tokens += metrics["perf/tokens_per_s"] * metrics["time/step_s"]
             self._step_s += metrics["time/step_s"]
             summary.tokens_per_s = self._tokens / self._step_s if self._step_s else None
+        if "time/sync_s" in metrics:
+            self._sync_s.append(metrics["time/sync_s"])
+            summary.sync_median_s = median(self._sync_s)
+        summary.rollout_logprob_diff = metrics.get("train/rollout_logprob_diff_mean", summary.rollout_logprob_diff)
         self.measure(metrics)
 
     def measure(self, metrics: Mapping[str, float]) -> None:

@@ -8,9 +8,16 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rlbatch.api import ConfigError, StepResult
-from rlbatch.metrics.progress import RunProgress
-from rlbatch.metrics.report import RunReport, Status, remove_samples_after, write_samples
+from rlbatch.metrics.progress import RunProgress, format_seconds
+from rlbatch.metrics.report import RunReport, Status, Summary, remove_samples_after, write_samples
 from rlbatch.metrics.tensorboard import TensorBoard
+
+
+def finished_line(summary: Summary, run_dir: Path) -> str:
+    """The last line of a run that did all its steps."""
+    rewards = (("reward", summary.reward_end), ("eval", summary.eval_reward))
+    told = ", ".join(f"{name} {value:.2f}" for name, value in rewards if value is not None)
+    return f"finished in {format_seconds(summary.seconds)}{f': {told}' if told else ''}; {run_dir}"
 
 
 class RunLog:
@@ -93,3 +100,5 @@ class RunLog:
                 closing.close()
         if self._report:
             self._report.finish(status, first_error)
+        if self._report and self._progress and status == "finished":
+            self._progress.phase(finished_line(self._report.summary, self._run_dir))

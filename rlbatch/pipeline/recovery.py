@@ -64,7 +64,7 @@ def _sampled(
             return None
         if not met.lost:
             return groups
-        with clock.phase("sync"):
+        with clock.phase("restart"):
             if not _restart(job, met.lost):
                 return None
 

@@ -41,21 +41,21 @@ def test_a_summary_exists_from_the_start(tmp_path: Path) -> None:
     RunReport(tmp_path)
     summary = read(tmp_path)
     assert set(summary) == {
-        "status", "steps", "seconds", "reward_start", "reward_end", "eval_reward_start", "eval_reward", "tokens_per_s", "phase_seconds",
-        "first_error",
+        "status", "steps", "seconds", "reward_start", "reward_end", "eval_reward_start", "eval_reward", "tokens_per_s",
+        "sync_median_s", "rollout_logprob_diff", "phase_seconds", "first_error",
     }  # fmt: skip
     assert (summary["status"], summary["steps"], summary["reward_start"], summary["first_error"]) == ("running", 0, None, None)
 
 
 def test_a_run_is_summed_up(tmp_path: Path) -> None:
-    """Rewards of the first and the last step and evaluation, tokens over time (not the mean of rates), and the sum of each phase."""
+    """First and last rewards, the last log-prob difference, tokens over time (not the mean of rates), sums of phases, the median sync."""
     report = RunReport(tmp_path)
     report.record(step(0, reward__eval=0.1))
-    report.record(step(1, reward__mean=0.2, perf__tokens_per_s=100.0, time__step_s=1.0, time__rollout_s=0.75))
-    report.record(step(2, reward__mean=0.9, perf__tokens_per_s=200.0, time__step_s=3.0, time__rollout_s=1.0))
+    report.record(step(1, reward__mean=0.2, perf__tokens_per_s=100.0, time__step_s=1.0, time__rollout_s=0.75, time__sync_s=9.0))
+    report.record(step(2, reward__mean=0.9, perf__tokens_per_s=200.0, time__step_s=3.0, time__rollout_s=1.0, time__sync_s=0.5))
     running = read(tmp_path)
     assert (running["steps"], running["status"], running["eval_reward"]) == (2, "running", 0.1)
-    report.record(step(3, reward__mean=0.5, reward__eval=0.8))
+    report.record(step(3, reward__mean=0.5, reward__eval=0.8, time__sync_s=0.25, train__rollout_logprob_diff_mean=0.0625))
     report.finish("finished")
     summary = read(tmp_path)
     assert summary.pop("seconds") >= 0
@@ -67,7 +67,9 @@ def test_a_run_is_summed_up(tmp_path: Path) -> None:
         "eval_reward_start": 0.1,
         "eval_reward": 0.8,
         "tokens_per_s": 175.0,
-        "phase_seconds": {"step": 4.0, "rollout": 1.75},
+        "sync_median_s": 0.5,
+        "rollout_logprob_diff": 0.0625,
+        "phase_seconds": {"step": 4.0, "rollout": 1.75, "sync": 9.75},
         "first_error": None,
     }
 
@@ -110,8 +112,8 @@ def test_docs_show_every_key() -> None:
     _, _, tail = DOCS.read_text().partition("## summary.json")
     summary, _, samples = tail.partition("## samples")
     assert re.findall(r"^\| `(\w+)` \|", summary, flags=re.MULTILINE) == [
-        "status", "steps", "seconds", "reward_start", "reward_end", "eval_reward_start", "eval_reward", "tokens_per_s", "phase_seconds",
-        "first_error",
+        "status", "steps", "seconds", "reward_start", "reward_end", "eval_reward_start", "eval_reward", "tokens_per_s",
+        "sync_median_s", "rollout_logprob_diff", "phase_seconds", "first_error",
     ]  # fmt: skip
     assert {field.name for field in fields(Summary)} == set(re.findall(r"^\| `(\w+)` \|", summary, flags=re.MULTILINE))
     table = "".join(re.findall(r"^(\| `.*?) \|", samples, flags=re.MULTILINE))

@@ -2,21 +2,23 @@
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from rlbatch.api import ConfigError, StepResult
-from rlbatch.metrics.run_log import RunLog
+from rlbatch.metrics.report import Status, Summary
+from rlbatch.metrics.run_log import RunLog, finished_line
 
 
-def log_a_run(run_dir: Path, rank: int) -> str:
+def log_a_run(run_dir: Path, rank: int, status: Status = "failed") -> str:
     stream = io.StringIO()
     log = RunLog(run_dir, 1, rank, stream)
     log.phase("loading")
     log.record(StepResult(1, 1, {"reward/mean": 0.5}))
     log.samples(1, [{"reward": 0.5}])
-    log.finish("failed", {"message": "broken"})
+    log.finish(status, {"message": "broken"} if status == "failed" else None)
     return stream.getvalue()
 
 
@@ -28,6 +30,18 @@ def test_rank_0_fills_the_run_folder(tmp_path: Path) -> None:
     assert (summary["status"], summary["reward_end"], summary["first_error"]) == ("failed", 0.5, {"message": "broken"})
     assert json.loads((tmp_path / "samples" / "step_000001.jsonl").read_text()) == {"reward": 0.5}
     assert list((tmp_path / "tensorboard").glob("events.out.tfevents.*"))
+
+
+def test_a_run_that_is_done_says_so(tmp_path: Path) -> None:
+    """In its last line, with its time, last rewards and folder; a run that ended otherwise has other last words."""
+    last = rf"finished in \d+s: reward 0\.50; {tmp_path}"
+    assert re.fullmatch(last, log_a_run(tmp_path, rank=0, status="finished").splitlines()[-1])
+    assert finished_line(Summary(seconds=123.0, reward_end=1.0, eval_reward=0.996), Path("runs/a")) == (
+        "finished in 2m03s: reward 1.00, eval 1.00; runs/a"
+    )
+    assert finished_line(Summary(seconds=3.0), Path("runs/a")) == "finished in 3s; runs/a"
+    for status in ("failed", "interrupted"):
+        assert "finished in" not in log_a_run(tmp_path, rank=0, status=status)
 
 
 def test_other_ranks_are_silent(tmp_path: Path) -> None:
