@@ -44,7 +44,7 @@ def lines(registry: Registry, width: int) -> Iterator[str]:
     yield f"{'choose with':<{NAME_COLUMNS}}supplied by"
     for table in registry.tables:
         for entry in table.values():
-            yield f"{f'{table.key}={entry.name}':<{NAME_COLUMNS}}{_supplied(entry.supplier)}"
+            yield f"{f'{table.key}={entry.name} ':<{NAME_COLUMNS}}{_supplied(entry.supplier)}"
             yield from _options(table.key, entry, width)
     for supplier in registry.model_families:
         yield f"{'model.hf (by config.json)':<{NAME_COLUMNS}}{_supplied(supplier)}"

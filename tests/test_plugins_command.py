@@ -34,6 +34,7 @@ def test_lists_names_suppliers_and_options(tmp_path: Path, capsys: pytest.Captur
     assert "rlbatch_plugins.reward_sequence" in line("reward=sequence")
     assert f"rlbatch {rlbatch.__version__}" in line("reward=sequence")
     assert "plugins=[...]" in line("reward=short")
+    assert line("algorithm.advantage=reinforce_plus_plus_baseline ").split()[1].startswith("rlbatch_plugins.")  # longer than its column
     assert line("reward.options.limit=20").endswith(" Tokens that cost nothing.")
     assert lines.index(line("reward.options.limit=20")) == lines.index(line("reward=short")) + 1
     for name in ("rollout=transformers", "offload=none", "algorithm.advantage=grpo", "algorithm.loss=clip", "model.hf"):

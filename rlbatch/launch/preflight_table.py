@@ -67,7 +67,7 @@ def one_line(facts: Sequence[NodeFacts], floor: Footprint, links: Sequence[Links
     gpus = f", {first.gpu.name}, {first.gpu.free_gib:.1f} GiB free (at least {floor.gpu_gib:.1f} needed)" if first.gpu else ""
     speed = f", all-reduce {links[0].gbs:.1f} GB/s" if len(facts) > 1 else ""
     memory = f"{first.host_free_gib:.1f} GiB of memory free (at least {floor.host_gib:.1f} needed)"
-    return f"preflight: {len(facts)} ranks on {first.host}{gpus}, {memory}{speed}; {seconds:.1f} s"
+    return f"preflight: {len(facts)} rank{'s' if len(facts) > 1 else ''} on {first.host}{gpus}, {memory}{speed}; {seconds:.1f} s"
 
 
 def _versions(fact: NodeFacts) -> str:
