@@ -17,7 +17,15 @@ from rlbatch.launch.notice import checkpoint_bytes, notice_s
 from rlbatch.launch.placement import place, stages
 from rlbatch.launch.sbatch import NOTICE_SIGNAL, job_name
 from rlbatch.plan.layout import degrees
-from rlbatch.prepare import find_problems, on_gpu, parameter_count, placement
+from rlbatch.prepare import (
+    engine_plan,
+    find_problems,
+    has_fp8_engines,
+    names_engine_here,
+    on_gpu,
+    parameter_count,
+    placement,
+)
 from rlbatch.registry import Registry
 from rlbatch.start import rank_command, slurm_script
 
@@ -36,7 +44,7 @@ def show(config: Config, registry: Registry) -> int:
     sections = (
         _summary(config, run_dir, parameters),
         _mesh(config, family),
-        _engines(config, registry),
+        _engines(config, registry, family),
         _launch(config, run_dir, parameters),
         _keys(config),
     )
@@ -109,14 +117,36 @@ def _mesh(config: Config, family: ModelFamily | None) -> Iterator[str]:
         yield f"{title:<12}{number}: {f'{stage.layers} layers on ' if family else ''}{_span('rank', stage.ranks)}{nodes}"
 
 
-def _engines(config: Config, registry: Registry) -> Iterator[str]:
-    """How many ranks each engine serves, on whose GPUs it is, and how it divides them."""
+def _engines(config: Config, registry: Registry, family: ModelFamily | None) -> Iterator[str]:
+    """How many ranks each engine serves, on whose GPUs it is, how it divides them and their memory, and whose interpreter runs it."""
     gpus, shape, rollout = registry.ranks_per_engine(config), registry.engine_shape(config), config.rollout
     divided = f" as {shape.replicas} data-parallel replicas of {shape.replica_gpus}" if shape.replicas > 1 else ""
     share = f", {shape.memory_share:g} of a GPU's memory" if shape.memory_share < 1 and on_gpu(config) else ""
     form = {"auto": "", "none": "", "fp8": ", fp8 weights"}[rollout.quantization]
     each = "one a rank" if gpus == 1 else f"each on {gpus} ranks{divided}"
     yield f"Engines     {config.layout.world_size // gpus} of {rollout.name}, {each}{share}{form}"
+    if config.cluster.gpu_memory_gib:
+        told = engine_plan(config, registry).told_memory(family, is_fp8=has_fp8_engines(config, registry, family))
+        yield f"Memory      {told}"
+    if registry.has_engine(config):
+        yield f"Interpreter {_interpreter(config, registry)}"
+
+
+def _interpreter(config: Config, registry: Registry) -> str:
+    """Which Python runs the engine, and where it is asked what it has: what is wrong on a login node may be right on the nodes."""
+    named = str(config.rollout.engine.get("python", ""))
+    python = named or "rlbatch's own (rollout.engine.python is not set)"
+    if config.launcher == "local" or names_engine_here(config):
+        return f"{python}: its {config.rollout.name} and options were looked at here, and are on each node"
+    in_container = config.cluster.container != "none"
+    if named or in_container:
+        where = "in the container" if in_container else "not on this machine"
+        return f"{python}: {where}; its {config.rollout.name} and options are looked at on the nodes only"
+    try:
+        registry.check_engine(config)
+    except RlbatchError as error:
+        return f"{python}: looked at on the nodes. Warning, this machine's would be refused: {error}"
+    return f"{python}: its {config.rollout.name} and options were looked at here, and are on each node"
 
 
 def _span(word: str, numbers: range) -> str:

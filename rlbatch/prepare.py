@@ -233,9 +233,36 @@ def placement(config: Config) -> Placement | None:
     return None
 
 
+def engine_plan(config: Config, registry: Registry) -> EnginePlan:
+    """The job's engines.
+
+    Raises:
+        ConfigError: nodes or engines that would not be full, options of the engine that contradict each other.
+    """
+    return EnginePlan(config, registry.ranks_per_engine(config), registry.engine_shape(config), placement(config))
+
+
+def has_fp8_engines(config: Config, registry: Registry, family: ModelFamily | None) -> bool:
+    """Whether engines hold fp8 weights; of a model that is not known whether they can, as less memory is then needed.
+
+    Raises:
+        RlbatchError: the backend or the family has no fp8.
+    """
+    if family is None:
+        return config.rollout.quantization != "none" and registry.has_fp8(config)
+    described = {} if config.model.hf == EMBEDDED else read_config(Path(config.model.hf))
+    return engine_quantization(config, registry, family, described) == "fp8"
+
+
+def names_engine_here(config: Config) -> bool:
+    """Whether ``rollout.engine.python`` is a program of this machine, the same one that ranks elsewhere start: not in a container."""
+    named = str(config.rollout.engine.get("python", ""))
+    return bool(named) and config.cluster.container == "none" and shutil.which(named) is not None
+
+
 def _check_rollout(config: Config, registry: Registry, run_dir: Path) -> None:
     """An engine holds the whole model, on its rank's GPU or on those of the ranks that share it."""
-    plan = EnginePlan(config, registry.ranks_per_engine(config), registry.engine_shape(config), placement(config))
+    plan = engine_plan(config, registry)
     plan.check_context()
     plan.check_shortest()
     plan.check_nodes(spans_nodes=registry.spans_nodes(config))
@@ -243,14 +270,14 @@ def _check_rollout(config: Config, registry: Registry, run_dir: Path) -> None:
     draft = registry.draft(config)
     if draft and not Path(draft).is_dir():
         raise ConfigError(f"rollout.engine.speculative_config={{model: {draft}}}: there is no such folder. Correct the path.")
+    family: ModelFamily | None
     try:
         family = model_family(config, registry, run_dir)
     except RlbatchError:  # told by another check
-        plan.check_memory(None, is_fp8=config.rollout.quantization != "none" and registry.has_fp8(config))
-        return
-    plan.check_experts(family)
-    quantization = engine_quantization(config, registry, family, read_config(model_folder(config, run_dir)))
-    plan.check_memory(family, is_fp8=quantization == "fp8")
+        family = None
+    if family is not None:
+        plan.check_experts(family)
+    plan.check_memory(family, is_fp8=has_fp8_engines(config, registry, family))
 
 
 def _check_checkpoints(config: Config, registry: Registry, run_dir: Path) -> None:
@@ -266,6 +293,8 @@ def _check_machine(config: Config, registry: Registry, run_dir: Path) -> None:
     if here and config.cluster.interface:
         addresses_of(config.cluster.interface)
     if config.launcher != "local":
+        if names_engine_here(config):
+            registry.check_engine(config)
         return
     gpus = visible_gpus()
     if 0 < gpus < ranks:

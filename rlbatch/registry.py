@@ -149,6 +149,10 @@ class Registry:
         """Whether the ranks of an engine may be on several nodes."""
         return self._rollout(config)[0].spans_nodes
 
+    def has_engine(self, config: Config) -> bool:
+        """Whether an engine in an interpreter of its own generates."""
+        return self._rollout(config)[0].has_engine
+
     def has_fp8(self, config: Config) -> bool:
         """Whether an engine takes block-quantised weights."""
         return self._rollout(config)[0].has_fp8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import sys
 from contextlib import nullcontext
@@ -21,6 +22,7 @@ from rlbatch.registry import compose_job, load_plugins
 from tests.large_models import CONFIGS, write_model
 from tests.megatron.real_models import CONFIGS as PUBLISHED
 
+ENGINE = "rollout.engine.python=/shared/vllm/bin/python"
 LARGE = """\
 Dry run: nothing is submitted, started or written.
 
@@ -44,6 +46,7 @@ Stages      0: 11 layers on ranks 0-3 of node 0
             7: 11 layers on ranks 28-31 of node 3
 
 Engines     2 of vllm, each on 16 ranks as 2 data-parallel replicas of 8, 0.7 of a GPU's memory
+Interpreter /shared/vllm/bin/python: not on this machine; its vllm and options are looked at on the nodes only
 
 Hosts       4 nodes, chosen by Slurm
 Slurm       cluster.partition=rl, cluster.time_limit=1-00:00:00, the site's defaults for cluster.account, cluster.qos
@@ -100,7 +103,7 @@ def test_large_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setenv("MODEL_DIR", str(write_model("qwen3_235b", tmp_path / "model")))
     monkeypatch.setenv("TRAIN_DATA", str(tmp_path / "train.jsonl"))
     (tmp_path / "train.jsonl").write_text('{"prompt": "a", "label": "1"}\n' * 32)
-    dry_run("+cluster=h20x32", "cluster.partition=rl", "cluster.time_limit=1-00:00:00", "run_dir=mine", "cluster.gpu_memory_gib=0", code=0)
+    dry_run("+cluster=h20x32", "cluster.partition=rl", "cluster.time_limit=1-00:00:00", "run_dir=mine", "cluster.gpu_memory_gib=0", ENGINE)
     said = capsys.readouterr()
     text = LARGE.format(tmp=tmp_path, python=sys.executable).replace(" (95 GiB a GPU, ", " (")
     assert said.out.startswith(text)
@@ -120,6 +123,9 @@ def test_cluster_alone(capsys: pytest.CaptureFixture[str]) -> None:
         "Model       $MODEL_DIR, 671 billion parameters, bf16\n",
         "tp 8 x cp 1 x dp 1 x pp 12\n",
         "Engines     3 of vllm, each on 32 ",
+        "Memory      of 95 GiB a GPU: weights 19.5; cache and trainer are unknown until model.hf is there\n",
+        "Interpreter rlbatch's own (rollout.engine.python is not set): looked at on the nodes. Warning, this machine's would be refused: "
+        f"rollout=vllm: {sys.executable} has no vLLM. ",
     ):
         assert words in said.out
     assert "#SBATCH --signal=USR2@1320\n" in said.out
@@ -129,6 +135,50 @@ def test_cluster_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused[1].startswith("  model.hf=$MODEL_DIR: the environment variable MODEL_DIR is not set. Set it to the model's")
     assert refused[2].startswith("  data.train=$TRAIN_DATA: the environment variable TRAIN_DATA is not set.")
     assert len(refused) == 3
+
+
+def test_memory_of_an_accepted_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a refusal would count is shown of a plan that fits, beside what is left; a config.json is enough."""
+    set_model("deepseek671b", tmp_path, monkeypatch)
+    dry_run("+cluster=h100x128")
+    assert (
+        "Memory      of 79 GiB a GPU: engine 55.3 (weights 11.7, cache of one longest sample 2.3), trainer 10.5 while it generates, "
+        "free 13.2\n"
+    ) in capsys.readouterr().out
+
+
+def test_memory_of_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    """Only what model.parameters says is counted, and what is unknown is called so."""
+    dry_run("+cluster=h20x96", "rollout.options.gpus_per_engine=8", "rollout.engine.data_parallel_size=1", code=2)
+    assert (
+        "rollout=vllm: an engine needs 78.1 GiB for weights on each of its 8 GPUs, and has 66.5 of 95 GiB (cluster.gpu_memory_gib). "
+        "Its cache and what the trainer keeps there are unknown until model.hf is there. Use rollout=vllm "
+    ) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("container", ["none", "pyxis"])
+def test_an_engine_that_is_here(
+    container: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A login node that has the interpreter of the nodes' engines says what is wrong with it, also when the job is really submitted;
+    not if ranks are in a container, which has its own.
+    """
+    set_model("deepseek671b", tmp_path, monkeypatch)
+    job = ["+cluster=h20x96", f"rollout.engine.python={sys.executable}"]
+    if container == "pyxis":
+        job += ["cluster.container=pyxis", "cluster.container_image=x", f"cluster.container_mounts=['{tmp_path}:{tmp_path}']"]
+    monkeypatch.setattr(shutil, "which", lambda name: name)  # sbatch, too
+    message = f"rollout=vllm: {sys.executable} has no vLLM. Install vllm"
+    dry_run(*job, code=0 if container == "pyxis" else 2)
+    said = capsys.readouterr()
+    assert (message in said.err) == (container == "none")
+    assert (
+        f"Interpreter {sys.executable}: {'its vllm and options were looked at here' if container == 'none' else 'in the container;'}"
+        in said.out
+    )
+    if container == "none":
+        assert rlbatch.submit.main(job) == 2
+        assert capsys.readouterr().err.startswith(message)
 
 
 def test_embedded_run(capsys: pytest.CaptureFixture[str]) -> None:

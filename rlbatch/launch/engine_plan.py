@@ -145,15 +145,20 @@ class EnginePlan:
         total = self.config.cluster.gpu_memory_gib
         if not total:
             return
-        floor = footprint(self.config, family, on_gpu=True, node_ranks=1) if family else None
-        trainer = floor.generating_gib if floor and self.shape.is_colocated else 0.0
+        trainer = self.trainer_gib(family)
         share, room = self.shape.memory_share * total, total - trainer
         need = self.memory(family, is_fp8=is_fp8)
         if need.weights + need.cache > min(share, room):
+            cache = f" and {need.cache:.1f} GiB to cache one sample" if family else ""
+            beside = (
+                f", where the trainer keeps {trainer:.1f}."
+                if family
+                else ". Its cache and what the trainer keeps there are unknown until model.hf is there."
+            )
             raise ConfigError(
-                f"rollout={self.config.rollout.name}: an engine needs {need.weights:.1f} GiB for weights and {need.cache:.1f} GiB to cache "
-                f"one sample on each of its {self.gpus} GPUs, and has {min(share, room):.1f} of {total:g} GiB (cluster.gpu_memory_gib), "
-                f"where the trainer keeps {trainer:.1f}. {self._larger(family, min(share, room), is_fp8=is_fp8)}"
+                f"rollout={self.config.rollout.name}: an engine needs {need.weights:.1f} GiB for weights{cache} on each of its {self.gpus} "
+                f"GPUs, and has {min(share, room):.1f} of {total:g} GiB (cluster.gpu_memory_gib){beside} "
+                f"{self._larger(family, min(share, room), is_fp8=is_fp8)}"
             )
         if self.shape.memory_share < 1 and share > room:
             raise ConfigError(
@@ -161,6 +166,24 @@ class EnginePlan:
                 f"(cluster.gpu_memory_gib), and the trainer keeps {trainer:.1f} there. "
                 f"Use {int(100 * (room - FREE_GIB) / total) / 100:g} or less, or keep more of the trainer on the host."
             )
+
+    def trainer_gib(self, family: ModelFamily | None) -> float:
+        """What the trainer keeps on each of the engine's GPUs while that generates: a floor; 0 for a model that is not known."""
+        if family is None or not self.shape.is_colocated:
+            return 0.0
+        return footprint(self.config, family, on_gpu=True, node_ranks=1).generating_gib
+
+    def told_memory(self, family: ModelFamily | None, *, is_fp8: bool) -> str:
+        """How engine and trainer divide each GPU, in words, for a job that is not refused; see ``check_memory``."""
+        total, need = self.config.cluster.gpu_memory_gib, self.memory(family, is_fp8=is_fp8)
+        if family is None:
+            return f"of {total:g} GiB a GPU: weights {need.weights:.1f}; cache and trainer are unknown until model.hf is there"
+        trainer = self.trainer_gib(family)
+        engine = self.shape.memory_share * total if self.shape.memory_share < 1 else need.weights + need.cache
+        return (
+            f"of {total:g} GiB a GPU: engine {engine:.1f} (weights {need.weights:.1f}, cache of one longest sample {need.cache:.1f}), "
+            f"trainer {trainer:.1f} while it generates, free {total - engine - trainer:.1f}"
+        )
 
     def memory(self, family: ModelFamily | None, *, is_fp8: bool) -> EngineMemory:
         """The floor of an engine.
