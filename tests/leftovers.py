@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,6 +14,10 @@ import psutil
 FOLDER = Path("/dev/shm")
 GONE_S = 60.0
 """For the last process to end and for what others make at this moment to be opened; memory that is left stays for good."""
+LOOK_S = 0.1
+"""Between two looks at what the test's processes have mapped."""
+OURS = ("rlbatch-", "sem.rlbatch-", "vllm", "sglang")
+"""How names of engines begin: what rlbatch makes them call their memory and semaphores, and their own."""
 
 
 def shared_memory() -> set[str]:
@@ -25,20 +30,56 @@ def shared_by(pid: int) -> set[str]:
     return {line.rpartition(f"{FOLDER}/")[2].split()[0] for line in _lines(Path(f"/proc/{pid}/maps")) if f"{FOLDER}/" in line}
 
 
-def abandoned_memory(known: set[str]) -> set[str]:
-    """Other names in /dev/shm of memory that no process has mapped: what jobs that run beside this one use is not among them."""
-    names = shared_memory() - known  # before the processes: what is made meanwhile is not looked for
+def abandoned(names: set[str]) -> set[str]:
+    """Those that are in /dev/shm and that no process has mapped: what jobs that run beside this one use is not among them."""
+    names = shared_memory() & names  # before the processes: what is made meanwhile is not looked for
     return names.difference(*(shared_by(int(entry.name)) for entry in Path("/proc").glob("[0-9]*"))) if names else names
+
+
+class Appearing:
+    """Names that appear in /dev/shm and that engines give, or that this process or one that it started has mapped at some time.
+
+    Others are of programs that run beside the tests.
+    """
+
+    def __init__(self) -> None:
+        self._before, self._mapped, self._over = shared_memory(), set[str](), threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+
+    def ours(self) -> set[str]:
+        """Up to now."""
+        names = shared_memory() - self._before
+        foreign = {name for name in names if not name.startswith(OURS)} - self._mapped
+        if foreign:
+            with suppress(psutil.NoSuchProcess):
+                for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+                    self._mapped |= foreign & shared_by(process.pid)
+        return {name for name in names if name.startswith(OURS) or name in self._mapped}
+
+    def end(self) -> None:
+        """Processes are not looked at any more."""
+        self._over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._over.wait(LOOK_S):
+            self.ours()
 
 
 @contextmanager
 def no_memory_left() -> Iterator[None]:
-    """Fails if /dev/shm has a name afterwards that was not there before and that no process uses."""
-    before = shared_memory()
-    yield
-    deadline = time.monotonic() + GONE_S
-    while (left := abandoned_memory(before)) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    """Fails if /dev/shm has a name afterwards that was not there before, that is an engine's or of the test's processes, and that no
+    process uses.
+    """
+    appearing = Appearing()
+    try:
+        yield
+        deadline = time.monotonic() + GONE_S
+        while (left := abandoned(appearing.ours())) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    finally:
+        appearing.end()
     assert not left, f"left in {FOLDER}: {sorted(left)}"
 
 

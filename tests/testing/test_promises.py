@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import mmap
 import os
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,8 +19,16 @@ from tests.stopwatch import Stopwatch
 
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A name in /dev/shm that is not there."""
+    """A name in /dev/shm that is not there, of an engine."""
     monkeypatch.setattr(leftovers, "GONE_S", 0.2)
+    path = FOLDER / f"vllm_test-promises-{os.getpid()}"
+    yield path
+    path.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def nameless(memory: Path) -> Iterator[Path]:
+    """One that says nothing of whose it is."""
     path = FOLDER / f"test-promises-{os.getpid()}"
     yield path
     path.unlink(missing_ok=True)
@@ -29,6 +40,25 @@ def test_memory_that_is_left_is_seen(memory: Path) -> None:
         memory.write_bytes(b"left")
     with no_memory_left():
         pass
+
+
+def test_memory_of_a_test_s_process_is_seen_whatever_its_name(nameless: Path) -> None:
+    """Of one that a process had mapped that the test started, and that another one started for it."""
+    mapping = f"import mmap\nfile = open({str(nameless)!r}, 'xb+')\nfile.truncate(9)\nkept = mmap.mmap(file.fileno(), 9)\n"
+    code = mapping + "print(flush=True)\ninput()"
+    started = [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"]
+    with pytest.raises(AssertionError, match=nameless.name), no_memory_left():
+        process = subprocess.Popen(started, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(1.0)  # engines live longer
+        process.communicate("")
+
+
+def test_memory_of_other_programs_is_theirs(nameless: Path) -> None:
+    """A name that no engine gives, and that no process of the test had mapped."""
+    with no_memory_left():
+        nameless.write_bytes(b"of a program beside the test")
 
 
 def test_memory_in_use_is_not_left(memory: Path) -> None:
