@@ -1,36 +1,19 @@
-"""The entry point that SGLang calls in each of its processes (group ``sglang.srt.plugins``), and what it changes in them."""
+"""The entry point that SGLang calls in each of its processes (group ``sglang.srt.plugins``), and what it changes in them for us.
+
+Faults of SGLang are mended in ``workarounds``.
+"""
 
 from __future__ import annotations
 
-import os
-import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
-from multiprocessing import shared_memory
 from typing import Any
 
-from rlbatch.engines.bound_store import bind_stores
 from rlbatch.engines.shared_names import name_shared_memory
+
+from . import versions, workarounds
+from .hooks import Hook
 
 CALL = "rlbatch"
 """Of SGLang's weight updates, one takes texts by names; a text of this name is ours."""
-
-
-@dataclass(frozen=True)
-class Hook:
-    """One change.
-
-    Attributes:
-        target: What is changed, by its full name in SGLang.
-        kind: ``AROUND`` (called with the original), ``AFTER`` (with its result) or ``REPLACE``.
-        function: Ours.
-        why: What is otherwise.
-    """
-
-    target: str
-    kind: str
-    function: Callable[..., Any]
-    why: str
 
 
 def take_weights(original: Any, runner: Any, request: Any) -> Any:
@@ -49,20 +32,6 @@ def give_seeds(info: Any, kind: type, batch: Any, vocab_size: int) -> None:
 
     seeds = [request.sampling_params.sampling_seed or 0 for request in batch.reqs]
     info.sampling_seed = torch.tensor(seeds, dtype=torch.int64).to(info.device, non_blocking=True)
-
-
-def draw(probs: Any, sampling_seed: Any = None, positions: Any = None) -> Any:
-    """See ``draw_tokens``."""
-    from .sampling import draw_tokens
-
-    return draw_tokens(probs, sampling_seed, positions)
-
-
-def draw_filtered(probs: Any, top_ks: Any, top_ps: Any, min_ps: Any, need_min_p: bool, sampling_seed: Any, positions: Any) -> Any:
-    """See ``draw_among``; nobody asks for another ``top_p`` than 1, or for ``min_p``."""
-    from .sampling import draw_among
-
-    return draw_among(probs, top_ks, sampling_seed, positions)
 
 
 def no_end_tokens(config: Any) -> set[int]:
@@ -109,30 +78,16 @@ def cache_bytes(original: Any, runner: Any, free_gib: float) -> Any:
         ) from error
 
 
-def private_path(name: str) -> str:
-    """Of a file that SGLang's processes share: among the engine's temporary files, which go with it."""
-    return os.path.join(tempfile.gettempdir(), f"loads_{os.path.basename(name)}")
-
-
-def shared_name(kind: str) -> str:
-    """Of shared memory, named after the engine's host; see ``name_shared_memory``."""
-    name: str = vars(shared_memory)["_make_filename"]()
-    return name.lstrip("/")
-
-
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _SAMPLING = "sglang.srt.sampling"
 
 HOOKS = (
-    Hook(f"{_RUNNER}.update_weights_from_ipc", "AROUND", take_weights, "weights come with another project's program, over ZeroMQ"),
     Hook(
         f"{_SAMPLING}.sampling_batch_info.SamplingBatchInfo.from_schedule_batch",
         "AFTER",
         give_seeds,
         "seeds count only with enable_deterministic_inference, which is slower",
     ),
-    Hook("sglang.srt.layers.sampler.sampling_from_probs_torch", "REPLACE", draw, "see draw_tokens"),
-    Hook("sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch", "REPLACE", draw_filtered, "see draw_among"),
     Hook(
         "sglang.srt.configs.model_config.ModelConfig._get_hf_eos_token_id",
         "REPLACE",
@@ -157,16 +112,14 @@ HOOKS = (
         cache_bytes,
         "the error has no sizes",
     ),
-    Hook("sglang.srt.managers.load_snapshot.shm_path_for", "REPLACE", private_path, "every engine leaves a file in /dev/shm"),
-    Hook("sglang.srt.utils.stale_shm_cleanup.make_shm_name", "REPLACE", shared_name, "a tensor-parallel engine leaves memory in /dev/shm"),
+    # The last one: SGLang only logs that a plugin fails, and then the host's first call is not understood.
+    Hook(f"{_RUNNER}.update_weights_from_ipc", "AROUND", take_weights, "weights come with another project's program, over ZeroMQ"),
 )
 
 
 def register() -> None:
     """Registers the hooks; SGLang applies them."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
     name_shared_memory()
-    bind_stores()
+    workarounds.apply_all(versions.installed_version())
     for hook in HOOKS:
-        HookRegistry.register(hook.target, hook.function, HookType[hook.kind])
+        hook.register()

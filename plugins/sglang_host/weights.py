@@ -14,10 +14,8 @@ from rlbatch.engines.collective import SENDER, WeightGroup
 from rlbatch.engines.receiver import WeightReceiver
 
 from .audit import REFUSALS, WriteAudit
-from .plugin import HOOKS
-
-FIRST, SECOND, FUSED = ".q_a_proj.", ".kv_a_proj_with_mqa.", ".fused_qkv_a_proj_with_mqa."
-"""DeepSeek's models load these two together: SGLang forgets one that comes without the other in the same call."""
+from .hooks import missing
+from .pairs import Pairs
 
 
 class NotReceivedError(Exception):
@@ -35,9 +33,8 @@ class WorkerWeights:
         self._model, self._tp_rank = runner.model, runner.tp_rank
         self._device = torch.device("cpu") if runner.device == "cpu" else torch.device(runner.device, torch.cuda.current_device())
         self._receiver = WeightReceiver(self._device)
-        self._is_fused = any(FUSED in name for name, _ in self._model.named_parameters())
+        self._pairs = Pairs(self._model)
         self._is_joined = False
-        self._held: dict[str, torch.Tensor] = {}
         self._audit: WriteAudit | None = None
         self._current = ""
 
@@ -47,10 +44,8 @@ class WorkerWeights:
         Raises:
             RuntimeError: SGLang did not apply a hook. (It only logs that.)
         """
-        from sglang.srt.plugins.hook_registry import HookRegistry
-
-        if missing := [hook.target for hook in HOOKS if hook.target not in HookRegistry._patched]:
-            raise RuntimeError(f"rollout=sglang: {missing[0]} is not there to hook into. Use a version that is supported.")
+        if lacking := missing():
+            raise RuntimeError(f"rollout=sglang: {lacking[0]} is not there to hook into. Use a version that is supported.")
         return {}
 
     def join(self, path: str, size: int, limit_s: float) -> dict[str, Any]:
@@ -61,7 +56,7 @@ class WorkerWeights:
 
     def start(self, audit: bool) -> dict[str, Any]:
         """Begins an update."""
-        self._held = {}
+        self._pairs.start()
         self._audit = WriteAudit(self._model) if audit else None
         return {}
 
@@ -104,33 +99,18 @@ class WorkerWeights:
             ValueError: a tensor came without the one that it is loaded with.
         """
         self._receiver.finish()
-        if self._held:
-            name = next(iter(self._held))
-            raise ValueError(f"weight sync: {name} came without {_partner(name)}.")
+        self._pairs.finish()
         report = self._audit.report() if self._audit is not None else {}
         self._audit = None
         return report
 
     def _complete(self, tensors: list[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors; of those that are loaded in pairs none before the other is there too."""
-        for name, tensor in tensors:
-            partner = _partner(name) if self._is_fused else ""
-            if partner and partner not in self._held:
-                self._held[name] = tensor.clone()  # its memory is the trainer's again after this call
-                continue
-            pair = [(partner, self._held.pop(partner))] if partner else []
-            for one, values in [*pair, (name, tensor)]:
-                self._current = one
-                yield one, values
-                if pair and self._audit is not None:
-                    self._audit.use(one)
-
-
-def _partner(name: str) -> str:
-    """The name of what is loaded together with a tensor; empty: nothing."""
-    if FIRST in name:
-        return name.replace(FIRST, SECOND)
-    return name.replace(SECOND, FIRST) if SECOND in name else ""
+        """What the model can load of the tensors, and of those before them."""
+        for name, tensor in self._pairs.whole(tensors):
+            self._current = name
+            yield name, tensor
+            if self._audit is not None and self._pairs.is_half(name):
+                self._audit.use(name)
 
 
 def answer(runner: Any, text: str) -> tuple[bool, str]:

@@ -8,38 +8,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from rlbatch.engines.bound_store import bind_stores
+from rlbatch.engines.workarounds import Workaround, apply_those_for
 
 from .versions import release
 
 SKIPPED = "RLBATCH_VLLM_SKIPPED_WORKAROUNDS"
-"""Names, separated by commas, that are not applied: for the tests that show what they are for, and for trying a newer vLLM."""
-
-
-@dataclass(frozen=True)
-class Workaround:
-    """One fault.
-
-    Attributes:
-        name: For messages.
-        first: First minor release for which it is applied.
-        last: Last release in which the fault was seen: it is applied up to it, later ones are warned about.
-        cpu_only: Whether only the CPU backend has the fault.
-        symptom: What happens without it.
-        link: Where upstream has, or discusses, the code.
-        apply: Mends it in this process.
-    """
-
-    name: str
-    first: tuple[int, int]
-    last: tuple[int, int]
-    cpu_only: bool
-    symptom: str
-    link: str
-    apply: Callable[[], None]
+"""Variable with names that are not applied."""
 
 
 def native_rotary_embedding() -> None:
@@ -194,7 +171,7 @@ def whole_rows(layer: Any) -> None:
 
 def _of_cpus(apply: Callable[[], None], symptom: str, link: str, first: tuple[int, int] = (0, 28)) -> Workaround:
     """A fault of the CPU backend; 0.28 is the first that runs there, and 0.32 the last one tried."""
-    return Workaround(apply.__name__, first, (0, 32), True, symptom, link, apply)
+    return Workaround(apply, first, (0, 32), symptom, link, cpu_only=True)
 
 
 _SOURCE = "https://github.com/vllm-project/vllm/blob/main/vllm"
@@ -232,22 +209,18 @@ WORKAROUNDS = (
         first=(0, 32),
     ),
     Workaround(
-        stores_at_their_address.__name__,
+        stores_at_their_address,
         (0, 26),
         (0, 32),
-        False,
         "the stores at which vLLM's processes meet listen at all addresses of the machine",
         "https://github.com/pytorch/pytorch/blob/main/torch/csrc/distributed/c10d/TCPStoreLibUvBackend.cpp",
-        stores_at_their_address,
     ),
     Workaround(
-        one_token_is_no_shard.__name__,
+        one_token_is_no_shard,
         (0, 26),
         (0, 32),
-        False,
         "with tensor, data and expert parallelism DeepSeek models give wrong tokens where a data-parallel rank has one sample left",
         "https://github.com/vllm-project/vllm/issues/50154",
-        one_token_is_no_shard,
     ),
 )
 
@@ -263,15 +236,5 @@ def apply_all(version: str, *, is_cpu: bool) -> None:
     """
     from vllm.logger import init_logger
 
-    skipped = os.environ.get(SKIPPED, "").split(",")
-    for workaround in WORKAROUNDS:
-        if workaround.name in _applied or workaround.name in skipped or (workaround.cpu_only and not is_cpu):
-            continue
-        _applied.add(workaround.name)
-        if workaround.first <= release(version) <= workaround.last:
-            workaround.apply()
-        else:
-            init_logger("vllm.rlbatch").warning(
-                "rlbatch: the workaround %s is for vLLM %d.%d to %d.%d and not applied to %s. If %s, see %s.",
-                *(workaround.name, *workaround.first, *workaround.last, version, workaround.symptom, workaround.link),
-            )
+    registry = [workaround for workaround in WORKAROUNDS if is_cpu or not workaround.cpu_only]
+    apply_those_for(f"vLLM {version}", release(version), registry, SKIPPED, _applied, init_logger("vllm.rlbatch").warning)

@@ -1,0 +1,59 @@
+"""DeepSeek's models load two tensors together: SGLang forgets one that comes without the other in the same call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar
+
+import torch
+
+FIRST, SECOND, FUSED = ".q_a_proj.", ".kv_a_proj_with_mqa.", ".fused_qkv_a_proj_with_mqa."
+
+
+def partner(name: str) -> str:
+    """The name of what is loaded together with a tensor; empty: nothing."""
+    if FIRST in name:
+        return name.replace(FIRST, SECOND)
+    return name.replace(SECOND, FIRST) if SECOND in name else ""
+
+
+class Pairs:
+    """Of one model.
+
+    Args:
+        model: Of the worker.
+
+    Attributes:
+        waits: Whether halves wait for each other, in this process.
+    """
+
+    waits: ClassVar[bool] = False
+
+    def __init__(self, model: Any) -> None:
+        self._is_fused = any(FUSED in name for name, _ in model.named_parameters())
+        self._held: dict[str, torch.Tensor] = {}
+
+    def is_half(self, name: str) -> bool:
+        """Whether the model makes one tensor of this and another one before it loads them."""
+        return self._is_fused and bool(partner(name))
+
+    def whole(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors; of those that are loaded in pairs none before the other is there too."""
+        for name, tensor in tensors:
+            if not self.waits or not self.is_half(name):
+                yield name, tensor
+            elif (other := partner(name)) in self._held:
+                yield other, self._held.pop(other)
+                yield name, tensor
+            else:
+                self._held[name] = tensor.clone()  # its memory is the trainer's again after this call
+
+    def start(self) -> None:
+        """Forgets what an update left that failed."""
+        self._held = {}
+
+    def finish(self) -> None:
+        """Raises ValueError if a tensor came without the other one."""
+        if self._held:
+            name = next(iter(self._held))
+            raise ValueError(f"weight sync: {name} came without {partner(name)}.")
