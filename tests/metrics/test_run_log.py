@@ -40,6 +40,8 @@ def test_a_run_that_is_done_says_so(tmp_path: Path) -> None:
         "finished in 2m03s: reward 1.00, eval 1.00; runs/a"
     )
     assert finished_line(Summary(seconds=3.0), Path("runs/a")) == "finished in 3s; runs/a"
+    readme = finished_line(Summary(seconds=162.0, reward_end=0.999, eval_reward=1.0), Path("/home/you/rlbatch/runs/seed0"))
+    assert f"\n{readme}\n```\n" in (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     for status in ("failed", "interrupted"):
         assert "finished in" not in log_a_run(tmp_path, rank=0, status=status)
 
