@@ -94,12 +94,20 @@ def main(arguments: list[str]) -> None:
             }
             assert rollout._host is not None
             rates: dict[str, list[float]] = {"bare vLLM": [], "rlbatch": []}
-            for number in range(numbers["rounds"] + 1):
+
+            def bare_vllm() -> float:
                 answer = rollout._host.call("bare", header, pack_ints(prompt.token_ids for prompt in prompts), limit_s=3600.0)
-                rates["bare vLLM"].append(answer["tokens"] / answer["seconds"])
+                return float(answer["tokens"] / answer["seconds"])
+
+            def rlbatch() -> float:
                 started = time.perf_counter()
                 tokens = sum(len(sample.token_ids) for samples in rollout.generate(prompts, params) for sample in samples)
-                rates["rlbatch"].append(tokens / (time.perf_counter() - started))
+                return tokens / (time.perf_counter() - started)
+
+            ways = {"bare vLLM": bare_vllm, "rlbatch": rlbatch}
+            for number in range(numbers["rounds"] + 1):
+                for name in list(ways)[:: 1 if number % 2 else -1]:  # neither is always the first
+                    rates[name].append(ways[name]())
                 if number == 0:  # kernels are compiled
                     for values in rates.values():
                         values.clear()
@@ -110,7 +118,9 @@ def main(arguments: list[str]) -> None:
             rollout.close()
     shown = {name: ", ".join(f"{value:.0f}" for value in values) for name, values in rates.items()}
     bare, ours = (statistics.median(values) for values in rates.values())
-    print(f"{kind}, {model.nbytes / 1e9:.2f} GB, {numbers['prompts']} prompts x {numbers['samples']} samples, {answer['tokens']} tokens")
+    print(
+        f"{kind}, {model.nbytes / 1e9:.2f} GB, {numbers['prompts']} prompts x {numbers['samples']} samples of {params.max_response_tokens} tokens"
+    )
     print(f"bare vLLM  {bare:10.0f} tokens/s  ({shown['bare vLLM']})")
     print(f"rlbatch    {ours:10.0f} tokens/s  ({shown['rlbatch']})  {ours / bare:.1%} of bare vLLM")
 

@@ -31,6 +31,8 @@ from rlbatch.weights.sync import buckets
 from rlbatch_plugins.rollout_vllm import VllmOptions, vllm_rollout
 
 MIB, GB = 2**20, 1e9
+PAGE = 2 * MIB
+"""Of a GPU's memory: what is given is a multiple."""
 POLL_S = 0.001
 ENGINE = {"max_model_len": 512, "max_num_seqs": 32, "enforce_eager": True, "kv_cache_memory_bytes": 2**30}
 """A small cache: that vLLM forgets it, block by block, is part of a sync."""
@@ -67,7 +69,8 @@ def main(arguments: list[str]) -> None:
 def _measure(
     rollout: HostedRollout, model: RandomModel, device: str, bucket_mib: int, rounds: int, *, far: bool, first_in_place: bool
 ) -> None:
-    copy, sizes = _copier(model.nbytes, device, far=far), (bucket_mib * MIB, model.largest())
+    copy = _copier(model.nbytes, device, far=far)
+    bound = 2 * -(-max(bucket_mib * MIB, model.largest()) // PAGE) * PAGE
     phases: dict[str, float] = {}
     seconds: dict[str, list[float]] = {"copy": [], "first": [], "in place": [], "in buckets": []}
     memory: dict[str, int] = {}
@@ -108,7 +111,7 @@ def _measure(
         rate = model.nbytes / middle / GB
         print(
             f"sync, {kind:<16} {rate:8.1f} GB/s  {rate / limit:6.1%} of the copy  {middle * 1e3:8.1f} ms  "
-            f"peak extra memory {memory[kind] / MIB:.0f} MiB (bound {2 * max(sizes) / MIB:.0f})"
+            f"peak extra memory {memory[kind] / MIB:.0f} MiB (bound {bound / MIB:.0f})"
         )
     for kind, spent in where.items():
         print(f"of the last sync {kind}: {spent}")
