@@ -1,4 +1,4 @@
-"""A whole job whose vLLM engines are lost in mid-generation, on CPU: one undisturbed run, and one that is disturbed three times."""
+"""Whole jobs whose vLLM engines are lost, or which are asked to stop, in mid-generation, on CPU; beside an undisturbed run."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from pathlib import Path
 import pytest
 
 from rlbatch.engines.shared_names import remove_leftovers
-from tests.leftovers import process_called, processes_of
+from rlbatch.launch.requeue import EXIT_STOPPED
+from tests.leftovers import no_memory_left, process_called, processes_of
 from tests.listeners import reachable
 from tests.plugins.vllm_cases import vllm_python
 from tests.stopwatch import Stopwatch
-from tests.test_resume import samples
+from tests.test_resume import latest, ranks_of, samples
 from tests.test_run import Ended, start
 
-STEPS, SAVED = 4, 2
+STEPS, SAVED, PROMPTS = 4, 2, 64
 """An engine that is killed in step 3, after its last sample, is missed in step 4."""
 LIMIT_S = 600.0
 NOTICED_S = 30.0
@@ -30,7 +31,7 @@ RUN = (
     "rollout.options.hang_limit_s=8",
     "rollout.options.max_restarts=1",
     "optimizer.lr_schedule=constant",
-    "train.prompts_per_step=64",
+    f"train.prompts_per_step={PROMPTS}",
     "train.updates_per_step=1",
     "algorithm.group_size=8",
     "data.eval=",
@@ -44,8 +45,8 @@ def state(run_dir: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("*.distcp")}
 
 
-def begin(run_dir: Path, repository: Path, steps: int) -> subprocess.Popen[str]:
-    return start(run_dir, *RUN, f"train.steps={steps}", f"rollout.engine.python={vllm_python(repository)}")
+def begin(run_dir: Path, repository: Path, steps: int, *more: str) -> subprocess.Popen[str]:
+    return start(run_dir, *RUN, f"train.steps={steps}", f"rollout.engine.python={vllm_python(repository)}", *more)
 
 
 def saved_samples(run_dir: Path) -> dict[str, str]:
@@ -114,3 +115,30 @@ def test_lost_engines_are_restarted_until_it_is_too_often(undisturbed: Path, rep
     assert len(saved_samples(run_dir)) == SAVED
     assert state(run_dir) == state(undisturbed)
     assert processes_of(run_dir) == []
+
+
+def test_a_job_that_is_asked_to_stop_while_its_engines_generate(undisturbed: Path, repository: Path, tmp_path: Path) -> None:
+    """SIGTERM in the generation of step 2, with less time than that takes: the state after step 1 is saved, finished groups are kept, the
+    exit code is 75, and neither a process nor shared memory is left. The next life samples the other groups: samples of both steps and
+    the state after them are byte for byte those of an undisturbed run.
+    """
+    run_dir = tmp_path / "run"
+    with no_memory_left():
+        process = begin(run_dir, repository, SAVED, "launch.notice_s=1")
+        wait_for("groups/step_000002/prompt_*", run_dir, process)
+        engines = processes_of(run_dir / "engines")
+        for pid in ranks_of(run_dir):
+            os.kill(pid, signal.SIGTERM)
+        ended = end(process, run_dir)
+        assert processes_of(run_dir) == []
+    assert engines
+    assert (ended.code, ended.stderr) == (EXIT_STOPPED, "")
+    assert latest(run_dir) == "step_000001"
+    kept = len(list(run_dir.glob("groups/step_000002/prompt_*")))
+    assert 0 < kept < PROMPTS
+    resumed = end(begin(run_dir, repository, SAVED, "resume=auto"), run_dir)
+    assert (resumed.code, resumed.stderr) == (0, "")
+    assert "resumed after step 1\n" in resumed.stdout
+    assert saved_samples(run_dir) == saved_samples(undisturbed)
+    assert len(saved_samples(run_dir)) == SAVED
+    assert state(run_dir) == state(undisturbed)

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from rlbatch.api import RolloutContext
 from rlbatch.engines.site import write_site
 from rlbatch_plugins.rollout_transformers import TransformersOptions, TransformersRollout
 from rlbatch_plugins.rollout_vllm import ENTRY_POINTS, VllmOptions, vllm_rollout
-from rlbatch_plugins.vllm_host.workarounds import WORKAROUNDS
+from rlbatch_plugins.vllm_host.workarounds import SKIPPED, WORKAROUNDS
+from tests.leftovers import FOLDER, processes_of, shared_by, shared_memory
 from tests.plugins.vllm_cases import LIMIT, PARAMS, Pair, vllm_python, write_model
 
+NAMED = re.compile(r"vllm_dist_.*-cpushm_\d")
+"""Of the memory in which tensor-parallel ranks on CPUs exchange activations."""
 SCRIPT = Path(__file__).with_name("vllm_faults.py")
 
 
@@ -72,12 +77,16 @@ def test_other_versions_are_warned_about(seen: dict[str, Any]) -> None:
     assert len(seen["other_version"]) >= 6
 
 
+def without(workaround: str, folder: Path, repository: Path, scratch: Path, **ranks: Any) -> RolloutContext:
+    """Of an engine that lacks one."""
+    engine = {"python": vllm_python(repository), "environment": {SKIPPED: workaround}}
+    return RolloutContext(folder, "cpu", "float32", engine=engine, folder=scratch, **ranks)
+
+
 def test_experts_are_packed_again(repository: Path, tmp_path: Path) -> None:
     """Without the workaround a second sync of a mixture of experts goes wrong without a word."""
     folder = write_model("qwen3_moe", tmp_path / "model", moe_intermediate_size=32)  # of other sizes the kernel pads, and it is refused
-    skipped = {"RLBATCH_VLLM_SKIPPED_WORKAROUNDS": "pack_experts_again"}
-    engine = {"python": vllm_python(repository), "environment": skipped}
-    context = RolloutContext(folder, "cpu", "float32", engine=engine, folder=tmp_path)
+    context = without("pack_experts_again", folder, repository, tmp_path)
     pair = Pair(folder, vllm_rollout(context, VllmOptions()), TransformersRollout(context, TransformersOptions()))
     try:
         for version in range(2):
@@ -85,3 +94,22 @@ def test_experts_are_packed_again(repository: Path, tmp_path: Path) -> None:
         assert pair.worst_difference(PARAMS) > 100 * LIMIT
     finally:
         pair.engine.close()
+
+
+def test_memory_of_tensor_parallel_ranks_has_no_name(repository: Path, tmp_path: Path) -> None:
+    """Without the workaround a name for each rank and group stays in /dev/shm when the engine has ended well; with it none: what
+    ``no_memory_left`` says of tensor-parallel engines.
+    """
+    both: dict[str, Any] = dict.fromkeys(("gather", "node_gather"), lambda content: [content] * 2)  # this process stands for two ranks
+    context = without("nameless_shared_memory", write_model("qwen2", tmp_path / "model"), repository, tmp_path / "engine", **both)
+    engine = vllm_rollout(context, VllmOptions(gpus_per_engine=2))
+    assert engine._host is not None
+    workers = psutil.Process(engine._host.pid).children(recursive=True)
+    named = {name for worker in workers for name in shared_by(worker.pid) if NAMED.fullmatch(name)}
+    engine.close()
+    left = named & shared_memory()
+    for name in left:
+        (FOLDER / name).unlink()
+    assert len(named) >= 2
+    assert left == named
+    assert processes_of(tmp_path) == []
