@@ -12,12 +12,12 @@ from typing import Any
 
 from rlbatch.api import ConfigError, Configurable, EngineShape, RolloutContext, hookimpl
 from rlbatch.engines.checks import check_options
+from rlbatch.engines.expert_parallel import ExpertParallelRollout
 from rlbatch.engines.installed import look
 from rlbatch.engines.option_names import refusal
 from rlbatch.engines.rollout import (
     EngineProgram,
     HostedOptions,
-    HostedRollout,
     own_and_theirs,
     process_start,
     uses_group,
@@ -26,7 +26,7 @@ from rlbatch.engines.rollout import (
 )
 
 from .sglang_host import versions
-from .sglang_host.options import CLASSES, DECIDED, LISTED, SOURCE
+from .sglang_host.options import CLASSES, CONTEXT_SPARE, DECIDED, LISTED, SOURCE, unsafe
 
 HOST = "rlbatch_plugins.sglang_host.engine:SglangEngine"
 ENTRY_POINTS = {"sglang.srt.plugins": ["rlbatch = rlbatch_plugins.sglang_host.plugin:register"]}
@@ -38,18 +38,24 @@ DEFAULTS = {
     "sleep_on_idle": True,
     # Otherwise models whose classes SGLang cannot import (DeepSeek without nvidia-cutlass-dsl) run with those of transformers, or fail.
     "model_impl": "sglang",
+    # Otherwise flashinfer, which refuses the samples' seeds as soon as a greedy request is among them.
+    "sampling_backend": "pytorch",
 }
 CPU_DEFAULTS = {
     "device": "cpu",
     "attention_backend": "torch_native",
-    "sampling_backend": "pytorch",
     "disable_cuda_graph": True,
     "disable_overlap_schedule": True,
     "max_total_tokens": 8192,
 }
 CPU_VARIABLES = {"SGLANG_USE_CPU_ENGINE": "1"}
+SHARE, CONTEXT = "mem_fraction_static", "context_length"
+"""What submit checks of SGLang's options."""
+ORIGINAL = "SGLANG_RETURN_ORIGINAL_LOGPROB"
+"""With this variable SGLang tells log-probs before the temperature."""
 VARIABLES = {
     "HF_HUB_OFFLINE": "1",
+    ORIGINAL: "false",
     # With tensor parallelism SGLang does not start if its GPUs have unlike free memory, which it takes for a mistake: the trainer is there
     # too, and its ranks need not hold the same. The cache gets what the fullest GPU has room for, in any case.
     "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false",
@@ -75,13 +81,27 @@ def engine_shape(options: SglangOptions, engine: Mapping[str, Any]) -> EngineSha
         ConfigError: an option that rlbatch decides, or one that cannot be, e.g. a share of the memory that is none.
     """
     check_options(options, engine)
-    if refused := refusal(own_and_theirs(engine)[1], (), DECIDED, "SGLang", LISTED):
+    own, theirs = own_and_theirs(engine)
+    if refused := refusal(theirs, (), DECIDED, "SGLang", LISTED) or unsafe(theirs):
         raise ConfigError(refused)
-    share, context = engine.get("mem_fraction_static", 1.0), engine.get("context_length", 0)
+    if (value := variables_of(own).get(ORIGINAL)) is not None:
+        raise ConfigError(
+            f"rollout.engine.environment={{{ORIGINAL}: {value}}}: log-probs must be of the distribution that was sampled, at "
+            "rollout.temperature, and would be of the one before it. Leave it out."
+        )
+    share, context = engine.get(SHARE, 1.0), engine.get(CONTEXT, 0)
     if not isinstance(share, (int, float)) or not 0 < share <= 1:
-        raise ConfigError(f"rollout.engine.mem_fraction_static={share}: must be above 0 and at most 1. Use e.g. 0.6.")
-    length = context if isinstance(context, int) else 0
-    return EngineShape(options.gpus_per_engine, 1, float(share), length, is_colocated=not options.separate_gpus)
+        raise ConfigError(f"rollout.engine.{SHARE}={share}: must be above 0 and at most 1. Use e.g. 0.6.")
+    return EngineShape(
+        options.gpus_per_engine,
+        memory_share=float(share),
+        context_tokens=context if isinstance(context, int) else 0,
+        is_colocated=not options.separate_gpus,
+        memory_option=SHARE,
+        context_option=CONTEXT,
+        context_spare=CONTEXT_SPARE,
+        is_share_of_free=True,
+    )
 
 
 def check_engine(options: SglangOptions, engine: Mapping[str, Any]) -> None:
@@ -110,9 +130,9 @@ def rlbatch_register_rollout_backends() -> Mapping[str, Configurable]:
     return {"sglang": sglang}
 
 
-def sglang_rollout(context: RolloutContext, options: SglangOptions) -> HostedRollout:
+def sglang_rollout(context: RolloutContext, options: SglangOptions) -> ExpertParallelRollout:
     """A ``RolloutBackend``."""
-    return HostedRollout(context, options, partial(program, context, options))
+    return ExpertParallelRollout(context, options, partial(program, context, options))
 
 
 def program(context: RolloutContext, options: SglangOptions, devices: Sequence[str]) -> EngineProgram:
@@ -150,7 +170,7 @@ def program(context: RolloutContext, options: SglangOptions, devices: Sequence[s
         },
         entry_points=ENTRY_POINTS,
         sockets_variable="TMPDIR",
-        context_option="context_length",
+        context_option=CONTEXT,
         shared_mib=SHARED_MIB if options.gpus_per_engine > 1 else 0,
     )
 

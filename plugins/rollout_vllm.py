@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,14 +10,13 @@ from typing import Any
 
 from rlbatch.api import ConfigError, Configurable, EngineShape, RolloutContext, hookimpl
 from rlbatch.engines.checks import check_options
+from rlbatch.engines.expert_parallel import ExpertParallelRollout
 from rlbatch.engines.installed import look
-from rlbatch.engines.mapping import device_identity
 from rlbatch.engines.option_names import refusal
 from rlbatch.engines.reserved_port import ReservedPort, agreed_port
 from rlbatch.engines.rollout import (
     EngineProgram,
     HostedOptions,
-    HostedRollout,
     own_and_theirs,
     process_start,
     variables_of,
@@ -38,6 +36,8 @@ VARIABLES = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 """A job's engine talks to nobody."""
 SHARED_MIB = 16
 """Twice what two workers and their scheduler were seen to fill; they announce far more, and newer versions want that to be free."""
+SHARE, CONTEXT = "gpu_memory_utilization", "max_model_len"
+"""What submit checks of vLLM's options."""
 MEMORY_SHARE = 0.9
 """vLLM's own ``gpu_memory_utilization``."""
 WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
@@ -64,13 +64,20 @@ def engine_shape(options: VllmOptions, engine: Mapping[str, Any]) -> EngineShape
     if refused := refusal(own_and_theirs(engine)[1], (), DECIDED, "vLLM", LISTED):
         raise ConfigError(refused)
     replicas = _size(engine, "data_parallel_size")
-    share, context = engine.get("gpu_memory_utilization", MEMORY_SHARE), engine.get("max_model_len", 0)
+    share, context = engine.get(SHARE, MEMORY_SHARE), engine.get(CONTEXT, 0)
     if not isinstance(share, (int, float)) or not 0 < share <= 1:
-        raise ConfigError(f"rollout.engine.gpu_memory_utilization={share}: must be above 0 and at most 1. Use e.g. 0.6.")
+        raise ConfigError(f"rollout.engine.{SHARE}={share}: must be above 0 and at most 1. Use e.g. 0.6.")
     stages = _size(engine, "pipeline_parallel_size")
     gpus = _tensor_parallel(options, engine) * stages
     return EngineShape(
-        gpus, replicas, float(share), context if isinstance(context, int) else 0, stages, is_colocated=not options.separate_gpus
+        gpus,
+        replicas,
+        float(share),
+        context if isinstance(context, int) else 0,
+        stages,
+        is_colocated=not options.separate_gpus,
+        memory_option=SHARE,
+        context_option=CONTEXT,
     )
 
 
@@ -120,7 +127,7 @@ def rlbatch_register_rollout_backends() -> Mapping[str, Configurable]:
     return {"vllm": vllm}
 
 
-class VllmRollout(HostedRollout):
+class VllmRollout(ExpertParallelRollout):
     """A ``RolloutBackend`` and an ``ExpertParallelBackend``.
 
     On each of its nodes an engine is an ``AsyncLLM`` of the data-parallel ranks there: vLLM's hybrid load balancing. All of them compute in
@@ -137,15 +144,6 @@ class VllmRollout(HostedRollout):
         self._port = ReservedPort(context.address) if spans_nodes and context.engine_rank == 0 else None
         port = agreed_port(context.gather, self._port) if spans_nodes else 0
         super().__init__(context, options, partial(program, context, options, port))
-        self._devices: dict[str, list[int] | None] | None = None
-
-    def wanted_experts(self) -> Sequence[int] | None:
-        """See ``ExpertParallelBackend``."""
-        if self._devices is None:
-            with self._together():
-                told = self._host.call("experts", limit_s=self._options.sync_timeout_s) if self._host else {}
-                self._devices = json.loads(self._context.node_gather(json.dumps(told).encode())[0]).get("devices")
-        return None if self._devices is None else self._devices.get(device_identity(self._context.device))
 
 
 def vllm_rollout(context: RolloutContext, options: VllmOptions) -> VllmRollout:

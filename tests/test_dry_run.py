@@ -285,7 +285,8 @@ def test_recipes(
             ["rollout.options.gpus_per_engine=8", "rollout.engine.data_parallel_size=1"],
             "rollout=vllm: an engine needs 78.3 GiB for weights and 0.7 GiB to cache one sample on each of its 8 GPUs, and has 66.5 of "
             "95 GiB (cluster.gpu_memory_gib), where the trainer keeps 13.0. Use rollout=vllm rollout.options.gpus_per_engine=16 "
-            "rollout.engine.data_parallel_size=2 rollout.engine.enable_expert_parallel=true.",
+            "rollout.engine.data_parallel_size=2 rollout.engine.enable_expert_parallel=true, or raise "
+            "rollout.engine.gpu_memory_utilization.",
         ),
         (
             ["rollout.engine.gpu_memory_utilization=0.9"],

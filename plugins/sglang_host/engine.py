@@ -14,11 +14,14 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
+from rlbatch.engines.device_experts import of_devices
 from rlbatch.engines.host import IGNORED, Send
 from rlbatch.engines.option_names import refusal
+from rlbatch.engines.start_log import own_log
 from rlbatch.engines.wire import Refused, pack_ints, unpack_ints
 
 from . import options, versions
+from .memory import too_small
 from .plugin import CALL
 
 IDLE_LIMIT_S = 60.0
@@ -32,6 +35,7 @@ class SglangEngine:
         """Nothing is started."""
         self._engine: Any = None
         self._version, self._has_weights = -1, False
+        self._held: list[dict[str, Any]] = []
 
     async def op_start(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
         """Starts SGLang with ``defaults``, the user's ``options``, and what is ``decided`` by other keys."""
@@ -43,13 +47,20 @@ class SglangEngine:
         from sglang.srt.server_args import ServerArgs
 
         known = [field.name for field in dataclasses.fields(ServerArgs)]
-        if refused := refusal(header["options"], known, options.DECIDED, f"SGLang {version}", options.LISTED):
+        asked = header["options"]
+        if refused := refusal(asked, known, options.DECIDED, f"SGLang {version}", options.LISTED) or options.unsafe(asked):
             raise Refused(refused)
         _start_processes(header["process_start"])
-        arguments = {**header["defaults"], **header["options"], **header["decided"], **options.FIXED}
-        self._engine = Engine(**arguments)
+        arguments = {**header["defaults"], **asked, **header["decided"], **options.FIXED}
+        try:
+            self._engine = Engine(**arguments)
+        except RuntimeError:
+            if told := too_small(own_log()):
+                raise Refused(told) from None
+            raise
         self._take_signals()
-        await self._ask_workers("hello")
+        self._check_choices()
+        self._held = await self._ask_workers("hello")
         self._has_weights = arguments["load_format"] != "dummy"
         processes = [process.pid for process in multiprocessing.active_children()]
         return {"version": version, "max_model_len": self._longest(), "processes": processes}
@@ -63,11 +74,26 @@ class SglangEngine:
             signal.signal(number, signal.SIG_IGN)
         loop.add_signal_handler(signal.SIGQUIT, _end)
 
+    def _check_choices(self) -> None:
+        """What SGLang chose by itself, for this model and these GPUs, must not make samples wrong either.
+
+        Raises:
+            Refused: it does.
+        """
+        if refused := options.unsafe(vars(self._engine.server_args)):
+            raise Refused(f"{refused} SGLang chose it itself.")
+        if method := self._engine.tokenizer_manager.model_config.quantization:
+            changes = self._engine.server_args.json_model_override_args
+            raise Refused(
+                f"rollout.engine.json_model_override_args={changes}: weights are synced as they are trained, and these would be {method}. "
+                "Leave `quantization_config` out."
+            )
+
     def _longest(self) -> int:
         """Prompt and response together, such that SGLang's scheduler does not shorten the response."""
         cache = self._engine._scheduler_init_result.scheduler_infos[0]["max_total_num_tokens"]
         context = self._engine.tokenizer_manager.model_config.context_len
-        return int(min(context - 2, cache - 2 * max(1, self._engine.server_args.page_size)))
+        return int(min(context - options.CONTEXT_SPARE, cache - 2 * max(1, self._engine.server_args.page_size)))
 
     async def op_ping(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
         """A sign of life of the scheduler's process, not only of this one."""
@@ -173,6 +199,10 @@ class SglangEngine:
         self._version, self._has_weights = header["policy_version"], True
         return {}
 
+    async def op_experts(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
+        """Which routed experts every device has: ``devices``, see ``of_devices``."""
+        return {"devices": of_devices(self._held)}
+
     async def op_sleep(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
         """Gives the GPU's memory back; ``level`` 2 forgets the weights too."""
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
@@ -226,14 +256,20 @@ def _end() -> None:
     os.killpg(os.getpgrp(), signal.SIGKILL)  # the host leads it
 
 
+def _tell(number: int, frame: Any) -> None:
+    """One of SGLang's processes failed while it starts: SGLang would kill this one, which then could not say why."""
+    raise RuntimeError("a process of SGLang failed while it started")
+
+
 def _start_processes(method: str) -> None:
-    """How SGLang starts its processes; empty: as it likes. (It sets the method itself, just before.)"""
+    """How SGLang starts its processes; empty: as it likes. (It sets the method itself, just before, and what their failure does.)"""
     from sglang.srt.entrypoints import engine
 
     prepare = engine._set_envs_and_config
 
     def prepare_and_set(arguments: Any) -> None:
         prepare(arguments)
+        signal.signal(signal.SIGQUIT, _tell)
         if method:
             multiprocessing.set_start_method(method, force=True)
 
@@ -251,7 +287,8 @@ def _judge(reports: Sequence[dict[str, Any]]) -> None:
     if not reports:
         return
     said = {key: sorted({name for report in reports for name in report[key]}) for key in ("unwritten", "overwritten")}
-    said["unused"] = sorted(set.intersection(*(set(report["unused"]) for report in reports)))
+    used = {name for report in reports for name in report["used"]}
+    said["unused"] = sorted({name for report in reports for name in report["unused"]} - used)
     said["partial"] = _partial([report["parts"] for report in reports])
     for key, problem in (
         ("unwritten", "is not written, or not finite"),

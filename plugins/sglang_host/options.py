@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 SOURCE, CLASSES = "sglang/srt/server_args.py", ("ServerArgs",)
@@ -28,13 +30,72 @@ FIXED: dict[str, Any] = {
     "sampling_defaults": "openai",
 }
 """Token ids in and out; every sampling parameter is the job's."""
+CONTEXT_SPARE = 2
+"""Tokens of ``context_length`` that SGLang's scheduler does not let a prompt and its response have."""
 DECIDED = {
     **dict.fromkeys(FIXED, "rlbatch"),
     **dict.fromkeys(ALONE, "an engine is tensor parallel on one node, and rlbatch"),
     "speculative_algorithm": "rlbatch, which does not sync a draft model's weights,",
+    "quantization": "rollout.quantization, which is none for SGLang,",
     "model_path": "model.hf",
     "tp_size": "rollout.options.gpus_per_engine",
     "enable_memory_saver": "rollout.options.sleep_level",
     "enable_weights_cpu_backup": "rollout.options.sleep_level",
 }
 """Option -> who decides it."""
+
+
+@dataclass(frozen=True)
+class Unsafe:
+    """What an option must not be, as tokens or log-probs would be wrong and nobody would say so.
+
+    Attributes:
+        why: What must hold.
+        fix: What to do.
+        values: Those that are refused; empty: all but ``only``, none, no and nothing.
+        only: See ``values``.
+    """
+
+    why: str
+    fix: str = "Leave it out"
+    values: tuple[Any, ...] = ()
+    only: tuple[Any, ...] = ()
+
+
+_UNQUANTISED = "weights are synced as they are trained, and a quantised engine has no place for them"
+_STALE = "this cache outlives a sync: samples would go on from keys and values of older weights"
+_UNUSED = "rlbatch trains no adapters and asks for none"
+UNSAFE = {
+    "sampling_backend": Unsafe("only pytorch draws a sample's tokens by its seed", "Use pytorch, or leave it out", only=("pytorch",)),
+    "rl_on_policy_target": Unsafe("SGLang's own seeded draw, which it uses, takes a random token now and then"),
+    **dict.fromkeys(
+        ("torchao_config", "modelopt_quant", "modelopt_checkpoint_restore_path", "quantize_and_serve", "rl_quant_profile"),
+        Unsafe(_UNQUANTISED),
+    ),
+    "load_format": Unsafe(_UNQUANTISED, values=("flash_rl", "gguf", "bitsandbytes")),
+    "moe_runner_backend": Unsafe(
+        "it packs experts once, after they are loaded, and synced ones would lie there unpacked",
+        "Use triton",
+        ("flashinfer_trtllm", "flashinfer_trtllm_routed"),
+    ),
+    "kt_weight_path": Unsafe("experts of those files would stay as they are there, they are not synced"),
+    "offload_mode": Unsafe("it computes with copies of the weights that a sync does not reach", "Use cpu", only=("cpu",)),
+    "hicache_storage_backend": Unsafe(_STALE),
+    "enable_lmcache": Unsafe(_STALE),
+    "enable_lora": Unsafe(_UNUSED),
+    "lora_paths": Unsafe(_UNUSED),
+}
+"""Option -> what it must not be."""
+
+
+def unsafe(values: Mapping[str, Any]) -> str:
+    """What is wrong with the first option that would make samples wrong; empty: nothing.
+
+    Args:
+        values: A user's ``rollout.engine.*``, or what SGLang made of all options.
+    """
+    for name, rule in UNSAFE.items():
+        value = values.get(name)
+        if value in rule.values if rule.values else value and value not in rule.only:
+            return f"rollout.engine.{name}={value}: {rule.why}. {rule.fix}."
+    return ""

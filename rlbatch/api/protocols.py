@@ -30,9 +30,13 @@ class EngineShape:
         replica_gpus: GPUs that hold one copy of all but the routed experts; they must be on one node.
         replicas: Copies. Routed experts are divided over all GPUs of the engine.
         memory_share: Of each GPU's memory: what the engine takes, weights and cache.
-        context_tokens: Longest prompt and response together; 0: not said.
+        context_tokens: Longest prompt and response together, with ``context_spare``; 0: not said.
         stages: Pipeline stages of a replica.
         is_colocated: Whether the trainer is on the same GPUs.
+        memory_option: Of ``rollout.engine``, what says ``memory_share``; empty: nothing does.
+        context_option: Of ``rollout.engine``, what says ``context_tokens``.
+        context_spare: How many of ``context_tokens`` the engine keeps for itself.
+        is_share_of_free: Whether ``memory_share`` is one of what is free beside the trainer when the engine starts, not of all.
     """
 
     replica_gpus: int = 1
@@ -41,6 +45,10 @@ class EngineShape:
     context_tokens: int = 0
     stages: int = 1
     is_colocated: bool = True
+    memory_option: str = ""
+    context_option: str = ""
+    context_spare: int = 0
+    is_share_of_free: bool = False
 
 
 def no_draft(engine: Mapping[str, Any]) -> str | None:

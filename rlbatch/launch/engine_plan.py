@@ -50,15 +50,12 @@ class EnginePlan:
         Raises:
             ConfigError: both numbers.
         """
-        prompt, response, context = (
-            self.config.data.max_prompt_tokens or 1,
-            self.config.rollout.max_response_tokens,
-            self.shape.context_tokens,
-        )
-        if context and prompt + response > context:
+        shape, prompt, response = self.shape, self.config.data.max_prompt_tokens or 1, self.config.rollout.max_response_tokens
+        if shape.context_tokens and (least := prompt + response + shape.context_spare) > shape.context_tokens:
+            spare = f", and {shape.context_spare} that the engine keeps" if shape.context_spare else ""
             raise ConfigError(
-                f"rollout.engine.max_model_len={context}: must hold a prompt of {prompt} tokens (data.max_prompt_tokens) and a response of "
-                f"{response} (rollout.max_response_tokens). Use {prompt + response} or more."
+                f"rollout.engine.{shape.context_option}={shape.context_tokens}: must hold a prompt of {prompt} tokens "
+                f"(data.max_prompt_tokens) and a response of {response} (rollout.max_response_tokens){spare}. Use {least} or more."
             )
 
     def check_shortest(self) -> None:
@@ -145,9 +142,8 @@ class EnginePlan:
         total = self.config.cluster.gpu_memory_gib
         if not total:
             return
-        trainer = self.trainer_gib(family)
-        share, room = self.shape.memory_share * total, total - trainer
-        need = self.memory(family, is_fp8=is_fp8)
+        trainer, need = self.trainer_gib(family), self.memory(family, is_fp8=is_fp8)
+        share, room = self.share_gib(trainer), total - trainer
         if need.weights + need.cache > min(share, room):
             cache = f" and {need.cache:.1f} GiB to cache one sample" if family else ""
             beside = (
@@ -158,12 +154,12 @@ class EnginePlan:
             raise ConfigError(
                 f"rollout={self.config.rollout.name}: an engine needs {need.weights:.1f} GiB for weights{cache} on each of its {self.gpus} "
                 f"GPUs, and has {min(share, room):.1f} of {total:g} GiB (cluster.gpu_memory_gib){beside} "
-                f"{self._larger(family, min(share, room), is_fp8=is_fp8)}"
+                f"{self._larger(family, min(share, room), is_fp8=is_fp8)}{self._share(need, room)}."
             )
         if self.shape.memory_share < 1 and share > room:
             raise ConfigError(
-                f"rollout.engine.gpu_memory_utilization={self.shape.memory_share:g}: the engine takes {share:.1f} of a GPU's {total:g} GiB "
-                f"(cluster.gpu_memory_gib), and the trainer keeps {trainer:.1f} there. "
+                f"rollout.engine.{self.shape.memory_option}={self.shape.memory_share:g}: the engine takes {share:.1f} of a GPU's "
+                f"{total:g} GiB (cluster.gpu_memory_gib), and the trainer keeps {trainer:.1f} there. "
                 f"Use {int(100 * (room - FREE_GIB) / total) / 100:g} or less, or keep more of the trainer on the host."
             )
 
@@ -173,13 +169,18 @@ class EnginePlan:
             return 0.0
         return footprint(self.config, family, on_gpu=True, node_ranks=1).generating_gib
 
+    def share_gib(self, trainer: float) -> float:
+        """What the engine takes of each of its GPUs, beside what the trainer keeps there."""
+        total = self.config.cluster.gpu_memory_gib
+        return self.shape.memory_share * (total - trainer if self.shape.is_share_of_free else total)
+
     def told_memory(self, family: ModelFamily | None, *, is_fp8: bool) -> str:
         """How engine and trainer divide each GPU, in words, for a job that is not refused; see ``check_memory``."""
         total, need = self.config.cluster.gpu_memory_gib, self.memory(family, is_fp8=is_fp8)
         if family is None:
             return f"of {total:g} GiB a GPU: weights {need.weights:.1f}; cache and trainer are unknown until model.hf is there"
         trainer = self.trainer_gib(family)
-        engine = self.shape.memory_share * total if self.shape.memory_share < 1 else need.weights + need.cache
+        engine = self.share_gib(trainer) if self.shape.memory_share < 1 else need.weights + need.cache
         return (
             f"of {total:g} GiB a GPU: engine {engine:.1f} (weights {need.weights:.1f}, cache of one longest sample {need.cache:.1f}), "
             f"trainer {trainer:.1f} while it generates, free {total - engine - trainer:.1f}"
@@ -220,5 +221,11 @@ class EnginePlan:
                 over = (
                     f" rollout.engine.data_parallel_size={size // node} rollout.engine.enable_expert_parallel=true" if size > node else ""
                 )
-                return f"Use rollout=vllm {KEY}={size}{over}."
-        return "Use larger GPUs or more of them, or keep more of the trainer on the host."
+                has_engine = self.shape.memory_option and size <= node
+                return f"Use rollout={self.config.rollout.name if has_engine else 'vllm'} {KEY}={size}{over}"
+        return "Use larger GPUs or more of them, or keep more of the trainer on the host"
+
+    def _share(self, need: EngineMemory, room: float) -> str:
+        """What else to change, where only the engine's share of a GPU is too small."""
+        option = self.shape.memory_option
+        return f", or raise rollout.engine.{option}" if option and need.weights + need.cache <= room - FREE_GIB else ""

@@ -128,6 +128,8 @@ class TestOwnEngines(OwnEngine):
     refused = (
         ({"max_running_request": 4}, r"max_running_request=4: SGLang \S+ has no such option\. Did you mean `max_running_requests`"),
         ({"tp_size": 2}, r"rollout\.engine\.tp_size=2: rollout\.options\.gpus_per_engine decides it"),
+        ({"quantization": "fp8"}, r"quantization=fp8: rollout\.quantization, which is none for SGLang, decides it"),
+        ({"sampling_backend": "flashinfer"}, r"sampling_backend=flashinfer: only pytorch draws a sample's tokens by its seed"),
         ({"nnodes": 2}, r"rollout\.engine\.nnodes=2: an engine is tensor parallel on one node"),
         ({"speculative_algorithm": "EAGLE"}, r"speculative_algorithm=EAGLE: rlbatch, which does not sync a draft model's weights"),
     )
@@ -219,9 +221,11 @@ def test_members_of_a_group_agree_on_nccl(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_shape_of_an_engine() -> None:
-    """One copy over its GPUs, on one node; a share of memory is above 0 and at most 1."""
+    """One copy over its GPUs, on one node; its share of memory is one of what is free, above 0 and at most 1."""
     options = SglangOptions(gpus_per_engine=4)
-    assert rollout_sglang.engine_shape(options, {"mem_fraction_static": 0.5, "context_length": 100}) == EngineShape(4, 1, 0.5, 100)
+    shape = rollout_sglang.engine_shape(options, {"mem_fraction_static": 0.5, "context_length": 100})
+    names = {"memory_option": "mem_fraction_static", "context_option": "context_length"}
+    assert shape == EngineShape(4, 1, 0.5, 100, context_spare=2, is_share_of_free=True, **names)
     backend = rollout_sglang.rlbatch_register_rollout_backends()["sglang"]
     assert not backend.spans_nodes
     assert backend.ranks_per_engine(options) == 4

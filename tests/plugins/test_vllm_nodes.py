@@ -216,4 +216,5 @@ def test_refused_before_anything_starts(engine: dict[str, Any], message: str) ->
 def test_the_shape_of_an_engine() -> None:
     """The 64-GPU engine: eight copies of what is no expert, each on eight GPUs."""
     engine = {"data_parallel_size": 8, "enable_expert_parallel": True, "gpu_memory_utilization": 0.7, "max_model_len": 34816}
-    assert engine_shape(VllmOptions(gpus_per_engine=64), engine) == EngineShape(8, 8, 0.7, 34816)
+    options = {"memory_option": "gpu_memory_utilization", "context_option": "max_model_len"}
+    assert engine_shape(VllmOptions(gpus_per_engine=64), engine) == EngineShape(8, 8, 0.7, 34816, **options)
