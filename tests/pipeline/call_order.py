@@ -49,10 +49,16 @@ class Recorder:
 class RecordedHost:
     """In place of an engine host; every sample is the stop token."""
 
-    lost, processes = None, SimpleNamespace(started=list)
+    lost = None
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder, self.version = recorder, -1
+
+    def started(self, needed: Iterable[int], hang_limit_s: float) -> None:
+        """Nobody watches it."""
+
+    def settled(self) -> None:
+        """Its calls take no time."""
 
     def outlasting(self) -> AbstractContextManager[None]:
         return nullcontext()
