@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -87,7 +88,8 @@ def test_a_good_run_says_what_it_does(good: Ended) -> None:
     lines = good.stdout.splitlines()
     assert lines[0] == f"Run folder: {good.run_dir}"
     assert [line.split()[1] for line in lines if line.startswith("step ")] == ["0/2", "1/2", "2/2"]
-    assert all(word in lines[-1] for word in ("reward ", "length ", "ppo_kl ", "eta "))
+    assert all(word in lines[-2] for word in ("reward ", "length ", "ppo_kl ", "eta "))
+    assert re.fullmatch(rf"finished in \d+m?\d*s: reward \d\.\d\d, eval \d\.\d\d; {good.run_dir}", lines[-1])
 
 
 def test_a_good_run_leaves_its_folder(good: Ended) -> None:
