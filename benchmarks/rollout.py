@@ -118,9 +118,8 @@ def main(arguments: list[str]) -> None:
             rollout.close()
     shown = {name: ", ".join(f"{value:.0f}" for value in values) for name, values in rates.items()}
     bare, ours = (statistics.median(values) for values in rates.values())
-    print(
-        f"{kind}, {model.nbytes / 1e9:.2f} GB, {numbers['prompts']} prompts x {numbers['samples']} samples of {params.max_response_tokens} tokens"
-    )
+    requests = f"{numbers['prompts']} prompts x {numbers['samples']} samples of {params.max_response_tokens} tokens"
+    print(f"{kind}, {model.nbytes / 1e9:.2f} GB, {requests}")
     print(f"bare vLLM  {bare:10.0f} tokens/s  ({shown['bare vLLM']})")
     print(f"rlbatch    {ours:10.0f} tokens/s  ({shown['rlbatch']})  {ours / bare:.1%} of bare vLLM")
 

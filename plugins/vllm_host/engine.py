@@ -12,13 +12,15 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
+from rlbatch.engines.device_experts import of_devices
 from rlbatch.engines.host import Send
 from rlbatch.engines.option_names import refusal
+from rlbatch.engines.start_log import own_log
 from rlbatch.engines.wire import Refused, pack_ints, unpack_ints
 
 from . import options, versions
 from .experts import is_held
-from .memory import own_log, too_small
+from .memory import too_small
 
 FORGET_LIMIT_S, FORGET_POLL_S = 60.0, 0.01
 """vLLM does not forget while a request runs, also one that was given up, which ends with its next step."""
@@ -62,7 +64,7 @@ class VllmEngine:
         try:
             self._llm = AsyncLLM.from_vllm_config(config, disable_log_stats=arguments.disable_log_stats)
         except RuntimeError:
-            if told := too_small(own_log()):
+            if told := too_small(own_log(), arguments.kv_cache_memory_bytes):
                 raise Refused(told) from None
             raise
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
@@ -252,11 +254,7 @@ class VllmEngine:
 
     async def op_experts(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
         """Which routed experts every device has: ``devices``, identity -> numbers, or None for all."""
-        devices: dict[str, list[int] | None] = {}
-        for worker in self._held:
-            before, own = devices.get(worker["device"], []), worker["experts"]
-            devices[worker["device"]] = None if before is None or own is None else sorted({*before, *own})
-        return {"devices": devices}
+        return {"devices": of_devices(self._held)}
 
     async def op_sleep(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
         """Gives the GPU's memory back; ``level`` 2 forgets the weights too."""

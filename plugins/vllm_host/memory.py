@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import re
-import stat
+
+from rlbatch.engines.start_log import FULL
 
 SHARE = "rollout.engine.gpu_memory_utilization"
 _NUMBER = r"(-?[\d.]+)"
 _NOT_FREE = re.compile(rf"Free memory on device \S+ \({_NUMBER}/{_NUMBER} GiB\) on startup is less than .*? \({_NUMBER}, {_NUMBER} GiB\)")
 _LONGEST = re.compile(rf"max seq len \((\d+)\), \(?{_NUMBER} GiB KV cache is needed, .*? KV cache memory \({_NUMBER} GiB\)")
 _NO_CACHE = "No available memory for the cache blocks"
-_FULL = re.compile(
-    r"CUDA out of memory\. Tried to allocate ([\d.]+ \w+)\. GPU \d+ has a total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free"
-)
 _SHARED = re.compile(rf"Insufficient space in (\S+) for .*?: {_NUMBER} MiB required, {_NUMBER} MiB free")
 _WEIGHTS = re.compile(rf"Model loading took {_NUMBER} GiB")
 _CACHE = re.compile(rf"Available KV cache memory: {_NUMBER} GiB")
 
 
-def own_log() -> str:
-    """What this process and its children have written, where it goes to a file."""
-    if not stat.S_ISREG(os.fstat(1).st_mode):
-        return ""
-    with open("/proc/self/fd/1", encoding="utf-8", errors="replace") as log:
-        return log.read()
-
-
-def too_small(log: str) -> str:
+def too_small(log: str, cache_bytes: int | None = None) -> str:
     """One message with what is needed and what is there; empty: memory was not the trouble.
 
     Args:
         log: Of vLLM's processes, while it started.
+        cache_bytes: What its option ``kv_cache_memory_bytes`` says, which counts instead of its share of the memory.
     """
     weights = _WEIGHTS.search(log)
     beside = f"beside the weights ({weights[1]} GiB) " if weights else ""
@@ -48,11 +38,13 @@ def too_small(log: str) -> str:
             f"rollout.engine.max_model_len={tokens}: the cache of one sample takes {needed} GiB, {beside}there are {available} GiB for it. "
             f"Lower it, raise {SHARE} (on CPUs rollout.engine.kv_cache_memory_bytes), or give an engine more GPUs."
         )
+    if _NO_CACHE in log and cache_bytes is not None:
+        return f"rollout.engine.kv_cache_memory_bytes={cache_bytes}: too little for a single block of the cache. Raise it."
     if _NO_CACHE in log:
         left = _CACHE.findall(log)
         there = f"{left[-1]} GiB are" if left else "nothing is"
         return f"{SHARE}: {beside}{there} left for the cache. Raise it, or give an engine more GPUs (rollout.options.gpus_per_engine)."
-    if found := _FULL.search(log):
+    if found := FULL.search(log):
         wanted, total, free = found.groups()
         return (
             f"rollout.options.gpus_per_engine: vLLM needs {wanted} more for the weights, {free} of the GPU's {total} are free. "

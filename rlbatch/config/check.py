@@ -225,5 +225,6 @@ def check_engines(config: Config, ranks: int, *, takes_options: bool) -> int:
         key = next(iter(config.rollout.engine))
         raise ConfigError(f"rollout.engine.{key}: rollout={name} has no engine with options of its own. Choose another rollout.")
     if ranks < 1 or world % ranks:
-        raise ConfigError(f"rollout={name}: {ranks} ranks share an engine, which must divide layout.world_size={world}. Change either.")
+        key = f"rollout.options.gpus_per_engine={ranks}" if takes_options else f"rollout={name}: {ranks} ranks share an engine"
+        raise ConfigError(f"{key}: must be at least 1 and divide layout.world_size={world}. Change either.")
     return ranks

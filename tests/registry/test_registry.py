@@ -270,9 +270,9 @@ def test_failed_file_leaves_no_module(plugin: Write) -> None:
         (["rollout.engine.max_num_seqs=4"], "rollout.engine.max_num_seqs: rollout=transformers has no engine with options of its own. "),
         (
             ["rollout=vllm", "rollout.options.gpus_per_engine=3"],
-            "rollout=vllm: 3 ranks share an engine, which must divide layout.world_size=2. ",
+            "rollout.options.gpus_per_engine=3: must be at least 1 and divide layout.world_size=2. ",
         ),
-        (["rollout=vllm", "rollout.options.gpus_per_engine=0"], "rollout=vllm: 0 ranks share an engine, "),
+        (["rollout=vllm", "rollout.options.gpus_per_engine=0"], "rollout.options.gpus_per_engine=0: must be at least 1 "),
     ],
 )
 def test_refused_engines(overrides: list[str], message: str) -> None:
