@@ -81,8 +81,7 @@ def test_memory_is_given_back_in_order(level: int, monkeypatch: pytest.MonkeyPat
     """Sleep -> the trainer's unused memory goes -> wake for weights -> sync -> wake for the cache; a second sleep asks nothing.
 
     In the first sync the engine's own loaders take memory too: its buckets do not take turns. Only later ones may go over lines. What the
-    engine was sent of its checkpoint, for its draft, it has until it drops its weights. (vLLM's CPU workers ignore a sleep, so no real one
-    can show it here.)
+    engine was sent of its checkpoint, for its draft, it has until it drops its weights.
     """
     backend, calls = on_gpu(monkeypatch, level)
     draft = buckets([("draft", torch.ones(1))], 1, 3, is_carried=True)

@@ -105,24 +105,29 @@ def carried_of(folder: Path) -> Carried:
 
 
 def test_layers_for_multi_token_prediction_are_carried(python: str, deepseek: Path, tmp_path: Path) -> None:
-    """They come with the first sync, each of the draft's parameters once, not with the second. Tokens and log-probs are the policy's alone,
-    although the checkpoint has another embedding for the draft than for the model, and the engine one for both.
+    """They come with the first sync, each of the draft's parameters once, not with the second, and again after sleep level 2. Tokens and
+    log-probs are the policy's alone, although the checkpoint has another embedding for the draft than for the model, and the engine one for
+    both.
     """
     pair, carried = started(deepseek, tmp_path, python, MTP), carried_of(deepseek)
     try:
         assert pair.engine.lacks_carried
-        for version, scale in enumerate((1.0, 0.8)):
+        pair.engine._sleep_level = 2  # vLLM's CPU workers keep their memory; its scheduler sleeps, and rlbatch takes weights for lost
+        for version, scale in enumerate((1.0, 0.8, 1.1)):
+            if version == 2:
+                pair.engine.sleep()
+                assert pair.engine.lacks_carried
             sync(pair, carried, version, scale)
             assert not pair.engine.lacks_carried
             assert tokens_of(pair.engine.generate(PROMPTS, GREEDY)) == tokens_of(pair.oracle.generate(PROMPTS, GREEDY))
             for temperature in (1.0, 0.6):
                 assert pair.worst_difference(replace(PARAMS, temperature=temperature)) < LIMIT
-        pair.engine.lacks_carried = True
+        pair.engine.sleep()
         missing = Carried(
             carried._tensors, [n for n in carried._names if "eh_proj" not in n], carried._experts, carried._shapes, carried._encode
         )
         with pytest.raises(RolloutError, match=r"weight sync: model\.layers\.4\.eh_proj\.weight \(0 of 2048 values\) is not written"):
-            pair.engine.update_weights(stream(pair.engine, deepseek, missing, 2, 1.0))
+            pair.engine.update_weights(stream(pair.engine, deepseek, missing, 3, 1.0))
     finally:
         pair.engine.close()
 
