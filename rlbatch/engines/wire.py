@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import struct
+import sys
 from array import array
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -37,12 +38,13 @@ def read_frame(connection: socket.socket) -> Frame | None:
 
 
 def words_of(error: BaseException) -> str:
-    """An error's own words, and those of what caused it."""
+    """An error's own words, and those of what caused it; what to do where a module is missing."""
     words = [str(error) or type(error).__name__]
     while error.__cause__ is not None:
         error = error.__cause__
         words.append(str(error) or type(error).__name__)
-    return " <- ".join(dict.fromkeys(words))
+    told = " <- ".join(dict.fromkeys(words))
+    return f"{told}. Install the engine anew for {sys.executable}." if isinstance(error, ImportError) else told
 
 
 def pack_ints(rows: Iterable[Iterable[int]]) -> bytes:

@@ -62,6 +62,11 @@ class FakeEngine:
         except KeyError as error:
             raise ValueError("it does not work") from error
 
+    async def op_lack(self, header: dict[str, Any], payload: bytes, send: Send) -> None:
+        import no_such_module
+
+        del no_such_module
+
     async def op_refuse(self, header: dict[str, Any], payload: bytes, send: Send) -> None:
         raise Refused("rollout.engine.depth=3: it has no such option. Leave it out.")
 

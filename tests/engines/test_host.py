@@ -106,6 +106,8 @@ def test_a_failed_call_is_told_with_its_cause_and_the_log(host: EngineHost) -> N
         host.call("fail", limit_s=LIMIT_S)
     with pytest.raises(RolloutError, match=r"`unheard_of` failed: 'FakeEngine' object has no attribute 'op_unheard_of'"):
         host.call("unheard_of", limit_s=LIMIT_S)
+    with pytest.raises(RolloutError, match=rf"No module named 'no_such_module'. Install the engine anew for {sys.executable}"):
+        host.call("lack", limit_s=LIMIT_S)
     assert host.call("echo", {"text": "still there"}, limit_s=LIMIT_S)["text"] == "still there"
 
 
