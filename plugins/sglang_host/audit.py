@@ -124,9 +124,9 @@ class WriteAudit:
         return self._starts[place] if place >= 0 and tensor.data_ptr() < self._starts[place][1] else None
 
     def report(self) -> dict[str, Any]:
-        """What is wrong, as lists of names: ``unwritten`` and ``overwritten`` parameters, and tensors that are ``unused``; and ``parts``.
+        """What was done, as lists of names: ``unwritten`` and ``overwritten`` parameters, ``used`` and ``unused`` tensors; and ``parts``.
 
-        An unused tensor is a fault only if all workers say it: it may be of an expert of another one. So with ``parts``: a tensor's name ->
+        An unused tensor is a fault only if no worker uses it: it may be of an expert of another one. So with ``parts``: a tensor's name ->
         how many values it has, and the parts of it that were copied (their start, shape and strides). Tensors of which others were made are
         not there.
         """
@@ -134,6 +134,7 @@ class WriteAudit:
         return {
             "unwritten": [f"{name} ({count} of {size} values)" for name, (count, size) in counts.items() if count],
             "overwritten": sorted({self._names.get(slot[0], "") for slot, count in self._slots.items() if count > 1}),
+            "used": [name for name, used in self._used.items() if used],
             "unused": [name for name, used in self._used.items() if not used],
             "parts": {name: [self._sizes[name], sorted(parts)] for name, parts in self._parts.items()},
         }

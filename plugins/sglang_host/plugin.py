@@ -11,6 +11,7 @@ from rlbatch.engines.shared_names import name_shared_memory
 
 from . import versions, workarounds
 from .hooks import Hook
+from .memory import no_cache
 
 CALL = "rlbatch"
 """Of SGLang's weight updates, one takes texts by names; a text of this name is ours."""
@@ -70,12 +71,7 @@ def cache_bytes(original: Any, runner: Any, free_gib: float) -> Any:
     try:
         return original(runner, free_gib)
     except ValueError as error:
-        share = runner.mem_fraction_static
-        raise ValueError(
-            f"rollout.engine.mem_fraction_static={share:g}: of {free_gib:.1f} GiB that were free when the engine started, its weights take "
-            f"{runner.weight_load_mem_usage:.1f} and its share is {share * free_gib:.1f}: nothing is left for the KV cache. "
-            "Raise it, use more GPUs an engine, or give the engine more free memory (offload.*)."
-        ) from error
+        raise ValueError(no_cache(runner.mem_fraction_static, free_gib, runner.weight_load_mem_usage)) from error
 
 
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"

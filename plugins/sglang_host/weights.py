@@ -11,9 +11,11 @@ import torch
 from torch import distributed as dist
 
 from rlbatch.engines.collective import SENDER, WeightGroup
+from rlbatch.engines.mapping import device_identity
 from rlbatch.engines.receiver import WeightReceiver
 
 from .audit import REFUSALS, WriteAudit
+from .experts import held_experts
 from .hooks import missing
 from .pairs import Pairs
 
@@ -39,14 +41,14 @@ class WorkerWeights:
         self._current = ""
 
     def hello(self) -> dict[str, Any]:
-        """Shows that the plugin is there.
+        """Shows that the plugin is there; this worker's ``device`` and the ``experts`` that it holds (see ``held_experts``).
 
         Raises:
             RuntimeError: SGLang did not apply a hook. (It only logs that.)
         """
         if lacking := missing():
             raise RuntimeError(f"rollout=sglang: {lacking[0]} is not there to hook into. Use a version that is supported.")
-        return {}
+        return {"device": device_identity(self._device), "experts": held_experts(self._model)}
 
     def join(self, path: str, size: int, limit_s: float) -> dict[str, Any]:
         """Weights come over a group from here on: that of the sender and, after it, all workers; see ``WeightGroup``."""

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlbatch.engines.site import write_site
-from rlbatch_plugins.rollout_sglang import CPU_VARIABLES, ENTRY_POINTS
+from rlbatch.engines.workarounds import Workaround, apply_those_for
 from rlbatch_plugins.sglang_host.workarounds import WORKAROUNDS
-from tests.plugins.sglang_cases import sglang_python
+from tests.plugins.sglang_cases import said_by
 
-SCRIPT = Path(__file__).with_name("sglang_faults.py")
-INTERPRETED = {"TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1"}
 LIKELY, UNLIKELY = 5, 1208
 
 
 @pytest.fixture(scope="module")
 def seen(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What one process of SGLang's interpreter saw, before and after it applied the workarounds."""
-    site = write_site(tmp_path_factory.mktemp("faults") / "site", ENTRY_POINTS)
-    environment = {"PYTHONPATH": str(site), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "HOME": str(site), "TMPDIR": str(site)}
-    command = [sglang_python(repository), str(SCRIPT)]
-    done = subprocess.run(command, env=environment | CPU_VARIABLES | INTERPRETED, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
+    return said_by("sglang_faults.py", repository, tmp_path_factory.mktemp("faults"), TRITON_INTERPRET="1", TORCHDYNAMO_DISABLE="1")
 
 
 def test_seeded_draws_take_likely_tokens(seen: dict[str, Any]) -> None:
@@ -75,8 +64,6 @@ def test_other_versions_are_warned_about(seen: dict[str, Any]) -> None:
 
 def test_skipped_workarounds_are_not_applied(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that the variable names, in this process as in SGLang's."""
-    from rlbatch.engines.workarounds import Workaround, apply_those_for
-
     done: list[str] = []
 
     def one() -> None:
