@@ -121,7 +121,8 @@ def _engines(config: Config, registry: Registry, family: ModelFamily | None) -> 
     """How many ranks each engine serves, on whose GPUs it is, how it divides them and their memory, and whose interpreter runs it."""
     gpus, shape, rollout = registry.ranks_per_engine(config), registry.engine_shape(config), config.rollout
     divided = f" as {shape.replicas} data-parallel replicas of {shape.replica_gpus}" if shape.replicas > 1 else ""
-    share = f", {shape.memory_share:g} of a GPU's memory" if shape.memory_share < 1 and on_gpu(config) else ""
+    memory = "free memory" if shape.is_share_of_free else "memory"
+    share = f", {shape.memory_share:g} of a GPU's {memory}" if shape.memory_share < 1 and on_gpu(config) else ""
     form = {"auto": "", "none": "", "fp8": ", fp8 weights"}[rollout.quantization]
     each = "one a rank" if gpus == 1 else f"each on {gpus} ranks{divided}"
     yield f"Engines     {config.layout.world_size // gpus} of {rollout.name}, {each}{share}{form}"

@@ -1,4 +1,4 @@
-"""A whole job whose SGLang engine is lost, on CPU: one undisturbed run, and one that is disturbed three times."""
+"""Two jobs with SGLang at once on one machine, on CPU: one is undisturbed, the engine of the other is lost three times."""
 
 from __future__ import annotations
 
@@ -31,22 +31,30 @@ RUN = (
 
 def test_lost_engines_are_restarted_until_it_is_too_often(repository: Path, tmp_path: Path) -> None:
     """SGLang's scheduler is killed in the generation of step 1 and stopped before the sync of step 2: both losses are noticed within 30 s,
-    and the samples of both steps are byte for byte those of an undisturbed run. In step 3 it is killed again: the job ends, once, with the
-    last lines of the engine's log. No process and no shared memory is left.
+    and the samples of both steps are byte for byte those of a job beside it, which ends well. In step 3 it is killed again: the job ends,
+    once, with the last lines of the engine's log. No process and no shared memory is left.
     """
     run = (*RUN, f"rollout.engine.python={sglang_python(repository)}")
+    run_dir = tmp_path / "run"
     with no_memory_left():
-        undisturbed = end(start(tmp_path / "undisturbed", *run, "train.steps=2"), tmp_path / "undisturbed")
-        assert (undisturbed.code, undisturbed.stderr) == (0, "")
-        run_dir = tmp_path / "run"
-        process = start(run_dir, *run, "train.steps=3")
-        for number, (sign, found) in enumerate(((signal.SIGKILL, "groups/step_000001/prompt_*"), (signal.SIGSTOP, "samples/*1.jsonl")), 1):
-            wait_for(found, run_dir, process)
-            os.kill(process_called(run_dir / "engines" / "0" / "site", "sglang::scheduler"), sign)
-            wait_for(f"engines/0/engine_{number}.log", run_dir, process, NOTICED_S)
-        wait_for("groups/step_000003/prompt_*", run_dir, process)
-        os.kill(process_called(run_dir / "engines" / "0" / "site", "sglang::scheduler"), signal.SIGKILL)
-        ended = end(process, run_dir)
+        beside, process = start(tmp_path / "beside", *run, "train.steps=2"), start(run_dir, *run, "train.steps=3")
+        try:
+            wait_for("groups/step_000001/prompt_*", run_dir, process)
+            assert beside.poll() is None
+            for number, (sign, found) in enumerate(
+                ((signal.SIGKILL, "groups/step_000001/prompt_*"), (signal.SIGSTOP, "samples/*1.jsonl")), 1
+            ):
+                wait_for(found, run_dir, process)
+                os.kill(process_called(run_dir / "engines" / "0" / "site", "sglang::scheduler"), sign)
+                wait_for(f"engines/0/engine_{number}.log", run_dir, process, NOTICED_S)
+            undisturbed = end(beside, tmp_path / "beside")
+            assert (undisturbed.code, undisturbed.stderr) == (0, "")
+            wait_for("groups/step_000003/prompt_*", run_dir, process)
+            os.kill(process_called(run_dir / "engines" / "0" / "site", "sglang::scheduler"), signal.SIGKILL)
+            ended = end(process, run_dir)
+        finally:
+            for job in (beside, process):
+                job.kill()
     assert ended.code == 1
     losses = re.findall(r"engine 0 was lost \((.*)\), restarted in \d+\.\d s, restart (\d) of 2\n", ended.stdout)
     assert [restart for _, restart in losses] == ["1", "2"]
