@@ -32,8 +32,8 @@ Examples:
   python -m rlbatch.submit
   python -m rlbatch.submit train.steps=20 seed=1 run_dir=runs/first
   python -m rlbatch.submit plugins=[examples/reward_plugin.py] reward=contains_label
-  python -m rlbatch.submit +cluster=h20x96 dry_run=true
-  python -m rlbatch.submit +cluster=h20x32 model=qwen3_30b cluster.partition=gpu cluster.time_limit=1-00:00:00 follow=true
+  python -m rlbatch.submit +cluster=h20x96 rollout.engine.python=/shared/vllm/bin/python dry_run=true
+  python -m rlbatch.submit +cluster=h20x32 model=qwen3_30b rollout.engine.python=/shared/vllm/bin/python cluster.partition=gpu follow=true
   python -m rlbatch.submit launcher=mpi cluster.hostfile=hosts.txt layout.world_size=16
   python -m rlbatch.submit experiment=hf model.hf=/models/Qwen3-30B-A3B data.train=train.jsonl layout.world_size=8 layout.ep_size=8
 

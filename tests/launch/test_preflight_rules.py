@@ -9,6 +9,7 @@ import pytest
 
 from rlbatch.config.schema import ClusterConfig
 from rlbatch.launch.footprint import Footprint
+from rlbatch.launch.link_check import Links
 from rlbatch.launch.node_facts import SOURCES, Gpu, NodeFacts
 from rlbatch.launch.preflight import blamed
 from rlbatch.launch.preflight_rules import (
@@ -20,6 +21,7 @@ from rlbatch.launch.preflight_rules import (
     check_versions,
     check_visibility,
 )
+from rlbatch.launch.preflight_table import one_line
 
 NODES = 4
 H100 = Gpu("NVIDIA H100 80GB HBM3", 79.1, 78.5, 8)
@@ -44,6 +46,13 @@ def test_equal_nodes_pass() -> None:
     speeds = {f"n{node}": 300.0 for node in range(NODES)}
     assert not [*check_versions(facts), *check_gpus(facts, CLUSTER, FLOOR), *check_memory(facts, CLUSTER, FLOOR)]
     assert not [*check_clocks(facts, [1e9] * len(facts)), *check_bandwidth(facts, speeds, 450.0), *check_visibility(facts, [[]] * 32)]
+
+
+def test_one_line_counts_ranks() -> None:
+    """All is well on one node: its ranks in one line, also if there is but one."""
+    links = [Links(gbs=300.0, node_gbs=300.0)] * 8
+    assert one_line(job()[:8], FLOOR, links, 1.25).startswith("preflight: 8 ranks on n0, NVIDIA H100 80GB HBM3, 78.5 GiB free (at least ")
+    assert one_line(job()[:1], FLOOR, links[:1], 1.25).startswith("preflight: 1 rank on n0, ")
 
 
 def test_a_version_is_told_once_a_node() -> None:
