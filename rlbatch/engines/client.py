@@ -21,6 +21,7 @@ from typing import Any
 
 from rlbatch.api import EngineLost, RolloutError
 from rlbatch.engines.full_disk import told_in_words
+from rlbatch.engines.installed import PYTHON_HINT
 from rlbatch.engines.last_words import last_words
 from rlbatch.engines.pulse import Processes, Pulse
 from rlbatch.engines.shared_names import private_folder, remove_leftovers
@@ -97,7 +98,7 @@ class EngineHost:
                 )
             except OSError as error:
                 ours.close()
-                raise RolloutError(f"rollout.engine.python={python}: cannot be started ({error.strerror}). Name a Python.") from error
+                raise RolloutError(f"rollout.engine.python={python}: cannot be started ({error.strerror}). {PYTHON_HINT}") from error
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_LIMIT_S, 0))
         self._socket, self._numbers = ours, itertools.count(1)
         self.processes, self.hang_limit_s = Processes(self.pid), float("inf")

@@ -15,6 +15,7 @@ from rlbatch.api import ConfigError
 from rlbatch.engines.site import scrubbed, write_site
 
 LIMIT_S = 60.0
+PYTHON_HINT = "Give the path of the Python of an environment with vLLM or SGLang; docs/rollout.md says how to make one."
 _RUN = "from rlbatch.engines.inventory import main; main()"
 
 
@@ -58,7 +59,7 @@ def look(python: str, distributions: Sequence[str], source: str, classes: Sequen
                 check=False,
             )
         except OSError as error:
-            raise ConfigError(f"{said}: cannot be started ({error.strerror}). Name a Python.") from error
+            raise ConfigError(f"{said}: cannot be started ({error.strerror}). {PYTHON_HINT}") from error
         except subprocess.TimeoutExpired as error:
             raise ConfigError(f"{said}: does not say within {LIMIT_S:g} s what it has installed. Name another.") from error
     try:

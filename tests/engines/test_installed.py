@@ -33,7 +33,7 @@ def test_it_tells_version_and_options(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("script", "said"),
     [
-        (None, r"cannot be started \(No such file or directory\)\. Name a Python\."),
+        (None, r"cannot be started \(No such file or directory\)\. Give the path of the Python of an environment with vLLM or SGLang"),
         ("", r"must be a Python that can run rlbatch\.engines \(exit code 0\)\. Name another\."),
         ("echo wrong; echo it is >&2; exit 3", r"must be a Python that can run rlbatch\.engines \(it is\)\. Name another\."),
         ("exec sleep 60", r"does not say within 0\.5 s what it has installed\. Name another\."),
