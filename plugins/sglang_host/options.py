@@ -82,6 +82,7 @@ UNSAFE = {
     "offload_mode": Unsafe("it computes with copies of the weights that a sync does not reach", "Use cpu", only=("cpu",)),
     "hicache_storage_backend": Unsafe(_STALE),
     "enable_lmcache": Unsafe(_STALE),
+    "allow_auto_truncate": Unsafe("a prompt that SGLang cuts would be trained whole"),
     "enable_lora": Unsafe(_UNUSED),
     "lora_paths": Unsafe(_UNUSED),
 }

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rlbatch.api import ConfigError, RolloutContext
 from rlbatch.engines.installed import look
+from rlbatch.engines.wire import Refused
 from rlbatch.prepare import find_problems
 from rlbatch.registry import compose_job
 from rlbatch_plugins.rollout_sglang import SglangOptions, check_engine, engine_shape, program
+from rlbatch_plugins.sglang_host.engine import SglangEngine
 from rlbatch_plugins.sglang_host.options import CLASSES, DECIDED, SOURCE, UNSAFE, unsafe
 from tests.plugins.sglang_cases import sglang_python
 
@@ -29,6 +33,7 @@ REFUSED = {
     "offload_mode=shm_cpu": "it computes with copies of the weights that a sync does not reach. Use cpu.",
     "hicache_storage_backend=file": f"{STALE}. Leave it out.",
     "enable_lmcache=True": f"{STALE}. Leave it out.",
+    "allow_auto_truncate=True": "a prompt that SGLang cuts would be trained whole. Leave it out.",
     "enable_lora=True": "rlbatch trains no adapters and asks for none. Leave it out.",
     "environment={SGLANG_RETURN_ORIGINAL_LOGPROB: 1}": (
         "log-probs must be of the distribution that was sampled, at rollout.temperature, and would be of the one before it. Leave it out."
@@ -99,3 +104,35 @@ def test_tokens_are_drawn_by_their_seeds_everywhere(device: str) -> None:
     made = program(RolloutContext(Path("/models/m"), device, "bfloat16"), SglangOptions(), [device])
     assert made.start["defaults"]["sampling_backend"] == "pytorch"
     assert made.variables["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "false"
+
+
+@pytest.mark.parametrize(
+    ("changed", "quantization", "message"),
+    [
+        ({}, None, ""),
+        (
+            {"moe_runner_backend": "flashinfer_trtllm"},
+            None,
+            r"moe_runner_backend=flashinfer_trtllm: .* Use triton\. SGLang chose it itself\.",
+        ),
+        (
+            {"json_model_override_args": "{...}"},
+            "fp8",
+            r"json_model_override_args=\{\.\.\.\}: weights are synced .* would be fp8\. Leave `quant",
+        ),
+    ],
+)
+def test_what_sglang_chooses_is_looked_at(changed: dict[str, Any], quantization: str | None, message: str) -> None:
+    """On Blackwell it packs experts, and a model's description may be told to be quantised: such an engine does not go on."""
+    chosen = {
+        "sampling_backend": "pytorch",
+        "load_format": "dummy",
+        "moe_runner_backend": "auto",
+        "json_model_override_args": "{}",
+        **changed,
+    }
+    manager = SimpleNamespace(model_config=SimpleNamespace(quantization=quantization))
+    engine = SglangEngine()
+    engine._engine = SimpleNamespace(server_args=SimpleNamespace(**chosen), tokenizer_manager=manager)
+    with pytest.raises(Refused, match=message) if message else nullcontext():
+        engine._check_choices()
