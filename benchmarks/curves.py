@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # Okabe and Ito: told apart by colour-blind readers
 WIDTH, HEIGHT, LEFT, TOP, GAP_X, GAP_Y = 380, 200, 70, 66, 100, 96
-PHASES = ("sync", "rollout", "reward", "exchange", "logprobs", "update")
+PHASES = ("sync", "restart", "rollout", "reward", "exchange", "logprobs", "update")
 
 Points = Sequence[tuple[float, float]]
 
@@ -120,8 +120,9 @@ def difference_panel(runs: Sequence[Run], steps: Axis) -> list[str]:
 def phase_bars(run: Run) -> list[str]:
     """Seconds of an average step of one run, by phase."""
     left, top = LEFT + WIDTH + GAP_X, TOP + HEIGHT + GAP_Y
-    seconds = {phase: run.summary["phase_seconds"].get(phase, 0.0) / run.summary["steps"] for phase in PHASES}
-    longest, row = max(seconds.values()), HEIGHT / len(PHASES)
+    spent = run.summary["phase_seconds"]
+    seconds = {phase: spent[phase] / run.summary["steps"] for phase in PHASES if phase in spent}
+    longest, row = max(seconds.values()), HEIGHT / len(seconds)
     parts = [text(left, top - 12, f"Seconds of an average step ({run.name})", 14, colour="#111")]
     for index, (phase, value) in enumerate(seconds.items()):
         y, width = top + index * row, 230 * value / longest
