@@ -169,9 +169,9 @@ def whole_rows(layer: Any) -> None:
     layer.forward = whole
 
 
-def _of_cpus(apply: Callable[[], None], symptom: str, link: str, first: tuple[int, int] = (0, 28)) -> Workaround:
+def _of_cpus(apply: Callable[[], None], symptom: str, link: str) -> Workaround:
     """A fault of the CPU backend; 0.28 is the first that runs there, and 0.32 the last one tried."""
-    return Workaround(apply, first, (0, 32), symptom, link, cpu_only=True)
+    return Workaround(apply, (0, 28), (0, 32), symptom, link, cpu_only=True)
 
 
 _SOURCE = "https://github.com/vllm-project/vllm/blob/main/vllm"
@@ -206,7 +206,6 @@ WORKAROUNDS = (
         temperatures_of_drafts,
         "an engine that speculates samples at temperatures that memory happened to hold",
         f"{_SOURCE}/utils/cpu_triton_utils.py",
-        first=(0, 32),
     ),
     Workaround(
         stores_at_their_address,
