@@ -1,8 +1,8 @@
 """SGLang beside a model on its GPUs: `python -m tests.gpu.sglang_run [family=qwen3_moe] [gpus=1] [levels=1,2] [apart=0] [option=value]`.
 
 For each sleep level three times: weights from the ranks' memory, generation at temperature 1 and 0.6, log-probs against transformers on the
-same GPU, sleep. With ``gpus=2`` two ranks, threads here, share an engine; with ``apart=1`` the engine is on the second GPU and weights come
-over NCCL. Prints seconds, GB/s of the sync, the first device's used memory
+same GPU, sleep. With ``gpus=2`` two ranks, threads here, share an engine, and with ``ep_size=2`` each sends its device's experts only; with
+``apart=1`` the engine is on the second GPU and weights come over NCCL. Prints seconds, GB/s of the sync, the first device's used memory
 after each phase, differences of log-probs (bf16), and how many tokens are the same when sampled again. Exits with 1 if a sync did not reach
 the engine: the mean difference is then several nats. What takes longer than ``limit=540`` seconds is ended, with the stack of every thread.
 """
@@ -24,9 +24,10 @@ import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
 
 from rlbatch.api import Prompt, RolloutContext, SamplingParams
-from rlbatch.engines.rollout import HostedRollout
+from rlbatch.engines.expert_parallel import ExpertParallelRollout
 from rlbatch.weights.sync import buckets
 from rlbatch_plugins.rollout_sglang import SglangOptions, sglang_rollout
+from rlbatch_plugins.vllm_host.experts import is_held
 from tests.gpu.random_moe import SHAPE, checkpoint
 from tests.gpu.vllm_run import MEAN_BOUND, _used
 
@@ -104,12 +105,18 @@ def _weights(model: Any) -> Any:
     return chain(checkpoint(model), ((name, each) for name, each in model.named_buffers() if name.endswith("e_score_correction_bias")))
 
 
+def _sent(rollout: ExpertParallelRollout, model: Any) -> Any:
+    """What a rank's device needs of a checkpoint, in buckets' order; with ``ep_size`` not all experts."""
+    wanted = rollout.wanted_experts()
+    return _weights(model) if wanted is None else (pair for pair in _weights(model) if is_held(pair[0], wanted))
+
+
 def _engine(folder: Path, own: Path, engine: dict[str, Any], level: int, models: list[Any], *, apart: bool) -> float:
     """One engine from start to end; returns the largest mean difference of log-probs."""
     gathers = _gathers(len(models))
     options = SglangOptions(sleep_level=level, gpus_per_engine=len(models), separate_gpus=int(apart))
 
-    def backend(rank: int) -> HostedRollout:
+    def backend(rank: int) -> ExpertParallelRollout:
         ranks = {"engine_rank": rank, "gather": gathers[rank], "node_rank": rank, "node_gather": gathers[rank]}
         return sglang_rollout(
             RolloutContext(folder, f"cuda:{rank}", "bfloat16", engine=engine, folder=own, audit_sync="always", **ranks), options
@@ -120,7 +127,7 @@ def _engine(folder: Path, own: Path, engine: dict[str, Any], level: int, models:
             follower = backend(rank)
             for version in range(VERSIONS):
                 _step(models[rank])
-                follower.update_weights(buckets(_weights(models[rank]), 512, version))
+                follower.update_weights(buckets(_sent(follower, models[rank]), 512, version))
                 follower.sleep()
 
     for rank in range(1, len(models)):
@@ -161,11 +168,11 @@ def _step(model: Any) -> None:
             param.mul_(1.0 if param.ndim < 2 else 1.1)
 
 
-def _round(rollout: HostedRollout, model: Any, version: int) -> float:
+def _round(rollout: ExpertParallelRollout, model: Any, version: int) -> float:
     """Sync, generate, compare, sleep; returns the larger mean difference of log-probs."""
     _step(model)
     started, size = time.monotonic(), sum(param.nbytes for param in model.parameters())
-    rollout.update_weights(buckets(_weights(model), 512, version))
+    rollout.update_weights(buckets(_sent(rollout, model), 512, version))
     seconds = time.monotonic() - started
     print(f"  sync of {size / 1e9:.2f} GB: {seconds:.2f} s, {size / 1e9 / seconds:.1f} GB/s{_used()}", flush=True)
     prompts = [Prompt(i, "", tuple(range(10 + i, 74 + i))) for i in range(32)]
