@@ -7,8 +7,10 @@ import re
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rlbatch.engines.shared_names import remove_leftovers
@@ -118,17 +120,18 @@ def test_lost_engines_are_restarted_until_it_is_too_often(undisturbed: Path, rep
 
 
 def test_a_job_that_is_asked_to_stop_while_its_engines_generate(undisturbed: Path, repository: Path, tmp_path: Path) -> None:
-    """SIGTERM in the generation of step 2, with less time than that takes: the state after step 1 is saved, finished groups are kept, the
-    exit code is 75, and neither a process nor shared memory is left. The next life samples the other groups: samples of both steps and
-    the state after them are byte for byte those of an undisturbed run.
+    """SIGTERM in the generation of step 2, to the ranks and all that they started, as Slurm sends it, with less time than that takes: the
+    state after step 1 is saved, finished groups are kept, the exit code is 75, and neither a process nor shared memory is left. The next
+    life samples the other groups: samples of both steps and the state after them are byte for byte those of an undisturbed run.
     """
     run_dir = tmp_path / "run"
     with no_memory_left():
         process = begin(run_dir, repository, SAVED, "launch.notice_s=1")
         wait_for("groups/step_000002/prompt_*", run_dir, process)
         engines = processes_of(run_dir / "engines")
-        for pid in ranks_of(run_dir):
-            os.kill(pid, signal.SIGTERM)
+        for one in [one for rank in map(psutil.Process, ranks_of(run_dir)) for one in (rank, *rank.children(recursive=True))]:
+            with suppress(psutil.NoSuchProcess):  # an engine ends its processes
+                one.send_signal(signal.SIGTERM)
         ended = end(process, run_dir)
         assert processes_of(run_dir) == []
     assert engines
