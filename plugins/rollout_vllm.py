@@ -89,7 +89,11 @@ def check_engine(options: VllmOptions, engine: Mapping[str, Any]) -> None:
     """
     own, theirs = own_and_theirs(engine)
     found = look(own.get("python", ""), versions.DISTRIBUTIONS, SOURCE, CLASSES)
-    if refused := versions.refusal(found.version, found.python) or refusal(theirs, found.options, {}, f"vLLM {found.version}", LISTED):
+    if refused := versions.refusal(found.distribution, found.version, found.python):
+        raise ConfigError(refused)
+    if theirs.get("speculative_config") and (refused := versions.without_drafts(found.distribution, found.version)):
+        raise ConfigError(refused)
+    if refused := refusal(theirs, found.options, {}, f"vLLM {found.version}", LISTED):
         raise ConfigError(refused)
 
 

@@ -40,14 +40,17 @@ class VllmEngine:
 
     async def op_start(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
         """Starts vLLM with ``defaults``, the user's ``options``, and what is ``decided`` by other keys."""
-        version = versions.installed_version()
-        if refused := versions.refusal(version, sys.executable):
+        distribution, version = versions.installed()
+        if refused := versions.refusal(distribution, version, sys.executable):
             raise Refused(refused)
         _add_plugin()
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.logger import init_logger
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        if told := versions.untried(distribution, version):
+            init_logger("vllm.rlbatch").warning(told)
         known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
         decided: dict[str, Any] = header["decided"]
         if refused := refusal(header["options"], known, options.DECIDED, f"vLLM {version}", options.LISTED):

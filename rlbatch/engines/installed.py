@@ -24,11 +24,13 @@ class Installed:
     """What an interpreter has.
 
     Attributes:
+        distribution: With which the engine came; empty: it has none.
         version: Of the engine; empty: it has none.
         options: Names of the engine's options; empty: not known.
         python: The interpreter's own path.
     """
 
+    distribution: str
     version: str
     options: Sequence[str]
     python: str
@@ -63,9 +65,9 @@ def look(python: str, distributions: Sequence[str], source: str, classes: Sequen
         except subprocess.TimeoutExpired as error:
             raise ConfigError(f"{said}: does not say within {LIMIT_S:g} s what it has installed. Name another.") from error
     try:
-        version, options, own = json.loads(ended.stdout.splitlines()[-1])
+        distribution, version, options, own = json.loads(ended.stdout.splitlines()[-1])
     except (IndexError, ValueError) as error:
         words = ended.stderr.decode(errors="replace").splitlines()
         last = words[-1] if words else f"exit code {ended.returncode}"
         raise ConfigError(f"{said}: must be a Python that can run rlbatch.engines ({last}). Name another.") from error
-    return Installed(version, options, own)
+    return Installed(distribution, version, options, own)

