@@ -25,6 +25,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 
 from rlbatch.engines.shared_names import OWNER, name_shared_memory, remove_leftovers
 from rlbatch_plugins.sglang_host import versions, workarounds
+from rlbatch_plugins.sglang_host.engine import _judge
 from rlbatch_plugins.sglang_host.plugin import register
 from rlbatch_plugins.sglang_host.weights import WorkerWeights
 
@@ -74,19 +75,22 @@ class Attention(DeepseekV2WeightLoaderMixin, torch.nn.Module):
         """Nothing."""
 
 
-def pair() -> list[float]:
-    """The rows of the parameter after two calls, of which each brings one of its tensors."""
+def pair(*, audit: bool) -> tuple[list[float], str]:
+    """The rows of the parameter after two calls, of which each brings one of its tensors, and what the audit says."""
     model = Attention()
     weights = WorkerWeights(SimpleNamespace(model=model, tp_rank=0, device="cpu"))
     weights._received = lambda tensors: tensors
-    weights.start(audit=False)
+    weights.start(audit=audit)
     for name, rows in ("q_a_proj", 2), ("kv_a_proj_with_mqa", 3):
         tensor = torch.full((rows, 3), float(rows))
         weights.load([(f"{LAYER}{name}.weight", tensor)])
         tensor.zero_()  # it is the trainer's again
-    weights.finish()
-    found: list[float] = model.value[:, 0].tolist()
-    return found
+    report, said = weights.finish(), ""
+    try:
+        _judge([report] if report else [])
+    except ValueError as error:
+        said = str(error)
+    return model.value[:, 0].tolist(), said
 
 
 def load_file() -> list[str]:
@@ -133,7 +137,8 @@ def store() -> list[str]:
 
 def seen() -> dict[str, Any]:
     """All of them."""
-    return {"likely": likely(), "alike": alike(), "pair": pair(), "load_file": load_file(), "killed": killed(), "store": store()}
+    halves = {"pair": pair(audit=False)[0], "audit": pair(audit=True)[1]}
+    return {"likely": likely(), "alike": alike(), **halves, "load_file": load_file(), "killed": killed(), "store": store()}
 
 
 def warned() -> list[str]:

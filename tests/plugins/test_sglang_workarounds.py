@@ -33,9 +33,11 @@ def test_seeded_draws_are_alike_in_every_batch(seen: dict[str, Any]) -> None:
 
 
 def test_halves_that_come_in_different_calls(seen: dict[str, Any]) -> None:
-    """SGLang's loader forgets both; with the workaround the parameter has them, though the first one's memory is written again."""
+    """SGLang's loader forgets both, as the audit says; with the workaround the parameter has both, whatever the first's memory is then."""
     assert seen["before"]["pair"] == [0.0] * 5
+    assert "fused_qkv_a_proj_with_mqa.weight (15 of 15 values) is not written" in seen["before"]["audit"]
     assert seen["after"]["pair"] == [2.0] * 2 + [3.0] * 3
+    assert seen["after"]["audit"] == ""
 
 
 def test_the_file_of_the_load_is_private(seen: dict[str, Any]) -> None:
