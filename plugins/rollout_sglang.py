@@ -164,7 +164,7 @@ def program(context: RolloutContext, options: SglangOptions, devices: Sequence[s
         variables={
             **VARIABLES,
             **_caches(),
-            **(CPU_VARIABLES if on_cpu else visible_devices(devices)),
+            **(_cores(options.gpus_per_engine) if on_cpu else visible_devices(devices)),
             **(_trainers_nccl() if uses_group(options) and not on_cpu else {}),
             **variables_of(own),
         },
@@ -173,6 +173,16 @@ def program(context: RolloutContext, options: SglangOptions, devices: Sequence[s
         context_option=CONTEXT,
         shared_mib=SHARED_MIB if options.gpus_per_engine > 1 else 0,
     )
+
+
+def _cores(workers: int) -> dict[str, str]:
+    """Cores for each worker, shared out evenly: SGLang itself gives each a memory node, and takes no more workers than those."""
+    if workers == 1:
+        return CPU_VARIABLES
+    cores = sorted(os.sched_getaffinity(0))
+    share = len(cores) / workers
+    each = [cores[int(i * share) : int((i + 1) * share)] or [cores[i % len(cores)]] for i in range(workers)]
+    return {**CPU_VARIABLES, "SGLANG_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, own)) for own in each)}
 
 
 def _caches() -> dict[str, str]:

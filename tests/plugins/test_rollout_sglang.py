@@ -119,8 +119,7 @@ class TestCompleteSync(CompleteSync):
 class TestOwnEngines(OwnEngine):
     """SGLang's part of the contract."""
 
-    # Without the binding there is one rank for each NUMA node.
-    shared: Mapping[str, Any] = {"tensor parallel": ({"environment": {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}}, "shared")}
+    shared: Mapping[str, Any] = {"tensor parallel": ({}, "shared")}
     audit_sync = "always"
     loads: Mapping[str, Any] = {"load_format": "auto"}
     scheduler = "sglang::scheduler"
