@@ -13,13 +13,14 @@ SHOWN = ("sync", "rollout", "logprobs", "update")
 
 
 class GpuMemory:
-    """Peaks of what PyTorch holds in this process; nothing is measured without a GPU."""
+    """Peaks of what PyTorch holds in this process, and what all processes use when a phase ends; nothing is measured without a GPU."""
 
     def __init__(self) -> None:
         """Begins to measure."""
         self._is_measured = torch.cuda.is_available()
         self._phases: dict[str, float] = {}
-        self._allocated = self._reserved = self._used = 0.0
+        self._used: dict[str, float] = {}
+        self._allocated = self._reserved = 0.0
         if self._is_measured:
             torch.cuda.reset_peak_memory_stats()
 
@@ -29,23 +30,23 @@ class GpuMemory:
         self._take()
         yield
         self._phases[name] = max(self._phases.get(name, 0.0), self._take())
-
-    def note_used(self) -> None:
-        """Keeps what all processes use of the GPU now: the engine is another one."""
-        if self._is_measured:
-            free, total = torch.cuda.mem_get_info()
-            self._used = (total - free) / GIB
+        self._used[name] = max(self._used.get(name, 0.0), self._use())
 
     def tags(self) -> dict[str, float]:
         """Metrics of the step; empty without a GPU."""
         if not self._is_measured:
             return {}
         self._take()
-        return {f"memory/gpu_{name}_gib": self._phases.get(name, 0.0) for name in SHOWN} | {
-            "memory/gpu_allocated_gib": self._allocated,
-            "memory/gpu_reserved_gib": self._reserved,
-            "memory/gpu_used_gib": self._used,
-        }
+        own = {f"memory/gpu_{name}_gib": self._phases.get(name, 0.0) for name in SHOWN}
+        used = {f"memory/gpu_used_{name}_gib": self._used.get(name, 0.0) for name in SHOWN}
+        return {**own, **used, "memory/gpu_allocated_gib": self._allocated, "memory/gpu_reserved_gib": self._reserved}
+
+    def _use(self) -> float:
+        """GiB that all processes use now: an engine is another one."""
+        if not self._is_measured:
+            return 0.0
+        free, total = torch.cuda.mem_get_info()
+        return (total - free) / GIB
 
     def _take(self) -> float:
         """GiB allocated at most since the last call."""

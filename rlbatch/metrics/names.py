@@ -72,11 +72,10 @@ _DEFINED = (
     Tag("memory/gpu_rollout_gib", "GiB", "As gpu_allocated_gib, during generation; an engine in a process of its own not included."),
     Tag("memory/gpu_logprobs_gib", "GiB", "As gpu_allocated_gib, during log-probs."),
     Tag("memory/gpu_update_gib", "GiB", "As gpu_allocated_gib, during updates."),
-    Tag(
-        "memory/gpu_used_gib",
-        "GiB",
-        "Used of rank 0's GPU by all processes at the end of generation, before the engine sleeps; only with a GPU.",
-    ),
+    Tag("memory/gpu_used_sync_gib", "GiB", "Used of rank 0's GPU by all processes, engines too, when the sync ended; only with a GPU."),
+    Tag("memory/gpu_used_rollout_gib", "GiB", "The same at the end of generation, before the engine sleeps."),
+    Tag("memory/gpu_used_logprobs_gib", "GiB", "The same after log-probs, while the engine sleeps."),
+    Tag("memory/gpu_used_update_gib", "GiB", "The same after updates."),
     Tag("memory/gpu_allocated_gib", "GiB", "Peak of tensors on rank 0's GPU during the step; only with a GPU."),
     Tag("memory/gpu_reserved_gib", "GiB", "Peak of what PyTorch reserved on rank 0's GPU during the step; only with a GPU."),
 )

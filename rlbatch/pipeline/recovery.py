@@ -38,7 +38,6 @@ def generate(
     with clock.phase("sync"), job.watchdog.phase("training"):
         job.sync_weights()
     groups = _sampled(job, clock, ask, prompts)
-    clock.memory.note_used()
     with clock.phase("rollout"):
         job.rollout.sleep()  # also before the job ends: what the trainer moved away comes back then, and may be saved
     return groups

@@ -12,12 +12,12 @@ class Counters:
     """Memory that grows and shrinks, and its peak since the last reset; the reserved memory is twice as much."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = self.peak = 0.0
+        self.now = self.peak = self.engine = 0.0
         for name, value in (
             ("is_available", lambda: True),
             ("max_memory_allocated", lambda: self.peak * GIB),
             ("max_memory_reserved", lambda: 2 * self.peak * GIB),
-            ("mem_get_info", lambda: (int((80 - self.now - 30) * GIB), 80 * GIB)),
+            ("mem_get_info", lambda: (int((80 - self.now - 30 - self.engine) * GIB), 80 * GIB)),
             ("reset_peak_memory_stats", self.reset),
         ):
             monkeypatch.setattr(torch.cuda, name, value)
@@ -39,8 +39,9 @@ def test_each_phase_has_its_peak(monkeypatch: pytest.MonkeyPatch) -> None:
         with memory.phase("sync"):
             for gib in peaks:
                 counters.set(gib)
-    with memory.phase("rollout"):
-        memory.note_used()
+    for engine in (10.0, 0.0):  # it generates, then it sleeps
+        with memory.phase("rollout"):
+            counters.engine = engine
     counters.set(20.0)  # between phases
     counters.set(3.0)
     with memory.phase("update"):
@@ -52,7 +53,10 @@ def test_each_phase_has_its_peak(monkeypatch: pytest.MonkeyPatch) -> None:
         "memory/gpu_update_gib": 16.0,
         "memory/gpu_allocated_gib": 20.0,
         "memory/gpu_reserved_gib": 40.0,
-        "memory/gpu_used_gib": 32.0,
+        "memory/gpu_used_sync_gib": 32.0,
+        "memory/gpu_used_rollout_gib": 42.0,
+        "memory/gpu_used_logprobs_gib": 0.0,
+        "memory/gpu_used_update_gib": 46.0,
     }
 
 
@@ -62,5 +66,5 @@ def test_without_a_gpu_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> N
     memory = GpuMemory()
     for name in SHOWN:
         with memory.phase(name):
-            memory.note_used()
+            pass
     assert memory.tags() == {}
