@@ -49,6 +49,7 @@ CPU_DEFAULTS = {
     "max_total_tokens": 8192,
 }
 CPU_VARIABLES = {"SGLANG_USE_CPU_ENGINE": "1"}
+BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
 SHARE, CONTEXT = "mem_fraction_static", "context_length"
 """What submit checks of SGLang's options."""
 ORIGINAL = "SGLANG_RETURN_ORIGINAL_LOGPROB"
@@ -177,12 +178,12 @@ def program(context: RolloutContext, options: SglangOptions, devices: Sequence[s
 
 def _cores(workers: int) -> dict[str, str]:
     """Cores for each worker, shared out evenly: SGLang itself gives each a memory node, and takes no more workers than those."""
-    if workers == 1:
+    if workers == 1 or BINDING in os.environ:
         return CPU_VARIABLES
     cores = sorted(os.sched_getaffinity(0))
-    share = len(cores) / workers
-    each = [cores[int(i * share) : int((i + 1) * share)] or [cores[i % len(cores)]] for i in range(workers)]
-    return {**CPU_VARIABLES, "SGLANG_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, own)) for own in each)}
+    total = len(cores)
+    each = [cores[total * i // workers : total * (i + 1) // workers] or [cores[i % total]] for i in range(workers)]
+    return {**CPU_VARIABLES, BINDING: "|".join(",".join(map(str, own)) for own in each)}
 
 
 def _caches() -> dict[str, str]:

@@ -255,9 +255,11 @@ def has_fp8_engines(config: Config, registry: Registry, family: ModelFamily | No
 
 
 def names_engine_here(config: Config) -> bool:
-    """Whether ``rollout.engine.python`` is a program of this machine, the same one that ranks elsewhere start: not in a container."""
+    """Whether ``rollout.engine.python`` is a program of this machine, the same one that ranks elsewhere start: not in a container, and not
+    one that each machine finds by a ``PATH`` of its own.
+    """
     named = str(config.rollout.engine.get("python", ""))
-    return bool(named) and config.cluster.container == "none" and shutil.which(named) is not None
+    return os.path.isabs(named) and config.cluster.container == "none" and shutil.which(named) is not None
 
 
 def _check_rollout(config: Config, registry: Registry, run_dir: Path) -> None:

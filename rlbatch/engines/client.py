@@ -78,7 +78,8 @@ class EngineHost:
             self.sockets = private_folder()
             made.callback(shutil.rmtree, self.sockets, ignore_errors=True)
             site = write_site(folder / "site", entry_points or {})
-            log = self.log.open("wb")
+            self.log.write_bytes(b"")
+            log = self.log.open("ab")  # others add to it too
             made.pop_all()
         places = dict.fromkeys(["TMPDIR", *filter(None, [sockets_variable])], str(self.sockets))
         places |= {key: value for key, value in KEPT.items() if key not in os.environ}

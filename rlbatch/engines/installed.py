@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlbatch.api import ConfigError
 from rlbatch.engines.site import scrubbed, write_site
+from rlbatch.launch.children import signal_group
 
 LIMIT_S = 60.0
 PYTHON_HINT = "Give the path of the Python of an environment with vLLM or SGLang; docs/rollout.md says how to make one."
@@ -51,23 +53,29 @@ def look(python: str, distributions: Sequence[str], source: str, classes: Sequen
     said = f"rollout.engine.python={python}"
     with tempfile.TemporaryDirectory() as folder:
         site = write_site(Path(folder) / "site", {})
+        command = [python or sys.executable, "-c", _RUN, json.dumps([distributions, source, classes])]
         try:
-            ended = subprocess.run(
-                [python or sys.executable, "-c", _RUN, json.dumps([distributions, source, classes])],
-                env=scrubbed(os.environ, site, keep_path=not python),
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                timeout=LIMIT_S,
-                check=False,
-            )
+            code, output, errors = _ended(command, scrubbed(os.environ, site, keep_path=not python))
         except OSError as error:
             raise ConfigError(f"{said}: cannot be started ({error.strerror}). {PYTHON_HINT}") from error
         except subprocess.TimeoutExpired as error:
             raise ConfigError(f"{said}: does not say within {LIMIT_S:g} s what it has installed. Name another.") from error
     try:
-        distribution, version, options, own = json.loads(ended.stdout.splitlines()[-1])
+        distribution, version, options, own = json.loads(output.splitlines()[-1])
     except (IndexError, ValueError) as error:
-        words = ended.stderr.decode(errors="replace").splitlines()
-        last = words[-1] if words else f"exit code {ended.returncode}"
+        words = errors.decode(errors="replace").splitlines()
+        last = words[-1] if words else f"exit code {code}"
         raise ConfigError(f"{said}: must be a Python that can run rlbatch.engines ({last}). Name another.") from error
     return Installed(distribution, version, options, own)
+
+
+def _ended(command: Sequence[str], variables: Mapping[str, str]) -> tuple[int, bytes, bytes]:
+    """Exit code, output and errors. After the limit all of it ends: what an interpreter's wrapper has started holds the output too."""
+    none, pipe = subprocess.DEVNULL, subprocess.PIPE
+    with subprocess.Popen(command, env=variables, stdin=none, stdout=pipe, stderr=pipe, start_new_session=True) as process:
+        try:
+            output, errors = process.communicate(timeout=LIMIT_S)
+        except BaseException:
+            signal_group(process.pid, signal.SIGKILL)
+            raise
+    return process.returncode, output, errors

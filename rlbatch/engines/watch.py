@@ -25,20 +25,23 @@ class Watch:
 
     def __init__(self, host: EngineHost) -> None:
         self._host, self._over = host, threading.Event()
-        threading.Thread(target=self._look, daemon=True, name="engine-watch").start()
+        self._thread = threading.Thread(target=self._look, daemon=True, name="engine-watch")
+        self._thread.start()
 
     def end(self) -> None:
-        """What ends from here on shall end."""
+        """What ends from here on shall end; nothing is noted any more."""
         self._over.set()
+        self._thread.join()
 
     def _look(self) -> None:
         while not self._over.wait(WATCH_S):
             try:
                 self._host.check()
             except EngineLost as lost:
-                if not self._over.is_set():
-                    self._note(lost)
+                self._note(lost)
                 return
+            except OSError:  # the system does not let anybody look now, e.g. because a limit of open files is reached
+                continue
 
     def _note(self, lost: EngineLost) -> None:
         with suppress(OSError), self._host.log.open("a") as log:

@@ -157,10 +157,12 @@ class EnginePlan:
                 f"{self._larger(family, min(share, room), is_fp8=is_fp8)}{self._share(need, room)}."
             )
         if self.shape.memory_share < 1 and share > room:
+            most = int(100 * (room - FREE_GIB) / total) / 100
+            less = f"Use {most:g} or less, or keep" if most > 0 else "Keep"
             raise ConfigError(
                 f"rollout.engine.{self.shape.memory_option}={self.shape.memory_share:g}: the engine takes {share:.1f} of a GPU's "
                 f"{total:g} GiB (cluster.gpu_memory_gib), and the trainer keeps {trainer:.1f} there. "
-                f"Use {int(100 * (room - FREE_GIB) / total) / 100:g} or less, or keep more of the trainer on the host."
+                f"{less} more of the trainer on the host."
             )
 
     def trainer_gib(self, family: ModelFamily | None) -> float:
@@ -181,9 +183,10 @@ class EnginePlan:
             return f"of {total:g} GiB a GPU: weights {need.weights:.1f}; cache and trainer are unknown until model.hf is there"
         trainer = self.trainer_gib(family)
         engine = self.share_gib(trainer) if self.shape.memory_share < 1 else need.weights + need.cache
+        free = total - engine - trainer
         return (
             f"of {total:g} GiB a GPU: engine {engine:.1f} (weights {need.weights:.1f}, cache of one longest sample {need.cache:.1f}), "
-            f"trainer {trainer:.1f} while it generates, free {total - engine - trainer:.1f}"
+            f"trainer {trainer:.1f} while it generates, {f'free {free:.1f}' if free >= 0 else f'{-free:.1f} too much'}"
         )
 
     def memory(self, family: ModelFamily | None, *, is_fp8: bool) -> EngineMemory:

@@ -101,4 +101,5 @@ class RunLog:
         if self._report:
             self._report.finish(status, first_error)
         if self._report and self._progress and status == "finished":
-            self._progress.phase(finished_line(self._report.summary, self._run_dir))
+            with suppress(OSError):  # nobody may read it any more
+                self._progress.phase(finished_line(self._report.summary, self._run_dir))

@@ -11,6 +11,7 @@ import pytest
 from rlbatch.api import ConfigError
 from rlbatch.engines import installed
 from rlbatch.engines.installed import look
+from tests.stopwatch import Stopwatch
 
 
 def test_it_tells_version_and_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,6 +38,7 @@ def test_it_tells_version_and_options(tmp_path: Path, monkeypatch: pytest.Monkey
         ("", r"must be a Python that can run rlbatch\.engines \(exit code 0\)\. Name another\."),
         ("echo wrong; echo it is >&2; exit 3", r"must be a Python that can run rlbatch\.engines \(it is\)\. Name another\."),
         ("exec sleep 60", r"does not say within 0\.5 s what it has installed\. Name another\."),
+        ("sleep 60; true", r"does not say within 0\.5 s what it has installed\. Name another\."),  # a wrapper, which waits for its child
     ],
 )
 def test_what_is_no_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, said: str) -> None:
@@ -46,5 +48,7 @@ def test_what_is_no_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scri
     if script is not None:
         path.write_text(f"#!/bin/sh\n{script}\n")
         path.chmod(stat.S_IRWXU)
+    watch = Stopwatch()
     with pytest.raises(ConfigError, match=rf"^rollout\.engine\.python={path}: {said}"):
         look(str(path), (), "toy/arguments.py", ())
+    watch.assert_within(20.0)

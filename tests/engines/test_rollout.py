@@ -22,7 +22,7 @@ def test_a_later_sync_that_hangs_busily(tmp_path: Path, repository: Path, monkey
     try:
         made.update_weights([WeightBucket(["0"], [torch.ones(3)], 1)])
         watch = Stopwatch()
-        with pytest.raises(EngineLost, match=r"`load_weights`: .* answers nothing for 2 s"):
+        with pytest.raises(EngineLost, match=r"`load_weights`: .* answers nothing for [\d.]+ s"):
             made.update_weights([WeightBucket(["0"], [torch.ones(3)], 2)])
         watch.assert_within(20.0)
     finally:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from rlbatch.api import RolloutContext, RolloutError
 from rlbatch_plugins.rollout_sglang import SglangOptions, sglang_rollout
+from rlbatch_plugins.sglang_host.engine import _tell
 from rlbatch_plugins.sglang_host.memory import no_cache, too_small
 from tests.plugins.sglang_cases import said_by_calls, sglang_python, write_model
 
@@ -71,3 +74,14 @@ def test_a_scheduler_without_memory_ends_the_start_with_its_numbers(repository: 
     context = RolloutContext(folder, "cpu", "float32", engine={"python": sglang_python(repository)}, folder=tmp_path)
     with pytest.raises(RolloutError, match=WEIGHTS):
         sglang_rollout(context, SglangOptions())
+
+
+def test_processes_that_fail_one_after_the_other() -> None:
+    """SGLang's workers run out of memory together: the first signal ends the start, later ones do not disturb what is made of it."""
+    before = signal.signal(signal.SIGQUIT, _tell)
+    try:
+        with pytest.raises(RuntimeError, match="a process of SGLang failed while it started"):
+            os.kill(os.getpid(), signal.SIGQUIT)
+        os.kill(os.getpid(), signal.SIGQUIT)
+    finally:
+        signal.signal(signal.SIGQUIT, before)

