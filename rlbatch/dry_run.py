@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
@@ -141,7 +142,7 @@ def _interpreter(config: Config, registry: Registry) -> str:
         return f"{python}: its {config.rollout.name} and options were looked at here, and are on each node"
     in_container = config.cluster.container != "none"
     if named or in_container:
-        where = "in the container" if in_container else "not on this machine"
+        where = "in the container" if in_container else "not on this machine" if os.sep in named else "as each node's PATH finds it"
         return f"{python}: {where}; its {config.rollout.name} and options are looked at on the nodes only"
     try:
         registry.check_engine(config)

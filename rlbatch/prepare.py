@@ -259,7 +259,7 @@ def names_engine_here(config: Config) -> bool:
     one that each machine finds by a ``PATH`` of its own.
     """
     named = str(config.rollout.engine.get("python", ""))
-    return os.path.isabs(named) and config.cluster.container == "none" and shutil.which(named) is not None
+    return os.sep in named and config.cluster.container == "none" and shutil.which(named) is not None
 
 
 def _check_rollout(config: Config, registry: Registry, run_dir: Path) -> None:

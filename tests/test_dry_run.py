@@ -181,6 +181,14 @@ def test_an_engine_that_is_here(
         assert capsys.readouterr().err.startswith(message)
 
 
+def test_an_engine_that_each_node_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A name without a path may be another program on a login node: what that lacks refuses nothing."""
+    set_model("deepseek671b", tmp_path, monkeypatch)
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    dry_run("+cluster=h20x96", "rollout.engine.python=python3", code=0)
+    assert "Interpreter python3: as each node's PATH finds it; its vllm and options are looked at on the nodes only" in capsys.readouterr().out
+
+
 def test_embedded_run(capsys: pytest.CaptureFixture[str]) -> None:
     """The local launcher: command, environment and mesh, with the model that would be generated."""
     dry_run("+cluster=local")
