@@ -186,7 +186,9 @@ def test_an_engine_that_each_node_finds(tmp_path: Path, monkeypatch: pytest.Monk
     set_model("deepseek671b", tmp_path, monkeypatch)
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     dry_run("+cluster=h20x96", "rollout.engine.python=python3", code=0)
-    assert "Interpreter python3: as each node's PATH finds it; its vllm and options are looked at on the nodes only" in capsys.readouterr().out
+    assert (
+        "Interpreter python3: as each node's PATH finds it; its vllm and options are looked at on the nodes only" in capsys.readouterr().out
+    )
 
 
 def test_embedded_run(capsys: pytest.CaptureFixture[str]) -> None:
