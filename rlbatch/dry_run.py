@@ -138,16 +138,15 @@ def _interpreter(config: Config, registry: Registry) -> str:
     """Which Python runs the engine, and where it is asked what it has: what is wrong on a login node may be right on the nodes."""
     named = str(config.rollout.engine.get("python", ""))
     python = named or "rlbatch's own (rollout.engine.python is not set)"
-    if config.launcher == "local" or names_engine_here(config):
-        return f"{python}: its {config.rollout.name} and options were looked at here, and are on each node"
-    in_container = config.cluster.container != "none"
-    if named or in_container:
-        where = "in the container" if in_container else "not on this machine" if os.sep in named else "as each node's PATH finds it"
-        return f"{python}: {where}; its {config.rollout.name} and options are looked at on the nodes only"
-    try:
-        registry.check_engine(config)
-    except RlbatchError as error:
-        return f"{python}: looked at on the nodes. Warning, this machine's would be refused: {error}"
+    if config.launcher != "local" and not names_engine_here(config):
+        in_container = config.cluster.container != "none"
+        if named or in_container:
+            where = "in the container" if in_container else "not on this machine" if os.sep in named else "as each node's PATH finds it"
+            return f"{python}: {where}; its {config.rollout.name} and options are looked at on the nodes only"
+        try:
+            registry.check_engine(config)
+        except RlbatchError as error:
+            return f"{python}: looked at on the nodes. Warning, this machine's would be refused: {error}"
     return f"{python}: its {config.rollout.name} and options were looked at here, and are on each node"
 
 

@@ -177,7 +177,7 @@ class EnginePlan:
         return self.shape.memory_share * (total - trainer if self.shape.is_share_of_free else total)
 
     def told_memory(self, family: ModelFamily | None, *, is_fp8: bool) -> str:
-        """How engine and trainer divide each GPU, in words, for a job that is not refused; see ``check_memory``."""
+        """How engine and trainer divide each GPU, in words; ``check_memory`` says whether that can be."""
         total, need = self.config.cluster.gpu_memory_gib, self.memory(family, is_fp8=is_fp8)
         if family is None:
             return f"of {total:g} GiB a GPU: weights {need.weights:.1f}; cache and trainer are unknown until model.hf is there"

@@ -1,9 +1,9 @@
-"""vLLM that speculates, on one GPU: ``python -m tests.gpu.vllm_mtp [python=<interpreter>] [engine option=value ...]``.
+"""vLLM that speculates, on one GPU: ``python -m tests.gpu.vllm_mtp [rounding=1] [python=<interpreter>] [engine option=value ...]``.
 
 A random DeepSeek-like model in bf16 with a layer for multi-token prediction, which no trainer has: the engine drafts with it, is sent it
 from the checkpoint, loses it when it sleeps (level 2), and is sent it again. Every sync is audited: each parameter of the model and of the
 draft must have been written. Log-probs are compared with transformers, beside what bf16 alone makes of them. Exits with 1 if a sync did
-not reach the engine.
+not reach the engine. With ``rounding=1`` only what bf16 makes of random tokens, without an engine, also on a CPU.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ SAMPLED = SamplingParams(1.0, 64, (), 8, (0, 1))
 def main(arguments: list[str]) -> int:
     """Runs the script."""
     said = dict(argument.split("=", 1) for argument in arguments)
+    if said.pop("rounding", "0") != "0":
+        return _rounding()
     engine = ENGINE | {name: value if name == "python" else json.loads(value) for name, value in said.items()}
     engine |= {"speculative_config": SPECULATION, "disable_log_stats": False}
     worst = 0.0
@@ -70,8 +72,23 @@ def main(arguments: list[str]) -> int:
     return int(worst >= BOUND)
 
 
+def _rounding() -> int:
+    """Prints the mean difference of log-probs between bf16 and fp32, for the weights of each version."""
+    with tempfile.TemporaryDirectory() as scratch:
+        model = _written(Path(scratch) / "model")
+    ids = torch.randint(COMMON["vocab_size"], (8, 64), device=model.device)
+    for version in range(3):
+        scaled = copy.deepcopy(model)
+        with torch.no_grad():
+            for param in scaled.parameters():
+                param.copy_(_scaled(param, 1.1**version))
+        mean = float((_logprobs(scaled, ids) - _logprobs(scaled.float(), ids)).abs().mean())
+        print(f"weights of sync {version}: bf16 differs from fp32 by {mean:.4f} nats")
+    return 0
+
+
 def _written(folder: Path) -> Any:
-    """The model on the GPU; its folder has the layer for multi-token prediction too."""
+    """The model, on the GPU if there is one; its folder has the layer for multi-token prediction too."""
     torch.manual_seed(0)
     model = deepseek_v3()
     with torch.no_grad():
@@ -89,7 +106,7 @@ def _written(folder: Path) -> Any:
         shape = next((shape for part, shape in own.items() if f".{part}.weight" in name), None) or whole[like].shape
         whole[name] = (torch.randn(*shape) * 0.05 + (1.0 if "norm" in name else 0.0)).bfloat16()
     save_file(whole, folder / "model.safetensors", {"format": "pt"})
-    return model.cuda().eval()
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 
 def _stream(rollout: HostedRollout, folder: Path, model: Any, kept: dict[str, torch.Tensor], version: int) -> Iterator[WeightBucket]:
