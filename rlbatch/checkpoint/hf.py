@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,13 +16,13 @@ from torch import Tensor
 
 from rlbatch.api import CheckpointError, DataError
 from rlbatch.checkpoint.finite import check_finite
+from rlbatch.checkpoint.hf_index import INDEX, read_headers
 from rlbatch.checkpoint.reading import Reading
-from rlbatch.checkpoint.safetensors_file import DTYPES, Entry, SafetensorsFile
+from rlbatch.checkpoint.safetensors_file import DTYPES, SafetensorsFile
+from rlbatch.checkpoint.safetensors_header import Entry
 from rlbatch.checkpoint.safetensors_writer import SafetensorsWriter
 from rlbatch.weights.quantize import BLOCK, SCALE_SUFFIX, check_scales, dequantize, scales_shape
 
-INDEX = "model.safetensors.index.json"
-SHARD_FILE = re.compile(r"model-\d+-of-\d+\.safetensors")
 FLOATING = ("F32", "BF16", "F16")
 """Dtypes of weights that are used as they are."""
 COPIED = {".json", ".txt", ".model", ".jinja", ".py"}
@@ -100,20 +99,9 @@ class HfTensors:
 
     def __init__(self, folder: Path, reading: Reading | None = None) -> None:
         self._folder = folder
-        weight_map = _read_index(folder)
         self._where: dict[str, SafetensorsFile] = {}
-        for path in _listed_files(folder, weight_map) if weight_map else sorted(folder.glob("*.safetensors")):
-            file = SafetensorsFile(path, reading)
-            for name in file.entries:
-                if name in self._where:
-                    raise DataError(
-                        f"{path}: {name} is in {self._where[name].path.name} too. Remove the file that does not belong to the model."
-                    )
-                self._where[name] = file
-        if not self._where:
-            raise DataError(f"{folder}: no *.safetensors in it. Download the weights, or convert them to safetensors.")
-        if weight_map:
-            _check_index(folder / INDEX, weight_map, self._where)
+        for path, entries in read_headers(folder).items():
+            self._where |= dict.fromkeys(entries, SafetensorsFile(path, reading, entries))
 
     @property
     def bytes_read(self) -> int:
@@ -170,42 +158,6 @@ class HfTensors:
         """
         stored = self.stored(name)
         return (self.source(name) if stored.entry.dtype == "F8_E4M3" else stored)[()]
-
-
-def _read_index(folder: Path) -> dict[str, str]:
-    """Tensor -> file; empty without an index."""
-    path = folder / INDEX
-    if not path.exists():
-        return {}
-    try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path}: cannot be read ({error!r}). Download it again.") from error
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise DataError(f"{path}: weight_map must map tensors to files. Download it again.")
-    for file in weight_map.values():
-        if not isinstance(file, str) or Path(file).name != file:
-            raise DataError(f"{path}: weight_map must map tensors to files of this folder, names {file!r}. Download it again.")
-    return dict(weight_map)
-
-
-def _listed_files(folder: Path, weight_map: dict[str, str]) -> list[Path]:
-    listed = set(weight_map.values())
-    present = {path.name for path in folder.glob("*.safetensors")}
-    if missing := sorted(listed - present):
-        raise DataError(f"{folder / missing[0]}: is in {INDEX} and not there ({len(missing)} of {len(listed)} files). Download the rest.")
-    if unlisted := sorted(name for name in present - listed if SHARD_FILE.fullmatch(name)):
-        raise DataError(f"{folder / unlisted[0]}: is not in {INDEX}. Download the index again, or remove the file.")
-    return [folder / name for name in sorted(listed)]
-
-
-def _check_index(index: Path, weight_map: dict[str, str], where: dict[str, SafetensorsFile]) -> None:
-    for name, file in weight_map.items():
-        if name not in where or where[name].path.name != file:
-            other = f", {where[name].path.name} has it" if name in where else ""
-            raise DataError(f"{index}: {name} must be in {file} and is not{other}. Download the folder again.")
-    if unlisted := sorted(set(where) - set(weight_map)):
-        raise DataError(f"{index}: lacks {unlisted[0]} of {where[unlisted[0]].path.name} ({len(unlisted)} tensors). Download it again.")
 
 
 class HfWriter:

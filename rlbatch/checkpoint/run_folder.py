@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rlbatch.api import DataError
+from rlbatch.config.foreign import LARGE_BYTES, read_json
 
 LATEST = "latest.json"
 PROGRESS = "progress.json"
@@ -152,13 +153,7 @@ def sync(path: Path) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read ({error}). {_OTHER}") from error
-    if not isinstance(content, dict):
-        raise DataError(f"{path}: must hold an object. {_OTHER}")
-    return content
+    return read_json(path, _OTHER, LARGE_BYTES)
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -6,11 +6,8 @@ The library's own slices map the file: pages that were read stay in the process'
 from __future__ import annotations
 
 import itertools
-import json
 import math
-import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -20,6 +17,7 @@ from torch import Tensor
 
 from rlbatch.api import DataError
 from rlbatch.checkpoint.reading import Reading, read_into
+from rlbatch.checkpoint.safetensors_header import Entry, damaged, read_header
 
 DTYPES = {
     "F64": torch.float64,
@@ -36,29 +34,10 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 """Names of the format."""
-HEADER_LIMIT = 100 * 10**6
-"""Bytes; the format's."""
 PAGE = 4096
 """Bytes that a file system reads at least."""
 SPAN_BYTES = 16 * 2**20
 """At most so much is read at once beyond what is asked for."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """Where a tensor lies.
-
-    Attributes:
-        dtype: Name in the header.
-        shape: Of the tensor.
-        start: Its first byte in the file.
-        nbytes: Its length.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    nbytes: int
 
 
 class SafetensorsFile:
@@ -67,6 +46,7 @@ class SafetensorsFile:
     Args:
         path: The file.
         reading: How its tensors are read.
+        entries: What its header says, if that was read.
 
     Attributes:
         entries: By name.
@@ -76,21 +56,10 @@ class SafetensorsFile:
         DataError: not a whole safetensors file.
     """
 
-    def __init__(self, path: Path, reading: Reading | None = None) -> None:
+    def __init__(self, path: Path, reading: Reading | None = None, entries: Mapping[str, Entry] | None = None) -> None:
         self.path, self.reading = path, reading or Reading()
         self.bytes_read = 0
-        try:
-            with path.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                length = int.from_bytes(file.read(8), "little")
-                if size < 8 or length > min(HEADER_LIMIT, size - 8):
-                    raise self._damaged(f"{size} bytes with a header of {length}")
-                header = json.loads(file.read(length))
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read ({error.strerror}). Look at the folder.") from error
-        except ValueError as error:
-            raise self._damaged(f"its header is not JSON: {error}") from error
-        self.entries = self._entries(header, 8 + length, size)
+        self.entries = read_header(path) if entries is None else entries
 
     def read(self, entry: Entry, ranges: Sequence[range]) -> Tensor:
         """A part of a tensor, in memory of its own.
@@ -142,37 +111,9 @@ class SafetensorsFile:
         except OSError as error:
             raise DataError(f"{self.path}: cannot be read ({error.strerror}). Look at the folder.") from error
         except EOFError as error:
-            raise self._damaged("it has become shorter") from error
+            raise damaged(self.path, "it has become shorter") from error
         self.bytes_read += target.nbytes
 
     @cached_property
     def _descriptor(self) -> Any:
         return self.path.open("rb", buffering=0)
-
-    def _entries(self, header: Any, data_start: int, size: int) -> dict[str, Entry]:
-        if not isinstance(header, dict):
-            raise self._damaged("its header is no object")
-        entries: dict[str, Entry] = {}
-        for name, described in header.items():
-            if name == "__metadata__":
-                continue
-            try:
-                start, stop = map(int, described["data_offsets"])
-                entry = Entry(str(described["dtype"]), tuple(map(int, described["shape"])), data_start + start, stop - start)
-            except (TypeError, KeyError, ValueError) as error:
-                raise self._damaged(f"{name}: its header is incomplete ({error!r})") from error
-            wanted = math.prod(entry.shape) * DTYPES[entry.dtype].itemsize if entry.dtype in DTYPES else entry.nbytes
-            if min(entry.shape, default=0) < 0 or entry.nbytes != wanted:
-                raise self._damaged(f"{name}: {entry.dtype} {list(entry.shape)} has {wanted} bytes, the header gives it {entry.nbytes}")
-            entries[name] = entry
-        end = data_start
-        for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].nbytes)):
-            if entry.start != end:
-                raise self._damaged(f"{name}: begins at byte {entry.start}, the tensor before it ends at {end}")
-            end += entry.nbytes
-        if end != size:
-            raise self._damaged(f"its header describes {end} bytes, the file has {size}")
-        return entries
-
-    def _damaged(self, what: str) -> DataError:
-        return DataError(f"{self.path}: is truncated or damaged ({what}). Download it again.")

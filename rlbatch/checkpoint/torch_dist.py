@@ -33,6 +33,7 @@ from rlbatch.checkpoint import archive
 from rlbatch.checkpoint.finite import check_finite
 from rlbatch.checkpoint.reading import Reading
 from rlbatch.checkpoint.unpickle import METADATA, read_metadata
+from rlbatch.config.foreign import LARGE_BYTES, MissingFileError, read_json
 
 FORMAT = "metadata.json"
 COMMON = "common.pt"
@@ -78,14 +79,14 @@ def converted_model(folder: Path) -> dict[str, Any] | None:
     Raises:
         DataError: the marker is damaged.
     """
-    path = folder / MARKER
+    path, fix = folder / MARKER, "Convert the checkpoint anew."
     try:
-        model = json.loads(path.read_text(encoding="utf-8"))["model"]
-    except FileNotFoundError:
+        model = read_json(path, fix, LARGE_BYTES).get("model")
+    except MissingFileError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path}: cannot be read ({error!r}). Convert the checkpoint anew.") from error
-    return dict(model)
+    if not isinstance(model, dict):
+        raise DataError(f"{path}: does not say which model it is of. {fix}")
+    return model
 
 
 def small_files(chunks: Iterable[Chunk], empty_objects: Iterable[str] = ()) -> dict[str, bytes]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rlbatch.api import DataError
+from rlbatch.config.foreign import MissingFileError, read_json
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:
@@ -18,13 +18,6 @@ def read_config(folder: Path) -> Mapping[str, Any]:
     """
     path = folder / "config.json"
     try:
-        parsed = json.loads(path.read_text(encoding="utf-8"))
-    except UnicodeDecodeError:
-        raise DataError(f"{path}: not text in UTF-8. Download the folder again.") from None
-    except (FileNotFoundError, NotADirectoryError):
+        return read_json(path, "Download the folder again.")
+    except MissingFileError:
         raise DataError(f"{path}: not there. A Hugging Face folder holds config.json, a tokenizer and *.safetensors.") from None
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path}:{error.lineno}: not JSON ({error.msg}). Download the folder again.") from None
-    if not isinstance(parsed, dict):
-        raise DataError(f"{path}:1: not a JSON object. Download the folder again.")
-    return parsed

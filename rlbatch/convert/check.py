@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import math
 import re
 from collections import Counter
@@ -14,8 +12,10 @@ from typing import Any
 
 from rlbatch.api import DataError, ModelFamily
 from rlbatch.checkpoint.finite import count_not_finite
-from rlbatch.checkpoint.hf import FLOATING, INDEX, HfTensors
+from rlbatch.checkpoint.hf import FLOATING, HfTensors
+from rlbatch.checkpoint.hf_index import INDEX
 from rlbatch.checkpoint.reading import Reading
+from rlbatch.config.foreign import LARGE_BYTES, parse_json, read_text
 from rlbatch.convert.hf_output import strips
 from rlbatch.convert.parameters import parameters
 from rlbatch.weights.audit import Audit, audit, passthrough_names
@@ -24,6 +24,7 @@ from rlbatch.weights.quantize import SCALE_SUFFIX, scales_shape
 SHOWN = 200
 """Names of a group that are listed one by one."""
 FP8 = "F8_E4M3"
+FIX = "Give json or json.gz."
 
 
 @dataclass
@@ -150,11 +151,7 @@ def _read_json(path: Path) -> Table:
             found[name] = value
         return found
 
-    try:
-        text = path.read_bytes()
-        content = json.loads(gzip.decompress(text) if text[:2] == b"\x1f\x8b" else text, object_pairs_hook=once)
-    except (OSError, EOFError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read ({error}). Give json or json.gz.") from error
+    content = parse_json(read_text(path, FIX, LARGE_BYTES), str(path), FIX, pairs=once)
     if isinstance(content, list) and content and all(isinstance(name, str) for name in content):
         counted = Counter(content)
         return Table(str(path), list(counted), [name for name, count in counted.items() if count > 1])

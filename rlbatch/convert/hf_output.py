@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from rlbatch.checkpoint.archive import raw_bytes
-from rlbatch.checkpoint.hf import COPIED, INDEX
+from rlbatch.checkpoint.hf import COPIED
+from rlbatch.checkpoint.hf_index import INDEX
 from rlbatch.checkpoint.safetensors_file import DTYPES
 from rlbatch.convert.ahead import Job, made_ahead
 from rlbatch.convert.block_file import Part

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from rlbatch.api import ConfigError
+from rlbatch.api import ConfigError, DataError
+from rlbatch.config.foreign import read_text
 from rlbatch.config.schema import Config
 from rlbatch.launch.children import dies_with_parent
 from rlbatch.launch.cluster_variables import cluster_variables
@@ -117,9 +118,9 @@ def read_hosts(config: Config) -> tuple[Host, ...]:
     if not cluster.hostfile:
         return (Host(socket.gethostname(), ranks),)
     try:
-        text = Path(cluster.hostfile).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cluster.hostfile={cluster.hostfile}: cannot be read ({error}). Correct the path.") from error
+        text = read_text(Path(cluster.hostfile).expanduser(), "Correct the path.")
+    except DataError as error:
+        raise ConfigError(f"cluster.hostfile={error}") from error
     listed = parse_hostfile(text, cluster.hostfile, separate_gpus(config) or cluster.gpus_per_node)
     slots = sum(host.slots or 0 for host in listed)
     if slots < ranks:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from rlbatch.algorithms.objective import Objective
 from rlbatch.api import ConfigError, ModelFamily, Prompt, Reward, RolloutContext
 from rlbatch.checkpoint.carried import Carried, carried_layers, draft_model
+from rlbatch.config.foreign import MissingFileError, read_json
 from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import EMBEDDED, Config
 from rlbatch.launch.job_store import JobStore
@@ -168,9 +168,10 @@ def _tokenizer(hf_folder: Path) -> Any:
 
 
 def _generation_config(hf_folder: Path) -> dict[str, Any]:
-    path = hf_folder / "generation_config.json"
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return content
+    try:
+        return read_json(hf_folder / "generation_config.json", "Correct it, or remove it.")
+    except MissingFileError:
+        return {}
 
 
 def _prompts(config: Config, run_dir: Path, tokenizer: Any, family: ModelFamily) -> tuple[list[Prompt], list[Prompt]]:

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlbatch.api import CheckpointError, DataError
-from rlbatch.checkpoint.hf import INDEX, HfTensors, HfWriter
+from rlbatch.checkpoint.hf import HfTensors, HfWriter
+from rlbatch.checkpoint.hf_index import INDEX
 from rlbatch.checkpoint.safetensors_writer import SafetensorsWriter
 from rlbatch.weights.quantize import quantize
 
@@ -204,10 +205,15 @@ def test_an_index_that_does_not_fit(weight_map: object, message: str, tmp_path: 
 
 def test_an_unreadable_index(tmp_path: Path) -> None:
     """An error, not a folder without one."""
-    for content in ("{", "[]", "{}"):
+    for content, message in (
+        ("{", "1: not JSON"),
+        ("[]", "1: not a JSON object"),
+        ("{}", " weight_map must map"),
+        ("[" * 10**5, "1: must not"),
+    ):
         indexed(tmp_path, {"a": FIRST})
         (tmp_path / INDEX).write_text(content)
-        with pytest.raises(DataError, match=r"index\.json: cannot be read"):
+        with pytest.raises(DataError, match=rf"index\.json:{message}"):
             HfTensors(tmp_path)
 
 

@@ -62,8 +62,8 @@ def test_state_is_private(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("latest", "message"),
     [
-        ("{", r"latest\.json: cannot be read"),
-        ("[]", r"latest\.json: must hold an object"),
+        ("{", r"latest\.json:1: not JSON"),
+        ("[]", r"latest\.json:1: not a JSON object"),
         ("{}", r"latest\.json: must name a folder step_<number>, names None"),
         ('{"folder": "../elsewhere"}', r"must name a folder step_<number>, names '\.\./elsewhere'"),
         ('{"folder": "step_000099"}', r"step_000099/progress\.json: cannot be read"),
@@ -142,7 +142,7 @@ def checkpoints(root: Path) -> list[str]:
         (lambda folder: (folder / STATE / "weights").write_text("of step 1X"), r"state/weights: was changed after it was written"),
         (lambda folder: os.truncate(folder / STATE / "weights", 3), r"state/weights: has 3 bytes, 10 were written"),
         (lambda folder: (folder / STATE / "weights").unlink(), r"state/weights: has 0 bytes, 10 were written"),
-        (lambda folder: (folder / PROGRESS).write_text("{"), r"progress\.json: cannot be read"),
+        (lambda folder: (folder / PROGRESS).write_text("{"), r"progress\.json:1: not JSON"),
         (lambda folder: (folder / PROGRESS).write_text(f'{{"format": {FORMAT}, "files": {{}}}}'), r"progress\.json: is damaged \(KeyError"),
         (lambda folder: (folder / PROGRESS).write_text(f'{{"format": {FORMAT}, "step": 1, "files": [1]}}'), r"progress\.json: is damaged"),
     ],

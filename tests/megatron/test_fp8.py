@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rlbatch.checkpoint.hf import INDEX, HfTensors
+from rlbatch.checkpoint.hf import HfTensors
+from rlbatch.checkpoint.hf_index import INDEX
 from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import LayoutConfig
 from rlbatch.convert.__main__ import main as convert

@@ -1,0 +1,135 @@
+"""Reading files that others wrote, within bounds: never waiting for a writer, never more than so many bytes.
+
+A FIFO, a device, a file of gigabytes or a hundred thousand brackets is one message with the path, as any other mistake.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import stat
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from rlbatch.api import DataError
+
+SMALL_BYTES = 16 * 2**20
+"""Of a config or a template; published ones have less than a hundredth."""
+LARGE_BYTES = 128 * 2**20
+"""Of a tokenizer, or of the names of a checkpoint's tensors."""
+MAX_DEPTH = 64
+"""Of lists and objects in each other."""
+_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+
+
+class MissingFileError(DataError):
+    """There is no such file."""
+
+
+class PairsHook(Protocol):
+    """Makes an object of its names and values (``json.loads``)."""
+
+    def __call__(self, pairs: Sequence[tuple[str, Any]], /) -> dict[str, Any]: ...  # noqa: D102
+
+
+@contextmanager
+def open_regular(path: Path, fix: str) -> Iterator[IO[bytes]]:
+    """A regular file, open for reading.
+
+    Args:
+        path: The file.
+        fix: What to do if it cannot be read, a sentence.
+
+    Raises:
+        MissingFileError: there is none.
+        DataError: it is a folder, FIFO, socket or device, or cannot be read, now or within the context.
+    """
+    try:
+        kind = _KINDS.get(stat.S_IFMT(os.stat(path).st_mode))
+        if kind is not None:
+            raise DataError(f"{path}: must be a regular file, is {kind}. {fix}")
+        with open(path, "rb") as file:
+            yield file
+    except OSError as error:
+        is_missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
+        raise (MissingFileError if is_missing else DataError)(f"{path}: cannot be read ({error.strerror}). {fix}") from error
+
+
+def read_text(path: Path, fix: str, limit: int = SMALL_BYTES) -> str:
+    """A file's text in UTF-8, without a byte order mark; of a file in gzip's format, what it holds.
+
+    Args:
+        path: The file.
+        fix: What to do if it cannot be read, a sentence.
+        limit: Bytes that it may have.
+
+    Raises:
+        DataError: see ``open_regular``; or it is larger, or not text.
+    """
+    with open_regular(path, fix) as file:
+        is_packed = file.read(2) == b"\x1f\x8b"
+        file.seek(0)
+        try:
+            content = (gzip.GzipFile(fileobj=file) if is_packed else file).read(limit + 1)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise DataError(f"{path}: cannot be read ({error}). {fix}") from None
+    if len(content) > limit:
+        raise DataError(f"{path}: must have at most {limit // 2**20} MiB. {fix}")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise DataError(f"{path}: not text in UTF-8. {fix}") from None
+
+
+def read_json(path: Path, fix: str, limit: int = SMALL_BYTES) -> dict[str, Any]:
+    """A file's JSON object; as ``read_text``.
+
+    Raises:
+        DataError: see ``read_text`` and ``parse_json``; or it is no object.
+    """
+    parsed = parse_json(read_text(path, fix, limit), str(path), fix)
+    if not isinstance(parsed, dict):
+        raise DataError(f"{path}:1: not a JSON object. {fix}")
+    return parsed
+
+
+def parse_json(text: str, path: str, fix: str, *, line: int = 1, pairs: PairsHook | None = None) -> Any:
+    """A JSON value.
+
+    Args:
+        text: The JSON.
+        path: Where it is from.
+        fix: What to do if it is none, a sentence.
+        line: Its first line's number in the file.
+        pairs: Makes its objects; None: dicts.
+
+    Raises:
+        DataError: it is not JSON, too deep, or has a number of thousands of digits.
+    """
+    try:
+        value = json.loads(text, object_pairs_hook=pairs)
+    except json.JSONDecodeError as error:
+        place = f"{path}:{line + error.lineno - 1}"
+        raise DataError(f"{place}: not JSON ({error.msg} at column {error.colno}). {fix}") from None
+    except RecursionError:
+        raise DataError(f"{path}:{line}: must not have lists and objects more than {MAX_DEPTH} deep. {fix}") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise DataError(f"{path}:{line}: cannot be read ({error}). {fix}") from None
+    if _is_deep(value):
+        raise DataError(f"{path}:{line}: must not have lists and objects more than {MAX_DEPTH} deep. {fix}")
+    return value
+
+
+def _is_deep(value: Any) -> bool:
+    """Whether others, who go down by recursion, could fail at it."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        below = (item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list)))
+        level = [child for children in below for child in children]
+        if not level:
+            return False
+    return True
