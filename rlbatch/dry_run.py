@@ -15,9 +15,9 @@ from rlbatch.config.schema import Config
 from rlbatch.launch.cluster_variables import cluster_variables
 from rlbatch.launch.mpirun import Mpi, find_mpi, mpi_job, mpirun_variables
 from rlbatch.launch.notice import checkpoint_bytes, notice_s
-from rlbatch.launch.placement import place, stages
 from rlbatch.launch.sbatch import NOTICE_SIGNAL, job_name
 from rlbatch.plan.layout import degrees
+from rlbatch.plan.placement import place, stages
 from rlbatch.prepare import (
     engine_plan,
     find_problems,

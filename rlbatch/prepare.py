@@ -15,16 +15,16 @@ from rlbatch.api import ConfigError, DataError, ModelFamily, RlbatchError
 from rlbatch.config.compose import save_config
 from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import EMBEDDED, Config
-from rlbatch.launch.engine_plan import EnginePlan
 from rlbatch.launch.environment import visible_gpus
-from rlbatch.launch.footprint import parameters
 from rlbatch.launch.interfaces import addresses_of
 from rlbatch.launch.job_record import read_record
 from rlbatch.launch.lock import run_folder_lock
 from rlbatch.launch.mpirun import read_hosts
-from rlbatch.launch.placement import Placement, place
-from rlbatch.pipeline.engine_precision import check_device, engine_quantization
+from rlbatch.plan.engine_plan import EnginePlan
+from rlbatch.plan.engine_precision import check_device, engine_quantization
+from rlbatch.plan.footprint import parameters
 from rlbatch.plan.layout import check_layout
+from rlbatch.plan.placement import Placement, place
 from rlbatch.registry import Registry
 
 CONFIG_FILE = "config.yaml"

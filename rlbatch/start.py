@@ -20,8 +20,8 @@ from rlbatch.launch.lock import run_folder_lock
 from rlbatch.launch.logs import LOGS, MERGED_LOG
 from rlbatch.launch.mpirun import DRY_RUN, find_mpi, mpi_job, read_hosts, run_mpi
 from rlbatch.launch.notice import notice_s
-from rlbatch.launch.placement import place
 from rlbatch.launch.sbatch import SRUN, batch_script, job_name
+from rlbatch.plan.placement import place
 from rlbatch.prepare import model_family, parameter_count, prepared_run
 from rlbatch.registry import Registry
 

@@ -16,8 +16,8 @@ import rlbatch.submit
 from rlbatch.api import ConfigError, EngineShape
 from rlbatch.config.compose import compose
 from rlbatch.launch import mpirun
-from rlbatch.launch.engine_plan import EnginePlan
-from rlbatch.launch.placement import Placement
+from rlbatch.plan.engine_plan import EnginePlan
+from rlbatch.plan.placement import Placement
 from rlbatch.registry import compose_job, load_plugins
 from tests.large_models import CONFIGS, write_model
 from tests.megatron.real_models import CONFIGS as PUBLISHED

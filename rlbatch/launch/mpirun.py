@@ -28,8 +28,8 @@ from rlbatch.launch.hostfile import Host, parse_hostfile
 from rlbatch.launch.interfaces import addresses_of
 from rlbatch.launch.logs import LOGS
 from rlbatch.launch.passed_signals import passed_signals
-from rlbatch.launch.placement import separate_gpus
 from rlbatch.launch.variables import LAUNCH_VARIABLE
+from rlbatch.plan.placement import separate_gpus
 
 HOSTFILE = "hostfile"
 """In the run folder: the hosts of the job, in the form of its mpirun."""

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from rlbatch.api import ConfigError, ModelFamily
 from rlbatch.config.schema import Config
-from rlbatch.launch.footprint import parameters
 from rlbatch.launch.lives import read_history
+from rlbatch.plan.footprint import parameters
 
 BYTES_PER_PARAMETER = {"bf16": 14, "fp32": 16}
 """A checkpoint's: weights as trained, then fp32 main weights and Adam's two moments."""

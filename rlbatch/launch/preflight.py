@@ -20,13 +20,13 @@ from rlbatch.api import PreflightError
 from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import EMBEDDED, Config
 from rlbatch.launch import preflight_rules as rules
-from rlbatch.launch.footprint import Footprint, footprint
 from rlbatch.launch.job_store import JobStore
 from rlbatch.launch.link_check import Links, check_links
 from rlbatch.launch.node_facts import NodeFacts, collect_facts
 from rlbatch.launch.preflight_rules import Finding
 from rlbatch.launch.preflight_table import one_line, table
 from rlbatch.launch.shared_folders import SharedFolders, unreadable
+from rlbatch.plan.footprint import Footprint, footprint
 from rlbatch.registry import Registry
 
 SHOWN_FINDINGS = 8

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from rlbatch.config.schema import ClusterConfig
-from rlbatch.launch.footprint import Footprint
 from rlbatch.launch.node_facts import SOURCES, NodeFacts
+from rlbatch.plan.footprint import Footprint
 
 SKEW_WARNING_S = 5.0
 """The ranks' clocks are read when a barrier lets go of them, which on a busy machine is not the same moment."""

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from rich import box
 from rich.table import Table
 
-from rlbatch.launch.footprint import Footprint
 from rlbatch.launch.link_check import Links
 from rlbatch.launch.node_facts import NodeFacts
+from rlbatch.plan.footprint import Footprint
 
 SHOWN_VERSIONS = ("rlbatch", "torch", "megatron-core", "transformer-engine", "nccl", "driver")
 

@@ -10,7 +10,7 @@ from rlbatch.config.schema import Config
 from rlbatch.launch.cluster_variables import cluster_variables
 from rlbatch.launch.container import srun_options
 from rlbatch.launch.logs import MERGED_LOG
-from rlbatch.launch.placement import place, separate_gpus
+from rlbatch.plan.placement import place, separate_gpus
 
 NOTICE_SIGNAL = "USR2"
 """What Slurm sends to every rank, not to the batch script, before the time limit or a preemption; NCCL may catch USR1."""

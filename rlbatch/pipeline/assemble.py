@@ -24,7 +24,6 @@ from rlbatch.megatron.rng import seed_random_numbers
 from rlbatch.megatron.trainer import Trainer
 from rlbatch.pipeline.embedded import write_random_weights
 from rlbatch.pipeline.engine_model import write_engine_folder
-from rlbatch.pipeline.engine_precision import check_device, engine_quantization
 from rlbatch.pipeline.engine_ranks import engine_ranks
 from rlbatch.pipeline.first_rank import on_first_rank
 from rlbatch.pipeline.job import Job
@@ -32,6 +31,7 @@ from rlbatch.pipeline.loading import load_policy, weights_source
 from rlbatch.pipeline.prompts import PromptOrder, load_prompts
 from rlbatch.pipeline.rollout import Rollout, stop_tokens
 from rlbatch.pipeline.stopping import Stopping
+from rlbatch.plan.engine_precision import check_device, engine_quantization
 from rlbatch.plan.layout import check_layout
 from rlbatch.registry import Registry, load_plugins
 from rlbatch.weights.audit import expert_names

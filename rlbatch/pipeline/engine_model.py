@@ -10,7 +10,7 @@ from rlbatch.api import ConfigError, ModelFamily
 from rlbatch.checkpoint.export import quantization_config
 from rlbatch.checkpoint.hf import COPIED
 from rlbatch.config.hf_config import read_config
-from rlbatch.pipeline.engine_precision import Quantization
+from rlbatch.plan.engine_precision import Quantization
 
 FOLDER = Path("engines/model")
 """In the run folder."""

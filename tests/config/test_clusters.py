@@ -11,9 +11,9 @@ from rlbatch.api import ConfigError
 from rlbatch.config.choices import group_choices
 from rlbatch.config.compose import compose
 from rlbatch.config.schema import ClusterConfig, LayoutConfig
-from rlbatch.launch.footprint import parameters
-from rlbatch.launch.placement import place
+from rlbatch.plan.footprint import parameters
 from rlbatch.plan.layout import check_layout, degrees
+from rlbatch.plan.placement import place
 from rlbatch.registry import load_plugins
 from tests.large_models import CONFIGS
 

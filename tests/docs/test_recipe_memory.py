@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlbatch.config.choices import group_choices
-from rlbatch.launch.footprint import footprint
+from rlbatch.plan.footprint import footprint
 from rlbatch.registry import compose_job
 from tests.large_models import CONFIGS
 

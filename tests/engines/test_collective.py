@@ -18,8 +18,8 @@ from rlbatch.engines.client import EngineHost
 from rlbatch.engines.collective import SENDER, WeightGroup
 from rlbatch.engines.rollout import HostedOptions, devices_behind, uses_group
 from rlbatch.engines.sender import WeightSender
-from rlbatch.launch.engine_plan import EnginePlan
-from rlbatch.launch.placement import Placement
+from rlbatch.plan.engine_plan import EnginePlan
+from rlbatch.plan.placement import Placement
 from rlbatch.prepare import placement
 from tests.hosted_plugin import hosted
 from tests.leftovers import shared_by

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from rlbatch.config.schema import ClusterConfig
-from rlbatch.launch.footprint import Footprint
 from rlbatch.launch.link_check import Links
 from rlbatch.launch.node_facts import SOURCES, Gpu, NodeFacts
 from rlbatch.launch.preflight import blamed
@@ -22,6 +21,7 @@ from rlbatch.launch.preflight_rules import (
     check_visibility,
 )
 from rlbatch.launch.preflight_table import one_line
+from rlbatch.plan.footprint import Footprint
 
 NODES = 4
 H100 = Gpu("NVIDIA H100 80GB HBM3", 79.1, 78.5, 8)

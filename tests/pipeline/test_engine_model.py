@@ -14,7 +14,7 @@ from rlbatch.config.compose import compose
 from rlbatch.config.schema import EMBEDDED, Config
 from rlbatch.convert.__main__ import main as convert
 from rlbatch.pipeline.engine_model import write_engine_folder
-from rlbatch.pipeline.engine_precision import check_device, engine_quantization
+from rlbatch.plan.engine_precision import check_device, engine_quantization
 from rlbatch.prepare import find_problems
 from rlbatch.registry import load_plugins
 from tests.pipeline import steps

@@ -8,7 +8,7 @@ import pytest
 
 from rlbatch.api import ConfigError
 from rlbatch.config.schema import ClusterConfig, Config, LayoutConfig, RolloutConfig
-from rlbatch.launch.placement import Placement, Stage, place, stages
+from rlbatch.plan.placement import Placement, Stage, place, stages
 
 
 def config(ranks: int, per_node: int = 8, gpus: int = 0) -> Config:

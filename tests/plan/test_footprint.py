@@ -8,7 +8,7 @@ import pytest
 
 from rlbatch.api import ModelFamily
 from rlbatch.config.compose import compose
-from rlbatch.launch.footprint import GIB, RANK_HOST_GIB, footprint, parameters
+from rlbatch.plan.footprint import GIB, RANK_HOST_GIB, footprint, parameters
 
 QWEN3_30B = {
     "num_layers": 48,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import rlbatch.submit
-from rlbatch.launch.engine_plan import EnginePlan
+from rlbatch.plan.engine_plan import EnginePlan
 from rlbatch.prepare import find_problems, placement
 from rlbatch.registry import compose_job
 from tests.large_models import CONFIGS, write_model

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from rlbatch.api import ConfigError, EngineShape, ModelFamily
 from rlbatch.config.schema import Config
-from rlbatch.launch.footprint import GIB, WEIGHT_BYTES, cache_bytes, footprint, parameters
-from rlbatch.launch.placement import SEPARATE, Placement, separate_gpus
+from rlbatch.plan.footprint import GIB, WEIGHT_BYTES, cache_bytes, footprint, parameters
+from rlbatch.plan.placement import SEPARATE, Placement, separate_gpus
 
 KEY = "rollout.options.gpus_per_engine"
 FREE_GIB = 2.0
