@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Annotated
 
-from rlbatch.api import ConfigError, Configurable, OptimizerSpec, hookimpl
+from rlbatch.api import ConfigError, Configurable, OptimizerSpec, Range, hookimpl
 
 from .offload_gradients import ReleasedGradients
 
@@ -19,7 +20,9 @@ from .offload_gradients import ReleasedGradients
 class CpuAdamOptions:
     """``offload.options.*``"""
 
-    fraction: float = field(default=1.0, metadata={"doc": "Share of the parameters whose optimizer is on the host, above 0, at most 1."})
+    fraction: Annotated[float, Range(above=0, most=1)] = field(
+        default=1.0, metadata={"doc": "Share of the parameters whose optimizer is on the host, above 0, at most 1."}
+    )
 
 
 class CpuAdam(ReleasedGradients):
@@ -27,14 +30,9 @@ class CpuAdam(ReleasedGradients):
 
     Args:
         options: The fraction.
-
-    Raises:
-        ConfigError: a fraction outside (0, 1].
     """
 
     def __init__(self, options: CpuAdamOptions) -> None:
-        if not 0 < options.fraction <= 1:
-            raise ConfigError(f"offload.options.fraction={options.fraction:g}: must be above 0 and at most 1. Use offload=none for 0.")
         super().__init__()
         self._fraction = options.fraction
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rlbatch.api import Completion, ConfigError, Configurable, Prompt, RolloutContext, RolloutError, SamplingParams, WeightBucket, hookimpl
+from rlbatch.api import Completion, Configurable, Count, Prompt, RolloutContext, RolloutError, SamplingParams, WeightBucket, hookimpl
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +24,7 @@ INITIAL_SEED = 2**62 + 1
 class TransformersOptions:
     """``rollout.options.*``"""
 
-    max_batch_size: int = field(default=512, metadata={"doc": "Samples generated at once on a rank."})
+    max_batch_size: Count = field(default=512, metadata={"doc": "Samples generated at once on a rank."})
 
 
 @hookimpl
@@ -45,8 +45,6 @@ class TransformersRollout:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        if options.max_batch_size < 1:
-            raise ConfigError(f"rollout.options.max_batch_size={options.max_batch_size}: must be at least 1. Give more.")
         self._device, self._batch = torch.device(context.device), options.max_batch_size
         config = AutoConfig.from_pretrained(context.hf_folder, local_files_only=True)
         # The random weights made here are overwritten by the first sync, and must not disturb the trainer's random numbers.

@@ -49,6 +49,7 @@ from rlbatch.api.types import (
     StepResult,
     WeightBucket,
 )
+from rlbatch.api.values import Count, CountOrZero, Range, Seconds
 
 __all__ = [
     "API_VERSION",
@@ -60,6 +61,8 @@ __all__ = [
     "Completion",
     "ConfigError",
     "Configurable",
+    "Count",
+    "CountOrZero",
     "DataError",
     "Direct",
     "EngineLost",
@@ -87,6 +90,7 @@ __all__ = [
     "PreflightError",
     "Prompt",
     "Qkv",
+    "Range",
     "RestartableBackend",
     "Reward",
     "RewardError",
@@ -98,6 +102,7 @@ __all__ = [
     "Sample",
     "SampleGroup",
     "SamplingParams",
+    "Seconds",
     "SleepingBackend",
     "StepResult",
     "Vocab",

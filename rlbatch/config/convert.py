@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from rlbatch.api import ConfigError
+from rlbatch.api.values import INT64, Range
 
 T = TypeVar("T")
 
@@ -27,22 +29,25 @@ class KeyDoc:
         type: In words, e.g. ``an integer or null``.
         default: Its default value.
         doc: What it means, with its unit.
+        marks: What its type says beyond Python's, e.g. a ``Range``.
     """
 
     name: str
     type: str
     default: Any
     doc: str
+    marks: tuple[Any, ...] = ()
 
 
-def key_docs(cls: type, prefix: str = "") -> Iterator[KeyDoc]:
+def key_docs(cls: Any, prefix: str = "") -> Iterator[KeyDoc]:
     """Every key of a (nested) config or options dataclass, in order."""
-    hints = get_type_hints(cls)
+    hints = get_type_hints(cls, include_extras=True)
     for field in dataclasses.fields(cls):
-        if dataclasses.is_dataclass(hints[field.name]):
-            yield from key_docs(hints[field.name], f"{prefix}{field.name}.")
+        hint = hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            yield from key_docs(hint, f"{prefix}{field.name}.")
         else:
-            yield KeyDoc(prefix + field.name, _words(hints[field.name]), _default(field), field.metadata.get("doc", ""))
+            yield KeyDoc(prefix + field.name, _words(hint), _default(field), field.metadata.get("doc", ""), tuple(_marks(hint)))
 
 
 def closest(name: str, known: Iterable[str]) -> list[str]:
@@ -76,14 +81,17 @@ def from_mapping(cls: type[T], values: Mapping[Any, Any], prefix: str = "") -> T
         prefix: What stands before the keys in messages, e.g. ``reward.options.``.
 
     Raises:
-        ConfigError: an unknown key, or a value that is not of its key's type.
+        ConfigError: an unknown key, or a value that is not of its key's type or range.
     """
-    hints = get_type_hints(cls)
-    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    hints = get_type_hints(cls, include_extras=True)
+    defaults = {field.name: _default(field) for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for name in values:
-        if name not in names:
-            raise unknown_key(f"{prefix}{name}", [prefix + known for known in names])
-    return cls(**{name: _checked(hints[name], value, prefix + name) for name, value in values.items()})
+        if name not in defaults:
+            raise unknown_key(f"{prefix}{name}", [prefix + known for known in defaults])
+    checked = {name: _checked(hints[name], value, prefix + name) for name, value in values.items()}
+    for name, value in checked.items():
+        _check_range(hints[name], value, prefix + name, defaults[name])
+    return cls(**checked)
 
 
 def to_plain(value: Any) -> Any:
@@ -108,7 +116,36 @@ def show_value(value: Any) -> str:
     return str(value)
 
 
+def _marks(hint: Any) -> Iterator[Any]:
+    """Annotations of a type, and of its parts."""
+    if get_origin(hint) is Annotated:
+        yield from hint.__metadata__
+    for part in get_args(hint) if get_origin(hint) is not Literal else ():
+        yield from _marks(part)
+
+
+def _check_range(hint: Any, value: Any, key: str, default: Any) -> None:
+    """Every number in a value of this key; a type without a range of its own has that of 64 bits."""
+    if isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            _check_range(hint, item, f"{key}[{index}]", None)
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        ranges = [mark for mark in _marks(hint) if isinstance(mark, Range)]
+        for limits in ranges or [Range(-INT64 - 1, INT64) if isinstance(value, int) else Range()]:
+            if violated := limits.violated(value):
+                raise ConfigError(f"{key}={show_value(value)}: {violated}. Use e.g. {show_value(_example(limits, default))}.")
+
+
+def _example(limits: Range, default: Any) -> Any:
+    """A number that a message can offer."""
+    if isinstance(default, (int, float)) and not limits.violated(default):
+        return default
+    return next(number for number in (1, 0, limits.least, limits.most, limits.above / 2 + limits.below / 2) if not limits.violated(number))
+
+
 def _checked(hint: Any, value: Any, key: str) -> Any:
+    if get_origin(hint) is Annotated:
+        hint = get_args(hint)[0]
     if value == MISSING_VALUE:
         raise ConfigError(f"{key}: has no value. Give one: {key}=<{_words(hint)}>.")
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
@@ -122,7 +159,10 @@ def _checked(hint: Any, value: Any, key: str) -> Any:
     if not _fits(hint, value):
         raise ConfigError(f"{key}={show_value(value)}: must be {_words(hint)}, not {_kind(value)}.{_quoting(hint, key, value)}")
     if hint is float:
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:  # of an integer
+            return math.inf
     if get_origin(hint) in (tuple, list, Sequence):
         container = list if get_origin(hint) is list else tuple
         return container(_checked(get_args(hint)[0], item, f"{key}[{index}]") for index, item in enumerate(value))
@@ -140,6 +180,8 @@ def _fits(hint: Any, value: Any) -> bool:
     if hint is Any:
         return True
     origin = get_origin(hint)
+    if origin is Annotated:
+        return _fits(get_args(hint)[0], value)
     if origin is Literal:
         return any(value == choice and type(value) is type(choice) for choice in get_args(hint))
     if origin in (tuple, list, Sequence):
@@ -155,6 +197,8 @@ def _fits(hint: Any, value: Any) -> bool:
 
 def _words(hint: Any) -> str:
     origin = get_origin(hint)
+    if origin is Annotated:
+        return _words(get_args(hint)[0])
     if origin in (Union, types.UnionType):
         return " or ".join(_words(member) for member in get_args(hint))
     if origin is Literal:

@@ -8,10 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from rlbatch.api.values import INT32, INT64, Count, CountOrZero, Range, Seconds
 
 EMBEDDED = "embedded"
 """Value of ``model.hf``, ``data.train`` and ``data.eval`` for what the embedded run generates in its run folder."""
+
+
+Ranks = Annotated[int, Range(above=0, most=2**20)]
+"""Ranks, or parts of a model that ranks share out."""
+Amount = Annotated[float, Range(least=0, most=1e6)]
+"""What a machine has, in GiB, GB/s or TFLOP/s; 0: not said."""
 
 
 def key(default: Any, doc: str) -> Any:
@@ -25,20 +33,20 @@ def key(default: Any, doc: str) -> Any:
 class TrainConfig:
     """``train.*``"""
 
-    steps: int = key(100, "Steps of the run; each generates, scores and updates.")
-    prompts_per_step: int = key(32, "Prompts (groups) a step.")
-    updates_per_step: int = key(1, "Optimizer updates a step; the step's groups are divided over them.")
-    max_tokens_per_gpu: int = key(
+    steps: Count = key(100, "Steps of the run; each generates, scores and updates.")
+    prompts_per_step: Annotated[int, Range(above=0, most=2**20)] = key(32, "Prompts (groups) a step.")
+    updates_per_step: Count = key(1, "Optimizer updates a step; the step's groups are divided over them.")
+    max_tokens_per_gpu: Count = key(
         4096, "Most tokens of a pack (x layout.cp_size): memory and speed, never the loss. A longer sample forms its own pack, untruncated."
     )
     precision: Literal["fp32", "bf16"] = key("fp32", "Arithmetic of the trainer and the engine; bf16 keeps fp32 main weights.")
-    eval_interval: int = key(0, "Steps between held-out evaluations; 0: only before the first and after the last step.")
-    eval_prompts: int = key(128, "Held-out prompts of an evaluation, from the top of data.eval; 0: all.")
-    eval_temperature: float = key(1.0, "Sampling temperature of evaluations; 0: the most likely token.")
+    eval_interval: CountOrZero = key(0, "Steps between held-out evaluations; 0: only before the first and after the last step.")
+    eval_prompts: CountOrZero = key(128, "Held-out prompts of an evaluation, from the top of data.eval; 0: all.")
+    eval_temperature: Annotated[float, Range(least=0)] = key(1.0, "Sampling temperature of evaluations; 0: the most likely token.")
     spec: Literal["auto", "local", "transformer_engine"] = key(
         "auto", "Megatron's layers: torch's own (local), or Transformer Engine's; auto: the latter on GPUs that have it installed."
     )
-    logprob_chunk_tokens: int = key(4096, "Tokens whose logits exist at once; memory is chunk x vocabulary / tp_size.")
+    logprob_chunk_tokens: Count = key(4096, "Tokens whose logits exist at once; memory is chunk x vocabulary / tp_size.")
     allocator: Mapping[str, Any] = key(
         {}, "Options of torch's GPU allocator in the ranks, by its own names (max_split_size_mb, ...); not the engines'."
     )
@@ -49,35 +57,37 @@ class OptimizerConfig:
     """``optimizer.*``: Adam, as in Megatron's distributed optimizer."""
 
     name: Literal["adam"] = key("adam", "The optimizer.")
-    lr: float = key(1e-6, "Peak learning rate.")
-    min_lr: float = key(0.0, "Learning rate that the schedule decays to, one step after the last.")
+    lr: Annotated[float, Range(least=0)] = key(1e-6, "Peak learning rate.")
+    min_lr: Annotated[float, Range(least=0)] = key(0.0, "Learning rate that the schedule decays to, one step after the last.")
     lr_schedule: Literal["constant", "linear", "cosine"] = key("constant", "Decay after the warm-up, over train.steps.")
-    lr_warmup_steps: int = key(0, "Steps (not updates) of linear warm-up from 0.")
-    weight_decay: float = key(0.0, "Decoupled weight decay.")
-    beta1: float = key(0.9, "Adam's first-moment decay.")
-    beta2: float = key(0.95, "Adam's second-moment decay.")
-    eps: float = key(1e-8, "Adam's epsilon.")
-    clip_grad: float = key(1.0, "Global gradient norm limit; 0: none.")
+    lr_warmup_steps: CountOrZero = key(0, "Steps (not updates) of linear warm-up from 0.")
+    weight_decay: Annotated[float, Range(least=0)] = key(0.0, "Decoupled weight decay.")
+    beta1: Annotated[float, Range(least=0, below=1)] = key(0.9, "Adam's first-moment decay.")
+    beta2: Annotated[float, Range(least=0, below=1)] = key(0.95, "Adam's second-moment decay.")
+    eps: Annotated[float, Range(above=0)] = key(1e-8, "Adam's epsilon.")
+    clip_grad: Annotated[float, Range(least=0)] = key(1.0, "Global gradient norm limit; 0: none.")
 
 
 @dataclass(frozen=True)
 class LayoutConfig:
     """``layout.*``: how the model is spread over ranks."""
 
-    world_size: int = key(2, "Ranks, one per GPU.")
-    tp_size: int = key(1, "Tensor parallel size of attention and dense layers (sequence parallel when > 1).")
-    pp_size: int = key(1, "Pipeline stages.")
-    vpp_size: int = key(1, "Model chunks of a pipeline stage; more than 1: interleaved pipeline, a smaller bubble for more communication.")
-    cp_size: int = key(1, "Context parallel size.")
-    ep_size: int = key(1, "Expert parallel size.")
-    etp_size: int = key(1, "Tensor parallel size of experts.")
+    world_size: Ranks = key(2, "Ranks, one per GPU.")
+    tp_size: Ranks = key(1, "Tensor parallel size of attention and dense layers (sequence parallel when > 1).")
+    pp_size: Ranks = key(1, "Pipeline stages.")
+    vpp_size: Ranks = key(
+        1, "Model chunks of a pipeline stage; more than 1: interleaved pipeline, a smaller bubble for more communication."
+    )
+    cp_size: Ranks = key(1, "Context parallel size.")
+    ep_size: Ranks = key(1, "Expert parallel size.")
+    etp_size: Ranks = key(1, "Tensor parallel size of experts.")
     dispatcher: Literal["alltoall", "flex"] = key("alltoall", "Megatron's token dispatcher of experts; flex is for DeepEP.")
     deepep: bool = key(False, "Move tokens between experts with DeepEP (needs layout.dispatcher=flex and the deep_ep package).")
-    first_stage_layers: int | None = key(None, "Layers of the first pipeline stage; null: an equal share.")
-    last_stage_layers: int | None = key(None, "Layers of the last pipeline stage; null: an equal share.")
+    first_stage_layers: Count | None = key(None, "Layers of the first pipeline stage; null: an equal share.")
+    last_stage_layers: Count | None = key(None, "Layers of the last pipeline stage; null: an equal share.")
     recompute_granularity: Literal["full", "selective"] | None = key(None, "Activation recomputation; null: none.")
     recompute_method: Literal["uniform", "block"] | None = key(None, "With full recomputation: how layers are chosen.")
-    recompute_num_layers: int | None = key(None, "With full recomputation: layers of a chunk (uniform) or of a stage (block).")
+    recompute_num_layers: Count | None = key(None, "With full recomputation: layers of a chunk (uniform) or of a stage (block).")
 
 
 @dataclass(frozen=True)
@@ -85,7 +95,9 @@ class ModelConfig:
     """``model.*``"""
 
     name: str = key("", "Name under which layouts are looked up, e.g. deepseek671b; `model=<name>` sets it.")
-    parameters: float = key(0.0, "Parameters, e.g. 671.0e9: what a dry run goes by while model.hf is not there.")
+    parameters: Annotated[float, Range(least=0, most=1e15)] = key(
+        0.0, "Parameters, e.g. 671.0e9: what a dry run goes by while model.hf is not there."
+    )
     hf: str = key(EMBEDDED, "Hugging Face folder: config.json, tokenizer, safetensors; `embedded`: a tiny random Qwen3-MoE.")
 
 
@@ -94,15 +106,17 @@ class RolloutConfig:
     """``rollout=<name>`` and ``rollout.*``"""
 
     name: str = key("transformers", "The rollout backend.")
-    temperature: float = key(1.0, "Sampling temperature; log-probs are scored at it on both sides.")
-    max_response_tokens: int = key(1024, "Limit of sampled tokens a sample.")
+    temperature: Annotated[float, Range(least=0.01, most=100)] = key(
+        1.0, "Sampling temperature; log-probs are scored at it on both sides. At least 0.01: vLLM samples at no lower one."
+    )
+    max_response_tokens: Count = key(1024, "Limit of sampled tokens a sample.")
     sync_weights: bool = key(
         True, "Send the policy's weights to the engine before each step; false only to test that the log-prob check sees it."
     )
-    max_logprob_diff: float | None = key(
+    max_logprob_diff: Annotated[float, Range(above=0, most=1e6)] | None = key(
         None, "Largest accepted mean difference of trainer and engine log-probs, nats; beyond it the run ends. null: only reported."
     )
-    bucket_mib: int = key(512, "MiB of a weight-sync bucket; a larger tensor travels alone.")
+    bucket_mib: Annotated[int, Range(above=0, most=2**20)] = key(512, "MiB of a weight-sync bucket; a larger tensor travels alone.")
     audit_sync: Literal["first", "always", "off"] = key(
         "first", "Which syncs count that every parameter of the engine is written exactly once; first: also the first after a restart."
     )
@@ -140,14 +154,14 @@ class AlgorithmConfig:
     loss_aggregation: Literal["token_mean", "sequence_mean"] = key(
         "token_mean", "Mean over all sampled tokens of an update, or over sequences of each one's token mean."
     )
-    group_size: int = key(8, "Samples a prompt.")
-    eps_clip: float = key(0.2, "Lower clip range of the importance ratio.")
-    eps_clip_high: float = key(0.2, "Upper clip range of the importance ratio.")
+    group_size: Annotated[int, Range(above=0, most=2**20)] = key(8, "Samples a prompt.")
+    eps_clip: Annotated[float, Range(above=0, below=1)] = key(0.2, "Lower clip range of the importance ratio.")
+    eps_clip_high: Annotated[float, Range(above=0)] = key(0.2, "Upper clip range of the importance ratio.")
     kl_kind: Literal["k1", "k2", "k3", "low_var_kl"] = key("low_var_kl", "Estimator of the KL divergence to the reference model.")
     kl_loss: bool = key(False, "Measure the KL to the reference model and add kl_loss_coef x KL to the loss.")
-    kl_loss_coef: float = key(0.0, "Coefficient of the KL in the loss; 0 with kl_loss=true only measures it.")
-    kl_reward_coef: float = key(0.0, "Coefficient of the KL subtracted from the reward.")
-    entropy_coef: float = key(0.0, "Coefficient of the entropy bonus.")
+    kl_loss_coef: Annotated[float, Range(least=0)] = key(0.0, "Coefficient of the KL in the loss; 0 with kl_loss=true only measures it.")
+    kl_reward_coef: Annotated[float, Range(least=0)] = key(0.0, "Coefficient of the KL subtracted from the reward.")
+    entropy_coef: Annotated[float, Range(least=0)] = key(0.0, "Coefficient of the entropy bonus.")
 
 
 @dataclass(frozen=True)
@@ -158,7 +172,7 @@ class DataConfig:
     eval: str = key(EMBEDDED, "Held-out prompt file; empty: no evaluation.")
     prompt_key: str = key("prompt", "Field with the prompt: a string, or a list of {role, content} for the chat template.")
     label_key: str = key("label", "Field with what the reward compares with.")
-    max_prompt_tokens: int | None = key(None, "Longest prompt; null: the context less rollout.max_response_tokens.")
+    max_prompt_tokens: Count | None = key(None, "Longest prompt; null: the context less rollout.max_response_tokens.")
 
 
 @dataclass(frozen=True)
@@ -170,13 +184,15 @@ class CheckpointConfig:
     )
     ref_load: str = key("", "Where the reference model's weights come from: as checkpoint.load; empty: model.hf.")
     save: str = key("", "Folder of checkpoints; empty: <run_dir>/checkpoints.")
-    save_interval: int = key(0, "Steps between checkpoints; 0: only after the last step; -1: never.")
+    save_interval: Annotated[int, Range(least=-1, most=INT32)] = key(
+        0, "Steps between checkpoints; 0: only after the last step; -1: never."
+    )
     export_hf: bool = key(False, "After the last step, write the policy as a Hugging Face folder: <run_dir>/hf.")
-    export_interval: int = key(0, "With export_hf: steps between exports before the last step, <run_dir>/hf_step_<step>; 0: none.")
+    export_interval: CountOrZero = key(0, "With export_hf: steps between exports before the last step, <run_dir>/hf_step_<step>; 0: none.")
     export_dtype: Literal["auto", "bf16", "fp8"] = key(
         "auto", "Of an export's weights: bf16, fp8 (e4m3 in blocks of 128 x 128, where the model family has them), auto: as in model.hf."
     )
-    keep: int = key(2, "Newest checkpoints to keep; older ones are deleted once a new one is complete. 0: all.")
+    keep: CountOrZero = key(2, "Newest checkpoints to keep; older ones are deleted once a new one is complete. 0: all.")
     async_save: bool = key(False, "Write checkpoints while training goes on, from a copy in host memory.")
 
 
@@ -186,21 +202,25 @@ class ClusterConfig:
 
     name: str = key("", "The cluster.")
     model: str = key("", "What is trained if `model=` does not say: a choice of model; empty: the experiment's.")
-    gpus: int = key(0, "GPUs that a job may take; 0: layout.world_size.")
-    gpus_per_node: int = key(8, "GPUs (and ranks) of a node.")
+    gpus: Annotated[int, Range(least=0, most=2**20)] = key(0, "GPUs that a job may take; 0: layout.world_size.")
+    gpus_per_node: Annotated[int, Range(above=0, most=1024)] = key(8, "GPUs (and ranks) of a node.")
     gpu: str = key("", "Kind of GPU, e.g. H100; empty: not said.")
-    gpu_memory_gib: float = key(0.0, "Memory of a GPU, GiB; 0: not said.")
-    gpu_bf16_tflops: float = key(0.0, "Dense bf16 peak of a GPU, TFLOP/s; 0: not said.")
-    gpu_link_gbs: float = key(0.0, "NVLink bandwidth of a GPU, one direction, GB/s; 0: not said.")
-    host_memory_gib: float = key(0.0, "Memory of a node, GiB; 0: not said.")
-    storage_gbs: float = key(1.0, "Rate at which the whole job writes checkpoints, GB/s, until one was measured.")
+    gpu_memory_gib: Amount = key(0.0, "Memory of a GPU, GiB; 0: not said.")
+    gpu_bf16_tflops: Amount = key(0.0, "Dense bf16 peak of a GPU, TFLOP/s; 0: not said.")
+    gpu_link_gbs: Amount = key(0.0, "NVLink bandwidth of a GPU, one direction, GB/s; 0: not said.")
+    host_memory_gib: Amount = key(0.0, "Memory of a node, GiB; 0: not said.")
+    storage_gbs: Annotated[float, Range(least=1e-3, most=1e6)] = key(
+        1.0, "Rate at which the whole job writes checkpoints, GB/s, until one was measured."
+    )
     partition: str = key("", "Slurm partition; empty: the default one.")
     account: str = key("", "Slurm account; empty: the default one.")
     qos: str = key("", "Slurm quality of service; empty: the default one.")
     time_limit: str = key("", "Slurm time limit, e.g. 1-00:00:00; empty: the partition's.")
     constraint: str = key("", "Slurm node features, e.g. h100; empty: any.")
     exclusive: bool = key(True, "Whether nodes are the job's alone.")
-    cpus_per_task: int = key(0, "CPUs of a rank, for nodes that are shared; 0: not said, which is right for exclusive nodes.")
+    cpus_per_task: Annotated[int, Range(least=0, most=65535)] = key(
+        0, "CPUs of a rank, for nodes that are shared; 0: not said, which is right for exclusive nodes."
+    )
     gres: str = key("gpu", "Generic resource name of GPUs, `gpu` or `gpu:<type>`; empty: nodes have no GPUs to ask for.")
     sbatch_options: tuple[str, ...] = key((), "Further options of sbatch, e.g. --reservation=rl.")
     container: Literal["none", "pyxis", "apptainer"] = key("none", "What runs the ranks: the host itself, pyxis/enroot or apptainer.")
@@ -215,24 +235,24 @@ class ClusterConfig:
 class LaunchConfig:
     """``launch.*``: how ranks meet, and how long they may be silent."""
 
-    rendezvous_timeout_s: float = key(600.0, "Seconds until the job ends because ranks did not come.")
-    collective_timeout_s: float = key(600.0, "Seconds until a collective of torch.distributed gives up.")
+    rendezvous_timeout_s: Seconds = key(600.0, "Seconds until the job ends because ranks did not come.")
+    collective_timeout_s: Seconds = key(600.0, "Seconds until a collective of torch.distributed gives up.")
     preflight: bool = key(True, "Check nodes, versions, memory, folders and collectives before the model is built.")
-    start_limit_s: float = key(3600.0, "Hang limit of loading: seconds from the rendezvous to the first step.")
-    generation_limit_s: float = key(7200.0, "Hang limit of generation and rewards of a step or an evaluation, seconds.")
-    training_limit_s: float = key(3600.0, "Hang limit of everything else in a step (sync, exchange, log-probs, update), seconds each.")
-    checkpoint_limit_s: float = key(3600.0, "Hang limit of a checkpoint or an export, seconds.")
-    notice_s: int | None = key(
+    start_limit_s: Seconds = key(3600.0, "Hang limit of loading: seconds from the rendezvous to the first step.")
+    generation_limit_s: Seconds = key(7200.0, "Hang limit of generation and rewards of a step or an evaluation, seconds.")
+    training_limit_s: Seconds = key(3600.0, "Hang limit of everything else in a step (sync, exchange, log-probs, update), seconds each.")
+    checkpoint_limit_s: Seconds = key(3600.0, "Hang limit of a checkpoint or an export, seconds.")
+    notice_s: Annotated[int, Range(above=0, most=65535)] | None = key(
         None, "Seconds before the time limit at which Slurm announces it; null: from the size of a checkpoint and the storage."
     )
-    max_idle_requeues: int = key(3, "Requeues in a row without a new step after which the job ends instead.")
+    max_idle_requeues: CountOrZero = key(3, "Requeues in a row without a new step after which the job ends instead.")
 
 
 @dataclass(frozen=True)
 class Config:
     """The whole config."""
 
-    seed: int = key(0, "Determines weights of the embedded model, prompt order and every sample.")
+    seed: Annotated[int, Range(least=0, most=INT64)] = key(0, "Determines weights of the embedded model, prompt order and every sample.")
     run_dir: str = key("", "Run folder; empty: runs/<time>.")
     resume: Literal["never", "auto"] = key("never", "`auto`: go on from the newest checkpoint in checkpoint.save, if there is one.")
     plugins: tuple[str, ...] = key((), "Extra plugins: python files or importable modules.")

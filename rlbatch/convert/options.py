@@ -7,13 +7,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml  # type: ignore[import-untyped]
 
-from rlbatch.api import ConfigError
+from rlbatch.api import ConfigError, Count, CountOrZero, Range
 from rlbatch.config.convert import MISSING_VALUE, from_mapping, key_docs, show_value, unknown_key
-from rlbatch.config.schema import LayoutConfig, key
+from rlbatch.config.schema import LayoutConfig, Ranks, key
 
 _NUMBER = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 """A number that is text to YAML 1.1."""
@@ -51,14 +51,14 @@ Keys (key=value):
 class LayoutOptions:
     """``layout.*``: for which ranks a torch_dist checkpoint is cut. Any layout can load it; its own loads without cutting anew."""
 
-    world_size: int = key(0, "Ranks; 0: the fewest that the other sizes allow.")
-    tp_size: int = key(1, "Tensor parallel size of attention and dense layers.")
-    pp_size: int = key(1, "Pipeline stages.")
-    vpp_size: int = key(1, "Model chunks of a pipeline stage.")
-    ep_size: int = key(1, "Expert parallel size.")
-    etp_size: int = key(1, "Tensor parallel size of experts.")
-    first_stage_layers: int | None = key(None, "Layers of the first pipeline stage; null: an equal share.")
-    last_stage_layers: int | None = key(None, "Layers of the last pipeline stage; null: an equal share.")
+    world_size: CountOrZero = key(0, "Ranks; 0: the fewest that the other sizes allow.")
+    tp_size: Ranks = key(1, "Tensor parallel size of attention and dense layers.")
+    pp_size: Ranks = key(1, "Pipeline stages.")
+    vpp_size: Ranks = key(1, "Model chunks of a pipeline stage.")
+    ep_size: Ranks = key(1, "Expert parallel size.")
+    etp_size: Ranks = key(1, "Tensor parallel size of experts.")
+    first_stage_layers: Count | None = key(None, "Layers of the first pipeline stage; null: an equal share.")
+    last_stage_layers: Count | None = key(None, "Layers of the last pipeline stage; null: an equal share.")
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,9 @@ class Options:
     )
     verify: bool = key(False, "After writing, read everything again, convert the source again, and compare.")
     finite: bool | None = key(None, "Refuse weights that are infinite or NaN; null: as verify. For check: read all weights for that.")
-    file_gb: float = key(5.0, "Most GB (1e9 bytes) of an output file; a larger tensor has a file of its own.")
+    file_gb: Annotated[float, Range(above=0, most=1e6)] = key(
+        5.0, "Most GB (1e9 bytes) of an output file; a larger tensor has a file of its own."
+    )
     plugins: tuple[str, ...] = key((), "Extra plugins (model families): python files or importable modules.")
     layout: LayoutOptions = field(default_factory=LayoutOptions)
 
@@ -140,12 +142,6 @@ def _check(options: Options) -> None:
         raise ConfigError(f"export={options.export}: only mode=dist_to_hf uses it. Leave it out.")
     if options.layout != LayoutOptions() and options.mode != "hf_to_dist":
         raise ConfigError("layout.*: only mode=hf_to_dist uses it. Leave it out.")
-    if not options.file_gb > 0:
-        raise ConfigError(f"file_gb={options.file_gb}: must be above 0. Use 5.")
-    sizes = {name: value for name, value in vars(options.layout).items() if value is not None}
-    for name, value in sizes.items():
-        if value < (0 if name == "world_size" else 1):
-            raise ConfigError(f"layout.{name}={value}: must be at least 1. Correct it.")
     out = Path(options.out).resolve()
     for name in ("hf", "dist"):
         folder = Path(getattr(options, name) or "/").resolve()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,8 +9,6 @@ from rlbatch.api import ConfigError
 from rlbatch.engines.rollout import HostedOptions, own_and_theirs, uses_group, variables_of
 from rlbatch.engines.shared_names import OWNER
 
-POSITIVE = ("gpus_per_engine", "request_timeout_s", "start_timeout_s", "hang_limit_s", "sync_timeout_s")
-NOT_NEGATIVE = ("max_concurrency_per_replica", "max_restarts", "min_response_tokens")
 OURS = ("PYTHONPATH", "PYTHONSAFEPATH", OWNER)
 """Variables without which an engine's processes would not find rlbatch, or nobody whose shared memory theirs is."""
 
@@ -26,13 +23,6 @@ def check_options(options: HostedOptions, engine: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: the first one found.
     """
-    for name in (*POSITIVE, *NOT_NEGATIVE):
-        value, is_positive = getattr(options, name), name in POSITIVE
-        if not math.isfinite(value) or value < 0 or (is_positive and value == 0):
-            default, words = getattr(HostedOptions(), name), "greater than 0" if is_positive else "0 or more"
-            raise ConfigError(f"rollout.options.{name}={value}: must be {words}, and finite. Use e.g. {default}.")
-    if options.sleep_level not in (0, 1, 2):
-        raise ConfigError(f"rollout.options.sleep_level={options.sleep_level}: must be 0, 1 or 2. Choose one.")
     uses_group(options)
     own, _ = own_and_theirs(engine)
     if not isinstance(python := own.get("python", ""), str):

@@ -15,9 +15,10 @@ from concurrent import futures
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal
 
 from rlbatch.api import Completion, ConfigError, EngineLost, Prompt, RolloutContext, RolloutError, SamplingParams, WeightBucket
+from rlbatch.api.values import Count, CountOrZero, Seconds
 from rlbatch.engines.client import EngineHost
 from rlbatch.engines.collective import SENDER, WeightGroup, meet
 from rlbatch.engines.lines import Lines
@@ -35,33 +36,33 @@ NETWORK_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 class HostedOptions:
     """``rollout.options.*`` of every such backend."""
 
-    gpus_per_engine: int = field(
+    gpus_per_engine: Count = field(
         default=1, metadata={"doc": "Ranks that share an engine; tensor parallel size times the data and pipeline parallel sizes."}
     )
-    max_concurrency_per_replica: int = field(
+    max_concurrency_per_replica: CountOrZero = field(
         default=0, metadata={"doc": "Samples in work at once for each data-parallel replica of an engine; 0: as many as it takes."}
     )
-    request_timeout_s: float = field(default=3600.0, metadata={"doc": "Seconds for one sample; beyond it the run ends."})
-    start_timeout_s: float = field(default=900.0, metadata={"doc": "Seconds for an engine's start, and for its first answer."})
-    hang_limit_s: float = field(default=25.0, metadata={"doc": "Seconds without a sign of life after which an engine counts as lost."})
-    max_restarts: int = field(
+    request_timeout_s: Seconds = field(default=3600.0, metadata={"doc": "Seconds for one sample; beyond it the run ends."})
+    start_timeout_s: Seconds = field(default=900.0, metadata={"doc": "Seconds for an engine's start, and for its first answer."})
+    hang_limit_s: Seconds = field(default=25.0, metadata={"doc": "Seconds without a sign of life after which an engine counts as lost."})
+    max_restarts: CountOrZero = field(
         default=3, metadata={"doc": "How often a lost engine is started anew, each engine and in each life of the job; then the run ends."}
     )
-    sync_timeout_s: float = field(
+    sync_timeout_s: Seconds = field(
         default=600.0, metadata={"doc": "Seconds for an engine to load a bucket of weights, to sleep or to wake."}
     )
-    min_response_tokens: int = field(default=0, metadata={"doc": "Tokens before a stop token can be sampled."})
-    sleep_level: int = field(
+    min_response_tokens: CountOrZero = field(default=0, metadata={"doc": "Tokens before a stop token can be sampled."})
+    sleep_level: Literal[0, 1, 2] = field(
         default=1,
         metadata={"doc": "On GPUs, while training: 1 keeps the weights in host memory, 2 drops them, 0 keeps the GPU's memory."},
     )
-    separate_gpus: int = field(
+    separate_gpus: CountOrZero = field(
         default=0,
         metadata={
             "doc": "GPUs of each node, behind those of its ranks, that only generate: as many as ranks. 0: engines share the ranks' GPUs."
         },
     )
-    transport: str = field(
+    transport: Literal["auto", "shared", "collective"] = field(
         default="auto",
         metadata={
             "doc": "How weights reach an engine: `shared` memory, or a `collective` to other GPUs (NCCL; Gloo on CPUs); `auto`: what fits."
@@ -115,8 +116,6 @@ class HostedRollout:
     """
 
     def __init__(self, context: RolloutContext, options: HostedOptions, program: Callable[[Sequence[str]], EngineProgram]) -> None:
-        if options.sleep_level not in (0, 1, 2):
-            raise ConfigError(f"rollout.options.sleep_level={options.sleep_level}: must be 0, 1 or 2. Choose one.")
         self._context, self._options, self._gather = context, options, context.gather
         self._is_collective = uses_group(options)
         self.max_restarts, self._restarts = options.max_restarts, 0
@@ -318,12 +317,8 @@ def uses_group(options: HostedOptions) -> bool:
     """Whether weights go over a group, and not through memory.
 
     Raises:
-        ConfigError: there is no such transport, or it does not reach the engine.
+        ConfigError: the transport does not reach the engine.
     """
-    if options.transport not in ("auto", "shared", "collective"):
-        raise ConfigError(f"rollout.options.transport={options.transport}: must be auto, shared or collective. Choose one.")
-    if options.separate_gpus < 0:
-        raise ConfigError(f"rollout.options.separate_gpus={options.separate_gpus}: must not be negative. Use 0 for none.")
     if options.separate_gpus and options.transport == "shared":
         raise ConfigError("rollout.options.transport=shared: an engine on GPUs of its own has no memory of a rank's. Use auto.")
     return options.separate_gpus > 0 or options.transport == "collective"

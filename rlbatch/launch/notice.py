@@ -18,7 +18,7 @@ SLOWER = 1.25
 MARGIN_S = 120
 """For what is under way when the notice comes, and for ending."""
 LONGEST_S = 65535
-"""Slurm's limit of ``--signal``."""
+"""Slurm's limit of ``--signal``; ``launch.notice_s`` is within it."""
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-(?P<h>\d+)(?::(?P<m>\d+))?(?::(?P<s>\d+))?)|(?:(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?)")
 _ENDLESS = ("unlimited", "infinite", "-1")

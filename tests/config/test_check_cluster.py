@@ -12,7 +12,7 @@ from rlbatch.config.compose import compose
     ("overrides", "message"),
     [
         (["cluster.gpus_per_node=0"], "cluster.gpus_per_node=0: must be greater than 0."),
-        (["cluster.storage_gbs=0"], "cluster.storage_gbs=0.0: must be greater than 0."),
+        (["cluster.storage_gbs=0"], "cluster.storage_gbs=0.0: must be 0.001 or more."),
         (["launch.notice_s=0"], "launch.notice_s=0: must be greater than 0."),
         (["launch.max_idle_requeues=-1"], "launch.max_idle_requeues=-1: must be 0 or more."),
         (["cluster.partition=' gpu'"], "cluster.partition=' gpu': must be one line without blanks at its ends."),

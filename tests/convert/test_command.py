@@ -58,7 +58,7 @@ def test_numbers() -> None:
         (["mode=check", "hf=x", "out=y"], "out=y: mode=check does not use it"),
         (["mode=hf_to_dist", "hf=x", "out=y", "layout.pp=2"], "layout.pp: unknown key"),
         (["mode=hf_to_dist", "hf=x", "out=y", "layout.pp_size=two"], "layout.pp_size=two: must be an integer"),
-        (["mode=hf_to_dist", "hf=x", "out=y", "layout.pp_size=0"], "layout.pp_size=0: must be at least 1"),
+        (["mode=hf_to_dist", "hf=x", "out=y", "layout.pp_size=0"], "layout.pp_size=0: must be greater than 0"),
         (["mode=hf_to_dist", "hf=x", "out=x"], "out=x: and hf=x lie in each other"),
         (["mode=hf_to_dist", "hf=x", "out=x/y"], "out=x/y: and hf=x lie in each other"),
         (["mode=hf_to_dist", "hf=x", "hf=y", "out=z"], "hf=y: `hf` is given twice"),

@@ -53,7 +53,6 @@ def test_notice_of_the_users(tmp_path: Path) -> None:
         ),
         (config(limit="5", asked=300), "cluster.time_limit=5: must be longer than 300 s of notice"),
         (config(storage=0.1), "cluster.storage_gbs=0.1: means 117600 s of notice"),
-        (config(asked=70000), "launch.notice_s=70000: means 70000 s of notice"),
     ],
 )
 def test_refused_notices(job: Config, message: str, tmp_path: Path) -> None:

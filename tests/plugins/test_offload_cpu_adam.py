@@ -32,8 +32,8 @@ def test_fp32_training_is_refused() -> None:
 @pytest.mark.parametrize("fraction", [0.0, -0.5, 1.5])
 def test_fractions_outside_are_refused(fraction: float) -> None:
     """Nothing to offload, or more than all, is an error with the value."""
-    with pytest.raises(ConfigError, match=r"offload\.options\.fraction=.*: must be above 0 and at most 1"):
-        load_plugins().build_offload("cpu_adam", {"fraction": fraction})
+    with pytest.raises(ConfigError, match=r"offload\.options\.fraction=.*: must be (greater than 0|1 or less)\. Use e\.g\. 1\.0\."):
+        compose_job(["offload=cpu_adam", f"offload.options.fraction={fraction}"])
 
 
 @pytest.mark.parametrize("name", ["cpu_adam", "optimizer_state"])

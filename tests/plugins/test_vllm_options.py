@@ -131,7 +131,6 @@ def test_a_version_that_cannot_speculate(
             "rollout.engine.speculative_config={model: /no/folder}: there is no such folder.",
         ),
         ("rollout.engine.speculative_config=mtp", "rollout.engine.speculative_config=mtp: must be a mapping."),
-        ("rollout.options.hang_limit_s=nan", "rollout.options.hang_limit_s=nan: must be greater than 0, and finite."),
     ],
 )
 def test_submit_refuses(override: str, said: str) -> None:

@@ -272,7 +272,7 @@ def test_failed_file_leaves_no_module(plugin: Write) -> None:
             ["rollout=vllm", "rollout.options.gpus_per_engine=3"],
             "rollout.options.gpus_per_engine=3: must be at least 1 and divide layout.world_size=2. ",
         ),
-        (["rollout=vllm", "rollout.options.gpus_per_engine=0"], "rollout.options.gpus_per_engine=0: must be at least 1 "),
+        (["rollout=vllm", "rollout.options.gpus_per_engine=0"], "rollout.options.gpus_per_engine=0: must be greater than 0. "),
     ],
 )
 def test_refused_engines(overrides: list[str], message: str) -> None:
