@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rlbatch.api import ConfigError, DataError, ModelFamily, RlbatchError
+from rlbatch.checkpoint.model_files import model_files
 from rlbatch.config.compose import save_config
 from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import EMBEDDED, Config
@@ -197,6 +198,7 @@ def _check_model(config: Config, registry: Registry, run_dir: Path) -> None:
     registry.check_hardware(config, on_gpu=on_gpu(config))
     folder = model_folder(config, run_dir)
     family = model_family(config, registry, run_dir)
+    model_files(folder)
     check_layout(config.layout, family, on_gpu=on_gpu(config))
     _check_precision(config, registry, family, folder)
     if config.rollout.max_response_tokens >= family.max_sequence_length:

@@ -191,6 +191,13 @@ def test_model_folder_without_weights(capsys: pytest.CaptureFixture[str], model:
     assert "has no *.safetensors" in refusal(capsys, [f"model.hf={model}"])
 
 
+def test_model_folder_with_links_out_of_it(capsys: pytest.CaptureFixture[str], model: Path, started: list[tuple[Config, Path]]) -> None:
+    """What exports would publish of this machine is refused before the job starts."""
+    (model / "special.txt").symlink_to("/proc/self/environ")
+    assert f"{model / 'special.txt'}: is a link to /proc/" in refusal(capsys, [f"model.hf={model}"])
+    assert started == []
+
+
 def test_weights_from_elsewhere(capsys: pytest.CaptureFixture[str], model: Path, started: list[tuple[Config, Path]]) -> None:
     """With checkpoint.load model.hf needs none, unless a reference model is loaded from it."""
     (model / "model.safetensors").unlink()

@@ -17,6 +17,7 @@ from torch import Tensor
 from rlbatch.api import CheckpointError, DataError
 from rlbatch.checkpoint.finite import check_finite
 from rlbatch.checkpoint.hf_index import INDEX, read_headers
+from rlbatch.checkpoint.model_files import model_files, open_found
 from rlbatch.checkpoint.reading import Reading
 from rlbatch.checkpoint.safetensors_file import DTYPES, SafetensorsFile
 from rlbatch.checkpoint.safetensors_header import Entry
@@ -25,8 +26,6 @@ from rlbatch.weights.quantize import BLOCK, SCALE_SUFFIX, check_scales, dequanti
 
 FLOATING = ("F32", "BF16", "F16")
 """Dtypes of weights that are used as they are."""
-COPIED = {".json", ".txt", ".model", ".jinja", ".py"}
-"""Endings of the files beside the weights: config, tokenizer, chat template, the model's own code."""
 SHARD_BYTES = 5 * 10**9
 
 
@@ -165,16 +164,17 @@ class HfWriter:
 
     Args:
         folder: Folder to make.
-        like: Folder whose config.json, tokenizer and other small files are copied.
+        like: Folder whose ``model_files`` are copied.
         shard_bytes: Limit of a file's tensors; a larger tensor has a file of its own.
         config: Written as config.json instead of the one of ``like``.
 
     Raises:
         CheckpointError: what cannot be written; of every method.
+        DataError: see ``model_files``.
     """
 
     def __init__(self, folder: Path, like: Path, shard_bytes: int = SHARD_BYTES, config: Mapping[str, Any] | None = None) -> None:
-        self._folder, self._like, self._limit, self._config = folder, like, shard_bytes, config
+        self._folder, self._beside, self._limit, self._config = folder, model_files(like), shard_bytes, config
         self._file: SafetensorsWriter | None = None
         self._where: dict[str, int] = {}
         self._files = self._total_bytes = 0
@@ -211,9 +211,11 @@ class HfWriter:
                     "weight_map": {name: final[number] for name, number in self._where.items()},
                 }
                 (self._folder / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
-            for path in self._like.iterdir():
-                if path.is_file() and path.suffix in COPIED and not path.name.endswith(".index.json"):
-                    shutil.copy2(path, self._folder / path.name)
+            for name, path in self._beside.items():
+                target = self._folder / name
+                target.parent.mkdir(exist_ok=True)
+                with open_found(path) as source, target.open("wb") as copy:
+                    shutil.copyfileobj(source, copy)
             if self._config is not None:
                 (self._folder / "config.json").write_text(json.dumps(self._config, indent=2) + "\n", encoding="utf-8")
 

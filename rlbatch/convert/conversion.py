@@ -14,6 +14,7 @@ from rlbatch.checkpoint import run_folder
 from rlbatch.checkpoint.export import ExportForm
 from rlbatch.checkpoint.hf import HfTensors
 from rlbatch.checkpoint.identity import model_identity
+from rlbatch.checkpoint.model_files import model_files
 from rlbatch.checkpoint.reading import Reading
 from rlbatch.checkpoint.torch_dist import TorchDist, small_files
 from rlbatch.config.hf_config import read_config
@@ -211,4 +212,5 @@ def _bf16_to_fp8(options: Options) -> Work:
 def _to_hf(options: Options, tensors: Sequence[hf_output.HfTensor], config: Mapping[str, Any]) -> Work:
     threads = 0 if options.mode == "dist_to_hf" else torch.get_num_threads()
     outputs, index = hf_output.outputs(tensors, options.file_gb * 1e9, threads)
-    return Work(outputs, lambda: hf_output.small_files(Path(options.hf), config) | index)
+    beside = model_files(Path(options.hf))
+    return Work(outputs, lambda: hf_output.small_files(beside, config) | index)

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlbatch.api import DataError
 from rlbatch.checkpoint.archive import raw_bytes
-from rlbatch.checkpoint.hf import COPIED
 from rlbatch.checkpoint.hf_index import INDEX
+from rlbatch.checkpoint.model_files import open_found
 from rlbatch.checkpoint.safetensors_file import DTYPES
 from rlbatch.convert.ahead import Job, made_ahead
 from rlbatch.convert.block_file import Part
@@ -119,18 +120,23 @@ def outputs(tensors: Sequence[HfTensor], file_bytes: float, threads: int = 0) ->
     return files, {INDEX: json.dumps(index, indent=1).encode()}
 
 
-def small_files(like: Path, config: Mapping[str, Any]) -> dict[str, bytes]:
-    """What belongs beside the weights: a config.json, and the tokenizer of a folder.
+def small_files(beside: Mapping[str, Path], config: Mapping[str, Any]) -> dict[str, bytes]:
+    """What belongs beside the weights.
 
     Args:
-        like: Folder of the model.
+        beside: ``model_files`` of the model's folder.
         config: Content of config.json.
+
+    Raises:
+        DataError: a file cannot be read any more.
     """
-    named = {
-        path.name: path.read_bytes()
-        for path in sorted(like.iterdir())
-        if path.is_file() and path.suffix in COPIED and not path.name.endswith(".index.json")
-    }
+    named: dict[str, bytes] = {}
+    for name, path in beside.items():
+        try:
+            with open_found(path) as file:
+                named[name] = file.read()
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read ({error.strerror}). Look at the folder, and start again.") from error
     return named | {"config.json": json.dumps(config, indent=2).encode()}
 
 

@@ -218,6 +218,7 @@ class Draft:
         files = {name: {"bytes": size, "crc32": checksum} for name, (size, checksum) in sorted(self.finished().items())}
         try:
             for name, content in small.items():
+                (self.folder / name).parent.mkdir(exist_ok=True)
                 write_file(self.folder / name, content)
             write_file(self.folder / MARKER, json.dumps({**about, "plan": self._plan, "files": files}, indent=1).encode())
         except OSError as error:

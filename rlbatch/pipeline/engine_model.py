@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
+import shutil
 from pathlib import Path
 
 from rlbatch.api import ConfigError, ModelFamily
 from rlbatch.checkpoint.export import quantization_config
-from rlbatch.checkpoint.hf import COPIED
+from rlbatch.checkpoint.model_files import model_files
 from rlbatch.config.hf_config import read_config
 from rlbatch.plan.engine_precision import Quantization
 
@@ -17,7 +17,7 @@ FOLDER = Path("engines/model")
 
 
 def write_engine_folder(hf_folder: Path, run_dir: Path, family: ModelFamily, quantization: Quantization) -> Path:
-    """Makes ``<run_dir>/engines/model``, or makes it anew: config.json, and links to the files beside it that are not weights.
+    """Makes ``<run_dir>/engines/model``, or makes it anew: config.json, and links to the other ``model_files``.
 
     Args:
         hf_folder: The model's.
@@ -30,27 +30,23 @@ def write_engine_folder(hf_folder: Path, run_dir: Path, family: ModelFamily, qua
 
     Raises:
         ConfigError: it cannot be written.
+        DataError: see ``model_files``.
     """
     folder = run_dir / FOLDER
     config = dict(read_config(hf_folder))
     quantised = config.pop("quantization_config", None)
     if quantization == "fp8":
         config["quantization_config"] = quantised or quantization_config(family)
-    small = {
-        path.name: path.resolve()
-        for path in hf_folder.iterdir()
-        if path.is_file() and path.suffix in COPIED and path.name != "config.json" and not path.name.endswith(".index.json")
-    }
+    beside = model_files(hf_folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for old in folder.iterdir():  # of an earlier life of the run
-            if old.is_symlink():
-                old.unlink()
-        for name, target in small.items():
-            (folder / name).symlink_to(target)
-        draft = folder / ".config.json.part"
-        draft.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        os.replace(draft, folder / "config.json")
+        if folder.exists():  # of an earlier life of the run
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+        for name, target in beside.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            if name != "config.json":
+                (folder / name).symlink_to(target)
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"run_dir={run_dir}: {folder} cannot be written ({error.strerror}). Free space, or choose another.") from error
     return folder

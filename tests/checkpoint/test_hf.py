@@ -20,8 +20,8 @@ from rlbatch.weights.quantize import quantize
 def like(tmp_path: Path) -> Path:
     """A source folder with what an export must bring along, and what it must not."""
     folder = tmp_path / "like"
-    folder.mkdir()
-    for name in ("config.json", "tokenizer.json", "tokenizer.model", "chat_template.jinja", INDEX, "README.md"):
+    (folder / "additional_chat_templates").mkdir(parents=True)
+    for name in ("config.json", "tokenizer.json", "qwen.tiktoken", "additional_chat_templates/tool_use.jinja", INDEX, "README.md"):
         (folder / name).write_text(f'"{name} of the source"')
     return folder
 
@@ -58,10 +58,22 @@ def test_one_file(tmp_path: Path, like: Path) -> None:
     writer = HfWriter(tmp_path / "out", like)
     writer.write(tensors())
     writer.close()
-    names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names == {"model.safetensors", "config.json", "tokenizer.json", "tokenizer.model", "chat_template.jinja"}
+    names = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert names == {"model.safetensors", "config.json", "tokenizer.json", "qwen.tiktoken", "additional_chat_templates/tool_use.jinja"}
     assert (tmp_path / "out/config.json").read_text() == '"config.json of the source"'
     assert all(torch.equal(HfTensors(tmp_path / "out").read(name), tensor) for name, tensor in tensors())
+
+
+def test_nothing_is_written_beside_links_that_lead_away(tmp_path: Path, like: Path) -> None:
+    """The copy of a foreign folder would carry this machine's secrets: refused before the first tensor. Links to weights are followed."""
+    (like / "special.txt").symlink_to("/proc/self/environ")
+    with pytest.raises(DataError, match=r"special\.txt: is a link to /proc/\d+/environ"):
+        HfWriter(tmp_path / "out", like)
+    assert not (tmp_path / "out").exists()
+    save_file({"a": torch.ones(2)}, tmp_path / "elsewhere.safetensors")
+    (like / INDEX).unlink()
+    (like / "model.safetensors").symlink_to("../elsewhere.safetensors")
+    assert torch.equal(HfTensors(like).read("a"), torch.ones(2))
 
 
 def test_several_files(tmp_path: Path, like: Path) -> None:

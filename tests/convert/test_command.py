@@ -252,8 +252,11 @@ def in_bf16(hf: Path) -> None:
 
 
 def test_fp8_is_stable(hf: Path, tmp_path: Path) -> None:
-    """bf16 -> fp8 -> bf16 -> fp8 gives the same bytes, and config.json says what the weights are."""
+    """bf16 -> fp8 -> bf16 -> fp8 gives the same bytes; config.json says what the weights are, and the files beside them come along."""
     in_bf16(hf)
+    (hf / "additional_chat_templates").mkdir()
+    for name in ("qwen.tiktoken", "additional_chat_templates/tool_use.jinja"):
+        (hf / name).write_text(name)
     run("mode=bf16_to_fp8", f"hf={hf}", f"out={tmp_path / 'a'}")
     run("mode=fp8_to_bf16", f"hf={tmp_path / 'a'}", f"out={tmp_path / 'b'}")
     run("mode=bf16_to_fp8", f"hf={tmp_path / 'b'}", f"out={tmp_path / 'c'}")
@@ -267,6 +270,16 @@ def test_fp8_is_stable(hf: Path, tmp_path: Path) -> None:
         assert torch.equal(first[name], again[name])
     assert "quantization_config" in json.loads((tmp_path / "a" / "config.json").read_text())
     assert "quantization_config" not in json.loads((tmp_path / "b" / "config.json").read_text())
+    for name in ("qwen.tiktoken", "additional_chat_templates/tool_use.jinja"):
+        assert (tmp_path / "c" / name).read_text() == name
+
+
+def test_links_that_lead_out_of_the_folder(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What they lead to is not for others to read: refused before anything is written."""
+    (hf / "special.txt").symlink_to("/proc/self/environ")
+    for mode in ("bf16_to_fp8", "fp8_to_bf16"):
+        assert "special.txt: is a link to /proc/" in refused(capsys, f"mode={mode}", f"hf={hf}", f"out={tmp_path / 'out'}")
+    assert list(tmp_path.iterdir()) == [hf]
 
 
 @pytest.mark.parametrize("export", ["bf16", "fp8"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -82,9 +83,10 @@ def test_an_fp8_engine_on_cpus_is_refused_before_anything_starts(tmp_path: Path,
 def hf(tmp_path: Path) -> Path:
     """A model's folder with weights, an index, a tokenizer and a note."""
     folder = tmp_path / "hf"
-    folder.mkdir()
+    (folder / "additional_chat_templates").mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({"model_type": "toy", "quantization_config": FP8}))
-    for name in ("tokenizer.json", "model.safetensors.index.json", "model-00001-of-00001.safetensors", "note.pdf"):
+    weights = ("model.safetensors.index.json", "model-00001-of-00001.safetensors")
+    for name in ("tokenizer.json", "additional_chat_templates/tool_use.jinja", *weights, "note.pdf"):
         (folder / name).write_text("{}")
     return folder
 
@@ -103,14 +105,16 @@ def test_engines_read_a_config_as_they_are_sent_weights(hf: Path, tmp_path: Path
         quantised = found.get("quantization_config")
         assert (quantised["modules_to_not_convert"] if isinstance(expected, list) else quantised) == expected
         assert found["model_type"] == "toy"
-        assert sorted(path.name for path in folder.iterdir()) == ["config.json", "tokenizer.json"]
-        assert (folder / "tokenizer.json").resolve() == hf / "tokenizer.json"
+        assert sorted(path.name for path in folder.iterdir()) == ["additional_chat_templates", "config.json", "tokenizer.json"]
+        for name in ("tokenizer.json", "additional_chat_templates/tool_use.jinja"):
+            assert (folder / name).resolve() == hf / name
 
 
 def test_a_resumed_run_makes_it_anew(hf: Path, tmp_path: Path) -> None:
     """As model.hf is now: files that went are gone, and the model itself is left alone."""
     write_engine_folder(hf, tmp_path, FAMILY, "none")
     (hf / "tokenizer.json").unlink()
+    shutil.rmtree(hf / "additional_chat_templates")
     (hf / "vocab.txt").write_text("a")
     before = (hf / "config.json").read_bytes()
     folder = write_engine_folder(hf, tmp_path, FAMILY, "none")
