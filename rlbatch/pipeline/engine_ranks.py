@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from rlbatch.api import ConfigError
 from rlbatch.launch.environment import RankInfo
 from rlbatch.launch.interfaces import LOOPBACK, own_address
-from rlbatch.pipeline.exchange import all_gather_ragged
+from rlbatch.pipeline.exchange import all_gather_bytes
 
 Gather = Callable[[bytes], list[bytes]]
 
@@ -62,7 +61,7 @@ def engine_ranks(info: RankInfo, size: int, *, spans_nodes: bool = False) -> Eng
         ConfigError: they are on several nodes and may not, or differently many are on each.
     """
     engines = [list(range(first, first + size)) for first in range(0, info.world_size, size)]
-    names = [name.decode() for name in _gather(None, info.host.encode())]
+    names = [name.decode() for name in all_gather_bytes(info.host.encode())]
     by_node = [_by_node(ranks, names, spans_nodes=spans_nodes) for ranks in engines]
     hosts = [ranks for nodes in by_node for ranks in nodes]
     groups = _groups(engines)
@@ -70,7 +69,7 @@ def engine_ranks(info: RankInfo, size: int, *, spans_nodes: bool = False) -> Eng
     index, place = divmod(info.rank, size)
     host = next(number for number, ranks in enumerate(hosts) if info.rank in ranks)
     node, node_place = divmod(place, len(hosts[host]))
-    gather, node_gather = partial(_gather, groups[index]), partial(_gather, host_groups[host])
+    gather, node_gather = partial(all_gather_bytes, group=groups[index]), partial(all_gather_bytes, group=host_groups[host])
     nodes = len(by_node[index])
     address = gather(own_address(info.host).encode())[0].decode() if nodes > 1 else LOOPBACK
     return EngineRanks(place, gather, node, nodes, node_place, node_gather, address, host, len(hosts))
@@ -100,8 +99,3 @@ def _by_node(ranks: Sequence[int], hosts: Sequence[str], *, spans_nodes: bool) -
 def _groups(groups: Sequence[Sequence[int]]) -> list[Any]:
     """A process group for each; a collective of all ranks."""
     return [dist.new_group(list(ranks), backend="gloo") for ranks in groups]
-
-
-def _gather(group: Any, content: bytes) -> list[bytes]:
-    parts = all_gather_ragged(torch.tensor(list(content), dtype=torch.uint8), group)
-    return [bytes(part.tolist()) for part in parts]

@@ -62,6 +62,33 @@ def all_gather_ragged(values: Tensor, group: Any = None) -> list[Tensor]:
     return [gathered[rank * len(padded) :][: int(length)] for rank, length in enumerate(lengths)]
 
 
+def all_gather_bytes(content: bytes, group: Any = None) -> list[bytes]:
+    """Gathers bytes from all ranks, in rank order; also a barrier.
+
+    Args:
+        content: Maybe of another length on every rank.
+        group: Process group; None: all ranks.
+    """
+    return [part.numpy().tobytes() for part in all_gather_ragged(_as_tensor(content), group)]
+
+
+def gather_bytes(content: bytes) -> list[bytes]:
+    """Gathers bytes from all ranks on rank 0, in rank order; the others get nothing."""
+    size, is_first = dist.get_world_size(), dist.get_rank() == 0
+    lengths = torch.zeros(size, dtype=torch.int64)
+    dist.all_gather_into_tensor(lengths, torch.tensor([len(content)]))
+    padded = torch.zeros(int(lengths.max()), dtype=torch.uint8)
+    padded[: len(content)] = _as_tensor(content)
+    parts = [torch.empty_like(padded) for _ in range(size)] if is_first else None
+    dist.gather(padded, parts)
+    return [part[: int(length)].numpy().tobytes() for part, length in zip(parts or (), lengths, strict=False)]
+
+
+def _as_tensor(content: bytes) -> Tensor:
+    """[n] uint8; ``frombuffer`` knows no empty one."""
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+
+
 def exchange(groups: Sequence[SampleGroup], positions: Sequence[int]) -> Batch:
     """Gives every rank the samples of all ranks; a collective.
 

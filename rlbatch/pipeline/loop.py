@@ -17,7 +17,7 @@ from rlbatch.metrics.clock import PhaseClock
 from rlbatch.metrics.names import check_tags
 from rlbatch.metrics.report import sample_rows
 from rlbatch.metrics.run_log import RunLog
-from rlbatch.pipeline.exchange import all_gather_ragged
+from rlbatch.pipeline.exchange import gather_bytes
 from rlbatch.pipeline.exporting import export_hf
 from rlbatch.pipeline.finished_groups import delete_other_steps
 from rlbatch.pipeline.first_rank import on_first_rank
@@ -166,8 +166,7 @@ def evaluate(job: Job) -> dict[str, float] | None:
 
 
 def _all_rows(step: int, groups: list[SampleGroup], advantages: list[float]) -> list[dict[str, Any]]:
-    """The sample rows of all ranks, in prompt order, as JSON text in byte tensors."""
-    text = "\n".join(json.dumps(row) for row in sample_rows(step, groups, advantages))
-    parts = all_gather_ragged(torch.frombuffer(bytearray(text.encode() or b"\n"), dtype=torch.uint8))
-    rows = [json.loads(line) for part in parts for line in bytes(part.tolist()).decode().splitlines() if line]
+    """On rank 0, which writes them, the sample rows of all ranks, in prompt order; a collective."""
+    parts = gather_bytes(json.dumps(sample_rows(step, groups, advantages)).encode())
+    rows = [row for part in parts for row in json.loads(part)]
     return sorted(rows, key=lambda row: (row["prompt_id"], row["sample_index"]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -119,23 +119,35 @@ class Exporter:
             elif self._is_alone and local is not None:
                 yield from self._alone(entry, local)
             else:
-                for index in range(entry.per_rank):
-                    yield from self._of_all_ranks(entry, index, local, device)
+                expert_bytes = entry.wire.nbytes * groups.etp.size() * groups.ep.size()
+                step = max(1, AT_ONCE_BYTES // expert_bytes)
+                for first in range(0, entry.per_rank, step):
+                    yield from self._of_all_ranks(entry, range(first, min(first + step, entry.per_rank)), local, device)
 
-    def _of_all_ranks(self, entry: _Prepared, index: int, local: Tensor | None, device: torch.device) -> Iterator[NamedTensor]:
-        """Expert number ``index`` of every expert-parallel rank, to every rank."""
-        part = self._from_stage(entry, None if local is None else local[index], device)
-        shards, ep = _gathered(part, self._groups.etp), self._groups.ep
-        if entry.wire.nbytes * len(shards) * ep.size() <= AT_ONCE_BYTES:
-            by_shard = [_gathered(shard, ep) for shard in shards]
-            by_rank = ([ranks[rank] for ranks in by_shard] for rank in range(ep.size()))
-        else:
-            by_rank = (
-                [_broadcast(shard if rank == ep.rank() else torch.empty_like(shard), rank, ep) for shard in shards]
-                for rank in range(ep.size())
-            )
-        for rank, travelled in enumerate(by_rank):
-            yield from entry.wire.decode(entry.names[rank * entry.per_rank + index], travelled)
+    def _of_all_ranks(self, entry: _Prepared, experts: range, local: Tensor | None, device: torch.device) -> Iterator[NamedTensor]:
+        """Some of the experts of every expert-parallel rank, to every rank: gathered together, or one large expert rank after rank."""
+        stack = None if local is None else local[experts.start : experts.stop]
+        shards, ep = _gathered(self._from_stage(entry, stack, device, len(experts)), self._groups.etp), self._groups.ep
+        if sum(shard.nbytes for shard in shards) * ep.size() > AT_ONCE_BYTES:
+            for rank in range(ep.size()):
+                travelled = [_broadcast(shard if rank == ep.rank() else torch.empty_like(shard), rank, ep) for shard in shards]
+                for expert in self._experts(entry, rank, experts, travelled):
+                    yield from expert
+            return
+        by_shard = [_gathered(shard, ep) for shard in shards]
+        by_rank = [self._experts(entry, rank, experts, [ranks[rank] for ranks in by_shard]) for rank in range(ep.size())]
+        for same_place in zip(*by_rank, strict=True):
+            yield from chain.from_iterable(same_place)
+
+    def _experts(self, entry: _Prepared, rank: int, experts: range, travelled: Sequence[Tensor]) -> Iterator[Iterable[NamedTensor]]:
+        """Each of an expert-parallel rank's experts, of which the shards have come, stacked."""
+        first = rank * entry.per_rank + experts.start
+        views = entry.wire.views(travelled[0])
+        for index, names in enumerate(entry.names[first : first + len(experts)]):
+            if views is not None:
+                yield zip(names, views[index], strict=True)
+            else:
+                yield entry.wire.decode(names, [shard[index] for shard in travelled])
 
     def _routed(self, entry: _Prepared, local: Tensor | None, routes: Routes, device: torch.device) -> Iterator[NamedTensor]:
         """The experts that this rank wants; where others want more, empty tensors (``meta``) without a name in their place."""
@@ -196,9 +208,9 @@ class Exporter:
             )
         return owners
 
-    def _from_stage(self, entry: _Prepared, local: Tensor | None, device: torch.device) -> Tensor:
-        """What the owner stage's shard travels as, on every stage."""
-        tensor = entry.wire.empty(device) if local is None else entry.wire.encode(local)
+    def _from_stage(self, entry: _Prepared, local: Tensor | None, device: torch.device, experts: int | None = None) -> Tensor:
+        """What the owner stage's shard, or a stack of shards of so many experts, travels as, on every stage."""
+        tensor = entry.wire.empty(device, experts) if local is None else entry.wire.encode(local, is_stack=experts is not None)
         return _broadcast(tensor, entry.stage, self._groups.pp)
 
 
@@ -212,6 +224,6 @@ def _broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup) -> Tensor:
 def _gathered(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     if group.size() == 1:
         return [tensor]
-    parts = [torch.empty_like(tensor) for _ in range(group.size())]
-    dist.all_gather(parts, tensor.contiguous(), group=group)
-    return parts
+    gathered = tensor.new_empty((group.size() * len(tensor), *tensor.shape[1:]) if tensor.dim() else group.size())
+    dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=group)
+    return list(gathered.chunk(group.size()) if tensor.dim() else gathered.unbind(0))

@@ -71,10 +71,12 @@ class Wire:
         """Of one rank's shard on its way."""
         return sum(piece.nbytes for piece in self._pieces.values()) if self._is_packed else self._whole.nbytes
 
-    def encode(self, shard: Tensor) -> Tensor:
-        """What travels, contiguous; the shard itself where nothing has to be changed."""
+    def encode(self, shard: Tensor, *, is_stack: bool = False) -> Tensor:
+        """What travels of a shard, or of each in a stack of them; contiguous, and the shard itself where nothing has to be changed."""
         if not self._is_packed:
             return shard.to(self._whole.dtype).contiguous()
+        if is_stack:
+            return torch.stack([self.encode(each) for each in shard])
         made: dict[tuple[int, int], Tensor] = {}
         for part, tensor in enumerate(parts(self._mapping, shard, self._geometry, self._size)):
             if self._early[part]:
@@ -90,11 +92,12 @@ class Wire:
         views, count = expert_parts(self._mapping, stack), len(self._quantised)
         return [tuple(views[first : first + count]) for first in range(0, len(views), count)]
 
-    def empty(self, device: torch.device | str) -> Tensor:
-        """Memory for what travels."""
+    def empty(self, device: torch.device | str, count: int | None = None) -> Tensor:
+        """Memory for what travels of a shard, or of a stack of ``count``."""
+        stack = () if count is None else (count,)
         if self._is_packed:
-            return torch.empty(self.nbytes, dtype=torch.uint8, device=device)
-        return torch.empty(self._whole.shape, dtype=self._whole.dtype, device=device)
+            return torch.empty((*stack, self.nbytes), dtype=torch.uint8, device=device)
+        return torch.empty((*stack, *self._whole.shape), dtype=self._whole.dtype, device=device)
 
     def decode(self, names: Sequence[str], travelled: Sequence[Tensor]) -> Iterator[NamedTensor]:
         """What arrived of all ranks, in their order -> Hugging Face tensors; a quantised one is followed by its scales."""

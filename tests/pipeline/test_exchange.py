@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlbatch.pipeline.exchange import Batch
-from tests.pipeline.samples import GROUPS, LARGE, SAMPLES, exchanged, gathered, group
+from tests.pipeline.samples import GROUPS, LARGE, SAMPLES, exchanged, gathered, gathered_bytes, group
 
 DISTRIBUTIONS = {
     "dealt out": [[0, 2, 4], [1, 3]],
@@ -50,3 +50,9 @@ def test_ragged_gather(lengths: list[int], rank_pool) -> None:
     """Tensors of different lengths, also of none, arrive in rank order with exact integers."""
     expected = [[LARGE + rank] * length for rank, length in enumerate(lengths)]
     assert rank_pool(2).run(gathered, lengths) == [expected, expected]
+
+
+@pytest.mark.parametrize("contents", [[b"\x00\xff", b"abc"], [b"", b"abc"], [b"abc", b""], [b"", b""]])
+def test_bytes(contents: list[bytes], rank_pool) -> None:
+    """Bytes of any length arrive whole and in rank order: everywhere, or on rank 0 alone."""
+    assert rank_pool(2).run(gathered_bytes, contents) == [(contents, contents), (contents, [])]

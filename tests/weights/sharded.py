@@ -97,25 +97,25 @@ class Received:
 def counting() -> Iterator[Received]:
     """Counts what collectives and messages bring to this rank; pickled objects are left out."""
     received = Received()
-    broadcast, all_gather, batch = dist.broadcast, dist.all_gather, dist.batch_isend_irecv
+    broadcast, all_gather, batch = dist.broadcast, dist.all_gather_into_tensor, dist.batch_isend_irecv
 
     def counted_broadcast(tensor: Tensor, src: int, group: Any = None) -> Any:
         received.nbytes += tensor.nbytes if src != dist.get_rank() else 0
         return broadcast(tensor, src, group=group)
 
-    def counted_gather(parts: list[Tensor], tensor: Tensor, group: Any = None) -> Any:
-        received.nbytes += (len(parts) - 1) * tensor.nbytes
-        return all_gather(parts, tensor, group=group)
+    def counted_gather(gathered: Tensor, tensor: Tensor, group: Any = None) -> Any:
+        received.nbytes += gathered.nbytes - tensor.nbytes
+        return all_gather(gathered, tensor, group=group)
 
     def counted_batch(operations: list[Any]) -> Any:
         received.nbytes += sum(operation.tensor.nbytes for operation in operations if operation.op is dist.irecv)
         return batch(operations)
 
-    dist.broadcast, dist.all_gather, dist.batch_isend_irecv = counted_broadcast, counted_gather, counted_batch
+    dist.broadcast, dist.all_gather_into_tensor, dist.batch_isend_irecv = counted_broadcast, counted_gather, counted_batch
     try:
         yield received
     finally:
-        dist.broadcast, dist.all_gather, dist.batch_isend_irecv = broadcast, all_gather, batch
+        dist.broadcast, dist.all_gather_into_tensor, dist.batch_isend_irecv = broadcast, all_gather, batch
 
 
 @dataclass(frozen=True)
