@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -50,7 +51,7 @@ def assign_to_ranks(lengths: Sequence[int], dp_size: int) -> list[list[int]]:
 
 
 def pack(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Packs samples under a token cap by first-fit-decreasing (at most 11/9 of the fewest packs, plus one).
+    """Packs samples under a token cap by first-fit-decreasing (at most 11/9 of the fewest packs, plus one), in O(n log n).
 
     Args:
         lengths: Padded tokens of each sample.
@@ -59,18 +60,20 @@ def pack(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     Returns:
         The indices of each pack, ascending; each index exactly once.
     """
-    packs: list[list[int]] = []
-    free: list[int] = []
-    for index in _longest_first(lengths):
-        length = lengths[index]
-        place = next((p for p, tokens in enumerate(free) if tokens >= length), None)
-        if place is None:
-            packs.append([index])
-            free.append(max_tokens - length)
-        else:
-            packs[place].append(index)
-            free[place] -= length
-    return [sorted(indices) for indices in packs]
+    order = _longest_first(lengths)
+    alone = [[index] for index in order if lengths[index] > max_tokens]
+    # A tree over packs, those not begun yet included: each node knows the most free tokens of a pack below it.
+    leaves = 1 << max(len(order) - len(alone) - 1, 0).bit_length()
+    free, packs = [max_tokens] * (2 * leaves), defaultdict[int, list[int]](list)
+    for index in order[len(alone) :]:
+        node, length = 1, lengths[index]
+        while node < leaves:
+            node = 2 * node if free[2 * node] >= length else 2 * node + 1
+        packs[node].append(index)
+        free[node] -= length
+        while node := node // 2:
+            free[node] = max(free[2 * node], free[2 * node + 1])
+    return alone + [sorted(indices) for indices in packs.values()]
 
 
 def _longest_first(lengths: Sequence[int]) -> list[int]:

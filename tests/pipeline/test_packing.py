@@ -53,6 +53,31 @@ def test_packs_lose_nothing_and_keep_the_cap(seed: int) -> None:
     assert packs == pack(list(lengths), cap)
 
 
+def first_fit(lengths: list[int], cap: int) -> list[list[int]]:
+    """First-fit-decreasing as it is defined: each sample looks at one pack after the other."""
+    packs: list[list[int]] = []
+    free: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        place = next((p for p, tokens in enumerate(free) if tokens >= lengths[index]), len(packs))
+        if place == len(packs):
+            packs.append([])
+            free.append(cap)
+        packs[place].append(index)
+        free[place] -= lengths[index]
+    return [sorted(indices) for indices in packs]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_packs_are_those_of_first_fit(seed: int) -> None:
+    """The tree finds the pack that looking at all of them finds: the same packs in the same order, samples without tokens included."""
+    lengths, cap = random_lengths(seed)
+    assert pack(lengths, cap) == first_fit(lengths, cap)
+    generator = random.Random(seed)
+    for _ in range(50):
+        small = [generator.randint(0, 7) for _ in range(generator.randint(0, 9))]
+        assert pack(small, cap := generator.randint(1, 6)) == first_fit(small, cap)
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_ranks_lose_nothing_and_are_balanced(seed: int) -> None:
     """Every sample is on exactly one rank; the fullest rank is within LPT's 4/3 of the bound, and near it when samples are many."""
