@@ -6,16 +6,17 @@ O(chunk x V / TP), whatever the length of the pack.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 PADDING = -1e30
-"""Logit of a column that is no token: no probability, and finite at any temperature."""
+"""Logit of a column that is no token, at temperatures of 1 or more: no probability. Below, it is as much smaller, to be finite then."""
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
@@ -79,17 +80,82 @@ def vocab_parallel_logprobs(
     return logprobs, entropy
 
 
+class _ChunkedLogprobs(torch.autograd.Function):
+    """``chunked_logprobs``: its backward pass makes each chunk's logits again, and adds up the output layer's gradient in fp32.
+
+    A sum over chunks in the weight's bf16 would round each of its steps: the gradient would depend on the chunk.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, layer: _OutputLayer) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(hidden, weight, targets)
+        ctx.layer = layer
+        parts = [layer.score(layer.logits(part, weight), chosen) for part, chosen in layer.chunks(hidden, targets)]
+        logprobs, entropies = zip(*parts, strict=True)
+        return torch.cat(logprobs), torch.cat(entropies)
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        (hidden, weight, targets), layer = ctx.saved_tensors, ctx.layer
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+        for part, chosen, *upstream, target in layer.chunks(hidden, targets, grad_logprobs, grad_entropy, grad_hidden):
+            logits = layer.logits(part, weight).requires_grad_()
+            with torch.enable_grad():
+                outputs = layer.score(logits, chosen)
+            (grad,) = torch.autograd.grad(outputs, logits, upstream)
+            grad[:, layer.valid :] = 0.0
+            torch.mm(grad, weight, out=target)
+            _add_product(grad_weight, grad.T, part)
+        return grad_hidden, grad_weight.to(weight.dtype), None, None
+
+
+@dataclass(frozen=True)
+class _OutputLayer:
+    """What ``chunked_logprobs`` is told, and how many of this rank's rows are tokens."""
+
+    temperature: float
+    chunk_tokens: int
+    valid: int
+    first: int
+    group: Any
+
+    def chunks(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Of each tensor, side by side."""
+        return zip(*(tensor.split(self.chunk_tokens) for tensor in tensors), strict=True)
+
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """[C, padded V / TP]."""
+        logits = F.linear(hidden, weight)
+        logits[:, self.valid :] = PADDING * min(self.temperature, 1.0)
+        return logits
+
+    def score(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """``vocab_parallel_logprobs``."""
+        return vocab_parallel_logprobs(logits, targets, self.first, self.temperature, self.group)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """``total += left @ right`` without rounding to the factors' precision in between."""
+    if left.is_cuda and left.dtype != total.dtype:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)  # as fast as into bf16
+    else:
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))
+
+
 def chunked_logprobs(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float, chunk_tokens: int, vocab_size: int, first: int, group: Any
 ) -> tuple[Tensor, Tensor]:
     """Output layer, softmax and selection, ``chunk_tokens`` at a time.
+
+    The backward pass takes a matrix of the weight's size in fp32 besides.
 
     Args:
         hidden: [T, hidden], the same on all ranks of ``group`` (its gradient is this rank's part: reduce it before).
         weight: [padded V / TP, hidden], this rank's rows of the output layer.
         targets: [T] int64.
         temperature: Divides the logits.
-        chunk_tokens: Tokens whose logits exist at once.
+        chunk_tokens: Tokens whose logits exist at once; values and gradients do not depend on it.
         vocab_size: Real vocabulary; columns beyond it take no probability.
         first: Id of this rank's first row.
         group: Tensor-parallel group.
@@ -98,16 +164,5 @@ def chunked_logprobs(
         [T] log-probability and [T] entropy, float32 nats.
     """
     valid = max(0, min(weight.shape[0], vocab_size - first))
-
-    def score(hidden_chunk: Tensor, weight: Tensor, target_chunk: Tensor) -> tuple[Tensor, Tensor]:
-        logits = F.linear(hidden_chunk, weight)
-        if valid < logits.shape[-1]:
-            logits[:, valid:] = PADDING
-        return vocab_parallel_logprobs(logits, target_chunk, first, temperature, group)
-
-    parts = [
-        checkpoint(score, hidden_chunk, weight, target_chunk, use_reentrant=False, preserve_rng_state=False)
-        for hidden_chunk, target_chunk in zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True)
-    ]
-    logprobs, entropies = zip(*parts, strict=True)
-    return torch.cat(logprobs), torch.cat(entropies)
+    logprobs, entropy = _ChunkedLogprobs.apply(hidden, weight, targets, _OutputLayer(temperature, chunk_tokens, valid, first, group))
+    return logprobs, entropy

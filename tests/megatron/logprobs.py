@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
+from rlbatch.config.schema import LayoutConfig
 from rlbatch.megatron.logprobs import chunked_logprobs, vocab_parallel_logprobs
+from tests.megatron.gradients import gradients
 
 TOKENS, HIDDEN, VOCAB, TEMPERATURE = 23, 8, 13, 0.6
 
@@ -68,6 +72,33 @@ def by_chunks(chunk_tokens: int) -> tuple[torch.Tensor, ...]:
     )
     torch.autograd.backward([logprobs, entropy], [grad_logprobs, grad_entropy])
     return _whole(logprobs, entropy, hidden, mine)
+
+
+def bf16_errors(chunks: Sequence[int]) -> list[list[float]]:
+    """For each number of tokens a chunk: relative errors of the bf16 gradients of many hidden states and the output layer."""
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(512, 32, generator=generator).bfloat16()
+    weight = torch.randn(64, 32, generator=generator).bfloat16() / 4
+    targets = torch.randint(0, 64, (512,), generator=generator)
+    upstream = torch.randn(2, 512, generator=generator)
+    first, size = _rows(64)
+
+    def gradients(chunk_tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        states, rows = (values.to(dtype, copy=True).requires_grad_() for values in (hidden, weight[first : first + size]))
+        outputs = chunked_logprobs(
+            states, rows, targets, temperature=1.0, chunk_tokens=chunk_tokens, vocab_size=64, first=first, group=dist.group.WORLD
+        )
+        torch.autograd.backward(outputs, [values.to(outputs[0].dtype) for values in upstream])
+        return states.grad.double(), rows.grad.double()
+
+    exact = gradients(1000, torch.float64)
+    rounded = [gradients(chunk, torch.bfloat16) for chunk in chunks]
+    return [[float((got - want).norm() / want.norm()) for got, want in zip(pair, exact, strict=True)] for pair in rounded]
+
+
+def bf16_gradients(folder: str, layout: LayoutConfig, chunk_tokens: int) -> dict[str, torch.Tensor]:
+    """``gradients`` of a bf16 model in one pack."""
+    return gradients(folder, layout, 1000, "token_mean", precision="bf16", logprob_chunk_tokens=chunk_tokens)
 
 
 def _whole(logprobs: torch.Tensor, entropy: torch.Tensor, hidden: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
