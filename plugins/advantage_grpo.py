@@ -41,14 +41,8 @@ def dr_grpo(inputs: AdvantageInputs) -> Tensor:
 
 
 def _centred(inputs: AdvantageInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Rewards less their group's mean [N] float64, the group of each sample [N], and the size of each group.
-
-    float64, because the mean of equal float32 rewards is then exact: their advantages are 0, not rounding noise divided by 1e-6.
-    """
-    from torch import unique_consecutive
-
-    _, group, sizes = unique_consecutive(inputs.group_ids, return_inverse=True, return_counts=True)
-    rewards = inputs.rewards.double()
+    """Rewards less their group's mean [N] float64, the group of each sample [N], and the size of each group."""
+    rewards, group, sizes = inputs.in_groups()
     means = rewards.new_zeros(len(sizes)).index_add(0, group, rewards) / sizes
     return rewards - means.where(sizes > 1, 0.0)[group], group, sizes
 

@@ -14,15 +14,13 @@ if TYPE_CHECKING:
 def opo(inputs: AdvantageInputs) -> Tensor:
     """``A_i = r_i - sum(L_j r_j) / sum(L_j)`` over the group, L the response tokens (Hao et al. 2025, arXiv 2505.23585).
 
-    A group of one sample keeps its raw reward. The sums are float64: equal rewards give exactly 0.
+    A group of one sample keeps its raw reward. Equal rewards give exactly 0.
 
     Returns:
         [N] float32.
     """
-    from torch import unique_consecutive
-
-    _, group, sizes = unique_consecutive(inputs.group_ids, return_inverse=True, return_counts=True)
-    rewards, lengths = inputs.rewards.double(), inputs.lengths.double()
+    rewards, group, sizes = inputs.in_groups()
+    lengths = inputs.lengths.double()
     zeros = rewards.new_zeros(len(sizes))
     baselines = zeros.index_add(0, group, lengths * rewards) / zeros.index_add(0, group, lengths)
     return (rewards - baselines.where(sizes > 1, 0.0)[group]).float()

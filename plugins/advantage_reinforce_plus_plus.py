@@ -21,10 +21,11 @@ def reinforce_plus_plus(inputs: AdvantageInputs) -> Tensor:
     Returns:
         [T] float32.
     """
-    rewards = inputs.token_rewards.double()
-    so_far = rewards.cumsum(0)
-    at_end = so_far[inputs.lengths.cumsum(0) - 1].repeat_interleave(inputs.lengths)
-    return _whiten(at_end - so_far + rewards).float()
+    from torch import cat
+
+    # Sample by sample: differences of sums over the whole step would have the rounding of its largest reward.
+    samples = inputs.token_rewards.split(inputs.lengths.tolist())
+    return _whiten(cat([rewards.flip(0).cumsum(0).flip(0) for rewards in samples])).float()
 
 
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> Tensor:
@@ -35,18 +36,16 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> Tensor:
     Returns:
         [T] float32.
     """
-    from torch import unique_consecutive
-
-    _, group, sizes = unique_consecutive(inputs.group_ids, return_inverse=True, return_counts=True)
-    rewards = inputs.rewards.double()
+    rewards, group, sizes = inputs.in_groups()
     means = rewards.new_zeros(len(sizes)).index_add(0, group, rewards) / sizes
     centred = rewards - means.where(sizes > 1, 0.0)[group]
     return _whiten(centred.repeat_interleave(inputs.lengths)).float()
 
 
 def _whiten(values: Tensor) -> Tensor:
-    """``(x - mean) / sqrt(var + 1e-8)``, var with ddof 1; a single value becomes 0."""
-    centred = values - values.mean()
+    """``(x - mean) / sqrt(var + 1e-8)``, var with ddof 1; a single value becomes 0, and so do equal ones."""
+    shifted = values - values[0]
+    centred = shifted - shifted.mean()
     variance = centred.square().sum() / max(len(values) - 1, 1)
     return centred * (variance + VARIANCE_EPS).rsqrt()
 

@@ -14,15 +14,12 @@ if TYPE_CHECKING:
 def rloo(inputs: AdvantageInputs) -> Tensor:
     """``A_i = r_i - mean of the group's other rewards`` (Ahmadian et al. 2024, arXiv 2402.14740).
 
-    A group of one sample keeps its raw reward. The sums are float64: equal rewards give exactly 0.
+    A group of one sample keeps its raw reward. Equal rewards give exactly 0.
 
     Returns:
         [N] float32.
     """
-    from torch import unique_consecutive
-
-    _, group, sizes = unique_consecutive(inputs.group_ids, return_inverse=True, return_counts=True)
-    rewards = inputs.rewards.double()
+    rewards, group, sizes = inputs.in_groups()
     totals = rewards.new_zeros(len(sizes)).index_add(0, group, rewards)
     others: Tensor = (totals[group] - rewards) / (sizes[group] - 1).clamp(min=1)
     return (rewards - others).float()

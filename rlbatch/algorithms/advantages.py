@@ -2,59 +2,80 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
 
 from rlbatch.api import AdvantageEstimator, AdvantageInputs, PluginError
 
-if TYPE_CHECKING:
-    from torch import Tensor
+FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 def advantage_inputs(
     rewards: Tensor, group_ids: Tensor, lengths: Tensor, kl: Tensor | None = None, kl_reward_coef: float = 0.0
 ) -> AdvantageInputs:
-    """Inputs of an estimator; the KL penalty ``kl_reward_coef x kl`` is subtracted from the reward, token by token.
+    """Inputs of an estimator, which may write into them. The KL penalty ``kl_reward_coef x kl`` is subtracted from the reward, by token.
 
     Args:
-        rewards: [N] float32, one a sample.
+        rewards: [N] float64, one a sample.
         group_ids: [N] int64, equal for samples of one prompt; groups are contiguous.
         lengths: [N] int64, response tokens of each sample, at least 1.
         kl: [T] float32 nats, one a response token, samples concatenated in order; None: no penalty.
         kl_reward_coef: ``algorithm.kl_reward_coef``.
     """
-    last = lengths.cumsum(0) - 1
-    penalties = rewards.new_zeros(int(lengths.sum())) if kl is None else -kl_reward_coef * kl.detach()
-    so_far = penalties.double().cumsum(0)[last]
-    penalty = so_far.diff(prepend=so_far.new_zeros(1)).to(rewards.dtype)
+    sample = torch.arange(len(lengths)).repeat_interleave(lengths)
+    penalties = rewards.new_zeros(len(sample)) if kl is None else -kl_reward_coef * kl.detach().to(rewards.dtype)
     return AdvantageInputs(
-        rewards=rewards + penalty, group_ids=group_ids, lengths=lengths, token_rewards=penalties.index_add(0, last, rewards)
+        rewards=rewards.index_add(0, sample, penalties),
+        group_ids=group_ids.clone(),
+        lengths=lengths.clone(),
+        token_rewards=penalties.index_add(0, lengths.cumsum(0) - 1, rewards),
     )
 
 
-def token_advantages(name: str, estimator: AdvantageEstimator, inputs: AdvantageInputs) -> Tensor:
+def token_advantages(
+    name: str, estimator: AdvantageEstimator, inputs: AdvantageInputs, sample_name: Callable[[int], str] = "sample {}".format
+) -> Tensor:
     """The estimator's answer as one advantage a response token.
 
     Args:
         name: The estimator's name, for errors.
         estimator: Answers with [N] (given to each token of the sample) or [T].
         inputs: All samples of the step.
+        sample_name: What a sample is called in errors, by its index.
 
     Returns:
         [T] float32, samples concatenated in order.
 
     Raises:
-        PluginError: another shape, or a value that is not finite.
+        PluginError: no tensor, another shape, or a value that is not finite, or not in float32.
     """
-    advantages = estimator(inputs)
-    samples, tokens = len(inputs.lengths), len(inputs.token_rewards)
-    if tuple(advantages.shape) not in ((samples,), (tokens,)):
+    rewards, lengths = inputs.rewards.clone(), inputs.lengths.clone()
+    answer = estimator(inputs)
+    samples, tokens = len(lengths), int(lengths.sum())
+    asked = f"Return a real tensor [{samples}] or [{tokens}]."
+    if not isinstance(answer, Tensor) or answer.is_complex():
+        kind = f"a tensor of {answer.dtype}" if isinstance(answer, Tensor) else type(answer).__name__
+        raise PluginError(f"algorithm.advantage={name}: returned {kind} for {samples} samples with {tokens} tokens. {asked}")
+    if tuple(answer.shape) not in ((samples,), (tokens,)):
         raise PluginError(
-            f"algorithm.advantage={name}: returned shape {list(advantages.shape)} for {samples} samples with {tokens} tokens. "
-            f"Return [{samples}] or [{tokens}]."
+            f"algorithm.advantage={name}: returned shape {list(answer.shape)} for {samples} samples with {tokens} tokens. {asked}"
         )
-    broken = int((~advantages.isfinite()).sum())
+    answer = answer.detach().to(rewards.device)
+    advantages = answer.float()
+    broken = (~advantages.isfinite()).nonzero().flatten().tolist()
     if broken:
-        raise PluginError(f"algorithm.advantage={name}: {broken} of {advantages.numel()} advantages are not finite. Mend the estimator.")
-    if len(advantages) == tokens:
-        return advantages.float()
-    return advantages.float().repeat_interleave(inputs.lengths)
+        first = broken[0] if len(answer) == samples else int((lengths.cumsum(0) <= broken[0]).sum())
+        spread = f"rewards go from {float(rewards.min()):.6g} to {float(rewards.max()):.6g}"
+        told = f"{float(answer[broken[0]]):.6g} for {sample_name(first)}, whose reward is {float(rewards[first]):.6g}; {spread}"
+        if answer[broken].isfinite().all():
+            raise PluginError(
+                f"algorithm.advantage={name}: {len(broken)} of {len(answer)} advantages are beyond float32 ({FLOAT32_MAX:.3g}), "
+                f"the first is {told}. Scale the rewards."
+            )
+        raise PluginError(
+            f"algorithm.advantage={name}: {len(broken)} of {len(answer)} advantages are not finite, the first is {told}. "
+            "Mend the estimator: all rewards are finite."
+        )
+    return advantages if len(advantages) == tokens else advantages.repeat_interleave(lengths)

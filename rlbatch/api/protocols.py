@@ -235,10 +235,10 @@ class AdvantageInputs:
     """All samples of the step, over all ranks. N samples with T response tokens together, concatenated in order.
 
     Attributes:
-        rewards: [N] float32, less the KL penalty where ``algorithm.kl_reward_coef`` is not 0.
+        rewards: [N] float64, as the reward returned them, less the KL penalty where ``algorithm.kl_reward_coef`` is not 0.
         group_ids: [N] int64, equal for samples of one prompt; groups are contiguous.
         lengths: [N] int64, response tokens of each sample.
-        token_rewards: [T] float32: the KL penalty of each token, and the reward on the last token of each sample.
+        token_rewards: [T] float64: the KL penalty of each token, and the reward on the last token of each sample.
     """
 
     rewards: Tensor
@@ -246,9 +246,26 @@ class AdvantageInputs:
     lengths: Tensor
     token_rewards: Tensor
 
+    def in_groups(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Rewards for estimators that compare within a group.
+
+        Returns:
+            Rewards less that of the group's first sample [N] float64 (a group of one sample keeps its own), the group of each sample [N]
+            from 0, and the samples of each group [G]. The differences of equal rewards are exactly 0, and those of large ones exact: sums
+            of them lose nothing to what the rewards have in common.
+        """
+        from torch import unique_consecutive
+
+        _, group, sizes = unique_consecutive(self.group_ids, return_inverse=True, return_counts=True)
+        first = self.rewards[sizes.cumsum(0) - sizes]
+        return self.rewards - first.where(sizes > 1, 0.0)[group], group, sizes
+
 
 AdvantageEstimator = Callable[[AdvantageInputs], "Tensor"]
-"""[N] (one advantage a sample, given to each of its tokens) or [T] (one a token), float32. Called on every rank alike; no collectives."""
+"""[N] (one advantage a sample, given to each of its tokens) or [T] (one a token), finite in float32, which they become.
+
+Called on every rank with the same inputs, and must answer the same: one that draws random numbers seeds them. No collectives.
+"""
 
 
 @dataclass(frozen=True)

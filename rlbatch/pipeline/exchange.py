@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlbatch.api import SampleGroup
+from rlbatch.api import Prompt, SampleGroup
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Batch:
         token_ids: N tensors [L_i] int64.
         loss_mask: N tensors [L_i] float32.
         rollout_logprobs: N tensors [L_i] float32 nats.
-        rewards: [N] float32.
+        rewards: [N] float64.
         group_ids: [N] int64, position of the prompt in the step.
         truncated: [N] bool, cut at the length limit.
     """
@@ -43,6 +43,16 @@ class Batch:
     def response_lengths(self) -> Tensor:
         """[N] int64, sampled tokens of each sample."""
         return torch.tensor([int(mask.sum()) for mask in self.loss_mask])
+
+    def name(self, index: int, prompts: Sequence[Prompt]) -> str:
+        """What messages call a sample, e.g. ``prompt 17 sample 3``.
+
+        Args:
+            index: Of the sample.
+            prompts: Of the step, in order.
+        """
+        position = self.group_ids[index]
+        return f"prompt {prompts[int(position)].prompt_id} sample {index - int((self.group_ids < position).sum())}"
 
 
 def all_gather_ragged(values: Tensor, group: Any = None) -> list[Tensor]:
@@ -114,7 +124,7 @@ def exchange(groups: Sequence[SampleGroup], positions: Sequence[int]) -> Batch:
     token_ids = flat([s.token_ids for _, s, _ in mine], torch.int64).split(sizes)
     loss_mask = flat([s.loss_mask for _, s, _ in mine], torch.float32).split(sizes)
     logprobs = flat([s.rollout_logprobs for _, s, _ in mine], torch.float32).split(sizes)
-    rewards = flat([torch.tensor([reward for _, _, reward in mine])], torch.float32)
+    rewards = flat([torch.tensor([reward for _, _, reward in mine], dtype=torch.float64)], torch.float64)
     order = sorted(range(len(sizes)), key=lambda i: (int(position[i]), int(index[i])))
     return Batch(
         token_ids=[token_ids[i] for i in order],

@@ -6,14 +6,15 @@ import math
 import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from operator import index
 from pathlib import Path
-from typing import Any, SupportsFloat
+from typing import Any, SupportsFloat, SupportsIndex
 
 from rlbatch.api import Reward, RewardError, Sample, SampleGroup
 from rlbatch.launch.failures import StoppedBySignal
 
 FLOAT32_MAX = 3.4028234663852886e38
-"""Rewards become float32."""
+"""Advantages become float32, rewards stay float64 until then."""
 
 
 def score(groups: list[SampleGroup], rewards: Mapping[str, Reward], default: str) -> None:
@@ -80,13 +81,24 @@ def _finite(name: str, sample: Sample, value: Any) -> float:
     place = f"for prompt {sample.prompt.prompt_id} sample {sample.sample_index}"
     try:
         number = float(value) if isinstance(value, SupportsFloat) else None
-    except (TypeError, ValueError, RuntimeError, OverflowError):
+    except OverflowError:  # an integer
+        number = math.inf
+    except (TypeError, ValueError, RuntimeError):
         number = None
     if number is None:
         raise RewardError(f"reward={name}: returned {value!r} ({type(value).__name__}) {place}: not a number. Return a float.")
     if not math.isfinite(number) or abs(number) > FLOAT32_MAX:
-        raise RewardError(f"reward={name}: returned {value!r} {place}: must be finite in float32. Return a finite float.")
+        raise RewardError(f"reward={name}: returned {number} {place}: must be finite, and at most {FLOAT32_MAX:.3g} in size. Scale it.")
+    if isinstance(value, SupportsIndex) and not _is_exact(value, number):
+        raise RewardError(f"reward={name}: returned {value!r} {place}: float64 holds {number:.0f} instead. Return smaller integers.")
     return number
+
+
+def _is_exact(value: SupportsIndex, number: float) -> bool:
+    try:
+        return index(value) == number
+    except TypeError:  # a tensor of floats
+        return True
 
 
 def _span(samples: list[Sample]) -> str:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from zlib import crc32
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rlbatch.algorithms.advantages import advantage_inputs, token_advantages
 from rlbatch.algorithms.kl import kl_penalty
-from rlbatch.api import Microbatch, SampleGroup, StepResult
+from rlbatch.api import Microbatch, PluginError, SampleGroup, StepResult
 from rlbatch.megatron import parallel
 from rlbatch.metrics.clock import PhaseClock
 from rlbatch.pipeline import measure
@@ -43,12 +45,13 @@ def train_step(job: Job, step: int) -> tuple[StepResult, list[SampleGroup], list
     with clock.phase("exchange"):
         batch = exchange(groups, mine)
         updates = plan_updates(batch, config, parallel.dp_rank(), parallel.dp_size())
+        names = partial(batch.name, prompts=prompts)
 
     with job.offload.training():
         with clock.phase("logprobs"):
             _add_logprobs(job, updates)
         with clock.phase("exchange"):
-            advantages = _advantages(job, batch, updates)
+            advantages = _advantages(job, batch, updates, names)
             updates = [update.with_advantages(advantages) for update in updates]
         with clock.phase("update"):
             job.trainer.next_learning_rate()
@@ -82,12 +85,25 @@ def _add_logprobs(job: Job, updates: Sequence[Update]) -> None:
                 microbatch.ref_logprobs = values
 
 
-def _advantages(job: Job, batch: Batch, updates: Sequence[Update]) -> list[Tensor]:
-    """[R_i] for each of the N samples: one advantage a response token, estimated from all samples of the step."""
+def _advantages(job: Job, batch: Batch, updates: Sequence[Update], names: Callable[[int], str]) -> list[Tensor]:
+    """[R_i] for each of the N samples: one advantage a response token, estimated from all samples of the step.
+
+    Raises:
+        PluginError: on every rank, the estimator's answer is no advantage, or not the same on all ranks.
+    """
     algorithm, lengths = job.config.algorithm, batch.response_lengths
     kl = _response_kl(job, batch, updates) if algorithm.kl_reward_coef else None
     inputs = advantage_inputs(batch.rewards, batch.group_ids, lengths, kl, algorithm.kl_reward_coef)
-    return list(token_advantages(algorithm.advantage, job.estimator, inputs).split(lengths.tolist()))
+    advantages = token_advantages(algorithm.advantage, job.estimator, inputs, names)
+    checksum = crc32(advantages.numpy().tobytes())
+    least_and_most = torch.tensor([-checksum, checksum])
+    dist.all_reduce(least_and_most, dist.ReduceOp.MAX)
+    if int(least_and_most.sum()):
+        raise PluginError(
+            f"algorithm.advantage={algorithm.advantage}: ranks got different advantages for the same samples. "
+            "Seed what the estimator draws, the same on every rank."
+        )
+    return list(advantages.split(lengths.tolist()))
 
 
 def _response_kl(job: Job, batch: Batch, updates: Sequence[Update]) -> Tensor:

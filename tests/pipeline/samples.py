@@ -29,7 +29,7 @@ def group(position: int) -> SampleGroup:
                 finish_reason="length" if (position + index) % 2 else "stop",
             )
         )
-    return SampleGroup(prompt, made, rewards=[position + index / 4 for index in range(SAMPLES)])
+    return SampleGroup(prompt, made, rewards=[1e8 + position + index / 10 for index in range(SAMPLES)])
 
 
 def exchanged(distribution: list[list[int]]) -> Batch:

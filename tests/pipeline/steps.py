@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from rlbatch.algorithms.objective import Objective
-from rlbatch.api import PolicyLossInputs, PolicyLossOutputs, RolloutError
+from rlbatch.api import PluginError, PolicyLossInputs, PolicyLossOutputs, RolloutError
 from rlbatch.config.compose import compose
 from rlbatch.config.schema import EMBEDDED, Config
 from rlbatch.launch.environment import RankInfo
@@ -186,3 +186,13 @@ def penalised_rewards(config: Config, run_dir: str) -> tuple[Steps, dict[tuple[i
 
     job = replace(job, rewards={config.reward.name: recording}, estimator=lambda inputs: inputs.rewards)
     return run_steps(job, 1), rewards
+
+
+def estimated_differently(config: Config, run_dir: str) -> str:
+    """The message that ends a step whose estimator answers by rank."""
+    job = job_of(config, run_dir)
+    try:
+        run_steps(replace(job, estimator=lambda inputs: inputs.rewards + dist.get_rank()), 1)
+    except PluginError as error:
+        return str(error)
+    return ""

@@ -34,7 +34,7 @@ def assert_complete(batch: Batch) -> None:
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS.values(), ids=DISTRIBUTIONS)
 def test_any_distribution_gives_the_same_batch(distribution: list[list[int]], rank_pool) -> None:
-    """Groups dealt out in any way, also all to one rank; token ids above 2^24 arrive exactly."""
+    """Groups dealt out in any way, also all to one rank; token ids above 2^24 and rewards of 10 digits arrive exactly."""
     for batch in rank_pool(2).run(exchanged, distribution):
         assert_complete(batch)
 
@@ -43,6 +43,14 @@ def test_one_rank(rank_pool) -> None:
     """Alone, the exchange only sorts."""
     [batch] = rank_pool(1).run(exchanged, [[3, 0, 4, 1, 2]])
     assert_complete(batch)
+
+
+def test_samples_have_names(rank_pool) -> None:
+    """Messages call a sample by its prompt's place in the file and by its own in the group."""
+    prompts = [group(position).prompt for position in range(GROUPS)]
+    [batch] = rank_pool(1).run(exchanged, [list(range(GROUPS))])
+    assert batch.name(0, prompts) == "prompt 100 sample 0"
+    assert batch.name(2 * SAMPLES + 1, prompts) == "prompt 102 sample 1"
 
 
 @pytest.mark.parametrize("lengths", [[2, 3], [0, 3], [3, 0], [0, 0]])

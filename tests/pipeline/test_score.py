@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -42,8 +43,6 @@ def test_each_reward_sees_its_groups_once_and_in_order() -> None:
 
 def test_numbers_of_other_types_become_floats() -> None:
     """Booleans, integers, NumPy and zero-dimensional torch values are numbers; a tensor of all values is a sequence."""
-    import numpy as np
-
     groups = [group(0, ["a", "b", "c", "d"])]
     score(groups, {"r": lambda samples: [True, 2, np.float32(0.5), torch.tensor(0.25)]}, "r")
     assert groups[0].rewards == [1.0, 2.0, 0.5, 0.25]
@@ -84,8 +83,10 @@ def test_a_generator_that_raises_is_named_too() -> None:
         (1.0, "reward=r: returned float for 8 samples"),
         ([1.0] * 5 + [math.nan] * 3, "reward=r: returned nan for prompt 4 sample 1: must be finite"),
         ([1.0] * 7 + [-math.inf], "reward=r: returned -inf for prompt 4 sample 3: must be finite"),
-        ([1e39] + [1.0] * 7, "reward=r: returned 1e+39 for prompt 3 sample 0: must be finite in float32"),
-        ([10**400] + [1.0] * 7, "for prompt 3 sample 0: not a number"),
+        ([1e39] + [1.0] * 7, "reward=r: returned 1e+39 for prompt 3 sample 0: must be finite, and at most 3.4e+38"),
+        ([10**5000] + [1.0] * 7, "returned inf for prompt 3 sample 0: must be finite"),
+        ([2**53 + 1] + [1.0] * 7, "returned 9007199254740993 for prompt 3 sample 0: float64 holds 9007199254740992 instead"),
+        ([np.int64(2**53 + 1)] + [1.0] * 7, "for prompt 3 sample 0: float64 holds 9007199254740992 instead"),
         ([1.0, None] + [1.0] * 6, "reward=r: returned None (NoneType) for prompt 3 sample 1: not a number"),
         ([1.0] * 4 + ["0.5"] + [1.0] * 3, "reward=r: returned '0.5' (str) for prompt 4 sample 0: not a number"),
         ([torch.zeros(2)] * 8, "(Tensor) for prompt 3 sample 0: not a number"),

@@ -80,6 +80,12 @@ def test_the_agreement_check_sees_weights_that_are_one_step_old(run_dir: Path, r
     assert stale["train/rollout_logprob_diff_mean"] > 10 * TOLERANCE
 
 
+def test_an_estimator_that_differs_between_ranks_is_refused(run_dir: Path, rank_pool) -> None:
+    """Ranks that share a model would train it on different advantages: every rank says so."""
+    for message in rank_pool(2).run(steps.estimated_differently, small_config("ep2"), str(run_dir)):
+        assert message.startswith("algorithm.advantage=grpo: ranks got different advantages for the same samples.")
+
+
 @pytest.fixture(scope="module")
 def by_layout(run_dir: Path, rank_pool) -> dict[str, list[steps.Steps]]:
     """Two steps under each layout, with a KL term, so that every metric is there."""

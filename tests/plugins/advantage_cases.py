@@ -22,16 +22,16 @@ class Case:
 
     def inputs(self) -> AdvantageInputs:
         """As the step builds them, without a KL penalty."""
-        rewards, lengths = torch.tensor(self.rewards, dtype=torch.float32), torch.tensor(self.lengths)
-        token_rewards = torch.zeros(sum(self.lengths))
+        rewards, lengths = torch.tensor(self.rewards, dtype=torch.float64), torch.tensor(self.lengths)
+        token_rewards = torch.zeros(sum(self.lengths), dtype=torch.float64)
         token_rewards[lengths.cumsum(0) - 1] = rewards
         # Ids that do not start at 0, are not consecutive and not sorted.
         ids = torch.tensor([(97 - 7 * index) for index in range(len(self.sizes))])
         return AdvantageInputs(rewards, ids.repeat_interleave(torch.tensor(self.sizes)), lengths, token_rewards)
 
     def by_group(self, advantages: Callable[[Any, Any], Any]) -> np.ndarray:
-        """[N] ``advantages(rewards, lengths)`` of each group, in float64 of the float32 rewards."""
-        rewards = np.float64(np.float32(self.rewards))
+        """[N] ``advantages(rewards, lengths)`` of each group, in float64."""
+        rewards = np.float64(self.rewards)
         lengths = np.float64(self.lengths)
         ends = np.cumsum(self.sizes)
         return np.concatenate(

@@ -17,7 +17,7 @@ def whiten(tokens: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_returns_are_whitened_over_tokens(case: Case) -> None:
     """Without a penalty every token has its sample's reward as return; all tokens of the step are whitened together, with ddof 1."""
-    expected = whiten(case.tokens(np.float64(np.float32(case.rewards))))
+    expected = whiten(case.tokens(np.float64(case.rewards)))
     np.testing.assert_allclose(reinforce_plus_plus(case.inputs()).numpy(), expected, rtol=0, atol=1e-6)
 
 
@@ -27,7 +27,7 @@ def test_returns_sum_token_rewards_to_the_end_of_the_sample() -> None:
     rewards = np.random.default_rng(1).normal(size=sum(case.lengths))
     samples = np.split(rewards, np.cumsum(case.lengths)[:-1])
     expected = whiten(np.concatenate([sample[::-1].cumsum()[::-1] for sample in samples]))
-    inputs = dataclasses.replace(case.inputs(), token_rewards=torch.tensor(rewards, dtype=torch.float32))
+    inputs = dataclasses.replace(case.inputs(), token_rewards=torch.tensor(rewards))
     np.testing.assert_allclose(reinforce_plus_plus(inputs).numpy(), expected, rtol=0, atol=1e-6)
 
 
