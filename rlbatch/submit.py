@@ -13,6 +13,7 @@ from textwrap import fill
 from rlbatch.api import PluginError, RlbatchError
 from rlbatch.config.choices import AUTO, choice_values, group_choices
 from rlbatch.config.convert import KeyDoc, key_docs, show_value
+from rlbatch.config.overrides import text_value
 from rlbatch.config.schema import EMBEDDED, Config
 from rlbatch.dry_run import show
 from rlbatch.registry import compose_job, load_plugins
@@ -34,6 +35,7 @@ Examples:
   python -m rlbatch.submit plugins=[examples/reward_plugin.py] reward=contains_label
   python -m rlbatch.submit +cluster=h20x96 rollout.engine.python=/shared/vllm/bin/python dry_run=true
   python -m rlbatch.submit +cluster=h20x32 model=qwen3_30b rollout.engine.python=/shared/vllm/bin/python cluster.partition=gpu follow=true
+  python -m rlbatch.submit cluster_dir=~/clusters +cluster=mine model=qwen3_30b dry_run=true
   python -m rlbatch.submit launcher=mpi cluster.hostfile=hosts.txt layout.world_size=16
   python -m rlbatch.submit experiment=hf model.hf=/models/Qwen3-30B-A3B data.train=train.jsonl layout.world_size=8 layout.ep_size=8
 
@@ -55,8 +57,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     if {"-h", "--help"} & set(arguments):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly
-        print(help_text())
-        return 0
+        return _help(arguments)
     try:
         config, registry = compose_job(arguments)
         if config.dry_run or config.launcher == "slurm":
@@ -69,11 +70,27 @@ def main(arguments: Sequence[str]) -> int:
         return 128 + signal.SIGINT
 
 
-def help_text() -> str:
-    """What ``--help`` prints: introduction, config groups with their choices, every key with its default."""
+def _help(arguments: Sequence[str]) -> int:
+    try:
+        print(help_text(text_value(arguments, "cluster_dir")))
+    except RlbatchError as error:
+        print(error, file=sys.stderr)
+        return EXIT_REFUSED
+    return 0
+
+
+def help_text(cluster_dir: str = "") -> str:
+    """What ``--help`` prints: introduction, config groups with their choices, every key with its default.
+
+    Args:
+        cluster_dir: The key of this name.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
     embedded = " ".join(f"{key}={show_value(value)}" for key, value in choice_values("experiment", EMBEDDED).items())
     preset = fill(f"experiment=embedded, the default, sets {embedded}", HELP_COLUMNS, break_on_hyphens=False, subsequent_indent="  ")
-    sections = [INTRODUCTION, "Groups (group=choice):", *_group_lines(), "", preset, "", "Keys (key=value):"]
+    sections = [INTRODUCTION, "Groups (group=choice):", *_group_lines(cluster_dir), "", preset, "", "Keys (key=value):"]
     section = ""
     for doc in key_docs(Config):
         if doc.name.partition(".")[0] != section and "." in doc.name:
@@ -83,8 +100,8 @@ def help_text() -> str:
     return "\n".join(sections)
 
 
-def _group_lines() -> list[str]:
-    choices = {group: set(names) for group, names in group_choices().items()}
+def _group_lines(cluster_dir: str) -> list[str]:
+    choices = {group: set(names) for group, names in group_choices(cluster_dir).items()}
     choices["layout"].add(AUTO)
     note = []
     try:

@@ -25,6 +25,8 @@ OURS = (
 """Options of sbatch that follow from other keys, or that would break what rlbatch relies on."""
 _WORDS = ("name", "partition", "account", "qos", "time_limit", "constraint", "gres", "container_image", "hostfile", "interface")
 
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0a-\x1f\x7f\ud800-\udfff]")
+
 
 def check_cluster(cluster: ClusterConfig) -> None:
     """Refuses values that cannot be right.
@@ -46,6 +48,19 @@ def check_cluster(cluster: ClusterConfig) -> None:
         )
 
 
+def check_variable(key: str) -> None:
+    """Refuses what no shell takes for a variable.
+
+    Args:
+        key: ``<mapping>.<name>``.
+
+    Raises:
+        ConfigError: as said.
+    """
+    if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", key.removeprefix("cluster.environment.").removeprefix("rollout.engine.environment.")):
+        raise ConfigError(f"{key}: is no name of a variable. Use letters, digits and _.")
+
+
 def _check_options(cluster: ClusterConfig) -> None:
     for option in cluster.sbatch_options:
         name = re.split(r"[=\s]", option, maxsplit=1)[0]
@@ -62,10 +77,9 @@ def _check_options(cluster: ClusterConfig) -> None:
 
 def _check_environment(cluster: ClusterConfig) -> None:
     for name, value in cluster.environment.items():
-        if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", str(name)):
-            raise ConfigError(f"cluster.environment.{name}: is no name of a variable. Use letters, digits and _.")
-        if isinstance(value, (dict, list)) or value is None or "\n" in str(value):
-            raise ConfigError(f"cluster.environment.{name}={value}: must be text or a number in one line. Write it so.")
+        check_variable(f"cluster.environment.{name}")
+        if _UNPRINTABLE.search(value):
+            raise ConfigError(f"cluster.environment.{name}={value!r}: must be one line of printable text. Write it so.")
 
 
 def _check_container(cluster: ClusterConfig) -> None:

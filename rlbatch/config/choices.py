@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib import resources
 from typing import Any
 
 from rlbatch.api import ConfigError
+from rlbatch.config.sources import choice_tree, group_files
+from rlbatch.config.text_keys import quoted
 
-CONFIG_PACKAGE = "rlbatch_configs"
 AUTO = "auto"
 """Choice of ``layout`` that is looked up by the model's name and the cluster's GPUs."""
 LARGE_MODEL_EXPERIMENT = "math"
@@ -19,21 +19,16 @@ _OF_A_CHOICE = {"offload": ("offload.options",), "rollout": ("rollout.options", 
 """Keys whose values go with a choice of the group."""
 
 
-def group_choices() -> Mapping[str, tuple[str, ...]]:
+def group_choices(cluster_dir: str = "") -> Mapping[str, tuple[str, ...]]:
     """Config groups and the choices that have a yaml file.
 
+    Args:
+        cluster_dir: See ``rlbatch.config.sources``.
+
     Raises:
-        ConfigError: the package is not installed.
+        ConfigError: the package is not installed, or there is no such folder.
     """
-    try:
-        root = resources.files(CONFIG_PACKAGE)
-    except ModuleNotFoundError as error:
-        raise ConfigError("rlbatch_configs: not found, so rlbatch is not installed here. Run `pip install -e .` in its folder.") from error
-    groups = {folder.name: folder for folder in root.iterdir() if folder.is_dir() and not folder.name.startswith("_")}
-    return {
-        name: tuple(sorted(file.name.removesuffix(".yaml") for file in groups[name].iterdir() if file.name.endswith(".yaml")))
-        for name in sorted(groups)
-    }
+    return {group: tuple(files) for group, files in group_files(cluster_dir).items()}
 
 
 def choice_values(group: str, name: str) -> Mapping[str, Any]:
@@ -50,11 +45,7 @@ def choice_values(group: str, name: str) -> Mapping[str, Any]:
 
 
 def _tree(group: str, name: str) -> Mapping[str, Any]:
-    from yaml import safe_load  # type: ignore[import-untyped]
-
-    text = resources.files(CONFIG_PACKAGE).joinpath(group).joinpath(f"{name}.yaml").read_text(encoding="utf-8")
-    tree: Mapping[str, Any] = safe_load(text)
-    return tree
+    return choice_tree(group, group_files()[group][name])
 
 
 def complete_choices(
@@ -121,6 +112,6 @@ def _layout(chosen: Mapping[str, str], keys: Sequence[str], compose: Callable[[S
 
 
 def _lines(choices: Mapping[str, str], keys: Sequence[str]) -> list[str]:
-    listed = [f"{group}={choice}" for group, choice in choices.items() if group not in _ADDED]
-    added = [f"+{group}={choices[group]}" for group in _ADDED if choices.get(group, AUTO) != AUTO]
+    listed = [f"{group}={quoted(choice)}" for group, choice in choices.items() if group not in _ADDED]
+    added = [f"+{group}={quoted(choices[group])}" for group in _ADDED if choices.get(group, AUTO) != AUTO]
     return [*listed, *added, *keys]

@@ -30,6 +30,7 @@ class KeyDoc:
         default: Its default value.
         doc: What it means, with its unit.
         marks: What its type says beyond Python's, e.g. a ``Range``.
+        is_text: Whether it is text, a choice of words, or several of these.
     """
 
     name: str
@@ -37,6 +38,7 @@ class KeyDoc:
     default: Any
     doc: str
     marks: tuple[Any, ...] = ()
+    is_text: bool = False
 
 
 def key_docs(cls: Any, prefix: str = "") -> Iterator[KeyDoc]:
@@ -47,7 +49,8 @@ def key_docs(cls: Any, prefix: str = "") -> Iterator[KeyDoc]:
         if dataclasses.is_dataclass(hint):
             yield from key_docs(hint, f"{prefix}{field.name}.")
         else:
-            yield KeyDoc(prefix + field.name, _words(hint), _default(field), field.metadata.get("doc", ""), tuple(_marks(hint)))
+            said = field.metadata.get("doc", "")
+            yield KeyDoc(prefix + field.name, _words(hint), _default(field), said, tuple(_marks(hint)), _is_text(hint))
 
 
 def closest(name: str, known: Iterable[str]) -> list[str]:
@@ -116,11 +119,22 @@ def show_value(value: Any) -> str:
     return str(value)
 
 
+def _is_text(hint: Any) -> bool:
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _is_text(parts[0])
+    if origin is Literal:
+        return all(isinstance(part, str) for part in parts)
+    if origin is not None:  # null stays null, and so does `...` of a tuple
+        return all(_is_text(part) for part in parts if part not in (type(None), Ellipsis))
+    return hint is str
+
+
 def _marks(hint: Any) -> Iterator[Any]:
     """Annotations of a type, and of its parts."""
     if get_origin(hint) is Annotated:
         yield from hint.__metadata__
-    for part in get_args(hint) if get_origin(hint) is not Literal else ():
+    for part in get_args(hint):
         yield from _marks(part)
 
 
@@ -166,6 +180,8 @@ def _checked(hint: Any, value: Any, key: str) -> Any:
     if get_origin(hint) in (tuple, list, Sequence):
         container = list if get_origin(hint) is list else tuple
         return container(_checked(get_args(hint)[0], item, f"{key}[{index}]") for index, item in enumerate(value))
+    if get_origin(hint) in (dict, Mapping):
+        return {name: _checked(get_args(hint)[1], item, f"{key}.{name}") for name, item in value.items()}
     return value
 
 
@@ -220,8 +236,8 @@ def _kind(value: Any) -> str:
 
 
 def _quoting(hint: Any, key: str, value: Any) -> str:
-    is_scalar = isinstance(value, (int, float, bool))
-    return f""" Quote it: '{key}="{show_value(value)}"'.""" if hint is str and is_scalar and "[" not in key else ""
+    is_typed = isinstance(value, (int, float, bool, list, Mapping))
+    return f""" Quote it: '{key}="{show_value(value)}"'.""" if hint is str and is_typed and "[" not in key else ""
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

@@ -226,7 +226,7 @@ class ClusterConfig:
     container: Literal["none", "pyxis", "apptainer"] = key("none", "What runs the ranks: the host itself, pyxis/enroot or apptainer.")
     container_image: str = key("", "Image of the container.")
     container_mounts: tuple[str, ...] = key((), "Folders that the container sees, as host:container.")
-    environment: Mapping[str, Any] = key({}, "Environment variables of every rank.")
+    environment: Mapping[str, str] = key({}, "Environment variables of every rank: text, passed on as it is typed.")
     hostfile: str = key("", "Nodes for mpirun, one a line; empty: this machine.")
     interface: str = key("", "Network interface between nodes, e.g. bond0; empty: the one that leads to the first node.")
 
@@ -256,6 +256,7 @@ class Config:
     run_dir: str = key("", "Run folder; empty: runs/<time>.")
     resume: Literal["never", "auto"] = key("never", "`auto`: go on from the newest checkpoint in checkpoint.save, if there is one.")
     plugins: tuple[str, ...] = key((), "Extra plugins: python files or importable modules.")
+    cluster_dir: str = key("", "Folder with files of your own for `+cluster=<name>`; empty: those of configs/cluster alone.")
     launcher: Literal["local", "slurm", "mpi", "none"] = key(
         "local",
         "Who starts the ranks: this machine, Slurm (submitit), mpirun; none: only the run folder is written, a batch script starts them.",

@@ -17,5 +17,5 @@ def cluster_variables(cluster: ClusterConfig) -> Mapping[str, str]:
         # A rank that is killed must not take its last lines with it.
         "PYTHONUNBUFFERED": "1",
         **(dict.fromkeys(SOCKET_VARIABLES, cluster.interface) if cluster.interface else {}),
-        **{name: str(value) for name, value in cluster.environment.items()},
+        **cluster.environment,
     }

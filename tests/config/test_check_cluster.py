@@ -20,7 +20,16 @@ from rlbatch.config.compose import compose
         (["cluster.sbatch_options=['--nodes=3']"], "cluster.sbatch_options=[--nodes=3]: --nodes follows from layout.world_size"),
         (["cluster.sbatch_options=['-N 3']"], "cluster.sbatch_options=[-N 3]: -N follows from layout.world_size"),
         (["cluster.environment={A-B: 1}"], "cluster.environment.A-B: is no name of a variable."),
-        (["cluster.environment.A=[1,2]"], "cluster.environment.A=[1, 2]: must be text or a number in one line."),
+        (["cluster.environment.A-B=1"], "cluster.environment.A-B: is no name of a variable."),
+        (["cluster.environment.A.B=1"], "cluster.environment.A.B: is no name of a variable."),
+        (["cluster.environment.1A=x"], "cluster.environment.1A: is no name of a variable."),
+        (["cluster.environment.=x"], "cluster.environment.: is no name of a variable."),
+        (["cluster.environment.É=x"], "cluster.environment.É: is no name of a variable."),
+        (['cluster.environment.A="a\nb"'], "cluster.environment.A='a\\nb': must be one line of printable text."),
+        (
+            ["cluster.environment.A=[1,2]"],
+            "cluster.environment.A=[1,2]: must be text, not a list. Quote it: 'cluster.environment.A=\"[1,2]\"'.",
+        ),
         (["cluster.container=docker"], "cluster.container=docker: must be `none`, `pyxis` or `apptainer`, not `docker`."),
         (["cluster.container=pyxis"], "cluster.container=pyxis: needs an image. Set cluster.container_image."),
         (["cluster.container_image=/a.sif"], "cluster.container_image=/a.sif: has an effect only with a container."),
@@ -40,6 +49,6 @@ def test_refused_keys(overrides: list[str], message: str) -> None:
 
 
 def test_variables_of_any_name() -> None:
-    """`cluster.environment.<NAME>` is a key; numbers stay numbers, and both files and command line count."""
+    """`cluster.environment.<NAME>` is a key; both files and command line count."""
     config = compose(["+cluster=h20x8", "cluster.environment.NCCL_IB_HCA=mlx5", "cluster.environment.OMP_NUM_THREADS=24"])
-    assert config.cluster.environment == {"OMP_NUM_THREADS": 24, "NCCL_IB_HCA": "mlx5"}
+    assert config.cluster.environment == {"OMP_NUM_THREADS": "24", "NCCL_IB_HCA": "mlx5"}

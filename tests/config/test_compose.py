@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from rlbatch.api import ConfigError
+from rlbatch.api import ConfigError, DataError
 from rlbatch.config.choices import group_choices
-from rlbatch.config.compose import PLUGIN_GROUPS, compose, load_config, save_config
+from rlbatch.config.compose import compose, load_config, save_config
 from rlbatch.config.convert import key_docs
+from rlbatch.config.overrides import PLUGIN_GROUPS
 from rlbatch.config.schema import Config
 
 REQUIRED = {"experiment=hf": ["model.hf=/models/some", "data.train=train.jsonl"], "experiment=math": ["model.hf=/models/some"]}
@@ -80,8 +81,8 @@ def test_plugin_without_yaml() -> None:
         ("train.zzz=1", "train.zzz: unknown key. Known: train.steps, "),
         ("train=5", "train=5: `train` is a group of keys. Set one of train.steps, "),
         ("experiment=embeded", "experiment=embeded: unknown. Did you mean `embedded`? Known: embedded, hf, math"),
-        ("experiment=null", "experiment=None: must be one name. Choose embedded or hf or math."),
-        ("reward={name: x}", "reward={'name': 'x'}: must be one name. Choose "),
+        ("experiment=null", "experiment=null: unknown. Known: embedded, hf, math"),
+        ("reward={name: x}", "reward={name: x}: must be one name. Choose "),
         ("rollout@x=transformers", "unknown key|is a group of keys"),
         ("train.steps=2.5", "train.steps=2.5: must be an integer, not a number."),
         ("train.steps=many", "train.steps=many: must be an integer, not `many`."),
@@ -94,9 +95,11 @@ def test_plugin_without_yaml() -> None:
         ("layout.recompute_granularity=some", "must be `full` or `selective` or null, not `some`."),
         ("layout.first_stage_layers=1.5", "must be an integer or null, not a number."),
         ("train.steps=null", "train.steps=null: must be an integer, not null."),
-        ("run_dir=5", "run_dir=5: must be text, not an integer. Quote it: 'run_dir=\"5\"'."),
+        ("run_dir=null", "run_dir=null: must be text, not null."),
+        ("data.train=[a]", "data.train=[a]: must be text, not a list. Quote it: 'data.train=\"[a]\"'."),
         ("plugins=a.py", "plugins=a.py: must be a list, not `a.py`."),
-        ("plugins=[1]", "plugins[0]=1: must be text, not an integer."),
+        ("plugins=[[1]]", "plugins[0]=[1]: must be text, not a list."),
+        ("seed=" + 5000 * "9", "not of the form key=value"),
         ("reward.options=3", "reward.options=3: must be a mapping, not an integer."),
         ("train.steps=1,2", "train.steps=1,2: has several values. Give one; a list is written [a,b]."),
         ("~train.steps", "~train.steps: keys cannot be removed."),
@@ -141,7 +144,7 @@ def test_edited_config_is_checked(tmp_path: Path) -> None:
     path.write_text("train: [\n")
     with pytest.raises(ConfigError, match=re.escape(str(path))):
         load_config(path)
-    with pytest.raises(ConfigError, match=r"absent\.yaml: cannot be read"):
+    with pytest.raises(DataError, match=r"absent\.yaml: cannot be read"):
         load_config(tmp_path / "absent.yaml")
 
 

@@ -73,9 +73,12 @@ def test_keys_and_tags_exist(page: str, repository: Path) -> None:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/troubleshooting.md"])
-def test_commands_compose(page: str, repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_compose(page: str, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each `python -m rlbatch.submit` in a code block has overrides that exist, with values of the right type."""
     monkeypatch.chdir(repository)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "clusters").mkdir()
+    (tmp_path / "clusters/mysite.yaml").write_text(content(repository, "configs/cluster/template.yaml"))
     blocks = re.findall(r"```[a-z]*\n(.*?)```", content(repository, page), re.DOTALL)
     for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
         command = re.match(r"(?:\$ )?python -m rlbatch\.submit ([^#]*)", line)

@@ -74,7 +74,7 @@ def command(run_dir: str) -> list[str]:
 
 def test_script_of_a_large_job() -> None:
     """Whole nodes with all their memory, notice and requeue, one srun; what the site decides is left out."""
-    cluster = ClusterConfig(environment={"OMP_NUM_THREADS": 16})
+    cluster = ClusterConfig(environment={"OMP_NUM_THREADS": "16"})
     config = Config(layout=LayoutConfig(world_size=96), model=ModelConfig(name="deepseek671b"), cluster=cluster)
     assert batch_script(config, RUN_DIR, 1320, {"SUBMITIT_EXECUTOR": "slurm"}, command("/runs/mine")) == PLAIN
 

@@ -1,0 +1,153 @@
+"""The arguments of the command line: Hydra's grammar, but text keys keep what was typed, as a shell would."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import yaml  # type: ignore[import-untyped]
+
+from rlbatch.api import ConfigError
+from rlbatch.config.check_cluster import check_variable
+from rlbatch.config.choices import AUTO
+from rlbatch.config.convert import closest, key_docs, unknown_key
+from rlbatch.config.schema import Config
+from rlbatch.config.sources import CLUSTER
+from rlbatch.config.text_keys import in_text_map, is_list, is_text, quoted
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
+
+PLUGIN_GROUPS = ("rollout", "reward", "offload")
+"""Groups whose choices are plugins: any registered name is a choice, with or without a yaml file."""
+
+_ANY_KEY = ("cluster.environment.", "rollout.engine.", "train.allocator.", *(f"{group}.options." for group in PLUGIN_GROUPS))
+"""Mappings: what begins so is a key."""
+_LITERAL = re.compile(
+    r"""("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|(?<![^\[{,:\s])([-+]?[0-9.][-+\w.]*|true|false|null|nan|inf)(?=\s*[,\]}])""", re.IGNORECASE
+)
+"""In a list or mapping: a quoted text, or what Hydra would make a number, a truth value or null of."""
+
+
+@dataclass
+class Arguments:
+    """What the arguments ask for.
+
+    Attributes:
+        choices: Of config groups, group -> name.
+        lines: The other keys, for Hydra.
+    """
+
+    choices: dict[str, str] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+
+
+def parse_arguments(texts: Sequence[str], groups: Mapping[str, Sequence[str]]) -> Arguments:
+    """Reads and checks arguments; values are checked later, by their key's type.
+
+    Args:
+        texts: Such as ``train.steps=20`` or ``reward=sequence``.
+        groups: Choices that have a yaml file.
+
+    Raises:
+        ConfigError: not of the form key=value, an unknown key or choice.
+    """
+    found = Arguments()
+    for text in texts:
+        name, equals, value = text.partition("=")
+        key = name.strip().lstrip("+")
+        if equals and key in groups:
+            found.choices[key] = _choice(key, value, groups[key])
+        elif equals and is_text(key) and not name.startswith("~"):
+            found.lines.append(_text_line(key, value))
+        else:
+            found.lines.append(_line(text, groups))
+    return found
+
+
+def text_value(texts: Sequence[str], key: str) -> str:
+    """What the arguments say of one text key; the last counts. Empty: nothing."""
+    values = [text.partition("=")[2] for text in texts if text.partition("=")[0].lstrip("+") == key]
+    return _typed(key, values[-1]) if values else ""
+
+
+def _parse(text: str) -> Override:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        return OverridesParser.create().parse_override(text)
+    except (HydraException, ValueError, RecursionError) as error:  # a number of thousands of digits
+        raise ConfigError(f"`{text}`: not of the form key=value. Quote values with special characters: 'key=\"value\"'.") from error
+
+
+def _text_line(key: str, value: str) -> str:
+    if in_text_map(key):
+        check_variable(key)
+    if value.strip().lower() == "null" and not in_text_map(key):
+        return f"++{key}=null"
+    if value.lstrip()[:1] in ("[", "{"):
+        with suppress(ConfigError):
+            line = f"{key}={_LITERAL.sub(lambda found: found[1] or quoted(found[2]), value)}"
+            _parse(line)
+            return f"++{line}"
+        if is_list(key):
+            return f"++{key}=[{','.join(quoted(item) for item in _yaml_list(key, value))}]"
+    return f"++{key}={quoted(_typed(key, value))}"
+
+
+def _yaml_list(key: str, value: str) -> list[str]:
+    """Of a list that Hydra's grammar does not know, e.g. because of a `=` in it."""
+    with suppress(yaml.YAMLError):
+        items = yaml.load(value, yaml.BaseLoader)
+        if isinstance(items, list) and all(isinstance(item, str) for item in items):
+            return items
+    raise ConfigError(f"{key}={value}: is no list. Quote values with special characters: '{key}=[\"value\"]'.")
+
+
+def _typed(key: str, value: str) -> str:
+    """The text of a value that is no list: without quotes around it and backslashes in it, if the grammar knows these; else as it is."""
+    value = value.strip()
+    is_quoted = value[:1] in ("'", '"')
+    if is_quoted or "\\" in value:
+        with nullcontext() if is_quoted else suppress(ConfigError):
+            parsed = _parse(f"{key}={value}")
+            return value if parsed.is_sweep_override() else str(parsed.value())
+    return value
+
+
+def _line(text: str, groups: Mapping[str, Sequence[str]]) -> str:
+    """Of a key that is not text."""
+    override = _parse(text)
+    if override.is_sweep_override():
+        raise ConfigError(f"{text}: has several values. Give one; a list is written [a,b].")
+    if override.is_delete():
+        raise ConfigError(f"{text}: keys cannot be removed. Set the value that you want instead.")
+    key = override.key_or_group
+    keys = [doc.name for doc in key_docs(Config)]
+    if override.package is not None or not (key in keys or key.startswith(_ANY_KEY)):
+        sections = {name.partition(".")[0] for name in keys if "." in name}
+        if key in sections:
+            raise ConfigError(
+                f"{text}: `{key}` is a group of keys. Set one of {', '.join(name for name in keys if name.startswith(f'{key}.'))}."
+            )
+        raise unknown_key(key, [*keys, *groups])
+    # An options key may be absent from the composed tree: force-add it, it is checked against the plugin's options later.
+    return "++" + text.lstrip("+")
+
+
+def _choice(group: str, value: str, with_file: Sequence[str]) -> str:
+    name = _typed(group, value)
+    if name in with_file or (group, name) == ("layout", AUTO):
+        return name
+    if not name or name[0] in "[{":
+        raise ConfigError(f"{group}={value}: must be one name. Choose {' or '.join(with_file)}.")
+    if group not in PLUGIN_GROUPS:
+        meant = " or ".join(f"`{match}`" for match in closest(name, with_file))
+        known = f"{f'Did you mean {meant}? ' if meant else ''}Known: {', '.join(with_file)}."
+        own = " Files of your own are found with cluster_dir=<folder>." if group == CLUSTER else ""
+        raise ConfigError(f"{group}={name}: unknown. {known}{own}")
+    return name

@@ -1,0 +1,112 @@
+"""Where choices of config groups come from: the yaml files of the package, and a folder with the user's clusters. Hydra gets them read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from contextlib import nullcontext, suppress
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from rlbatch.api import ConfigError, RlbatchError
+from rlbatch.config.foreign import read_text
+from rlbatch.config.yaml_files import CORRECT, read_yaml
+
+CONFIG_PACKAGE = "rlbatch_configs"
+ROOT = "config"
+CLUSTER = "cluster"
+_HEADER = re.compile(r"^#\s*@package\s+(\S+)\s*$", re.MULTILINE)
+_GLOBAL = "_global_"
+
+
+def group_files(cluster_dir: str = "") -> Mapping[str, Mapping[str, Path]]:
+    """Config groups, and the file of each choice.
+
+    Args:
+        cluster_dir: A folder of clusters, which win over the package's of the same name; empty: none.
+
+    Raises:
+        ConfigError: the package is not installed, or there is no such folder.
+    """
+    if not cluster_dir:
+        return _shipped()
+    folder = Path(cluster_dir).expanduser()
+    try:
+        own = _choices(folder)
+    except OSError as error:
+        raise ConfigError(f"cluster_dir={cluster_dir}: cannot be read ({error.strerror}). Name a folder of yaml files.") from None
+    return {**_shipped(), CLUSTER: dict(sorted({**_shipped()[CLUSTER], **own}.items()))}
+
+
+def choice_tree(group: str, file: Path) -> Mapping[str, Any]:
+    """What a choice's file says, ``defaults`` included.
+
+    Raises:
+        ConfigError: it is not yaml.
+    """
+    return _read(group, file)[0]
+
+
+def give_to_hydra(files: Mapping[str, Mapping[str, Path]], cluster: str = "") -> None:
+    """Stores every choice, and the root of them all. Clusters of an earlier call are gone.
+
+    Args:
+        files: See ``group_files``.
+        cluster: The cluster that is chosen.
+
+    Raises:
+        ConfigError: its file is not yaml. Other files of a user's folder may be anything.
+    """
+    from hydra.core.config_store import ConfigStore
+
+    ConfigStore.instance().repo[CLUSTER] = dict(_store_shipped())
+    for name, file in files[CLUSTER].items():
+        if file not in _shipped()[CLUSTER].values():
+            with suppress(RlbatchError) if name != cluster else nullcontext():
+                _store(CLUSTER, name, file)
+
+
+@cache
+def _shipped() -> Mapping[str, Mapping[str, Path]]:
+    folders = sorted(folder for folder in _folder().iterdir() if folder.is_dir() and not folder.name.startswith("_"))
+    return {folder.name: _choices(folder) for folder in folders}
+
+
+def _folder() -> Path:
+    try:
+        return Path(str(resources.files(CONFIG_PACKAGE).joinpath("")))
+    except ModuleNotFoundError as error:
+        raise ConfigError("rlbatch_configs: not found, so rlbatch is not installed here. Run `pip install -e .` in its folder.") from error
+
+
+def _choices(folder: Path) -> Mapping[str, Path]:
+    return {file.stem: file for file in sorted(folder.iterdir()) if file.suffix == ".yaml" and not file.name.startswith(".")}
+
+
+@cache
+def _store_shipped() -> dict[str, Any]:
+    """Returns what Hydra has of the shipped clusters."""
+    from hydra.core.config_store import ConfigStore
+
+    store = ConfigStore.instance()
+    store.store(ROOT, dict(read_yaml(_folder() / f"{ROOT}.yaml")), provider=CONFIG_PACKAGE)
+    for group, choices in _shipped().items():
+        for name, file in choices.items():
+            _store(group, name, file)
+    return dict(store.repo[CLUSTER])
+
+
+def _store(group: str, name: str, file: Path) -> None:
+    from hydra.core.config_store import ConfigStore
+
+    tree, package = _read(group, file)
+    ConfigStore.instance().store(name, dict(tree), group, package, CONFIG_PACKAGE)
+
+
+def _read(group: str, file: Path) -> tuple[Mapping[str, Any], str | None]:
+    """A choice's tree, and where it belongs: None: below its group."""
+    header = _HEADER.search(read_text(file, CORRECT))
+    package = header[1] if header else None
+    return read_yaml(file, group if package is None else package.replace(_GLOBAL, "")), package

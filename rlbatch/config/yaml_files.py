@@ -1,0 +1,80 @@
+"""Reading yaml: what the schema calls text stays the text that was typed, whatever YAML would make of it.
+
+To YAML 1.1 ``on``, ``007``, ``0.10``, ``1e3``, ``12:30:00`` and ``2026-01-01`` are a truth value, numbers and a date.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from rlbatch.api import ConfigError
+from rlbatch.config.foreign import read_text
+from rlbatch.config.text_keys import in_text_map, is_text
+
+CORRECT = "Correct it."
+_TEXT, _NULL, _MERGE, _DATE = (f"tag:yaml.org,2002:{name}" for name in ("str", "null", "merge", "timestamp"))
+
+
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """With ``1e-6`` a number and dates text."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - as in its base
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != _DATE]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789"))
+
+
+def read_yaml(path: Path, section: str = "", fix: str = CORRECT) -> Mapping[str, Any]:
+    """A yaml file's mapping.
+
+    Args:
+        path: The file.
+        section: Before its keys, e.g. ``reward``; empty: they are whole.
+        fix: What to do if it cannot be read, a sentence.
+
+    Raises:
+        ConfigError: it is not yaml, no mapping, or says a key twice.
+        DataError: it cannot be read.
+    """
+    loader = _Loader(read_text(path, fix))
+    try:
+        node = loader.get_single_node()
+        if not isinstance(node, yaml.MappingNode):
+            raise ConfigError(f"{path}: must be a mapping of keys to values. {CORRECT}")
+        _keep_text(node, section, path)
+        tree: Mapping[str, Any] = loader.construct_document(node)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # an int of thousands of digits, brackets without end
+        mark = getattr(error, "problem_mark", None)
+        place, what = f"{path}:{mark.line + 1}" if mark else str(path), getattr(error, "problem", None) or str(error)
+        raise ConfigError(f"{place}: not yaml ({' '.join(what.split())}). {CORRECT}") from None
+    finally:
+        loader.dispose()
+    return tree
+
+
+def _keep_text(node: yaml.MappingNode, section: str, path: Path) -> None:
+    names = set()
+    for key_node, value in node.value:
+        if key_node.tag == _MERGE:
+            continue
+        if isinstance(key_node, yaml.ScalarNode):
+            key_node.tag = _TEXT
+        if key_node.value in names:
+            raise ConfigError(f"{path}:{key_node.start_mark.line + 1}: `{key_node.value}` is given twice. Leave one out.")
+        names.add(key_node.value if isinstance(key_node.value, str) else "")
+        key = f"{section}.{key_node.value}".lstrip(".")
+        if isinstance(value, yaml.MappingNode):
+            _keep_text(value, key, path)
+        elif is_text(key):
+            for item in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                is_null = item.tag == _NULL and item.value and not in_text_map(key)
+                if isinstance(item, yaml.ScalarNode) and not is_null:
+                    item.tag = _TEXT
