@@ -193,7 +193,6 @@ def program(context: RolloutContext, options: VllmOptions, port: int, devices: S
         sockets_variable="VLLM_RPC_BASE_PATH",
         replicas=_size(theirs, "data_parallel_size") // context.engine_nodes,
         shared_mib=SHARED_MIB if options.gpus_per_engine > 1 else 0,
-        has_lines=_size(theirs, "data_parallel_size") == 1,  # else workers compute though there are no requests
     )
 
 

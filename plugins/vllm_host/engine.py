@@ -83,7 +83,6 @@ class VllmEngine:
 
     async def op_generate(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
         """Samples for prompts; each prompt's samples are sent when they are complete."""
-        await self._forgotten()
         self._is_quiet = False
         prompts = unpack_ints(payload, header["lengths"])
         allowed = asyncio.Semaphore(header["max_concurrency"] or sys.maxsize)
@@ -169,20 +168,6 @@ class VllmEngine:
         """Lets all workers join the group of ``size`` processes whose first one will send weights."""
         await versions.join_workers(self._llm, header["path"], header["size"], header["limit_s"])
         return {}
-
-    async def op_connect(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
-        """Lets all workers come to the rank's socket at ``path``: see ``rlbatch.engines.lines``."""
-        return {"workers": len(await versions.ask_workers(self._llm, "rlbatch_connect", header["path"]))}
-
-    async def op_prepare(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
-        """For an update over lines, which the workers end: what is generated after this is of ``policy_version`` alone."""
-        self._version = header["policy_version"]
-        self._forgetting = asyncio.ensure_future(self._renew(str(self._version)))
-        return {}
-
-    async def _renew(self, version: str) -> None:
-        await self._forget()
-        await versions.name_weights(self._llm, version)
 
     async def op_start_update(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
         """Prepares for weights.

@@ -22,7 +22,6 @@ from rlbatch.engines.receiver import WeightReceiver
 
 from .audit import SCALES, WriteAudit, check_values
 from .experts import held_experts
-from .line import serve
 from .passing import PassingTensors, refuse_kept
 from .plan import Plan, Ready, Replay
 from .record import Recorder
@@ -196,14 +195,6 @@ class WorkerExtension:
     def rlbatch_wait(self) -> None:
         """Until the device has done what this worker gave it to do before."""
         _wait()
-
-    def rlbatch_connect(self, path: str) -> None:
-        """From here on the rank may send what ``rlbatch_load`` gets straight to this worker: for updates like those before."""
-
-        def load(header: dict[str, Any], update: dict[str, Any]) -> None:
-            self.rlbatch_load({**update, "replay": True}, starts=header["starts"], is_draft=False, ends=header["ends"])
-
-        serve(path, self.weight_transfer_engine.device, load)
 
     def rlbatch_experts(self) -> dict[str, Any]:
         """This worker's ``device``, the ``experts`` that it holds (see ``held_experts``), and the ids of its ``processes``."""

@@ -113,11 +113,9 @@ class Pulse:
         operation: What waits.
         hang_limit_s: Longest time without any sign.
         busy_limit_s: Longest time in which it works and answers nothing.
-        asks: Whether it is asked; if not, only work counts: those who could answer are not those who work.
     """
 
-    def __init__(self, host: EngineHost, operation: str, hang_limit_s: float, busy_limit_s: float, *, asks: bool = True) -> None:
-        self._asks = asks
+    def __init__(self, host: EngineHost, operation: str, hang_limit_s: float, busy_limit_s: float) -> None:
         self._host, self._operation, self._hang_limit_s, self._busy_limit_s = host, operation, hang_limit_s, busy_limit_s
         self._answered = self._worked = self._looked = self._sent = self._ran = time.monotonic()
         self._cpu_s: dict[psutil.Process, float] = {}  # the first look measures
@@ -147,7 +145,7 @@ class Pulse:
     def _look(self) -> None:
         self._host.check(self._operation)
         self._see_work()
-        if self._asks and self._hang_limit_s < float("inf"):  # else it starts, and answers nothing
+        if self._hang_limit_s < float("inf"):  # else it starts, and answers nothing
             self._ask()
         now = time.monotonic()
         for limit_s, since, what in (

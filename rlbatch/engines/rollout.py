@@ -21,7 +21,6 @@ from rlbatch.api import Completion, ConfigError, EngineLost, Prompt, RolloutCont
 from rlbatch.api.values import Count, CountOrZero, Seconds
 from rlbatch.engines.client import EngineHost
 from rlbatch.engines.collective import SENDER, WeightGroup, meet
-from rlbatch.engines.lines import Lines
 from rlbatch.engines.sender import WeightSender
 from rlbatch.engines.shared_room import check_room
 from rlbatch.engines.wire import pack_ints, unpack_ints
@@ -86,7 +85,6 @@ class EngineProgram:
         context_option: The engine's own name of its longest prompt and response, for messages.
         replicas: Data-parallel replicas of the engine in this host.
         shared_mib: MiB of /dev/shm that its processes fill at least.
-        has_lines: Whether its host answers ``connect``, see ``rlbatch.engines.lines``.
     """
 
     name: str
@@ -99,7 +97,6 @@ class EngineProgram:
     context_option: str = "max_model_len"
     replicas: int = 1
     shared_mib: int = 0
-    has_lines: bool = False
 
 
 class HostedRollout:
@@ -121,7 +118,6 @@ class HostedRollout:
         self.max_restarts, self._restarts = options.max_restarts, 0
         self._sleep_level = options.sleep_level if context.device != "cpu" and not options.separate_gpus else 0
         self._asleep, self._has_weights, self._has_answered, self.lacks_carried = 0, False, False, True
-        self._is_idle = True
         devices = [device.decode() for device in context.node_gather(context.device.encode())]
         self._program = program(devices_behind(devices, options)) if context.node_rank == 0 else None
         self._max_model_len = 0
@@ -136,7 +132,6 @@ class HostedRollout:
             self._options.sync_timeout_s,
             self._context.node_rank,
             self._joined() if self._is_collective and self._host is not None else None,
-            self._connected(),
             is_collective=self._is_collective,
         )
 
@@ -156,16 +151,6 @@ class HostedRollout:
             raise
         except (RuntimeError, futures.TimeoutError) as error:
             raise RolloutError(f"rollout.options.transport: this rank and its engine's workers do not meet ({error}).") from error
-
-    def _connected(self) -> Lines | None:
-        """Lines to the workers that share this node's memory, if the engine has them."""
-        if self._host is None or self._program is None or not self._program.has_lines or self._is_collective:
-            return None
-        try:
-            return Lines(self._host, self._options.start_timeout_s)
-        except BaseException:  # also a signal: nobody else would end it
-            self._host.close(wait_s=0.0)
-            raise
 
     def _started(self, program: EngineProgram) -> EngineHost:
         host = EngineHost(
@@ -195,7 +180,6 @@ class HostedRollout:
         """As ``RestartableBackend``. The log of the engine that was lost stays beside the new one's, with a number."""
         self._restarts += 1
         self._asleep, self._has_weights, self._has_answered, self.lacks_carried = 0, False, False, True
-        self._is_idle = True
         if self._program and self._host is not None:
             log = self._host.log
             log.replace(log.with_name(f"engine_{self._restarts}.log"))
@@ -215,9 +199,9 @@ class HostedRollout:
             for is_draft, part in groupby(buckets, key=lambda bucket: bucket.is_carried):
                 is_known = not (is_first or audit)
                 header = {"audit": audit, "draft": is_draft, "replay": is_known and not is_draft}
-                self._sender.send(part, header, in_turns=is_known, may_use_lines=header["replay"] and self._is_idle)
+                self._sender.send(part, header, in_turns=is_known)
                 self.lacks_carried = self.lacks_carried and not is_draft
-            self._has_weights = self._is_idle = True
+            self._has_weights = True
             self._wake("kv_cache")
             self._asleep = 0
         if self._host is not None:
@@ -260,7 +244,6 @@ class HostedRollout:
             "max_concurrency": self._options.max_concurrency_per_replica * (self._program.replicas if self._program else 1),
             "request_timeout_s": self._options.request_timeout_s,
         }
-        self._is_idle = False  # if it is given up its last steps go on for a while
         call = self._host.begin("generate", header, pack_ints(prompt.token_ids for prompt in prompts))
         done: dict[int, list[Completion]] = {}
         following = 0
@@ -273,7 +256,7 @@ class HostedRollout:
                 while following in done:
                     yield done.pop(following)
                     following += 1
-            self._has_answered = self._is_idle = True
+            self._has_answered = True
         finally:
             call.cancel()
 

@@ -10,11 +10,9 @@ from typing import Any
 from rlbatch.api import WeightBucket
 from rlbatch.engines.client import Call, EngineHost
 from rlbatch.engines.collective import WeightGroup
-from rlbatch.engines.lines import Lines
 from rlbatch.engines.mapping import device_identity
 from rlbatch.engines.receiver import EVERY_DEVICE
-from rlbatch.engines.staging import GROWTH, Content, Staging
-from rlbatch.engines.update import HostUpdate, LineUpdate, Update
+from rlbatch.engines.staging import Content, Staging
 from rlbatch.engines.wire import Header
 
 Gather = Callable[[bytes], list[bytes]]
@@ -34,7 +32,6 @@ class WeightSender:
         limit_s: Longest loading of one call, seconds.
         place: This rank's among them.
         group: With the engine's workers, if they are on other GPUs; on the rank that has the host.
-        lines: To the engine's workers, if it has them; on that rank too.
         is_collective: Whether there is such a group; the same on all of them.
     """
 
@@ -46,30 +43,25 @@ class WeightSender:
         limit_s: float,
         place: int = 0,
         group: WeightGroup | None = None,
-        lines: Lines | None = None,
         *,
         is_collective: bool = False,
     ) -> None:
         self._host, self._device, self._gather, self._limit_s = host, device, gather, limit_s
-        self._place, self._group, self._lines, self._is_collective = place, group, lines, is_collective
+        self._place, self._group, self._is_collective = place, group, is_collective
         self._staging = Staging(device, lends=not is_collective)
         self._identity, self._sends = "", False
         self._known: set[str] = set()
         self._messages: dict[int, tuple[Content, bytes]] = {}
         self._calls = 0
-        self._is_alone = False
-        self._update: Update | None = None
+        self._start: Call | None = None
 
-    def send(
-        self, buckets: Iterable[WeightBucket], header: Header | None = None, *, in_turns: bool = True, may_use_lines: bool = False
-    ) -> int:
+    def send(self, buckets: Iterable[WeightBucket], header: Header | None = None, *, in_turns: bool = True) -> int:
         """Sends every bucket, as one update; a collective of the engine's ranks.
 
         Args:
             buckets: To be sent; at least one.
-            header: Of ``start_update``.
+            header: Of ``start_update``: whether it is an ``audit``, of the ``draft``, and may ``replay`` the update before.
             in_turns: Whether the next ones are gathered while the engine loads. If not, that takes half the memory.
-            may_use_lines: Whether the engine is idle, and its workers know all that they need beside the buckets from the sync before.
 
         Returns:
             The policy version of the weights.
@@ -78,10 +70,8 @@ class WeightSender:
             RolloutError: the engine refuses a tensor, or there is no memory for a bucket.
         """
         self._meet()
-        lines = self._lines if may_use_lines else None
-        tells_at_once = self._is_alone and lines is not None  # else telling takes as long as copying
-        self._staging.start(has_turns=in_turns, growth=1 if tells_at_once else GROWTH)
-        self._update = self._begin(header or {}, lines)
+        self._staging.start(has_turns=in_turns)
+        self._start = self._host.begin("start_update", header or {}) if self._host is not None else None
         version, loading, told, self._calls = -1, None, set[str](), 0
         try:
             for bucket in buckets:
@@ -94,39 +84,24 @@ class WeightSender:
                         loading = None
                 if tensors is not None:
                     self._staging.add(tensors)
-                if tells_at_once and self._staging.is_full:
-                    loading = self._load(loading, told)
             said = self._await(self._load(loading, told, last=version))
         except BaseException:
             self._known = set()
-            self._give_up()
+            self.close()
             raise
         finally:
             self._staging.release()
         self._known = told
-        if self._update is not None:
-            self._update.finish(version, said)
+        if self._host is not None and self._start is not None:
+            self._start.result(self._limit_s)
+            if not said.get("is_finished"):
+                self._host.call("finish_update", {"policy_version": version}, limit_s=self._limit_s)
         return version
 
     def close(self) -> None:
-        """Leaves the group, before the engine is ended, whose workers would be waited for; and closes the lines."""
+        """Leaves the group, before the engine is ended, whose workers would be waited for."""
         if self._group is not None:
             self._group.abort()
-        if self._lines is not None:
-            self._lines.close()
-        self._lines = None
-
-    def _give_up(self) -> None:
-        """After a failure: nobody waits for the group, and answers to what failed are not taken for those of a later sync."""
-        if self._lines is not None and self._host is not None and not self._host.lost:
-            self._lines.drain()
-        self.close()
-
-    def _begin(self, header: Header, lines: Lines | None) -> Update | None:
-        """The update, on the rank that has the host."""
-        if self._host is None:
-            return None
-        return HostUpdate(self._host, header, self._limit_s) if lines is None else LineUpdate(self._host, lines, self._limit_s)
 
     def _meet(self) -> None:
         """Which ranks send: the first one on each device, or the one that is in the group."""
@@ -134,7 +109,6 @@ class WeightSender:
             return
         self._identity = EVERY_DEVICE if self._is_collective else device_identity(self._device)
         identities = [identity.decode() for identity in self._gather(self._identity.encode())]
-        self._is_alone = len(identities) == 1
         self._sends = self._host is not None if self._is_collective else identities.index(self._identity) == self._place
 
     def _on_any(self, said: bool) -> bool:
@@ -158,13 +132,14 @@ class WeightSender:
         self._calls += 1
         messages = [each.split(b"\n", 2) for each in self._gather(message) if each]
         loading = None
-        if self._host is not None and self._update is not None:
+        if self._host is not None:
             devices = {}
-            for identity, name, content in messages:
+            for identity, name, told_places in messages:
                 # What came in the last sync too, such as the places of tensors that the trainer keeps, is known by its key.
-                devices[identity.decode()] = {"key": name.decode()} | ({} if name.decode() in self._known else json.loads(content))
+                devices[identity.decode()] = {"key": name.decode()} | ({} if name.decode() in self._known else json.loads(told_places))
                 told.add(name.decode())
-            loading = self._update.load(json.dumps({"devices": devices}).encode(), last)
+            content = json.dumps({"devices": devices}).encode()
+            loading = self._host.begin("load_weights", {"last": last}, content, after=self._start)
             if self._group is not None and memory is not None and self._host.lost is None:
                 self._group.send(memory)
         self._await(previous)

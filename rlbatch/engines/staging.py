@@ -77,7 +77,7 @@ class Staging:
         self._device, self._lends = device, lends
         self._memories: list[_Memory | None] = [None, None]
         self._turns, self._turn, self._used, self._largest = 2, 0, 0, 1
-        self._lent_bytes, self._ahead, self._growth = 0, AHEAD, GROWTH
+        self._lent_bytes, self._ahead = 0, AHEAD
         self._places: list[Place] = []
         self._handles: dict[str, Handle] = {}
         self._lasting: set[str] = set()
@@ -86,9 +86,9 @@ class Staging:
         self._lent_before: dict[str, tuple[torch.dtype, torch.Size, Place]] = {}
         self._before: dict[str, _Before] = {}
 
-    def start(self, *, has_turns: bool, growth: int = GROWTH) -> None:
+    def start(self, *, has_turns: bool) -> None:
         """A new sync. Without turns each call must be over when the next one's tensors are added: that takes half the memory."""
-        self._turns, self._growth = 2 if has_turns else 1, growth
+        self._turns = 2 if has_turns else 1
 
     def sort(self, bucket: WeightBucket) -> Sorted:
         """What must be copied of a bucket, and what is read in place."""
@@ -179,7 +179,7 @@ class Staging:
         part = torch.empty(0, dtype=torch.uint8) if memory is None else memory.tensor[: self._used]
         self._turn = (self._turn + 1) % self._turns
         if self.is_full:
-            self._ahead *= self._growth
+            self._ahead *= GROWTH
         self._forget()
         return content, part
 

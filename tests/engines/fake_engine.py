@@ -6,10 +6,8 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 from importlib import metadata
 from multiprocessing import shared_memory
@@ -17,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlbatch.engines.host import Send
-from rlbatch.engines.wire import Refused, encode, read_frame
+from rlbatch.engines.wire import Refused
 
 
 class FakeEngine:
@@ -118,51 +116,11 @@ class FakeEngine:
         self.receiver = WeightReceiver(torch.device("cpu"))
         self.receiver.join(WeightGroup(Path(header["path"]), 1, header["size"], "cpu", header["limit_s"]))
 
-    async def op_connect(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
-        """Two workers, which are threads; the first one also loads what comes by the host."""
-        import torch
-
-        from rlbatch.engines.receiver import WeightReceiver
-
-        self.receiver = WeightReceiver(torch.device("cpu"))
-        for receiver in (self.receiver, WeightReceiver(torch.device("cpu"))):
-            line = socket.socket(socket.AF_UNIX)
-            line.connect(header["path"])
-            threading.Thread(target=self.work, args=(line, receiver), daemon=True).start()
-        return {"workers": 2}
-
-    def work(self, line: socket.socket, receiver: Any) -> None:
-        """As a worker that is told what it does."""
-        with line:
-            while frame := read_frame(line):
-                header, payload = frame
-                self.order.append(f"load{' first' * header['starts']}{' last' * header['ends']}")
-                time.sleep(0.2)
-                if payload == b"hang up":
-                    return
-                if b"misfit" in payload:
-                    line.sendall(encode({"error": "it does not fit"}))
-                    continue
-                if payload.startswith(b"slow"):
-                    time.sleep(json.loads(payload[4:].rstrip(b"\0") or b"12"))
-                elif payload:
-                    update = json.loads(payload)["devices"]
-                    self.told.append(sorted(next(iter(update.values()))))
-                    self.sums += [float(tensor.float().sum()) for _, tensor in receiver.tensors(update)[1]]
-                    if header["ends"] and receiver is not self.receiver:  # that one ends with op_sums
-                        receiver.finish()
-                line.sendall(encode({}))
-
     async def op_start_update(self, header: dict[str, Any], payload: bytes, send: Send) -> None:
         self.order.append("start")
 
     async def op_finish_update(self, header: dict[str, Any], payload: bytes, send: Send) -> None:
         self.order.append(f"finish {header['policy_version']}")
-
-    async def op_prepare(self, header: dict[str, Any], payload: bytes, send: Send) -> None:
-        if header["policy_version"] < 0:
-            raise Refused("weight sync: it is told to refuse")
-        self.order.append(f"prepare {header['policy_version']}")
 
     async def op_order(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
         """Of updates, since the last time."""

@@ -70,17 +70,18 @@ def nothing_sent(*_: Any) -> None:
     pass
 
 
-@pytest.mark.parametrize("by_lines", [False, True])
-def test_the_cache_is_forgotten_before_the_next_request(by_lines: bool) -> None:
-    """As often as it takes, whichever way the weights came; and a generation is over when no worker computes any more."""
+async def updated(hosted: VllmEngine) -> None:
+    """Weights of version 4 have come."""
+    await hosted.op_start_update(UPDATE, b"", nothing_sent)
+    await hosted.op_load_weights({"last": 4}, b"{}", nothing_sent)
+
+
+def test_the_cache_is_forgotten_before_the_next_request() -> None:
+    """As often as it takes; and a generation is over when no worker computes any more."""
 
     async def run() -> FrontEnd:
         hosted = served(FrontEnd(held=3))
-        if by_lines:
-            await hosted.op_prepare({"policy_version": 4}, b"", nothing_sent)
-        else:
-            await hosted.op_start_update(UPDATE, b"", nothing_sent)
-            await hosted.op_load_weights({"last": 4}, b"{}", nothing_sent)
+        await updated(hosted)
         await hosted.op_generate(ONE, PROMPT, nothing_sent)
         assert hosted._version == 4
         return hosted._llm  # type: ignore[no-any-return]
@@ -91,22 +92,12 @@ def test_the_cache_is_forgotten_before_the_next_request(by_lines: bool) -> None:
     assert "version 4" in did
 
 
-@pytest.mark.parametrize("by_lines", [False, True])
-def test_a_cache_that_stays_is_an_error(by_lines: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_stays_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples would be of two policies, without a word."""
     monkeypatch.setattr(engine, "FORGET_LIMIT_S", 0.05)
 
-    async def run() -> None:
-        hosted = served(FrontEnd(held=10**9))
-        if by_lines:
-            await hosted.op_prepare({"policy_version": 4}, b"", nothing_sent)
-            await hosted.op_generate(ONE, PROMPT, nothing_sent)
-        else:
-            await hosted.op_start_update(UPDATE, b"", nothing_sent)
-            await hosted.op_load_weights({"last": 4}, b"{}", nothing_sent)
-
     with pytest.raises(RuntimeError, match="has not forgotten what older weights computed"):
-        asyncio.run(run())
+        asyncio.run(updated(served(FrontEnd(held=10**9))))
 
 
 def test_an_engine_without_such_a_cache_is_not_asked() -> None:
@@ -114,27 +105,11 @@ def test_an_engine_without_such_a_cache_is_not_asked() -> None:
 
     async def run() -> FrontEnd:
         hosted = served(FrontEnd(held=10**9, has_cache=False))
-        await hosted.op_prepare({"policy_version": 4}, b"", nothing_sent)
+        await updated(hosted)
         await hosted.op_generate(ONE, PROMPT, nothing_sent)
         return hosted._llm  # type: ignore[no-any-return]
 
     assert "reset" not in asyncio.run(run()).did
-
-
-def test_who_gives_up_waiting_does_not_give_up_forgetting() -> None:
-    """A generation that is cancelled before it began leaves the next one the same promise; its last steps are waited for then."""
-
-    async def run() -> FrontEnd:
-        hosted = served(FrontEnd(held=5))
-        await hosted.op_prepare({"policy_version": 4}, b"", nothing_sent)
-        given_up = asyncio.ensure_future(hosted.op_generate(ONE, PROMPT, nothing_sent))
-        await asyncio.sleep(0)
-        given_up.cancel()
-        await asyncio.wait([given_up])
-        await hosted.op_generate(ONE, PROMPT, nothing_sent)
-        return hosted._llm  # type: ignore[no-any-return]
-
-    assert asyncio.run(run()).did == [*["reset"] * 6, "version 4", "sample", "rlbatch_wait"]
 
 
 @pytest.mark.parametrize("has_cache", [False, True])
@@ -148,8 +123,7 @@ def test_steps_of_what_was_given_up_are_over_before_an_update_is(has_cache: bool
             await asyncio.sleep(0)
         given_up.cancel()
         await asyncio.wait([given_up])
-        await hosted.op_start_update(UPDATE, b"", nothing_sent)
-        await hosted.op_load_weights({"last": 4}, b"{}", nothing_sent)
+        await updated(hosted)
         return hosted._llm  # type: ignore[no-any-return]
 
     did = asyncio.run(run()).did

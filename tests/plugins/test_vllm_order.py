@@ -64,14 +64,12 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, level: int) -> tuple[HostedRollout, 
     calls: list[str] = []
 
     class RecordedSender:
-        def send(self, buckets: Iterable[Any], header: Any, *, in_turns: bool, may_use_lines: bool) -> int:
-            how = (" in turns" if in_turns else "") + (" over lines" if may_use_lines else "")
-            calls.append(f"weights of {[bucket.names for bucket in buckets]}{how}")
+        def send(self, buckets: Iterable[Any], header: Any, *, in_turns: bool) -> int:
+            calls.append(f"weights of {[bucket.names for bucket in buckets]}{' in turns' if in_turns else ''}")
             return 3
 
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("cache given back"))
     monkeypatch.setattr(hosted, "EngineHost", lambda *_, **__: RecordedHost(calls))
-    monkeypatch.setattr(hosted, "Lines", lambda host, limit_s: None)
     monkeypatch.setattr(hosted, "WeightSender", lambda *_, **__: RecordedSender())
     return vllm_rollout(RolloutContext(Path("model"), "cuda:0", "bfloat16"), VllmOptions(sleep_level=level)), calls
 
@@ -80,8 +78,8 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, level: int) -> tuple[HostedRollout, 
 def test_memory_is_given_back_in_order(level: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sleep -> the trainer's unused memory goes -> wake for weights -> sync -> wake for the cache; a second sleep asks nothing.
 
-    In the first sync the engine's own loaders take memory too: its buckets do not take turns. Only later ones may go over lines. What the
-    engine was sent of its checkpoint, for its draft, it has until it drops its weights.
+    In the first sync the engine's own loaders take memory too: its buckets do not take turns. What the engine was sent of
+    its checkpoint, for its draft, it has until it drops its weights.
     """
     backend, calls = on_gpu(monkeypatch, level)
     draft = buckets([("draft", torch.ones(1))], 1, 3, is_carried=True)
@@ -97,27 +95,8 @@ def test_memory_is_given_back_in_order(level: int, monkeypatch: pytest.MonkeyPat
         *("weights of [['draft']]", "weights of [['a']]"),
         f"sleep {level}",
         "cache given back",
-        *("wake ['weights']", "weights of [['b']] in turns over lines", "wake ['kv_cache']"),
+        *("wake ['weights']", "weights of [['b']] in turns", "wake ['kv_cache']"),
     ]
-
-
-def test_an_engine_that_may_still_compute_is_synced_by_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lines write weights at once. After a generation that was given up, vLLM's last steps must be over first."""
-    backend, calls = on_gpu(monkeypatch, 0)
-    backend._max_model_len = 1000
-
-    def sync() -> str:
-        backend.update_weights(buckets([("a", torch.ones(1))], 1, 3))
-        return calls[-1]
-
-    sync()
-    assert len(list(backend.generate(PROMPTS, PARAMS))) == len(PROMPTS)
-    assert sync() == "weights of [['a']] in turns over lines"
-    given_up = backend.generate(PROMPTS, PARAMS)
-    next(given_up)
-    given_up.close()
-    assert sync() == "weights of [['a']] in turns"
-    assert sync() == "weights of [['a']] in turns over lines"
 
 
 def test_a_failed_sync_is_not_repeated_in_short(monkeypatch: pytest.MonkeyPatch) -> None:
