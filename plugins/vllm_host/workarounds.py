@@ -45,6 +45,13 @@ def pack_experts_again() -> None:
     UnquantizedFusedMoEMethod.process_weights_after_loading = process_weights_after_loading
 
 
+def no_amx() -> None:
+    """Its kernels for AMX compute in bf16, and latent attention only in the sizes of DeepSeek's own models."""
+    import torch
+
+    torch.cpu._is_amx_tile_supported = lambda: False
+
+
 def ragged_collectives() -> None:
     """Expert parallelism over data-parallel engines gathers batches of different sizes."""
     import torch
@@ -186,6 +193,11 @@ WORKAROUNDS = (
         pack_experts_again,
         "after the second sync the experts' weights have the wrong layout",
         "https://github.com/vllm-project/vllm/issues/48312",
+    ),
+    _of_cpus(
+        no_amx,
+        "on CPUs with AMX the engine of a small DeepSeek model does not start (invalid weight input features)",
+        f"{_SOURCE}/v1/attention/backends/mla/amx_mla.py",
     ),
     _of_cpus(
         ragged_collectives,
