@@ -20,7 +20,7 @@ from rlbatch.config.schema import Config
 from rlbatch.launch.allocator import set_allocator
 from rlbatch.launch.children import children_end_with_this_process
 from rlbatch.launch.environment import RankInfo
-from rlbatch.launch.failures import StoppedBySignal, read_first_error, reporting_failures
+from rlbatch.launch.failures import StoppedBySignal, has_failed, read_first_error, reporting_failures
 from rlbatch.launch.interfaces import set_interface
 from rlbatch.launch.lives import end_life
 from rlbatch.launch.logs import own_log
@@ -29,7 +29,7 @@ from rlbatch.launch.rendezvous import Meeting, join, launch_word
 from rlbatch.launch.requeue import EXIT_STOPPED, go_on_later
 from rlbatch.launch.signals import Ending, StopNotice, find_ending, ignore_signals
 from rlbatch.launch.watchdog import Watchdog
-from rlbatch.metrics.report import record_failure
+from rlbatch.metrics.report import record_end
 
 if TYPE_CHECKING:
     from rlbatch.launch.job_store import JobStore
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from rlbatch.pipeline.loop import EarlyEnd
 
 CONFIG_FILE = "config.yaml"
-EXIT_REFUSED = 2
+FAILED, EXIT_REFUSED = 1, 2
 REQUEUE_S = 3.0
 """Seconds that a rank which was stopped while it started stays behind rank 0: srun ends the others when the first one fails."""
 
@@ -46,7 +46,18 @@ def main() -> None:
     """Reads the run folder's config and runs this rank to the end."""
     parser = argparse.ArgumentParser(prog="python -m rlbatch.run", description="One rank of a job. Started by the launchers.")
     parser.add_argument("--run-dir", type=Path, required=True, help="Run folder with config.yaml, as made by rlbatch.submit.")
-    run_dir = parser.parse_args().run_dir.resolve()
+    run_process(parser.parse_args().run_dir.resolve())
+
+
+def run_process(run_dir: Path) -> None:
+    """Runs this process's rank as the last thing that the process does.
+
+    Args:
+        run_dir: As of ``run_rank``.
+
+    Raises:
+        SystemExit: the job was refused, has failed or was stopped.
+    """
     try:
         run_rank(run_dir)
     except RlbatchError as error:
@@ -79,7 +90,7 @@ def run_rank(run_dir: Path) -> None:
     def stopped() -> None:
         if log:
             log.finish("interrupted")
-        if log and notice.is_set and not read_first_error(run_dir):  # nothing is to be saved yet, but the job may be queued again
+        if log and notice.is_set and not has_failed(run_dir):  # nothing is to be saved yet, but the job may be queued again
             _go_on_later(run_dir, config, info, None, find_ending(notice.number, notice.time, info, config.launch.notice_s))
 
     def leave(number: int) -> None:
@@ -87,19 +98,20 @@ def run_rank(run_dir: Path) -> None:
             watchdog.leave(signal.Signals(number).name)
             stopped()
         finally:
-            os._exit(128 + number)
+            os._exit(FAILED if has_failed(run_dir) else 128 + number)
 
     try:
         with reporting_failures(run_dir, info.rank):
             meeting = join(info, run_dir, config, launch_word())
             log = _open_log(config, run_dir, meeting)
             with Watchdog(config.launch, meeting, run_dir) as watchdog:
-                watchdog.on_rank_0_lost = lambda error: record_failure(run_dir, asdict(error))
+                watchdog.on_rank_0_lost = lambda error: record_end(run_dir, "failed", asdict(error))
                 notice.end_start(leave)
                 early = _run(config, run_dir, meeting, watchdog, notice, log)
     except StoppedBySignal as signalled:
+        ignore_signals()
         stopped()
-        raise SystemExit(signalled.code) from None
+        raise SystemExit(FAILED if has_failed(run_dir) else signalled.code) from None  # srun sends SIGTERM when one has failed
     except SystemExit:  # a rank failed
         error = read_first_error(run_dir)
         with suppress(OSError):  # a full disk is told already

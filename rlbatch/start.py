@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 from rlbatch.api import ConfigError
@@ -13,6 +14,7 @@ from rlbatch.config.schema import Config
 from rlbatch.launch.batch_queue import job_state, queued_state
 from rlbatch.launch.cluster_variables import cluster_variables
 from rlbatch.launch.container import check_container, in_container, python
+from rlbatch.launch.failures import read_first_error
 from rlbatch.launch.follow import follow
 from rlbatch.launch.job_record import JobRecord, new_record, process_id
 from rlbatch.launch.local import run_local
@@ -21,6 +23,7 @@ from rlbatch.launch.logs import LOGS, MERGED_LOG
 from rlbatch.launch.mpirun import DRY_RUN, find_mpi, mpi_job, read_hosts, run_mpi
 from rlbatch.launch.notice import notice_s
 from rlbatch.launch.sbatch import SRUN, batch_script, job_name
+from rlbatch.metrics.report import record_end
 from rlbatch.plan.placement import place
 from rlbatch.prepare import model_family, parameter_count, prepared_run
 from rlbatch.registry import Registry
@@ -67,7 +70,7 @@ def _start_local(config: Config, registry: Registry) -> int:
     with run_folder_lock(run_dir):
         print(f"Run folder: {run_dir}", flush=True)
         os.environ.update(cluster_variables(config.cluster))
-        return run_local(config, run_dir)
+        return _settled(run_dir, run_local(config, run_dir))
 
 
 def _start_slurm(config: Config, registry: Registry) -> int:
@@ -108,7 +111,15 @@ def _start_mpi(config: Config, registry: Registry) -> int:
     with run_folder_lock(run_dir):
         new_record(process_id(), "mpi", job_name(config), run_dir, "")
         print(f"Run folder: {run_dir}", flush=True)
-        return run_mpi(job, config, run_dir)
+        return _settled(run_dir, run_mpi(job, config, run_dir))
+
+
+def _settled(run_dir: Path, code: int) -> int:
+    """The exit code of a run, whose summary says how it ended also where rank 0 could not."""
+    if code:
+        error = read_first_error(run_dir)
+        record_end(run_dir, "failed" if error else "interrupted", asdict(error) if error else None)
+    return code
 
 
 def _start_nothing(config: Config, registry: Registry) -> int:

@@ -15,7 +15,7 @@ import pytest
 
 from rlbatch.config.compose import compose, load_config
 from rlbatch.config.schema import Config
-from rlbatch.launch.sbatch import SRUN
+from rlbatch.launch.sbatch import ENDING, SRUN
 from rlbatch.prepare import parameter_count
 from rlbatch.registry import load_plugins
 from rlbatch.start import TASK_VARIABLES, slurm_script
@@ -96,8 +96,9 @@ def test_same_resources_and_environment(name: str) -> None:
     script, (_, generated) = text(name), submitted(name)
     assert header(script) == header(generated)
     assert exports(script) == {key: value for key, value in exports(generated).items() if key not in TASK_VARIABLES}
-    for made in (script, generated):
+    for made, error in ((script, '"$run/first_error.json"'), (generated, "/runs/mine/first_error.json")):
         assert f"srun {' '.join(SRUN)} " in made
+        assert made.endswith(f" && exit\n{ENDING.format(first_error=error)}\n")
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -165,3 +166,16 @@ def test_allocation_of_another_size(tmp_path: Path) -> None:
     assert "layout.world_size=4: needs 2 nodes x 2 tasks, this allocation has SLURM_NTASKS=8." in done.stderr
     assert "srun" not in done.stdout
     assert main(["launcher=none", "train.steps=0"]) == 2
+
+
+CODES = {0: 0, 1: 1, 2: 2, 9: 1, 75: 75, 134: 1, 137: 1, 139: 1, 140: 140, 143: 143}
+"""srun's -> the job's."""
+
+
+@pytest.mark.parametrize("of_srun", CODES)
+def test_exit_code(of_srun: int, tmp_path: Path) -> None:
+    """srun's code is the highest of all ranks'; the job's is one of those that are documented, and 1 if a rank has failed."""
+    script = f"set -euo pipefail\nsh -c 'exit {of_srun}' && exit\n{ENDING.format(first_error=tmp_path / 'error')}\n"
+    assert subprocess.run(["bash", "-c", script], check=False).returncode == CODES[of_srun]
+    (tmp_path / "error").touch()
+    assert subprocess.run(["bash", "-c", script], check=False).returncode == min(of_srun, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Sequence
@@ -103,9 +104,9 @@ def _from_accounting(job_id: str) -> JobState | None:
 
 
 def _exit_code(text: str, state: str) -> int:
-    """``1:0`` is exit code 1, ``0:9`` the signal 9; a job that ended badly is never 0."""
-    code, _, number = text.partition(":")
-    found = int(code or 0) or (128 + int(number) if int(number or 0) else 0)
+    """``1:0`` is exit code 1, ``0:9`` the signal 9, ``0:125`` out of memory; a job that ended badly is never 0."""
+    code, number = (int(part or 0) for part in text.partition(":")[::2])
+    found = code or (128 + number if 0 < number < signal.NSIG else 0)
     return found or (0 if state == "COMPLETED" else 1)
 
 

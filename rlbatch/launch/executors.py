@@ -9,14 +9,12 @@ import contextlib
 import importlib
 import io
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 from submitit.slurm.slurm import SlurmExecutor
 
-from rlbatch.api import RlbatchError
 from rlbatch.config.schema import Config
 from rlbatch.launch.rejections import explain_rejection
 
@@ -40,12 +38,7 @@ class RankTask:
 
     def __call__(self) -> None:
         """Runs the rank to the end."""
-        try:
-            # By name: the module of a rank is above this one.
-            importlib.import_module("rlbatch.run").run_rank(Path(self.run_dir))
-        except RlbatchError as error:  # one line, where submitit would show a traceback
-            print(error, file=sys.stderr)
-            raise SystemExit(1) from None
+        importlib.import_module("rlbatch.run").run_process(Path(self.run_dir))  # by name: the module of a rank is above this one
 
 
 class _Executor(SlurmExecutor):

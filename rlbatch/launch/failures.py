@@ -21,6 +21,10 @@ from rlbatch.api import RlbatchError
 FIRST_ERROR = "first_error.json"
 TERMINAL_VARIABLE = "RLBATCH_TERMINAL_FD"
 """File descriptor of the user's terminal, where the launcher sends a rank's own output elsewhere."""
+LAUNCHER = -1
+"""In the place of a rank: no rank said what happened, nor does its launcher say which one failed."""
+CLOCK_S = 3.0
+"""Difference of clocks within which a record counts as of this start."""
 PATIENCE_S = 1.0
 """Seconds that an unforeseen error waits to be recorded: it may follow from the end of another rank, which the launcher then records."""
 
@@ -30,7 +34,7 @@ class FirstError:
     """Contents of first_error.json.
 
     Attributes:
-        rank: Rank that failed first.
+        rank: Rank that failed first; ``LAUNCHER``: nobody knows.
         host: Its node.
         type: Class of the exception; ``Exit`` if the process ended without one, ``Hang`` if the others waited for it in vain.
         message: For the user.
@@ -48,7 +52,8 @@ class FirstError:
     def __str__(self) -> str:
         """What is printed."""
         is_ours = self.type in ("Exit", "Hang") or not self.traceback
-        return f"[rank {self.rank} host {self.host}] {self.message if is_ours else self.traceback.rstrip()}"
+        who = f"host {self.host}" if self.rank == LAUNCHER else f"rank {self.rank} host {self.host}"
+        return f"[{who}] {self.message if is_ours else self.traceback.rstrip()}"
 
 
 class StoppedBySignal(SystemExit):
@@ -120,6 +125,19 @@ def read_first_error(run_dir: Path) -> FirstError | None:
         return None
     except (ValueError, TypeError):
         return FirstError(0, "?", "Unknown", f"{run_dir / FIRST_ERROR} is damaged: what it said is lost.", "", 0.0)
+
+
+def is_earlier(error: FirstError) -> bool:
+    """Whether a recorded failure is that of a start before this process's."""
+    import psutil  # only ranks need it
+
+    return bool(error.time < psutil.Process().create_time() - CLOCK_S)
+
+
+def has_failed(run_dir: Path) -> bool:
+    """Whether a rank of this start has failed."""
+    error = read_first_error(run_dir)
+    return error is not None and not is_earlier(error)
 
 
 def _print(text: str) -> None:

@@ -12,16 +12,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import FrameType
 
 from rlbatch.config.schema import Config
 from rlbatch.launch.children import GroupGuard, dies_with_parent, signal_group
 from rlbatch.launch.environment import RankInfo
 from rlbatch.launch.failures import FIRST_ERROR, TERMINAL_VARIABLE, FirstError, claim
 from rlbatch.launch.requeue import EXIT_STOPPED
-from rlbatch.launch.signals import END_SIGNAL, KILL_WAIT_S, STOP_SIGNALS
+from rlbatch.launch.signals import END_SIGNAL, KILL_WAIT_S, received_signals, signal_name
 from rlbatch.launch.variables import LAUNCH_VARIABLE
 
 GRACE_S = 3.0
@@ -49,7 +48,7 @@ def run_local(config: Config, run_dir: Path, command: Sequence[str] | None = Non
     arguments = list(command or [sys.executable, "-m", "rlbatch.run", "--run-dir", str(run_dir)])
     ranks: list[Rank] = []
     with ExitStack() as stack:
-        stop = stack.enter_context(_stop_signals())
+        stop = stack.enter_context(received_signals())
         try:
             launch = secrets.token_hex(8)
             for info in _rank_infos(config.layout.world_size):
@@ -64,9 +63,9 @@ def run_local(config: Config, run_dir: Path, command: Sequence[str] | None = Non
     if stop:
         print(f"{signal.Signals(stop[0]).name}: all ranks ended. Run folder: {run_dir}; {_saved(run_dir)}", file=sys.stderr)
     codes = {rank.returncode for rank in ranks}
-    if failed is None and EXIT_STOPPED in codes and signal.SIGINT not in stop:
-        return EXIT_STOPPED
-    return 128 + stop[0] if stop else int(failed is not None)
+    if failed is not None or codes == {0}:
+        return int(failed is not None)
+    return EXIT_STOPPED if EXIT_STOPPED in codes and signal.SIGINT not in stop else 128 + stop[0]
 
 
 def _rank_infos(world_size: int) -> Iterator[RankInfo]:
@@ -136,22 +135,6 @@ def _log(run_dir: Path, rank: int) -> int:
     return os.open(run_dir / "logs" / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
 
-@contextmanager
-def _stop_signals() -> Iterator[list[int]]:
-    """A list that Ctrl-C and the signals that ask the job to stop append their number to."""
-    received: list[int] = []
-
-    def receive(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-
-    previous = {number: signal.signal(number, receive) for number in (signal.SIGINT, *STOP_SIGNALS)}
-    try:
-        yield received
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
 def _wait(ranks: Sequence[Rank], stop: Sequence[int], grace_s: float) -> int | None:
     """Returns when all ranks ended as they should or were asked to (None), one failed (its index), or waiting was given up (None).
 
@@ -160,7 +143,7 @@ def _wait(ranks: Sequence[Rank], stop: Sequence[int], grace_s: float) -> int | N
     passed, until = 0, float("inf")
     while True:
         for number in stop[passed:]:
-            if number == signal.SIGINT or stop[:passed].count(number):
+            if number == signal.SIGINT or (number == signal.SIGTERM and number in stop[:passed]):
                 return None
             if number == signal.SIGTERM:
                 until = time.monotonic() + grace_s
@@ -193,7 +176,7 @@ def _end(ranks: Sequence[Rank]) -> None:
 
 def _exit_error(rank: int, code: int, run_dir: Path) -> FirstError:
     """For a rank that ended without saying why."""
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
     hint = " (out of memory?)" if code == -signal.SIGKILL else ""
     log = "its output is above" if rank == 0 else f"its output is in {run_dir / 'logs' / f'rank{rank}.log'}"
     return FirstError(rank, socket.gethostname(), "Exit", f"{how}{hint}; {log}.", "", time.time())

@@ -10,9 +10,11 @@ import os
 import re
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -23,17 +25,21 @@ from rlbatch.config.foreign import read_text
 from rlbatch.config.schema import Config
 from rlbatch.launch.children import dies_with_parent
 from rlbatch.launch.cluster_variables import cluster_variables
-from rlbatch.launch.failures import FIRST_ERROR, read_first_error
+from rlbatch.launch.failures import FIRST_ERROR, LAUNCHER, FirstError, claim, read_first_error
 from rlbatch.launch.hostfile import Host, parse_hostfile
 from rlbatch.launch.interfaces import addresses_of
 from rlbatch.launch.logs import LOGS
-from rlbatch.launch.passed_signals import passed_signals
+from rlbatch.launch.requeue import EXIT_STOPPED
+from rlbatch.launch.signals import KILL_WAIT_S, received_signals
 from rlbatch.launch.variables import LAUNCH_VARIABLE
 from rlbatch.plan.placement import separate_gpus
 
 HOSTFILE = "hostfile"
 """In the run folder: the hosts of the job, in the form of its mpirun."""
 VERSION_TIMEOUT_S = 30.0
+PASSED = signal.SIGUSR1
+"""What each mpirun hands to its ranks, ending nothing: Open MPI kills them a second after SIGTERM, USR2 ends MPICH's mpirun itself."""
+POLL_S = 0.05
 DRY_RUN = "Or see what would run, with dry_run=true."
 FORWARDED = (
     *("CUDA_", "GLOO_", "HF_", "LANG", "LC_", "LD_LIBRARY_PATH", "NCCL_", "NVTE_", "OMP_", "PATH", "PYTHON", "PYTORCH_"),
@@ -219,24 +225,44 @@ def run_mpi(job: MpiJob, config: Config, run_dir: Path) -> int:
     """Runs the job to its end; its output is this process's.
 
     Returns:
-        0 if every rank succeeded, 130 after Ctrl-C, 143 after SIGTERM, else 1.
+        As of ``run_local``.
     """
     (run_dir / FIRST_ERROR).unlink(missing_ok=True)
     (run_dir / LOGS).mkdir(exist_ok=True)
     if job.hostfile:
         (run_dir / HOSTFILE).write_text(job.hostfile, encoding="utf-8")
     environment = {**os.environ, **mpirun_variables(config, job.mpi, job.hosts), LAUNCH_VARIABLE: secrets.token_hex(8)}
-    with passed_signals() as signals:
+    with received_signals() as received:
         mpirun = subprocess.Popen(
             job.command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=dies_with_parent()
         )
-        signals.pass_to(mpirun.pid)
-        code = mpirun.wait()
-    if signals.stop:
-        return 128 + signals.stop
-    if code and read_first_error(run_dir) is None:
-        print(f"{job.mpi.value}: mpirun ended with exit code {code}, no rank said why; its output is above.", file=sys.stderr)
-    return 1 if code else 0
+        code = _wait(mpirun, job.mpi, received, KILL_WAIT_S if config.launch.notice_s is None else config.launch.notice_s)
+    if signal.SIGINT in received:
+        return 128 + signal.SIGINT
+    if code in (0, EXIT_STOPPED):
+        return code
+    if received and read_first_error(run_dir) is None:
+        return 128 + received[0]
+    text = f"{job.mpi.value}: mpirun ended with exit code {code}, no rank said why; its output is above."
+    claim(run_dir, FirstError(LAUNCHER, socket.gethostname(), "Exit", text, "", time.time()))
+    return 1
+
+
+def _wait(mpirun: subprocess.Popen[bytes], mpi: Mpi, received: Sequence[int], grace_s: float) -> int:
+    """The exit code of mpirun, to which requests to stop go on; what is late after SIGTERM is ended, as by Ctrl-C or a second SIGTERM."""
+    end = signal.SIGTERM if mpi.is_open_mpi else signal.SIGINT
+    passed, until = 0, float("inf")
+    while (code := mpirun.poll()) is None:
+        for number in received[passed:]:
+            is_last = number == signal.SIGINT or (number == signal.SIGTERM and number in received[:passed])
+            mpirun.send_signal(end if is_last else PASSED)
+            until = time.monotonic() + grace_s if number == signal.SIGTERM and not is_last else until
+            passed += 1
+        if time.monotonic() > until:
+            mpirun.send_signal(end)
+            until = float("inf")
+        time.sleep(POLL_S)
+    return code
 
 
 def own_address(peer: str) -> str:

@@ -18,12 +18,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import psutil
-
 from rlbatch.api import ConfigError, LaunchError, RlbatchError
 from rlbatch.config.schema import Config
 from rlbatch.launch.environment import RankInfo
-from rlbatch.launch.failures import FIRST_ERROR, read_first_error
+from rlbatch.launch.failures import CLOCK_S, FIRST_ERROR, is_earlier, read_first_error
 from rlbatch.launch.interfaces import (
     LOOPBACK,
     addresses_of,
@@ -50,8 +48,6 @@ REPLY_S = 10.0
 """Longest wait for rank 0's word; it may be held up by an import."""
 HANDOVER_S = 5.0
 """Longest wait for an earlier job's last process to end."""
-CLOCK_S = 3.0
-"""Difference of clocks within which a record counts as of this life."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +189,7 @@ def first_port(job_id: str, restart_count: int) -> int:
 def _forget_earlier_failure(run_dir: Path) -> None:
     """Removes the first error of an earlier life; one of this life may be there already."""
     recorded = read_first_error(run_dir)
-    if recorded and recorded.time < psutil.Process().create_time() - CLOCK_S:
+    if recorded and is_earlier(recorded):
         (run_dir / FIRST_ERROR).unlink(missing_ok=True)
 
 

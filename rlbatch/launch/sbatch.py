@@ -9,13 +9,20 @@ from pathlib import Path
 from rlbatch.config.schema import Config
 from rlbatch.launch.cluster_variables import cluster_variables
 from rlbatch.launch.container import srun_options
+from rlbatch.launch.failures import FIRST_ERROR
 from rlbatch.launch.logs import MERGED_LOG
 from rlbatch.plan.placement import place, separate_gpus
 
 NOTICE_SIGNAL = "USR2"
 """What Slurm sends to every rank, not to the batch script, before the time limit or a preemption; NCCL may catch USR1."""
-SRUN = ("--kill-on-bad-exit=1", "--wait=30", "--cpu-bind=none", "--gpu-bind=none")
-"""A failed rank ends the step at once, one that ended early ends it after 30 s; every rank sees all GPUs and CPUs of its node."""
+SRUN = ("--export=ALL", "--kill-on-bad-exit=1", "--wait=30", "--cpu-bind=none", "--gpu-bind=none")
+"""Ranks get the script's variables, also where sbatch had ``--export=NONE``, which srun takes over. A failed rank ends the step at once,
+one that ended early ends it after 30 s; every rank sees all GPUs and CPUs of its node."""
+ENDING = """\
+code=$?
+case $code in 2 | 75 | 130 | 138 | 140 | 143) [ -e {first_error} ] || exit $code ;; esac # docs/launch.md#exit-codes
+exit 1 # srun's code is the highest of all ranks: 137 if one was killed"""
+"""After ``srun ... && exit``: the job's exit code."""
 
 
 def batch_options(config: Config, notice_s: int) -> dict[str, str | None]:
@@ -62,7 +69,12 @@ def batch_script(config: Config, run_dir: Path, notice_s: int, variables: Mappin
     if cluster.cpus_per_task:  # srun does not take it from sbatch
         srun.append(f"--cpus-per-task={cluster.cpus_per_task}")
     srun += srun_options(cluster, run_dir)
-    return "\n".join(["#!/bin/bash", *header, "", *exports, "", f"{shlex.join(srun)} \\", f"    {shlex.join(command)}", ""])
+    step = [
+        f"{shlex.join(srun)} \\",
+        f"    {shlex.join(command)} && exit",
+        ENDING.format(first_error=shlex.quote(str(run_dir / FIRST_ERROR))),
+    ]
+    return "\n".join(["#!/bin/bash", *header, "", *exports, "", *step, ""])
 
 
 def _option(name: str, value: str | None) -> str:

@@ -133,12 +133,33 @@ class StopNotice:
         self._record(number)
         if self._ends_at_once:
             self._is_ending = True
-            raise StoppedBySignal(128 + number)
+            raise StoppedBySignal(128 + self.number)  # the first one: where one rank ends, srun sends SIGTERM to the others
 
     def _record(self, number: int) -> None:
         if not self.is_set and not self._is_interrupting:
             self.time = time.time()
             self.number = number
+
+
+@contextmanager
+def received_signals() -> Iterator[list[int]]:
+    """For a launcher: a list that Ctrl-C and the signals that ask the job to stop append their number to."""
+    received: list[int] = []
+
+    def receive(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+
+    previous = {number: signal.signal(number, receive) for number in (signal.SIGINT, *STOP_SIGNALS)}
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def signal_name(number: int) -> str:
+    """``SIGKILL``; of real-time signals the C library's words."""
+    return next((known.name for known in signal.Signals if known == number), None) or signal.strsignal(number) or f"signal {number}"
 
 
 def ignore_signals() -> None:

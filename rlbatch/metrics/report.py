@@ -110,14 +110,15 @@ class RunReport:
         os.replace(scratch, self._path)
 
 
-def record_failure(run_dir: Path, first_error: Mapping[str, Any]) -> None:
-    """Writes the failure into summary.json for a rank 0 that is gone."""
+def record_end(run_dir: Path, status: Status, first_error: Mapping[str, Any] | None = None) -> None:
+    """Writes how a run ended into summary.json, for a rank 0 that is gone and did not."""
     path = run_dir / "summary.json"
     scratch = path.with_suffix(f".json.part{os.getpid()}")
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, KeyError, TypeError):
         summary = json.loads(path.read_text(encoding="utf-8"))
-        scratch.write_text(json.dumps(summary | {"status": "failed", "first_error": first_error}, indent=2) + "\n", encoding="utf-8")
-        os.replace(scratch, path)
+        if summary["status"] == "running":
+            scratch.write_text(json.dumps(summary | {"status": status, "first_error": first_error}, indent=2) + "\n", encoding="utf-8")
+            os.replace(scratch, path)
 
 
 def sample_rows(step: int, groups: Sequence[SampleGroup], advantages: Sequence[float]) -> list[dict[str, Any]]:

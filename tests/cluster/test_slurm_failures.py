@@ -32,7 +32,7 @@ QUICK = ("train.steps=3", "checkpoint.save_interval=-1", f"launch.generation_lim
     ids=["killed", "rank 0 killed", "raises", "exits with 0", "hangs"],
 )
 def test_a_failure_ends_the_job(what: str, rank: int, words: list[str], slurm: Slurm, repository: Path, tmp_path: Path) -> None:
-    """Within 15 s no process is left; the merged log names rank and node exactly once, summary.json has the same error."""
+    """Within 15 s no process is left; the exit code is 1, the log names rank and node exactly once, summary.json has the same error."""
     event, run_dir, host = tmp_path / "event", tmp_path / "run", slurm.nodes[rank // 2]
     slurm.environment[EVENT] = str(event)
     job = submit(slurm, run_dir, *QUICK, *fault_reward(what, rank), cwd=repository)
@@ -41,7 +41,8 @@ def test_a_failure_ends_the_job(what: str, rank: int, words: list[str], slurm: S
     watch, late_s = Stopwatch(), time.time() - float(event.read_text())
     wait_until(lambda: not slurm.job_processes(), RUN_S, f"the end of all processes: {job.log()}")
     watch.assert_within(END_S + (LIMIT_S if what == "hang" else 0.0) - late_s)
-    assert job.wait_for_end()["JobState"] == "FAILED"
+    fields = job.wait_for_end()
+    assert (fields["JobState"], fields["ExitCode"]) == ("FAILED", "1:0")
     assert job.log().count(f"[rank {rank} host {host}]") == 1
     told = job.log().partition(f"[rank {rank} host {host}]")[2]
     assert [word for word in words if word not in told] == []

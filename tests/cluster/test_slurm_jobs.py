@@ -31,8 +31,11 @@ def test_batch_script(uninterrupted: Job, slurm: Slurm) -> None:
     assert {"model.safetensors", f"step_{STEPS:06}.jsonl"} <= uninterrupted.result().keys()
 
 
-def test_submitit(uninterrupted: Job, slurm: Slurm, repository: Path, tmp_path: Path) -> None:
-    """submit's job gives the same weights and samples as the batch script's."""
+def test_submitit(uninterrupted: Job, slurm: Slurm, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """submit's job gives the same weights and samples as the batch script's, also where jobs do not get the environment of sbatch: what the
+    script exports reaches the ranks.
+    """
+    monkeypatch.setitem(slurm.environment, "SBATCH_EXPORT", "NONE")
     job = submit(slurm, tmp_path / "run", *RUN, cwd=repository)
     assert job.wait_for_end()["JobState"] == "COMPLETED", job.log()
     assert job.result() == uninterrupted.result()

@@ -26,7 +26,10 @@ def test_running(slurm: FakeSlurm) -> None:
 
 @pytest.mark.parametrize(
     ("state", "exit_code", "code"),
-    [("COMPLETED", "0:0", 0), ("FAILED", "3:0", 3), ("FAILED", "0:9", 137), ("CANCELLED", "0:0", 1), ("TIMEOUT", "0:0", 1)],
+    [
+        *(("COMPLETED", "0:0", 0), ("FAILED", "3:0", 3), ("FAILED", "0:9", 137), ("CANCELLED", "0:0", 1), ("TIMEOUT", "0:0", 1)),
+        ("OUT_OF_MEMORY", "0:125", 1),  # no signal: how Slurm tells it
+    ],
 )
 def test_exit_codes(slurm: FakeSlurm, state: str, exit_code: str, code: int) -> None:
     """As a shell would tell them; a job that ended badly is never 0."""

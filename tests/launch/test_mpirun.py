@@ -5,10 +5,10 @@ from __future__ import annotations
 import io
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,8 +16,10 @@ import pytest
 from rlbatch.api import ConfigError
 from rlbatch.config.schema import ClusterConfig, Config, LayoutConfig
 from rlbatch.launch import mpirun
+from rlbatch.launch.failures import read_first_error
 from rlbatch.launch.hostfile import Host
 from rlbatch.launch.mpirun import Mpi, MpiJob, find_mpi, hostfile_text, mpi_job, mpirun_variables, read_hosts, recognise, run_mpi
+from tests.launch.watched import wait_for
 
 RUN_DIR = Path("/runs/mine")
 COMMAND = ["python", "-m", "rlbatch.run", "--run-dir", "/runs/mine"]
@@ -189,25 +191,65 @@ def test_run_folder_and_environment(tmp_path: Path) -> None:
     assert run_mpi(job, settings, tmp_path) == 0
 
 
-def test_failed_without_a_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """If no rank recorded an error, mpirun's exit code is told."""
+def test_failed_without_a_word(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """If no rank recorded an error, mpirun's exit code is told, and recorded: of no rank, since nobody knows of which."""
     assert run_mpi(fake(tmp_path, "exit 7"), Config(), tmp_path) == 1
-    assert "Open MPI 5: mpirun ended with exit code 7, no rank said why" in capsys.readouterr().err
+    told = f"[host {socket.gethostname()}] Open MPI 5: mpirun ended with exit code 7, no rank said why; its output is above."
+    assert capfd.readouterr().err == told + "\n"
+    assert str(read_first_error(tmp_path)) == told
 
 
-def test_stopped(tmp_path: Path) -> None:
-    """SIGTERM goes on to mpirun, and the exit code tells of it."""
-    fake(tmp_path, f"trap 'touch {tmp_path}/stopped; exit 0' TERM; touch {tmp_path}/ready; while :; do sleep 0.05; done")
-    code = (
+def start(folder: Path, mpi: Mpi, code: int, config: str = "") -> subprocess.Popen[bytes]:
+    """A process that waits for an mpirun, which writes the signals that it gets to `got`, until there is a file `end`."""
+    trap = 'for s in USR1 USR2 TERM INT; do trap "echo $s >> got" $s; done'
+    fake(folder, f"cd {folder}\n{trap}\ntouch ready\nwhile [ ! -e end ]; do sleep 0.02; done; exit {code}")
+    script = (
         "import pathlib, sys\n"
-        "from rlbatch.config.schema import Config\n"
+        "from rlbatch.config.schema import Config, LaunchConfig\n"
         "from rlbatch.launch.mpirun import Mpi, MpiJob, run_mpi\n"
-        f"sys.exit(run_mpi(MpiJob(Mpi.MPICH, (), '', ('{tmp_path}/fake_mpirun',)), Config(), pathlib.Path('{tmp_path}')))\n"
+        f"job = MpiJob(Mpi.{mpi.name}, (), '', ('{folder}/fake_mpirun',))\n"
+        f"sys.exit(run_mpi(job, Config(launch=LaunchConfig({config})), pathlib.Path('{folder}')))\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", code])
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "ready").exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
+    process = subprocess.Popen([sys.executable, "-c", script])
+    wait_for((folder / "ready").exists)
+    return process
+
+
+def wait_for_signals(folder: Path, number: int) -> None:
+    """Waits until mpirun has got so many."""
+    got = folder / "got"
+    wait_for(lambda: got.exists() and len(got.read_text().split()) == number)
+
+
+@pytest.mark.parametrize(
+    ("mpi", "sent", "passed", "of_mpirun", "code"),
+    [
+        (Mpi.MPICH, ["TERM"], ["USR1"], 75, 75),
+        (Mpi.OPEN_MPI_5, ["USR2"], ["USR1"], 140, 140),
+        (Mpi.OPEN_MPI_4, ["USR1", "USR1"], ["USR1", "USR1"], 75, 75),
+        (Mpi.MPICH, ["USR2", "INT"], ["USR1", "INT"], 75, 130),
+        (Mpi.OPEN_MPI_5, ["INT"], ["TERM"], 1, 130),
+        (Mpi.OPEN_MPI_5, ["TERM", "TERM"], ["USR1", "TERM"], 1, 143),
+        (Mpi.INTEL, ["TERM", "TERM"], ["USR1", "INT"], 1, 143),
+        (Mpi.OPEN_MPI_5, ["TERM"], ["USR1"], 0, 0),  # it was done
+    ],
+)
+def test_stopped(tmp_path: Path, mpi: Mpi, sent: list[str], passed: list[str], of_mpirun: int, code: int) -> None:
+    """A request to stop goes on as a signal that mpirun hands to its ranks and that ends nothing; what ends at once ends mpirun."""
+    process = start(tmp_path, mpi, of_mpirun)
+    for number, name in enumerate(sent, 1):
+        process.send_signal(signal.Signals[f"SIG{name}"])
+        wait_for_signals(tmp_path, number)
+    (tmp_path / "end").touch()
+    assert process.wait(60) == code
+    assert (tmp_path / "got").read_text().split() == passed
+
+
+def test_late_after_sigterm(tmp_path: Path) -> None:
+    """What still runs `launch.notice_s` later is ended."""
+    process = start(tmp_path, Mpi.OPEN_MPI_5, 1, "notice_s=1")
     process.send_signal(signal.SIGTERM)
+    wait_for_signals(tmp_path, 2)
+    (tmp_path / "end").touch()
     assert process.wait(60) == 143
-    assert (tmp_path / "stopped").exists()
+    assert (tmp_path / "got").read_text().split() == ["USR1", "TERM"]

@@ -29,8 +29,11 @@ export OMP_NUM_THREADS=16
 export PYTHONUNBUFFERED=1
 export SUBMITIT_EXECUTOR=slurm
 
-srun --kill-on-bad-exit=1 --wait=30 --cpu-bind=none --gpu-bind=none \\
-    python -m rlbatch.run --run-dir /runs/mine
+srun --export=ALL --kill-on-bad-exit=1 --wait=30 --cpu-bind=none --gpu-bind=none \\
+    python -m rlbatch.run --run-dir /runs/mine && exit
+code=$?
+case $code in 2 | 75 | 130 | 138 | 140 | 143) [ -e /runs/mine/first_error.json ] || exit $code ;; esac # docs/launch.md#exit-codes
+exit 1 # srun's code is the highest of all ranks: 137 if one was killed
 """
 EVERYTHING = """\
 #!/bin/bash
@@ -57,9 +60,12 @@ export NCCL_SOCKET_IFNAME=bond0
 export GLOO_SOCKET_IFNAME=eth0
 export NOTE='two words'
 
-srun --kill-on-bad-exit=1 --wait=30 --cpu-bind=none --gpu-bind=none --cpus-per-task=12 --container-image=/images/rlbatch.sqsh \
+srun --export=ALL --kill-on-bad-exit=1 --wait=30 --cpu-bind=none --gpu-bind=none --cpus-per-task=12 --container-image=/images/rlbatch.sqsh \
 --container-mounts=/runs:/runs,/models:/models '--container-workdir=/runs/my run' \\
-    python -m rlbatch.run --run-dir '/runs/my run'
+    python -m rlbatch.run --run-dir '/runs/my run' && exit
+code=$?
+case $code in 2 | 75 | 130 | 138 | 140 | 143) [ -e '/runs/my run/first_error.json' ] || exit $code ;; esac # docs/launch.md#exit-codes
+exit 1 # srun's code is the highest of all ranks: 137 if one was killed
 """
 
 

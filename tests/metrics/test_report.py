@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rlbatch.api import Prompt, Sample, SampleGroup, StepResult
-from rlbatch.metrics.report import RunReport, Summary, record_failure, remove_samples_after, sample_rows, write_samples
+from rlbatch.metrics.report import RunReport, Summary, record_end, remove_samples_after, sample_rows, write_samples
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 
@@ -191,9 +191,12 @@ def test_samples_of_steps_that_are_done_again_go(tmp_path: Path) -> None:
 
 def test_failure_of_rank_0_itself(tmp_path: Path) -> None:
     """Another rank writes it into what rank 0 left; where there is nothing, nothing is raised."""
-    record_failure(tmp_path, {"rank": 0})
-    RunReport(tmp_path)
-    record_failure(tmp_path, {"rank": 0, "host": "n1", "message": "ended without a word"})
+    record_end(tmp_path, "failed", {"rank": 0})
+    report = RunReport(tmp_path)
+    record_end(tmp_path, "failed", {"rank": 0, "host": "n1", "message": "ended without a word"})
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["status"], summary["first_error"]["host"], summary["steps"]) == ("failed", "n1", 0)
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+    report.finish("finished")
+    record_end(tmp_path, "interrupted")  # by a launcher: rank 0 said it
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "finished"
