@@ -1,34 +1,144 @@
-"""``reward=number``: 1 if the last number of the response is the label's, else 0.
+r"""``reward=number``: 1 if the last number of the response is the label's, else 0. Values are compared exactly.
 
-Numbers are read as GSM8K writes them: ``1,234``, ``-5``, ``18.00``. A label may be a number or a text whose last number counts, such as
-GSM8K's answers (``... #### 1,234``). A minus after a digit, a letter or ``)`` is a subtraction: ``9-5`` ends in 5.
+Numbers in responses, and in labels that are texts:
+
+- Digits with or without decimals: ``18``, ``18.00``, ``.5``; the full stop after ``5.`` is none of it.
+- Thousands in groups of three: ``1,234,567``, ``1{,}234``, ``1\,234``, ``1,\!234``, also with a no-break or thin space (not a plain one).
+- A minus (``-``, ``−`` or ``–``) before the number or its currency: ``-5``, ``-$5``, ``$-5``. After a digit, a letter, a closing bracket
+  or ``%`` it is a subtraction: ``9-5`` ends in 5. With a space behind it it counts only after ``=``, ``(`` or ``{``: ``x = - 5``.
+- Exponents: ``1e-05``, ``2.5E7``, ``2.5 x 10^-7`` (also ``×``, ``*``, ``·``, ``\times``, ``\cdot``; ``10^{-7}``, ``10**-7``, ``10⁻⁷``).
+- Fractions: ``3/4``, ``1 1/2``, ``\frac{3}{4}``, ``2\frac{1}{2}``.
+- Currencies, percent signs, degrees, units and words (``million``) count for nothing: ``28%`` is 28.
+- Digits of a word (``v2``, ``x_1``) and exponents of a unit (``m^2``) are no numbers, nor are ``inf``, ``nan`` and numbers in words.
+- What belongs to a power, root or other base (``10^5``, ``\sqrt{2}``, ``2\pi``, ``204_5``), is longer than 400 characters, has an exponent
+  beyond 400 or is divided by 0 equals no label.
+
+A label is a JSON number, or a text with one number and nothing that could change its value (``$18.00``, ``x = 18 miles``, ``\boxed{18}``);
+of a text with ``####``, as GSM8K's answers have it, what follows the last one counts. All other labels are refused.
 """
 
 import re
 from collections.abc import Mapping, Sequence
-from decimal import Decimal
+from fractions import Fraction
+from typing import Any
 
-from rlbatch.api import Reward, RewardError, Sample, hookimpl
+from rlbatch.api import DataError, Reward, RewardError, Sample, hookimpl
 
-NUMBER = re.compile(r"(?:(?<![\w)])[-−])?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
+LONGEST, LARGEST_EXPONENT = 400, 400
+"""More than any float64 needs; a longer number would take seconds and gigabytes."""
+
+_SEPARATOR = r"(?:,(?:\\!)?|\{,\}|\\,|[\u00a0\u2009\u202f])"
+_DIGITS = rf"(?:[0-9]{{1,3}}(?:{_SEPARATOR}[0-9]{{3}})+(?![0-9])|[0-9]+)"
+_DECIMAL = rf"(?:{_DIGITS}(?:\.[0-9]+)?|(?<![\w.)])\.[0-9]+)"
+_EXPONENT = (
+    r"(?:[eE](?P<e>[-+−]?[0-9]+)"
+    r"|\s?(?:[x×*·]|\\times|\\cdot)\s?10(?:(?:\^|\*\*)[{(]?(?P<power>[-+−]?[0-9]+)[})]?|(?P<raised>[⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+)))"
+)
+_TOKEN = re.compile(
+    r"(?P<number>(?P<sign>(?<![0-9A-Za-zα-ωΑ-Ω_)\]}%])[-−–]|(?:(?<=[=({])|(?<=[=({]\s))[-−–]\s)?"
+    r"(?:\\?[$€£¥₹]\s?)?(?P<root>(?:\\sqrt(?:\[[0-9]{1,3}\])?|√)[{(]?)?"
+    rf"(?:(?P<whole>[0-9]+)?[ ]?\\[dt]?frac(?:\{{(?P<a>[-−]?{_DECIMAL})\}}\{{(?P<b>{_DECIMAL})\}}|(?P<c>[0-9])(?P<d>[0-9]))"
+    rf"|(?:(?P<mixed>[0-9]+)[ ])?(?P<top>{_DECIMAL})[ ]?/[ ]?(?P<bottom>{_DECIMAL})"
+    rf"|(?P<plain>{_DECIMAL}){_EXPONENT}?)"
+    r"(?P<tail>(?=\s?(?:\^(?!\{?(?:\\circ|°))|\\(?:pi|sqrt)(?![A-Za-z])|[π√])|_\{?[0-9]|\*\*[0-9]|[¼½¾⅐-⅞²³¹⁰-⁹]))?)"
+    # What is no number, though it may hold digits: names, and exponents and bases.
+    r"|\\[A-Za-z]+|(?<![0-9A-Za-z_])[A-Za-z_](?:[0-9A-Za-z]|_\{[^{}]{0,99}\}|_)*"
+    r"|\^\s?(?:\{[^{}]{0,99}\}|[-−]?[0-9]+)|(?<=[0-9])(?:\*\*|_\{?)[-−]?[0-9]+"
+)
+_PLAIN = str.maketrans("−–⁺⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "--+-0123456789")
+_BESIDE = re.compile(r"\\(?:boxed|text[a-z]*|mbox|left|right|circ|[$%(),;!\[\]])|\^(?=\{?\\circ)|(?<=[A-Za-z])/(?=[A-Za-z])")
+"""What may stand beside the number of a label, apart from letters and these:"""
+_HARMLESS = frozenset("$€£¥₹%°.,:;?()[]{}=\"'`*")
 
 
-def number(samples: Sequence[Sample]) -> list[float]:
-    """1 or 0 a sample, in order."""
-    return [float(last_number(sample.response) == _expected(sample)) for sample in samples]
+class _Number:
+    """The reward."""
+
+    def __call__(self, samples: Sequence[Sample]) -> list[float]:
+        """1 or 0 a sample, in order."""
+        return [float(last_number(sample.response) == _expected(sample)) for sample in samples]
+
+    def check_label(self, label: Any) -> None:
+        """Refuses labels that no response could equal.
+
+        Raises:
+            DataError: what is wrong with it.
+        """
+        try:
+            _label_value(label)
+        except ValueError as error:
+            raise DataError(f"label {_shown(label)} {error}") from error
 
 
-def last_number(text: str) -> Decimal | None:
-    """The last number in ``text``, exact; None if there is none."""
-    found = NUMBER.findall(text)
-    return Decimal(found[-1].replace(",", "").replace("−", "-")) if found else None
+number = _Number()
 
 
-def _expected(sample: Sample) -> Decimal:
-    label = last_number(str(sample.prompt.label))
-    if label is None:
-        raise RewardError(f"label {sample.prompt.label!r} of prompt {sample.prompt.prompt_id} has no number. Correct the prompt file.")
-    return label
+def last_number(text: str) -> Fraction | None:
+    """The last number in ``text``, exact; None if there is none, or if it is part of what is no number."""
+    found = _numbers(text)
+    return _value(found[-1]) if found else None
+
+
+def _numbers(text: str) -> list[re.Match[str]]:
+    return [token for token in _TOKEN.finditer(text) if token["number"]]
+
+
+def _value(token: re.Match[str]) -> Fraction | None:
+    exponent = int((token["e"] or token["power"] or token["raised"] or "0").translate(_PLAIN)[:LONGEST])
+    if len(token["number"]) > LONGEST or abs(exponent) > LARGEST_EXPONENT or token["root"] or token["tail"] is not None:
+        return None
+    top, bottom = (_parsed(token, *names) for names in (("plain", "top", "a", "c"), ("bottom", "b", "d")))
+    if top is None or bottom == 0:
+        return None
+    value = (_parsed(token, "whole", "mixed") or 0) + top * Fraction(10) ** exponent / (1 if bottom is None else bottom)
+    return -value if token["sign"] else value
+
+
+def _parsed(token: re.Match[str], *names: str) -> Fraction | None:
+    """The value of whichever of these groups matched."""
+    text = next((token[name] for name in names if token[name]), None)
+    return None if text is None else Fraction(re.sub(_SEPARATOR, "", text).translate(_PLAIN))
+
+
+def _expected(sample: Sample) -> Fraction:
+    label = sample.prompt.label
+    try:
+        return _label_value(label)
+    except ValueError as error:
+        raise RewardError(f"label {_shown(label)} of prompt {sample.prompt.prompt_id} {error}") from error
+
+
+def _label_value(label: Any) -> Fraction:
+    """The label's value; the message of a ValueError goes on after ``label ...``."""
+    if isinstance(label, (int, float)) and not isinstance(label, bool):
+        text = repr(label) if abs(label) < 10**LONGEST else ""
+    elif isinstance(label, str):
+        text = label.rpartition("####")[2]
+    else:
+        raise ValueError("has no number: it must be one, or a text with one. Correct the prompt file, or choose another reward.")
+    found = _numbers(text)
+    if len(found) > 1:
+        raise ValueError(
+            f"has {len(found)} numbers, so it does not say which counts. Write the number alone, or behind `####` as in GSM8K's answers."
+        )
+    value = _value(found[0]) if found else None
+    if found and (value is None or not _is_harmless(text[: found[0].start()] + " " + text[found[0].end() :])):
+        raise ValueError("is more than a number. Write the number alone.")
+    if value is None:
+        raise ValueError("has no number. Correct the prompt file.")
+    return value
+
+
+def _is_harmless(beside: str) -> bool:
+    return all(letter.isalpha() or letter.isspace() or letter in _HARMLESS for letter in _BESIDE.sub("", beside))
+
+
+def _shown(label: Any) -> str:
+    try:
+        text = ascii(label)
+    except ValueError:  # Python shows no integers of thousands of digits
+        return f"of type {type(label).__name__}"
+    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 @hookimpl

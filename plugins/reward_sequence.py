@@ -1,26 +1,46 @@
 """``reward=sequence``: the share of positions at which the response has the label's token.
 
-Tokens are separated by whitespace; a label may also be a list. Every token too many costs like a wrong one: the denominator is the longer
-of label and response, so that 1 means the whole label and nothing else. An empty label scores 0.
+Tokens are separated by whitespace. A label is a text of at least one token, an integer, or a list of these, each one token; others are
+refused. Every token too many costs like a wrong one: the denominator is the longer of label and response, so that 1 means the whole label
+and nothing else.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from rlbatch.api import Reward, Sample, hookimpl
+from rlbatch.api import DataError, Reward, Sample, hookimpl
 
 
-def sequence(samples: Sequence[Sample]) -> list[float]:
-    """One score in [0, 1] a sample, in order."""
-    return [_right_share(sample.prompt.label, sample.response) for sample in samples]
+class _Sequence:
+    """The reward."""
+
+    def __call__(self, samples: Sequence[Sample]) -> list[float]:
+        """One score in [0, 1] a sample, in order."""
+        return [_right_share(sample.prompt.label, sample.response) for sample in samples]
+
+    def check_label(self, label: Any) -> None:
+        """Refuses labels that no response could equal, or that have no text of their own (``1e-05``, ``None``).
+
+        Raises:
+            DataError: what is wrong with it.
+        """
+        tokens = label if isinstance(label, list) else [label]
+        if not all(isinstance(token, (str, int)) and not isinstance(token, bool) for token in tokens):
+            raise DataError(f"label {label!r} must be a text, an integer, or a list of these. Correct the prompt file.")
+        if not _tokens(label) or any(len(token.split()) != 1 for token in _tokens(label)):
+            raise DataError(f"label {label!r} must have a token, and a list one in each item. Correct the prompt file.")
+
+
+def _tokens(label: object) -> list[str]:
+    return [str(token) for token in label] if isinstance(label, (list, tuple)) else str(label).split()
 
 
 def _right_share(label: object, response: str) -> float:
-    expected = [str(token) for token in label] if isinstance(label, (list, tuple)) else str(label).split()
-    given = response.split()
+    expected, given = _tokens(label), response.split()
     return sum(a == b for a, b in zip(expected, given, strict=False)) / max(len(expected), len(given), 1)
 
 
 @hookimpl
 def rlbatch_register_rewards() -> Mapping[str, Reward]:
     """Supplies ``sequence``."""
-    return {"sequence": sequence}
+    return {"sequence": _Sequence()}

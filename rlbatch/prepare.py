@@ -96,10 +96,7 @@ def find_problems(config: Config, registry: Registry) -> tuple[list[RlbatchError
                 check(config, registry, Path(scratch))
             except RlbatchError as error:
                 problems.append(error)
-        try:
-            family = model_family(config, registry, Path(scratch))
-        except RlbatchError:
-            family = None
+        family = _known_family(config, registry, Path(scratch))
     return problems, _run_dir_path(config).resolve(), family
 
 
@@ -274,11 +271,7 @@ def _check_rollout(config: Config, registry: Registry, run_dir: Path) -> None:
     draft = registry.draft(config)
     if draft and not Path(draft).is_dir():
         raise ConfigError(f"rollout.engine.speculative_config={{model: {draft}}}: there is no such folder. Correct the path.")
-    family: ModelFamily | None
-    try:
-        family = model_family(config, registry, run_dir)
-    except RlbatchError:  # told by another check
-        family = None
+    family = _known_family(config, registry, run_dir)
     if family is not None:
         plan.check_experts(family)
     plan.check_memory(family, is_fp8=has_fp8_engines(config, registry, family))
@@ -313,22 +306,23 @@ def _check_machine(config: Config, registry: Registry, run_dir: Path) -> None:
 
 
 def _check_prompts(config: Config, registry: Registry, run_dir: Path) -> None:
-    from rlbatch.pipeline.prompts import read_prompt_rows
+    from rlbatch.pipeline.prompt_check import check_count, check_rows, check_tokens
 
     _check_is_set("data.train", config.data.train, "the prompt file (jsonl)")
     for name, source in (("train", config.data.train), ("eval", config.data.eval)):
         if not source:
             continue
         path = run_dir / EMBEDDED / f"{name}.jsonl" if source == EMBEDDED else Path(source)
-        rows = read_prompt_rows(path, config.data)
-        for row in rows:
-            if row.reward_name and row.reward_name not in registry.rewards:
-                raise DataError(
-                    f"{path}:{row.line}: reward `{row.reward_name}` is unknown. "
-                    f"Known: {', '.join(sorted(registry.rewards))}; others need plugins=[...]."
-                )
-        if name == "train" and len(rows) < config.train.prompts_per_step:
-            raise ConfigError(
-                f"train.prompts_per_step={config.train.prompts_per_step}: must be at most the prompts of data.train ({len(rows)}). "
-                f"Use {len(rows)} or less, or add prompts."
-            )
+        rows = check_rows(config, registry, path)
+        if name == "train":
+            check_count(config, rows)
+        family = _known_family(config, registry, run_dir)
+        if family is not None and (source, config.model.hf) != (EMBEDDED, EMBEDDED):
+            check_tokens(config, family, model_folder(config, run_dir), path, rows)
+
+
+def _known_family(config: Config, registry: Registry, run_dir: Path) -> ModelFamily | None:
+    try:
+        return model_family(config, registry, run_dir)
+    except RlbatchError:  # told by another check
+        return None

@@ -11,7 +11,8 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -24,13 +25,16 @@ from rlbatch.api import (
     AdvantageEstimator,
     ConfigError,
     Configurable,
+    DataError,
     EngineShape,
+    LabelChecker,
     ModelError,
     ModelFamily,
     OffloadStrategy,
     PluginError,
     PolicyLoss,
     Reward,
+    RlbatchError,
     RolloutBackend,
     RolloutContext,
     hookspecs,
@@ -133,6 +137,28 @@ class Registry:
         entry = self.rewards[name]
         parsed = entry.parse(options, "reward")
         return cast(Reward, entry.value if entry.options is None else entry.value.build(parsed))
+
+    def label_check(self, name: str, options: Mapping[str, Any]) -> Callable[[Any], None]:
+        """What refuses labels that a reward does not take: raises ``DataError``, which names the reward."""
+        entry = self.rewards[name]
+        check: Callable[[Any], None] | None = None
+        if isinstance(entry.value, Configurable):
+            check = partial(entry.value.check_label, entry.parse(options, "reward"))
+        elif isinstance(entry.value, LabelChecker):
+            check = entry.value.check_label
+
+        def checked(label: Any) -> None:
+            try:
+                if check is not None:
+                    check(label)
+            except RlbatchError as error:
+                raise DataError(f"reward={name}: {error}") from error
+            except Exception as error:  # foreign code: whatever it raises must name the reward
+                raise DataError(
+                    f"reward={name}: check_label raised {type(error).__name__}: {error}. Correct the label or the reward."
+                ) from error
+
+        return checked
 
     def build_rollout(self, name: str, options: Mapping[str, Any], context: RolloutContext) -> RolloutBackend:
         """An engine on this rank."""

@@ -17,6 +17,18 @@ Reward = Callable[[Sequence[Sample]], Sequence[float]]
 """One finite float a sample, in order. Called on the rank that generated the samples, with whole groups; no collectives."""
 
 
+@runtime_checkable
+class LabelChecker(Protocol):
+    """A ``Reward`` that cannot use every label."""
+
+    def check_label(self, label: Any) -> None:
+        """Called at submit with the label of each prompt that this reward scores.
+
+        Raises:
+            DataError: what a label must be and what this one is; rlbatch puts file, line and the reward's name before it.
+        """
+
+
 def one_rank(options: Any) -> int:
     """``Configurable.ranks_per_engine`` of what every rank has for itself."""
     return 1
@@ -60,6 +72,10 @@ def any_engine(options: Any, engine: Mapping[str, Any]) -> None:
     """Of a backend whose engine needs nothing that a machine might lack."""
 
 
+def any_label(options: Any, label: Any) -> None:
+    """Of a reward that takes every JSON value."""
+
+
 @dataclass(frozen=True)
 class Configurable:
     """An extension with options of its own: they become config keys under its group (``reward.options.my_option``).
@@ -78,6 +94,7 @@ class Configurable:
         has_fp8: Of a rollout backend: whether its engine, on GPUs, takes weights that are quantised in blocks (``rollout.quantization``).
         draft: Of a rollout backend: whose weights its engine speculates with, given ``rollout.engine.*``: a Hugging Face folder, empty for
             the layers that the model's family carries, None for none; may raise ``ConfigError``.
+        check_label: Of a reward: whether it takes a label, given its options; see ``LabelChecker``.
     """
 
     build: Callable[..., Any]
@@ -90,6 +107,7 @@ class Configurable:
     check_engine: Callable[[Any, Mapping[str, Any]], None] = any_engine
     has_fp8: bool = False
     draft: Callable[[Mapping[str, Any]], str | None] = no_draft
+    check_label: Callable[[Any, Any], None] = any_label
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,8 @@ def write_samples(run_dir: Path, step: int, rows: Sequence[Mapping[str, Any]]) -
     """Writes the rows of one step to ``samples/step_<step>.jsonl`` and returns its path."""
     path = run_dir / "samples" / f"step_{step:06d}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(_finite(row), ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    text = "".join(json.dumps(_finite(row), ensure_ascii=False) + "\n" for row in rows)
+    path.write_text(text, encoding="utf-8", errors="backslashreplace")  # half a character becomes its JSON escape
     return path
 
 

@@ -178,7 +178,7 @@ def _prompts(config: Config, run_dir: Path, tokenizer: Any, family: ModelFamily)
     def load(name: str, source: str) -> list[Prompt]:
         path = run_dir / EMBEDDED / f"{name}.jsonl" if source == EMBEDDED else Path(source)
         limits = {"context_tokens": family.max_sequence_length, "max_response_tokens": config.rollout.max_response_tokens}
-        return load_prompts(path, config.data, tokenizer, **limits)
+        return load_prompts(path, config.data, tokenizer, **limits, vocab_size=family.vocab_size)
 
     held_out = load("eval", config.data.eval) if config.data.eval else []
     return load("train", config.data.train), held_out[: config.train.eval_prompts or None]

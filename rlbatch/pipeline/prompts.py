@@ -1,78 +1,35 @@
-"""Prompt files: read and checked at submit time (no tokenizer), tokenised on the ranks, drawn in a seeded order.
-
-A prompt file is jsonl: one object a line, with ``data.prompt_key``, ``data.label_key`` and, optionally, ``reward`` (the name of this row's
-reward). All other fields become ``Prompt.metadata``.
-"""
+"""Prompts: tokenised on the ranks, drawn in a seeded order. How files are read is in ``prompt_file``."""
 
 from __future__ import annotations
 
-import difflib
-import json
 import random
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlbatch.api import ConfigError, DataError, Prompt
 from rlbatch.config.schema import DataConfig
+from rlbatch.pipeline.prompt_file import PromptRow, read_prompt_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-REWARD_FIELD = "reward"
-"""Field of a row with the name of its reward."""
-
-USUAL_PROMPT_FIELDS = ("prompt", "question", "problem", "input", "query", "instruction", "messages")
-USUAL_LABEL_FIELDS = ("label", "answer", "solution", "target", "ground_truth", "output")
 SHOWN_ROWS = 3
-
-
-@dataclass(frozen=True)
-class PromptRow:
-    """One row of a prompt file, not yet tokenised.
-
-    Attributes:
-        line: Line in the file, from 1.
-        prompt: Text, or messages ``{role, content}`` for the chat template.
-        label: What the reward compares with; any JSON value.
-        reward_name: Reward for this row; empty for the job's ``reward``.
-        metadata: The row's remaining fields.
-    """
-
-    line: int
-    prompt: str | tuple[Mapping[str, str], ...]
-    label: Any
-    reward_name: str
-    metadata: Mapping[str, Any]
-
-
-def read_prompt_rows(path: Path, data: DataConfig) -> list[PromptRow]:
-    """Reads and checks a prompt file, without a tokenizer.
-
-    Args:
-        path: jsonl in UTF-8, with or without a byte order mark; blank lines are skipped.
-        data: Names the fields.
-
-    Returns:
-        The rows in file order; never empty.
-
-    Raises:
-        DataError: the file cannot be read, has no rows, or has a malformed one (``path:line: ...``).
-    """
-    rows = [_parse_row(f"{path}:{line}", line, text, data) for line, text in _lines(path)]
-    if not rows:
-        raise DataError(f"{path}:1: no prompts, the file is empty. Write one JSON object a line.")
-    return rows
+BATCH_ROWS = 1024
+"""Rows that are tokenised by one call; more are no faster, and take memory."""
 
 
 def load_prompts(
-    path: Path, data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, context_tokens: int, max_response_tokens: int
+    path: Path,
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    context_tokens: int,
+    max_response_tokens: int,
+    vocab_size: int | None = None,
 ) -> list[Prompt]:
     """Reads a prompt file and tokenises it.
-
-    Messages go through the tokenizer's chat template, with the generation prompt. A plain string is tokenised as the tokenizer does by
-    default: with a beginning-of-sequence token if the tokenizer adds one.
 
     Args:
         path: See ``read_prompt_rows``.
@@ -80,29 +37,83 @@ def load_prompts(
         tokenizer: Of the model.
         context_tokens: Longest sequence of the model.
         max_response_tokens: Tokens that must remain for the response.
+        vocab_size: Of the model; None: token ids are not compared with it.
 
     Returns:
         One prompt a row, in file order; ``prompt_id`` is the position.
 
     Raises:
-        DataError: see ``read_prompt_rows``; or prompts are longer than the limit, have no tokens, or need a missing chat template.
+        DataError: see ``read_prompt_rows`` and ``tokenize_rows``.
         ConfigError: the limits leave no room for a prompt.
     """
-    limit, reason = _prompt_limit(data, context_tokens, max_response_tokens)
-    prompts: list[Prompt] = []
-    too_long: list[str] = []
-    for row in read_prompt_rows(path, data):
-        text, token_ids = _tokenize(f"{path}:{row.line}", row, tokenizer)
-        if len(token_ids) > limit:
-            too_long.append(f"{path}:{row.line}: {len(token_ids)} tokens")
-        prompts.append(Prompt(len(prompts), text, token_ids, row.label, row.reward_name, row.metadata))
-    if too_long:
-        shown = "; ".join(too_long[:SHOWN_ROWS]) + ("; ..." if len(too_long) > SHOWN_ROWS else "")
-        raise DataError(
-            f"{shown}: {len(too_long)} of {len(prompts)} prompts are longer than {limit} tokens ({reason}). "
-            "Remove or shorten them, or change that limit."
+    limit = prompt_limit(data, context_tokens, max_response_tokens)
+    rows = read_prompt_rows(path, data)
+    tokenized = tokenize_rows(path, rows, tokenizer, limit, vocab_size)
+    return [
+        Prompt(position, text, token_ids, row.label, row.reward_name, row.metadata)
+        for position, (row, (text, token_ids)) in enumerate(zip(rows, tokenized, strict=True))
+    ]
+
+
+def tokenize_rows(
+    path: Path,
+    rows: Sequence[PromptRow],
+    tokenizer: PreTrainedTokenizerBase,
+    limit: tuple[int, str],
+    vocab_size: int | None,
+    *,
+    with_special_tokens: bool = True,
+) -> list[tuple[str, tuple[int, ...]]]:
+    """The text of each row as the model reads it, and its tokens.
+
+    Messages go through the tokenizer's chat template, with the generation prompt. A plain string is tokenised as the tokenizer does by
+    default: with a beginning-of-sequence token if the tokenizer adds one.
+
+    Args:
+        path: The rows' file, for messages.
+        rows: Of a prompt file.
+        tokenizer: Of the model.
+        limit: Longest allowed prompt and where that comes from, see ``prompt_limit``.
+        vocab_size: Of the model; None: token ids are not compared with it.
+        with_special_tokens: Of plain strings; false: what they have at least.
+
+    Raises:
+        DataError: a row that needs a chat template which is missing or refuses it, has no tokens, or has one outside of the vocabulary;
+            prompts that are longer than the limit.
+    """
+    tokenized: list[tuple[str, tuple[int, ...]]] = []
+    for start in range(0, len(rows), BATCH_ROWS):
+        batch = rows[start : start + BATCH_ROWS]
+        texts = [_text(f"{path}:{row.line}", row, tokenizer) for row in batch]
+        for is_plain, group in groupby(zip(batch, texts, strict=True), key=lambda pair: isinstance(pair[0].prompt, str)):
+            tokenized += _encoded(path, list(group), tokenizer, add_special_tokens=is_plain and with_special_tokens)
+    for row, (_, token_ids) in zip(rows, tokenized, strict=True):
+        if with_special_tokens and not token_ids:
+            raise DataError(f"{path}:{row.line}: the prompt has no tokens. Remove the row or write a prompt.")
+        if vocab_size is not None and max(token_ids, default=0) >= vocab_size:
+            raise DataError(
+                f"{path}:{row.line}: the prompt has token {max(token_ids)}, the model's vocabulary ends at {vocab_size - 1}. "
+                "Use the tokenizer of this model, or remove what was added to it."
+            )
+    _refuse_long(path, rows, [len(token_ids) for _, token_ids in tokenized], *limit)
+    return tokenized
+
+
+def prompt_limit(data: DataConfig, context_tokens: int, max_response_tokens: int) -> tuple[int, str]:
+    """The longest allowed prompt and where that comes from.
+
+    Raises:
+        ConfigError: the limits leave no room for a prompt.
+    """
+    room = context_tokens - max_response_tokens
+    if room < 1:
+        raise ConfigError(
+            f"rollout.max_response_tokens={max_response_tokens}: must be less than the model's context ({context_tokens} tokens), "
+            f"to leave room for the prompt. Set it below {context_tokens}."
         )
-    return prompts
+    if data.max_prompt_tokens is not None and data.max_prompt_tokens < room:
+        return data.max_prompt_tokens, f"data.max_prompt_tokens={data.max_prompt_tokens}"
+    return room, f"the context of {context_tokens} less rollout.max_response_tokens={max_response_tokens}"
 
 
 class PromptOrder:
@@ -152,96 +163,46 @@ class PromptOrder:
         return order
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Non-blank lines with their numbers. Only newlines end a line: JSON strings may hold other separators such as U+2028."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}). Point data.train and data.eval to jsonl files.") from error
-    for line, raw in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
-        try:
-            text = raw.decode("utf-8").strip()
-        except UnicodeDecodeError as error:
-            raise DataError(f"{path}:{line}: not UTF-8 ({error.reason} at byte {error.start}). Convert the file to UTF-8.") from error
-        if text:
-            yield line, text
-
-
-def _parse_row(place: str, line: int, text: str, data: DataConfig) -> PromptRow:
-    try:
-        fields = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{place}: not JSON ({error.msg} at column {error.colno}). Write one JSON object a line.") from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists a thousand deep
-        raise DataError(f"{place}: cannot be read ({error}). Write plain values.") from error
-    if not isinstance(fields, dict):
-        raise DataError(
-            f'{place}: must be a JSON object, is {_json_type(fields)}. Write {{"{data.prompt_key}": ..., "{data.label_key}": ...}}.'
-        )
-    for option, key, usual in (
-        ("data.prompt_key", data.prompt_key, USUAL_PROMPT_FIELDS),
-        ("data.label_key", data.label_key, USUAL_LABEL_FIELDS),
-    ):
-        if key not in fields:
-            raise DataError(_missing_field(place, option, key, [name for name in fields if name != data.prompt_key], usual))
-    reward_name = fields.get(REWARD_FIELD, "")
-    if not isinstance(reward_name, str):
-        raise DataError(f"{place}: `{REWARD_FIELD}` must be the name of a reward, is {_json_type(reward_name)}. Write a name or remove it.")
-    metadata = {name: value for name, value in fields.items() if name not in (data.prompt_key, data.label_key, REWARD_FIELD)}
-    prompt = _check_prompt(place, data.prompt_key, fields[data.prompt_key])
-    return PromptRow(line, prompt, fields[data.label_key], reward_name, metadata)
-
-
-def _missing_field(place: str, option: str, key: str, present: list[str], usual: tuple[str, ...]) -> str:
-    """Names the field that was probably meant: a similar one, else one that such files usually have."""
-    close = difflib.get_close_matches(key, present, n=1) or [name for name in usual if name in present]
-    has = ", ".join(f"`{name}`" for name in present) or "no other field"
-    fix = f"set {option}={close[0]}" if close else f"set {option} to the field that holds it"
-    return f"{place}: no field `{key}` ({option}); has {has}. Add it, or {fix}."
-
-
-def _check_prompt(place: str, key: str, prompt: Any) -> str | tuple[Mapping[str, str], ...]:
-    if isinstance(prompt, str):
-        if not prompt.strip():
-            raise DataError(f"{place}: `{key}` is empty. Remove the row or write a prompt.")
-        return prompt
-    if not isinstance(prompt, list):
-        raise DataError(f"{place}: `{key}` must be a string or a list of {{role, content}}, is {_json_type(prompt)}. Write one of the two.")
-    for index, message in enumerate(prompt):
-        if not (isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)):
-            raise DataError(f'{place}: message {index} of `{key}` must be {{"role": string, "content": string}}. Correct it.')
-    if not any(message["content"].strip() for message in prompt):
-        raise DataError(f"{place}: `{key}` is empty. Remove the row or write a message.")
-    return tuple(prompt)
-
-
-def _json_type(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
-    return names.get(type(value), "null")
-
-
-def _prompt_limit(data: DataConfig, context_tokens: int, max_response_tokens: int) -> tuple[int, str]:
-    """The longest allowed prompt and where that comes from."""
-    room = context_tokens - max_response_tokens
-    if room < 1:
-        raise ConfigError(
-            f"rollout.max_response_tokens={max_response_tokens}: must be less than the model's context ({context_tokens} tokens), "
-            f"to leave room for the prompt. Set it below {context_tokens}."
-        )
-    if data.max_prompt_tokens is not None and data.max_prompt_tokens < room:
-        return data.max_prompt_tokens, f"data.max_prompt_tokens={data.max_prompt_tokens}"
-    return room, f"the context of {context_tokens} less rollout.max_response_tokens={max_response_tokens}"
-
-
-def _tokenize(place: str, row: PromptRow, tokenizer: PreTrainedTokenizerBase) -> tuple[str, tuple[int, ...]]:
+def _text(place: str, row: PromptRow, tokenizer: PreTrainedTokenizerBase) -> str:
+    """What the model reads."""
     if isinstance(row.prompt, str):
-        text, from_template = row.prompt, False
-    elif tokenizer.chat_template is None:
+        return row.prompt
+    if tokenizer.chat_template is None:
         raise DataError(f"{place}: the prompt is a list of messages, but the tokenizer has no chat template. Write the prompt as a string.")
-    else:
-        text = str(tokenizer.apply_chat_template([dict(m) for m in row.prompt], tokenize=False, add_generation_prompt=True))
-        from_template = True
-    token_ids = tuple(tokenizer(text, add_special_tokens=not from_template)["input_ids"])
-    if not token_ids:
-        raise DataError(f"{place}: the prompt has no tokens. Remove the row or write a prompt.")
-    return text, token_ids
+    from jinja2 import TemplateSyntaxError
+
+    try:
+        return str(tokenizer.apply_chat_template([dict(m) for m in row.prompt], tokenize=False, add_generation_prompt=True))
+    except TemplateSyntaxError as error:
+        raise DataError(f"{tokenizer.name_or_path}: the chat template is no Jinja ({error}, line {error.lineno}). Correct it.") from error
+    except Exception as error:  # a template is a program: whatever it raises must name the row
+        raise DataError(f"{place}: the chat template refuses this row ({error}). Correct the row, or change the template.") from error
+
+
+def _encoded(
+    path: Path, batch: Sequence[tuple[PromptRow, str]], tokenizer: PreTrainedTokenizerBase, *, add_special_tokens: bool
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Text and tokens of each row."""
+
+    def encode(texts: list[str]) -> Any:
+        return tokenizer(texts, add_special_tokens=add_special_tokens, return_attention_mask=False, verbose=False)["input_ids"]
+
+    try:
+        encoded = encode([text for _, text in batch])
+    except Exception as error:  # the tokenizer does not say at which
+        if len(batch) > 1:
+            for pair in batch:
+                list(_encoded(path, [pair], tokenizer, add_special_tokens=add_special_tokens))
+        place = f"{path}:{batch[0][0].line}"
+        raise DataError(f"{place}: the tokenizer refuses this prompt ({type(error).__name__}: {error}). Correct the row.") from error
+    return ((text, tuple(token_ids)) for (_, text), token_ids in zip(batch, encoded, strict=True))
+
+
+def _refuse_long(path: Path, rows: Sequence[PromptRow], lengths: Sequence[int], limit: int, reason: str) -> None:
+    too_long = [f"{path}:{row.line}: {length} tokens" for row, length in zip(rows, lengths, strict=True) if length > limit]
+    if too_long:
+        shown = "; ".join(too_long[:SHOWN_ROWS]) + ("; ..." if len(too_long) > SHOWN_ROWS else "")
+        raise DataError(
+            f"{shown}: {len(too_long)} of {len(rows)} prompts are longer than {limit} tokens ({reason}). "
+            "Remove or shorten them, or change that limit."
+        )

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
+import reprlib
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Coroutine, Iterable, Mapping, Set
 from dataclasses import replace
-from operator import index
+from decimal import Decimal
+from itertools import islice
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, SupportsFloat, SupportsIndex
+from typing import Any
 
 from rlbatch.api import Reward, RewardError, Sample, SampleGroup
 from rlbatch.launch.failures import StoppedBySignal
 
 FLOAT32_MAX = 3.4028234663852886e38
 """Advantages become float32, rewards stay float64 until then."""
+LIST_OF_FLOATS = "Return a list of floats, one a sample, in order."
 
 
 def score(groups: list[SampleGroup], rewards: Mapping[str, Reward], default: str) -> None:
@@ -47,8 +51,10 @@ def score(groups: list[SampleGroup], rewards: Mapping[str, Reward], default: str
 def _call(name: str, reward: Reward, samples: list[Sample]) -> list[Any]:
     try:
         returned: Any = reward([_copied(sample) for sample in samples])
-        if isinstance(returned, Iterable):
-            return list(returned)
+        problem = _no_list(returned)
+        if not problem:
+            values = returned.tolist() if hasattr(returned, "tolist") else returned
+            return list(values) if isinstance(values, Collection) else list(islice(values, len(samples) + 1))  # it may never end
     # The reward is the user's code: it may raise anything, and all of it must reach the user with the reward's name.
     except StoppedBySignal:
         raise
@@ -58,9 +64,22 @@ def _call(name: str, reward: Reward, samples: list[Sample]) -> list[Any]:
             f"reward={name}: raised {type(error).__name__}: {error} ({Path(frame.filename).name}:{frame.lineno}) on {_span(samples)}. "
             "Correct the reward."
         ) from error
-    raise RewardError(
-        f"reward={name}: returned {type(returned).__name__} for {_span(samples)}. Return a list of floats, one a sample, in order."
-    )
+    raise RewardError(f"reward={name}: returned {problem} for {_span(samples)}. {LIST_OF_FLOATS}")
+
+
+def _no_list(returned: Any) -> str:
+    """What a reward's answer is, if it is not one value after the other: the keys of a mapping, the order of a set and the characters of a
+    text are no rewards. Empty: it is.
+    """
+    kind = type(returned).__name__
+    if isinstance(returned, Coroutine):
+        returned.close()  # or Python warns that nobody awaited it
+        return f"{kind} (an `async def` must be awaited by the reward itself)"
+    if isinstance(returned, (Mapping, Set, str, bytes, bytearray)) or not isinstance(returned, Iterable):
+        return kind
+    if getattr(returned, "ndim", 1) != 1:
+        return f"{kind} of shape {list(getattr(returned, 'shape', []))}"
+    return ""
 
 
 def _copied(sample: Sample) -> Sample:
@@ -71,34 +90,34 @@ def _copied(sample: Sample) -> Sample:
 
 def _checked_values(name: str, samples: list[Sample], values: list[Any]) -> list[float]:
     if len(values) != len(samples):
-        raise RewardError(
-            f"reward={name}: returned {len(values)} values for {_span(samples)}. Return a list of floats, one a sample, in order."
-        )
+        raise RewardError(f"reward={name}: returned {len(values)} values for {_span(samples)}. {LIST_OF_FLOATS}")
     return [_finite(name, sample, value) for sample, value in zip(samples, values, strict=True)]
 
 
 def _finite(name: str, sample: Sample, value: Any) -> float:
     place = f"for prompt {sample.prompt.prompt_id} sample {sample.sample_index}"
     try:
-        number = float(value) if isinstance(value, SupportsFloat) else None
+        # Of NumPy and torch: Python's own number of a scalar; what has a shape is none, though float() takes it.
+        plain = value.item() if getattr(value, "shape", None) == () else value
+        number = float(plain) if isinstance(plain, (Real, Decimal)) else None
     except OverflowError:  # an integer
         number = math.inf
     except (TypeError, ValueError, RuntimeError):
         number = None
     if number is None:
-        raise RewardError(f"reward={name}: returned {value!r} ({type(value).__name__}) {place}: not a number. Return a float.")
+        raise RewardError(f"reward={name}: returned {_shown(value)} ({type(value).__name__}) {place}: not a number. Return a float.")
     if not math.isfinite(number) or abs(number) > FLOAT32_MAX:
         raise RewardError(f"reward={name}: returned {number} {place}: must be finite, and at most {FLOAT32_MAX:.3g} in size. Scale it.")
-    if isinstance(value, SupportsIndex) and not _is_exact(value, number):
-        raise RewardError(f"reward={name}: returned {value!r} {place}: float64 holds {number:.0f} instead. Return smaller integers.")
+    if isinstance(plain, Integral) and plain != number:
+        raise RewardError(f"reward={name}: returned {_shown(value)} {place}: float64 holds {number:.0f} instead. Return smaller integers.")
     return number
 
 
-def _is_exact(value: SupportsIndex, number: float) -> bool:
+def _shown(value: Any) -> str:
     try:
-        return index(value) == number
-    except TypeError:  # a tensor of floats
-        return True
+        return reprlib.repr(value)
+    except Exception:  # of foreign code
+        return "a value"
 
 
 def _span(samples: list[Sample]) -> str:

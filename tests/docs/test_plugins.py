@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import rlbatch.api
-from rlbatch.api import Prompt, Sample, hookspecs
+from rlbatch.api import DataError, Prompt, Sample, hookspecs
 from rlbatch.registry import KINDS, load_plugins
 
 HOOKS = {name: function for name, function in inspect.getmembers(hookspecs, inspect.isfunction) if name.startswith("rlbatch_")}
@@ -66,10 +66,28 @@ def test_worked_reward(page: str, tmp_path: Path) -> None:
     assert list(reward([sample("a", "b c", "x b c"), sample("a", "b c", "c b")])) == [1.0, 0.0]
 
 
+def test_reward_that_checks_labels(page: str, tmp_path: Path) -> None:
+    """The example with labels works as it stands, and refuses a label by the reward's name."""
+    path = tmp_path / "choice.py"
+    path.write_text(blocks(page)[1])
+    registry = load_plugins([str(path)])
+    assert list(registry.build_reward("choice", {})([sample("a", "B", " B\n"), sample("a", "A", "B")])) == [1.0, 0.0]
+    registry.label_check("choice", {})("A")
+    with pytest.raises(DataError, match="^reward=choice: label 'E' must be A, B, C or D"):
+        registry.label_check("choice", {})("E")
+
+
+def test_the_table_of_a_sample_is_complete(page: str) -> None:
+    """Every field that a reward may read has its row."""
+    named = set(re.findall(r"^\| `sample\.([a-z_.]+)` \|", page, re.MULTILINE))
+    wanted = {field.name for field in fields(Sample)} - {"prompt"} | {"response_length"} | {f"prompt.{f.name}" for f in fields(Prompt)}
+    assert named == wanted
+
+
 def test_reward_with_options(page: str, tmp_path: Path) -> None:
     """The example with options works as it stands."""
     path = tmp_path / "short.py"
-    path.write_text(blocks(page)[1])
+    path.write_text(blocks(page)[2])
     reward = load_plugins([str(path)]).build_reward("short", {"limit": 1})
     assert list(reward([sample("a", "b", "b b")])) == [-0.01]
 

@@ -145,6 +145,13 @@ def test_samples_are_written_whole(tmp_path: Path) -> None:
     }
 
 
+def test_a_response_may_be_any_text(tmp_path: Path) -> None:
+    """Also one that UTF-8 does not have, from a tokenizer in Python: it does not end the run, and is read back as it was."""
+    odd = "a\ud83d\x00\u2028\ufffd"
+    path = write_samples(tmp_path, 1, [{"response": odd}])
+    assert json.loads(path.read_text(encoding="utf-8")) == {"response": odd}
+
+
 def test_advantages_must_match_the_samples() -> None:
     """One advantage too few or too many is an error, not a silent shift."""
     for count in (3, 5):

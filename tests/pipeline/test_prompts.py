@@ -1,8 +1,6 @@
-"""Prompt files are read as written, refused with place and fix, and drawn in an order that survives a restart."""
+"""Prompts are tokenised as one by one, refused with place and fix, and drawn in an order that survives a restart."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from tokenizers import processors
 from rlbatch.api import ConfigError, DataError
 from rlbatch.config.schema import DataConfig
 from rlbatch.pipeline.embedded import write_embedded_task
-from rlbatch.pipeline.prompts import PromptOrder, load_prompts, read_prompt_rows
+from rlbatch.pipeline.prompts import BATCH_ROWS, PromptOrder, load_prompts
 
 DATA = DataConfig()
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
@@ -38,79 +36,6 @@ def tokenizer(model_folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(model_folder)
 
 
-def test_fields_go_where_they_belong(tmp_path: Path) -> None:
-    """Prompt and label by their configured keys, the reward's name from `reward`, everything else into the metadata."""
-    path = write(tmp_path / "p.jsonl", {"question": "1+1", "answer": {"value": 2}, "reward": "math", "level": 3, "prompt": "kept"})
-    (row,) = read_prompt_rows(path, replace(DATA, prompt_key="question", label_key="answer"))
-    assert (row.line, row.prompt, row.label, row.reward_name) == (1, "1+1", {"value": 2}, "math")
-    assert row.metadata == {"level": 3, "prompt": "kept"}
-
-
-def test_bom_blank_lines_and_unicode_separators(tmp_path: Path) -> None:
-    """A byte order mark and blank lines are no rows, U+2028 inside a string ends no line, and line numbers stay those of the file."""
-    path = tmp_path / "p.jsonl"
-    path.write_bytes(b"\xef\xbb\xbf\n" + '{"prompt": "a\u2028b", "label": "x"}\r\n'.encode() + b"  \n" + b'{"prompt": "c", "label": null}')
-    assert [(row.line, row.prompt, row.label) for row in read_prompt_rows(path, DATA)] == [(2, "a\u2028b", "x"), (4, "c", None)]
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('{"prompt": "a"', r"p\.jsonl:3: not JSON \(.*\)\. Write one JSON object a line"),
-        ('["a", "b"]', r"p\.jsonl:3: must be a JSON object, is a list"),
-        ("7", r"p\.jsonl:3: must be a JSON object, is a number"),
-        (
-            '{"promt": "a", "label": "b"}',
-            r"p\.jsonl:3: no field `prompt` \(data\.prompt_key\); has `promt`, `label`\. .*data\.prompt_key=promt",
-        ),
-        (
-            '{"question": "a", "answer": "b"}',
-            r"p\.jsonl:3: no field `prompt` \(data\.prompt_key\); has `question`, `answer`\. .*data\.prompt_key=question",
-        ),
-        ('{"prompt": "a", "answer": "b"}', r"p\.jsonl:3: no field `label` \(data\.label_key\); has `answer`\. .*data\.label_key=answer"),
-        ('{"prompt": "a"}', r"p\.jsonl:3: no field `label` \(data\.label_key\); has no other field\. .*the field that holds it"),
-        ('{"prompt": 3, "label": "b"}', r"p\.jsonl:3: `prompt` must be a string or a list of .*, is a number"),
-        ('{"prompt": ["a"], "label": "b"}', r"p\.jsonl:3: message 0 of `prompt` must be"),
-        ('{"prompt": [{"role": "user"}], "label": "b"}', r"p\.jsonl:3: message 0 of `prompt` must be"),
-        ('{"prompt": " ", "label": "b"}', r"p\.jsonl:3: `prompt` is empty"),
-        ('{"prompt": [], "label": "b"}', r"p\.jsonl:3: `prompt` is empty"),
-        ('{"prompt": [{"role": "user", "content": ""}], "label": "b"}', r"p\.jsonl:3: `prompt` is empty"),
-        ('{"prompt": "a", "label": "b", "reward": 1}', r"p\.jsonl:3: `reward` must be the name of a reward, is a number"),
-    ],
-)
-def test_malformed_rows_are_refused_by_place(line: str, message: str, tmp_path: Path) -> None:
-    """Each kind of malformed row is an error that names the file, the line, what is wrong and what to do."""
-    path = tmp_path / "p.jsonl"
-    path.write_text(f'{{"prompt": "a", "label": "b"}}\n\n{line}\n')
-    with pytest.raises(DataError, match=message):
-        read_prompt_rows(path, DATA)
-
-
-def test_bytes_that_are_not_utf8_are_refused_by_place(tmp_path: Path) -> None:
-    """A file in another encoding is an error with the line, not a crash."""
-    path = tmp_path / "p.jsonl"
-    path.write_bytes(b'{"prompt": "a", "label": "b"}\n{"prompt": "caf\xe9", "label": "b"}\n')
-    with pytest.raises(DataError, match=r"p\.jsonl:2: not UTF-8"):
-        read_prompt_rows(path, DATA)
-
-
-@pytest.mark.parametrize("content", ["", "\n \n", "\ufeff"])
-def test_a_file_without_rows_is_refused(content: str, tmp_path: Path) -> None:
-    """An empty prompt file is an error, also if it has blank lines or only a byte order mark."""
-    path = tmp_path / "p.jsonl"
-    path.write_text(content, encoding="utf-8")
-    with pytest.raises(DataError, match=r"p\.jsonl:1: no prompts"):
-        read_prompt_rows(path, DATA)
-
-
-def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
-    """A missing file and a folder are errors that name the path and the cause."""
-    with pytest.raises(DataError, match=r"missing\.jsonl: cannot be read \(No such file"):
-        read_prompt_rows(tmp_path / "missing.jsonl", DATA)
-    with pytest.raises(DataError, match=r"cannot be read \(Is a directory"):
-        read_prompt_rows(tmp_path, DATA)
-
-
 def test_strings_are_tokenised_with_special_tokens(tmp_path: Path, tokenizer: Any) -> None:
     """A plain prompt gets what the tokenizer adds by itself; ids are positions in the file; label and metadata arrive."""
     first = ("<eos>", tokenizer.eos_token_id)
@@ -130,6 +55,50 @@ def test_messages_go_through_the_chat_template(tmp_path: Path, tokenizer: Any) -
     (prompt,) = load_prompts(path, DATA, tokenizer, context_tokens=64, max_response_tokens=4)
     assert prompt.text == "a b ="
     assert tokenizer.convert_ids_to_tokens(list(prompt.token_ids)) == ["a", "b", "="]
+
+
+def test_batches_are_tokenised_as_single_rows(tmp_path: Path, tokenizer: Any) -> None:
+    """Texts and messages, in any order, over the borders of batches: the ids of each row alone."""
+    tokenizer.chat_template = CHAT_TEMPLATE
+    texts = ["a " * (number % 5 + 1) + "b" for number in range(BATCH_ROWS + 3)]
+    rows = [text if number % 3 else [{"role": "user", "content": text}] for number, text in enumerate(texts)]
+    path = write(tmp_path / "p.jsonl", *({"prompt": row, "label": ""} for row in rows))
+    prompts = load_prompts(path, DATA, tokenizer, context_tokens=64, max_response_tokens=4)
+    single = [tokenizer(text if number % 3 else f"{text} =", add_special_tokens=False)["input_ids"] for number, text in enumerate(texts)]
+    assert [list(prompt.token_ids) for prompt in prompts] == single
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "message"),
+    [
+        ("{{ raise_exception('System role not supported') }}", "a", r"p\.jsonl:2: the chat template refuses this row \(System role"),
+        ("{{ messages[0]['tools'][0] }}", "a", r"p\.jsonl:2: the chat template refuses this row \("),
+        ("{% if %}", "a", r"/model: the chat template is no Jinja \(.*, line 1\)"),
+        ("{{ messages[0]['content'] }}", "\x00<outside>", r"p\.jsonl:2: the prompt has token 14, the model's vocabulary ends at 12"),
+    ],
+)
+def test_rows_that_fail_later_are_named(tmp_path: Path, tokenizer: Any, template: str, content: str, message: str) -> None:
+    """What a template raises, and a token that the model does not have, are errors of a row."""
+    tokenizer.add_tokens(["<inside>", "<outside>"])
+    tokenizer.chat_template = template
+    path = write(tmp_path / "p.jsonl", {"prompt": "a", "label": ""}, {"prompt": [{"role": "system", "content": content}], "label": ""})
+    with pytest.raises(DataError, match=message):
+        load_prompts(path, DATA, tokenizer, context_tokens=64, max_response_tokens=4, vocab_size=13)
+
+
+def test_a_prompt_that_the_tokenizer_refuses_is_named(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a batch, the row."""
+    encode = type(tokenizer).__call__
+
+    def refusing(self: Any, texts: list[str], **options: Any) -> Any:
+        if "c" in texts:
+            raise ValueError("no c")
+        return encode(self, texts, **options)
+
+    monkeypatch.setattr(type(tokenizer), "__call__", refusing)
+    path = write(tmp_path / "p.jsonl", *({"prompt": prompt, "label": ""} for prompt in "abcd"))
+    with pytest.raises(DataError, match=r"p\.jsonl:3: the tokenizer refuses this prompt \(ValueError: no c\)"):
+        load_prompts(path, DATA, tokenizer, context_tokens=64, max_response_tokens=4)
 
 
 def test_messages_without_a_chat_template_are_refused(tmp_path: Path, tokenizer: Any) -> None:
@@ -193,9 +162,3 @@ def test_a_step_larger_than_the_data_is_refused() -> None:
     """More prompts a step than there are is an error with both numbers."""
     with pytest.raises(ConfigError, match=r"train\.prompts_per_step=11: must be at most the number of prompts of data\.train \(10\)"):
         PromptOrder(10, seed=0).take(11)
-
-
-def test_reading_needs_no_torch() -> None:
-    """The login node checks prompt files: with torch and transformers blocked the module imports."""
-    program = "import sys; sys.modules['torch'] = sys.modules['transformers'] = None; import rlbatch.pipeline.prompts"
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])

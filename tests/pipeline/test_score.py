@@ -1,9 +1,12 @@
 """Rewards are called once on whole groups, and whatever is wrong with them is an error that says where."""
 
+import itertools
 import math
 import re
 import sys
 from collections.abc import Sequence
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -42,13 +45,25 @@ def test_each_reward_sees_its_groups_once_and_in_order() -> None:
 
 
 def test_numbers_of_other_types_become_floats() -> None:
-    """Booleans, integers, NumPy and zero-dimensional torch values are numbers; a tensor of all values is a sequence."""
+    """Booleans, integers, decimals, NumPy and zero-dimensional torch values are numbers; a tensor, an array and a generator
+    of all values are sequences.
+    """
     groups = [group(0, ["a", "b", "c", "d"])]
     score(groups, {"r": lambda samples: [True, 2, np.float32(0.5), torch.tensor(0.25)]}, "r")
     assert groups[0].rewards == [1.0, 2.0, 0.5, 0.25]
     assert all(type(value) is float for value in groups[0].rewards)
-    score(groups, {"r": lambda samples: torch.arange(4.0)}, "r")
-    assert groups[0].rewards == [0.0, 1.0, 2.0, 3.0]
+    for values in (
+        torch.arange(4.0, requires_grad=True),
+        torch.arange(4, dtype=torch.bfloat16),
+        np.arange(4),
+        range(4),
+        (Decimal(i) for i in range(4)),
+        {"a": 0, "b": 1, "c": 2, "d": 3}.values(),
+        [np.bool_(False), Fraction(1), np.float64(2), np.longdouble(3)],
+    ):
+        score(groups, {"r": lambda samples, values=values: values}, "r")
+        assert groups[0].rewards == [0.0, 1.0, 2.0, 3.0]
+        assert all(type(value) is float for value in groups[0].rewards)
 
 
 def test_what_a_reward_raises_is_named_and_chained() -> None:
@@ -90,6 +105,23 @@ def test_a_generator_that_raises_is_named_too() -> None:
         ([1.0, None] + [1.0] * 6, "reward=r: returned None (NoneType) for prompt 3 sample 1: not a number"),
         ([1.0] * 4 + ["0.5"] + [1.0] * 3, "reward=r: returned '0.5' (str) for prompt 4 sample 0: not a number"),
         ([torch.zeros(2)] * 8, "(Tensor) for prompt 3 sample 0: not a number"),
+        ([torch.zeros(1)] * 8, "(Tensor) for prompt 3 sample 0: not a number"),
+        ([[1.0]] * 8, "returned [1.0] (list) for prompt 3 sample 0: not a number"),
+        ([1j] * 8, "returned 1j (complex) for prompt 3 sample 0: not a number"),
+        (np.full(8, 1j), "returned 1j (complex) for prompt 3 sample 0: not a number"),
+        (np.full(8, np.timedelta64(1, "s")), "(timedelta) for prompt 3 sample 0: not a number"),
+        (["1"] * 8, "returned '1' (str) for prompt 3 sample 0: not a number"),
+        ([Decimal("NaN")] * 8, "must be finite, and at most"),
+        (dict.fromkeys(range(8), 1.0), "reward=r: returned dict for 8 samples"),
+        (dict.fromkeys(range(8), 1.0).keys(), "reward=r: returned dict_keys for 8 samples"),
+        (set(range(8)), "reward=r: returned set for 8 samples"),
+        (frozenset(range(8)), "reward=r: returned frozenset for 8 samples"),
+        ("12345678", "reward=r: returned str for 8 samples"),
+        (b"12345678", "reward=r: returned bytes for 8 samples"),
+        (torch.zeros(8, 1), "reward=r: returned Tensor of shape [8, 1] for 8 samples"),
+        (np.zeros((8, 1)), "reward=r: returned ndarray of shape [8, 1] for 8 samples"),
+        (torch.tensor(1.0), "reward=r: returned Tensor of shape [] for 8 samples"),
+        (itertools.count(), "reward=r: returned 9 values for 8 samples"),
     ],
 )
 def test_wrong_values_are_refused(returned: Any, message: str) -> None:
@@ -98,6 +130,16 @@ def test_wrong_values_are_refused(returned: Any, message: str) -> None:
     with pytest.raises(RewardError, match=re.escape(message)):
         score(groups, {"r": lambda samples: returned}, "r")
     assert groups[0].rewards == groups[1].rewards == []
+
+
+def test_an_async_reward_is_refused() -> None:
+    """A coroutine is no list of rewards: the message says who must await it, and nobody is warned that it was not."""
+
+    async def reward(samples: Sequence[Sample]) -> list[float]:
+        return [1.0] * len(samples)
+
+    with pytest.raises(RewardError, match=r"reward=r: returned coroutine \(an `async def` must be awaited by the reward itself\)"):
+        score([group(0, ["a"])], {"r": reward}, "r")  # type: ignore[dict-item]
 
 
 def test_an_unknown_reward_of_a_row_is_refused() -> None:

@@ -1,12 +1,13 @@
 """``reward=number`` compares the last number of the response with the label."""
 
+import math
 from typing import Any
 
 import pytest
 import torch
 
-from rlbatch.api import Prompt, RewardError, Sample
-from rlbatch_plugins.reward_number import rlbatch_register_rewards
+from rlbatch.api import DataError, Prompt, RewardError, Sample
+from rlbatch_plugins.reward_number import last_number, rlbatch_register_rewards
 
 
 def sample(label: Any, response: str) -> Sample:
@@ -40,11 +41,55 @@ def sample(label: Any, response: str) -> Sample:
         (18, "**18**\n", 1.0),
         (7, "007", 1.0),
         (1, "9" * 5000, 0.0),
+        (0.00001, "It is 0.00001", 1.0),
+        (0.00001, "It is 1e-05.", 1.0),
+        (0.00001, "It is 5", 0.0),
+        (1e16, "10000000000000000", 1.0),
+        (1e16, "10,000,000,000,000,001", 0.0),
+        (1e16, "16", 0.0),
+        (2.5e-7, "2.5 \\times 10^{-7}", 1.0),
+        (2.5e-7, "2.5×10⁻⁷", 1.0),
+        (2.5e-7, "7", 0.0),
+        ("2.5e-7", "0.00000025", 1.0),
+        (0.1, "3 * 0.1 = 0.30000000000000004; so .1", 1.0),
+        (5, "5.", 1.0),
+        (500, "Rs.500", 1.0),
+        (5, "...5", 1.0),
+        (0, "0", 1.0),
+        (-0.0, "0", 1.0),
+        (-5, "-$5", 1.0),
+        (-5, "\\boxed{- 5}", 1.0),
+        (-5, "答案是-5。", 1.0),
+        (5, "- 5 apples", 1.0),
+        (20, "50%-20%", 1.0),
+        (1234, "1{,}234", 1.0),
+        (1234, "1\u202f234", 1.0),
+        (0.75, "3/4", 1.0),
+        (0.75, "-\\frac{3}{4}", 0.0),
+        ("3/4", "1/4", 0.0),
+        (1.5, "1 1/2 cups", 1.0),
+        ("\\frac{1}{2}", "\\frac{3}{2}", 0.0),
+        (5, "5/0", 0.0),
+        (28, "\\boxed{28\\%}", 1.0),
+        (15, "15\\mbox{ cm}^2", 1.0),
+        (90, "90^\\circ", 1.0),
+        (2, "AZYUK2A", 0.0),
+        (2, "rule-v2", 0.0),
+        (1, "x_1", 0.0),
+        (5, "10^5", 0.0),
+        (10, "10^{x+5}", 0.0),
+        (2, "\\sqrt{2}", 0.0),
+        (2, "2\\pi", 0.0),
+        (5, "204_5", 0.0),
+        (1, "1e999999999", 0.0),
+        (1, "1e" + "9" * 5000, 0.0),
+        (1, "inf", 0.0),
     ],
 )
 def test_last_number(label: Any, response: str, expected: float) -> None:
-    """Separators, signs, decimals and surroundings do not matter; the value of the last number does."""
+    """Separators, signs, exponents, fractions and surroundings do not matter; the value of the last number does, exactly."""
     reward = rlbatch_register_rewards()["number"]
+    rlbatch_register_rewards()["number"].check_label(label)  # type: ignore[attr-defined]
     assert list(reward([sample(label, response)])) == [expected]
 
 
@@ -54,8 +99,24 @@ def test_one_value_a_sample_in_order() -> None:
     assert list(reward([sample(1, "1"), sample(2, "1"), sample("2", "1 2")])) == [1.0, 0.0, 1.0]
 
 
-@pytest.mark.parametrize("label", ["yes", None, ""])
-def test_a_label_without_a_number_is_refused(label: Any) -> None:
-    """No response could be right, so the prompt is wrong: it is named."""
-    with pytest.raises(RewardError, match="of prompt 4 has no number"):
-        rlbatch_register_rewards()["number"]([sample(label, "1")])
+@pytest.mark.parametrize(
+    ("label", "problem"),
+    [
+        *((label, "has no number") for label in ("yes", None, "", True, [5], {"a": 5}, "rule-v2", "２", math.nan, math.inf, 10**600)),
+        *((label, r"has \d numbers") for label in ("1 or 2", "9-5", "12:30", "(1, 2)", "2024-05-06", "6 x 3 = 18")),
+        *((label, "is more than a number") for label in ("10^5", "- 5", ">5", "5!", "2½", "2\\pi", "1_000", "1e500", "\\sqrt{2}", "5/0")),
+    ],
+)
+def test_labels_that_are_no_number_are_refused(label: Any, problem: str) -> None:
+    """No response could be right, or wrong ones could: it is refused at submit, and by the reward itself, which names the prompt."""
+    reward = rlbatch_register_rewards()["number"]
+    with pytest.raises(DataError, match=f"^label .*{problem}"):
+        reward.check_label(label)  # type: ignore[attr-defined]
+    with pytest.raises(RewardError, match=f"of prompt 4 {problem}"):
+        reward([sample(label, "1")])
+
+
+def test_hostile_responses_take_no_time() -> None:
+    """A response is any text: none takes more than its length."""
+    for part in ("1,", "1,111", "9/", "9 ", "\\sqrt[", "\\frac{", "x_{", "10^", "- ", "1.1"):
+        last_number(part * (50_000 // len(part)))

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlbatch.api import Prompt, Sample
+from rlbatch.api import DataError, Prompt, Sample
 from rlbatch_plugins.reward_sequence import rlbatch_register_rewards
 
 
@@ -42,3 +42,10 @@ def test_one_value_a_sample_in_order() -> None:
     """Samples with different labels are scored each against its own."""
     reward = rlbatch_register_rewards()["sequence"]
     assert list(reward([sample("a", "a"), sample("a", "b"), sample("b", "b")])) == [1.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("label", [None, True, 0.00001, {"a": "b"}, "", " ", [], ["a", None], [["a"]], ["a b"]])
+def test_labels_without_tokens_are_refused(label: Any) -> None:
+    """What no response could equal, and what has no text of its own."""
+    with pytest.raises(DataError, match="must "):
+        rlbatch_register_rewards()["sequence"].check_label(label)  # type: ignore[attr-defined]

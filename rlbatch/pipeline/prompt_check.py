@@ -1,0 +1,120 @@
+"""What is wrong with prompt files, as far as it shows before ranks start. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlbatch.api import ConfigError, DataError, ModelFamily
+from rlbatch.config.schema import Config
+from rlbatch.pipeline.prompt_file import USUAL_LABEL_FIELDS, PromptRow, read_prompt_rows, usual_names, value_names
+from rlbatch.pipeline.prompts import prompt_limit, tokenize_rows
+from rlbatch.registry import Registry
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MOST_TOKENIZED = 4096
+"""Rows of a file; they take about a second."""
+
+
+def check_rows(config: Config, registry: Registry, path: Path) -> list[PromptRow]:
+    """Reads a prompt file; every row's reward must exist and take its label.
+
+    Raises:
+        DataError: see ``read_prompt_rows``; or ``path:line``, and what the reward says.
+    """
+    rows = read_prompt_rows(path, config.data)
+
+    @cache
+    def label_check(name: str) -> Callable[[Any], None]:
+        return registry.label_check(name, config.reward.options if name == config.reward.name else {})
+
+    for row in rows:
+        if row.reward_name and row.reward_name not in registry.rewards:
+            raise DataError(
+                f"{path}:{row.line}: reward `{row.reward_name}` is unknown. "
+                f"Known: {', '.join(sorted(registry.rewards))}; others need plugins=[...]."
+            )
+        try:
+            label_check(row.reward_name or config.reward.name)(row.label)
+        except DataError as error:
+            raise DataError(f"{path}:{row.line}: {error}{_inner_label(config.data.label_key, row.label)}") from error
+    return rows
+
+
+def check_count(config: Config, rows: Sequence[PromptRow]) -> None:
+    """Refuses steps that are larger than the training prompts.
+
+    Raises:
+        ConfigError: both numbers.
+    """
+    if len(rows) < config.train.prompts_per_step:
+        raise ConfigError(
+            f"train.prompts_per_step={config.train.prompts_per_step}: must be at most the prompts of data.train ({len(rows)}). "
+            f"Use {len(rows)} or less, or add prompts."
+        )
+
+
+def check_tokens(config: Config, family: ModelFamily, model_folder: Path, path: Path, rows: Sequence[PromptRow]) -> None:
+    """Tokenises rows as the ranks will, where there is a tokenizer that needs no torch: all of a file, or of a large one those that are
+    likeliest to be refused. A line on stderr says how many, if not all.
+
+    Raises:
+        DataError: see ``tokenize_rows``.
+        ConfigError: the limits leave no room for a prompt.
+    """
+    limit = prompt_limit(config.data, family.max_sequence_length, config.rollout.max_response_tokens)
+    tokenizer = _tokenizer(model_folder)
+    if tokenizer is None:
+        return
+    chosen = _likeliest(rows)
+    # Not its special tokens: which ones a plain text gets is for the model's own class to say, which may need torch.
+    tokenize_rows(path, chosen, tokenizer, limit, family.vocab_size, with_special_tokens=False)
+    if len(chosen) < len(rows):
+        which = f"{len(chosen)} of {len(rows)} prompts (each form of messages, the longest, the first)"
+        print(f"{path}: {which} were tokenised to check them; all are when the ranks start.", file=sys.stderr)
+
+
+def _likeliest(rows: Sequence[PromptRow]) -> list[PromptRow]:
+    """At most ``MOST_TOKENIZED`` rows, in file order: a chat template refuses by roles and fields, a limit by length."""
+    if len(rows) <= MOST_TOKENIZED:
+        return list(rows)
+    forms: dict[Any, int] = {}
+    for number, row in enumerate(rows):
+        forms.setdefault(_form(row), number)
+    longest = sorted(range(len(rows)), key=lambda number: -_characters(rows[number]))[: MOST_TOKENIZED // 4]
+    chosen = dict.fromkeys([*list(forms.values())[: MOST_TOKENIZED // 2], *longest, *range(MOST_TOKENIZED)])
+    return [rows[number] for number in sorted(list(chosen)[:MOST_TOKENIZED])]
+
+
+def _form(row: PromptRow) -> Any:
+    return None if isinstance(row.prompt, str) else tuple((message["role"], *sorted(message)) for message in row.prompt)
+
+
+def _characters(row: PromptRow) -> int:
+    return len(row.prompt) if isinstance(row.prompt, str) else sum(len(message["content"]) for message in row.prompt)
+
+
+def _inner_label(key: str, label: Any) -> str:
+    """A hint for labels that lie in an object."""
+    names = usual_names(list(value_names(label, f"{key}.")), USUAL_LABEL_FIELDS) if isinstance(label, Mapping) else []
+    return f" Or set data.label_key={names[0]}." if names else ""
+
+
+def _tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
+    """The tokenizer, by the class that needs no torch; None: there is none that it can read, which the ranks will tell."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    try:
+        from transformers import PreTrainedTokenizerFast
+
+        if (folder / "tokenizer.json").is_file():
+            loaded: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+            return loaded
+    except Exception:  # no transformers here, or whatever it raises
+        return None
+    return None

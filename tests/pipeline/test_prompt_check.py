@@ -1,0 +1,123 @@
+"""What submit sees in prompt files: labels that a reward does not take, and what the tokenizer makes of the rows."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlbatch.api import DataError
+from rlbatch.config.compose import compose
+from rlbatch.pipeline.embedded import write_embedded_task
+from rlbatch.pipeline.prompt_check import MOST_TOKENIZED, check_rows, check_tokens
+from rlbatch.registry import load_plugins
+
+PLUGIN = """
+from rlbatch.api import Configurable, DataError, hookimpl
+from dataclasses import dataclass
+
+@dataclass(frozen=True)
+class Options:
+    letters: str = "ABCD"
+
+def check(options, label):
+    if label not in tuple(options.letters):
+        raise DataError(f"label {label!r} must be one of {options.letters}.")
+
+def broken(options, label):
+    return label["x"]
+
+@hookimpl
+def rlbatch_register_rewards():
+    reward = lambda options: lambda samples: [0.0 for _ in samples]
+    return {"choice": Configurable(reward, Options, check_label=check), "broken": Configurable(reward, Options, check_label=broken)}
+"""
+
+
+def write(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def refused(overrides: list[str], path: Path, plugins: tuple[str, ...] = ()) -> str:
+    with pytest.raises(DataError) as caught:
+        check_rows(compose(overrides), load_plugins(plugins), path)
+    return str(caught.value)
+
+
+def test_labels_that_a_reward_does_not_take(tmp_path: Path) -> None:
+    """Each row's label is shown to its own reward, with its options; an object gets the name of the field that is meant."""
+    verl = {"prompt": "a", "reward_model": {"style": "rule-v2", "ground_truth": "2"}}
+    path = write(tmp_path / "p.jsonl", {"prompt": "a", "reward_model": 5}, verl)
+    message = refused(["reward=number", "data.label_key=reward_model"], path)
+    assert message.startswith(f"{path}:2: reward=number: label {{'style': 'rule-v2', 'ground_truth': '2'}} has no number")
+    assert message.endswith("Or set data.label_key=reward_model.ground_truth.")
+    (tmp_path / "choice.py").write_text(PLUGIN)
+    plugins = (str(tmp_path / "choice.py"),)
+    rows = [{"prompt": "a", "label": "E"}, {"prompt": "a", "label": "E", "reward": "choice"}]
+    path = write(tmp_path / "p.jsonl", *rows)
+    assert refused(["reward=sequence"], path, plugins) == f"{path}:2: reward=choice: label 'E' must be one of ABCD."
+    assert "p.jsonl:1: reward=broken: check_label raised TypeError: string indices" in refused(["reward=broken"], path, plugins)
+    assert refused(["reward=sequence"], write(path, {"prompt": "a", "label": "b", "reward": "math"})).startswith(
+        f"{path}:1: reward `math` is unknown. Known: number, sequence;"
+    )
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("task")
+    write_embedded_task(folder, 0)
+    config = json.loads((folder / "model/tokenizer_config.json").read_text())
+    config["chat_template"] = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('No system role') }}{% endif %}{{ m.content }}{% endfor %}"
+    )
+    (folder / "model/tokenizer_config.json").write_text(json.dumps(config))
+    return folder / "model"
+
+
+def check(model: Path, path: Path) -> None:
+    config, registry = compose([]), load_plugins()
+    family = registry.resolve_model_family(json.loads((model / "config.json").read_text()))
+    check_tokens(config, family, model, path, check_rows(config, registry, path))
+
+
+def test_rows_are_tokenised_at_submit(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A role that the template refuses and a prompt that is too long are found before anything starts."""
+    fine = {"prompt": [{"role": "user", "content": "a"}], "label": "a"}
+    check(model, write(tmp_path / "p.jsonl", fine, {"prompt": "a =", "label": "a"}))
+    assert not capsys.readouterr().err
+    path = write(tmp_path / "p.jsonl", fine, {"prompt": [{"role": "system", "content": "a"}], "label": "a"})
+    with pytest.raises(DataError, match=r"p\.jsonl:2: the chat template refuses this row \(No system role\)"):
+        check(model, path)
+    path = write(tmp_path / "p.jsonl", fine, {"prompt": " ".join("a" * 61), "label": "a"})
+    with pytest.raises(DataError, match=r"p\.jsonl:2: 61 tokens: 1 of 2 prompts are longer than 60 tokens \(the context of 64 less"):
+        check(model, path)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"prompt": [{"role": "system", "content": "a"}], "label": "a"}, {"prompt": " ".join("a" * 61), "label": "a"}]
+)
+def test_of_a_large_file_the_likeliest_rows(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: Any) -> None:
+    """A bounded number of rows is tokenised, every form of messages and the longest among them; a line says how many."""
+    rows = [{"prompt": [{"role": "user", "content": "a"}], "label": "a"}] * (MOST_TOKENIZED + 10)
+    check(model, write(tmp_path / "p.jsonl", *rows))
+    assert f"p.jsonl: {MOST_TOKENIZED} of {len(rows)} prompts (each form of messages, the longest, the first)" in capsys.readouterr().err
+    with pytest.raises(DataError, match=rf"p\.jsonl:{len(rows) + 1}: "):
+        check(model, write(tmp_path / "p.jsonl", *rows, {"prompt": wrong, "label": "a"}))
+
+
+def test_a_tokenizer_that_only_ranks_can_read(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is refused for it here."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text((model / "config.json").read_text())
+    (tmp_path / "model/tokenizer.json").write_text("{}")
+    check(tmp_path / "model", write(tmp_path / "p.jsonl", {"prompt": "a " * 100, "label": "a"}))
+    assert not capsys.readouterr().err
+
+
+def test_reading_needs_no_torch() -> None:
+    """The login node checks prompt files: with torch and transformers blocked the modules import."""
+    program = "import sys; sys.modules['torch'] = sys.modules['transformers'] = None; import rlbatch.pipeline.prompt_check"
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])

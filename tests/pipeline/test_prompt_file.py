@@ -1,0 +1,159 @@
+"""Prompt files are read as written, and refused with place and fix."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlbatch.api import DataError
+from rlbatch.config.schema import DataConfig
+from rlbatch.pipeline.prompt_file import LONGEST_ROW, read_prompt_rows
+
+DATA = DataConfig()
+
+
+def write(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_fields_go_where_they_belong(tmp_path: Path) -> None:
+    """Prompt and label by their configured keys, the reward's name from `reward`, everything else into the metadata."""
+    path = write(tmp_path / "p.jsonl", {"question": "1+1", "answer": {"value": 2}, "reward": "math", "level": 3, "prompt": "kept"})
+    (row,) = read_prompt_rows(path, replace(DATA, prompt_key="question", label_key="answer"))
+    assert (row.line, row.prompt, row.label, row.reward_name) == (1, "1+1", {"value": 2}, "math")
+    assert row.metadata == {"level": 3, "prompt": "kept"}
+
+
+def test_names_with_dots(tmp_path: Path) -> None:
+    """A name may lead into objects; a field whose own name has the dots wins. What else the object holds is metadata."""
+    verl = {"prompt": [{"role": "user", "content": "1+1"}], "reward_model": {"style": "rule-v2", "ground_truth": "2"}}
+    path = write(tmp_path / "p.jsonl", verl, {**verl, "reward_model.ground_truth": "own"})
+    first, second = read_prompt_rows(path, replace(DATA, label_key="reward_model.ground_truth"))
+    assert (first.label, second.label) == ("2", "own")
+    assert first.metadata == {"reward_model": verl["reward_model"]} == second.metadata
+    nested = write(tmp_path / "n.jsonl", {"chat": {"a.b": {"messages": [{"role": "user", "content": "hi"}]}}, "label": 1})
+    (row,) = read_prompt_rows(nested, replace(DATA, prompt_key="chat.a.b.messages"))
+    assert row.prompt == ({"role": "user", "content": "hi"},)
+
+
+def test_a_missing_label_is_looked_for_in_objects(tmp_path: Path) -> None:
+    """The message never names an object, which would be a wrong label, where one of its fields is meant."""
+    verl = {
+        "data_source": "gsm8k",
+        "prompt": "1+1",
+        "reward_model": {"style": "rule-v2", "ground_truth": "2"},
+        "extra_info": {"answer": "x"},
+    }
+    path = write(tmp_path / "p.jsonl", verl)
+    with pytest.raises(DataError, match=r"set data\.label_key=reward_model\.ground_truth\.$"):
+        read_prompt_rows(path, DATA)
+    with pytest.raises(DataError, match=r"set data\.label_key=reward_model\.ground_truth\.$"):
+        read_prompt_rows(path, replace(DATA, label_key="reward_model.groundtruth"))
+    path = write(tmp_path / "p.jsonl", {"conversation": {"messages": "1+1"}, "label": 2})
+    with pytest.raises(DataError, match=r"set data\.prompt_key=conversation\.messages\.$"):
+        read_prompt_rows(path, DATA)
+
+
+def test_bom_blank_lines_and_unicode_separators(tmp_path: Path) -> None:
+    """A byte order mark and blank lines are no rows, U+2028 inside a string ends no line, and line numbers stay those of the file."""
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf\n" + '{"prompt": "a\u2028b", "label": "x"}\r\n'.encode() + b"  \n" + b'{"prompt": "c", "label": null}')
+    assert [(row.line, row.prompt, row.label) for row in read_prompt_rows(path, DATA)] == [(2, "a\u2028b", "x"), (4, "c", None)]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "a"', r"p\.jsonl:3: not JSON \(.*\)\. Write one JSON object a line"),
+        ('["a", "b"]', r"p\.jsonl:3: must be a JSON object, is a list"),
+        ("7", r"p\.jsonl:3: must be a JSON object, is a number"),
+        (
+            '{"promt": "a", "label": "b"}',
+            r"p\.jsonl:3: no field `prompt` \(data\.prompt_key\); has `promt`, `label`\. .*data\.prompt_key=promt",
+        ),
+        (
+            '{"question": "a", "answer": "b"}',
+            r"p\.jsonl:3: no field `prompt` \(data\.prompt_key\); has `question`, `answer`\. .*data\.prompt_key=question",
+        ),
+        ('{"prompt": "a", "answer": "b"}', r"p\.jsonl:3: no field `label` \(data\.label_key\); has `answer`\. .*data\.label_key=answer"),
+        ('{"prompt": "a"}', r"p\.jsonl:3: no field `label` \(data\.label_key\); has no other field\. .*the field that holds it"),
+        ('{"prompt": 3, "label": "b"}', r"p\.jsonl:3: `prompt` must be a string or a list of .*, is a number"),
+        ('{"prompt": ["a"], "label": "b"}', r"p\.jsonl:3: message 0 of `prompt` must be"),
+        ('{"prompt": [{"role": "user"}], "label": "b"}', r"p\.jsonl:3: message 0 of `prompt` must be"),
+        ('{"prompt": " ", "label": "b"}', r"p\.jsonl:3: `prompt` is empty"),
+        ('{"prompt": [], "label": "b"}', r"p\.jsonl:3: `prompt` is empty"),
+        ('{"prompt": [{"role": "user", "content": ""}], "label": "b"}', r"p\.jsonl:3: `prompt` is empty"),
+        ('{"prompt": "a", "label": "b", "label": "c"}', r"p\.jsonl:3: cannot be read \(`label` is there twice\)"),
+        ('{"prompt": "a", "label": {"a": 1, "a": 1}}', r"p\.jsonl:3: cannot be read \(`a` is there twice\)"),
+        ('{"prompt": "a", "label": NaN}', r"p\.jsonl:3: `label` has nan: must be a number within float64"),
+        ('{"prompt": "a", "label": "b", "x": [{"y": -1e999}]}', r"p\.jsonl:3: `x` has -inf: must be a number within float64"),
+        (f'{{"prompt": "a", "label": 1{"0" * 5000}}}', r"p\.jsonl:3: cannot be read \(Exceeds the limit"),
+        (f'{{"prompt": "a", "label": {"[" * 500}{"]" * 500}}}', r"p\.jsonl:3: must not have lists and objects more than 64 deep"),
+        (f'{{"prompt": "a", "label": {"[" * 99999}{"]" * 99999}}}', r"p\.jsonl:3: must not have lists and objects more than 64 deep"),
+        ('{"prompt": "a\\ud83d", "label": "b"}', r"p\.jsonl:3: `prompt` has half a character \(\\ud83d\), which is no text"),
+        ('{"prompt": [{"role": "user", "content": "\\uDE00"}], "label": "b"}', r"p\.jsonl:3: `prompt` has half a character"),
+        ('{"prompt": "a", "label": ["\\ud83d"]}', r"p\.jsonl:3: `label` has half a character"),
+        ('{"prompt": "a", "label": "b", "x": {"\\ud83d": 1}}', r"p\.jsonl:3: `x` has half a character"),
+        ('{"prompt": "a", "label": "b", "\\ud83d": 1}', r"p\.jsonl:3: `\\ud83d` has half a character"),
+        ('{"prompt": "a", "label": "b", "reward": "\\ud83d"}', r"p\.jsonl:3: `reward` has half a character"),
+        ('{"prompt": "a", "label": "b", "reward": 1}', r"p\.jsonl:3: `reward` must be the name of a reward, is a number"),
+    ],
+)
+def test_malformed_rows_are_refused_by_place(line: str, message: str, tmp_path: Path) -> None:
+    """Each kind of malformed row is an error that names the file, the line, what is wrong and what to do."""
+    path = tmp_path / "p.jsonl"
+    path.write_text(f'{{"prompt": "a", "label": "b"}}\n\n{line}\n')
+    with pytest.raises(DataError, match=message):
+        read_prompt_rows(path, DATA)
+
+
+def test_bytes_that_are_not_utf8_are_refused_by_place(tmp_path: Path) -> None:
+    """A file in another encoding is an error with the line, not a crash."""
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(b'{"prompt": "a", "label": "b"}\n{"prompt": "caf\xe9", "label": "b"}\n')
+    with pytest.raises(DataError, match=r"p\.jsonl:2: not UTF-8"):
+        read_prompt_rows(path, DATA)
+
+
+@pytest.mark.parametrize("content", ["", "\n \n", "\ufeff"])
+def test_a_file_without_rows_is_refused(content: str, tmp_path: Path) -> None:
+    """An empty prompt file is an error, also if it has blank lines or only a byte order mark."""
+    path = tmp_path / "p.jsonl"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(DataError, match=r"p\.jsonl:1: no prompts"):
+        read_prompt_rows(path, DATA)
+
+
+def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    """A missing file and a folder are errors that name the path and the cause."""
+    with pytest.raises(DataError, match=r"missing\.jsonl: cannot be read \(No such file"):
+        read_prompt_rows(tmp_path / "missing.jsonl", DATA)
+    with pytest.raises(DataError, match=r"must be a regular file, is a folder"):
+        read_prompt_rows(tmp_path, DATA)
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(DataError, match=r"fifo: must be a regular file, is a FIFO"):
+        read_prompt_rows(tmp_path / "fifo", DATA)
+    with pytest.raises(DataError, match=r"/dev/zero: must be a regular file, is a device"):
+        read_prompt_rows(Path("/dev/zero"), DATA)
+
+
+def test_other_formats_are_named(tmp_path: Path) -> None:
+    """What is no jsonl says what it is, and how it becomes jsonl; a file without newlines is not read to its end."""
+    path = tmp_path / "p.jsonl"
+    for start, what in (
+        (b"PAR1\x15", "is a Parquet file. Write it as jsonl, e.g. `pandas.read_parquet"),
+        (b"\x1f\x8b\x08", r"is compressed \(gzip\). Unpack it with gunzip"),
+        (b"\x28\xb5\x2f\xfd", r"is compressed \(zstd\)"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "is a Git LFS pointer, .* Run `git lfs pull`"),
+    ):
+        path.write_bytes(start)
+        with pytest.raises(DataError, match=rf"p\.jsonl: must be jsonl, {what}"):
+            read_prompt_rows(path, DATA)
+    with path.open("wb") as file:
+        file.truncate(2**40)  # sparse
+    with pytest.raises(DataError, match=rf"p\.jsonl:1: must be at most {LONGEST_ROW // 2**20} MiB long"):
+        read_prompt_rows(path, DATA)
