@@ -26,6 +26,9 @@ def check_room(needed_mib: int, folder: Path = FOLDER) -> None:
     Raises:
         RolloutError: with both numbers, and the largest files: their users, and the processes that use them.
     """
+    if not os.access(folder, os.W_OK | os.X_OK):
+        what = f"an engine of several processes needs {needed_mib} MiB of it"
+        raise RolloutError(f"rollout: {folder} is missing, or cannot be written; {what}. Mount a tmpfs there (containers: --shm-size).")
     free = shutil.disk_usage(folder).free // MIB
     if free >= needed_mib:
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -57,7 +58,7 @@ class NodeFacts:
         gpu: The rank's GPU; None: the rank sees none.
         host_total_gib: Memory of the node (or of the job's share of it), GiB.
         host_free_gib: What is free of it, GiB.
-        shm_free_gib: Free in /dev/shm, GiB.
+        shm_free_gib: Free in /dev/shm, GiB; 0 also where there is none, or one that cannot be written.
         problems: What is wrong with its folders, one sentence each.
     """
 
@@ -92,8 +93,6 @@ def collect_facts(info: RankInfo, registry: Registry, problems: Sequence[str]) -
         problems: What was found about its folders.
     """
     total, free = _host_memory()
-    with suppress(OSError):
-        shm = psutil.disk_usage("/dev/shm").free
     return NodeFacts(
         rank=info.rank,
         host=info.host,
@@ -103,9 +102,17 @@ def collect_facts(info: RankInfo, registry: Registry, problems: Sequence[str]) -
         gpu=_gpu(info.local_rank),
         host_total_gib=total / GIB,
         host_free_gib=free / GIB,
-        shm_free_gib=shm / GIB,
+        shm_free_gib=shared_memory() / GIB,
         problems=problems,
     )
+
+
+def shared_memory(folder: str = "/dev/shm") -> int:
+    """Bytes that this process could put into shared memory."""
+    try:
+        return int(psutil.disk_usage(folder).free) if os.access(folder, os.W_OK | os.X_OK) else 0
+    except OSError:  # a container without it
+        return 0
 
 
 def versions(registry: Registry) -> dict[str, str]:

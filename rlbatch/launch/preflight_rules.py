@@ -106,7 +106,8 @@ def check_memory(facts: Sequence[NodeFacts], cluster: ClusterConfig, floor: Foot
             text = f"it has {fact.host_total_gib:.0f} GiB of memory, cluster.host_memory_gib is {cluster.host_memory_gib:g}"
             yield Finding(fact.rank, fact.host, text, is_error=False)
         if fact.shm_free_gib < floor.shm_gib:
-            text = f"/dev/shm has {fact.shm_free_gib:.2f} GiB free, NCCL and engines may need {floor.shm_gib:g}. Give the container more"
+            has = f"has {fact.shm_free_gib:.2f} GiB free" if fact.shm_free_gib else "is missing, full or not to be written"
+            text = f"/dev/shm {has}, NCCL and engines may need {floor.shm_gib:g} GiB. Give the container more (--shm-size)"
             yield Finding(fact.rank, fact.host, text, is_error=False)
 
 

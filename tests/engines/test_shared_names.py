@@ -88,6 +88,8 @@ def test_a_process_id_that_was_given_again(tmp_path: Path, monkeypatch: pytest.M
 def test_who_fills_the_shared_memory(tmp_path: Path) -> None:
     """Without room for an engine: both numbers, and the largest files with their users and the processes that use them."""
     check_room(0, tmp_path)
+    with pytest.raises(RolloutError, match=r"/none is missing, or cannot be written; an engine of several processes needs 7 MiB"):
+        check_room(7, tmp_path / "none")
     for name, size in (("psm_left", 3), ("used", 2), ("small", 1)):
         (tmp_path / name).write_bytes(bytes(size * 2**20))
     (tmp_path / "announced").touch()

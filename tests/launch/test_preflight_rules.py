@@ -103,9 +103,10 @@ def test_kind_of_gpu_is_a_word() -> None:
     [
         ({"host_free_gib": 60.0}, True, "60.0 of 2015.0 GiB of its memory are free, the run takes 100.0"),
         ({"host_total_gib": 1000.0}, False, "it has 1000 GiB of memory, cluster.host_memory_gib is 2000"),
-        ({"shm_free_gib": 0.0625}, False, "/dev/shm has 0.06 GiB free, NCCL and engines may need 1"),
+        ({"shm_free_gib": 0.0625}, False, "/dev/shm has 0.06 GiB free, NCCL and engines may need 1 GiB"),
+        ({"shm_free_gib": 0.0}, False, "/dev/shm is missing, full or not to be written, NCCL and engines may need 1 GiB"),
     ],
-    ids=["full", "smaller", "shm"],
+    ids=["full", "smaller", "shm", "no shm"],
 )
 def test_memory(changes: dict[str, float], is_error: bool, words: str) -> None:
     """Too little host memory ends the job; less than configured, or a container's small /dev/shm, is told."""
