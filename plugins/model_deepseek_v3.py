@@ -26,7 +26,11 @@ from rlbatch.api import (
 _MEGATRON, _HF = decoder.LAYER, decoder.HF_LAYER
 _EXPERT = _HF + "mlp.experts.{expert}."
 _SHARED = _HF + "mlp.shared_experts."
-_YARN = ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+_YARN = ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
+
+
+_OPTIONAL = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+"""Null is as if they were absent."""
 
 
 @hookimpl
@@ -44,13 +48,14 @@ def deepseek_v3(hf_config: Mapping[str, Any]) -> ModelFamily:
     fields = HfFields(hf_config, "deepseek_v3")
     fields.only("hidden_act", "silu")
     fields.only("attention_bias", False)
-    fields.only("attention_dropout", 0.0)
+    fields.only("attention_dropout", 0.0, 0, None)
     fields.only("rope_interleave", True)
     fields.only("scoring_func", "sigmoid")
     fields.only("topk_method", "noaux_tc")
     fields.only("moe_layer_freq", 1)
-    # Of training and serving elsewhere; head_dim and qk_head_dim follow from the other head sizes.
-    fields.ignore("aux_loss_alpha", "seq_aux", "ep_size", "pretraining_tp", "head_dim", "qk_head_dim")
+    # Of training and serving elsewhere; qk_head_dim follows from the other head sizes.
+    fields.ignore("aux_loss_alpha", "seq_aux", "ep_size", "qk_head_dim")
+    fields.size("pretraining_tp", default=1, null=1, least=0)
     fields.block_fp8()
     layers = fields.size("num_hidden_layers")
     dense = min(layers, fields.size("first_k_dense_replace", default=3, least=0))
@@ -77,11 +82,11 @@ def deepseek_v3(hf_config: Mapping[str, Any]) -> ModelFamily:
 
 def _attention(fields: HfFields, has_low_rank_query: bool) -> dict[str, Any]:
     heads = fields.size("num_attention_heads")
-    if fields.size("num_key_value_heads", default=heads) != heads:
+    if fields.size("num_key_value_heads", default=128, null=heads) != heads:
         raise fields.refuse("num_key_value_heads", f"must equal num_attention_heads ({heads}) with multi-latent attention")
     rotated = fields.size("qk_rope_head_dim", default=64)
-    if rotated % 2:
-        raise fields.refuse("qk_rope_head_dim", "must be even, rotary embeddings turn pairs")
+    fields.even("qk_rope_head_dim", rotated)
+    fields.only("head_dim", rotated)  # transformers rotates by it
     hidden = fields.size("hidden_size")
     if hidden < heads:
         raise fields.refuse("hidden_size", f"must be at least num_attention_heads ({heads}), Megatron divides one by the other")
@@ -120,10 +125,9 @@ _OF_EXPERTS = (
 
 def _experts(fields: HfFields, dense: int, layers: int) -> dict[str, Any]:
     experts, chosen = fields.size("n_routed_experts", "num_local_experts", default=256), fields.size("num_experts_per_tok", default=8)
-    groups = 1 if fields.value("n_group", 8) is None else fields.size("n_group", default=8)
-    kept = groups if fields.value("topk_group", 4) is None else fields.size("topk_group", default=4)
+    groups, kept = fields.size("n_group", default=8), fields.size("topk_group", default=4)
     width = fields.size("moe_intermediate_size", default=2048)
-    is_normalised = fields.flag("norm_topk_prob", default=True)
+    is_normalised = fields.flag("norm_topk_prob", default=True, null=False)
     fields.divides("n_group", groups, "n_routed_experts", experts)
     if kept > groups:
         raise fields.refuse("topk_group", f"must be at most n_group ({groups})")
@@ -151,7 +155,7 @@ def _experts(fields: HfFields, dense: int, layers: int) -> dict[str, Any]:
 
 
 def _shared_experts(fields: HfFields) -> int:
-    return 0 if fields.value("n_shared_experts", 1) is None else fields.size("n_shared_experts", default=1, least=0)
+    return fields.size("n_shared_experts", default=1, least=0)
 
 
 def _yarn(fields: HfFields, rope: Mapping[str, Any], context: int) -> dict[str, Any]:
@@ -162,12 +166,21 @@ def _yarn(fields: HfFields, rope: Mapping[str, Any], context: int) -> dict[str, 
     for cosine and sine. ``mscale`` is chosen so that the products agree.
     """
     field = "rope_scaling" if fields.value("rope_scaling") else "rope_parameters"
+    if rope.get("truncate", True) is not True:  # null is false
+        raise fields.refuse(field, "of yarn's truncate true only is implemented", "Use another model.")
     for name, value in rope.items():
-        if name in _YARN and value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e9):
+        if name not in (*_YARN[:-1], "rope_theta") or (value is None and name in _OPTIONAL):
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e9:
             raise fields.refuse(field, f"yarn's {name} must be a number, 0 or above")
-    factor, before = rope.get("factor"), int(rope.get("original_max_position_embeddings") or context)
-    if factor is None or factor <= 1:
+    factor, before = rope.get("factor", 0), rope.get("original_max_position_embeddings", context)
+    outside = fields.value("original_max_position_embeddings", before)  # counts more, also if it is null
+    if outside != before:
+        raise fields.refuse("original_max_position_embeddings", f"must be that of {field}, {before}")
+    if factor <= 1:
         raise fields.refuse(field, "yarn's factor must be above 1")
+    if not isinstance(before, int) or before < 1:
+        raise fields.refuse(field, "yarn's original_max_position_embeddings must be an integer of at least 1")
     if rope["rope_theta"] <= 1:
         raise fields.refuse(field, "yarn's rope_theta must be above 1")
     slope = 0.1 * math.log(factor)

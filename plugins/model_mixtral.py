@@ -24,10 +24,10 @@ def mixtral(hf_config: Mapping[str, Any]) -> ModelFamily:
     """
     fields = HfFields(hf_config, "mixtral")
     fields.only("hidden_act", "silu")
-    fields.only("attention_dropout", 0.0)
+    fields.only("attention_dropout", 0.0, 0)
     fields.only("router_jitter_noise", 0.0)
     context = fields.size("max_position_embeddings", default=131072)
-    if (fields.size("sliding_window", default=context)) < context:
+    if fields.size("sliding_window", default=context, null=context) < context:
         raise fields.refuse("sliding_window", "the mixtral family implements None only", "Use another model.")
     fields.block_fp8()
     return decoder.decoder_family(
@@ -48,7 +48,7 @@ def _transformer(fields: HfFields) -> dict[str, Any]:
         raise fields.refuse(
             "num_experts_per_tok", f"must be from 2 (a single expert's weight is always 1, its router learns nothing) to {experts} experts"
         )
-    attention = decoder.grouped_query_transformer(fields, epsilon=1e-5)
+    attention = decoder.grouped_query_transformer(fields, groups=8, epsilon=1e-5, nullable=("head_dim",))
     return attention | {
         "num_moe_experts": experts,
         "moe_ffn_hidden_size": attention["ffn_hidden_size"],

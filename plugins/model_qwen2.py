@@ -22,14 +22,12 @@ def qwen2(hf_config: Mapping[str, Any]) -> ModelFamily:
     """
     fields = HfFields(hf_config, "qwen2")
     fields.only("hidden_act", "silu")
-    fields.only("attention_dropout", 0.0)
-    fields.only("use_sliding_window", False)
-    fields.ignore("sliding_window", "max_window_layers")  # without effect unless use_sliding_window
-    fields.every("layer_types", "full_attention")
+    fields.only("attention_dropout", 0.0, 0)
+    decoder.no_window(fields)
     fields.block_fp8()
     return decoder.decoder_family(
         fields,
-        decoder.grouped_query_transformer(fields) | {"add_qkv_bias": True},
+        decoder.grouped_query_transformer(fields, groups=32, nullable=("num_key_value_heads",)) | {"add_qkv_bias": True},
         attention=(decoder.QKV, decoder.QKV_BIAS, decoder.ATTENTION_OUTPUT),
         mlp=decoder.dense_mlp(),
         max_sequence_length=fields.size("max_position_embeddings", default=32768),

@@ -24,14 +24,12 @@ def qwen3(hf_config: Mapping[str, Any]) -> ModelFamily:
     fields.only("hidden_act", "silu")
     fields.only("attention_bias", False)
     fields.only("use_qk_norm", True)
-    fields.only("attention_dropout", 0.0)
-    fields.only("use_sliding_window", False)
-    fields.ignore("sliding_window", "max_window_layers")  # without effect unless use_sliding_window
-    fields.every("layer_types", "full_attention")
+    fields.only("attention_dropout", 0.0, 0)
+    decoder.no_window(fields)
     fields.block_fp8()
     return decoder.decoder_family(
         fields,
-        decoder.grouped_query_transformer(fields, head_dim=128) | {"qk_layernorm": True},
+        decoder.grouped_query_transformer(fields, groups=32, head_dim=128, nullable=("num_key_value_heads",)) | {"qk_layernorm": True},
         attention=(decoder.QKV, *decoder.QUERY_KEY_NORMS, decoder.ATTENTION_OUTPUT),
         mlp=decoder.dense_mlp(),
         max_sequence_length=fields.size("max_position_embeddings", default=32768),

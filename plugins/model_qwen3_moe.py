@@ -26,10 +26,8 @@ def qwen3_moe(hf_config: Mapping[str, Any]) -> ModelFamily:
     fields.only("hidden_act", "silu")
     fields.only("attention_bias", False)
     fields.only("use_qk_norm", True)
-    fields.only("attention_dropout", 0.0)
-    fields.only("use_sliding_window", False)
-    fields.ignore("sliding_window", "max_window_layers")  # without effect unless use_sliding_window
-    fields.every("layer_types", "full_attention")
+    fields.only("attention_dropout", 0.0, 0)
+    decoder.no_window(fields)
     fields.block_fp8()
     has_experts = _layers_with_experts(fields)
     return decoder.decoder_family(
@@ -45,10 +43,12 @@ def qwen3_moe(hf_config: Mapping[str, Any]) -> ModelFamily:
 def _layers_with_experts(fields: HfFields) -> list[bool]:
     """Every ``decoder_sparse_step``-th layer, except ``mlp_only_layers``; the others have a dense MLP."""
     layers, step = fields.size("num_hidden_layers"), fields.size("decoder_sparse_step", default=1)
-    dense = fields.value("mlp_only_layers") or []
-    if not isinstance(dense, list) or not all(layer in range(layers) for layer in dense):
+    given = fields.value("mlp_only_layers")
+    dense = [] if given is None else given
+    if not isinstance(dense, list) or not all(isinstance(layer, int) and layer in range(layers) for layer in dense):
         raise fields.refuse("mlp_only_layers", f"must be a list of layers, from 0 to {layers - 1}")
-    has_experts = [layer not in dense and (layer + 1) % step == 0 for layer in range(layers)]
+    mlp_only = set(dense)
+    has_experts = [layer not in mlp_only and (layer + 1) % step == 0 for layer in range(layers)]
     if not any(has_experts):
         raise fields.refuse("mlp_only_layers", f"leaves no layer of {layers} with experts (decoder_sparse_step={step})")
     return has_experts

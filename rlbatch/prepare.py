@@ -24,7 +24,7 @@ from rlbatch.launch.mpirun import read_hosts
 from rlbatch.plan.engine_plan import EnginePlan
 from rlbatch.plan.engine_precision import check_device, engine_quantization
 from rlbatch.plan.footprint import parameters
-from rlbatch.plan.layout import check_layout
+from rlbatch.plan.layout import check_expert_widths, check_layout
 from rlbatch.plan.placement import Placement, place
 from rlbatch.registry import Registry
 
@@ -196,6 +196,7 @@ def _check_model(config: Config, registry: Registry, run_dir: Path) -> None:
     folder = model_folder(config, run_dir)
     family = model_family(config, registry, run_dir)
     model_files(folder)
+    check_expert_widths(family, config.train.precision, on_gpu=on_gpu(config))
     check_layout(config.layout, family, on_gpu=on_gpu(config))
     _check_precision(config, registry, family, folder)
     if config.rollout.max_response_tokens >= family.max_sequence_length:

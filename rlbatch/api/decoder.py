@@ -6,7 +6,7 @@ local layer spec. Nothing here imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from rlbatch.api.hf_fields import HfFields
@@ -72,7 +72,12 @@ def tied_copies(tied: bool) -> tuple[Passthrough, ...]:
 
 
 def grouped_query_transformer(
-    fields: HfFields, *, groups: int | None = None, head_dim: int | None = None, epsilon: float = 1e-6
+    fields: HfFields,
+    *,
+    groups: int | None = None,
+    head_dim: int | None = None,
+    epsilon: float = 1e-6,
+    nullable: Collection[str] = (),
 ) -> dict[str, Any]:
     """Megatron's arguments for grouped-query attention, RMSNorm and a gated MLP with SiLU.
 
@@ -81,25 +86,45 @@ def grouped_query_transformer(
         groups: What transformers takes for an absent ``num_key_value_heads``; None: the number of heads.
         head_dim: What it takes for an absent ``head_dim``; None: hidden_size over heads.
         epsilon: What it takes for an absent ``rms_norm_eps``.
+        nullable: Of ``num_key_value_heads`` and ``head_dim``: those that are the number of heads, or hidden_size over heads, if they are
+            null. transformers fails at another null, so it is refused.
 
     Raises:
-        ModelError: key-value heads that do not divide the heads, or a field that is missing or no number.
+        ModelError: key-value heads that do not divide the heads, heads of odd size, or a field that is missing or no number.
     """
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
-    kv_heads = fields.size("num_key_value_heads", default=groups or heads)
+    if hidden < heads:
+        raise fields.refuse("hidden_size", f"must be at least num_attention_heads ({heads})")
+    derived = {"num_key_value_heads": heads, "head_dim": hidden // heads}
+    nulls = {name: value if name in nullable else None for name, value in derived.items()}
+    kv_heads = fields.size("num_key_value_heads", default=groups or heads, null=nulls["num_key_value_heads"])
     fields.divides("num_key_value_heads", kv_heads, "num_attention_heads", heads)
+    width = fields.size("head_dim", default=head_dim or derived["head_dim"], null=nulls["head_dim"])
+    fields.even("head_dim", width)
     return {
         "num_layers": fields.size("num_hidden_layers"),
         "hidden_size": hidden,
         "num_attention_heads": heads,
         "num_query_groups": kv_heads,
-        "kv_channels": fields.size("head_dim", default=head_dim or hidden // heads),
+        "kv_channels": width,
         "ffn_hidden_size": fields.size("intermediate_size"),
         "normalization": "RMSNorm",
         "layernorm_epsilon": fields.number("rms_norm_eps", epsilon),
         "gated_linear_unit": True,
         "activation_func": "silu",
     }
+
+
+def no_window(fields: HfFields) -> None:
+    """Refuses sliding windows of families that have ``use_sliding_window``; without it the fields beside it have no effect.
+
+    Raises:
+        ModelError: there are some, or a field that transformers refuses.
+    """
+    fields.only("use_sliding_window", False)
+    fields.size("sliding_window", default=0, null=0, least=0)
+    fields.size("max_window_layers", default=0, least=0)
+    fields.every("layer_types", "full_attention")
 
 
 def decoder_family(

@@ -13,11 +13,20 @@ from typing import Any
 from rlbatch.api.errors import ModelError
 
 MEANINGLESS = frozenset(
-    "architectures auto_map bos_token_id cache_implementation decoder_start_token_id dtype eos_token_id id2label initializer_range "
-    "label2id model_type name_or_path num_labels output_attentions output_hidden_states output_router_logits pad_token_id problem_type "
-    "return_dict router_aux_loss_coef tie_last_hidden_states tokenizer_class torch_dtype transformers_version use_cache vocab_file".split()
+    # What the file is and how it is stored
+    "architectures auto_map dtype id2label label2id model_type name_or_path num_labels problem_type tokenizer_class torch_dtype "
+    "transformers_version vocab_file "
+    # Special tokens
+    "bos_token_id decoder_start_token_id eos_token_id pad_token_id "
+    # Training; the balancing loss is not part of the policy's
+    "gradient_checkpointing initializer_range router_aux_loss_coef "
+    # By which kernels, and what is returned
+    "attn_implementation cache_implementation experts_implementation output_attentions output_hidden_states output_router_logits "
+    "return_dict tie_last_hidden_states use_cache use_flash_attention use_flash_attention_2 use_flash_attn "
+    # Generation, as files of older versions have it
+    "encoder_no_repeat_ngram_size encoder_repetition_penalty no_repeat_ngram_size num_beam_groups output_scores".split()
 )
-"""Fields of any config that say nothing about a token's logits; the balancing loss is not part of the policy's."""
+"""Fields of any config that say nothing about a token's logits."""
 
 SUSPICIOUS = (
     "act attn attention bias block cap chunk clip compress dim drop embed encoder expert ffn gate group head heterogeneous index kv latent "
@@ -25,6 +34,13 @@ SUSPICIOUS = (
     "sparse tie topk vision audio window"
 ).split()
 """Parts of names: an unknown field that has one, and a value other than null, false, zero or empty, is refused."""
+
+NEVER_EMPTY = ("quantization_config", "sliding_window")
+"""Of any model: another value than null is one, also 0 and false."""
+MOST = {"layers": 1024, "experts": 8192}
+"""Of counts with these parts of names: what is above is no model but a mistake, and each one is gone through."""
+MAX_COUNT = 2**31 - 1
+"""Of other counts."""
 
 _FP8_BLOCK = [128, 128]
 
@@ -50,74 +66,93 @@ class HfFields:
         self._read.add(name)
         return self._config.get(name, default)
 
-    def size(self, *names: str, default: int | None = None, least: int = 1) -> int:
+    def size(self, *names: str, default: int | None = None, null: int | None = None, least: int = 1) -> int:
         """A count.
 
         Args:
             *names: The field, under any of its names.
-            default: What transformers takes if it is absent or null; None: it must be there.
+            default: What transformers takes if it is absent; None: it must be there.
+            null: What transformers takes if it is null; None: it fails, so null is refused.
             least: The smallest value that makes sense.
 
         Raises:
-            ModelError: absent without a default, not an integer, below ``least``, or two names with different values.
+            ModelError: absent without a default, not an integer, below ``least``, more than any model has, or two names with different
+                values.
         """
-        given = {name: self.value(name) for name in names}
-        present = {name: value for name, value in given.items() if value is not None}
-        if not present:
+        given = {name: self.value(name) for name in names if name in self._config}
+        self._read.update(names)
+        if not given:
             if default is None:
                 raise ModelError(f"config.json {names[0]}: is missing, and the {self.family} family needs it. Add it.")
             return default
-        name, value = next(iter(present.items()))
-        if any(other != value for other in present.values()):
-            both = " and ".join(f"{key}={content!r}" for key, content in present.items())
+        name, value = next(iter(given.items()))
+        if any(other != value or type(other) is not type(value) for other in given.values()):
+            both = " and ".join(f"{key}={_shortened(content)}" for key, content in given.items())
             raise ModelError(f"config.json {both}: are two names of one number. Correct one.")
+        if value is None and null is not None:
+            return null
+        most = next((limit for part, limit in MOST.items() if part in name), MAX_COUNT)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ModelError(f"config.json {name}={value!r}: must be an integer of at least {least}. Correct it.")
+            raise ModelError(f"config.json {name}={_shortened(value)}: must be an integer of at least {least}. Correct it.")
+        if value > most:
+            raise ModelError(f"config.json {name}={_shortened(value)}: must be at most {most}. Correct it.")
         return value
 
     def number(self, name: str, default: float) -> float:
-        """A positive number.
+        """A positive number; ``default`` if it is absent.
 
         Raises:
-            ModelError: it is not one.
+            ModelError: it is not one, or an integer, which transformers refuses.
         """
-        value = self.value(name)
-        return default if value is None else self._positive(name, value)
+        value = self._positive(name, given := self.value(name, default))
+        if not isinstance(given, float):
+            raise ModelError(f"config.json {name}={given}: transformers takes no integer. Write {value}.")
+        return value
 
-    def flag(self, name: str, default: bool) -> bool:
+    def flag(self, name: str, default: bool, null: bool | None = None) -> bool:
         """True or false.
+
+        Args:
+            name: The field.
+            default: What transformers takes if it is absent.
+            null: What transformers takes if it is null; None: it fails, so null is refused.
 
         Raises:
             ModelError: it is neither.
         """
-        value = self.value(name)
-        if value is None:
-            return default
+        value = self.value(name, default)
+        if value is None and null is not None:
+            return null
         if not isinstance(value, bool):
-            raise ModelError(f"config.json {name}={value!r}: must be true or false. Correct it.")
+            raise ModelError(f"config.json {name}={_shortened(value)}: must be true or false. Correct it.")
         return value
 
     def only(self, name: str, *values: Any) -> None:
-        """A field that is implemented for some values only; absent or null is one of them.
+        """A field that is implemented for some values only. Absent is one of them; null is a value like others, and types count.
 
         Raises:
             ModelError: another value.
         """
-        given = self.value(name)
-        if given is not None and given not in values:
+        given = self.value(name, values[0])
+        if not any(given == value and type(given) is type(value) for value in values):
             implemented = " or ".join(repr(value) for value in values)
-            raise ModelError(f"config.json {name}={given!r}: the {self.family} family implements {implemented} only. Use another model.")
+            shown = _shortened(given)
+            raise ModelError(f"config.json {name}={shown}: the {self.family} family implements {implemented} only. Use another model.")
 
     def every(self, name: str, value: str) -> None:
-        """A list, one item a layer, that is implemented for one value only; absent or null is that too.
+        """A list, one item for each of num_hidden_layers, that is implemented for one value only; absent or null is that too.
 
         Raises:
-            ModelError: another value.
+            ModelError: another value, or another number of items.
         """
         given = self.value(name)
-        if given is not None and (not isinstance(given, list) or any(item != value for item in given)):
+        if given is None:
+            return
+        if not isinstance(given, list) or any(item != value for item in given):
             shown = _shortened(given)
             raise ModelError(f"config.json {name}={shown}: the {self.family} family implements {value!r} only. Use another model.")
+        if len(given) != (layers := self.size("num_hidden_layers")):
+            raise ModelError(f"config.json {name}: has {len(given)} items, must have one for each of {layers} layers. Correct it.")
 
     def ignore(self, *names: str) -> None:
         """Fields that this family's arithmetic does not depend on."""
@@ -125,7 +160,7 @@ class HfFields:
 
     def refuse(self, name: str, invariant: str, fix: str = "Correct it.") -> ModelError:
         """The error for a field that breaks ``invariant``, to be raised."""
-        return ModelError(f"config.json {name}={self.value(name)!r}: {invariant}. {fix}")
+        return ModelError(f"config.json {name}={_shortened(self.value(name))}: {invariant}. {fix}")
 
     def rope(self, default_theta: float, **kinds: Collection[str]) -> Mapping[str, Any]:
         """Rotary embeddings, of ``rope_parameters`` (written by transformers 5), or of ``rope_theta`` beside ``rope_scaling`` (before).
@@ -140,22 +175,23 @@ class HfFields:
         Raises:
             ModelError: another type or parameter, or only a part of each head is rotated.
         """
-        scaling, parameters = self.value("rope_scaling"), self.value("rope_parameters")
-        field = "rope_scaling" if scaling else "rope_parameters"
-        content = scaling or parameters or {}
-        if not isinstance(content, Mapping):
-            raise ModelError(f"config.json {field}={content!r}: must be an object. Correct it.")
-        given = dict(content)
-        names = [given.pop(name, None) for name in ("rope_type", "type")]
-        kind = names[0] or names[1] or "default"
+        fields = {name: self.value(name) for name in ("rope_scaling", "rope_parameters")}
+        for field, content in fields.items():
+            if content is not None and not isinstance(content, Mapping):
+                raise ModelError(f"config.json {field}={_shortened(content)}: must be an object. Correct it.")
+        field = "rope_scaling" if fields["rope_scaling"] else "rope_parameters"
+        given = dict(fields[field] or {})
+        older = given.pop("type", "default")
+        kind = given.pop("rope_type", older)
         if kind not in ("default", *kinds):
             implemented = " or ".join(repr(name) for name in ("default", *kinds))
             raise ModelError(
                 f"config.json {field}.rope_type={kind!r}: the {self.family} family implements {implemented} only. Use another model."
             )
-        outside = {name: self.value(name) for name in ("rope_theta", "partial_rotary_factor")}
-        theta = given.pop("rope_theta", None) or outside["rope_theta"] or default_theta
-        rotated = given.pop("partial_rotary_factor", None) or outside["partial_rotary_factor"] or 1.0
+        # What stands inside counts, also if it is null.
+        theta = given.pop("rope_theta", self.value("rope_theta", default_theta))
+        outside = self.value("partial_rotary_factor")
+        rotated = given.pop("partial_rotary_factor", 1.0 if outside is None else outside)
         if rotated != 1.0:
             raise ModelError(
                 f"config.json partial_rotary_factor={rotated!r}: the {self.family} family implements 1.0 only. Use another model."
@@ -163,8 +199,8 @@ class HfFields:
         for name, value in given.items():
             if name not in kinds.get(kind, ()) and value is not None:
                 raise ModelError(
-                    f"config.json {field}.{name}={value!r}: the {self.family} family does not implement it for rope_type {kind!r}. "
-                    "Remove it, or use another model."
+                    f"config.json {field}.{name}={_shortened(value)}: the {self.family} family does not implement it for rope_type "
+                    f"{kind!r}. Remove it, or use another model."
                 )
         return {**given, "rope_type": kind, "rope_theta": self._positive(f"{field}.rope_theta", theta)}
 
@@ -175,7 +211,7 @@ class HfFields:
             ModelError: another ``quantization_config``.
         """
         given = self.value("quantization_config")
-        if not given:
+        if given is None:
             return
         if not isinstance(given, Mapping):
             raise self.refuse("quantization_config", "must be an object")
@@ -195,6 +231,15 @@ class HfFields:
         if total % size:
             raise ModelError(f"config.json {part}={size}: must divide {whole} ({total}). Correct it.")
 
+    def even(self, name: str, size: int) -> None:
+        """Refuses the size of a head that is rotated and is odd.
+
+        Raises:
+            ModelError: it is.
+        """
+        if size % 2:
+            raise ModelError(f"config.json {name}={size}: must be even, rotary embeddings turn pairs. Use another model.")
+
     def close(self) -> None:
         """Refuses the fields that were neither read nor named and that could change the arithmetic.
 
@@ -202,8 +247,11 @@ class HfFields:
             ModelError: the first such field.
         """
         self.only("is_causal", True)  # false, of models that embed texts, would pass for nothing
+        if "layer_types" not in self._read:
+            self.every("layer_types", "full_attention")
         for name, value in self._config.items():
-            if name in self._read or name.startswith("_") or not value:
+            is_nothing = value is None if name in NEVER_EMPTY else not value
+            if name in self._read or name.startswith("_") or is_nothing:
                 continue
             if any(part in name.lower() for part in SUSPICIOUS):
                 raise ModelError(
@@ -213,7 +261,7 @@ class HfFields:
 
     def _positive(self, name: str, value: Any) -> float:
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
-            raise ModelError(f"config.json {name}={value!r}: must be a positive number. Correct it.")
+            raise ModelError(f"config.json {name}={_shortened(value)}: must be a positive number. Correct it.")
         return float(value)
 
 

@@ -32,7 +32,7 @@ from rlbatch.pipeline.prompts import PromptOrder, load_prompts
 from rlbatch.pipeline.rollout import Rollout, stop_tokens
 from rlbatch.pipeline.stopping import Stopping
 from rlbatch.plan.engine_precision import check_device, engine_quantization
-from rlbatch.plan.layout import check_layout
+from rlbatch.plan.layout import check_expert_widths, check_layout
 from rlbatch.registry import Registry, load_plugins
 from rlbatch.weights.audit import expert_names
 
@@ -70,6 +70,7 @@ def assemble(
     registry = registry or load_plugins(config.plugins)
     hf_folder = _model_folder(config, run_dir, info.rank)
     family = registry.resolve_model_family(read_config(hf_folder))
+    check_expert_widths(family, config.train.precision, on_gpu=device != "cpu")
     check_layout(config.layout, family, on_gpu=device != "cpu")
     seed_random_numbers(config.seed, info.rank)
     if info.local_rank == 0:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rlbatch.api import ConfigError, ModelFamily
+from rlbatch.api import ConfigError, ModelError, ModelFamily
 from rlbatch.config.schema import LayoutConfig
 
 GROUPED_GEMM_MULTIPLE = 8
@@ -111,6 +111,27 @@ def _check_experts(layout: LayoutConfig, family: ModelFamily, on_gpu: bool) -> N
             f"layout.etp_size={layout.etp_size}: leaves {rows} rows of moe_ffn_hidden_size ({rows * layout.etp_size}) a rank, "
             f"grouped GEMM needs a multiple of {GROUPED_GEMM_MULTIPLE}. Use a smaller etp_size."
         )
+
+
+def check_expert_widths(family: ModelFamily, precision: str, *, on_gpu: bool) -> None:
+    """Refuses experts that grouped matrix products cannot take: the trainer's on GPUs, and an engine's of transformers also on CPUs.
+
+    Args:
+        family: The model.
+        precision: ``fp32`` or ``bf16``.
+        on_gpu: Whether ranks run on GPUs.
+
+    Raises:
+        ModelError: a width whose rows are not whole multiples of 16 bytes.
+    """
+    multiple = GROUPED_GEMM_MULTIPLE if on_gpu or precision == "bf16" else GROUPED_GEMM_MULTIPLE // 2
+    for name in ("moe_ffn_hidden_size", "hidden_size") if family.num_experts else ():
+        width = int(family.transformer.get(name) or 0)
+        if width % multiple:
+            raise ModelError(
+                f"model.hf: {family.name}'s {name} ({width}) must be a multiple of {multiple}: grouped products of experts need rows of "
+                "16 bytes. Use another model."
+            )
 
 
 def _check_dispatcher(layout: LayoutConfig, on_gpu: bool) -> None:

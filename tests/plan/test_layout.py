@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from rlbatch.api import ConfigError, ModelFamily
+from rlbatch.api import ConfigError, ModelError, ModelFamily
 from rlbatch.config.schema import LayoutConfig
-from rlbatch.plan.layout import check_layout, degrees
+from rlbatch.plan.layout import check_expert_widths, check_layout, degrees
 
 
 def family(**transformer: Any) -> ModelFamily:
@@ -174,6 +174,17 @@ def test_proposed_stages_are_accepted(num_layers: int, pp_size: int) -> None:
     changed = replace(layout, **{name: int(value) for name, value in changes.items()})
     check_layout(changed, model, on_gpu=False)
     assert sum(degrees(changed, num_layers).stage_layers) == num_layers
+
+
+def test_widths_of_experts() -> None:
+    """Rows of grouped products have whole multiples of 16 bytes, in the precision of the engine, and on GPUs in bf16."""
+    for name in ("moe_ffn_hidden_size", "hidden_size"):
+        model = replace(MOE, transformer={**MOE.transformer, name: 20})
+        check_expert_widths(model, "fp32", on_gpu=False)
+        for precision, on_gpu in (("bf16", False), ("fp32", True)):
+            with pytest.raises(ModelError, match=rf"'s {name} \(20\) must be a multiple of 8: grouped products of experts need"):
+                check_expert_widths(model, precision, on_gpu=on_gpu)
+    check_expert_widths(replace(DENSE, transformer={**DENSE.transformer, "hidden_size": 21}), "bf16", on_gpu=True)
 
 
 def test_grouped_gemm_rows() -> None:

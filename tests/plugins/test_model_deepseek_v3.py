@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import DeepseekV3Config
 
-from rlbatch.api import Buffer, ModelFamily
+from rlbatch.api import Buffer, ModelError, ModelFamily
 from rlbatch.weights.audit import audit
 from rlbatch.weights.codec import hf_names
 from rlbatch.weights.params import ParallelGroups, ParameterMap
@@ -171,7 +171,7 @@ def test_missing_fields_mean_what_transformers_means() -> None:
 def test_no_field_is_passed_over() -> None:
     """Every field of transformers' config is implemented, refused, or known to have no effect."""
     config = DeepseekV3Config(**SIZES, rope_parameters=tiny_models.YARN)
-    check_fields(config, deepseek_v3, {"pretraining_tp", "head_dim", "qk_head_dim"})
+    check_fields(config, deepseek_v3, {"pretraining_tp", "qk_head_dim"})
 
 
 @pytest.mark.parametrize(
@@ -199,6 +199,21 @@ def test_a_given_factor_scales_cosine_and_sine() -> None:
     assert (slope * rope["mscale"] + 1) / (slope * rope["mscale_all_dim"] + 1) == pytest.approx(1.3)
 
 
+def test_what_is_null_or_the_default() -> None:
+    """A null norm_topk_prob is false, and truncate is true where it is not said."""
+    assert deepseek_v3(PUBLISHED | {"norm_topk_prob": None}) == deepseek_v3(PUBLISHED | {"norm_topk_prob": False})
+    scaled = {**PUBLISHED["rope_scaling"], "truncate": True}  # type: ignore[dict-item]
+    assert deepseek_v3(PUBLISHED | {"rope_scaling": scaled}) == deepseek_v3(PUBLISHED)
+
+
+def test_the_other_place_of_the_original_context() -> None:
+    """Beside rope_scaling it counts more, also if it is null."""
+    assert deepseek_v3(PUBLISHED | {"original_max_position_embeddings": 4096}) == deepseek_v3(PUBLISHED)
+    for value in (None, 0, 8192):
+        with pytest.raises(ModelError, match=r"^config\.json original_max_position_embeddings=.*: must be that of rope_scaling, 4096"):
+            deepseek_v3(PUBLISHED | {"original_max_position_embeddings": value})
+
+
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
@@ -218,7 +233,16 @@ def test_a_given_factor_scales_cosine_and_sine() -> None:
         ("qk_rope_head_dim", 63, "must be even"),
         ("rope_parameters", {"rope_type": "yarn", "factor": 1.0}, "yarn's factor must be above 1"),
         ("rope_parameters", {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1.0}, "yarn's rope_theta must be above 1"),
-        ("rope_parameters", {"rope_type": "yarn", "factor": 4.0, "truncate": False}, "does not implement it"),
+        ("rope_parameters", {"rope_type": "yarn", "factor": 4.0, "truncate": False}, "truncate true only"),
+        ("rope_parameters", {"rope_type": "yarn", "factor": 4.0, "truncate": None}, "truncate true only"),
+        ("rope_parameters", {"rope_type": "yarn", "factor": None}, "yarn's factor must be a number"),
+        ("rope_parameters", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": None}, "must be a number, 0"),
+        ("rope_parameters", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 0}, "an integer of at least 1"),
+        ("rope_parameters", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096.5}, "an integer of at least 1"),
+        ("rope_interleave", None, "implements True only"),
+        ("head_dim", 32, "implements 64 only"),
+        ("head_dim", None, "implements 64 only"),
+        ("n_group", None, "must be an integer"),
         ("rope_parameters", {"rope_type": "yarn", "factor": 4.0, "beta_fast": "32"}, "yarn's beta_fast must be a number"),
         ("rope_parameters", {"rope_type": "yarn", "factor": 4.0, "mscale": "1"}, "yarn's mscale must be a number"),
         ("rope_parameters", {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": -1}, "must be a number, 0"),

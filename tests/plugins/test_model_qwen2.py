@@ -46,7 +46,7 @@ def test_no_field_is_passed_over() -> None:
         ("hidden_act", "gelu", "implements 'silu' only"),
         ("use_sliding_window", True, "implements False only"),
         ("layer_types", ["full_attention", "sliding_attention"], "'full_attention' only"),
-        ("attention_dropout", 0.1, "implements 0.0 only"),
+        ("attention_dropout", 0.1, "implements 0.0 or 0 only"),
         ("rope_scaling", {"type": "yarn", "factor": 4.0}, "implements 'default' only"),
         ("rope_parameters", {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}, "implements 'default' only"),
         ("rope_parameters", {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}, "does not implement it"),

@@ -26,12 +26,13 @@ def llama(hf_config: Mapping[str, Any]) -> ModelFamily:
     fields = HfFields(hf_config, "llama")
     fields.only("hidden_act", "silu")
     fields.only("attention_bias", False)
-    fields.only("attention_dropout", 0.0)
+    fields.only("attention_dropout", 0.0, 0, None)
     fields.only("mlp_bias", False)
-    fields.only("pretraining_tp", 1)
+    fields.only("pretraining_tp", 1, None)
+    fields.divides("num_attention_heads", fields.size("num_attention_heads"), "hidden_size", fields.size("hidden_size"))
     return decoder.decoder_family(  # refuses fields that were not read and could change the arithmetic
         fields,
-        decoder.grouped_query_transformer(fields),
+        decoder.grouped_query_transformer(fields, nullable=("num_key_value_heads", "head_dim")),
         attention=(decoder.QKV, decoder.ATTENTION_OUTPUT),
         mlp=decoder.dense_mlp(),
         max_sequence_length=fields.size("max_position_embeddings", default=2048),
