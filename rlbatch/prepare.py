@@ -310,9 +310,14 @@ def _check_prompts(config: Config, registry: Registry, run_dir: Path) -> None:
     from rlbatch.pipeline.prompt_check import check_count, check_rows, check_tokens
 
     _check_is_set("data.train", config.data.train, "the prompt file (jsonl)")
+    if not config.reward.name:
+        known = ", ".join(sorted(registry.rewards))
+        raise ConfigError(f"reward=: must be named for a model of your own. Known: {known}; others with plugins=[<file>.py] reward=<name>.")
     for name, source in (("train", config.data.train), ("eval", config.data.eval)):
         if not source:
             continue
+        if source == EMBEDDED and config.model.hf != EMBEDDED:
+            raise ConfigError(f"data.{name}={EMBEDDED}: its prompts are for model.hf={EMBEDDED}. Give data.{name}=<jsonl file>.")
         path = run_dir / EMBEDDED / f"{name}.jsonl" if source == EMBEDDED else Path(source)
         rows = check_rows(config, registry, path)
         if name == "train":

@@ -380,5 +380,7 @@ def _options_type(name: str, value: Any, has_options: bool, hook: str, supplier:
 
 
 def _completed(table: Table, name: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not name:  # a reward that is still to be named
+        return options
     parsed = table[name].parse(options, table.key)
     return {} if parsed is None else cast(Mapping[str, Any], to_plain(parsed))

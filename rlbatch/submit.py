@@ -37,7 +37,7 @@ Examples:
   python -m rlbatch.submit +cluster=h20x32 model=qwen3_30b rollout.engine.python=/shared/vllm/bin/python cluster.partition=gpu follow=true
   python -m rlbatch.submit cluster_dir=~/clusters +cluster=mine model=qwen3_30b dry_run=true
   python -m rlbatch.submit launcher=mpi cluster.hostfile=hosts.txt layout.world_size=16
-  python -m rlbatch.submit experiment=hf model.hf=/models/Qwen3-30B-A3B data.train=train.jsonl layout.world_size=8 layout.ep_size=8
+  python -m rlbatch.submit model.hf=/models/Qwen3-30B-A3B data.train=train.jsonl reward=number layout.world_size=8 layout.ep_size=8
 
 The run folder is runs/<date>-<time> (or run_dir): config.yaml, TensorBoard events, samples/, summary.json, logs/, checkpoints/.
 Exit codes: 0 done (launcher=slurm: submitted, or with follow=true the job's own), 1 a rank failed, 2 refused before anything started,

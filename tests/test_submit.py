@@ -17,7 +17,7 @@ import rlbatch.start
 import rlbatch.submit
 from rlbatch.config.compose import compose, load_config
 from rlbatch.config.convert import key_docs
-from rlbatch.config.schema import Config
+from rlbatch.config.schema import Config, OptimizerConfig, RolloutConfig, TrainConfig
 
 QWEN3_MOE: dict[str, Any] = {
     "model_type": "qwen3_moe",
@@ -91,11 +91,29 @@ def test_two_runs_in_one_second(started: list[tuple[Config, Path]]) -> None:
 def test_hf_folder(started: list[tuple[Config, Path]], model: Path, tmp_path: Path) -> None:
     """A model folder and prompt files of one's own start without anything embedded."""
     (tmp_path / "train.jsonl").write_text('{"prompt": "a", "label": "b"}\n' * 4)
-    overrides = ["experiment=hf", f"model.hf={model}", "data.train=train.jsonl", "train.prompts_per_step=4", "run_dir=new/run"]
-    assert rlbatch.submit.main(overrides) == 0
-    [(_, run_dir)] = started
+    overrides = [f"model.hf={model}", "data.train=train.jsonl", "train.prompts_per_step=4", "run_dir=new/run"]
+    assert rlbatch.submit.main([*overrides, "reward=sequence"]) == 0
+    [(config, run_dir)] = started
     assert run_dir == tmp_path / "new/run"
     assert not (run_dir / "embedded").exists()
+    own = (config.optimizer, config.rollout.max_response_tokens, config.layout.world_size, config.data.eval, config.train.steps)
+    assert own == (OptimizerConfig(), RolloutConfig().max_response_tokens, 1, "", TrainConfig().steps)
+
+
+@pytest.mark.parametrize("experiment", [[], ["experiment=hf"]])
+def test_nothing_embedded_for_a_model_of_ones_own(
+    started: list[tuple[Config, Path]], capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path, experiment: list[str]
+) -> None:
+    """Neither its reward, which would be 0 for ever, nor its prompts."""
+    (tmp_path / "train.jsonl").write_text('{"prompt": "a", "label": "b"}\n' * 4)
+    overrides = [*experiment, f"model.hf={model}", "train.prompts_per_step=4"]
+    assert refusal(capsys, [*overrides, "data.train=train.jsonl"]).startswith(
+        "reward=: must be named for a model of your own. Known: number, sequence; others with plugins="
+    )
+    assert refusal(capsys, [*overrides, "reward=sequence"]).startswith("data.train=embedded: its prompts are for model.hf=embedded.")
+    overrides += ["reward=sequence", "data.train=train.jsonl"]
+    assert refusal(capsys, [*overrides, "data.eval=embedded"]).startswith("data.eval=embedded: its prompts are for model.hf=embedded.")
+    assert started == []
 
 
 def test_run_folder_is_never_reused(started: list[tuple[Config, Path]], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -201,7 +219,8 @@ def test_model_folder_with_links_out_of_it(capsys: pytest.CaptureFixture[str], m
 def test_weights_from_elsewhere(capsys: pytest.CaptureFixture[str], model: Path, started: list[tuple[Config, Path]]) -> None:
     """With checkpoint.load model.hf needs none, unless a reference model is loaded from it."""
     (model / "model.safetensors").unlink()
-    elsewhere = [f"model.hf={model}", f"checkpoint.load={model}"]
+    (model / "train.jsonl").write_text('{"prompt": "a", "label": "b"}\n' * 32)
+    elsewhere = [f"model.hf={model}", f"checkpoint.load={model}", "reward=sequence", f"data.train={model / 'train.jsonl'}"]
     message = "has no *.safetensors. Download the weights, or set checkpoint.ref_load."
     assert message in refusal(capsys, [*elsewhere, "algorithm.kl_loss=true"])
     assert rlbatch.submit.main([*elsewhere, "algorithm.kl_loss=false"]) == 0

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rlbatch.api import ConfigError
+from rlbatch.config.schema import EMBEDDED
 from rlbatch.config.sources import choice_tree, group_files
 from rlbatch.config.text_keys import quoted
 
@@ -13,6 +14,8 @@ AUTO = "auto"
 """Choice of ``layout`` that is looked up by the model's name and the cluster's GPUs."""
 LARGE_MODEL_EXPERIMENT = "math"
 """What a chosen model is trained with."""
+OWN_MODEL_EXPERIMENT = "hf"
+"""What a model folder of the user's is trained with: nothing of the embedded run."""
 _ADDED = ("model", "layout", "cluster")
 """Groups that are not in the defaults list, in the order in which they override each other."""
 _OF_A_CHOICE = {"offload": ("offload.options",), "rollout": ("rollout.options", "rollout.engine", "rollout.quantization")}
@@ -53,7 +56,8 @@ def complete_choices(
 ) -> Sequence[str]:
     """Overrides for Hydra, with the choices that follow from the user's.
 
-    A cluster names its model, a model is trained by the math experiment, and the layout is the file named ``<model>_<gpus>x<gpu>``.
+    A cluster names its model, a model is trained by the math experiment, a folder by ``hf``, and the layout is the file named
+    ``<model>_<gpus>x<gpu>``.
 
     Args:
         choices: The user's: group -> choice.
@@ -69,9 +73,23 @@ def complete_choices(
         chosen |= {"model": model} if model else {}
     if "model" in chosen:
         chosen.setdefault("experiment", LARGE_MODEL_EXPERIMENT)
+    elif _names_model(keys):
+        chosen.setdefault("experiment", OWN_MODEL_EXPERIMENT)
     if "model" in chosen or chosen.get("layout") == AUTO:
         chosen["layout"] = _layout(chosen, keys, compose)
-    return _lines(chosen, [*_dropped_options(chosen, choices), *keys])
+    return _lines(chosen, [*_dropped_options(chosen, choices), *_no_reward(chosen), *keys])
+
+
+def _names_model(keys: Sequence[str]) -> bool:
+    """Whether the user's keys say ``model.hf``, and not that it is the embedded one."""
+    said = [line.partition("=")[2].strip("'\"") for line in keys if line.lstrip("+").startswith("model.hf=")]
+    return bool(said) and said[-1] != EMBEDDED
+
+
+def _no_reward(chosen: Mapping[str, str]) -> list[str]:
+    """The embedded run's reward is for its own task: without one of its own, an experiment has none."""
+    experiment = chosen.get("experiment", EMBEDDED)
+    return [] if experiment == EMBEDDED or "reward" in chosen or _overridden("reward", "experiment", experiment) else ["++reward.name=''"]
 
 
 def _dropped_options(chosen: Mapping[str, str], choices: Mapping[str, str]) -> list[str]:

@@ -133,7 +133,7 @@ class RolloutConfig:
 class RewardConfig:
     """``reward=<name>`` and ``reward.*``"""
 
-    name: str = key("sequence", "The reward.")
+    name: str = key("sequence", "The reward; a model of your own has none until one is named.")
     options: Mapping[str, Any] = key({}, "The reward's own options.")
 
 

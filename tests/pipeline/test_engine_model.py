@@ -126,7 +126,7 @@ def test_transformers_takes_a_quantised_model_in_plain_precision(tmp_path: Path,
     """model.hf in fp8 blocks: both sides compute with its values, log-probs agree within the demo's 1e-4, for more than one step."""
     run_dir = prepared(tmp_path / "run")
     assert convert(["mode=bf16_to_fp8", f"hf={run_dir / EMBEDDED / 'model'}", f"out={tmp_path / 'fp8'}"]) == 0
-    small = small_config("ep2", f"model.hf={tmp_path / 'fp8'}")
+    small = small_config("ep2", "experiment=embedded", f"model.hf={tmp_path / 'fp8'}")
     assert small.rollout.max_logprob_diff == 1e-4
     ranks = rank_pool(2).run(steps.steps, small, str(run_dir), 2)
     assert all(step["train/rollout_logprob_diff_mean"] < 1e-5 for step in ranks[0].metrics)
