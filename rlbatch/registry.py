@@ -8,9 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import metadata
@@ -43,6 +41,7 @@ from rlbatch.config.check import check_engines
 from rlbatch.config.compose import compose
 from rlbatch.config.convert import to_plain
 from rlbatch.config.schema import Config
+from rlbatch.plugin_files import load_plugin_file
 from rlbatch.tables import Entry, NoOptions, Supplier, Table
 
 ENTRY_POINT_GROUP = "rlbatch"
@@ -308,18 +307,10 @@ def _extra(name: str) -> tuple[ModuleType, Supplier]:
     path = Path(name).expanduser().resolve()
     if not path.is_file():
         raise PluginError(f"plugins=[{name}]: there is no such file ({path}). Correct the path.")
-    module_name = f"rlbatch_plugin_file_{path.stem}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
-        raise PluginError(f"plugins=[{name}]: cannot be imported as python. Name a .py file.")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # dataclasses and pickle look modules up by name
     try:
-        spec.loader.exec_module(module)
+        return load_plugin_file(path), Supplier(name)
     except (Exception, SystemExit) as error:  # see _installed
-        del sys.modules[module_name]
         raise _import_error(Supplier(name), error) from error
-    return module, Supplier(name)
 
 
 def _import_error(supplier: Supplier, error: BaseException) -> PluginError:
