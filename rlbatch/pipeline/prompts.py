@@ -169,13 +169,12 @@ def _text(place: str, row: PromptRow, tokenizer: PreTrainedTokenizerBase) -> str
         return row.prompt
     if tokenizer.chat_template is None:
         raise DataError(f"{place}: the prompt is a list of messages, but the tokenizer has no chat template. Write the prompt as a string.")
-    from jinja2 import TemplateSyntaxError
-
     try:
         return str(tokenizer.apply_chat_template([dict(m) for m in row.prompt], tokenize=False, add_generation_prompt=True))
-    except TemplateSyntaxError as error:
-        raise DataError(f"{tokenizer.name_or_path}: the chat template is no Jinja ({error}, line {error.lineno}). Correct it.") from error
     except Exception as error:  # a template is a program: whatever it raises must name the row
+        line = getattr(error, "lineno", None)
+        if line is not None:  # Jinja's own, of its syntax
+            raise DataError(f"{tokenizer.name_or_path}: the chat template is no Jinja ({error}, line {line}). Correct it.") from error
         raise DataError(f"{place}: the chat template refuses this row ({error}). Correct the row, or change the template.") from error
 
 
