@@ -21,6 +21,7 @@ from rlbatch.launch.interfaces import addresses_of
 from rlbatch.launch.job_record import read_record
 from rlbatch.launch.lock import run_folder_lock
 from rlbatch.launch.mpirun import read_hosts
+from rlbatch.launch.own_job import own_job_name
 from rlbatch.plan.engine_plan import EnginePlan
 from rlbatch.plan.engine_precision import check_device, engine_quantization
 from rlbatch.plan.footprint import parameters
@@ -67,7 +68,7 @@ def refuse_running_job(run_dir: Path) -> None:
         ConfigError: another job has it.
     """
     record = read_record(run_dir)
-    if record is None or not record.is_slurm or record.job_id == os.environ.get("SLURM_JOB_ID"):
+    if record is None or not record.is_slurm or record.job_id == own_job_name():
         return
     state = record.state()
     if not state.ended:

@@ -22,6 +22,7 @@ from rlbatch.launch.lock import run_folder_lock
 from rlbatch.launch.logs import LOGS, MERGED_LOG
 from rlbatch.launch.mpirun import DRY_RUN, find_mpi, mpi_job, read_hosts, run_mpi
 from rlbatch.launch.notice import notice_s
+from rlbatch.launch.own_job import own_job_name
 from rlbatch.launch.sbatch import SRUN, batch_script, job_name
 from rlbatch.metrics.report import record_end
 from rlbatch.plan.placement import place
@@ -126,7 +127,7 @@ def _start_nothing(config: Config, registry: Registry) -> int:
     _check_allocation(config)
     with prepared_run(config, registry) as (config, run_dir):
         (run_dir / LOGS).mkdir(exist_ok=True)
-    job_id = os.environ.get("SLURM_JOB_ID", "")
+    job_id = own_job_name()
     if job_id:
         new_record(job_id, "sbatch", job_name(config), run_dir, job_state(job_id).log)
     print(f"Run folder: {run_dir}\nEach rank runs: srun {' '.join(SRUN)} {shlex.join(rank_command(config, run_dir))}", flush=True)

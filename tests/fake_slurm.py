@@ -41,7 +41,16 @@ class FakeSlurm:
 
     def job(self, job_id: str, state: str, exit_code: str = "0:0", **fields: str) -> None:
         """What scontrol shows of a job."""
-        words = {"JobId": job_id, "JobName": "x", "JobState": state, "Reason": "None", "Restarts": "0", "ExitCode": exit_code, **fields}
+        words = {
+            "JobId": job_id,
+            "JobName": "x",
+            "UserId": "me(1000)",
+            "JobState": state,
+            "Reason": "None",
+            "Restarts": "0",
+            "ExitCode": exit_code,
+            **fields,
+        }
         self.says("scontrol", " ".join(f"{name}={value}" for name, value in words.items()) + "\n")
 
     def calls(self) -> list[str]:

@@ -74,7 +74,13 @@ def test_submitted_from_a_job(slurm: FakeSlurm, tmp_path: Path, monkeypatch: pyt
     """From within another job sbatch does not get what would make srun fail, or ranks believe that they were requeued."""
     program = tmp_path / "slurm/bin/sbatch"
     program.write_text(program.read_text().replace("#!/bin/sh\n", f"#!/bin/sh\nenv > {tmp_path}/given\n"))
-    inherited = {"SLURM_JOB_ID": "7", "SLURM_MEM_PER_CPU": "4096", "SLURM_RESTART_COUNT": "1", "SLURMD_NODENAME": "n1"}
+    inherited = {
+        "SBATCH_ARRAY_INX": "0-3",
+        "SLURM_JOB_ID": "7",
+        "SLURM_MEM_PER_CPU": "4096",
+        "SLURM_RESTART_COUNT": "1",
+        "SLURMD_NODENAME": "n1",
+    }
     kept = {"SLURM_CONF": "/etc/slurm.conf", "SBATCH_ACCOUNT": "rl", "MY_OWN": "1"}
     for name, value in (inherited | kept).items():
         monkeypatch.setenv(name, value)
@@ -117,6 +123,10 @@ def test_no_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
             ["cluster.container=pyxis", "cluster.container_image=a", "cluster.container_mounts=[/elsewhere:/elsewhere]"],
             "cluster.container_mounts=[/elsewhere:/elsewhere]: must show the run folder ",
         ),
+        (["run_dir=back\\slash"], "run_dir="),
+        (["run_dir=line\nbreak"], "run_dir="),
+        (["run_dir=top10%train"], "run_dir="),
+        (["model.name=a\\b"], "model.name=a\\b: must have no backslash and no control character, which sbatch cannot be told."),
         (["layout.ep_size=3"], "layout.ep_size=3: must divide num_experts (4)"),
         (["offload=cpu_adam"], "offload=cpu_adam: needs GPUs"),
     ],

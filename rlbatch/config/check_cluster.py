@@ -23,6 +23,8 @@ OURS = (
     "-a",
 )
 """Options of sbatch that follow from other keys, or that would break what rlbatch relies on."""
+SHORTEST = len("--sig")
+"""Of the beginnings of an option that sbatch takes for it: those of several options it refuses."""
 _WORDS = ("name", "partition", "account", "qos", "time_limit", "constraint", "gres", "container_image", "hostfile", "interface")
 
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0a-\x1f\x7f\ud800-\udfff]")
@@ -63,16 +65,23 @@ def check_variable(key: str) -> None:
 
 def _check_options(cluster: ClusterConfig) -> None:
     for option in cluster.sbatch_options:
-        name = re.split(r"[=\s]", option, maxsplit=1)[0]
         if not option.startswith("-") or "\n" in option:
             raise ConfigError(
                 f"cluster.sbatch_options=[{option}]: must be options of sbatch, which begin with a dash. Write e.g. --reservation=rl."
             )
-        if name in OURS:
+        if name := next(filter(_is_ours, option.split()), "").partition("=")[0]:
             raise ConfigError(
                 f"cluster.sbatch_options=[{option}]: {name} follows from layout.world_size, cluster.gpus_per_node and the run folder. "
                 "Leave it out."
             )
+
+
+def _is_ours(word: str) -> bool:
+    """Also ``--arr=0-3`` and ``-a0-3``, which sbatch reads alike; in an array all tasks would have one run folder."""
+    name = word.partition("=")[0]
+    if name.startswith("--"):
+        return any(name == ours or (len(name) >= SHORTEST and ours.startswith(name)) for ours in OURS)
+    return name[:2] in OURS
 
 
 def _check_environment(cluster: ClusterConfig) -> None:
@@ -93,6 +102,8 @@ def _check_container(cluster: ClusterConfig) -> None:
     elif not cluster.container_image:
         raise ConfigError(f"cluster.container={cluster.container}: needs an image. Set cluster.container_image.")
     for mount in cluster.container_mounts:
+        if "," in mount:
+            raise ConfigError(f"cluster.container_mounts=[{mount}]: must have no comma, which separates mounts. Mount a folder above it.")
         if not all(part.startswith("/") for part in mount.split(":")[:2]):
             raise ConfigError(
                 f"cluster.container_mounts=[{mount}]: must be host:container, both from the root. Write e.g. /lustre:/lustre."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import signal
 import subprocess
@@ -11,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlbatch.api import ConfigError
+from rlbatch.launch.scontrol import find_record, own_name, read_records
 
 TIMEOUT_S = 60.0
 ENDED = (
@@ -80,14 +80,15 @@ def _from_controller(job_id: str) -> JobState | None:
     done = _run(["scontrol", "--oneliner", "show", "job", job_id])
     if done is None or done.returncode:
         return None
-    fields = dict(re.findall(r"(\w+)=(\S*)", done.stdout))
-    if "JobState" not in fields:
+    fields = find_record(done.stdout, job_id)
+    if fields is None or "JobState" not in fields:
         return None
     state = fields["JobState"]
+    nodes = [_word(record.get("NodeList", "")) for record in read_records(done.stdout) if own_name(record) == own_name(fields)]
     return JobState(
         state=state,
         reason=_word(fields.get("Reason", "")),
-        nodes=_word(fields.get("NodeList", "")),
+        nodes=",".join(filter(None, nodes)),
         exit_code=_exit_code(fields.get("ExitCode", ""), state) if state in ENDED else None,
         restarts=int(fields.get("Restarts", "0") or 0),
         log=_word(fields.get("StdOut", "")),

@@ -11,7 +11,7 @@ from rlbatch.api import ConfigError
 from rlbatch.launch.launchers import find_place
 from rlbatch.launch.variables import START, Variables
 
-JOB_IDS = ("SLURM_JOB_ID", "SLURM_JOBID", "SLURM_JOB_ID_HET_GROUP_0", "PBS_JOBID", "LSB_JOBID", "PMIX_NAMESPACE", "TORCHELASTIC_RUN_ID")
+JOB_IDS = ("SLURM_JOB_ID_HET_GROUP_0", "SLURM_JOB_ID", "SLURM_JOBID", "PBS_JOBID", "LSB_JOBID", "PMIX_NAMESPACE", "TORCHELASTIC_RUN_ID")
 """Batch systems before launchers: the first that is set."""
 RESTART_COUNTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
 

@@ -15,12 +15,15 @@ from pathlib import Path
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 from submitit.slurm.slurm import SlurmExecutor
 
+from rlbatch.api import ConfigError
 from rlbatch.config.schema import Config
 from rlbatch.launch.rejections import explain_rejection
 
 FOLDER = "submitit"
 """In the run folder; mode 0700, because what lies in it is unpickled."""
+_PLACEHOLDERS = ("%j", "%t", "%A", "%a")
 _OF_A_JOB = ("SLURM_", "SLURMD_", "SRUN_")
+_OF_THE_SCRIPT = ("SBATCH_ARRAY_INX", "SBATCH_ERROR", "SBATCH_OPEN_MODE", "SBATCH_OUTPUT", "SBATCH_SIGNAL")
 _OF_THE_CLUSTER = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT")
 
 
@@ -61,7 +64,13 @@ class _Executor(SlurmExecutor):
 
 
 def task_command(python: str, run_dir: Path) -> list[str]:
-    """What each rank runs in the batch script: submitit's loader of the pickled task."""
+    """What each rank runs in the batch script: submitit's loader of the pickled task.
+
+    Raises:
+        ConfigError: a path in which submitit would replace something.
+    """
+    if found := next((part for part in _PLACEHOLDERS if part in str(run_dir)), ""):
+        raise ConfigError(f"run_dir={run_dir}: must have no {found}, in whose place submitit puts a number of the job. Choose another.")
     return [python, "-u", "-m", "submitit.core._submit", str(run_dir / FOLDER)]
 
 
@@ -91,13 +100,13 @@ def submit_batch(script: str, run_dir: Path, config: Config) -> str:
 
 @contextlib.contextmanager
 def _outside_of_jobs() -> Iterator[None]:
-    """Hides the variables of the Slurm job in which submit itself may run.
+    """Hides the variables of the Slurm job in which submit itself may run, and those that would win over the script.
 
     sbatch passes them on, and sets only some of them anew: srun would take the other job's memory or binding, and ranks its restart count.
     """
-    hidden: dict[str, str] = {}
+    hidden = {name: os.environ[name] for name in _OF_THE_SCRIPT if name in os.environ}
     if "SLURM_JOB_ID" in os.environ:
-        hidden = {name: value for name, value in os.environ.items() if name.startswith(_OF_A_JOB) and name not in _OF_THE_CLUSTER}
+        hidden |= {name: value for name, value in os.environ.items() if name.startswith(_OF_A_JOB) and name not in _OF_THE_CLUSTER}
     for name in hidden:
         del os.environ[name]
     try:

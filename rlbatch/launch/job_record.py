@@ -144,7 +144,10 @@ def find_record(text: str) -> JobRecord:
         ConfigError: there is none.
     """
     record = read_record(Path(text)) if Path(text).is_dir() else None
-    found = [record] if record else [record for record in read_records() if record.job_id == text]
+    records = [record] if record else read_records()
+    found = [record] if record else [record for record in records if record.job_id == text]
+    if tasks := [] if found else [record.job_id for record in records if record.job_id.startswith(f"{text}_")]:
+        raise ConfigError(f"job {text}: is an array, each of its tasks a job of its own. Name one: {', '.join(tasks)}.")
     if not found:
         raise ConfigError(f"job {text}: not started from here. `python -m rlbatch.jobs` lists the jobs; a run folder names its job too.")
     return found[-1]

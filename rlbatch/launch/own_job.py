@@ -9,6 +9,7 @@ import subprocess
 from dataclasses import dataclass
 
 from rlbatch.launch.environment import RankInfo
+from rlbatch.launch.scontrol import Record, find_record, name_by_variables, own_name
 
 QUERY_S = 20.0
 """Longest wait for an answer of Slurm's controller."""
@@ -19,6 +20,7 @@ class OwnJob:
     """A job's record, as ``scontrol show job`` shows it.
 
     Attributes:
+        name: What Slurm's commands call it: ``77_3`` of a task of an array.
         state: E.g. RUNNING, PENDING, COMPLETING.
         reason: Why it is in that state, e.g. TimeLimit.
         restarts: How often it was queued again.
@@ -29,6 +31,7 @@ class OwnJob:
         is_preempted: Whether it is to make room for another job.
     """
 
+    name: str
     state: str
     reason: str
     restarts: int
@@ -48,14 +51,21 @@ def find_own_job(job_id: str) -> OwnJob | None:
     answer = _scontrol("-o", "show", "job", job_id)
     if answer is None or answer.returncode:
         return None
-    records = [dict(re.findall(r"(\S+?)=(\S*)", line)) for line in answer.stdout.splitlines()]
-    own = next((record for record in records if record.get("JobId") == job_id), None)  # the others: components, array tasks
+    own = find_record(answer.stdout, job_id)
     return _parsed(own) if own else None
 
 
-def _parsed(record: dict[str, str]) -> OwnJob:
+def own_job_name() -> str:
+    """What Slurm's commands call the job that this process runs in; empty outside of jobs."""
+    job_id = os.environ.get("SLURM_JOB_ID", "")
+    job = find_own_job(job_id) if job_id else None
+    return job.name if job else job_id and name_by_variables(job_id)
+
+
+def _parsed(record: Record) -> OwnJob:
     ends, restarts = record.get("EndTime", ""), record.get("Restarts", "")
     return OwnJob(
+        name=own_name(record),
         state=record.get("JobState", ""),
         reason=record.get("Reason", ""),
         restarts=int(restarts) if restarts.isdecimal() else 0,
@@ -75,6 +85,9 @@ def kill_wait_s() -> float | None:
 
 def requeue_job(job_id: str) -> str:
     """Queues a job again; Slurm ends what still runs of it.
+
+    Args:
+        job_id: As ``OwnJob.name``: of a task of an array the id may be the whole array's.
 
     Returns:
         Empty if that was done, else why not.

@@ -7,7 +7,8 @@ from pathlib import Path
 from rlbatch.config.schema import Config
 from rlbatch.launch.environment import RankInfo
 from rlbatch.launch.lives import LIVES, History, end_life
-from rlbatch.launch.own_job import find_own_job, requeue_job, slurm_job_id
+from rlbatch.launch.own_job import OwnJob, find_own_job, requeue_job, slurm_job_id
+from rlbatch.launch.scontrol import name_by_variables
 from rlbatch.launch.signals import Ending
 
 EXIT_STOPPED = 75
@@ -31,19 +32,18 @@ def go_on_later(run_dir: Path, config: Config, info: RankInfo, last_step: int | 
     """
     history = end_life(run_dir, info, last_step, ending.why)
     job_id, again = slurm_job_id(info), f"the command that started it, with run_dir={run_dir} resume=auto"
-    by_hand = f"To go on: {f'`scontrol requeue {job_id}`, or ' if job_id else ''}{again}."
-    refused = _why_not(job_id, info, ending, history, config.launch.max_idle_requeues)
-    what = f"; job {job_id} is queued again." if refused is None else f"; {refused}. {by_hand}" if refused else f". {by_hand}"
+    job = find_own_job(job_id) if job_id else None
+    name = job.name if job else name_by_variables(job_id)
+    by_hand = f"To go on: {f'`scontrol requeue {name}`, or ' if job_id else ''}{again}."
+    refused = _why_not(name, job, info, ending, history, config.launch.max_idle_requeues) if job_id else ""
+    what = f"; job {name} is queued again." if refused is None else f"; {refused}. {by_hand}" if refused else f". {by_hand}"
     return f"{ending.why}: stopped after step {history.lives[-1].last_step}{what}"
 
 
-def _why_not(job_id: str, info: RankInfo, ending: Ending, history: History, most: int) -> str | None:
-    """Queues the job again: None, or why not (empty: there is no queue)."""
-    if not job_id:
-        return ""
+def _why_not(name: str, job: OwnJob | None, info: RankInfo, ending: Ending, history: History, most: int) -> str | None:
+    """Queues the job again: None, or why not."""
     if ending.is_cancelled:
         return "cancelled jobs are not queued again"
-    job = find_own_job(job_id)
     if job and job.restarts > info.restart_count:  # Slurm did so itself; if it does too often, the next life ends at its beginning
         return None
     if history.is_idle() and history.idle_requeues() >= most:
@@ -52,20 +52,20 @@ def _why_not(job_id: str, info: RankInfo, ending: Ending, history: History, most
             f"(see {LIVES} in the run folder). Give it longer: cluster.time_limit, launch.notice_s, or fewer train.prompts_per_step"
         )
     if job is None:
-        return _requeue(job_id, info)
+        return _requeue(name, info)
     if not job.is_batch:
-        return f"job {job_id} has no batch script, Slurm cannot queue it again"
+        return f"job {name} has no batch script, Slurm cannot queue it again"
     if not job.may_requeue:
-        return f"job {job_id} was submitted with --no-requeue"
+        return f"job {name} was submitted with --no-requeue"
     if job.state == "COMPLETING" and not job.is_preempted and job.reason != "TimeLimit":
-        return f"job {job_id} was cancelled meanwhile"
-    return _requeue(job_id, info)
+        return f"job {name} was cancelled meanwhile"
+    return _requeue(name, info)
 
 
-def _requeue(job_id: str, info: RankInfo) -> str | None:
+def _requeue(name: str, info: RankInfo) -> str | None:
     """Queues the job again: None, or why not. Slurm may end scontrol with the job's processes before it hears that this was done."""
-    refused = requeue_job(job_id)
+    refused = requeue_job(name)
     if not refused:
         return None
-    job = find_own_job(job_id)
+    job = find_own_job(name)
     return None if job and job.restarts > info.restart_count else refused

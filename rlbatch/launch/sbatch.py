@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from rlbatch.api import ConfigError
 from rlbatch.config.schema import Config
 from rlbatch.launch.cluster_variables import cluster_variables
 from rlbatch.launch.container import srun_options
@@ -59,9 +60,16 @@ def batch_script(config: Config, run_dir: Path, notice_s: int, variables: Mappin
         notice_s: Seconds between the notice and the time limit.
         variables: Of every rank, beside the cluster's.
         command: What each rank runs.
+
+    Raises:
+        ConfigError: a text that sbatch cannot be told.
     """
     cluster = config.cluster
-    options = batch_options(config, notice_s) | {"output": str(run_dir / MERGED_LOG)}
+    output = str(run_dir / MERGED_LOG).replace("%", "%%")  # else %j and the like stand for numbers of the job
+    options = batch_options(config, notice_s) | {"output": output}
+    texts = {f"cluster.{name}": str(getattr(cluster, name)) for name in ("gres", "partition", "account", "qos", "time_limit", "constraint")}
+    for key, text in {"run_dir": str(run_dir), "model.name": config.model.name, **texts}.items():
+        _check_text(key, text)
     header = [f"#SBATCH {_option(name, value)}" for name, value in options.items()]
     header += [f"#SBATCH {option}" for option in cluster.sbatch_options]
     exports = [f"export {name}={shlex.quote(value)}" for name, value in {**cluster_variables(cluster), **variables}.items()]
@@ -75,6 +83,17 @@ def batch_script(config: Config, run_dir: Path, notice_s: int, variables: Mappin
         ENDING.format(first_error=shlex.quote(str(run_dir / FIRST_ERROR))),
     ]
     return "\n".join(["#!/bin/bash", *header, "", *exports, "", *step, ""])
+
+
+def _check_text(key: str, text: str) -> None:
+    """Refuses what sbatch reads otherwise than it is meant: it drops backslashes, and a line ends an option.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    if "\\" in text or not text.isprintable():
+        shown = text if text.isprintable() else ascii(text)
+        raise ConfigError(f"{key}={shown}: must have no backslash and no control character, which sbatch cannot be told. Use others.")
 
 
 def _option(name: str, value: str | None) -> str:

@@ -33,10 +33,10 @@ def test_batch_script(uninterrupted: Job, slurm: Slurm) -> None:
 
 def test_submitit(uninterrupted: Job, slurm: Slurm, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """submit's job gives the same weights and samples as the batch script's, also where jobs do not get the environment of sbatch: what the
-    script exports reaches the ranks.
+    script exports reaches the ranks. Its folder's name is no pattern.
     """
     monkeypatch.setitem(slurm.environment, "SBATCH_EXPORT", "NONE")
-    job = submit(slurm, tmp_path / "run", *RUN, cwd=repository)
+    job = submit(slurm, tmp_path / "top10%_x =1, 'a' %5x", *RUN, cwd=repository)
     assert job.wait_for_end()["JobState"] == "COMPLETED", job.log()
     assert job.result() == uninterrupted.result()
 

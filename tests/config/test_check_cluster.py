@@ -19,6 +19,9 @@ from rlbatch.config.compose import compose
         (["cluster.sbatch_options=[reservation]"], "cluster.sbatch_options=[reservation]: must be options of sbatch"),
         (["cluster.sbatch_options=['--nodes=3']"], "cluster.sbatch_options=[--nodes=3]: --nodes follows from layout.world_size"),
         (["cluster.sbatch_options=['-N 3']"], "cluster.sbatch_options=[-N 3]: -N follows from layout.world_size"),
+        (["cluster.sbatch_options=[-a0-3]"], "cluster.sbatch_options=[-a0-3]: -a0-3 follows from layout.world_size"),
+        (["cluster.sbatch_options=['--arr=0-3']"], "cluster.sbatch_options=[--arr=0-3]: --arr follows from layout.world_size"),
+        (["cluster.sbatch_options=['--mem=1G --outp=x']"], "cluster.sbatch_options=[--mem=1G --outp=x]: --outp follows from"),
         (["cluster.environment={A-B: 1}"], "cluster.environment.A-B: is no name of a variable."),
         (["cluster.environment.A-B=1"], "cluster.environment.A-B: is no name of a variable."),
         (["cluster.environment.A.B=1"], "cluster.environment.A.B: is no name of a variable."),
@@ -36,6 +39,10 @@ from rlbatch.config.compose import compose
         (
             ["cluster.container=pyxis", "cluster.container_image=a", "cluster.container_mounts=[data:/data]"],
             "cluster.container_mounts=[data:/data]: must be host:container, both from the root.",
+        ),
+        (
+            ["cluster.container=pyxis", "cluster.container_image=a", "cluster.container_mounts=['/a,b:/a']"],
+            "cluster.container_mounts=[/a,b:/a]: must have no comma, which separates mounts.",
         ),
         (["cluster.exclusive=false"], "cluster.exclusive=false: then Slurm gives a rank one CPU, unless cluster.cpus_per_task says more."),
         (["launcher=ray"], "launcher=ray: must be `local`, `slurm`, `mpi` or `none`, not `ray`."),

@@ -40,6 +40,11 @@ class FakeSlurm:
         other = RECORD.format(**RUNNING).replace("JobId=7", "JobId=8").replace("RUNNING", "PENDING")
         (self._folder / "record").write_text(other + RECORD.format(**{**RUNNING, **values}))
 
+    def rename(self, fields: str) -> None:
+        """Says these fields in the place of the job's id."""
+        path = self._folder / "record"
+        path.write_text(path.read_text().replace("JobId=7 ", f"{fields} "))
+
     def refuses(self, message: str) -> None:
         """Requeues nothing any more."""
         (self._folder / "refusal").write_text(message)

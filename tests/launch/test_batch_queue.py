@@ -24,6 +24,24 @@ def test_running(slurm: FakeSlurm) -> None:
     assert not job_state("7").ended
 
 
+def test_names_and_paths_with_blanks(slurm: FakeSlurm) -> None:
+    """What users chose looks like no other field."""
+    slurm.job("7", "RUNNING", JobName="a JobState=FAILED ExitCode=9:0", StdOut="/runs/a b/job.log", Power="")
+    assert job_state("7") == JobState("RUNNING", log="/runs/a b/job.log")
+
+
+def test_parts(slurm: FakeSlurm) -> None:
+    """Of several jobs of one id the task of an array that was asked for counts; a heterogeneous job has the nodes of its components."""
+    task = "JobId={} ArrayJobId=7 ArrayTaskId={} JobName=x UserId=root(0) JobState={} Reason=None NodeList={}\n"
+    slurm.says("scontrol", task.format(7, 2, "RUNNING", "n3") + task.format(9, 1, "FAILED", "n2"))
+    assert [(job_state(name).state, job_state(name).nodes) for name in ("7", "7_2", "7_1", "9")] == [
+        *(("RUNNING", "n3"), ("RUNNING", "n3"), ("FAILED", "n2"), ("FAILED", "n2"))
+    ]
+    part = "JobId={} HetJobId=7 HetJobOffset={} JobName=x HetJobIdSet=7-8 UserId=root(0) JobState=RUNNING Reason=None NodeList={}\n"
+    slurm.says("scontrol", part.format(7, 0, "n[1-2]") + part.format(8, 1, "n5"))
+    assert job_state("7") == JobState("RUNNING", nodes="n[1-2],n5")
+
+
 @pytest.mark.parametrize(
     ("state", "exit_code", "code"),
     [

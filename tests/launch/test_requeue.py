@@ -41,6 +41,36 @@ def test_a_job_is_queued_again(record: dict, slurm: FakeSlurm, tmp_path: Path) -
     assert life.ended >= life.began > 0
 
 
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ("JobId=7 ArrayJobId=7 ArrayTaskId=3", "7_3"),
+        ("JobId=7 ArrayJobId=5 ArrayTaskId=0", "5_0"),
+        ("JobId=7 HetJobId=6 HetJobOffset=1", "6"),
+    ],
+    ids=["a task with the id of its array", "another task", "a component"],
+)
+def test_a_part_is_named(fields: str, name: str, slurm: FakeSlurm, tmp_path: Path) -> None:
+    """The id of one task of an array means all its tasks to Slurm: they would be killed. Components are queued again together only."""
+    slurm.shows()
+    slurm.rename(fields)
+    said = go_on_later(tmp_path, Config(), job(), 3, Ending("time limit (SIGUSR2)", 0.0))
+    assert (slurm.requeued, said) == ([name], f"time limit (SIGUSR2): stopped after step 3; job {name} is queued again.")
+
+
+@pytest.mark.parametrize(
+    ("variables", "name"),
+    [({"ARRAY_JOB_ID": "7", "ARRAY_TASK_ID": "3"}, "7_3"), ({"JOB_ID_HET_GROUP_0": "6"}, "6"), ({}, "7")],
+)
+def test_a_part_where_slurm_does_not_answer(variables: dict[str, str], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The advice names the part alone, too."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    for variable, value in variables.items():
+        monkeypatch.setenv(f"SLURM_{variable}", value)
+    assert f"`scontrol requeue {name}`" in go_on_later(tmp_path, Config(), job(), 3, Ending("SIGUSR2", 0.0))
+
+
 def test_a_job_that_slurm_queued_again_is_left_alone(slurm: FakeSlurm, tmp_path: Path) -> None:
     """After the grace time Slurm does it itself: asking again would end the new life."""
     slurm.shows(**REQUEUED)

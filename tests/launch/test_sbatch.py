@@ -108,6 +108,13 @@ def test_script_with_every_key() -> None:
     assert batch_script(config, Path("/runs/my run"), 60, {}, command("/runs/my run")) == EVERYTHING
 
 
+def test_a_percent_sign_is_no_pattern() -> None:
+    """sbatch replaces %j, %a, %5x and the like in the name of the log."""
+    text = batch_script(Config(), Path("/runs/top10%_a %%j"), 60, {}, ["true"])
+    assert "#SBATCH --output='/runs/top10%%_a %%%%j/logs/job.log'\n" in text
+    assert "[ -e '/runs/top10%_a %%j/first_error.json' ]" in text
+
+
 def test_nodes_without_gpus() -> None:
     """An empty gres asks for none, a shared node for no memory."""
     cluster = ClusterConfig(gpus_per_node=2, gres="", exclusive=False)
