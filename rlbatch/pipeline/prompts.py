@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlbatch.api import ConfigError, DataError, Prompt
 from rlbatch.config.schema import DataConfig
+from rlbatch.pipeline.bounded import bounded
 from rlbatch.pipeline.prompt_file import PromptRow, read_prompt_rows
 
 if TYPE_CHECKING:
@@ -18,6 +20,12 @@ if TYPE_CHECKING:
 SHOWN_ROWS = 3
 BATCH_ROWS = 1024
 """Rows that are tokenised by one call; more are no faster, and take memory."""
+ROW_S, BATCH_S = 5.0, 60.0
+"""Of computing, in which a chat template must have written a row, and ``BATCH_ROWS`` of them: thousands of times what usual ones take."""
+ROW_BYTES = 2 * 2**30
+"""Of memory that it may take for a row."""
+MOST_CHARACTERS = 2**26
+"""Of a prompt: more than the tokens of any context."""
 
 
 def load_prompts(
@@ -84,7 +92,7 @@ def tokenize_rows(
     tokenized: list[tuple[str, tuple[int, ...]]] = []
     for start in range(0, len(rows), BATCH_ROWS):
         batch = rows[start : start + BATCH_ROWS]
-        texts = [_text(f"{path}:{row.line}", row, tokenizer) for row in batch]
+        texts = _texts(path, batch, tokenizer)
         for is_plain, group in groupby(zip(batch, texts, strict=True), key=lambda pair: isinstance(pair[0].prompt, str)):
             tokenized += _encoded(path, list(group), tokenizer, add_special_tokens=is_plain and with_special_tokens)
     for row, (_, token_ids) in zip(rows, tokenized, strict=True):
@@ -163,14 +171,42 @@ class PromptOrder:
         return order
 
 
+def _texts(path: Path, batch: Sequence[PromptRow], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """What the model reads of each row."""
+    texts, started = [], time.process_time()
+    for row in batch:
+        texts.append(_text(f"{path}:{row.line}", row, tokenizer))
+        taken, size = time.process_time() - started, len(texts[-1])
+        if size > MOST_CHARACTERS:
+            raise DataError(f"{path}:{row.line}: the prompt has {size} characters, must have at most {MOST_CHARACTERS}. Shorten it.")
+        if taken > BATCH_S:
+            raise DataError(
+                f"{tokenizer.name_or_path}: the chat template took {taken:.0f} s for {len(texts)} prompts of {path}, must take at most "
+                f"{BATCH_S:g} s for {BATCH_ROWS}. Correct the template, or write the prompts as strings."
+            )
+    return texts
+
+
 def _text(place: str, row: PromptRow, tokenizer: PreTrainedTokenizerBase) -> str:
     """What the model reads."""
     if isinstance(row.prompt, str):
         return row.prompt
     if tokenizer.chat_template is None:
         raise DataError(f"{place}: the prompt is a list of messages, but the tokenizer has no chat template. Write the prompt as a string.")
+    if isinstance(tokenizer.chat_template, dict) and "default" not in tokenizer.chat_template:
+        named = ", ".join(sorted(tokenizer.chat_template))
+        raise DataError(
+            f"{tokenizer.name_or_path}: has chat templates for {named} only, and the prompts need the one named default. "
+            "Write it to chat_template.jinja, or write the prompts as strings."
+        )
     try:
-        return str(tokenizer.apply_chat_template([dict(m) for m in row.prompt], tokenize=False, add_generation_prompt=True))
+        with bounded(ROW_S, ROW_BYTES):
+            return str(tokenizer.apply_chat_template([dict(m) for m in row.prompt], tokenize=False, add_generation_prompt=True))
+    except TimeoutError as error:
+        raise DataError(f"{tokenizer.name_or_path}: the chat template does not end ({place}: {error}). Correct the template.") from error
+    except MemoryError as error:
+        limit = f"more than {ROW_BYTES / 2**30:g} GiB"
+        raise DataError(f"{tokenizer.name_or_path}: the chat template takes too much memory ({place}: {limit}). Correct it.") from error
     except Exception as error:  # a template is a program: whatever it raises must name the row
         line = getattr(error, "lineno", None)
         if line is not None:  # Jinja's own, of its syntax

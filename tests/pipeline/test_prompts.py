@@ -1,6 +1,8 @@
 """Prompts are tokenised as one by one, refused with place and fix, and drawn in an order that survives a restart."""
 
 import json
+import resource
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from tokenizers import processors
 
 from rlbatch.api import ConfigError, DataError
 from rlbatch.config.schema import DataConfig
+from rlbatch.pipeline import prompts as prompts_module
 from rlbatch.pipeline.embedded import write_embedded_task
 from rlbatch.pipeline.prompts import BATCH_ROWS, PromptOrder, load_prompts
 
@@ -162,3 +165,38 @@ def test_a_step_larger_than_the_data_is_refused() -> None:
     """More prompts a step than there are is an error with both numbers."""
     with pytest.raises(ConfigError, match=r"train\.prompts_per_step=11: must be at most the number of prompts of data\.train \(10\)"):
         PromptOrder(10, seed=0).take(11)
+
+
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (LOOPS, r"the chat template does not end \(.*p\.jsonl:1: it takes more than 0\.2 s\)\. Correct the template\."),
+        ("{{ 10 ** (10 ** 9) }}", r"the chat template does not end \(.*p\.jsonl:1: it takes more than 0\.2 s\)"),
+        ("{{ 'a' * 10 ** 10 }}", r"the chat template takes too much memory \(.*p\.jsonl:1: more than 2 GiB\)\. Correct it\."),
+        ("{{ 'a' | center(10 ** 4) }}", r"p\.jsonl:1: the prompt has 10000 characters, must have at most 1000\. Shorten it\."),
+        ({"tool_use": "x", "rag": "y"}, r"model: has chat templates for rag, tool_use only, and the prompts need the one named default\."),
+    ],
+)
+def test_templates_without_bounds(template: Any, message: str, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A template is a program that others wrote: one that loops for ever, or makes gigabytes, is a message; its limits end with it."""
+    monkeypatch.setattr(prompts_module, "ROW_S", 0.2)
+    monkeypatch.setattr(prompts_module, "MOST_CHARACTERS", 1000)
+    tokenizer.chat_template = template
+    before = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM)
+    path = write(tmp_path / "p.jsonl", {"prompt": [{"role": "user", "content": "a"}], "label": ""})
+    with pytest.raises(DataError, match=message):
+        load_prompts(path, DATA, tokenizer, context_tokens=64, max_response_tokens=4)
+    assert before == (resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM))
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+
+
+def test_templates_that_are_slow_for_every_row(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row in time, and all of them never."""
+    monkeypatch.setattr(prompts_module, "BATCH_S", 0.1)
+    tokenizer.chat_template = "{% for a in range(9999) %}{{ '' }}{% endfor %}a"
+    path = write(tmp_path / "p.jsonl", *[{"prompt": [{"role": "user", "content": "a"}], "label": ""}] * 1000)
+    with pytest.raises(DataError, match=r"model: the chat template took \d+ s for \d+ prompts of .*p\.jsonl, must take at most 0\.1 s for"):
+        load_prompts(path, DATA, tokenizer, context_tokens=64, max_response_tokens=4)
