@@ -132,10 +132,24 @@ class Registry:
         return cast(PolicyLoss, self.losses[name].value)
 
     def build_reward(self, name: str, options: Mapping[str, Any]) -> Reward:
-        """A reward, ready to be called."""
+        """A reward, ready to be called.
+
+        Raises:
+            PluginError: what builds it raised, or returned no function.
+        """
         entry = self.rewards[name]
         parsed = entry.parse(options, "reward")
-        return cast(Reward, entry.value if entry.options is None else entry.value.build(parsed))
+        if entry.options is None:
+            return cast(Reward, entry.value)
+        try:
+            reward = entry.value.build(parsed)
+        except RlbatchError:
+            raise
+        except Exception as error:  # foreign code: whatever it raises must name the reward
+            raise PluginError(f"reward={name}: its build raised {type(error).__name__}: {error}. Correct the reward.") from error
+        if not callable(reward):
+            raise PluginError(f"reward={name}: its build must return a function of samples, returned {type(reward).__name__}. Correct it.")
+        return cast(Reward, reward)
 
     def label_check(self, name: str, options: Mapping[str, Any]) -> Callable[[Any], None]:
         """What refuses labels that a reward does not take: raises ``DataError``, which names the reward."""

@@ -289,3 +289,25 @@ def test_options_of_an_engine_pass_through() -> None:
     )
     assert config.rollout.engine == {"a_b": {"c": [1, "x"]}}
     assert registry.ranks_per_engine(config) == 2
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        ("lambda options: None", "its build must return a function of samples, returned NoneType"),
+        ("lambda options: options.nothing", "its build raised AttributeError: 'Options' object has no attribute 'nothing'"),
+    ],
+)
+def test_a_reward_that_is_not_built(plugin: Write, build: str, message: str) -> None:
+    """A build that forgets its return, or fails, is named."""
+    body = f"""
+        @dataclass(frozen=True)
+        class Options:
+            limit: int = 1
+
+        @hookimpl
+        def rlbatch_register_rewards():
+            return {{"mine": Configurable({build}, Options)}}
+    """
+    with pytest.raises(PluginError, match=f"^reward=mine: {message}"):
+        load_plugins([plugin(body)]).build_reward("mine", {})
