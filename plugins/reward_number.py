@@ -4,8 +4,8 @@ Numbers in responses, and in labels that are texts:
 
 - Digits with or without decimals: ``18``, ``18.00``, ``.5``; the full stop after ``5.`` is none of it.
 - Thousands in groups of three: ``1,234,567``, ``1{,}234``, ``1\,234``, ``1,\!234``, also with a no-break or thin space (not a plain one).
-- A minus (``-``, ``−`` or ``–``) before the number or its currency: ``-5``, ``-$5``, ``$-5``. After a digit, a letter, a closing bracket
-  or ``%`` it is a subtraction: ``9-5`` ends in 5. With a space behind it it counts only after ``=``, ``(`` or ``{``: ``x = - 5``.
+- A plus or minus (``-``, ``−``, ``–``) before the number or its currency: ``-5``, ``-$5``, ``$-5``. After a digit, a letter, a closing
+  bracket or ``%`` it is none: ``9-5`` ends in 5. With a space behind it a minus counts only after ``=``, ``(`` or ``{``: ``x = - 5``.
 - Exponents: ``1e-05``, ``2.5E7``, ``2.5 x 10^-7`` (also ``×``, ``*``, ``·``, ``\times``, ``\cdot``; ``10^{-7}``, ``10**-7``, ``10⁻⁷``).
 - Fractions: ``3/4``, ``1 1/2``, ``\frac{3}{4}``, ``2\frac{1}{2}``.
 - Currencies, percent signs, degrees, units and words (``million``) count for nothing: ``28%`` is 28.
@@ -35,7 +35,7 @@ _EXPONENT = (
     r"|\s?(?:[x×*·]|\\times|\\cdot)\s?10(?:(?:\^|\*\*)[{(]?(?P<power>[-+−]?[0-9]+)[})]?|(?P<raised>[⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+)))"
 )
 _TOKEN = re.compile(
-    r"(?P<number>(?P<sign>(?<![0-9A-Za-zα-ωΑ-Ω_)\]}%])[-−–]|(?:(?<=[=({])|(?<=[=({]\s))[-−–]\s)?"
+    r"(?P<number>(?P<sign>(?<![0-9A-Za-zα-ωΑ-Ω_)\]}%])[-+−–]|(?:(?<=[=({])|(?<=[=({]\s))[-−–]\s)?"
     r"(?:\\?[$€£¥₹]\s?)?(?P<root>(?:\\sqrt(?:\[[0-9]{1,3}\])?|√)[{(]?)?"
     rf"(?:(?P<whole>[0-9]+)?[ ]?\\[dt]?frac(?:\{{(?P<a>[-−]?{_DECIMAL})\}}\{{(?P<b>{_DECIMAL})\}}|(?P<c>[0-9])(?P<d>[0-9]))"
     rf"|(?:(?P<mixed>[0-9]+)[ ])?(?P<top>{_DECIMAL})[ ]?/[ ]?(?P<bottom>{_DECIMAL})"
@@ -91,7 +91,7 @@ def _value(token: re.Match[str]) -> Fraction | None:
     if top is None or bottom == 0:
         return None
     value = (_parsed(token, "whole", "mixed") or 0) + top * Fraction(10) ** exponent / (1 if bottom is None else bottom)
-    return -value if token["sign"] else value
+    return -value if (token["sign"] or "+") != "+" else value
 
 
 def _parsed(token: re.Match[str], *names: str) -> Fraction | None:
