@@ -15,7 +15,9 @@ from rlbatch.api import ConfigError, DataError, ModelFamily, RlbatchError
 from rlbatch.checkpoint.model_files import model_files
 from rlbatch.config.compose import save_config
 from rlbatch.config.hf_config import read_config
+from rlbatch.config.paths import check_variable, paths_of
 from rlbatch.config.schema import EMBEDDED, Config
+from rlbatch.launch.container import RUN_FOLDER, check_container
 from rlbatch.launch.environment import visible_gpus
 from rlbatch.launch.interfaces import addresses_of
 from rlbatch.launch.job_record import read_record
@@ -92,7 +94,7 @@ def find_problems(config: Config, registry: Registry) -> tuple[list[RlbatchError
         except RlbatchError as error:
             problems.append(error)
         _write_embedded(config, Path(scratch))
-        for check in (_check_model, _check_rollout, _check_checkpoints, _check_prompts, _check_machine):
+        for check in CHECKS:
             try:
                 check(config, registry, Path(scratch))
             except RlbatchError as error:
@@ -103,7 +105,7 @@ def find_problems(config: Config, registry: Registry) -> tuple[list[RlbatchError
 
 def check_all(config: Config, registry: Registry, run_dir: Path) -> None:
     """Every check, in the order in which a user would correct things."""
-    for check in (_check_model, _check_rollout, _check_checkpoints, _check_prompts, _check_machine):
+    for check in CHECKS:
         check(config, registry, run_dir)
 
 
@@ -118,7 +120,7 @@ def model_family(config: Config, registry: Registry, run_dir: Path) -> ModelFami
 
 def model_folder(config: Config, run_dir: Path) -> Path:
     """The Hugging Face folder of the job."""
-    _check_is_set("model.hf", config.model.hf, "the model's Hugging Face folder")
+    check_variable("model.hf", config.model.hf)
     return run_dir / EMBEDDED / "model" if config.model.hf == EMBEDDED else Path(config.model.hf)
 
 
@@ -141,7 +143,7 @@ def _write_embedded(config: Config, run_dir: Path) -> None:
 
 def _run_dir_path(config: Config) -> Path:
     if config.run_dir:
-        return Path(config.run_dir).expanduser()
+        return Path(config.run_dir)
     name, runs = time.strftime("%Y%m%d-%H%M%S"), Path("runs")
     return next(path for number in range(1, 1000) if not (path := runs / (name if number == 1 else f"{name}-{number}")).exists())
 
@@ -183,13 +185,6 @@ def _new_folder(path: Path) -> Path:
     except OSError as error:
         raise ConfigError(f"run_dir={path}: cannot be made ({error.strerror}). Choose another.") from error
     return path.resolve()
-
-
-def _check_is_set(key: str, value: str, what: str) -> None:
-    """The large models' paths come from the environment; configs/ leaves the variable's name where it is not set."""
-    if value.startswith("$"):
-        name = value.removeprefix("$")
-        raise ConfigError(f"{key}={value}: the environment variable {name} is not set. Set it to {what}, or give {key}=<path>.")
 
 
 def _check_model(config: Config, registry: Registry, run_dir: Path) -> None:
@@ -279,10 +274,23 @@ def _check_rollout(config: Config, registry: Registry, run_dir: Path) -> None:
     plan.check_memory(family, is_fp8=has_fp8_engines(config, registry, family))
 
 
-def _check_checkpoints(config: Config, registry: Registry, run_dir: Path) -> None:
+def _check_paths(config: Config, registry: Registry, run_dir: Path) -> None:
+    """Those that no other check reads."""
+    for key, path, _ in paths_of(config):
+        if key not in ("model.hf", "data.train", "data.eval"):
+            check_variable(key, path)
     for key, path in (("checkpoint.load", config.checkpoint.load), ("checkpoint.ref_load", config.checkpoint.ref_load)):
         if path and not Path(path).is_dir():
             raise ConfigError(f"{key}={path}: there is no such folder. Correct the path.")
+
+
+def _check_container(config: Config, registry: Registry, run_dir: Path) -> None:
+    """Who starts a container, and what it must see."""
+    kind, launcher = config.cluster.container, config.launcher
+    if (kind, launcher) in (("pyxis", "local"), ("pyxis", "mpi"), ("apptainer", "local")):
+        fix = "launcher=slurm or none" if kind == "pyxis" else "launcher=slurm, mpi or none"
+        raise ConfigError(f"cluster.container={kind}: launcher={launcher} does not start it. Use {fix}, or cluster.container=none.")
+    check_container(config.cluster, [(RUN_FOLDER, str(_run_dir_path(config).resolve())), *registry.paths_for_ranks(config)])
 
 
 def _check_machine(config: Config, registry: Registry, run_dir: Path) -> None:
@@ -310,13 +318,14 @@ def _check_machine(config: Config, registry: Registry, run_dir: Path) -> None:
 def _check_prompts(config: Config, registry: Registry, run_dir: Path) -> None:
     from rlbatch.pipeline.prompt_check import check_count, check_rows, check_tokens
 
-    _check_is_set("data.train", config.data.train, "the prompt file (jsonl)")
+    check_variable("data.train", config.data.train)  # before what is wrong with the reward
     if not config.reward.name:
         known = ", ".join(sorted(registry.rewards))
         raise ConfigError(f"reward=: must be named for a model of your own. Known: {known}; others with plugins=[<file>.py] reward=<name>.")
     for name, source in (("train", config.data.train), ("eval", config.data.eval)):
         if not source:
             continue
+        check_variable(f"data.{name}", source)
         if source == EMBEDDED and config.model.hf != EMBEDDED:
             raise ConfigError(f"data.{name}={EMBEDDED}: its prompts are for model.hf={EMBEDDED}. Give data.{name}=<jsonl file>.")
         path = run_dir / EMBEDDED / f"{name}.jsonl" if source == EMBEDDED else Path(source)
@@ -333,3 +342,6 @@ def _known_family(config: Config, registry: Registry, run_dir: Path) -> ModelFam
         return model_family(config, registry, run_dir)
     except RlbatchError:  # told by another check
         return None
+
+
+CHECKS = (_check_model, _check_rollout, _check_paths, _check_container, _check_prompts, _check_machine)

@@ -9,9 +9,13 @@ import dataclasses
 import difflib
 import importlib
 import inspect
+import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -40,12 +44,15 @@ from rlbatch.api import (
 from rlbatch.config.check import check_engines
 from rlbatch.config.compose import compose
 from rlbatch.config.convert import to_plain
+from rlbatch.config.paths import absolute, files_there, here, paths_of, with_absolute_paths, with_paths_there
 from rlbatch.config.schema import Config
 from rlbatch.plugin_files import load_plugin_file
 from rlbatch.tables import Entry, NoOptions, Supplier, Table
 
 ENTRY_POINT_GROUP = "rlbatch"
 DISTRIBUTION = "rlbatch"
+PYTHON = "python"
+"""Of ``rollout.engine``: its interpreter, in a container one of the image."""
 
 
 KINDS: Mapping[str, tuple[str, bool]] = {
@@ -109,19 +116,46 @@ class Registry:
         return dataclasses.replace(family, unquantised=family.unquantised | frozenset(left_out))
 
     def complete(self, config: Config) -> Config:
-        """Checks the plugin names of a config and fills in the defaults of their options.
+        """Checks the plugin names of a config, fills in the defaults of their options and makes their paths absolute.
 
         Raises:
             PluginError: an unknown name.
             ConfigError: an unknown option or a value of the wrong type.
         """
         _ = self.advantages[config.algorithm.advantage], self.losses[config.algorithm.loss], self.ranks_per_engine(config)
+        rollout = config.rollout
         return dataclasses.replace(
             config,
-            rollout=dataclasses.replace(config.rollout, options=_completed(self.rollouts, config.rollout.name, config.rollout.options)),
+            rollout=dataclasses.replace(
+                rollout, options=_completed(self.rollouts, rollout.name, rollout.options), engine=self._engine_with_paths(config)
+            ),
             reward=dataclasses.replace(config.reward, options=_completed(self.rewards, config.reward.name, config.reward.options)),
             offload=dataclasses.replace(config.offload, options=_completed(self.offloads, config.offload.name, config.offload.options)),
         )
+
+    def paths_for_ranks(self, config: Config) -> Iterator[tuple[str, str]]:
+        """Key and path of all files and folders that ranks read or write, beside the run folder."""
+        groups = {"rollout": self.rollouts, "reward": self.rewards, "offload": self.offloads}
+        chosen = {group: getattr(config, group) for group in groups if getattr(config, group).name}
+        parsed = {group: groups[group][choice.name].parse(choice.options, group) for group, choice in chosen.items()}
+        typed = (paths_of(options, f"{group}.options.") for group, options in parsed.items() if options)
+        yield from ((key, path) for key, path, rule in chain(paths_of(config), *typed) if rule.is_for_ranks)
+        for group, choice in chosen.items():
+            yield from files_there(choice.options, f"{group}.options")
+        yield from files_there({**config.rollout.engine, PYTHON: ""}, "rollout.engine")
+        if draft := self.draft(config):
+            yield "rollout.engine", draft
+        if folder := module_folder(config.plugins):
+            yield "plugins", folder
+
+    def _engine_with_paths(self, config: Config) -> Mapping[str, Any]:
+        """The engine's options. Its interpreter is a path if it looks like one: others are found by ``PATH``."""
+        engine, known = config.rollout.engine, ""
+        with suppress(ConfigError):  # told by a check
+            known = self.draft(config) or ""
+        python = engine.get(PYTHON)
+        own = {PYTHON: absolute(python) if os.sep in python else python} if isinstance(python, str) else {}
+        return {**with_paths_there(engine, (known,)), **own}
 
     def advantage(self, name: str) -> AdvantageEstimator:
         """An advantage estimator."""
@@ -292,7 +326,22 @@ def compose_job(overrides: Sequence[str]) -> tuple[Config, Registry]:
     """
     config = compose(overrides)
     registry = load_plugins(config.plugins)
+    if folder := module_folder(config.plugins):
+        found = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
+        environment = {"PYTHONPATH": found, **config.cluster.environment}
+        config = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, environment=environment))
     return registry.complete(config), registry
+
+
+def module_folder(plugins: Sequence[str]) -> str:
+    """The current folder, if Python finds some of the config's ``plugins`` only because it was started there; else empty."""
+    for name in plugins:
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file and not name.endswith(".py"):
+            depth = len(name.split(".")) - (Path(file).name != "__init__.py")
+            if Path(file).parents[depth] == Path.cwd() and os.getcwd() not in sys.path[1:]:
+                return here()
+    return ""
 
 
 def _installed() -> Iterator[tuple[ModuleType, Supplier]]:
@@ -318,7 +367,7 @@ def _extra(name: str) -> tuple[ModuleType, Supplier]:
             return importlib.import_module(name), Supplier(name)
         except (Exception, SystemExit) as error:  # see _installed
             raise _import_error(Supplier(name), error) from error
-    path = Path(name).expanduser().resolve()
+    path = Path(name).resolve()
     if not path.is_file():
         raise PluginError(f"plugins=[{name}]: there is no such file ({path}). Correct the path.")
     try:
@@ -388,4 +437,4 @@ def _completed(table: Table, name: str, options: Mapping[str, Any]) -> Mapping[s
     if not name:  # a reward that is still to be named
         return options
     parsed = table[name].parse(options, table.key)
-    return {} if parsed is None else cast(Mapping[str, Any], to_plain(parsed))
+    return {} if parsed is None else cast(Mapping[str, Any], with_paths_there(to_plain(with_absolute_paths(parsed))))

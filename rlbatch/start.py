@@ -13,7 +13,7 @@ from rlbatch.api import ConfigError
 from rlbatch.config.schema import Config
 from rlbatch.launch.batch_queue import job_state, queued_state
 from rlbatch.launch.cluster_variables import cluster_variables
-from rlbatch.launch.container import check_container, in_container, python
+from rlbatch.launch.container import in_container, python, srun_options
 from rlbatch.launch.failures import read_first_error
 from rlbatch.launch.follow import follow
 from rlbatch.launch.job_record import JobRecord, new_record, process_id
@@ -55,11 +55,10 @@ def slurm_script(config: Config, run_dir: Path, parameters: float) -> str:
     """The batch script that is given to sbatch.
 
     Raises:
-        ConfigError: ranks that do not fill nodes, a notice that is too long, a container that does not see the run folder.
+        ConfigError: ranks that do not fill nodes or a notice that is too long.
     """
     from rlbatch.launch.executors import task_command
 
-    check_container(config.cluster, run_dir)
     notice = notice_s(config, parameters, run_dir)
     command = in_container(config.cluster, task_command(python(config.cluster), run_dir))
     return batch_script(config, run_dir, notice, TASK_VARIABLES, command)
@@ -107,7 +106,6 @@ def _start_mpi(config: Config, registry: Registry) -> int:
     mpi = find_mpi()
     read_hosts(config)  # refused before there is a run folder
     with prepared_run(config, registry) as (config, run_dir):
-        check_container(config.cluster, run_dir)
         job = mpi_job(config, run_dir, mpi, rank_command(config, run_dir))
     with run_folder_lock(run_dir):
         new_record(process_id(), "mpi", job_name(config), run_dir, "")
@@ -130,7 +128,8 @@ def _start_nothing(config: Config, registry: Registry) -> int:
     job_id = own_job_name()
     if job_id:
         new_record(job_id, "sbatch", job_name(config), run_dir, job_state(job_id).log)
-    print(f"Run folder: {run_dir}\nEach rank runs: srun {' '.join(SRUN)} {shlex.join(rank_command(config, run_dir))}", flush=True)
+    srun = ["srun", *SRUN, *srun_options(config.cluster, run_dir), *rank_command(config, run_dir)]
+    print(f"Run folder: {run_dir}\nEach rank runs: {shlex.join(srun)}", flush=True)
     return 0
 
 

@@ -135,7 +135,7 @@ def test_cluster_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert "            11: ranks 88-95 of node 11\n" in said.out
     refused = said.err.strip().splitlines()
     assert refused[0] == "This would be refused:"
-    assert refused[1].startswith("  model.hf=$MODEL_DIR: the environment variable MODEL_DIR is not set. Set it to the model's")
+    assert refused[1].startswith("  model.hf=$MODEL_DIR: the environment variable MODEL_DIR is not set. Set it, or give model.hf=<path>.")
     assert refused[2].startswith("  data.train=$TRAIN_DATA: the environment variable TRAIN_DATA is not set.")
     assert len(refused) == 3
 
@@ -235,15 +235,15 @@ def test_mpi_without_mpirun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
         (["layout.ep_size=3"], "layout.ep_size=3: must divide num_experts (4)"),
         (["launcher=slurm", "layout.world_size=3"], "layout.world_size=3: must be a multiple of cluster.gpus_per_node (2)"),
         (["launcher=slurm", "cluster.time_limit=soon"], "cluster.time_limit=soon: must be a time"),
-        (["run_dir=."], "run_dir=.: must be new or empty"),
-        (["launcher=mpi", "cluster.hostfile=absent"], "cluster.hostfile=absent: cannot be read"),
+        (["run_dir=."], "run_dir={here}: must be new or empty"),
+        (["launcher=mpi", "cluster.hostfile=absent"], "cluster.hostfile={here}/absent: cannot be read"),
     ],
 )
 def test_what_would_be_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, overrides: list[str], message: str) -> None:
     """A job that would be refused is shown as far as it goes, with the reason; the exit code says so."""
     (tmp_path / "file").touch()
     dry_run("+cluster=local", *overrides, code=2)
-    assert f"\n  {message}" in capsys.readouterr().err
+    assert f"\n  {message.replace('{here}', str(tmp_path))}" in capsys.readouterr().err
 
 
 def test_one_reason_hides_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:

@@ -123,14 +123,16 @@ def test_run_folder_is_never_reused(started: list[tuple[Config, Path]], capsys: 
     assert rlbatch.submit.main(["run_dir=mine"]) == 0
     (folder / "note").write_text("keep")
     before = sorted(folder.iterdir())
-    assert refusal(capsys, ["run_dir=mine", "seed=5"]).startswith(f"run_dir=mine: must be new or empty, has {len(before)} entries.")
+    assert refusal(capsys, ["run_dir=mine", "seed=5"]).startswith(
+        f"run_dir={Path.cwd()}/mine: must be new or empty, has {len(before)} entries."
+    )
     assert sorted(folder.iterdir()) == before
     assert load_config(folder / "config.yaml").seed == 0
     assert rlbatch.submit.main(["run_dir=mine", "resume=auto"]) == 0
     assert (folder / "note").read_text() == "keep"
     (tmp_path / "file").touch()
-    assert refusal(capsys, ["run_dir=file"]).startswith("run_dir=file: must be a folder, is a file.")
-    assert refusal(capsys, ["run_dir=file/below"]).startswith("run_dir=file/below: cannot be made")
+    assert refusal(capsys, ["run_dir=file"]).startswith(f"run_dir={tmp_path}/file: must be a folder, is a file.")
+    assert refusal(capsys, ["run_dir=file/below"]).startswith(f"run_dir={tmp_path}/file/below: cannot be made")
 
 
 def test_run_folder_of_another_user(
@@ -140,7 +142,7 @@ def test_run_folder_of_another_user(
     (tmp_path / "foreign").mkdir()
     mine = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: mine + 1)
-    assert refusal(capsys, ["run_dir=foreign"]).startswith(f"run_dir=foreign: belongs to user id {mine}, you are {mine + 1}")
+    assert refusal(capsys, ["run_dir=foreign"]).startswith(f"run_dir={Path.cwd()}/foreign: belongs to user id {mine}, you are {mine + 1}")
     assert not list((tmp_path / "foreign").iterdir())
 
 
@@ -149,7 +151,7 @@ def test_run_folder_of_another_user(
     [
         (["trian.steps=3"], "trian.steps: unknown key. Did you mean `train.steps`"),
         (["reward=squence"], "reward=squence: unknown. Did you mean `sequence`"),
-        (["plugins=[absent.py]"], "plugins=[absent.py]: there is no such file"),
+        (["plugins=[absent.py]"], "/absent.py]: there is no such file"),
         (["layout.world_size=3"], "layout.world_size=3: must be a multiple of pp_size x ep_size x etp_size"),
         (["layout.ep_size=3"], "layout.ep_size=3: must divide num_experts (4). Use 1, 2 or 4."),
         (
@@ -169,8 +171,8 @@ def test_run_folder_of_another_user(
             ["rollout.max_response_tokens=64"],
             "rollout.max_response_tokens=64: must leave room for a prompt in the model's context (64 tokens). Use less.",
         ),
-        (["checkpoint.load=absent"], "checkpoint.load=absent: there is no such folder."),
-        (["checkpoint.ref_load=absent"], "checkpoint.ref_load=absent: there is no such folder."),
+        (["checkpoint.load=absent"], "/absent: there is no such folder."),
+        (["checkpoint.ref_load=absent"], "/absent: there is no such folder."),
     ],
 )
 def test_bad_input(

@@ -191,3 +191,55 @@ def test_record_in_the_run_folder(tmp_path: Path) -> None:
     assert (record["job_id"], record["launcher"], record["run_dir"]) == ("41", "slurm", str(tmp_path / "mine"))
     [listed] = read_records()
     assert listed.job_id == "41"
+
+
+def test_relative_paths_in_a_container(slurm: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is typed from here is found by ranks, which work in the run folder of a container: from the root, and mounted."""
+    (tmp_path / "my_reward.py").write_text(REWARD)
+    for line in ("{}", '{"prompt": "a", "label": "b"}'):
+        (tmp_path / "train.jsonl").write_text(f"{line}\n" * 64)
+    job = [
+        "data.train=train.jsonl",
+        "data.eval=",
+        "plugins=[my_reward.py]",
+        "reward=mine",
+        "run_dir=runs/1",
+        "reward.options.table=./t.txt",
+    ]
+    pyxis = ["cluster.container=pyxis", "cluster.container_image=a"]
+    (tmp_path / "t.txt").write_text("")
+    assert rlbatch.submit.main([*LOCAL, *job, *pyxis, f"cluster.container_mounts=['{tmp_path}/runs:{tmp_path}/runs']"]) == 2
+    assert capsys.readouterr().err == (
+        f"cluster.container_mounts=[{tmp_path}/runs:{tmp_path}/runs]: must show plugins {tmp_path}/my_reward.py, "
+        f"data.train {tmp_path}/train.jsonl, reward.options.table {tmp_path}/t.txt under the same path inside. "
+        f"Add {tmp_path}:{tmp_path}, or folders above.\n"
+    )
+    assert rlbatch.submit.main([*LOCAL, *job, *pyxis, f"cluster.container_mounts=['{tmp_path}:{tmp_path}']"]) == 0
+    config = load_config(tmp_path / "runs/1/config.yaml")
+    assert (config.data.train, config.plugins) == (f"{tmp_path}/train.jsonl", (f"{tmp_path}/my_reward.py",))
+    assert config.reward.options == {"table": f"{tmp_path}/t.txt"}
+
+
+@pytest.mark.parametrize(("container", "launcher"), [("pyxis", "local"), ("pyxis", "mpi"), ("apptainer", "local")])
+def test_containers_that_nobody_starts(container: str, launcher: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A container that would be left out without a word is refused."""
+    job = [f"cluster.container={container}", "cluster.container_image=a", f"cluster.container_mounts=['{tmp_path}:{tmp_path}']"]
+    assert rlbatch.submit.main(["+cluster=local", f"launcher={launcher}", "dry_run=true", *job]) == 2
+    assert f"cluster.container={container}: launcher={launcher} does not start it." in capsys.readouterr().err
+
+
+REWARD = """\
+from dataclasses import dataclass
+
+from rlbatch.api import Configurable, hookimpl
+
+
+@dataclass(frozen=True)
+class Options:
+    table: str = ""
+
+
+@hookimpl
+def rlbatch_register_rewards():
+    return {"mine": Configurable(lambda options: lambda samples: [0.0 for _ in samples], Options)}
+"""

@@ -50,7 +50,7 @@ from rlbatch.api.types import (
     StepResult,
     WeightBucket,
 )
-from rlbatch.api.values import Count, CountOrZero, Range, Seconds
+from rlbatch.api.values import Count, CountOrZero, FilePath, Range, Seconds
 
 __all__ = [
     "API_VERSION",
@@ -71,6 +71,7 @@ __all__ = [
     "ExpertDown",
     "ExpertGated",
     "ExpertParallelBackend",
+    "FilePath",
     "FinishReason",
     "Gated",
     "HfFields",

@@ -41,6 +41,25 @@ def _shown(bound: float) -> str:
     return str(bound) if isinstance(bound, int) else f"{bound:g}"
 
 
+@dataclass(frozen=True)
+class PathRule:
+    """A text that names a file or folder: submit makes it absolute, as ranks may work in another folder.
+
+    Attributes:
+        words: What is no path.
+        suffix: Only what ends so is a path.
+        is_for_ranks: Whether ranks read or write it: then their containers must show it.
+        is_guess: It may be something else, e.g. a name in a registry: it is a path if it begins like one or is there.
+    """
+
+    words: tuple[str, ...] = ()
+    suffix: str = ""
+    is_for_ranks: bool = True
+    is_guess: bool = False
+
+
+FilePath = Annotated[str, PathRule()]
+"""Of a file or folder that every rank sees; empty: none."""
 Count = Annotated[int, Range(above=0, most=INT32)]
 """How many, at least one."""
 CountOrZero = Annotated[int, Range(least=0, most=INT32)]

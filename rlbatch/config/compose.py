@@ -16,6 +16,7 @@ from rlbatch.config.check import check_config
 from rlbatch.config.choices import complete_choices
 from rlbatch.config.convert import from_mapping, to_plain
 from rlbatch.config.overrides import PLUGIN_GROUPS, parse_arguments, text_value
+from rlbatch.config.paths import with_absolute_paths
 from rlbatch.config.schema import Config
 from rlbatch.config.sources import CLUSTER, ROOT, give_to_hydra, group_files
 from rlbatch.config.yaml_files import read_yaml
@@ -49,7 +50,9 @@ def compose(overrides: Sequence[str]) -> Config:
     for group, name in asked.choices.items():
         if group in PLUGIN_GROUPS and name not in files[group]:
             ConfigStore.instance().store(name, {"name": name}, group)
-    return _config(tree(complete_choices(asked.choices, asked.lines, tree)))
+    config = with_absolute_paths(from_mapping(Config, tree(complete_choices(asked.choices, asked.lines, tree))))
+    check_config(config)
+    return config
 
 
 def load_config(path: Path | str) -> Config:
@@ -59,15 +62,11 @@ def load_config(path: Path | str) -> Config:
         ConfigError: as ``compose``.
         DataError: the file cannot be read.
     """
-    return _config(read_yaml(Path(path), fix="Start runs with `python -m rlbatch.submit`, which writes it."))
+    config = from_mapping(Config, read_yaml(Path(path), fix="Start runs with `python -m rlbatch.submit`, which writes it."))
+    check_config(config)
+    return config
 
 
 def save_config(config: Config, path: Path | str) -> None:
     """Writes every key and value; ``load_config`` reads back an equal config."""
     Path(path).write_text(yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True), encoding="utf-8")
-
-
-def _config(tree: Mapping[str, Any]) -> Config:
-    config = from_mapping(Config, tree)
-    check_config(config)
-    return config

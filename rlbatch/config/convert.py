@@ -50,7 +50,7 @@ def key_docs(cls: Any, prefix: str = "") -> Iterator[KeyDoc]:
             yield from key_docs(hint, f"{prefix}{field.name}.")
         else:
             said = field.metadata.get("doc", "")
-            yield KeyDoc(prefix + field.name, _words(hint), _default(field), said, tuple(_marks(hint)), _is_text(hint))
+            yield KeyDoc(prefix + field.name, _words(hint), _default(field), said, tuple(marks(hint)), _is_text(hint))
 
 
 def closest(name: str, known: Iterable[str]) -> list[str]:
@@ -130,12 +130,12 @@ def _is_text(hint: Any) -> bool:
     return hint is str
 
 
-def _marks(hint: Any) -> Iterator[Any]:
+def marks(hint: Any) -> Iterator[Any]:
     """Annotations of a type, and of its parts."""
     if get_origin(hint) is Annotated:
         yield from hint.__metadata__
     for part in get_args(hint):
-        yield from _marks(part)
+        yield from marks(part)
 
 
 def _check_range(hint: Any, value: Any, key: str, default: Any) -> None:
@@ -144,7 +144,7 @@ def _check_range(hint: Any, value: Any, key: str, default: Any) -> None:
         for index, item in enumerate(value):
             _check_range(hint, item, f"{key}[{index}]", None)
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        ranges = [mark for mark in _marks(hint) if isinstance(mark, Range)]
+        ranges = [mark for mark in marks(hint) if isinstance(mark, Range)]
         for limits in ranges or [Range(-INT64 - 1, INT64) if isinstance(value, int) else Range()]:
             if violated := limits.violated(value):
                 raise ConfigError(f"{key}={show_value(value)}: {violated}. Use e.g. {show_value(_example(limits, default))}.")

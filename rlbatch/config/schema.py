@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from rlbatch.api.values import INT32, INT64, Count, CountOrZero, Range, Seconds
+from rlbatch.api.values import INT32, INT64, Count, CountOrZero, FilePath, PathRule, Range, Seconds
 
 EMBEDDED = "embedded"
 """Value of ``model.hf``, ``data.train`` and ``data.eval`` for what the embedded run generates in its run folder."""
@@ -20,6 +20,10 @@ Ranks = Annotated[int, Range(above=0, most=2**20)]
 """Ranks, or parts of a model that ranks share out."""
 Amount = Annotated[float, Range(least=0, most=1e6)]
 """What a machine has, in GiB, GB/s or TFLOP/s; 0: not said."""
+SourcePath = Annotated[str, PathRule(words=(EMBEDDED,))]
+"""What ranks read, or generate."""
+OwnPath = Annotated[str, PathRule(is_for_ranks=False)]
+"""What only submit uses, or what all launchers know of."""
 
 
 def key(default: Any, doc: str) -> Any:
@@ -98,7 +102,7 @@ class ModelConfig:
     parameters: Annotated[float, Range(least=0, most=1e15)] = key(
         0.0, "Parameters, e.g. 671.0e9: what a dry run goes by while model.hf is not there."
     )
-    hf: str = key(EMBEDDED, "Hugging Face folder: config.json, tokenizer, safetensors; `embedded`: a tiny random Qwen3-MoE.")
+    hf: SourcePath = key(EMBEDDED, "Hugging Face folder: config.json, tokenizer, safetensors; `embedded`: a tiny random Qwen3-MoE.")
 
 
 @dataclass(frozen=True)
@@ -168,8 +172,8 @@ class AlgorithmConfig:
 class DataConfig:
     """``data.*``"""
 
-    train: str = key(EMBEDDED, "Prompt file (jsonl), one object a line.")
-    eval: str = key(EMBEDDED, "Held-out prompt file; empty: no evaluation.")
+    train: SourcePath = key(EMBEDDED, "Prompt file (jsonl), one object a line.")
+    eval: SourcePath = key(EMBEDDED, "Held-out prompt file; empty: no evaluation.")
     prompt_key: str = key("prompt", "Field with the prompt: a string, or a list of {role, content} for the chat template.")
     label_key: str = key("label", "Field with what the reward compares with.")
     max_prompt_tokens: Count | None = key(None, "Longest prompt; null: the context less rollout.max_response_tokens.")
@@ -179,11 +183,11 @@ class DataConfig:
 class CheckpointConfig:
     """``checkpoint.*``"""
 
-    load: str = key(
+    load: FilePath = key(
         "", "Where the policy's weights come from: a run's checkpoint (.../step_000100) or a Hugging Face folder; empty: ref_load."
     )
-    ref_load: str = key("", "Where the reference model's weights come from: as checkpoint.load; empty: model.hf.")
-    save: str = key("", "Folder of checkpoints; empty: <run_dir>/checkpoints.")
+    ref_load: FilePath = key("", "Where the reference model's weights come from: as checkpoint.load; empty: model.hf.")
+    save: FilePath = key("", "Folder of checkpoints; empty: <run_dir>/checkpoints.")
     save_interval: Annotated[int, Range(least=-1, most=INT32)] = key(
         0, "Steps between checkpoints; 0: only after the last step; -1: never."
     )
@@ -224,10 +228,12 @@ class ClusterConfig:
     gres: str = key("gpu", "Generic resource name of GPUs, `gpu` or `gpu:<type>`; empty: nodes have no GPUs to ask for.")
     sbatch_options: tuple[str, ...] = key((), "Further options of sbatch, e.g. --reservation=rl.")
     container: Literal["none", "pyxis", "apptainer"] = key("none", "What runs the ranks: the host itself, pyxis/enroot or apptainer.")
-    container_image: str = key("", "Image of the container.")
-    container_mounts: tuple[str, ...] = key((), "Folders that the container sees, as host:container.")
+    container_image: Annotated[str, PathRule(is_for_ranks=False, is_guess=True)] = key("", "Image of the container.")
+    container_mounts: tuple[Annotated[str, PathRule(is_for_ranks=False, is_guess=True)], ...] = key(
+        (), "Folders that the container sees, as host:container."
+    )
     environment: Mapping[str, str] = key({}, "Environment variables of every rank: text, passed on as it is typed.")
-    hostfile: str = key("", "Nodes for mpirun, one a line; empty: this machine.")
+    hostfile: OwnPath = key("", "Nodes for mpirun, one a line; empty: this machine.")
     interface: str = key("", "Network interface between nodes, e.g. bond0; empty: the one that leads to the first node.")
 
 
@@ -253,10 +259,10 @@ class Config:
     """The whole config."""
 
     seed: Annotated[int, Range(least=0, most=INT64)] = key(0, "Determines weights of the embedded model, prompt order and every sample.")
-    run_dir: str = key("", "Run folder; empty: runs/<time>.")
+    run_dir: OwnPath = key("", "Run folder; empty: runs/<time>.")
     resume: Literal["never", "auto"] = key("never", "`auto`: go on from the newest checkpoint in checkpoint.save, if there is one.")
-    plugins: tuple[str, ...] = key((), "Extra plugins: python files or importable modules.")
-    cluster_dir: str = key("", "Folder with files of your own for `+cluster=<name>`; empty: those of configs/cluster alone.")
+    plugins: tuple[Annotated[str, PathRule(suffix=".py")], ...] = key((), "Extra plugins: python files or importable modules.")
+    cluster_dir: OwnPath = key("", "Folder with files of your own for `+cluster=<name>`; empty: those of configs/cluster alone.")
     launcher: Literal["local", "slurm", "mpi", "none"] = key(
         "local",
         "Who starts the ranks: this machine, Slurm (submitit), mpirun; none: only the run folder is written, a batch script starts them.",

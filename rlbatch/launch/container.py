@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path, PurePosixPath
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
 
 from rlbatch.api import ConfigError
 from rlbatch.config.schema import ClusterConfig
 
 PYTHON_INSIDE = "python"
 """The image's own interpreter, where rlbatch is installed."""
+RUN_FOLDER = "the run folder"
+WRITTEN = (RUN_FOLDER, "checkpoint.save")
+"""What a mount must not show read-only."""
 
 
 def python(cluster: ClusterConfig) -> str:
@@ -35,20 +40,56 @@ def in_container(cluster: ClusterConfig, command: Sequence[str]) -> list[str]:
     return ["apptainer", "exec", *gpus, *mounts, cluster.container_image, *command]
 
 
-def check_container(cluster: ClusterConfig, run_dir: Path) -> None:
-    """Refuses a container that would not see the run folder under its own name.
+def check_container(cluster: ClusterConfig, paths: Sequence[tuple[str, str]]) -> None:
+    """Refuses a container that would not see what ranks read and write under the same names.
+
+    Args:
+        cluster: With the mounts.
+        paths: What each is, and its path. What is a link needs mounts for both ends.
 
     Raises:
-        ConfigError: no mount covers it.
+        ConfigError: no mount covers some of them; says which to add.
     """
     if cluster.container == "none":
         return
-    for mount in cluster.container_mounts:
-        host, _, rest = mount.partition(":")
-        inside = rest.partition(":")[0] or host
-        if host == inside and PurePosixPath(run_dir).is_relative_to(host):
-            return
-    raise ConfigError(
-        f"cluster.container_mounts=[{','.join(cluster.container_mounts)}]: must show the run folder {run_dir} under the same path inside. "
-        f"Add {run_dir.parent}:{run_dir.parent}, or another folder above it."
-    )
+    mounts = [_Mount.parse(text) for text in cluster.container_mounts]
+    unseen: dict[str, Path] = {}
+    for what, text in paths:
+        for path in _ends(text):
+            if not _is_seen(path, mounts, is_written=what in WRITTEN):
+                unseen.setdefault(what, path)
+    if unseen:
+        folders = {path.parent if len(path.parts) > 2 else path for path in unseen.values()}
+        least = sorted(str(folder) for folder in folders if not any(folder.is_relative_to(other) for other in folders - {folder}))
+        raise ConfigError(
+            f"cluster.container_mounts=[{','.join(cluster.container_mounts)}]: must show "
+            f"{', '.join(f'{what} {path}' for what, path in unseen.items())} under the same path inside. "
+            f"Add {','.join(f'{folder}:{folder}' for folder in least)}, or folders above."
+        )
+
+
+class _Mount(NamedTuple):
+    host: Path
+    inside: Path
+    is_read_only: bool
+
+    @classmethod
+    def parse(cls, text: str) -> _Mount:
+        host, *rest = text.split(":")
+        return cls(Path(host), Path(rest[0] if rest else host), "ro" in ",".join(rest[1:]).split(","))
+
+
+def _is_seen(path: Path, mounts: Sequence[_Mount], *, is_written: bool) -> bool:
+    """Of several mounts the innermost counts."""
+    above = [mount for mount in mounts if path.is_relative_to(mount.inside)]
+    mount = max(above, key=lambda mount: len(mount.inside.parts), default=None)
+    return mount is not None and mount.host == mount.inside and not (is_written and mount.is_read_only)
+
+
+def _ends(text: str) -> list[Path]:
+    """A path, and where it leads: links of its own, and those in a folder, as caches of downloads have them."""
+    path = Path(text)
+    with suppress(OSError):
+        links = [child for child in path.iterdir() if child.is_symlink()] if path.is_dir() else []
+        return list(dict.fromkeys([path, *(end.resolve() for end in (path, *links))]))
+    return [path]

@@ -124,7 +124,7 @@ def read_hosts(config: Config) -> tuple[Host, ...]:
     if not cluster.hostfile:
         return (Host(socket.gethostname(), ranks),)
     try:
-        text = read_text(Path(cluster.hostfile).expanduser(), "Correct the path.")
+        text = read_text(Path(cluster.hostfile), "Correct the path.")
     except DataError as error:
         raise ConfigError(f"cluster.hostfile={error}") from error
     listed = parse_hostfile(text, cluster.hostfile, separate_gpus(config) or cluster.gpus_per_node)

@@ -143,7 +143,7 @@ def _own_sources() -> Iterator[Path]:
 
 def _plugin_sources(supplier: Supplier) -> Iterator[Path]:
     if supplier.module.endswith(".py"):
-        yield Path(supplier.module).expanduser()
+        yield Path(supplier.module)
     elif (spec := util.find_spec(supplier.module)) and spec.origin:
         yield Path(spec.origin)
 

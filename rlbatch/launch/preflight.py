@@ -169,9 +169,8 @@ class Preflight:
 
     def _sources(self) -> list[Path]:
         """What every node reads."""
-        config = self._config
-        paths = (config.model.hf, config.data.train, config.data.eval, config.checkpoint.load, config.checkpoint.ref_load)
-        return [Path(path) for path in dict.fromkeys(paths) if path not in ("", EMBEDDED)]
+        paths = (path for key, path in self._registry.paths_for_ranks(self._config) if key != "checkpoint.save")
+        return [Path(path) for path in dict.fromkeys(paths)]
 
 
 def blamed(wrong: Sequence[Sequence[int]]) -> list[tuple[int, int]]:

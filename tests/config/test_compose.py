@@ -62,7 +62,7 @@ def test_overrides_reach_the_config() -> None:
     assert (config.train.steps, config.seed, config.optimizer.lr, config.data.eval) == (7, 3, 1.0, "")
     assert isinstance(config.optimizer.lr, float)
     assert config.layout.first_stage_layers is None
-    assert config.plugins == ("a/b.py", "c.d")
+    assert config.plugins == (f"{Path.cwd()}/a/b.py", "c.d")
     assert config.reward.options == {"x": 1}
 
 

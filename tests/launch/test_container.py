@@ -12,6 +12,7 @@ from rlbatch.config.schema import ClusterConfig
 from rlbatch.launch.container import check_container, in_container, python, srun_options
 
 RUN_DIR = Path("/lustre/me/runs/1")
+RUN = [("the run folder", str(RUN_DIR))]
 MOUNTS = ("/lustre:/lustre", "/models:/weights:ro")
 
 
@@ -47,11 +48,52 @@ def test_pyxis() -> None:
 @pytest.mark.parametrize("mounts", [("/lustre:/lustre",), ("/lustre/me",), ("/data:/data", "/lustre/me/runs:/lustre/me/runs:rw")])
 def test_run_folder_is_seen(mounts: tuple[str, ...]) -> None:
     """A mount of it, or of a folder above it, under the same path."""
-    check_container(cluster("pyxis", mounts), RUN_DIR)
+    check_container(cluster("pyxis", mounts), RUN)
 
 
-@pytest.mark.parametrize("mounts", [(), ("/data:/data",), ("/lustre:/mnt",), ("/lustre/me/ru:/lustre/me/ru",)])
+@pytest.mark.parametrize(
+    "mounts",
+    [
+        (),
+        ("/data:/data",),
+        ("/lustre:/mnt",),
+        ("/lustre/me/ru:/lustre/me/ru",),
+        ("/lustre:/lustre:ro",),
+        ("/lustre:/lustre", "/scratch:/lustre/me"),
+    ],
+)
 def test_run_folder_is_not_seen(mounts: tuple[str, ...]) -> None:
-    """A container that does not have it would fail on every node: refused with the mount to add."""
+    """A container that does not have it, or cannot write it, would fail on every node: refused with the mount to add."""
     with pytest.raises(ConfigError, match=r"must show the run folder /lustre/me/runs/1 .* Add /lustre/me/runs:/lustre/me/runs"):
-        check_container(cluster("apptainer", mounts), RUN_DIR)
+        check_container(cluster("apptainer", mounts), RUN)
+
+
+def test_all_that_is_not_seen_is_told_at_once() -> None:
+    """With the fewest mounts to add; read-only is enough for what is read."""
+    paths = [
+        *RUN,
+        ("model.hf", "/models/V3"),
+        ("data.train", "/data/a/t.jsonl"),
+        ("data.eval", "/data/e.jsonl"),
+        ("checkpoint.save", "/ck/x"),
+    ]
+    mounts = ("/lustre:/lustre", "/models:/models:ro", "/ck:/ck:ro")
+    with pytest.raises(ConfigError) as caught:
+        check_container(cluster("pyxis", mounts), [*RUN, *paths])
+    assert str(caught.value) == (
+        "cluster.container_mounts=[/lustre:/lustre,/models:/models:ro,/ck:/ck:ro]: must show data.train /data/a/t.jsonl, data.eval "
+        "/data/e.jsonl, checkpoint.save /ck/x under the same path inside. Add /ck:/ck,/data:/data, or folders above."
+    )
+
+
+def test_both_ends_of_links_are_seen(tmp_path: Path) -> None:
+    """A file that is a link, and a folder whose files are links, as downloads' caches have them."""
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs/1").write_text("")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/a").symlink_to(tmp_path / "blobs/1")
+    mount = f"{tmp_path}/model:{tmp_path}/model"
+    for path in ("model", "model/a"):
+        with pytest.raises(ConfigError, match=rf"must show model\.hf {tmp_path}/blobs/1 "):
+            check_container(cluster("pyxis", (mount,)), [("model.hf", f"{tmp_path}/{path}")])
+        check_container(cluster("pyxis", (f"{tmp_path}:{tmp_path}",)), [("model.hf", f"{tmp_path}/{path}")])
