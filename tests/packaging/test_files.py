@@ -18,9 +18,9 @@ def sources(repository: Path, *folders: str) -> Iterator[Path]:
 
 
 def test_files_stay_short(repository: Path) -> None:
-    """Every file has fewer than 400 lines; the step, which reads top to bottom, fewer than 200."""
+    """Every file has at most 500 lines; the step, which reads top to bottom, fewer than 200."""
     lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in sources(repository, *FOLDERS)}
-    assert {str(path): length for path, length in lengths.items() if length >= 400} == {}
+    assert {str(path): length for path, length in lengths.items() if length > 500} == {}
     assert lengths[repository / "rlbatch/pipeline/step.py"] < 200
 
 
