@@ -10,6 +10,7 @@ from itertools import groupby
 from pathlib import Path
 
 from rlbatch.api import ModelFamily, RlbatchError
+from rlbatch.api.exit_codes import DONE, REFUSED
 from rlbatch.config.convert import key_docs, show_value
 from rlbatch.config.schema import Config
 from rlbatch.launch.cluster_variables import cluster_variables
@@ -30,7 +31,6 @@ from rlbatch.prepare import (
 from rlbatch.registry import Registry
 from rlbatch.start import rank_command, slurm_script
 
-EXIT_REFUSED = 2
 MOST_STAGES = 64
 
 
@@ -61,7 +61,7 @@ def show(config: Config, registry: Registry) -> int:
     if problems:
         sys.stdout.flush()
         print("\nThis would be refused:", *(f"  {error}" for error in problems), sep="\n", file=sys.stderr)
-    return EXIT_REFUSED if problems else 0
+    return REFUSED if problems else DONE
 
 
 def _summary(config: Config, run_dir: Path, parameters: float) -> Iterator[str]:

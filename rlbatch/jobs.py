@@ -12,12 +12,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from rlbatch.api import ConfigError, RlbatchError
+from rlbatch.api.exit_codes import REFUSED
 from rlbatch.launch.batch_queue import JobState
 from rlbatch.launch.failures import read_first_error
 from rlbatch.launch.follow import follow
 from rlbatch.launch.job_record import JobRecord, find_record, read_records
 
-EXIT_REFUSED = 2
 LISTED = 20
 ERROR_COLUMNS = 100
 
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
         print("\n".join(_shown(find_record(parsed.job)) if parsed.command == "show" else _listed(parsed.all)))
     except RlbatchError as error:
         print(error, file=sys.stderr)
-        return EXIT_REFUSED
+        return REFUSED
     except KeyboardInterrupt:  # of --follow: the job goes on
         return 128 + signal.SIGINT
     return 0

@@ -9,6 +9,7 @@ from shutil import get_terminal_size
 from textwrap import wrap
 
 from rlbatch.api import RlbatchError
+from rlbatch.api.exit_codes import REFUSED
 from rlbatch.config.compose import compose
 from rlbatch.config.convert import key_docs, show_value
 from rlbatch.registry import Registry, load_plugins
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
         registry = load_plugins(compose(arguments).plugins)
     except RlbatchError as error:
         print(error, file=sys.stderr)
-        return 2
+        return REFUSED
     width = get_terminal_size().columns if sys.stdout.isatty() else PIPE_COLUMNS  # a pipe has no width of its own
     print(*lines(registry, width), sep="\n")
     return 0

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlbatch.api import ConfigError, RlbatchError
+from rlbatch.api.exit_codes import FAILED, REFUSED, STOPPED
 from rlbatch.config.compose import load_config
 from rlbatch.config.schema import Config
 from rlbatch.launch.allocator import set_allocator
@@ -26,7 +27,7 @@ from rlbatch.launch.lives import end_life
 from rlbatch.launch.logs import own_log
 from rlbatch.launch.own_job import slurm_job_id
 from rlbatch.launch.rendezvous import Meeting, join, launch_word
-from rlbatch.launch.requeue import EXIT_STOPPED, go_on_later
+from rlbatch.launch.requeue import go_on_later
 from rlbatch.launch.signals import Ending, StopNotice, find_ending, ignore_signals
 from rlbatch.launch.watchdog import Watchdog
 from rlbatch.metrics.report import record_end
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from rlbatch.pipeline.loop import EarlyEnd
 
 CONFIG_FILE = "config.yaml"
-FAILED, EXIT_REFUSED = 1, 2
 REQUEUE_S = 3.0
 """Seconds that a rank which was stopped while it started stays behind rank 0: srun ends the others when the first one fails."""
 
@@ -62,7 +62,7 @@ def run_process(run_dir: Path) -> None:
         run_rank(run_dir)
     except RlbatchError as error:
         print(error, file=sys.stderr)
-        sys.exit(EXIT_REFUSED)
+        sys.exit(REFUSED)
     finally:
         ignore_signals()
 
@@ -124,7 +124,7 @@ def run_rank(run_dir: Path) -> None:
             end_life(run_dir, info, config.train.steps, "finished")
     if early and info.rank == 0:  # the others end with 0: Slurm would take another code for a failure, and end rank 0 before it is done
         _go_on_later(run_dir, config, info, early.step, early.ending)
-        raise SystemExit(EXIT_STOPPED)
+        raise SystemExit(STOPPED)
 
 
 def _config_of(run_dir: Path, info: RankInfo) -> Config:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from textwrap import fill
 
 from rlbatch.api import PluginError, RlbatchError
+from rlbatch.api.exit_codes import REFUSED
 from rlbatch.config.choices import AUTO, choice_values, group_choices
 from rlbatch.config.convert import KeyDoc, key_docs, show_value
 from rlbatch.config.overrides import text_value
@@ -19,7 +20,6 @@ from rlbatch.dry_run import show
 from rlbatch.registry import compose_job, load_plugins
 from rlbatch.start import start
 
-EXIT_REFUSED = 2
 HELP_COLUMNS = 140
 
 INTRODUCTION = """\
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
         return show(config, registry) if config.dry_run else start(config, registry)
     except RlbatchError as error:
         print(error, file=sys.stderr)
-        return EXIT_REFUSED
+        return REFUSED
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 
@@ -75,7 +75,7 @@ def _help(arguments: Sequence[str]) -> int:
         print(help_text(text_value(arguments, "cluster_dir")))
     except RlbatchError as error:
         print(error, file=sys.stderr)
-        return EXIT_REFUSED
+        return REFUSED
     return 0
 
 

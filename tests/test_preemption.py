@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rlbatch.api.exit_codes import STOPPED
 from tests.leftovers import processes_of
 from tests.test_resume import latest, progress, samples, scalars, tensors
 from tests.test_run import TINY, Ended, submit
@@ -22,7 +23,6 @@ SIGNALLING = (
     "rollout.max_logprob_diff=1e-4",
     "offload=gradients",  # which may change nothing, in whatever phase the signal comes: the uninterrupted run is without
 )
-EXIT_STOPPED = 75
 SLEEP_S = 1000.0
 """Longer than any run may take: an engine that is not interrupted fails the test."""
 
@@ -64,7 +64,7 @@ def test_short_notices_twice_in_a_row(uninterrupted: Path, tmp_path: Path, monke
     """
     run_dir = tmp_path / "run"
     ended = life(run_dir, monkeypatch, ("generation 2 1", 1, "SIGUSR1"), overrides=("launch.notice_s=1",))
-    assert (ended.code, ended.stderr) == (EXIT_STOPPED, "")
+    assert (ended.code, ended.stderr) == (STOPPED, "")
     assert f"SIGUSR1: stopped after step 1. To go on: the command that started it, with run_dir={run_dir} resume=auto." in ended.stdout
     assert latest(run_dir) == "step_000001"
     assert sorted(samples(run_dir)) == ["step_000001.jsonl"]
@@ -73,7 +73,7 @@ def test_short_notices_twice_in_a_row(uninterrupted: Path, tmp_path: Path, monke
     assert 1 <= len(kept) <= 3
 
     ended = life(run_dir, monkeypatch, ("evaluation 0", 0, "SIGTERM"))
-    assert (ended.code, ended.stderr) == (EXIT_STOPPED, "")
+    assert (ended.code, ended.stderr) == (STOPPED, "")
     assert "resumed after step 1" in ended.stdout
     assert "step 2: " in ended.stdout or len(kept) == 1
     assert latest(run_dir) == "step_000003"
@@ -99,11 +99,11 @@ def test_a_notice_while_the_weights_move(uninterrupted: Path, tmp_path: Path, mo
     assert not (run_dir / "checkpoints").exists()
 
     ended = life(run_dir, monkeypatch, ("update 1", 0, "SIGUSR2"), overrides=("launch.notice_s=1",))
-    assert (ended.code, ended.stderr) == (EXIT_STOPPED, "")
+    assert (ended.code, ended.stderr) == (STOPPED, "")
     assert latest(run_dir) == "step_000002"
 
     ended = life(run_dir, monkeypatch, ("save 4", 0, "SIGTERM"), overrides=("checkpoint.save_interval=4",))
-    assert ended.code == EXIT_STOPPED
+    assert ended.code == STOPPED
     assert ended.stderr.startswith("SIGTERM: all ranks ended.")
     assert latest(run_dir) == "step_000004"
     assert "stopped after step 4" in ended.stdout

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rlbatch.api.exit_codes import STOPPED
 from rlbatch.engines.shared_names import remove_leftovers
-from rlbatch.launch.requeue import EXIT_STOPPED
 from tests.leftovers import no_memory_left, process_called, processes_of
 from tests.listeners import reachable
 from tests.plugins.vllm_cases import vllm_python
@@ -135,7 +135,7 @@ def test_a_job_that_is_asked_to_stop_while_its_engines_generate(undisturbed: Pat
         ended = end(process, run_dir)
         assert processes_of(run_dir) == []
     assert engines
-    assert (ended.code, ended.stderr) == (EXIT_STOPPED, "")
+    assert (ended.code, ended.stderr) == (STOPPED, "")
     assert latest(run_dir) == "step_000001"
     kept = len(list(run_dir.glob("groups/step_000002/prompt_*")))
     assert 0 < kept < PROMPTS

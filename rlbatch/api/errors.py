@@ -5,7 +5,7 @@ Style: ``<config key>=<value>: <invariant with numbers>. <fix>.``
 
 
 class RlbatchError(Exception):
-    """Base class: the message alone is shown to the user, then the job ends with exit code 1."""
+    """Base class: the message alone is shown to the user. Exit code 2 where nothing was started yet, 1 on a rank of a job that runs."""
 
 
 class ConfigError(RlbatchError):

@@ -15,10 +15,9 @@ if __name__ == "__main__":
     gc.set_threshold(100_000, 20, 20)  # else a quarter of the imports' time goes into looking for garbage among what they make
 
 from rlbatch.api import CheckpointError, RlbatchError
+from rlbatch.api.exit_codes import FAILED, REFUSED
 from rlbatch.convert.options import Options, help_text, parse
 from rlbatch.launch.environment import RankInfo
-
-EXIT_FAILED, EXIT_REFUSED = 1, 2
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -40,10 +39,10 @@ def main(arguments: Sequence[str]) -> int:
         return _check(options) if options.mode == "check" else _convert(options, info)
     except CheckpointError as error:
         print(error, file=sys.stderr)
-        return EXIT_FAILED
+        return FAILED
     except RlbatchError as error:
         print(error, file=sys.stderr)
-        return EXIT_REFUSED
+        return REFUSED
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 
@@ -70,7 +69,7 @@ def _check(options: Options) -> int:
         report.wrong.extend(not_finite(Path(options.hf)))
     for line in report.lines():
         print(line)
-    return 0 if report.is_complete else EXIT_FAILED
+    return 0 if report.is_complete else FAILED
 
 
 def _prepare_libraries(info: RankInfo) -> None:

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rlbatch.api import RlbatchError
+from rlbatch.api.exit_codes import FAILED
 
 FIRST_ERROR = "first_error.json"
 TERMINAL_VARIABLE = "RLBATCH_TERMINAL_FD"
@@ -75,7 +76,7 @@ def reporting_failures(run_dir: Path, rank: int) -> Iterator[None]:
         if not isinstance(error, RlbatchError):
             time.sleep(PATIENCE_S)
         report_failure(run_dir, rank, error)
-        raise SystemExit(1) from None
+        raise SystemExit(FAILED) from None
 
 
 def report_failure(run_dir: Path, rank: int, error: BaseException) -> bool:

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import TextIO
 
+from rlbatch.api.exit_codes import FAILED
 from rlbatch.launch.batch_queue import JobState
 from rlbatch.launch.failures import read_first_error
 from rlbatch.launch.job_record import JobRecord
@@ -48,7 +49,7 @@ def follow(record: JobRecord, out: TextIO | None = None) -> int:
     error = read_first_error(Path(record.run_dir))
     if error is not None and state.exit_code and str(error) not in tail.last:
         print(error, file=sys.stderr)
-    return 1 if state.exit_code is None else state.exit_code
+    return FAILED if state.exit_code is None else state.exit_code
 
 
 class _Tail:

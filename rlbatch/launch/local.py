@@ -15,11 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from rlbatch.api.exit_codes import STOPPED
 from rlbatch.config.schema import Config
 from rlbatch.launch.children import GroupGuard, dies_with_parent, signal_group
 from rlbatch.launch.environment import RankInfo
 from rlbatch.launch.failures import FIRST_ERROR, TERMINAL_VARIABLE, FirstError, claim
-from rlbatch.launch.requeue import EXIT_STOPPED
 from rlbatch.launch.signals import END_SIGNAL, KILL_WAIT_S, received_signals, signal_name
 from rlbatch.launch.variables import LAUNCH_VARIABLE
 
@@ -65,7 +65,7 @@ def run_local(config: Config, run_dir: Path, command: Sequence[str] | None = Non
     codes = {rank.returncode for rank in ranks}
     if failed is not None or codes == {0}:
         return int(failed is not None)
-    return EXIT_STOPPED if EXIT_STOPPED in codes and signal.SIGINT not in stop else 128 + stop[0]
+    return STOPPED if STOPPED in codes and signal.SIGINT not in stop else 128 + stop[0]
 
 
 def _rank_infos(world_size: int) -> Iterator[RankInfo]:
@@ -150,7 +150,7 @@ def _wait(ranks: Sequence[Rank], stop: Sequence[int], grace_s: float) -> int | N
             for rank in ranks:
                 rank.send_signal(number)
             passed += 1
-        fine = {None, 0, EXIT_STOPPED, *(code for number in stop for code in (-number, 128 + number))}
+        fine = {None, 0, STOPPED, *(code for number in stop for code in (-number, 128 + number))}
         codes = [rank.poll() for rank in ranks]
         failed = next((index for index, code in enumerate(codes) if code not in fine), None)
         if failed is not None or None not in codes or time.monotonic() > until:

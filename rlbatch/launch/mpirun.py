@@ -21,6 +21,7 @@ from enum import Enum
 from pathlib import Path
 
 from rlbatch.api import ConfigError, DataError
+from rlbatch.api.exit_codes import FAILED, STOPPED
 from rlbatch.config.foreign import read_text
 from rlbatch.config.schema import Config
 from rlbatch.launch.children import dies_with_parent
@@ -29,7 +30,6 @@ from rlbatch.launch.failures import FIRST_ERROR, LAUNCHER, FirstError, claim, re
 from rlbatch.launch.hostfile import Host, parse_hostfile
 from rlbatch.launch.interfaces import addresses_of
 from rlbatch.launch.logs import LOGS
-from rlbatch.launch.requeue import EXIT_STOPPED
 from rlbatch.launch.signals import KILL_WAIT_S, received_signals
 from rlbatch.launch.variables import LAUNCH_VARIABLE
 from rlbatch.plan.placement import separate_gpus
@@ -41,11 +41,24 @@ PASSED = signal.SIGUSR1
 """What each mpirun hands to its ranks, ending nothing: Open MPI kills them a second after SIGTERM, USR2 ends MPICH's mpirun itself."""
 POLL_S = 0.05
 DRY_RUN = "Or see what would run, with dry_run=true."
-FORWARDED = (
-    *("CUDA_", "GLOO_", "HF_", "LANG", "LC_", "LD_LIBRARY_PATH", "NCCL_", "NVTE_", "OMP_", "PATH", "PYTHON", "PYTORCH_"),
-    *("RLBATCH_", "SGLANG_", "TOKENIZERS_", "TORCH", "TRANSFORMERS_", "TRITON_", "UCX_", "VLLM_"),
-)
-"""Beginnings of the variables that go to the other nodes; Open MPI sends none by itself, the others send all."""
+FAMILIES = {
+    "GPUs and their libraries": "CUDA CUBLAS CUDNN CUTE CUTLASS NVIDIA NVJITLINK NVRTC NVSHMEM NVTE NVTX",
+    "networks": "FI GLOO HCOLL HFI IBV MLX4 MLX5 NCCL OFI PSM PSM2 PSM3 RDMAV UCC UCX",
+    "torch, its compilers and what runs on it": "AOT DG FLASHINFER FLASH INDUCTOR MEGATRON PYTORCH TORCH TRITON",
+    "engines": "DEEPEP DEEP LMCACHE SGL SGLANG VLLM",
+    "Hugging Face": "HF HUGGINGFACE SAFETENSORS TOKENIZERS TRANSFORMERS",
+    "threads and arithmetic on CPUs": "BLIS DNNL GOMP GOTO KMP MKL NUMBA NUMEXPR OMP ONEDNN OPENBLAS VECLIB",
+    "the process itself": "CONDA GLIBC LC LD MALLOC PYTHON RLBATCH SSL XDG",
+}
+"""First words of the variables that go to the other nodes: Open MPI sends none by itself; Slurm, MPICH and Intel MPI send all."""
+NAMES = ("CC", "CXX", "LANG", "LANGUAGE", "MASTER_PORT", "PATH", "REQUESTS_CA_BUNDLE", "RES_OPTIONS", "TMPDIR", "TZ", "VIRTUAL_ENV")
+"""Others that go there too."""
+_FAMILY = re.compile(rf"(?:{'|'.join(' '.join(FAMILIES.values()).split())})(?:_|$)|PYTHON|TORCH|CUBLAS|NVRTC")
+
+
+def is_forwarded(name: str) -> bool:
+    """Whether a variable of this process goes to the other nodes."""
+    return name in NAMES or _FAMILY.match(name) is not None
 
 
 class Mpi(Enum):
@@ -190,7 +203,7 @@ def _open_mpi(config: Config, mpi: Mpi, run_dir: Path, hosts: Sequence[Host], ha
         network = "oob_tcp_if_include" if mpi is Mpi.OPEN_MPI_4 else "prte_if_include"
         for name in (network, "btl_tcp_if_include"):
             options += ["--prtemca" if name.startswith("prte") else "--mca", name, config.cluster.interface]
-    own = {LAUNCH_VARIABLE, *(name for name in os.environ if name.startswith(FORWARDED))}
+    own = {LAUNCH_VARIABLE, *(name for name in os.environ if is_forwarded(name))}
     for name in sorted(own | mpirun_variables(config, mpi, hosts).keys()):  # names only: values would show in `ps`
         options += ["-x", name]
     return options
@@ -239,13 +252,13 @@ def run_mpi(job: MpiJob, config: Config, run_dir: Path) -> int:
         code = _wait(mpirun, job.mpi, received, KILL_WAIT_S if config.launch.notice_s is None else config.launch.notice_s)
     if signal.SIGINT in received:
         return 128 + signal.SIGINT
-    if code in (0, EXIT_STOPPED):
+    if code in (0, STOPPED):
         return code
     if received and read_first_error(run_dir) is None:
         return 128 + received[0]
     text = f"{job.mpi.value}: mpirun ended with exit code {code}, no rank said why; its output is above."
     claim(run_dir, FirstError(LAUNCHER, socket.gethostname(), "Exit", text, "", time.time()))
-    return 1
+    return FAILED
 
 
 def _wait(mpirun: subprocess.Popen[bytes], mpi: Mpi, received: Sequence[int], grace_s: float) -> int:

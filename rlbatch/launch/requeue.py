@@ -11,9 +11,6 @@ from rlbatch.launch.own_job import OwnJob, find_own_job, requeue_job, slurm_job_
 from rlbatch.launch.scontrol import name_by_variables
 from rlbatch.launch.signals import Ending
 
-EXIT_STOPPED = 75
-"""Exit code of a job that was asked to stop and is to go on later: neither done nor failed. EX_TEMPFAIL of sysexits.h."""
-
 
 def go_on_later(run_dir: Path, config: Config, info: RankInfo, last_step: int | None, ending: Ending) -> str:
     """Records the end of this life, and queues the job again if it may and can be; on rank 0, when all that the next life needs is on disk.

@@ -30,7 +30,7 @@ HOSTS = "n01 slots=4\nn02:4\nn03 slot=8\n"
 def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
     """A user who is not root, with few variables."""
     for name in list(os.environ):
-        if name.startswith(mpirun.FORWARDED) and name not in ("PATH", "PYTHONPATH"):
+        if mpirun.is_forwarded(name) and name not in ("PATH", "PYTHONPATH"):
             monkeypatch.delenv(name)
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
@@ -253,3 +253,94 @@ def test_late_after_sigterm(tmp_path: Path) -> None:
     (tmp_path / "end").touch()
     assert process.wait(60) == 143
     assert (tmp_path / "got").read_text().split() == ["USR1", "TERM"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "CUDA_VISIBLE_DEVICES",
+            "CUBLAS_WORKSPACE_CONFIG",
+            "CUBLASLT_LOG_LEVEL",
+            "CUDNN_LOGLEVEL_DBG",
+            "NVIDIA_TF32_OVERRIDE",
+            "NVTE_FLASH_ATTN",
+        ),
+        *(
+            "NVSHMEM_SYMMETRIC_SIZE",
+            "NCCL_DEBUG",
+            "UCX_TLS",
+            "FI_PROVIDER",
+            "OFI_NCCL_PROTOCOL",
+            "PSM2_CUDA",
+            "GLOO_SOCKET_IFNAME",
+            "MLX5_SINGLE_THREADED",
+        ),
+        *(
+            "TORCH_NCCL_BLOCKING_WAIT",
+            "TORCHINDUCTOR_CACHE_DIR",
+            "PYTORCH_CUDA_ALLOC_CONF",
+            "TRITON_CACHE_DIR",
+            "FLASHINFER_WORKSPACE_BASE",
+        ),
+        *(
+            "VLLM_USE_V1",
+            "SGLANG_X",
+            "SGL_DG_CACHE_DIR",
+            "DG_JIT_CACHE_DIR",
+            "DEEP_EP_X",
+            "HF_HOME",
+            "HUGGINGFACE_HUB_CACHE",
+            "TRANSFORMERS_CACHE",
+        ),
+        *(
+            "OMP_PROC_BIND",
+            "KMP_AFFINITY",
+            "OPENBLAS_NUM_THREADS",
+            "MKL_NUM_THREADS",
+            "GOMP_CPU_AFFINITY",
+            "NUMEXPR_MAX_THREADS",
+            "MALLOC_ARENA_MAX",
+        ),
+        *(
+            "LD_PRELOAD",
+            "LD_LIBRARY_PATH",
+            "PATH",
+            "PYTHONPATH",
+            "TMPDIR",
+            "XDG_CACHE_HOME",
+            "CC",
+            "LC_ALL",
+            "LANG",
+            "SSL_CERT_FILE",
+            "RES_OPTIONS",
+        ),
+    ],
+)
+def test_families_that_matter_are_forwarded(name: str) -> None:
+    """Open MPI sends nothing by itself, and a setting that only one node has is not noticed."""
+    assert mpirun.is_forwarded(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "HOME",
+            "USER",
+            "HOSTNAME",
+            "SSH_AUTH_SOCK",
+            "DISPLAY",
+            "PWD",
+            "RANK",
+            "OMPI_COMM_WORLD_RANK",
+            "PMIX_RANK",
+            "PRTE_MCA_x",
+            "SLURM_JOB_ID",
+        ),
+        *("AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "OPENAI_API_KEY", "GITHUB_TOKEN", "CCACHE_DIR", "FILES", "OMPX", "PATHS"),
+    ],
+)
+def test_what_is_a_nodes_own_stays(name: str) -> None:
+    """Nor go secrets that no rank asks for."""
+    assert not mpirun.is_forwarded(name)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rlbatch.api.exit_codes import STOPPED
 from tests.leftovers import processes_of
 from tests.test_resume import samples, scalars
 from tests.test_run import QUICK, Ended, submit
@@ -27,7 +28,6 @@ RUN = (
     "rollout.bucket_mib=1",
     "offload=gradients",
 )
-EXIT_STOPPED = 75
 ENDED_S = 60.0
 """Well above the seconds that it takes, far below the 600 s after which a collective gives up."""
 
@@ -151,7 +151,7 @@ def test_a_job_that_is_stopped_during_a_restart(undisturbed: Path, tmp_path: Pat
     """The restart hangs, and the rank gets SIGTERM: the job ends cleanly, and its next life ends as an undisturbed run."""
     faults = [(0, "group", 6, "SIGKILL"), (0, "start", 2, "stop the job")]
     ended = run(tmp_path / "run", monkeypatch, *faults, overrides=("resume=auto",))
-    assert (ended.code, ended.stderr) == (EXIT_STOPPED, "")
+    assert (ended.code, ended.stderr) == (STOPPED, "")
     assert "stopped after step 1" in ended.stdout
     ended = run(tmp_path / "run", monkeypatch, overrides=("resume=auto",))
     assert (ended.code, ended.stderr) == (0, "")
