@@ -284,6 +284,11 @@ def _check_paths(config: Config, registry: Registry, run_dir: Path) -> None:
             raise ConfigError(f"{key}={path}: there is no such folder. Correct the path.")
 
 
+def _check_builds(config: Config, registry: Registry, run_dir: Path) -> None:
+    """Options that a plugin itself refuses."""
+    registry.check_builds(config)
+
+
 def _check_container(config: Config, registry: Registry, run_dir: Path) -> None:
     """Who starts a container, and what it must see."""
     kind, launcher = config.cluster.container, config.launcher
@@ -344,4 +349,4 @@ def _known_family(config: Config, registry: Registry, run_dir: Path) -> ModelFam
         return None
 
 
-CHECKS = (_check_model, _check_rollout, _check_paths, _check_container, _check_prompts, _check_machine)
+CHECKS = (_check_model, _check_rollout, _check_builds, _check_paths, _check_container, _check_prompts, _check_machine)

@@ -185,6 +185,27 @@ class Registry:
             raise PluginError(f"reward={name}: its build must return a function of samples, returned {type(reward).__name__}. Correct it.")
         return cast(Reward, reward)
 
+    def check_builds(self, config: Config) -> None:
+        """Builds what is built from options alone, as each rank will: what it refuses is told before anything starts.
+
+        What it cannot import or open here may be there on the nodes, and is left to them.
+
+        Raises:
+            RlbatchError: what ``build`` raised, with the key.
+        """
+        for key, build in (("reward", self.build_reward), ("offload", self.build_offload)):
+            chosen = getattr(config, key)
+            try:
+                if chosen.name:
+                    build(chosen.name, chosen.options)
+            except RlbatchError as error:
+                if not isinstance(error.__cause__, (ImportError, OSError)):
+                    raise
+            except (ImportError, OSError):
+                continue
+            except Exception as error:  # foreign code: whatever it raises must name the plugin
+                raise PluginError(f"{key}={chosen.name}: its build raised {type(error).__name__}: {error}. Correct its options.") from error
+
     def label_check(self, name: str, options: Mapping[str, Any]) -> Callable[[Any], None]:
         """What refuses labels that a reward does not take: raises ``DataError``, which names the reward."""
         entry = self.rewards[name]

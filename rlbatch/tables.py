@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlbatch.api import PluginError
+from rlbatch.api import ConfigError, PluginError
 from rlbatch.config.convert import closest, from_mapping
 
 
@@ -50,7 +50,10 @@ class Entry:
         if self.options is None:
             from_mapping(NoOptions, options, f"{key}.options.")
             return None
-        return from_mapping(self.options, options, f"{key}.options.")
+        try:
+            return from_mapping(self.options, options, f"{key}.options.")
+        except (ValueError, TypeError) as error:  # of its __post_init__
+            raise ConfigError(f"{key}.options of {key}={self.name}: {error}. Correct them.") from error
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ def check_cluster(cluster: ClusterConfig) -> None:
         value = getattr(cluster, name)
         if "\n" in value or value != value.strip():
             raise ConfigError(f"cluster.{name}={value!r}: must be one line without blanks at its ends. Write it so.")
+    _check_interface(cluster.interface)
     _check_options(cluster)
     _check_environment(cluster)
     _check_container(cluster)
@@ -47,6 +48,14 @@ def check_cluster(cluster: ClusterConfig) -> None:
         raise ConfigError(
             "cluster.exclusive=false: then Slurm gives a rank one CPU, unless cluster.cpus_per_task says more. "
             "Set it to the node's CPUs / cluster.gpus_per_node, or cluster.exclusive=true."
+        )
+
+
+def _check_interface(text: str) -> None:
+    if text and not all(re.fullmatch(r"[^\s,^=/]{1,15}", name) for name in text.split(",")):
+        raise ConfigError(
+            f"cluster.interface={text}: must be the name of an interface, or several with commas between, the first for ranks to meet. "
+            "Exclusions (^docker), prefixes and =eth0 are NCCL's own: leave this out and set cluster.environment.NCCL_SOCKET_IFNAME."
         )
 
 

@@ -234,7 +234,10 @@ class ClusterConfig:
     )
     environment: Mapping[str, str] = key({}, "Environment variables of every rank: text, passed on as it is typed.")
     hostfile: OwnPath = key("", "Nodes for mpirun, one a line; empty: this machine.")
-    interface: str = key("", "Network interface between nodes, e.g. bond0; empty: the one that leads to the first node.")
+    interface: str = key(
+        "",
+        "Network interface between nodes, e.g. bond0; of several (ib0,ib1) ranks meet at the first; empty: the one to the first node.",
+    )
 
 
 @dataclass(frozen=True)

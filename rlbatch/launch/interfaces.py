@@ -18,16 +18,21 @@ _BRIDGES = ("docker", "br-", "virbr", "veth", "cni", "flannel", "podman")
 def addresses_of(interface: str) -> list[str]:
     """IP addresses of an interface, IPv4 first.
 
+    Args:
+        interface: Its name; of several, with commas between, all must be there and the first counts.
+
     Raises:
         ConfigError: there is no such interface, or it has no address; lists those that have one.
     """
-    found = _addresses()
-    if interface not in found:
-        shown = ", ".join(f"{name} ({', '.join(addresses)})" for name, addresses in found.items())
-        raise ConfigError(
-            f"cluster.interface={interface}: {socket.gethostname()} has no such interface with an IP address. Use one of: {shown}."
-        )
-    return found[interface]
+    found, names = _addresses(), interface.split(",")
+    for name in names:
+        if name not in found:
+            shown = ", ".join(f"{name} ({', '.join(addresses)})" for name, addresses in found.items())
+            said = interface if len(names) == 1 else f"{interface}: `{name}`"
+            raise ConfigError(
+                f"cluster.interface={said}: {socket.gethostname()} has no such interface with an IP address. Use one of: {shown}."
+            )
+    return found[names[0]]
 
 
 def reachable_addresses() -> list[str]:

@@ -214,7 +214,7 @@ def _hydra(config: Config, mpi: Mpi, run_dir: Path, hosts: Sequence[Host], has_h
     if has_hostfile:
         options += ["-f" if mpi is Mpi.MPICH else "-machinefile", str(run_dir / HOSTFILE)]
     if config.cluster.interface:
-        options += ["-iface", config.cluster.interface]
+        options += ["-iface", config.cluster.interface.partition(",")[0]]
     if mpi is Mpi.MPICH:
         # Hydra would kill all ranks at once if one is killed, before rank 0 can say which; they end by themselves.
         options += ["-disable-auto-cleanup", "-bind-to", "none"]

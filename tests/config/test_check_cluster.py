@@ -45,6 +45,9 @@ from rlbatch.config.compose import compose
             "cluster.container_mounts=[/a,b:/a]: must have no comma, which separates mounts.",
         ),
         (["cluster.exclusive=false"], "cluster.exclusive=false: then Slurm gives a rank one CPU, unless cluster.cpus_per_task says more."),
+        (["cluster.interface=^docker"], "cluster.interface=^docker: must be the name of an interface, or several with commas between"),
+        (["cluster.interface==eth0"], "cluster.interface==eth0: must be the name of an interface"),
+        (["cluster.interface=eth0,"], "cluster.interface=eth0,: must be the name of an interface"),
         (["launcher=ray"], "launcher=ray: must be `local`, `slurm`, `mpi` or `none`, not `ray`."),
     ],
 )
@@ -59,3 +62,8 @@ def test_variables_of_any_name() -> None:
     """`cluster.environment.<NAME>` is a key; both files and command line count."""
     config = compose(["+cluster=h20x8", "cluster.environment.NCCL_IB_HCA=mlx5", "cluster.environment.OMP_NUM_THREADS=24"])
     assert config.cluster.environment == {"OMP_NUM_THREADS": "24", "NCCL_IB_HCA": "mlx5"}
+
+
+def test_several_interfaces() -> None:
+    """NCCL and gloo take lists."""
+    assert compose(["cluster.interface=ib0,ib1"]).cluster.interface == "ib0,ib1"

@@ -240,7 +240,9 @@ def test_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
     """An interface that the user chose is gloo's and NCCL's; one that was found is gloo's, unless the environment says another; loopback is
     NCCL's too.
     """
-    assert addresses_of("lo")[0] == "127.0.0.1"
+    assert addresses_of("lo")[0] == addresses_of("lo,lo")[0] == "127.0.0.1"
+    with pytest.raises(ConfigError, match=r"^cluster\.interface=lo,none: `none`: .* has no such interface with an IP address\."):
+        addresses_of("lo,none")
     assert interface_of("127.0.0.1") == "lo"
     assert interface_of("192.0.2.99") == ""
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
