@@ -6,6 +6,7 @@ and nothing else.
 """
 
 from collections.abc import Mapping, Sequence
+from reprlib import repr as shown
 from typing import Any
 
 from rlbatch.api import DataError, Reward, Sample, hookimpl
@@ -26,9 +27,9 @@ class _Sequence:
         """
         tokens = label if isinstance(label, list) else [label]
         if not all(isinstance(token, (str, int)) and not isinstance(token, bool) for token in tokens):
-            raise DataError(f"label {label!r} must be a text, an integer, or a list of these. Correct the prompt file.")
+            raise DataError(f"label {shown(label)} must be a text, an integer, or a list of these. Correct the prompt file.")
         if not _tokens(label) or any(len(token.split()) != 1 for token in _tokens(label)):
-            raise DataError(f"label {label!r} must have a token, and a list one in each item. Correct the prompt file.")
+            raise DataError(f"label {shown(label)} must have a token, and a list one in each item. Correct the prompt file.")
 
 
 def _tokens(label: object) -> list[str]:
