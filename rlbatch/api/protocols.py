@@ -245,6 +245,18 @@ class ExpertParallelBackend(Protocol):
         """
 
 
+@runtime_checkable
+class ForeignBackend(Protocol):
+    """A ``RolloutBackend`` that samples in another interpreter than the rank's.
+
+    Attributes:
+        software: Tells that interpreter and its packages from others: what one of them has sampled of a step that a run takes up again is
+            not mixed with another's.
+    """
+
+    software: str
+
+
 RolloutBackendFactory = Callable[[RolloutContext], RolloutBackend]
 
 

@@ -18,6 +18,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
+from rlbatch.engines.inventory import software
 from rlbatch.engines.shared_names import name_shared_memory
 from rlbatch.engines.wire import LENGTHS, Header, Refused, encode, words_of
 from rlbatch.launch.children import children_end_with_this_process, signal_group
@@ -91,7 +92,8 @@ class Server:
             self._writer.write(encode({**answer, "id": number}, content))
 
         try:
-            operation: Operation = getattr(self._engine, f"op_{header['op']}")
+            name = f"op_{header['op']}"
+            operation: Operation = getattr(self if name == "op_software" else self._engine, name)
             await self._past(header.get("after"))
             send({**(await operation(header, payload, send) or {}), "end": True})
         except asyncio.CancelledError:
@@ -107,6 +109,10 @@ class Server:
                 traceback.print_exc()
             send({"end": True, "error": words_of(error), "lost": _is_lost(self._engine)})
         await self._writer.drain()
+
+    async def op_software(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
+        """What this interpreter has; the one call that is none of the engine's."""
+        return {"software": software()}
 
     async def _past(self, number: int | None) -> None:
         """Until a call is over, behind others that wait for it; raises what it failed with."""

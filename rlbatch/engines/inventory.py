@@ -1,11 +1,12 @@
 """What an interpreter has of an engine, told without importing the engine, which takes many seconds.
 
-Runs under that interpreter, given JSON: names of distributions, and ``options``'s arguments.
+Runs under that interpreter; ``main`` is given JSON: names of distributions, and ``options``'s arguments.
 """
 
 from __future__ import annotations
 
 import ast
+import hashlib
 import json
 import sys
 from collections.abc import Sequence
@@ -27,6 +28,12 @@ def installed(distributions: Sequence[str]) -> tuple[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return "", ""
+
+
+def software() -> str:
+    """Tells this interpreter and its packages from others, and from other versions of them."""
+    packages = {path.name for folder in sys.path for path in Path(folder or ".").glob("*.dist-info")}
+    return hashlib.sha256(json.dumps([sys.version, *sorted(packages)]).encode()).hexdigest()
 
 
 def installed_version(distributions: Sequence[str]) -> str:

@@ -110,6 +110,7 @@ class HostedRollout:
     Attributes:
         max_restarts: See ``RestartableBackend``.
         lacks_carried: See ``CarryingBackend``.
+        software: See ``ForeignBackend``.
     """
 
     def __init__(self, context: RolloutContext, options: HostedOptions, program: Callable[[Sequence[str]], EngineProgram]) -> None:
@@ -120,7 +121,7 @@ class HostedRollout:
         self._asleep, self._has_weights, self._has_answered, self.lacks_carried = 0, False, False, True
         devices = [device.decode() for device in context.node_gather(context.device.encode())]
         self._program = program(devices_behind(devices, options)) if context.node_rank == 0 else None
-        self._max_model_len = 0
+        self._max_model_len, self.software = 0, ""
         self._host = self._started(self._program) if self._program else None
         self._sender = self._new_sender()
 
@@ -165,6 +166,7 @@ class HostedRollout:
         try:
             check_room(program.shared_mib)
             started = host.call("start", program.start, limit_s=self._options.start_timeout_s)
+            self.software = host.call("software", limit_s=self._options.start_timeout_s)["software"]
         except BaseException:  # also a signal: nobody else would end it
             host.close(wait_s=0.0)
             raise

@@ -30,6 +30,7 @@ from rlbatch.pipeline.job import Job
 from rlbatch.pipeline.loading import load_policy, weights_source
 from rlbatch.pipeline.prompts import PromptOrder, load_prompts
 from rlbatch.pipeline.rollout import Rollout, stop_tokens
+from rlbatch.pipeline.sampler import sampler_key
 from rlbatch.pipeline.stopping import Stopping
 from rlbatch.plan.engine_precision import check_device, engine_quantization
 from rlbatch.plan.layout import check_expert_widths, check_layout
@@ -130,6 +131,7 @@ def assemble(
             engine=info.rank // registry.ranks_per_engine(config),
             carried=carried,
             experts=frozenset(expert_names(family)),
+            sampler=sampler_key(config, backend, engine_folder),
         ),
         offload=offload,
         rewards=_rewards(config, registry, [*train, *held_out]),

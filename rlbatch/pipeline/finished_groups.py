@@ -1,7 +1,8 @@
 """Groups of the running step on disk, each as soon as it is generated: whoever takes the step up again does not generate them again.
 
 ``<run_dir>/groups/step_000012/prompt_000345.safetensors`` holds the completions of one prompt. Its key says by what they were sampled: the
-policy's weights, the seed, the sampling settings and the prompt. A file with another key, or a damaged one, is as good as none.
+policy's weights, the sampler (``sampler_key``), the seed, the sampling settings and the prompt. A file with another key, or a damaged one,
+is as good as none.
 """
 
 from __future__ import annotations
@@ -68,15 +69,15 @@ class FinishedGroups:
         step: The step.
         weights: ``WeightsProbe.digest`` of the policy that samples.
         params: Of the samples.
-        engine: Name of the rollout backend.
+        sampler: ``sampler_key`` of the engine.
         announce: Told of files that cannot be used.
     """
 
     def __init__(
-        self, run_dir: Path, step: int, weights: str, params: SamplingParams, engine: str, announce: Callable[[str], None]
+        self, run_dir: Path, step: int, weights: str, params: SamplingParams, sampler: str, announce: Callable[[str], None]
     ) -> None:
         self._folder = run_dir / FOLDER / f"step_{step:06d}"
-        self._by = json.dumps([weights, astuple(params), engine])
+        self._by = json.dumps([weights, astuple(params), sampler])
         self._announce = announce
         self._is_new = not self._folder.exists()
 
@@ -111,7 +112,7 @@ class FinishedGroups:
     def _parsed(self, content: bytes, prompt: Prompt) -> list[Completion]:
         said = _metadata(content)
         if said["key"] != self._key(prompt):
-            raise ValueError("it is of other weights, settings or prompts")
+            raise ValueError("it is of other weights, another engine, other settings or prompts")
         tensors = load(content)
         if said["digest"] != _digest(tensors, said["ends"]):
             raise ValueError("it is damaged")

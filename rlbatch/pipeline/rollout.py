@@ -75,6 +75,7 @@ class Rollout:
         engine: Number of the engine whose ranks this one belongs to, whether it generates or not.
         carried: What the engine speculates with; None: nothing.
         experts: Names of the routed experts' tensors.
+        sampler: ``sampler_key`` of the backend.
 
     Attributes:
         engine: As given.
@@ -98,13 +99,14 @@ class Rollout:
         engine: int = 0,
         carried: Carried | None = None,
         experts: Container[str] = (),
+        sampler: str = "",
     ) -> None:
         self._backend, self._tokenizer, self._config, self._stops = backend, tokenizer, config, stop_token_ids
         self._rank, self._num_engines = rank, num_engines
         self._run_dir, self._notice, self.announce = run_dir, notice, announce
         self._weights, self._was_interrupted = "", False
         self._version: int | None = None
-        self._carried, self._experts = carried, experts
+        self._carried, self._experts, self._sampler = carried, experts, sampler
         self.engine, self.work = engine, Work()
         self.lost: EngineLost | None = None
         self.restarts: Counter[int] = Counter()
@@ -198,7 +200,7 @@ class Rollout:
             One group a prompt, in order; fewer if it was interrupted, or the engine is lost.
         """
         params = self._params(self._config.rollout.temperature, self._config.algorithm.group_size, step)
-        kept = FinishedGroups(self._run_dir, step, self._weights, params, self._config.rollout.name, self.announce)
+        kept = FinishedGroups(self._run_dir, step, self._weights, params, self._sampler, self.announce)
         found = {prompt.prompt_id: answer for prompt in prompts if self._weights and (answer := kept.load(prompt))}
         if found:
             self.announce(f"step {step}: {len(found)} of {len(prompts)} groups were finished before")

@@ -205,6 +205,13 @@ def test_another_interpreter_gets_rlbatch_alone(tmp_path: Path, repository: Path
         EngineHost("fake", ENGINE, tmp_path, python=str(isolated)).call("ping", limit_s=LIMIT_S)
 
 
+def test_software_is_told(start: Callable[[], EngineHost]) -> None:
+    """The same word from every host of an interpreter, whatever its engine."""
+    first, second = (start().call("software", limit_s=LIMIT_S)["software"] for _ in range(2))
+    assert first == second
+    assert len(first) == 64
+
+
 def test_an_interpreter_that_is_not_there(tmp_path: Path) -> None:
     """It is named, with its key."""
     with pytest.raises(RolloutError, match=r"^rollout\.engine\.python=/no/python: cannot be started \(No such file or directory\)"):

@@ -22,9 +22,9 @@ ANSWER = [
 
 
 def groups(
-    run_dir: Path, told: list[str], step: int = 12, weights: str = "w", params: SamplingParams = PARAMS, engine: str = "e"
+    run_dir: Path, told: list[str], step: int = 12, weights: str = "w", params: SamplingParams = PARAMS, sampler: str = "s"
 ) -> FinishedGroups:
-    return FinishedGroups(run_dir, step, weights, params, engine, told.append)
+    return FinishedGroups(run_dir, step, weights, params, sampler, told.append)
 
 
 def float32(answer: list[Completion]) -> list[Completion]:
@@ -56,7 +56,7 @@ def test_a_group_comes_back_exactly(path: Path, tmp_path: Path) -> None:
         {"params": replace(PARAMS, seed=(6, 12))},
         {"params": replace(PARAMS, samples_per_prompt=4)},
         {"params": replace(PARAMS, max_response_tokens=5)},
-        {"engine": "other"},
+        {"sampler": "other"},
     ],
 )
 def test_a_group_of_another_policy_is_ignored(other: dict, path: Path, tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_a_group_of_another_policy_is_ignored(other: dict, path: Path, tmp_path:
     told: list[str] = []
     mine = groups(tmp_path, told, **other)
     assert mine.load(PROMPT) is None
-    assert told == [f"{path}: ignored, the group is generated again (it is of other weights, settings or prompts)"]
+    assert told == [f"{path}: ignored, the group is generated again (it is of other weights, another engine, other settings or prompts)"]
     mine.save(PROMPT, ANSWER[:1])
     assert groups(tmp_path, told, **other).load(PROMPT) == float32(ANSWER[:1])
 
