@@ -1,4 +1,4 @@
-"""A run folder, and everything that can be checked before ranks start. Imports no torch."""
+"""Everything that can be checked before ranks start. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,40 +6,39 @@ import dataclasses
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rlbatch.api import ConfigError, DataError, ModelFamily, RlbatchError
 from rlbatch.checkpoint.model_files import model_files
-from rlbatch.config.compose import save_config
+from rlbatch.checkpoint.newest import check_unused, newest
+from rlbatch.checkpoint.run_folder import check_places, checkpoint_root
+from rlbatch.config.compose import CONFIG_FILE, load_config, save_config
 from rlbatch.config.hf_config import read_config
 from rlbatch.config.paths import check_variable, paths_of
 from rlbatch.config.schema import EMBEDDED, Config
 from rlbatch.launch.container import RUN_FOLDER, check_container
 from rlbatch.launch.environment import visible_gpus
 from rlbatch.launch.interfaces import addresses_of
-from rlbatch.launch.job_record import read_record
-from rlbatch.launch.lock import run_folder_lock
 from rlbatch.launch.mpirun import read_hosts
-from rlbatch.launch.own_job import own_job_name
+from rlbatch.launch.run_mark import read_mark
 from rlbatch.plan.engine_plan import EnginePlan
 from rlbatch.plan.engine_precision import check_device, engine_quantization
 from rlbatch.plan.footprint import parameters
 from rlbatch.plan.layout import check_expert_widths, check_layout
 from rlbatch.plan.placement import Placement, place
 from rlbatch.registry import Registry
+from rlbatch.run_dir import check_run_dir, run_dir_path, taken_run_dir
 
-CONFIG_FILE = "config.yaml"
 RANKS_PER_CORE = 8
 """Of a machine without GPUs."""
 
 
 @contextmanager
 def prepared_run(config: Config, registry: Registry) -> Iterator[tuple[Config, Path]]:
-    """Makes the run folder and checks the model, layout and prompts. A folder that was made is removed again if a check, or what starts
-    the job in this context, is refused.
+    """Makes the run folder and checks the model, layout and prompts. What was made is removed again if a check, or what starts the job in
+    this context, is refused.
 
     Yields:
         The config with its ``run_dir``, and the run folder: config.yaml and, for the embedded run, ``embedded/``.
@@ -47,37 +46,12 @@ def prepared_run(config: Config, registry: Registry) -> Iterator[tuple[Config, P
     Raises:
         RlbatchError: what was refused.
     """
-    run_dir, is_new = _make_run_dir(config)
-    refuse_running_job(run_dir)
-    config = dataclasses.replace(config, run_dir=str(run_dir))
-    with run_folder_lock(run_dir):
-        pass  # before anything in it is replaced; held later, for as long as the job runs
-    try:
+    with taken_run_dir(config) as run_dir:
+        config = dataclasses.replace(config, run_dir=str(run_dir))
         _write_embedded(config, run_dir)
         check_all(config, registry, run_dir)
         save_config(config, run_dir / CONFIG_FILE)
         yield config, run_dir
-    except (RlbatchError, KeyboardInterrupt):
-        if is_new:
-            shutil.rmtree(run_dir)
-        raise
-
-
-def refuse_running_job(run_dir: Path) -> None:
-    """Refuses a run folder whose batch job waits or runs; a job that was queued again may use its own.
-
-    Raises:
-        ConfigError: another job has it.
-    """
-    record = read_record(run_dir)
-    if record is None or not record.is_slurm or record.job_id == own_job_name():
-        return
-    state = record.state()
-    if not state.ended:
-        raise ConfigError(
-            f"run_dir={run_dir}: job {record.job_id} is {state.state} in it. Wait for its end, "
-            f"end it with `python -m rlbatch.jobs cancel {record.job_id}`, or choose another folder."
-        )
 
 
 def find_problems(config: Config, registry: Registry) -> tuple[list[RlbatchError], Path, ModelFamily | None]:
@@ -89,8 +63,7 @@ def find_problems(config: Config, registry: Registry) -> tuple[list[RlbatchError
     problems: list[RlbatchError] = []
     with tempfile.TemporaryDirectory() as scratch:
         try:
-            _check_run_dir(_run_dir_path(config), config)
-            refuse_running_job(_run_dir_path(config))
+            check_run_dir(run_dir_path(config), config)
         except RlbatchError as error:
             problems.append(error)
         _write_embedded(config, Path(scratch))
@@ -100,7 +73,7 @@ def find_problems(config: Config, registry: Registry) -> tuple[list[RlbatchError
             except RlbatchError as error:
                 problems.append(error)
         family = _known_family(config, registry, Path(scratch))
-    return problems, _run_dir_path(config).resolve(), family
+    return problems, run_dir_path(config).resolve(), family
 
 
 def check_all(config: Config, registry: Registry, run_dir: Path) -> None:
@@ -139,52 +112,6 @@ def _write_embedded(config: Config, run_dir: Path) -> None:
         from rlbatch.pipeline.embedded import write_embedded_task
 
         write_embedded_task(run_dir / EMBEDDED, config.seed)
-
-
-def _run_dir_path(config: Config) -> Path:
-    if config.run_dir:
-        return Path(config.run_dir)
-    name, runs = time.strftime("%Y%m%d-%H%M%S"), Path("runs")
-    return next(path for number in range(1, 1000) if not (path := runs / (name if number == 1 else f"{name}-{number}")).exists())
-
-
-def _make_run_dir(config: Config) -> tuple[Path, bool]:
-    """The run folder, mode 0700, and whether it was made now."""
-    run_dir = _run_dir_path(config)
-    if not os.path.exists(run_dir):  # what one may not look at neither
-        return _new_folder(run_dir), True
-    _check_run_dir(run_dir, config)
-    run_dir.chmod(0o700)
-    return run_dir.resolve(), False
-
-
-def _check_run_dir(run_dir: Path, config: Config) -> None:
-    if not config.run_dir or not os.path.exists(run_dir):
-        return
-    if not run_dir.is_dir():
-        raise ConfigError(f"run_dir={config.run_dir}: must be a folder, is a file. Choose another.")
-    try:
-        entries, owner = len(list(run_dir.iterdir())), run_dir.stat().st_uid
-    except OSError as error:
-        raise ConfigError(f"run_dir={config.run_dir}: cannot be read ({error.strerror}). Choose another.") from error
-    if os.getuid() not in (0, owner):
-        raise ConfigError(
-            f"run_dir={config.run_dir}: belongs to user id {owner}, you are {os.getuid()}, and its owner decides what ranks read there. "
-            "Choose a folder of your own."
-        )
-    if entries and config.resume != "auto":
-        raise ConfigError(
-            f"run_dir={config.run_dir}: must be new or empty, has {entries} entries. Choose another, or resume=auto to go on with that run."
-        )
-
-
-def _new_folder(path: Path) -> Path:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.mkdir(mode=0o700)
-    except OSError as error:
-        raise ConfigError(f"run_dir={path}: cannot be made ({error.strerror}). Choose another.") from error
-    return path.resolve()
 
 
 def _check_model(config: Config, registry: Registry, run_dir: Path) -> None:
@@ -282,6 +209,28 @@ def _check_paths(config: Config, registry: Registry, run_dir: Path) -> None:
     for key, path in (("checkpoint.load", config.checkpoint.load), ("checkpoint.ref_load", config.checkpoint.ref_load)):
         if path and not Path(path).is_dir():
             raise ConfigError(f"{key}={path}: there is no such folder. Correct the path.")
+    folder = run_dir_path(config)
+    root = checkpoint_root(config.checkpoint.save, folder)
+    if config.resume != "auto":
+        check_unused(root)
+    elif found := newest(root):
+        if config.checkpoint.save_interval >= 0:
+            check_places(root, read_mark(folder), range(int(found[1]["step"]) + 1, config.train.steps + 1))
+    else:
+        _check_moved(root, folder)
+
+
+def _check_moved(root: Path, run_dir: Path) -> None:
+    """A run whose checkpoints are elsewhere does not start anew because it is given another folder for them."""
+    before = found = None
+    with suppress(RlbatchError):  # this folder's first run
+        before = checkpoint_root(load_config(run_dir / CONFIG_FILE).checkpoint.save, run_dir)
+        found = newest(before)
+    if found:
+        raise ConfigError(
+            f"checkpoint.save={root}: has no checkpoint, and this run's are in {before} (newest: {found[0].name}). "
+            "Use that folder, or move its checkpoints; a new run takes another run_dir."
+        )
 
 
 def _check_builds(config: Config, registry: Registry, run_dir: Path) -> None:
@@ -295,7 +244,7 @@ def _check_container(config: Config, registry: Registry, run_dir: Path) -> None:
     if (kind, launcher) in (("pyxis", "local"), ("pyxis", "mpi"), ("apptainer", "local")):
         fix = "launcher=slurm or none" if kind == "pyxis" else "launcher=slurm, mpi or none"
         raise ConfigError(f"cluster.container={kind}: launcher={launcher} does not start it. Use {fix}, or cluster.container=none.")
-    check_container(config.cluster, [(RUN_FOLDER, str(_run_dir_path(config).resolve())), *registry.paths_for_ranks(config)])
+    check_container(config.cluster, [(RUN_FOLDER, str(run_dir_path(config).resolve())), *registry.paths_for_ranks(config)])
 
 
 def _check_machine(config: Config, registry: Registry, run_dir: Path) -> None:

@@ -9,14 +9,14 @@ import signal
 import sys
 import time
 import warnings
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlbatch.api import ConfigError, RlbatchError
 from rlbatch.api.exit_codes import FAILED, REFUSED, STOPPED
-from rlbatch.config.compose import load_config
+from rlbatch.config.compose import CONFIG_FILE, load_config
 from rlbatch.config.schema import Config
 from rlbatch.launch.allocator import set_allocator
 from rlbatch.launch.children import children_end_with_this_process
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from rlbatch.metrics.run_log import RunLog
     from rlbatch.pipeline.loop import EarlyEnd
 
-CONFIG_FILE = "config.yaml"
 REQUEUE_S = 3.0
 """Seconds that a rank which was stopped while it started stays behind rank 0: srun ends the others when the first one fails."""
 
@@ -83,8 +82,6 @@ def run_rank(run_dir: Path) -> None:
     info = RankInfo.from_environment()
     config = _config_of(run_dir, info)
     set_allocator(config.train.allocator)
-    own_log(run_dir, info.rank)
-    children_end_with_this_process()
     log: RunLog | None = None
 
     def stopped() -> None:
@@ -102,9 +99,11 @@ def run_rank(run_dir: Path) -> None:
 
     try:
         with reporting_failures(run_dir, info.rank):
+            own_log(run_dir, info.rank)
+            children_end_with_this_process()
             meeting = join(info, run_dir, config, launch_word())
-            log = _open_log(config, run_dir, meeting)
             with Watchdog(config.launch, meeting, run_dir) as watchdog:
+                log = _open_log(config, run_dir, meeting)
                 watchdog.on_rank_0_lost = lambda error: record_end(run_dir, "failed", asdict(error))
                 notice.end_start(leave)
                 early = _run(config, run_dir, meeting, watchdog, notice, log)
@@ -114,14 +113,12 @@ def run_rank(run_dir: Path) -> None:
         raise SystemExit(FAILED if has_failed(run_dir) else signalled.code) from None  # srun sends SIGTERM when one has failed
     except SystemExit:  # a rank failed
         error = read_first_error(run_dir)
-        with suppress(OSError):  # a full disk is told already
-            if log:
-                log.finish("failed" if error else "interrupted", asdict(error) if error else None)
+        if log:
+            log.finish("failed" if error else "interrupted", asdict(error) if error else None)
         raise
     log.finish("interrupted" if early else "finished")
     if info.rank == 0 and not early:
-        with suppress(OSError):  # a full disk has no say in whether a run is done
-            end_life(run_dir, info, config.train.steps, "finished")
+        end_life(run_dir, info, config.train.steps, "finished")
     if early and info.rank == 0:  # the others end with 0: Slurm would take another code for a failure, and end rank 0 before it is done
         _go_on_later(run_dir, config, info, early.step, early.ending)
         raise SystemExit(STOPPED)

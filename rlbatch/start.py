@@ -14,6 +14,7 @@ from rlbatch.config.schema import Config
 from rlbatch.launch.batch_queue import job_state, queued_state
 from rlbatch.launch.cluster_variables import cluster_variables
 from rlbatch.launch.container import in_container, python, srun_options
+from rlbatch.launch.disk import telling_trouble
 from rlbatch.launch.failures import read_first_error
 from rlbatch.launch.follow import follow
 from rlbatch.launch.job_record import JobRecord, new_record, process_id
@@ -67,7 +68,7 @@ def slurm_script(config: Config, run_dir: Path, parameters: float) -> str:
 def _start_local(config: Config, registry: Registry) -> int:
     with prepared_run(config, registry) as (config, run_dir):
         pass
-    with run_folder_lock(run_dir):
+    with run_folder_lock(run_dir), telling_trouble(run_dir):
         print(f"Run folder: {run_dir}", flush=True)
         os.environ.update(cluster_variables(config.cluster))
         return _settled(run_dir, run_local(config, run_dir))
@@ -107,7 +108,7 @@ def _start_mpi(config: Config, registry: Registry) -> int:
     read_hosts(config)  # refused before there is a run folder
     with prepared_run(config, registry) as (config, run_dir):
         job = mpi_job(config, run_dir, mpi, rank_command(config, run_dir))
-    with run_folder_lock(run_dir):
+    with run_folder_lock(run_dir), telling_trouble(run_dir):
         new_record(process_id(), "mpi", job_name(config), run_dir, "")
         print(f"Run folder: {run_dir}", flush=True)
         return _settled(run_dir, run_mpi(job, config, run_dir))

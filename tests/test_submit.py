@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import stat
 from collections.abc import Sequence
@@ -114,36 +113,6 @@ def test_nothing_embedded_for_a_model_of_ones_own(
     overrides += ["reward=sequence", "data.train=train.jsonl"]
     assert refusal(capsys, [*overrides, "data.eval=embedded"]).startswith("data.eval=embedded: its prompts are for model.hf=embedded.")
     assert started == []
-
-
-def test_run_folder_is_never_reused(started: list[tuple[Config, Path]], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """A folder with content is refused and left alone, unless the run goes on; an empty one is used."""
-    folder = tmp_path / "mine"
-    folder.mkdir()
-    assert rlbatch.submit.main(["run_dir=mine"]) == 0
-    (folder / "note").write_text("keep")
-    before = sorted(folder.iterdir())
-    assert refusal(capsys, ["run_dir=mine", "seed=5"]).startswith(
-        f"run_dir={Path.cwd()}/mine: must be new or empty, has {len(before)} entries."
-    )
-    assert sorted(folder.iterdir()) == before
-    assert load_config(folder / "config.yaml").seed == 0
-    assert rlbatch.submit.main(["run_dir=mine", "resume=auto"]) == 0
-    assert (folder / "note").read_text() == "keep"
-    (tmp_path / "file").touch()
-    assert refusal(capsys, ["run_dir=file"]).startswith(f"run_dir={tmp_path}/file: must be a folder, is a file.")
-    assert refusal(capsys, ["run_dir=file/below"]).startswith(f"run_dir={tmp_path}/file/below: cannot be made")
-
-
-def test_run_folder_of_another_user(
-    started: list[tuple[Config, Path]], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is refused: ranks unpickle their task and read their config there."""
-    (tmp_path / "foreign").mkdir()
-    mine = os.getuid()
-    monkeypatch.setattr(os, "getuid", lambda: mine + 1)
-    assert refusal(capsys, ["run_dir=foreign"]).startswith(f"run_dir={Path.cwd()}/foreign: belongs to user id {mine}, you are {mine + 1}")
-    assert not list((tmp_path / "foreign").iterdir())
 
 
 @pytest.mark.parametrize(

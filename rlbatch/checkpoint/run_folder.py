@@ -1,7 +1,10 @@
 """A run's checkpoints on disk: ``step_000100/`` folders that appear whole, and ``latest.json``, written last, which names the newest.
 
-A folder has ``progress.json`` (plain values, and the size of every file), ``state/`` (tensors, torch_dist) and ``rng.pt``. What ends in
-``.part`` is unfinished or being deleted, and is removed by the next save.
+A folder has ``progress.json`` (plain values, which run saved it when, and the size of every file), ``state/`` (tensors, torch_dist) and
+``rng.pt``. What ends in ``.part`` is unfinished or being deleted, and is removed by the next save.
+
+A run deletes and replaces what it saved itself, nothing else: not another run's checkpoints, no links, no folders that somebody has renamed
+or damaged.
 """
 
 from __future__ import annotations
@@ -11,11 +14,12 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlbatch.api import DataError
+from rlbatch.api import CheckpointError, DataError
 from rlbatch.config.foreign import LARGE_BYTES, read_json
 
 LATEST = "latest.json"
@@ -23,9 +27,20 @@ PROGRESS = "progress.json"
 STATE = "state"
 RNG = "rng.pt"
 FORMAT = 3
-STEP_FOLDER = re.compile(r"step_\d+")
+STEP_FOLDER = re.compile(r"step_[0-9]+")
+DRAFT = re.compile(r"step_[0-9]+(\.deleted)?\.part")
 TENSOR_SUFFIX = ".distcp"
 """Of the files whose writers have synced them, too large to be read for a digest."""
+
+
+def checkpoint_root(save: str, run_dir: Path) -> Path:
+    """``checkpoint.save``, or the run folder's own."""
+    return Path(save) if save else run_dir / "checkpoints"
+
+
+def step_folder(root: Path, step: int) -> Path:
+    """Where a step's checkpoint is."""
+    return root / f"step_{step:06d}"
 
 
 def draft_folder(root: Path, step: int) -> Path:
@@ -33,69 +48,112 @@ def draft_folder(root: Path, step: int) -> Path:
     return root / f"step_{step:06d}.part"
 
 
+def make_root(root: Path) -> None:
+    """Makes the folder of checkpoints.
+
+    Raises:
+        CheckpointError: that cannot be done.
+    """
+    try:
+        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise CheckpointError(f"checkpoint.save={root}: cannot be made ({error.strerror}). Choose another folder.") from error
+
+
 def begin(root: Path, step: int) -> Path:
-    """Makes an empty draft, removing what a killed save left behind, and returns it. Rank 0 only."""
-    root.mkdir(parents=True, exist_ok=True, mode=0o700)
-    for leftover in root.glob("step_*.part"):
-        shutil.rmtree(leftover)
+    """Makes an empty draft, removing what a killed save left behind, and returns it. Rank 0 only.
+
+    Raises:
+        CheckpointError: it cannot be made.
+    """
     folder = draft_folder(root, step)
-    folder.mkdir(mode=0o700)
-    (folder / STATE).mkdir(mode=0o700)
+    make_root(root)
+    try:
+        for leftover in root.iterdir():
+            if DRAFT.fullmatch(leftover.name) and leftover.is_dir() and not leftover.is_symlink():
+                shutil.rmtree(leftover)
+        folder.mkdir(mode=0o700)
+        (folder / STATE).mkdir(mode=0o700)
+    except OSError as error:
+        raise CheckpointError(f"checkpoint.save={root}: {folder.name} cannot be made ({error.strerror}). Mend that, and resume.") from error
     return folder
 
 
-def complete(root: Path, step: int, progress: Mapping[str, Any], keep: int = 0) -> Path:
+def complete(root: Path, step: int, progress: Mapping[str, Any], run: str, keep: int = 0) -> Path:
     """Makes a draft the newest checkpoint and returns its folder. Rank 0 only, after every rank has written.
 
     Args:
         root: Folder of checkpoints.
         step: Of the draft.
         progress: Plain values to be read back by ``newest``.
-        keep: Newest checkpoints to keep, this one included; 0: all.
+        run: Id of the run that saves it.
+        keep: Newest checkpoints of this run to keep, this one included; 0: all.
+
+    Raises:
+        CheckpointError: its place is taken, by what this run did not save.
     """
-    folder, draft = root / f"step_{step:06d}", draft_folder(root, step)
+    folder, draft = step_folder(root, step), draft_folder(root, step)
     files = sorted(path for path in draft.rglob("*") if path.is_file())
     for path in files:
         if path.suffix != TENSOR_SUFFIX:
             sync(path)
     listed = {str(path.relative_to(draft)): _listing(path) for path in files}
-    _write_json(draft / PROGRESS, {"format": FORMAT, **progress, "files": listed})
+    own = sorted((saved, path) for path in root.iterdir() if (saved := _saved_by(run, path)))
+    saved = max([time.time(), *(saved + 1 for saved, _ in own)])  # whatever the clock of this life's host says
+    _write_json(draft / PROGRESS, {"format": FORMAT, **progress, "run": run, "saved": saved, "files": listed})
     for changed in (draft / STATE, draft):
         sync(changed)
-    if folder.exists():  # an earlier life of this run saved the same step, and latest.json names another
+    check_places(root, run, range(step, step + 1))
+    if folder.exists():  # an earlier life of this run saved the same step, and went on from an earlier one
         _delete(folder)
     os.replace(draft, folder)
     sync(root)
     _write_json(root / LATEST, {"folder": folder.name})
     sync(root)
-    if keep:
-        for old in _by_age(root, newest=folder)[:-keep]:
-            _delete(old)
+    others = [path for _, path in own if path != folder]
+    for old in others[: max(0, len(others) + 1 - keep)] if keep else []:
+        _delete(old)
     return folder
 
 
-def newest(root: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The newest complete checkpoint and its progress; None if there is none.
+def check_places(root: Path, run: str, steps: range) -> None:
+    """Refuses to save steps whose places are taken by what is not this run's to replace.
 
     Raises:
-        DataError: latest.json or the checkpoint that it names cannot be used.
+        CheckpointError: the first of them.
     """
-    latest = root / LATEST
-    if not latest.exists():
-        return None
-    name = _read_json(latest).get("folder")
-    if not isinstance(name, str) or not STEP_FOLDER.fullmatch(name):
-        raise DataError(f"{latest}: must name a folder step_<number>, names {name!r}. Correct it by hand.")
-    return root / name, read_progress(root / name)
+    for path in sorted(root.iterdir()) if root.is_dir() else []:
+        number = int(path.name.removeprefix("step_")) if STEP_FOLDER.fullmatch(path.name) else -1
+        if number in steps and path == step_folder(root, number) and not _saved_by(run, path):
+            raise CheckpointError(
+                f"checkpoint.save={root}: {path.name} was not saved by this run, or is damaged, and is where its step {number} would go. "
+                "Move it away, or choose another folder for this run's checkpoints."
+            )
 
 
-def read_progress(folder: Path) -> dict[str, Any]:
+def _saved_by(run: str, folder: Path) -> float:
+    """When a run saved a checkpoint; 0: it did not, or somebody has moved, renamed or damaged it since."""
+    try:
+        said = read_json(folder / PROGRESS, _FIX, LARGE_BYTES)
+    except DataError:
+        return 0.0
+    step, saved = said.get("step"), said.get("saved")
+    is_placed = isinstance(step, int) and folder == step_folder(folder.parent, step) and not folder.is_symlink()
+    return float(saved) if said.get("run") == run and is_placed and isinstance(saved, (int, float)) else 0.0
+
+
+def read_progress(folder: Path, fix: str = "") -> dict[str, Any]:
     """The progress of a complete checkpoint, which is as it was written.
+
+    Args:
+        folder: The checkpoint.
+        fix: What to do if it is not, a sentence.
 
     Raises:
         DataError: it is not, or another version wrote it.
     """
-    progress = _read_json(folder / PROGRESS)
+    fix = fix or _FIX
+    progress = read_json(folder / PROGRESS, fix, LARGE_BYTES)
     if progress.get("format") != FORMAT:
         raise DataError(
             f"{folder}: has checkpoint format {progress.get('format')}, this version reads {FORMAT}. Use the version that wrote it."
@@ -104,13 +162,13 @@ def read_progress(folder: Path) -> dict[str, Any]:
         int(progress["step"])
         listed = {folder / str(name): (int(size), digest) for name, (size, digest) in progress["files"].items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(f"{folder / PROGRESS}: is damaged ({error!r}). {_OTHER}") from error
+        raise DataError(f"{folder / PROGRESS}: is damaged ({error!r}). {fix}") from error
     for path, (size, digest) in listed.items():
-        found = path.stat().st_size if path.exists() else 0
+        found = path.stat().st_size if path.is_file() else 0
         if found != size:
-            raise DataError(f"{path}: has {found} bytes, {size} were written. {_OTHER}")
+            raise DataError(f"{path}: has {found} bytes, {size} were written. {fix}")
         if digest and _listing(path)[1] != digest:
-            raise DataError(f"{path}: was changed after it was written. {_OTHER}")
+            raise DataError(f"{path}: was changed after it was written. {fix}")
     return progress
 
 
@@ -119,13 +177,7 @@ def is_checkpoint(folder: Path) -> bool:
     return (folder / PROGRESS).exists()
 
 
-_OTHER = f"Name another checkpoint in {LATEST}, or remove it to start anew."
-
-
-def _by_age(root: Path, newest: Path) -> list[Path]:
-    """Complete checkpoints, oldest first. Steps tell no age: a run may have been set back to an earlier checkpoint."""
-    complete = [path for path in root.iterdir() if STEP_FOLDER.fullmatch(path.name) and is_checkpoint(path) and path != newest]
-    return [*sorted(complete, key=lambda path: ((path / PROGRESS).stat().st_mtime_ns, path.name)), newest]
+_FIX = "Restore it, or name another checkpoint."
 
 
 def _delete(folder: Path) -> None:
@@ -150,10 +202,6 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return read_json(path, _OTHER, LARGE_BYTES)
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

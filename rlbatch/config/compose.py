@@ -21,6 +21,9 @@ from rlbatch.config.schema import Config
 from rlbatch.config.sources import CLUSTER, ROOT, give_to_hydra, group_files
 from rlbatch.config.yaml_files import read_yaml
 
+CONFIG_FILE = "config.yaml"
+"""In the run folder."""
+
 
 def compose(overrides: Sequence[str]) -> Config:
     """Composes ``configs/`` with overrides such as ``train.steps=20``, ``reward=sequence`` or ``plugins=[my_reward.py]``.

@@ -196,7 +196,7 @@ class CheckpointConfig:
     export_dtype: Literal["auto", "bf16", "fp8"] = key(
         "auto", "Of an export's weights: bf16, fp8 (e4m3 in blocks of 128 x 128, where the model family has them), auto: as in model.hf."
     )
-    keep: CountOrZero = key(2, "Newest checkpoints to keep; older ones are deleted once a new one is complete. 0: all.")
+    keep: CountOrZero = key(2, "Newest checkpoints of this run to keep; its older ones are deleted once a new one is complete. 0: all.")
     async_save: bool = key(False, "Write checkpoints while training goes on, from a copy in host memory.")
 
 

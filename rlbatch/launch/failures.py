@@ -18,6 +18,7 @@ from pathlib import Path
 
 from rlbatch.api import RlbatchError
 from rlbatch.api.exit_codes import FAILED
+from rlbatch.launch.disk import trouble
 
 FIRST_ERROR = "first_error.json"
 TERMINAL_VARIABLE = "RLBATCH_TERMINAL_FD"
@@ -26,6 +27,9 @@ LAUNCHER = -1
 """In the place of a rank: no rank said what happened, nor does its launcher say which one failed."""
 CLOCK_S = 3.0
 """Difference of clocks within which a record counts as of this start."""
+WORD_VARIABLE = "RLBATCH_FIRST_WORD_FD"
+"""File descriptor of a pipe with one byte, from a launcher on this machine: where nothing can be recorded, who takes it is the first."""
+_SYSTEM = ("No space left", "os error 28", "Disk quota", "Read-only file system", "file write failed")
 PATIENCE_S = 1.0
 """Seconds that an unforeseen error waits to be recorded: it may follow from the end of another rank, which the launcher then records."""
 
@@ -85,18 +89,40 @@ def report_failure(run_dir: Path, rank: int, error: BaseException) -> bool:
     Returns:
         Whether this was the first.
     """
-    return claim(run_dir, failure_of(error, rank, socket.gethostname()))
+    return claim(run_dir, failure_of(error, rank, socket.gethostname(), run_dir))
 
 
-def failure_of(error: BaseException, rank: int, host: str) -> FirstError:
-    """What is told of an exception of a rank; users see no traceback of an ``RlbatchError``."""
+def failure_of(error: BaseException, rank: int, host: str, run_dir: Path) -> FirstError:
+    """What is told of an exception of a rank; users see no traceback of an ``RlbatchError``, nor of a run folder that is full or gone."""
+    if is_of_system(error) and (found := trouble(run_dir)):
+        said = " ".join(str(error).split())
+        return FirstError(rank, host, "ConfigError", f"run_dir={run_dir}: {found}, then start again. ({said})", "", time.time())
     lines = "" if isinstance(error, RlbatchError) else "".join(traceback.format_exception(error))
     message = f"code called sys.exit({error.code})" if isinstance(error, SystemExit) else str(error)
     return FirstError(rank, host, type(error).__name__, message, lines, time.time())
 
 
+def is_of_system(error: BaseException) -> bool:
+    """Whether it is the system's and nobody has told it yet, also where a library has put it into words of its own."""
+    is_told = isinstance(error, RlbatchError) or not isinstance(error, Exception)
+    return not is_told and (isinstance(error, OSError) or any(word in str(error) for word in _SYSTEM))
+
+
+_first_words: dict[Path, FirstError] = {}
+
+
+def _is_first_word(run_dir: Path, error: FirstError) -> bool:
+    """Decides in memory which error is the first: among a launcher's processes on this machine, else in this process."""
+    try:
+        return bool(os.read(int(os.environ[WORD_VARIABLE]), 1))
+    except KeyError:
+        return _first_words.setdefault(run_dir, error) is error
+    except OSError:  # it is taken
+        return False
+
+
 def claim(run_dir: Path, error: FirstError) -> bool:
-    """Writes first_error.json if there is none, and prints the error; on a full disk only the record is lost.
+    """Writes first_error.json if there is none, and prints the error. Where it cannot be written, memory has to do for the decision.
 
     Returns:
         Whether there was none.
@@ -110,7 +136,9 @@ def claim(run_dir: Path, error: FirstError) -> bool:
     except FileExistsError:
         return False
     except OSError as problem:
-        unrecorded = f"\n(This could not be written to {run_dir / FIRST_ERROR}: {problem.strerror}.)"
+        if (run_dir / FIRST_ERROR).exists() or not _is_first_word(run_dir, error):
+            return False
+        unrecorded = "" if str(run_dir) in error.message else f"\n(This could not be written to {run_dir}: {problem.strerror}.)"
     finally:
         with suppress(OSError):
             draft.unlink()
@@ -122,7 +150,7 @@ def read_first_error(run_dir: Path) -> FirstError | None:
     """The job's first failure, or None. What a crash of the machine left half written counts as one of long ago."""
     try:
         return FirstError(**json.loads((run_dir / FIRST_ERROR).read_text(encoding="utf-8")))
-    except FileNotFoundError:
+    except OSError:
         return None
     except (ValueError, TypeError):
         return FirstError(0, "?", "Unknown", f"{run_dir / FIRST_ERROR} is damaged: what it said is lost.", "", 0.0)

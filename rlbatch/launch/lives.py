@@ -9,6 +9,7 @@ import json
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
 from pathlib import Path
@@ -84,13 +85,16 @@ def read_history(run_dir: Path) -> History:
 
 def begin_life(run_dir: Path, info: RankInfo, first_step: int) -> History:
     """Adds a life that begins now, resumed from ``first_step``, and returns all of them."""
-    history = read_history(run_dir)
+    return _write(run_dir, _begun(read_history(run_dir), info, first_step))
+
+
+def _begun(history: History, info: RankInfo, first_step: int) -> History:
     life = PastLife(info.job_id, info.restart_count, info.host, first_step, time.time())
-    return _write(run_dir, replace(history, lives=(*history.lives, life)))
+    return replace(history, lives=(*history.lives, life))
 
 
 def end_life(run_dir: Path, info: RankInfo, last_step: int | None, why: str) -> History:
-    """Completes this life, and returns all of them.
+    """Completes this life, and returns all of them; a full disk has no say in how it goes on.
 
     Args:
         run_dir: Run folder.
@@ -101,10 +105,13 @@ def end_life(run_dir: Path, info: RankInfo, last_step: int | None, why: str) -> 
     history = read_history(run_dir)
     last = history.lives[-1] if history.lives else None
     if last is None or last_step is None:
-        history = begin_life(run_dir, info, 0 if last is None else max(last.first_step, last.last_step))
+        history = _begun(history, info, 0 if last is None else max(last.first_step, last.last_step))
     life = history.lives[-1]
     ended = replace(life, last_step=life.first_step if last_step is None else last_step, ended=time.time(), why=why)
-    return _write(run_dir, replace(history, lives=(*history.lives[:-1], ended)))
+    history = replace(history, lives=(*history.lives[:-1], ended))
+    with suppress(OSError):
+        _write(run_dir, history)
+    return history
 
 
 def record_write(run_dir: Path, num_bytes: int, seconds: float) -> None:

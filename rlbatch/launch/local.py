@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import secrets
@@ -12,14 +11,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from rlbatch.api.exit_codes import STOPPED
 from rlbatch.config.schema import Config
 from rlbatch.launch.children import GroupGuard, dies_with_parent, signal_group
 from rlbatch.launch.environment import RankInfo
-from rlbatch.launch.failures import FIRST_ERROR, TERMINAL_VARIABLE, FirstError, claim
+from rlbatch.launch.failures import FIRST_ERROR, TERMINAL_VARIABLE, WORD_VARIABLE, FirstError, claim
 from rlbatch.launch.signals import END_SIGNAL, KILL_WAIT_S, received_signals, signal_name
 from rlbatch.launch.variables import LAUNCH_VARIABLE
 
@@ -50,9 +49,9 @@ def run_local(config: Config, run_dir: Path, command: Sequence[str] | None = Non
     with ExitStack() as stack:
         stop = stack.enter_context(received_signals())
         try:
-            launch = secrets.token_hex(8)
+            launch, word = secrets.token_hex(8), stack.enter_context(_first_word())
             for info in _rank_infos(config.layout.world_size):
-                ranks.append(_start(info, arguments, run_dir, launch))
+                ranks.append(_start(info, arguments, run_dir, launch, word))
             guard = GroupGuard([rank.pid for rank in ranks])
             stack.callback(guard.close)
             failed = _wait(ranks, stop, KILL_WAIT_S if config.launch.notice_s is None else config.launch.notice_s)
@@ -76,11 +75,9 @@ def _rank_infos(world_size: int) -> Iterator[RankInfo]:
 
 
 def _saved(run_dir: Path) -> str:
-    """What a stopped run can go on from, where its checkpoints are in the run folder."""
-    latest = run_dir / "checkpoints" / "latest.json"
-    if latest.exists():
-        return f"resume=auto goes on from {json.loads(latest.read_text(encoding='utf-8'))['folder']}"
-    return "no checkpoint in it"
+    """Whether a stopped run can go on from something, where its checkpoints are in the run folder."""
+    is_saved = any((run_dir / "checkpoints").glob("step_*/progress.json"))
+    return "resume=auto goes on from its newest checkpoint" if is_saved else "no checkpoint in it"
 
 
 def _free_port() -> int:
@@ -92,7 +89,21 @@ def _free_port() -> int:
             return port
 
 
-def _start(info: RankInfo, arguments: Sequence[str], run_dir: Path, launch: str) -> Rank:
+@contextmanager
+def _first_word() -> Iterator[int]:
+    """A pipe with one byte, for this process and its ranks; see ``WORD_VARIABLE``."""
+    reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    os.write(writing, b"!")
+    os.environ[WORD_VARIABLE] = str(reading)
+    try:
+        yield reading
+    finally:
+        del os.environ[WORD_VARIABLE]
+        os.close(reading)
+        os.close(writing)
+
+
+def _start(info: RankInfo, arguments: Sequence[str], run_dir: Path, launch: str, word: int) -> Rank:
     output = None if info.rank == 0 else _log(run_dir, info.rank)
     terminal = os.dup(2)
     try:
@@ -102,7 +113,7 @@ def _start(info: RankInfo, arguments: Sequence[str], run_dir: Path, launch: str)
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            pass_fds=[terminal],
+            pass_fds=[terminal, word],
             start_new_session=True,
             preexec_fn=dies_with_parent(),
         )

@@ -31,7 +31,7 @@ def run_folder_lock(run_dir: Path) -> Iterator[None]:
             except BlockingIOError:
                 raise ConfigError(f"run_dir={run_dir}: another job is running in it. Wait for its end, or choose another.") from None
         if (run_dir / LIFE_LOCK).exists():
-            ranks = LifeLock(run_dir)
+            ranks = Lock(run_dir / LIFE_LOCK)
             is_free = ranks.try_for(0.0)
             ranks.release()
             if not is_free:
@@ -41,11 +41,17 @@ def run_folder_lock(run_dir: Path) -> Iterator[None]:
         os.close(folder)
 
 
-class LifeLock:
-    """What rank 0 holds as long as it lives; a lock of its own, since the command that starts the ranks may hold the folder, or be gone."""
+class Lock:
+    """A file or folder that a process holds; the system lets go of it when the process ends.
 
-    def __init__(self, run_dir: Path) -> None:
-        self._file = os.open(run_dir / LIFE_LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    Rank 0 holds the run folder's ``life.lock`` as long as it lives: the command that starts the ranks may hold the folder, or be gone.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Args:
+        path: A folder, or a file, which is made if it is missing.
+        """
+        self._file = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT, 0o600)
 
     def try_for(self, seconds: float) -> bool:
         """Tries to get the lock; a file system that has none gives it to everybody."""
@@ -63,5 +69,5 @@ class LifeLock:
                 return True
 
     def release(self) -> None:
-        """Lets go; otherwise the system does when the process ends."""
+        """Lets go."""
         os.close(self._file)

@@ -32,7 +32,7 @@ from rlbatch.launch.interfaces import (
     shorten_name_lookups,
 )
 from rlbatch.launch.life import Life, new_life, read_life, write_life
-from rlbatch.launch.lock import LifeLock
+from rlbatch.launch.lock import LIFE_LOCK, Lock
 from rlbatch.launch.mpi import broadcast, is_under_mpirun
 from rlbatch.launch.overseer import Overseer
 from rlbatch.launch.variables import LAUNCH_VARIABLE
@@ -127,7 +127,7 @@ def _open(info: RankInfo, run_dir: Path, config: Config, launch: str) -> tuple[O
     """Rank 0: listens, and takes the run folder over."""
     addresses = _candidates(info, config.cluster.interface)
     bound = addresses[0] if len(addresses) == 1 else ""
-    lock = LifeLock(run_dir)
+    lock = Lock(run_dir / LIFE_LOCK)
     is_free = lock.try_for(HANDOVER_S)
     previous = None if is_free else read_life(run_dir)
     if not is_free and not (previous and previous.is_earlier_of(info)):

@@ -75,9 +75,10 @@ class Watchdog:
     def __enter__(self) -> Watchdog:
         """Starts watching."""
         if self._meeting:
-            (self._run_dir / "logs").mkdir(exist_ok=True)
-            # Opened now: when it is needed, the file system may be what hangs.
-            self._stacks = (self._run_dir / "logs" / f"rank{self._meeting.info.rank}.stacks").open("w", encoding="utf-8")
+            with suppress(OSError):  # whoever needs the run folder says what is wrong with it
+                (self._run_dir / "logs").mkdir(exist_ok=True)
+                # Opened now: when it is needed, the file system may be what hangs.
+                self._stacks = (self._run_dir / "logs" / f"rank{self._meeting.info.rank}.stacks").open("w", encoding="utf-8")
             for target in (self._listen, self._watch_succession):
                 threading.Thread(target=target, name="rlbatch-watchdog", daemon=True).start()
         return self
@@ -117,7 +118,8 @@ class Watchdog:
             return
         self._leaving = True
         faulthandler.cancel_dump_traceback_later()
-        (self._run_dir / "logs" / f"rank{self._meeting.info.rank}.stacks").unlink(missing_ok=True)
+        with suppress(OSError):
+            (self._run_dir / "logs" / f"rank{self._meeting.info.rank}.stacks").unlink()
         self._meeting.link.send({"left": stopped})
         if self._meeting.overseer:
             self._meeting.overseer.join(LEAVING_S + CLOSING_S)
@@ -235,9 +237,10 @@ class Watchdog:
         self._reporting = True
         faulthandler.dump_traceback_later(PATIENCE_S + ANSWER_S + CLOSING_S, exit=True, file=self._stacks or sys.stderr)
         info = self._meeting.info
-        failure = failure_of(error, info.rank, info.host)
+        failure = failure_of(error, info.rank, info.host, self._run_dir)
         if not self._is_shared_output():
-            print(failure, file=sys.stderr, flush=True)
+            with suppress(OSError):  # its log may be on the disk that is full
+                print(failure, file=sys.stderr, flush=True)
         self._meeting.link.send({"failed": asdict(failure), "follows": may_follow(error)})
         if not self._ended.wait(PATIENCE_S + ANSWER_S):
             self._record(failure)

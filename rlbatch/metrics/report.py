@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -159,9 +160,17 @@ def write_samples(run_dir: Path, step: int, rows: Sequence[Mapping[str, Any]]) -
     return path
 
 
+def has_steps(run_dir: Path) -> bool:
+    """Whether a step of a run was done in its folder."""
+    return bool(_earlier_life(run_dir / "summary.json").get("steps")) or any((run_dir / "samples").glob("step_*.jsonl"))
+
+
 def remove_samples_after(run_dir: Path, step: int) -> None:
-    """Removes the samples of later steps, which are done again."""
-    for path in (run_dir / "samples").glob("step_*.jsonl"):
+    """Removes the samples of later steps, which are done again. Of a run that begins anew (0) all of them are put aside instead."""
+    samples = run_dir / "samples"
+    if not step and any(samples.glob("step_*.jsonl")):
+        os.replace(samples, next(path for number in itertools.count(1) if not (path := run_dir / f"samples.{number}").exists()))
+    for path in samples.glob("step_*.jsonl"):
         number = path.stem.removeprefix("step_")
         if number.isdecimal() and int(number) > step:
             path.unlink()

@@ -96,10 +96,12 @@ class RunLog:
             first_error: The failure that was reported first, e.g. ``{"rank": 17, "host": "n03", "message": ...}``.
         """
         for closing in (self._progress, self._tensorboard):
-            if closing:
-                closing.close()
+            with suppress(OSError):  # a full disk, which is told already, or has no say in how a run ended
+                if closing:
+                    closing.close()
         if self._report:
-            self._report.finish(status, first_error)
+            with suppress(OSError):
+                self._report.finish(status, first_error)
         if self._report and self._progress and status == "finished":
             with suppress(OSError):  # nobody may read it any more
                 self._progress.phase(finished_line(self._report.summary, self._run_dir))

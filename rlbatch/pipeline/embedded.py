@@ -141,7 +141,7 @@ def _write_tokenizer(folder: Path, vocabulary: Mapping[str, int]) -> None:
     tokenizer = Tokenizer(models.WordLevel(dict(vocabulary), unk_token=UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens([EOS])
-    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     named = {"pad_token": EOS, "eos_token": EOS}
     _write_json(
         folder / "tokenizer_config.json",

@@ -12,12 +12,12 @@ import torch
 from rlbatch.api import ConfigError, DataError
 from rlbatch.checkpoint import run_folder
 from rlbatch.checkpoint.identity import announced_changes, identity, refused_changes
+from rlbatch.checkpoint.newest import Found, check_unused, newest
 from rlbatch.config.hf_config import read_config
 from rlbatch.megatron.checkpoint import load_state
 from rlbatch.megatron.rng import set_rng_states
 from rlbatch.pipeline.first_rank import on_first_rank
 from rlbatch.pipeline.job import Job
-from rlbatch.pipeline.saving import checkpoint_root
 
 
 @dataclass(frozen=True)
@@ -38,21 +38,21 @@ def resume(job: Job, announce: Callable[[str], None]) -> Resumed:
 
     Args:
         job: Newly assembled.
-        announce: Told of a changed layout or config.
+        announce: Told of a changed layout or config, and of a checkpoint that was chosen without latest.json.
 
     Returns:
         Its step.
 
     Raises:
         ConfigError: it belongs to another model, prompt file or seed; or there is one, and the run is not to be resumed.
-        DataError: it is damaged.
+        DataError: it is damaged, or there is none that is whole.
     """
-    root = checkpoint_root(job)
+    root = run_folder.checkpoint_root(job.config.checkpoint.save, job.run_dir)
     if job.config.resume != "auto":
-        on_first_rank(lambda: _check_unused(root))
+        on_first_rank(lambda: check_unused(root))
         return Resumed()
     own = identity(job.config, read_config(job.hf_folder), job.prompts)
-    found = on_first_rank(lambda: _newest(root, own))
+    found = on_first_rank(lambda: _newest(root, own, announce))
     if found is None:
         return Resumed()
     folder, progress = found
@@ -76,8 +76,8 @@ def _restore(job: Job, folder: Path, progress: dict[str, Any], *, with_rng: bool
         set_rng_states(torch.load(folder / run_folder.RNG, weights_only=True)[job.rank])
 
 
-def _newest(root: Path, own: dict[str, Any]) -> tuple[Path, dict[str, Any]] | None:
-    found = run_folder.newest(root)
+def _newest(root: Path, own: dict[str, Any], announce: Callable[[str], None]) -> Found | None:
+    found = newest(root, announce)
     if found is None:
         return None
     folder, progress = found
@@ -97,12 +97,5 @@ def _check_values(folder: Path, progress: dict[str, Any]) -> None:
     if len(numbers) != 4 or not all(isinstance(number, int) and number >= 0 for number in numbers):
         raise DataError(
             f"{folder / run_folder.PROGRESS}: policy_version, schedule_steps and the two numbers of prompt_cursor must be numbers, "
-            f"are {numbers}. Name another checkpoint in {run_folder.LATEST}, or remove it to start anew."
-        )
-
-
-def _check_unused(root: Path) -> None:
-    if (root / run_folder.LATEST).exists():
-        raise ConfigError(
-            f"checkpoint.save={root}: has checkpoints of another run, and resume=never. Choose another folder, or resume=auto to go on."
+            f"are {numbers}. Restore it, or name another checkpoint in {run_folder.LATEST}."
         )

@@ -57,7 +57,7 @@ def telling_what_was_needed(root: Path, need: int, step: int) -> Iterator[None]:
     try:
         yield
     except (CheckpointError, OSError, RuntimeError) as error:
-        free = shutil.disk_usage(root).free
+        free = shutil.disk_usage(next(folder for folder in (root, *root.parents) if folder.exists())).free
         if isinstance(error, RuntimeError) and free >= MIB:  # torch raises nothing better when the disk is full
             raise
         raise CheckpointError(

@@ -14,22 +14,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlbatch.api import CheckpointError
+from rlbatch.api import CheckpointError, ConfigError
 from rlbatch.checkpoint import run_folder
 from rlbatch.checkpoint.identity import identity
 from rlbatch.config.hf_config import read_config
 from rlbatch.launch.lives import record_write
+from rlbatch.launch.lock import Lock
+from rlbatch.launch.run_mark import mark
 from rlbatch.megatron.checkpoint import TrainerState
 from rlbatch.megatron.rng import rng_states, set_rng_states
 from rlbatch.megatron.state_writer import Writing
 from rlbatch.pipeline import room
 from rlbatch.pipeline.exchange import all_gather_ragged
+from rlbatch.pipeline.first_rank import on_first_rank
 from rlbatch.pipeline.job import Job
 
-
-def checkpoint_root(job: Job) -> Path:
-    """``checkpoint.save``, or the run folder's own."""
-    return Path(job.config.checkpoint.save) if job.config.checkpoint.save else job.run_dir / "checkpoints"
+HANDOVER_S = 5.0
+"""Longest wait for what an earlier life's rank 0 has left to end."""
 
 
 @dataclass(frozen=True)
@@ -61,20 +62,37 @@ class _Pending:
 
 
 class Checkpoints:
-    """Saves a job at its steps. Every method but ``abort`` is a collective.
+    """Saves a job at its steps, in a folder that rank 0 holds meanwhile. Every method but ``abort`` is a collective.
 
     Args:
         job: What is saved.
         announce: Told what the user should know.
         resumed_step: Of the checkpoint that the job was resumed from; 0: from none.
+
+    Raises:
+        RlbatchError: another run saves in that folder, or something in it is where a step of this one would go.
     """
 
     def __init__(self, job: Job, announce: Callable[[str], None], resumed_step: int = 0) -> None:
         self._job, self._announce = job, announce
         self._saved_step = resumed_step
-        self._root = checkpoint_root(job)
+        self._root = run_folder.checkpoint_root(job.config.checkpoint.save, job.run_dir)
+        self._run = ""
+        self._lock: Lock | None = None
+        if job.config.checkpoint.save_interval >= 0:
+            self._run = on_first_rank(self._take_folder)
         self._identity = identity(job.config, read_config(job.hf_folder), job.prompts)
         self._pending: _Pending | None = None
+
+    def _take_folder(self) -> str:
+        """On rank 0: returns the run's id."""
+        run, steps = mark(self._job.run_dir), range(self._saved_step + 1, self._job.config.train.steps + 1)
+        run_folder.make_root(self._root)
+        self._lock = lock = Lock(self._root)
+        if not lock.try_for(HANDOVER_S):
+            raise ConfigError(f"checkpoint.save={self._root}: another run is saving in it. Wait for its end, or choose another.")
+        run_folder.check_places(self._root, run, steps)
+        return run
 
     def after_step(self, step: int, *, is_due: bool, is_followed_up: bool = True) -> float | None:
         """Completes a checkpoint that has been written in the meantime, and saves this step if it is due.
@@ -140,10 +158,13 @@ class Checkpoints:
             self._pending = None
 
     def abort(self) -> None:
-        """Drops a checkpoint that is being written, on this rank."""
+        """Drops a checkpoint that is being written, on this rank, and lets go of the folder."""
         pending, self._pending = self._pending, None
         if pending:
             pending.writing.abort()
+        if self._lock:
+            self._lock.release()
+            self._lock = None
 
     def _may_write_later(self, step: int, own_bytes: int) -> bool:
         if not self._job.config.checkpoint.async_save:
@@ -167,7 +188,7 @@ class Checkpoints:
 
     def _complete(self, step: int, progress: dict[str, Any]) -> None:
         if self._job.rank == 0:
-            run_folder.complete(self._root, step, progress, self._job.config.checkpoint.keep)
+            run_folder.complete(self._root, step, progress, self._run, self._job.config.checkpoint.keep)
         dist.barrier()
 
     def _measure(self, num_bytes: int, seconds: float) -> None:

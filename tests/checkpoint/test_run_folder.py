@@ -1,4 +1,4 @@
-"""Checkpoints appear whole or not at all, and the newest one is found again."""
+"""Checkpoints appear whole or not at all, and a run deletes none but its own."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from rlbatch.api import DataError
+from rlbatch.api import CheckpointError, DataError
 from rlbatch.checkpoint import run_folder
-from rlbatch.checkpoint.run_folder import FORMAT, LATEST, PROGRESS, STATE, begin, complete, draft_folder, newest
+from rlbatch.checkpoint.newest import newest
+from rlbatch.checkpoint.run_folder import FORMAT, LATEST, PROGRESS, STATE, begin, check_places, complete, draft_folder
 
 
-def save(root: Path, step: int, **progress: object) -> Path:
+def save(root: Path, step: int, run: str = "this", keep: int = 0, **progress: object) -> Path:
     (begin(root, step) / STATE / "weights").write_text(f"of step {step}")
-    return complete(root, step, {"step": step, **progress})
+    return complete(root, step, {"step": step, **progress}, run, keep)
 
 
 def test_the_newest_is_found_with_its_progress(tmp_path: Path) -> None:
@@ -59,24 +60,6 @@ def test_state_is_private(tmp_path: Path) -> None:
     assert stat.S_IMODE((begin(tmp_path, 1) / STATE).stat().st_mode) == 0o700
 
 
-@pytest.mark.parametrize(
-    ("latest", "message"),
-    [
-        ("{", r"latest\.json:1: not JSON"),
-        ("[]", r"latest\.json:1: not a JSON object"),
-        ("{}", r"latest\.json: must name a folder step_<number>, names None"),
-        ('{"folder": "../elsewhere"}', r"must name a folder step_<number>, names '\.\./elsewhere'"),
-        ('{"folder": "step_000099"}', r"step_000099/progress\.json: cannot be read"),
-    ],
-)
-def test_damage_is_named(tmp_path: Path, latest: str, message: str) -> None:
-    """A checkpoint that cannot be used is an error, not a fresh start that would overwrite it."""
-    save(tmp_path, 10)
-    (tmp_path / LATEST).write_text(latest)
-    with pytest.raises(DataError, match=message):
-        newest(tmp_path)
-
-
 def test_another_format_is_refused(tmp_path: Path) -> None:
     """A checkpoint of a later version is not misread."""
     progress = save(tmp_path, 10) / PROGRESS
@@ -92,13 +75,65 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     begin(tmp_path, 40)
     assert checkpoints(tmp_path) == ["step_000010", "step_000020", "step_000030"]
     (tmp_path / LATEST).write_text(json.dumps({"folder": "step_000010"}))  # set back by hand
-    begin(tmp_path, 15)
-    complete(tmp_path, 15, {"step": 15}, keep=2)
+    save(tmp_path, 15, keep=2)
     assert checkpoints(tmp_path) == ["step_000015", "step_000030"]
     assert (newest(tmp_path) or ("", {}))[1]["step"] == 15
-    begin(tmp_path, 16)
-    complete(tmp_path, 16, {"step": 16}, keep=1)
-    assert checkpoints(tmp_path) == ["step_000016"]
+    save(tmp_path, 16, keep=5)
+    assert checkpoints(tmp_path) == ["step_000015", "step_000016", "step_000030"]
+    save(tmp_path, 17, keep=1)
+    assert checkpoints(tmp_path) == ["step_000017"]
+
+
+def test_age_does_not_depend_on_clocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later life on a host whose clock is behind saves newer checkpoints all the same; a copy gives all files another time."""
+    save(tmp_path, 10)
+    monkeypatch.setattr(run_folder.time, "time", lambda: 1000.0)
+    save(tmp_path, 5)
+    os.utime(tmp_path / "step_000005" / PROGRESS, (1, 1))
+    save(tmp_path, 6, keep=2)
+    assert checkpoints(tmp_path) == ["step_000005", "step_000006"]
+
+
+def test_only_what_this_run_saved_is_deleted(tmp_path: Path) -> None:
+    """Not another run's checkpoints, nor ones of before there were ids, links, renamed or damaged ones, nor other folders and files."""
+    root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
+    for step, run in ((1, "other"), (2, "this"), (3, "this"), (4, "this"), (5, "this"), (6, "this")):
+        save(root, step, run)
+    (root / "step_000002" / PROGRESS).write_text("{")
+    shutil.move(root / "step_000003", elsewhere)
+    (root / "step_000003").symlink_to(elsewhere)
+    shutil.move(root / "step_000004", root / "step_000004_good")
+    shutil.copytree(root / "step_000005", root / "step_000012")
+    (root / "step_note.part").mkdir()
+    (root / "step_000077.part").symlink_to(elsewhere)
+    (root / "step_000078.part").touch()
+    before = set(root.iterdir()) | {root / "step_000013"}
+    save(root, 13, keep=1)
+    assert before - set(root.iterdir()) == {root / "step_000005", root / "step_000006"}
+    assert (elsewhere / STATE / "weights").read_text() == "of step 3"
+
+
+def damaged(folder: Path) -> None:
+    (folder / PROGRESS).unlink()
+
+
+def linked(folder: Path) -> None:
+    folder.rename(folder.with_name("elsewhere"))
+    folder.symlink_to("elsewhere")
+
+
+@pytest.mark.parametrize(("run", "change"), [("other", lambda folder: None), ("this", damaged), ("this", linked)])
+def test_nothing_else_is_replaced(run: str, change: Callable[[Path], object], tmp_path: Path) -> None:
+    """A step whose place is taken is refused by name: before training, and at the latest when it would be replaced."""
+    change(save(tmp_path, 10, run))
+    check_places(tmp_path, "this", range(1, 10))
+    check_places(tmp_path, "this", range(11, 20))
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(CheckpointError, match=r": step_000010 was not saved by this run, or is damaged, and is where its step 10 would go"):
+        check_places(tmp_path, "this", range(1, 20))
+    with pytest.raises(CheckpointError, match="step_000010 was not saved by this run"):
+        save(tmp_path, 10)
+    assert set(before) <= set(tmp_path.rglob("*"))
 
 
 def test_nothing_is_deleted_before_latest_names_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +149,7 @@ def test_nothing_is_deleted_before_latest_names_the_new_one(tmp_path: Path, monk
 
     monkeypatch.setattr(run_folder, "_write_json", killed)
     with pytest.raises(KeyboardInterrupt):
-        complete(tmp_path, 20, {"step": 20}, keep=1)
+        complete(tmp_path, 20, {"step": 20}, "this", keep=1)
     assert (newest(tmp_path) or ("", {}))[1]["step"] == 10
 
 
@@ -125,7 +160,7 @@ def test_a_deletion_that_was_killed_leaves_no_half_checkpoint(tmp_path: Path, mo
     removing = shutil.rmtree
     monkeypatch.setattr(run_folder.shutil, "rmtree", lambda path: (path / PROGRESS).touch() or (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        complete(tmp_path, 20, {"step": 20}, keep=1)
+        complete(tmp_path, 20, {"step": 20}, "this", keep=1)
     monkeypatch.setattr(run_folder.shutil, "rmtree", removing)
     assert checkpoints(tmp_path) == ["step_000020"]
     begin(tmp_path, 30)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from rlbatch.api import RewardError
 from rlbatch.launch import failures
-from rlbatch.launch.failures import FIRST_ERROR, read_first_error, report_failure, reporting_failures
+from rlbatch.launch.failures import FIRST_ERROR, WORD_VARIABLE, read_first_error, report_failure, reporting_failures
 
 
 def test_only_the_first_is_kept(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -28,6 +29,28 @@ def test_folder_that_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFixt
     """A full or lost disk takes the record, not the message; nothing else is raised."""
     assert report_failure(tmp_path / "gone", 3, RewardError("reward=x: raised"))
     assert "] reward=x: raised\n(This could not be written to " in capfd.readouterr().err
+
+
+def test_the_first_is_the_first_where_nothing_can_be_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """That is kept in memory: one message, of one line, whether the folder is gone or the system's error is told by a library."""
+    gone = tmp_path / "gone"
+    assert report_failure(gone, 1, OSError(28, "No space left on device"))
+    assert not report_failure(gone, 0, RuntimeError("connection closed"))
+    [line] = capfd.readouterr().err.splitlines()
+    assert f"] run_dir={gone}: was moved or removed. Leave it where it is while something runs in it, then start again. ([Errno 28]" in line
+    other = tmp_path / "other"
+    assert report_failure(other, 1, RuntimeError("PytorchStreamWriter: file write failed"))
+    assert capfd.readouterr().err.count("\n") == 1
+
+
+def test_processes_of_a_launcher_decide_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who takes the byte was first."""
+    reading, writing = os.pipe2(os.O_NONBLOCK)
+    os.write(writing, b"!")
+    monkeypatch.setenv(WORD_VARIABLE, str(reading))
+    claimed = [report_failure(tmp_path / name, 0, RewardError("reward=x: raised")) for name in ("gone", "gone", "other")]
+    assert claimed == [True, False, False]
+    assert report_failure(tmp_path, 0, RewardError("where there is a record it decides"))
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"rank": 1'])

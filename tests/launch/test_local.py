@@ -135,9 +135,9 @@ def test_stop_signals(tmp_path: Path, number: int, code: int, behaviour: str) ->
     """Ctrl-C and SIGTERM end all ranks and their children, also those that ignore SIGTERM; the message says what can be resumed."""
     saved = "no checkpoint in it"
     if behaviour == "stubborn":
-        (tmp_path / "checkpoints").mkdir()
-        (tmp_path / "checkpoints/latest.json").write_text('{"folder": "step_000004"}')
-        saved = "resume=auto goes on from step_000004"
+        (tmp_path / "checkpoints/step_000004").mkdir(parents=True)
+        (tmp_path / "checkpoints/step_000004/progress.json").touch()
+        saved = "resume=auto goes on from its newest checkpoint"
     job = start(tmp_path, behaviour)
     pids = wait_for_pids(tmp_path)
     job.send_signal(number)

@@ -21,7 +21,7 @@ from rlbatch.launch.environment import RankInfo
 from rlbatch.launch.failures import FirstError, claim, read_first_error
 from rlbatch.launch.interfaces import addresses_of, interface_of, listen, named_address, reachable_addresses, set_interface
 from rlbatch.launch.life import Life, is_superseded, read_life, write_life
-from rlbatch.launch.lock import LifeLock, run_folder_lock
+from rlbatch.launch.lock import LIFE_LOCK, Lock, run_folder_lock
 from rlbatch.launch.rendezvous import Meeting, first_port, join
 from tests.launch import watched
 from tests.listeners import listening
@@ -273,11 +273,13 @@ def test_second_job_in_a_run_folder(tmp_path: Path, meetings: list[Meeting], mon
 
 def test_lock_ends_with_its_process(tmp_path: Path) -> None:
     """Also with one that is killed."""
-    hold = f"from rlbatch.launch.lock import *; lock = LifeLock(Path({str(tmp_path)!r})); print(lock.try_for(0), flush=True); input()"
+    hold = (
+        f"from rlbatch.launch.lock import *; lock = Lock(Path({str(tmp_path / LIFE_LOCK)!r})); print(lock.try_for(0), flush=True); input()"
+    )
     with subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "True\n"
-        lock = LifeLock(tmp_path)
+        lock = Lock(tmp_path / LIFE_LOCK)
         assert not lock.try_for(0.0)
         holder.kill()
     assert lock.try_for(5.0)

@@ -20,8 +20,8 @@ from rlbatch.engines.rollout import EngineProgram, HostedOptions, HostedRollout
 from rlbatch.engines.wire import pack_ints
 from rlbatch.pipeline import resuming
 from rlbatch.pipeline.job import Job
-from rlbatch.pipeline.saving import Checkpoints
 from rlbatch.pipeline.step import train_step
+from tests.pipeline.saving import save
 from tests.pipeline.steps import job_of
 
 Event = tuple[str, float, int]
@@ -142,7 +142,7 @@ def resumed_step(config: Config, run_dir: str) -> list[Event]:
     """What this rank did from resuming a checkpoint to the end of the next step."""
     job = job_of(config, run_dir)
     assert train_step(job, 1) is not None
-    Checkpoints(job, print).save(1)
+    save(job, 1)
     job, recorder = recorded(config, run_dir)
     load, resuming.load_state = resuming.load_state, lambda *arguments: (recorder.note("load"), load(*arguments))
     try:

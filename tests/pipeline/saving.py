@@ -23,7 +23,7 @@ from rlbatch.checkpoint import run_folder
 from rlbatch.config.schema import Config
 from rlbatch.pipeline.job import Job
 from rlbatch.pipeline.resuming import resume
-from rlbatch.pipeline.saving import Checkpoints, checkpoint_root
+from rlbatch.pipeline.saving import Checkpoints
 from tests.pipeline.steps import Steps, job_of, run_steps
 
 State = dict[str, torch.Tensor]
@@ -33,6 +33,18 @@ TIMES = ("time/", "perf/", "memory/", "rollout/")
 def saving_to(config: Config, root: Path | str, **checkpoint: Any) -> Config:
     """The config with a folder of checkpoints."""
     return replace(config, resume="auto", checkpoint=replace(config.checkpoint, save=str(root), **checkpoint))
+
+
+def root_of(job: Job) -> Path:
+    """Where its checkpoints are."""
+    return run_folder.checkpoint_root(job.config.checkpoint.save, job.run_dir)
+
+
+def save(job: Job, step: int) -> None:
+    """Saves a step, and lets others save there."""
+    checkpoints = Checkpoints(job, print)
+    checkpoints.save(step)
+    checkpoints.abort()
 
 
 def state_of(job: Job) -> State:
@@ -92,7 +104,7 @@ def continued(config: Config, run_dir: str, first: int, more: int, break_load: b
     """``first`` steps, save, ``more`` steps; and in a new job resume and the same ``more`` steps."""
     job = job_of(config, run_dir)
     run_steps(job, first)
-    Checkpoints(job, print).save(first)
+    save(job, first)
     at_save = state_of(job)
     steps = run_steps(job, more, first + 1)
     at_end = state_of(job)
@@ -120,7 +132,7 @@ def save_after(config: Config, run_dir: str, count: int) -> tuple[State, Steps, 
     """Saves after ``count`` steps; the weights then, one more step, and the weights after it."""
     job = job_of(config, run_dir)
     run_steps(job, count)
-    Checkpoints(job, print).save(count)
+    save(job, count)
     before = exported(job)
     return before, run_steps(job, 1, count + 1), exported(job)
 
@@ -173,8 +185,9 @@ def failing_save(config: Config, run_dir: str, how: str) -> tuple[str, str]:
             checkpoints.close()
         except RlbatchError as error:
             message = f"{type(error).__name__}: {error}"
+    checkpoints.abort()
     dist.barrier()
-    return message, json.loads((checkpoint_root(job) / run_folder.LATEST).read_text())["folder"]
+    return message, json.loads((root_of(job) / run_folder.LATEST).read_text())["folder"]
 
 
 @dataclass
@@ -198,12 +211,13 @@ def asynchronous(config: Config, run_dir: str, memory: int | None) -> Asynchrono
             stack.enter_context(mock.patch("psutil.virtual_memory", lambda: mock.Mock(available=memory)))
         checkpoints.save(1)
     at_save = state_of(job)
-    latest = (checkpoint_root(job) / run_folder.LATEST).exists()
+    latest = (root_of(job) / run_folder.LATEST).exists()
     run_steps(job, 1, 2)
     moved = bool(different(state_of(job), at_save))
     dist.barrier()
     while checkpoints._pending:
         checkpoints.after_step(2, is_due=False)
+    checkpoints.abort()
     job = job_of(config, run_dir)
     assert resume(job, print).step == 1
     import psutil
@@ -215,7 +229,7 @@ def corrupted(config: Config, run_dir: str, damage: Callable[[Path], None]) -> s
     """How resuming fails when the files of the state are damaged in a way that their sizes do not tell."""
     job = job_of(config, run_dir)
     if job.rank == 0:
-        damage(checkpoint_root(job))
+        damage(root_of(job))
     dist.barrier()
     return refusal(config, run_dir)
 
