@@ -104,6 +104,7 @@ def test_a_good_run_leaves_its_folder(good: Ended) -> None:
         "life.lock",
         "lives.json",
         "logs",
+        "run.json",
         "samples",
         "summary.json",
         "tensorboard",
