@@ -9,6 +9,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -60,13 +61,13 @@ def _convert(options: Options, info: RankInfo) -> int:
 
 def _check(options: Options) -> int:
     from rlbatch.config.hf_config import read_config
-    from rlbatch.convert.check import check, not_finite, read_table
+    from rlbatch.convert.check import check, read_table, wrong_values
     from rlbatch.convert.conversion import family_of
 
     table = read_table(Path(options.hf), Path(options.names) if options.names else None)
     report = check(family_of(options), table, is_fp8="quantization_config" in read_config(Path(options.hf)))
     if options.finite:
-        report.wrong.extend(not_finite(Path(options.hf)))
+        report = replace(report, wrong=[*report.wrong, *wrong_values(Path(options.hf))], are_values_read=True)
     for line in report.lines():
         print(line)
     return 0 if report.is_complete else FAILED

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rlbatch.api import DataError, ModelFamily
 from rlbatch.checkpoint.finite import count_not_finite
 from rlbatch.checkpoint.hf import FLOATING, HfTensors
@@ -51,12 +53,14 @@ class Report:
     Attributes:
         table: The names.
         audit: Each in its group.
-        wrong: Shapes and types that do not fit, in words.
+        wrong: Shapes, types and values that do not fit, in words.
+        are_values_read: Whether values were looked at, not only what the files' headers say.
     """
 
     table: Table
     audit: Audit
     wrong: list[str]
+    are_values_read: bool = False
 
     @property
     def is_complete(self) -> bool:
@@ -88,6 +92,9 @@ class Report:
             yield from _listed(title, names)
         bad = ", ".join(f"{len(names)} {title}" for title, names in wrong.items() if names)
         yield f"not complete: {bad}" if bad else "complete: every tensor is accounted for exactly once"
+        if not self.are_values_read:
+            yield "values were not read: finite=true finds those that are infinite or NaN, and matrices that are half zeros"
+        yield "no checksums were compared: other wrong values are not found"
 
 
 def check(family: ModelFamily, table: Table, *, is_fp8: bool = False) -> Report:
@@ -127,8 +134,9 @@ def table_of(hf: Path, tensors: HfTensors) -> Table:
     return Table(str(hf), list(stored), known={name: (entry.shape, entry.dtype) for name, entry in stored.items()})
 
 
-def not_finite(hf: Path) -> Iterable[str]:
-    """Tensors of a folder with values that are infinite or NaN, in words; reads all of it.
+def wrong_values(hf: Path) -> Iterable[str]:
+    """Tensors of a folder whose values cannot be right, in words: infinite or NaN, or matrices of which half the rows or more are zeros,
+    as a download with holes has them. Reads all of it.
 
     Raises:
         DataError: it has no weights.
@@ -136,8 +144,15 @@ def not_finite(hf: Path) -> Iterable[str]:
     tensors = HfTensors(hf, Reading(once=True))
     for name in tensors.names():
         source = tensors.stored(name)
-        if count := sum(count_not_finite(strip) for strip in strips(source)):
+        count = zeros = 0
+        for strip in strips(source):
+            count += count_not_finite(strip)
+            if len(source.shape) > 1:
+                zeros += int((strip.flatten(1).view(torch.uint8) == 0).all(1).sum())
+        if count:
             yield f"{name}: {count} of {math.prod(source.shape)} values are infinite or NaN"
+        if zeros and 2 * zeros >= source.shape[0]:
+            yield f"{name}: {zeros} of {source.shape[0]} rows are zeros, as where a file was not written to its end"
 
 
 def _read_json(path: Path) -> Table:

@@ -74,7 +74,9 @@ class Options:
         "auto", "For dist_to_hf: type of the weights; auto: of each as in hf, or where that has no weights, as it is stored."
     )
     verify: bool = key(False, "After writing, read everything again, convert the source again, and compare.")
-    finite: bool | None = key(None, "Refuse weights that are infinite or NaN; null: as verify. For check: read all weights for that.")
+    finite: bool | None = key(
+        None, "Refuse weights that are infinite or NaN; null: as verify. For check: read all weights for that, and for zeros."
+    )
     file_gb: Annotated[float, Range(above=0, most=1e6)] = key(
         5.0, "Most GB (1e9 bytes) of an output file; a larger tensor has a file of its own."
     )

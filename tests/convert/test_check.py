@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,20 @@ def test_values(fp8: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert f"model.norm.weight: 3 of {tensors['model.norm.weight'].numel()} values are infinite or NaN" in said
     assert f"{scale}: 1 of {tensors[scale].numel()} values" in said
     assert "not complete: 2 wrong" in said
+
+
+def test_holes(fp8: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file whose second half is zeros has the right header and size: without a look at its values nothing more is said than that."""
+    spoiled = Path(shutil.copytree(fp8, tmp_path / "spoiled")) / "model.safetensors"
+    content = spoiled.read_bytes()
+    spoiled.write_bytes(content[: len(content) // 2] + bytes(len(content) - len(content) // 2))
+    assert main(["mode=check", f"hf={spoiled.parent}"]) == 0
+    assert "values were not read: finite=true finds " in capsys.readouterr().out
+    assert main(["mode=check", f"hf={spoiled.parent}", "finite=true"]) == 1
+    said = capsys.readouterr().out
+    assert re.search(r"\.weight: (\d+) of \1 rows are zeros, as where a file was not written to its end", said)
+    assert "values were not read" not in said
+    assert said.endswith("no checksums were compared: other wrong values are not found\n")
 
 
 def test_a_folder_with_weights(fp8: Path, table: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
