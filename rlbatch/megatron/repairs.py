@@ -11,7 +11,7 @@ def install() -> None:
     """Applies all repairs; may be called again."""
     _mend_hybrid_optimizer()
     _judge_groups_of_experts_by_two()
-    _save_buckets_where_their_parameters_are()
+    _gather_state_in_pieces()
     _checkpoint_stages_without_experts()
     from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
 
@@ -41,33 +41,15 @@ def _judge_groups_of_experts_by_two() -> None:
     moe_utils.group_limited_topk = choose
 
 
-def _save_buckets_where_their_parameters_are() -> None:
-    """A checkpoint's main weights and moments are cut out of all buckets' states in a row, by positions that count the padding between
-    buckets, which the row leaves out. A tied embedding on several pipeline stages has a bucket of its own: what follows was wrong.
+def _gather_state_in_pieces() -> None:
+    """A checkpoint's main weights and moments are gathered whole on every GPU, and cut out of all buckets' states in a row, by positions
+    that count the padding between buckets, which the row leaves out: behind a tied embedding, which has a bucket of its own, all is wrong.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    original = DistributedOptimizer.get_parameter_state_dp_zero
+    from rlbatch.megatron.gathered_state import gathered_state
 
-    def with_padding(self: Any, *args: Any, **kwargs: Any) -> dict[Any, Any] | None:
-        state: dict[Any, Any] | None = original(self, *args, **kwargs)
-        for index, buffer in enumerate(self.buffers if state is not None else ()):
-            if len(buffer.buckets) == 1:
-                continue
-            for tensors in state[index].values():
-                for name in ("param", "exp_avg", "exp_avg_sq"):
-                    tensors[name] = _spread(tensors[name], buffer)
-        return state
-
-    DistributedOptimizer.get_parameter_state_dp_zero = with_padding
-
-
-def _spread(row: torch.Tensor, buffer: Any) -> torch.Tensor:
-    spread = row.new_zeros(buffer.numel)
-    parts = row.split([bucket.numel_unpadded for bucket in buffer.buckets])
-    for bucket, part in zip(buffer.buckets, parts, strict=True):
-        spread[bucket.offset : bucket.offset + len(part)] = part
-    return spread
+    DistributedOptimizer.get_parameter_state_dp_zero = gathered_state
 
 
 def _checkpoint_stages_without_experts() -> None:

@@ -11,11 +11,13 @@ import os
 import pickle
 import queue
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from rlbatch.api import CheckpointError
@@ -40,6 +42,45 @@ class _SharedResults:
             raise queue.Empty from None
 
 
+class _Part:
+    """A host tensor in the memory of a larger one. Megatron would copy all of them before the first is written, which doubles what a save
+    takes of the host; to it this is a tensor on another device, which it leaves alone.
+    """
+
+    device = SimpleNamespace(type="host")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def detach(self) -> _Part:
+        """Itself."""
+        return self
+
+    def to(self, device: str) -> Tensor:
+        """A copy, alone in its memory."""
+        return self._tensor.to(device, copy=True)
+
+
+class _PartsPlanner:
+    """Gives what another planner gives, and host tensors as ``_Part``."""
+
+    def __init__(self, planner: Any) -> None:
+        self._planner = planner
+
+    def resolve_data(self, item: Any) -> Any:
+        """Of an item to write."""
+        data = self._planner.resolve_data(item)
+        return _Part(data.detach()) if isinstance(data, Tensor) and data.device.type == "cpu" else data
+
+
+_prepare_write_data = filesystem_async.FileSystemWriterAsync.prepare_write_data
+
+
+def _prepare(self: Any, plan: Any, planner: Any) -> None:
+    _prepare_write_data(self, plan, _PartsPlanner(planner))
+
+
+filesystem_async.FileSystemWriterAsync.prepare_write_data = _prepare
 # Megatron's is a queue in a manager process: seconds to start, and an orphan if this process is killed.
 filesystem_async._get_write_results_queue = _SharedResults
 
@@ -67,18 +108,18 @@ class Writing:
         self._complete()
 
     def start(self) -> None:
-        """Copies the tensors to the host and forks a child that writes them."""
+        """Copies what is not on the host and forks a child that writes all; what is there the child has as it is now."""
         if not self._results:
             return
         copied: dict[int, list[Any]] = {}
         for _, _, (_, tensors) in self._request.async_fn_args[1]:
-            copied[id(tensors)] = [(item, tensor.to("cpu")) for item, tensor in tensors]
+            copied[id(tensors)] = [(item, tensor if isinstance(tensor, _Part) else tensor.to("cpu")) for item, tensor in tensors]
         die = dies_with_parent()
 
         def child() -> None:
             die()
             torch.set_num_threads(1)  # the threads of OpenMP's pool were not forked
-            self._write(lambda tensors: copied[id(tensors)])
+            self._write(lambda tensors: ((item, tensor.to("cpu")) for item, tensor in copied[id(tensors)]))
 
         self._process = multiprocessing.get_context("fork").Process(target=child)
         self._process.start()

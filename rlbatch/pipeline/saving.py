@@ -129,6 +129,7 @@ class Checkpoints:
         if self._job.rank == 0:
             run_folder.begin(self._root, step)
         dist.barrier()
+        self._job.trainer.release_gradients()  # nothing needs them any more, and gathering takes memory
         with self._removing(draft):
             state = TrainerState(self._job.trainer)
             need = torch.tensor(state.write_bytes)
