@@ -11,9 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
-from rlbatch.api import ConfigError, Configurable, OptimizerSpec, Range, hookimpl
+from rlbatch.api import ConfigError, Configurable, OffloadMemory, OptimizerSpec, Range, hookimpl
 
 from .offload_gradients import ReleasedGradients
+
+HOST_BYTES = 16
+"""Of each parameter on the host: fp32 main weight, gradient and moments."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +45,7 @@ class CpuAdam(ReleasedGradients):
         Raises:
             ConfigError: fp32 training, which Megatron's hybrid optimizer does not build for.
         """
-        if not spec.arguments["bf16"]:
-            raise ConfigError("offload=cpu_adam: needs train.precision=bf16, is fp32. Set train.precision=bf16, or another offload.")
+        _check_precision(is_bf16=spec.arguments["bf16"])
         offload = {
             "optimizer_cpu_offload": True,
             "optimizer_offload_fraction": self._fraction,
@@ -53,7 +55,22 @@ class CpuAdam(ReleasedGradients):
         return replace(spec, arguments={**spec.arguments, **offload})
 
 
+def memory(options: CpuAdamOptions, precision: str) -> OffloadMemory:
+    """See ``Configurable``.
+
+    Raises:
+        ConfigError: fp32 training.
+    """
+    _check_precision(is_bf16=precision == "bf16")
+    return OffloadMemory(releases_gradients=True, hosted_share=options.fraction, hosted_bytes=HOST_BYTES)
+
+
+def _check_precision(*, is_bf16: bool) -> None:
+    if not is_bf16:
+        raise ConfigError("offload=cpu_adam: needs train.precision=bf16, is fp32. Set train.precision=bf16, or another offload.")
+
+
 @hookimpl
 def rlbatch_register_offload_strategies() -> Mapping[str, Configurable]:
     """Supplies ``cpu_adam``."""
-    return {"cpu_adam": Configurable(CpuAdam, CpuAdamOptions, needs_gpu=True)}
+    return {"cpu_adam": Configurable(CpuAdam, CpuAdamOptions, needs_gpu=True, offload_memory=memory)}

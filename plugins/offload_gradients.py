@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from rlbatch.api import MemoryHandles, OffloadStrategy, OffloadStrategyFactory, OptimizerSpec, hookimpl
+from rlbatch.api import Configurable, MemoryHandles, NoOptions, OffloadMemory, OffloadStrategy, OptimizerSpec, hookimpl
 
 
 class ReleasedGradients:
@@ -38,12 +38,17 @@ class ReleasedGradients:
         return nullcontext()
 
 
-def build() -> OffloadStrategy:
+def build(options: NoOptions) -> OffloadStrategy:
     """The strategy of one rank."""
     return ReleasedGradients()
 
 
+def memory(options: NoOptions, precision: str) -> OffloadMemory:
+    """See ``Configurable``."""
+    return OffloadMemory(releases_gradients=True)
+
+
 @hookimpl
-def rlbatch_register_offload_strategies() -> Mapping[str, OffloadStrategyFactory]:
+def rlbatch_register_offload_strategies() -> Mapping[str, Configurable]:
     """Supplies ``gradients``."""
-    return {"gradients": build}
+    return {"gradients": Configurable(build, NoOptions, offload_memory=memory)}

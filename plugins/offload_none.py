@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 
-from rlbatch.api import MemoryHandles, OffloadStrategy, OffloadStrategyFactory, OptimizerSpec, hookimpl
+from rlbatch.api import Configurable, MemoryHandles, NoOptions, OffloadMemory, OffloadStrategy, OptimizerSpec, hookimpl
 
 
 class NoOffload:
@@ -25,12 +25,17 @@ class NoOffload:
         return nullcontext()
 
 
-def build() -> OffloadStrategy:
+def build(options: NoOptions) -> OffloadStrategy:
     """The strategy of one rank."""
     return NoOffload()
 
 
+def memory(options: NoOptions, precision: str) -> OffloadMemory:
+    """See ``Configurable``."""
+    return OffloadMemory()
+
+
 @hookimpl
-def rlbatch_register_offload_strategies() -> Mapping[str, OffloadStrategyFactory]:
+def rlbatch_register_offload_strategies() -> Mapping[str, Configurable]:
     """Supplies ``none``."""
-    return {"none": build}
+    return {"none": Configurable(build, NoOptions, offload_memory=memory)}

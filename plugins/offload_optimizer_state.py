@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from rlbatch.api import Configurable, hookimpl
+from rlbatch.api import Configurable, OffloadMemory, hookimpl
 
 from .offload_gradients import ReleasedGradients
 
@@ -79,7 +79,12 @@ def _owns_storage(tensor: Tensor) -> bool:
     return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
+def memory(options: OptimizerStateOptions, precision: str) -> OffloadMemory:
+    """See ``Configurable``."""
+    return OffloadMemory(releases_gradients=True, moves_state=True)
+
+
 @hookimpl
 def rlbatch_register_offload_strategies() -> Mapping[str, Configurable]:
     """Supplies ``optimizer_state``."""
-    return {"optimizer_state": Configurable(OptimizerState, OptimizerStateOptions, needs_gpu=True)}
+    return {"optimizer_state": Configurable(OptimizerState, OptimizerStateOptions, needs_gpu=True, offload_memory=memory)}

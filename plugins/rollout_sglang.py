@@ -6,7 +6,7 @@ import getpass
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,9 +18,12 @@ from rlbatch.engines.option_names import refusal
 from rlbatch.engines.rollout import (
     EngineProgram,
     HostedOptions,
+    hosted_shape,
+    offloaded_gib,
     own_and_theirs,
     process_start,
     uses_group,
+    value_bytes,
     variables_of,
     visible_devices,
 )
@@ -93,11 +96,14 @@ def engine_shape(options: SglangOptions, engine: Mapping[str, Any]) -> EngineSha
     share, context = engine.get(SHARE, 1.0), engine.get(CONTEXT, 0)
     if not isinstance(share, (int, float)) or not 0 < share <= 1:
         raise ConfigError(f"rollout.engine.{SHARE}={share}: must be above 0 and at most 1. Use e.g. 0.6.")
-    return EngineShape(
-        options.gpus_per_engine,
+    return replace(
+        hosted_shape(options),
         memory_share=float(share),
         context_tokens=context if isinstance(context, int) else 0,
-        is_colocated=not options.separate_gpus,
+        fills_share=not engine.get("max_total_tokens"),
+        offloaded_gib=offloaded_gib(engine),
+        value_bytes=value_bytes(engine.get("dtype")),
+        cached_bytes=value_bytes(engine.get("kv_cache_dtype")),
         memory_option=SHARE,
         context_option=CONTEXT,
         context_spare=CONTEXT_SPARE,

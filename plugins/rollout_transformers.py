@@ -12,7 +12,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rlbatch.api import Completion, Configurable, Count, Prompt, RolloutContext, RolloutError, SamplingParams, WeightBucket, hookimpl
+from rlbatch.api import (
+    Completion,
+    Configurable,
+    Count,
+    EngineShape,
+    Prompt,
+    RolloutContext,
+    RolloutError,
+    SamplingParams,
+    WeightBucket,
+    hookimpl,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +41,12 @@ class TransformersOptions:
 @hookimpl
 def rlbatch_register_rollout_backends() -> Mapping[str, Configurable]:
     """Offers ``rollout=transformers``."""
-    return {"transformers": Configurable(TransformersRollout, TransformersOptions)}
+    return {"transformers": Configurable(TransformersRollout, TransformersOptions, engine_shape=engine_shape)}
+
+
+def engine_shape(options: TransformersOptions, engine: Mapping[str, Any]) -> EngineShape:
+    """See ``Configurable``: the model stays on the rank's device."""
+    return EngineShape(asleep="gpu")
 
 
 class TransformersRollout:

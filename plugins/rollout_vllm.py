@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,8 +17,11 @@ from rlbatch.engines.reserved_port import ReservedPort, agreed_port
 from rlbatch.engines.rollout import (
     EngineProgram,
     HostedOptions,
+    hosted_shape,
+    offloaded_gib,
     own_and_theirs,
     process_start,
+    value_bytes,
     variables_of,
     visible_devices,
 )
@@ -40,6 +43,8 @@ SHARE, CONTEXT = "gpu_memory_utilization", "max_model_len"
 """What submit checks of vLLM's options."""
 MEMORY_SHARE = 0.9
 """vLLM's own ``gpu_memory_utilization``."""
+CACHE_SIZES = ("kv_cache_memory_bytes", "num_gpu_blocks_override")
+"""Options that say how large the cache is, whatever the share."""
 WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 """Methods of ``speculative_config`` that guess from the text."""
 
@@ -68,14 +73,17 @@ def engine_shape(options: VllmOptions, engine: Mapping[str, Any]) -> EngineShape
     if not isinstance(share, (int, float)) or not 0 < share <= 1:
         raise ConfigError(f"rollout.engine.{SHARE}={share}: must be above 0 and at most 1. Use e.g. 0.6.")
     stages = _size(engine, "pipeline_parallel_size")
-    gpus = _tensor_parallel(options, engine) * stages
-    return EngineShape(
-        gpus,
-        replicas,
-        float(share),
-        context if isinstance(context, int) else 0,
-        stages,
-        is_colocated=not options.separate_gpus,
+    return replace(
+        hosted_shape(options),
+        replica_gpus=_tensor_parallel(options, engine) * stages,
+        replicas=replicas,
+        memory_share=float(share),
+        context_tokens=context if isinstance(context, int) else 0,
+        stages=stages,
+        fills_share=not any(engine.get(name) for name in CACHE_SIZES),
+        offloaded_gib=offloaded_gib(engine),
+        value_bytes=value_bytes(engine.get("dtype")),
+        cached_bytes=value_bytes(engine.get("kv_cache_dtype")),
         memory_option=SHARE,
         context_option=CONTEXT,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -17,13 +17,16 @@ from rlbatch.launch.cluster_variables import cluster_variables
 from rlbatch.launch.mpirun import Mpi, find_mpi, mpi_job, mpirun_variables
 from rlbatch.launch.notice import checkpoint_bytes, notice_s
 from rlbatch.launch.sbatch import NOTICE_SIGNAL, job_name
+from rlbatch.plan.engine_memory import Demand
 from rlbatch.plan.layout import degrees
+from rlbatch.plan.memory import PHASES, Peak, memory_floor
 from rlbatch.plan.placement import place, stages
 from rlbatch.prepare import (
     engine_plan,
     find_problems,
-    has_fp8_engines,
+    memory_demand,
     names_engine_here,
+    node_ranks,
     on_gpu,
     parameter_count,
     placement,
@@ -127,11 +130,29 @@ def _engines(config: Config, registry: Registry, family: ModelFamily | None) -> 
     form = {"auto": "", "none": "", "fp8": ", fp8 weights"}[rollout.quantization]
     each = "one a rank" if gpus == 1 else f"each on {gpus} ranks{divided}"
     yield f"Engines     {config.layout.world_size // gpus} of {rollout.name}, {each}{share}{form}"
-    if config.cluster.gpu_memory_gib:
-        told = engine_plan(config, registry).told_memory(family, is_fp8=has_fp8_engines(config, registry, family))
-        yield f"Memory      {told}"
+    if job := memory_demand(config, registry, family):
+        if config.cluster.gpu_memory_gib:
+            yield f"Memory      {engine_plan(config, registry).told_memory(job)}"
+        yield from _floor(job)
     if registry.has_engine(config):
         yield f"Interpreter {_interpreter(config, registry)}"
+
+
+def _floor(job: Demand) -> Iterator[str]:
+    """The least memory of each phase, where it is said how much there is."""
+    floor, nodes, cluster = memory_floor(job), node_ranks(job.config), job.config.cluster
+    title = "At least"
+    if cluster.gpu_memory_gib and job.on_gpu:
+        yield f"{title:<12}of {cluster.gpu_memory_gib:g} GiB a GPU: {_phases([floor.gpu(phases=[phase]) for phase in PHASES])}"
+        title = ""
+    if cluster.host_memory_gib and nodes:
+        yield f"{title:<12}of {cluster.host_memory_gib:g} GiB a node: {_phases([floor.fullest_host(nodes, [phase]) for phase in PHASES])}"
+
+
+def _phases(peaks: Sequence[Peak]) -> str:
+    """Each phase, and the parts of the largest."""
+    largest = max(peaks, key=lambda peak: peak.gib)
+    return ", ".join(f"{peak.phase} {peak.gib:.1f}{f' ({peak.shown()})' if peak is largest else ''}" for peak in peaks)
 
 
 def _interpreter(config: Config, registry: Registry) -> str:

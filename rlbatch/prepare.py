@@ -23,10 +23,12 @@ from rlbatch.launch.environment import visible_gpus
 from rlbatch.launch.interfaces import addresses_of
 from rlbatch.launch.mpirun import read_hosts
 from rlbatch.launch.run_mark import read_mark
+from rlbatch.plan.engine_memory import Demand, demand
 from rlbatch.plan.engine_plan import EnginePlan
 from rlbatch.plan.engine_precision import check_device, engine_quantization
-from rlbatch.plan.footprint import parameters
+from rlbatch.plan.fit import check_fit
 from rlbatch.plan.layout import check_expert_widths, check_layout
+from rlbatch.plan.parameters import ModelSize
 from rlbatch.plan.placement import Placement, place
 from rlbatch.registry import Registry
 from rlbatch.run_dir import check_run_dir, run_dir_path, taken_run_dir
@@ -72,7 +74,7 @@ def find_problems(config: Config, registry: Registry) -> tuple[list[RlbatchError
                 check(config, registry, Path(scratch))
             except RlbatchError as error:
                 problems.append(error)
-        family = _known_family(config, registry, Path(scratch))
+        family = known_family(config, registry, Path(scratch))
     return problems, run_dir_path(config).resolve(), family
 
 
@@ -91,6 +93,14 @@ def model_family(config: Config, registry: Registry, run_dir: Path) -> ModelFami
     return registry.resolve_model_family(read_config(model_folder(config, run_dir)))
 
 
+def known_family(config: Config, registry: Registry, run_dir: Path) -> ModelFamily | None:
+    """The family of ``model.hf``; None: it is not known, which another check tells."""
+    try:
+        return model_family(config, registry, run_dir)
+    except RlbatchError:
+        return None
+
+
 def model_folder(config: Config, run_dir: Path) -> Path:
     """The Hugging Face folder of the job."""
     check_variable("model.hf", config.model.hf)
@@ -99,7 +109,7 @@ def model_folder(config: Config, run_dir: Path) -> Path:
 
 def parameter_count(config: Config, family: ModelFamily | None) -> float:
     """Parameters of the model, from its family, else ``model.parameters``; 0 if neither is known."""
-    return parameters(family).total if family else config.model.parameters
+    return ModelSize(family).total.total if family else config.model.parameters
 
 
 def on_gpu(config: Config) -> bool:
@@ -139,21 +149,30 @@ def _check_precision(config: Config, registry: Registry, family: ModelFamily, fo
     check_device(config, engine_quantization(config, registry, family, read_config(folder)), on_gpu=on_gpu(config))
 
 
+def node_ranks(config: Config) -> tuple[int, ...] | None:
+    """How many ranks each node will have; None: the hostfile cannot be read.
+
+    Raises:
+        ConfigError: nodes that would not all be full.
+    """
+    if config.launcher == "local":
+        return (config.layout.world_size,)
+    if config.launcher != "mpi":
+        where = place(config)
+        return (where.ranks_per_node,) * where.nodes
+    with suppress(RlbatchError):  # told where the hosts are shown
+        return tuple(host.slots or 1 for host in read_hosts(config))
+    return None
+
+
 def placement(config: Config) -> Placement | None:
     """Where ranks will be; None: the hostfile's hosts take differently many, or there is no such file.
 
     Raises:
         ConfigError: nodes that would not all be full.
     """
-    if config.launcher == "local":
-        return Placement(1, config.layout.world_size)
-    if config.launcher != "mpi":
-        return place(config)
-    with suppress(RlbatchError):  # told where the hosts are shown
-        hosts = read_hosts(config)
-        if len({host.slots for host in hosts}) == 1:
-            return Placement(len(hosts), hosts[0].slots or 1)
-    return None
+    ranks = node_ranks(config)
+    return Placement(len(ranks), ranks[0]) if ranks and len(set(ranks)) == 1 else None
 
 
 def engine_plan(config: Config, registry: Registry) -> EnginePlan:
@@ -165,16 +184,18 @@ def engine_plan(config: Config, registry: Registry) -> EnginePlan:
     return EnginePlan(config, registry.ranks_per_engine(config), registry.engine_shape(config), placement(config))
 
 
-def has_fp8_engines(config: Config, registry: Registry, family: ModelFamily | None) -> bool:
-    """Whether engines hold fp8 weights; of a model that is not known whether they can, as less memory is then needed.
+def memory_demand(config: Config, registry: Registry, family: ModelFamily | None) -> Demand | None:
+    """What takes memory; None: the model cannot be divided so, which another check tells.
 
     Raises:
-        RlbatchError: the backend or the family has no fp8.
+        RlbatchError: options that cannot be.
     """
-    if family is None:
-        return config.rollout.quantization != "none" and registry.has_fp8(config)
-    described = {} if config.model.hf == EMBEDDED else read_config(Path(config.model.hf))
-    return engine_quantization(config, registry, family, described) == "fp8"
+    if family is not None:
+        try:
+            check_layout(config.layout, family, on_gpu=on_gpu(config))
+        except ConfigError:
+            return None
+    return demand(config, registry, family, on_gpu=on_gpu(config))
 
 
 def names_engine_here(config: Config) -> bool:
@@ -195,10 +216,16 @@ def _check_rollout(config: Config, registry: Registry, run_dir: Path) -> None:
     draft = registry.draft(config)
     if draft and not Path(draft).is_dir():
         raise ConfigError(f"rollout.engine.speculative_config={{model: {draft}}}: there is no such folder. Correct the path.")
-    family = _known_family(config, registry, run_dir)
+    family = known_family(config, registry, run_dir)
     if family is not None:
         plan.check_experts(family)
-    plan.check_memory(family, is_fp8=has_fp8_engines(config, registry, family))
+
+
+def _check_memory(config: Config, registry: Registry, run_dir: Path) -> None:
+    """Of GPUs and nodes, in every phase."""
+    job = memory_demand(config, registry, known_family(config, registry, run_dir))
+    if job is not None:
+        check_fit(job, registry, node_ranks)
 
 
 def _check_paths(config: Config, registry: Registry, run_dir: Path) -> None:
@@ -286,16 +313,9 @@ def _check_prompts(config: Config, registry: Registry, run_dir: Path) -> None:
         rows = check_rows(config, registry, path)
         if name == "train":
             check_count(config, rows)
-        family = _known_family(config, registry, run_dir)
+        family = known_family(config, registry, run_dir)
         if family is not None and (source, config.model.hf) != (EMBEDDED, EMBEDDED):
             check_tokens(config, family, model_folder(config, run_dir), path, rows)
 
 
-def _known_family(config: Config, registry: Registry, run_dir: Path) -> ModelFamily | None:
-    try:
-        return model_family(config, registry, run_dir)
-    except RlbatchError:  # told by another check
-        return None
-
-
-CHECKS = (_check_model, _check_rollout, _check_builds, _check_paths, _check_container, _check_prompts, _check_machine)
+CHECKS = (_check_model, _check_rollout, _check_memory, _check_builds, _check_paths, _check_container, _check_prompts, _check_machine)

@@ -32,6 +32,8 @@ from rlbatch.api import (
     LabelChecker,
     ModelError,
     ModelFamily,
+    NoOptions,
+    OffloadMemory,
     OffloadStrategy,
     PluginError,
     PolicyLoss,
@@ -47,7 +49,7 @@ from rlbatch.config.convert import to_plain
 from rlbatch.config.paths import absolute, files_there, here, paths_of, with_absolute_paths, with_paths_there
 from rlbatch.config.schema import Config
 from rlbatch.plugin_files import load_plugin_file
-from rlbatch.tables import Entry, NoOptions, Supplier, Table
+from rlbatch.tables import Entry, Supplier, Table
 
 ENTRY_POINT_GROUP = "rlbatch"
 DISTRIBUTION = "rlbatch"
@@ -290,6 +292,17 @@ class Registry:
         entry = self.offloads[name]
         parsed = entry.parse(options, "offload")
         return cast(OffloadStrategy, entry.value() if entry.options is None else entry.value.build(parsed))
+
+    def offload_memory(self, config: Config) -> OffloadMemory | None:
+        """What the offload strategy does with memory; None: it does not say.
+
+        Raises:
+            ConfigError: options that cannot be, or not with this precision.
+        """
+        entry = self.offloads[config.offload.name]
+        if not isinstance(entry.value, Configurable) or entry.value.offload_memory is None:
+            return None
+        return entry.value.offload_memory(entry.parse(config.offload.options, "offload"), config.train.precision)
 
     def check_hardware(self, config: Config, *, on_gpu: bool) -> None:
         """Refuses plugins that cannot run on this hardware.

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlbatch.api import ConfigError, PluginError
+from rlbatch.api import ConfigError, NoOptions, PluginError
 from rlbatch.config.convert import closest, from_mapping
 
 
@@ -54,11 +54,6 @@ class Entry:
             return from_mapping(self.options, options, f"{key}.options.")
         except (ValueError, TypeError) as error:  # of its __post_init__
             raise ConfigError(f"{key}.options of {key}={self.name}: {error}. Correct them.") from error
-
-
-@dataclass(frozen=True)
-class NoOptions:
-    """Of what takes none."""
 
 
 class Table(Mapping[str, Entry]):

@@ -7,6 +7,7 @@ import shutil
 import stat
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import rlbatch.submit
 from rlbatch.api import ConfigError, EngineShape
 from rlbatch.config.compose import compose
 from rlbatch.launch import mpirun
+from rlbatch.plan.engine_memory import demand
 from rlbatch.plan.engine_plan import EnginePlan
 from rlbatch.plan.placement import Placement
 from rlbatch.registry import compose_job, load_plugins
@@ -46,6 +48,8 @@ Stages      0: 11 layers on ranks 0-3 of node 0
             7: 11 layers on ranks 28-31 of node 3
 
 Engines     2 of vllm, each on 16 ranks as 2 data-parallel replicas of 8, 0.7 of a GPU's memory
+At least    of 2000 GiB a node: load 32.0, start 32.0, sync 922.3, generate 922.3, log-probs 1148.7, update 1148.7, save 1816.4 \
+(optimizer 890.3, checkpoint 667.7, weights of sleeping engines 226.4, processes 32.0)
 Interpreter /shared/vllm/bin/python: not on this machine; its vllm and options are looked at on the nodes only
 
 Hosts       4 nodes, chosen by Slurm
@@ -126,7 +130,8 @@ def test_cluster_alone(capsys: pytest.CaptureFixture[str]) -> None:
         "Model       $MODEL_DIR, 671 billion parameters, bf16\n",
         "tp 8 x cp 1 x dp 1 x pp 12\n",
         "Engines     3 of vllm, each on 32 ",
-        "Memory      of 95 GiB a GPU: weights 19.5; cache and trainer are unknown until model.hf is there\n",
+        "Memory      of 95 GiB a GPU: engine 66.5 (weights 19.5; its cache is unknown until model.hf is there), trainer 13.0 while it "
+        "generates, free 15.5\n",
         "Interpreter rlbatch's own (rollout.engine.python is not set): looked at on the nodes. Warning, this machine's would be refused: "
         f"rollout=vllm: {sys.executable} has no vLLM. ",
     ):
@@ -144,18 +149,20 @@ def test_memory_of_an_accepted_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """What a refusal would count is shown of a plan that fits, beside what is left; a config.json is enough."""
     set_model("deepseek671b", tmp_path, monkeypatch)
     dry_run("+cluster=h100x128")
+    out = capsys.readouterr().out
+    assert "At least    of 79 GiB a GPU: load 45.9 (gradients 23.6, weights 11.8, " in out
     assert (
-        "Memory      of 79 GiB a GPU: engine 55.3 (weights 11.7, cache of one longest sample 2.3), trainer 10.5 while it generates, "
-        "free 13.2\n"
-    ) in capsys.readouterr().out
+        "Memory      of 79 GiB a GPU: engine 55.3 (weights 11.9, cache of one longest sample 2.3), trainer 11.8 while it generates, "
+        "free 11.9\n"
+    ) in out
 
 
 def test_memory_of_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     """Only what model.parameters says is counted, and what is unknown is called so."""
     dry_run("+cluster=h20x96", "rollout.options.gpus_per_engine=8", "rollout.engine.data_parallel_size=1", code=2)
     assert (
-        "rollout=vllm: an engine needs 78.1 GiB for weights on each of its 8 GPUs, and has 66.5 of 95 GiB (cluster.gpu_memory_gib). "
-        "Its cache and what the trainer keeps there are unknown until model.hf is there. Use rollout=vllm "
+        "rollout=vllm: an engine needs 78.1 GiB for weights on each of its 8 GPUs, and has 66.5 of 95 GiB (cluster.gpu_memory_gib), "
+        "where the trainer keeps 13.0. Its cache is unknown until model.hf is there. Use rollout=vllm "
     ) in capsys.readouterr().err
 
 
@@ -291,20 +298,19 @@ def test_recipes(
         (
             ["rollout=transformers"],
             "rollout=transformers: an engine needs 1249.9 GiB for weights and 0.5 GiB to cache one sample on each of its 1 GPUs, and has "
-            "82.0 of 95 GiB (cluster.gpu_memory_gib), where the trainer keeps 13.0. Use rollout=vllm rollout.options.gpus_per_engine=16 "
-            "rollout.engine.data_parallel_size=2 rollout.engine.enable_expert_parallel=true.",
+            "78.5 of 95 GiB (cluster.gpu_memory_gib), where the trainer keeps 16.5. Use rollout=vllm rollout.options.gpus_per_engine=24 "
+            "rollout.engine.data_parallel_size=3 rollout.engine.enable_expert_parallel=true.",
         ),
         (
             ["rollout.options.gpus_per_engine=8", "rollout.engine.data_parallel_size=1"],
             "rollout=vllm: an engine needs 78.3 GiB for weights and 0.7 GiB to cache one sample on each of its 8 GPUs, and has 66.5 of "
-            "95 GiB (cluster.gpu_memory_gib), where the trainer keeps 13.0. Use rollout=vllm rollout.options.gpus_per_engine=16 "
-            "rollout.engine.data_parallel_size=2 rollout.engine.enable_expert_parallel=true, or raise "
-            "rollout.engine.gpu_memory_utilization.",
+            "95 GiB (cluster.gpu_memory_gib), where the trainer keeps 16.5. Use rollout=vllm rollout.options.gpus_per_engine=16 "
+            "rollout.engine.data_parallel_size=2 rollout.engine.enable_expert_parallel=true.",
         ),
         (
             ["rollout.engine.gpu_memory_utilization=0.9"],
             "rollout.engine.gpu_memory_utilization=0.9: the engine takes 85.5 of a GPU's 95 GiB (cluster.gpu_memory_gib), and the trainer "
-            "keeps 13.0 there. Use 0.84 or less, or keep more of the trainer on the host.",
+            "keeps 16.5 there. Use 0.8 or less, or keep more of the trainer on the host.",
         ),
         (
             ["rollout.options.gpus_per_engine=16", "rollout.engine.data_parallel_size=1"],
@@ -343,9 +349,11 @@ def test_gpus_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     config, registry = compose_job(["+cluster=h20x96"])
     family = registry.resolve_model_family(CONFIGS["deepseek671b"])
     for is_colocated in (False, True):
-        plan = EnginePlan(config, 16, EngineShape(8, 2, 0.9, is_colocated=is_colocated), Placement(12, 8))
-        with pytest.raises(ConfigError, match=r"takes 85\.5 of a GPU.s 95 GiB .* trainer keeps 13\.0") if is_colocated else nullcontext():
-            plan.check_memory(family, is_fp8=False)
+        shape = EngineShape(8, 2, 0.9, separate_gpus=0 if is_colocated else 8)
+        plan = EnginePlan(config, 16, shape, Placement(12, 8))
+        job = replace(demand(config, registry, family, on_gpu=True), shape=shape, gpus=16)
+        with pytest.raises(ConfigError, match=r"takes 85\.5 of a GPU.s 95 GiB .* trainer keeps 16\.5") if is_colocated else nullcontext():
+            plan.check_memory(job)
 
 
 def test_an_engine_on_several_nodes_divides_experts(tmp_path: Path) -> None:

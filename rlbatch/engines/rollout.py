@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Literal
 
-from rlbatch.api import Completion, ConfigError, EngineLost, Prompt, RolloutContext, RolloutError, SamplingParams, WeightBucket
+from rlbatch.api import Completion, ConfigError, EngineLost, EngineShape, Prompt, RolloutContext, RolloutError, SamplingParams, WeightBucket
 from rlbatch.api.values import Count, CountOrZero, Seconds
 from rlbatch.engines.client import EngineHost
 from rlbatch.engines.collective import SENDER, WeightGroup, meet
@@ -67,6 +67,31 @@ class HostedOptions:
             "doc": "How weights reach an engine: `shared` memory, or a `collective` to other GPUs (NCCL; Gloo on CPUs); `auto`: what fits."
         },
     )
+
+
+def hosted_shape(options: HostedOptions) -> EngineShape:
+    """What these options say of an engine's shape; see ``Configurable``."""
+    levels: Mapping[int, Literal["gpu", "host", "gone"]] = {0: "gpu", 1: "host", 2: "gone"}
+    return EngineShape(
+        options.gpus_per_engine,
+        separate_gpus=options.separate_gpus,
+        asleep=levels[options.sleep_level],
+        separate_option="separate_gpus",
+        gone_options={"sleep_level": 2},
+    )
+
+
+def value_bytes(name: object) -> float:
+    """Of a number of a type of an engine's weights or cache, by the names of vLLM and SGLang; 0: the engine decides."""
+    text = str(name or "auto")
+    sizes = {"auto": 0.0, "half": 2.0, "float": 4.0, "float32": 4.0, **dict.fromkeys(("bf16", "bfloat16", "float16"), 2.0)}
+    return sizes.get(text, 1.0 if text.startswith(("fp8", "int8")) else 0.5)
+
+
+def offloaded_gib(engine: Mapping[str, Any]) -> float:
+    """GiB of the weights on each GPU that vLLM or SGLang keeps on the host instead."""
+    value = engine.get("cpu_offload_gb", 0)
+    return float(value) if isinstance(value, (int, float)) and value > 0 else 0.0
 
 
 @dataclass(frozen=True)

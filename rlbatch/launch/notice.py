@@ -9,7 +9,7 @@ from pathlib import Path
 from rlbatch.api import ConfigError, ModelFamily
 from rlbatch.config.schema import Config
 from rlbatch.launch.lives import read_history
-from rlbatch.plan.footprint import parameters
+from rlbatch.plan.parameters import ModelSize
 
 BYTES_PER_PARAMETER = {"bf16": 14, "fp32": 16}
 """A checkpoint's: weights as trained, then fp32 main weights and Adam's two moments."""
@@ -36,7 +36,7 @@ def checkpoint_bytes(num_parameters: float, precision: str) -> float:
 
 def estimate_write_s(config: Config, family: ModelFamily, run_dir: Path) -> float:
     """Seconds that a checkpoint takes: at the rate of this run's last one, else at ``cluster.storage_gbs``."""
-    return _write_s(config, parameters(family).total, run_dir)
+    return _write_s(config, ModelSize(family).total.total, run_dir)
 
 
 def notice_s(config: Config, num_parameters: float, run_dir: Path) -> int:

@@ -26,7 +26,8 @@ from rlbatch.launch.node_facts import NodeFacts, collect_facts
 from rlbatch.launch.preflight_rules import Finding
 from rlbatch.launch.preflight_table import one_line, table
 from rlbatch.launch.shared_folders import SharedFolders, unreadable
-from rlbatch.plan.footprint import Footprint, footprint
+from rlbatch.plan.engine_memory import demand
+from rlbatch.plan.memory import MemoryFloor, memory_floor
 from rlbatch.registry import Registry
 
 SHOWN_FINDINGS = 8
@@ -49,7 +50,7 @@ class Preflight:
         self._patience = config.launch.rendezvous_timeout_s
         self._started = time.monotonic()
         self._facts: list[NodeFacts] = []
-        self._floor = Footprint(0.0, 0.0, 0.0)
+        self._floor = MemoryFloor(world_size=config.layout.world_size)
         self._clocks: list[float] = []
         self._warnings: list[Finding] = []
 
@@ -145,12 +146,12 @@ class Preflight:
         shown += [f"error: {finding}" for finding in errors] + [f"warning: {finding}" for finding in self._warnings]
         print("\n".join(shown), flush=True)
 
-    def _needs(self) -> Footprint:
+    def _needs(self) -> MemoryFloor:
         hf = self._config.model.hf
         folder = self._run_dir / EMBEDDED / "model" if hf == EMBEDDED else Path(hf)
         family = self._registry.resolve_model_family(read_config(folder))
         on_gpu = any(fact.gpu for fact in self._facts)
-        return footprint(self._config, family, on_gpu=on_gpu, node_ranks=max(fact.node_ranks for fact in self._facts))
+        return memory_floor(demand(self._config, self._registry, family, on_gpu=on_gpu))
 
     def _hosts(self) -> list[str]:
         return list(dict.fromkeys(fact.host for fact in self._facts))

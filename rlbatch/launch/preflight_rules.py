@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from rlbatch.config.schema import ClusterConfig
 from rlbatch.launch.node_facts import SOURCES, NodeFacts
-from rlbatch.plan.footprint import Footprint
+from rlbatch.plan.memory import MemoryFloor
 
 SKEW_WARNING_S = 5.0
 """The ranks' clocks are read when a barrier lets go of them, which on a busy machine is not the same moment."""
@@ -60,7 +60,7 @@ def check_versions(facts: Sequence[NodeFacts]) -> Iterator[Finding]:
             yield Finding(fact.rank, fact.host, text, is_error=name != SOURCES)
 
 
-def check_gpus(facts: Sequence[NodeFacts], cluster: ClusterConfig, floor: Footprint) -> Iterator[Finding]:
+def check_gpus(facts: Sequence[NodeFacts], cluster: ClusterConfig, floor: MemoryFloor) -> Iterator[Finding]:
     """Number, kind and memory of GPUs."""
     if not any(fact.gpu for fact in facts):
         return
@@ -88,24 +88,25 @@ def check_gpus(facts: Sequence[NodeFacts], cluster: ClusterConfig, floor: Footpr
         if gpu.total_gib < MEMORY_SHARE * cluster.gpu_memory_gib:
             text = f"its GPU has {gpu.total_gib:.1f} GiB, cluster.gpu_memory_gib is {cluster.gpu_memory_gib:g}. Is it divided (MIG)"
             yield Finding(fact.rank, fact.host, text)
-        elif gpu.free_gib < floor.gpu_gib:
-            text = f"{gpu.free_gib:.1f} of {gpu.total_gib:.1f} GiB of its GPU are free, the trainer takes {floor.gpu_gib:.1f}"
+        elif gpu.free_gib < (need := floor.gpu([fact.rank])).gib:
+            text = f"{gpu.free_gib:.1f} of {gpu.total_gib:.1f} GiB of its GPU are free, the run takes {need.told()}"
             yield Finding(fact.rank, fact.host, f"{text}. End what uses it, or spread the model over more GPUs")
         elif gpu.free_gib < FREE_SHARE * gpu.total_gib:
             text = f"{gpu.free_gib:.1f} of {gpu.total_gib:.1f} GiB of its GPU are free: another process uses it"
             yield Finding(fact.rank, fact.host, text, is_error=False)
 
 
-def check_memory(facts: Sequence[NodeFacts], cluster: ClusterConfig, floor: Footprint) -> Iterator[Finding]:
+def check_memory(facts: Sequence[NodeFacts], cluster: ClusterConfig, floor: MemoryFloor) -> Iterator[Finding]:
     """Host memory and /dev/shm of each node."""
     for fact in _firsts(facts):
-        if fact.host_free_gib < floor.host_gib:
-            text = f"{fact.host_free_gib:.1f} of {fact.host_total_gib:.1f} GiB of its memory are free, the run takes {floor.host_gib:.1f}"
+        need = floor.host(other.rank for other in facts if other.host == fact.host)
+        if fact.host_free_gib < need.gib:
+            text = f"{fact.host_free_gib:.1f} of {fact.host_total_gib:.1f} GiB of its memory are free, the run takes {need.told()}"
             yield Finding(fact.rank, fact.host, f"{text}. Free it, ask for more (--mem), or offload less")
         elif fact.host_total_gib < MEMORY_SHARE * cluster.host_memory_gib:
             text = f"it has {fact.host_total_gib:.0f} GiB of memory, cluster.host_memory_gib is {cluster.host_memory_gib:g}"
             yield Finding(fact.rank, fact.host, text, is_error=False)
-        if fact.shm_free_gib < floor.shm_gib:
+        if fact.node_ranks > 1 and fact.shm_free_gib < floor.shm_gib:
             has = f"has {fact.shm_free_gib:.2f} GiB free" if fact.shm_free_gib else "is missing, full or not to be written"
             text = f"/dev/shm {has}, NCCL and engines may need {floor.shm_gib:g} GiB. Give the container more (--shm-size)"
             yield Finding(fact.rank, fact.host, text, is_error=False)

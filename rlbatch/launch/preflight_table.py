@@ -10,12 +10,12 @@ from rich.table import Table
 
 from rlbatch.launch.link_check import Links
 from rlbatch.launch.node_facts import NodeFacts
-from rlbatch.plan.footprint import Footprint
+from rlbatch.plan.memory import MemoryFloor
 
 SHOWN_VERSIONS = ("rlbatch", "torch", "megatron-core", "transformer-engine", "nccl", "driver")
 
 
-def table(facts: Sequence[NodeFacts], floor: Footprint, clocks: Sequence[float], links: Sequence[Links], seconds: float) -> Table:
+def table(facts: Sequence[NodeFacts], floor: MemoryFloor, clocks: Sequence[float], links: Sequence[Links], seconds: float) -> Table:
     """A line a node.
 
     Args:
@@ -28,8 +28,8 @@ def table(facts: Sequence[NodeFacts], floor: Footprint, clocks: Sequence[float],
     title = f"Preflight ({seconds:.1f} s): {_versions(facts[0])}"
     rows = Table(box=box.SIMPLE_HEAD, header_style="bold", title_justify="left", title=title)
     on_gpu = any(fact.gpu for fact in facts)
-    gpu_columns = ["GPUs", f"GPU GiB free (>= {floor.gpu_gib:.1f})"] if on_gpu else []
-    needs = [f"memory GiB free (>= {floor.host_gib:.1f})", f"/dev/shm GiB free (>= {floor.shm_gib:g})"]
+    gpu_columns = ["GPUs", f"GPU GiB free (>= {floor.gpu().gib:.1f})"] if on_gpu else []
+    needs = [f"memory GiB free (>= {_host_gib(facts, floor):.1f})", f"/dev/shm GiB free (>= {floor.shm_gib:g})"]
     for column in ("node", "ranks", *gpu_columns, *needs, "clock s", "folders", "all-reduce GB/s"):
         rows.add_column(column, justify="left" if column in ("node", "GPUs", "folders") else "right")
     middle = statistics.median(clocks)
@@ -61,13 +61,18 @@ def _gpu_cells(node: Sequence[NodeFacts]) -> list[str]:
     return [f"{gpus[0].visible} x {gpus[0].name}", f"{min(gpu.free_gib for gpu in gpus):.1f}"] if gpus else ["none", "-"]
 
 
-def one_line(facts: Sequence[NodeFacts], floor: Footprint, links: Sequence[Links], seconds: float) -> str:
+def one_line(facts: Sequence[NodeFacts], floor: MemoryFloor, links: Sequence[Links], seconds: float) -> str:
     """For one node on which all is well."""
     first = facts[0]
-    gpus = f", {first.gpu.name}, {first.gpu.free_gib:.1f} GiB free (at least {floor.gpu_gib:.1f} needed)" if first.gpu else ""
+    gpus = f", {first.gpu.name}, {first.gpu.free_gib:.1f} GiB free (at least {floor.gpu().gib:.1f} needed)" if first.gpu else ""
     speed = f", all-reduce {links[0].gbs:.1f} GB/s" if len(facts) > 1 else ""
-    memory = f"{first.host_free_gib:.1f} GiB of memory free (at least {floor.host_gib:.1f} needed)"
+    memory = f"{first.host_free_gib:.1f} GiB of memory free (at least {_host_gib(facts, floor):.1f} needed)"
     return f"preflight: {len(facts)} rank{'s' if len(facts) > 1 else ''} on {first.host}{gpus}, {memory}{speed}; {seconds:.1f} s"
+
+
+def _host_gib(facts: Sequence[NodeFacts], floor: MemoryFloor) -> float:
+    """Of the node that needs most."""
+    return max(floor.host(other.rank for other in facts if other.host == fact.host).gib for fact in facts if fact.is_first)
 
 
 def _versions(fact: NodeFacts) -> str:

@@ -1,31 +1,20 @@
-"""Whether a job's engines have a place: on nodes, and in the memory of GPUs beside the trainer. Floors, as in ``footprint``."""
+"""Whether a job's engines have a place: on nodes, and in the memory of GPUs beside the trainer. Floors, as in ``memory``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from rlbatch.api import ConfigError, EngineShape, ModelFamily
 from rlbatch.config.schema import Config
-from rlbatch.plan.footprint import GIB, WEIGHT_BYTES, cache_bytes, footprint, parameters
-from rlbatch.plan.placement import SEPARATE, Placement, separate_gpus
+from rlbatch.plan.engine_memory import Demand, EngineMemory, engine_memory
+from rlbatch.plan.memory import engine_share_gib, trainer_gib
+from rlbatch.plan.placement import Placement
 
 KEY = "rollout.options.gpus_per_engine"
+LARGER = "Use larger GPUs or more of them, or keep more of the trainer on the host"
 FREE_GIB = 2.0
 """Of each GPU, for CUDA and NCCL of both sides, in what messages advise; less is not refused."""
-
-
-@dataclass(frozen=True)
-class EngineMemory:
-    """Least memory of an engine on each of its GPUs, GiB.
-
-    Attributes:
-        weights: All but the routed experts over the GPUs of a replica, those over all.
-        cache: Keys and values of one longest sample.
-    """
-
-    weights: float
-    cache: float
 
 
 @dataclass(frozen=True)
@@ -104,16 +93,16 @@ class EnginePlan:
         """
         if self.shape.is_colocated:
             return
-        engines = separate_gpus(self.config)
+        engines, key = self.shape.separate_gpus, f"rollout.options.{self.shape.separate_option}"
         if self.place is None:
             raise ConfigError(
-                f"{SEPARATE}={engines}: each host must take as many ranks, and those of cluster.hostfile take differently many. "
+                f"{key}={engines}: each host must take as many ranks, and those of cluster.hostfile take differently many. "
                 f"Write `slots={engines}` behind each, or use 0."
             )
         if engines != self.place.ranks_per_node:
             ranks = self.place.ranks_per_node
             raise ConfigError(
-                f"{SEPARATE}={engines}: must be as many as the ranks of a node ({ranks}), the engines take the GPUs behind theirs. "
+                f"{key}={engines}: must be as many as the ranks of a node ({ranks}), the engines take the GPUs behind theirs. "
                 f"Use {ranks}, or 0."
             )
 
@@ -129,82 +118,50 @@ class EnginePlan:
                 f"Use {self.place.ranks_per_node} or less."
             )
 
-    def check_memory(self, family: ModelFamily | None, *, is_fp8: bool) -> None:
+    def check_memory(self, job: Demand, fix: Callable[[], str] = lambda: LARGER) -> None:
         """Refuses engines that have no room on their GPUs, which the trainer may share.
 
         Args:
-            family: The model; None: not known.
-            is_fp8: See ``memory``.
+            job: Of this plan's engines.
+            fix: What to do if no other engine would do, in words.
 
         Raises:
             ConfigError: what is needed, what is there, and what would do.
         """
-        total = self.config.cluster.gpu_memory_gib
-        if not total:
+        total, shape = self.config.cluster.gpu_memory_gib, self.shape
+        if not (total and job.on_gpu):
             return
-        trainer, need = self.trainer_gib(family), self.memory(family, is_fp8=is_fp8)
-        share, room = self.share_gib(trainer), total - trainer
-        if need.weights + need.cache > min(share, room):
-            cache = f" and {need.cache:.1f} GiB to cache one sample" if family else ""
-            beside = (
-                f", where the trainer keeps {trainer:.1f}."
-                if family
-                else ". Its cache and what the trainer keeps there are unknown until model.hf is there."
-            )
-            raise ConfigError(
+        trainer, need = trainer_gib(job), engine_memory(job)
+        share, room = engine_share_gib(job, trainer), total - trainer
+        has, overlaps = max(min(share, room), 0.0), shape.memory_share < 1 and share > room
+        if need.total > has:
+            cache = f" and {need.cache:.1f} GiB to cache one sample" if job.model else ""
+            beside = f", where the trainer keeps {trainer:.1f}." if shape.is_colocated else "."
+            unknown = "" if job.model else " Its cache is unknown until model.hf is there."
+            larger = "" if overlaps else self._larger(job, has)
+            said = (
                 f"rollout={self.config.rollout.name}: an engine needs {need.weights:.1f} GiB for weights{cache} on each of its {self.gpus} "
-                f"GPUs, and has {min(share, room):.1f} of {total:g} GiB (cluster.gpu_memory_gib){beside} "
-                f"{self._larger(family, min(share, room), is_fp8=is_fp8)}{self._share(need, room)}."
+                f"GPUs, and has {has:.1f} of {total:g} GiB (cluster.gpu_memory_gib){beside}{unknown}"
             )
-        if self.shape.memory_share < 1 and share > room:
+            raise ConfigError(f"{said} {larger or fix()}{self._share(need, room)}.")
+        if overlaps:
             most = int(100 * (room - FREE_GIB) / total) / 100
-            less = f"Use {most:g} or less, or keep" if most > 0 else "Keep"
+            less = f"Use {most:g} or less, or keep more of the trainer on the host" if need.total <= most * total else fix()
             raise ConfigError(
-                f"rollout.engine.{self.shape.memory_option}={self.shape.memory_share:g}: the engine takes {share:.1f} of a GPU's "
-                f"{total:g} GiB (cluster.gpu_memory_gib), and the trainer keeps {trainer:.1f} there. "
-                f"{less} more of the trainer on the host."
+                f"rollout.engine.{shape.memory_option}={shape.memory_share:g}: the engine takes {share:.1f} of a GPU's "
+                f"{total:g} GiB (cluster.gpu_memory_gib), and the trainer keeps {trainer:.1f} there. {less}."
             )
 
-    def trainer_gib(self, family: ModelFamily | None) -> float:
-        """What the trainer keeps on each of the engine's GPUs while that generates: a floor; 0 for a model that is not known."""
-        if family is None or not self.shape.is_colocated:
-            return 0.0
-        return footprint(self.config, family, on_gpu=True, node_ranks=1).generating_gib
-
-    def share_gib(self, trainer: float) -> float:
-        """What the engine takes of each of its GPUs, beside what the trainer keeps there."""
-        total = self.config.cluster.gpu_memory_gib
-        return self.shape.memory_share * (total - trainer if self.shape.is_share_of_free else total)
-
-    def told_memory(self, family: ModelFamily | None, *, is_fp8: bool) -> str:
+    def told_memory(self, job: Demand) -> str:
         """How engine and trainer divide each GPU, in words; ``check_memory`` says whether that can be."""
-        total, need = self.config.cluster.gpu_memory_gib, self.memory(family, is_fp8=is_fp8)
-        if family is None:
-            return f"of {total:g} GiB a GPU: weights {need.weights:.1f}; cache and trainer are unknown until model.hf is there"
-        trainer = self.trainer_gib(family)
-        engine = self.share_gib(trainer) if self.shape.memory_share < 1 else need.weights + need.cache
+        total, trainer, need = self.config.cluster.gpu_memory_gib, trainer_gib(job), engine_memory(job)
+        cache = f", cache of one longest sample {need.cache:.1f}" if job.model else "; its cache is unknown until model.hf is there"
+        engine = engine_share_gib(job, trainer) if self.shape.memory_share < 1 else need.total
         free = total - engine - trainer
         return (
-            f"of {total:g} GiB a GPU: engine {engine:.1f} (weights {need.weights:.1f}, cache of one longest sample {need.cache:.1f}), "
+            f"of {total:g} GiB a GPU: engine {engine:.1f} (weights {need.weights:.1f}{cache}), "
             f"trainer {trainer:.1f} while it generates, {f'free {free:.1f}' if free >= 0 else f'{-free:.1f} too much'}"
         )
-
-    def memory(self, family: ModelFamily | None, *, is_fp8: bool) -> EngineMemory:
-        """The floor of an engine.
-
-        Args:
-            family: The model; None: not known, then ``model.parameters`` counts.
-            is_fp8: Whether the engine's matrices are fp8, as model families have them: all but vocabulary and routers.
-        """
-        full, shape = WEIGHT_BYTES[self.config.train.precision], self.shape
-        small = 1 if is_fp8 else full
-        if family is None:
-            return EngineMemory(self.config.model.parameters * small / self.gpus / GIB, 0.0)
-        size = parameters(family)
-        dense = (size.dense - size.unquantised) * small + size.unquantised * full
-        weights = dense / shape.replica_gpus + size.experts * small / self.gpus
-        tokens = shape.context_tokens or self.config.rollout.max_response_tokens
-        return EngineMemory(weights / GIB, tokens * cache_bytes(family, shape.replica_gpus, shape.stages, full) / GIB)
 
     def _sizes(self, *, spans_nodes: bool) -> Iterator[int]:
         """GPUs that an engine can have: those of whole nodes, or a part of a node's that divides them."""
@@ -213,22 +170,21 @@ class EnginePlan:
             if world % size == 0 and (node % size == 0 or (spans_nodes and size % node == 0)):
                 yield size
 
-    def _larger(self, family: ModelFamily | None, room: float, *, is_fp8: bool) -> str:
-        """What to change so that an engine fits."""
+    def _larger(self, job: Demand, room: float) -> str:
+        """A larger engine that fits; empty: none does."""
         node = self.place.ranks_per_node if self.place else self.config.cluster.gpus_per_node
-        for size in self._sizes(spans_nodes=family is None or bool(family.num_experts)):
+        for size in self._sizes(spans_nodes=job.model is None or bool(job.model.family.num_experts)):
             replica = min(size, node)
-            larger = replace(self, gpus=size, shape=replace(self.shape, replica_gpus=replica, replicas=size // replica, stages=1))
-            need = larger.memory(family, is_fp8=is_fp8)
-            if size > self.gpus and need.weights + need.cache <= room:
+            shape = replace(self.shape, replica_gpus=replica, replicas=size // replica, stages=1)
+            if size > self.gpus and engine_memory(replace(job, gpus=size, shape=shape)).total <= room:
                 over = (
                     f" rollout.engine.data_parallel_size={size // node} rollout.engine.enable_expert_parallel=true" if size > node else ""
                 )
                 has_engine = self.shape.memory_option and size <= node
                 return f"Use rollout={self.config.rollout.name if has_engine else 'vllm'} {KEY}={size}{over}"
-        return "Use larger GPUs or more of them, or keep more of the trainer on the host"
+        return ""
 
     def _share(self, need: EngineMemory, room: float) -> str:
         """What else to change, where only the engine's share of a GPU is too small."""
         option = self.shape.memory_option
-        return f", or raise rollout.engine.{option}" if option and need.weights + need.cache <= room - FREE_GIB else ""
+        return f", or raise rollout.engine.{option}" if option and need.total <= room - FREE_GIB else ""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from rlbatch.api import ConfigError, ModelError, ModelFamily
-from rlbatch.config.schema import Config
+from rlbatch.config.hf_config import read_config
+from rlbatch.config.schema import EMBEDDED, Config
 from rlbatch.registry import Registry
 
 Quantization = Literal["none", "fp8"]
@@ -35,6 +37,18 @@ def engine_quantization(config: Config, registry: Registry, family: ModelFamily,
             f"rollout.quantization={said}: model family {family.name} lists no weights for fp8. Use rollout.quantization=none."
         )
     return chosen
+
+
+def has_fp8_engines(config: Config, registry: Registry, family: ModelFamily | None) -> bool:
+    """Whether engines hold fp8 weights; of a model that is not known whether they can, as less memory is then needed.
+
+    Raises:
+        RlbatchError: the backend or the family has no fp8.
+    """
+    if family is None:
+        return config.rollout.quantization != "none" and registry.has_fp8(config)
+    described = {} if config.model.hf == EMBEDDED else read_config(Path(config.model.hf))
+    return engine_quantization(config, registry, family, described) == "fp8"
 
 
 def check_device(config: Config, quantization: Quantization, *, on_gpu: bool) -> None:

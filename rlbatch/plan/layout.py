@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 
 from rlbatch.api import ConfigError, ModelError, ModelFamily
 from rlbatch.config.schema import LayoutConfig
@@ -38,6 +39,16 @@ def degrees(layout: LayoutConfig, num_layers: int) -> Degrees:
         edp_size=layout.world_size // (layout.etp_size * layout.ep_size * layout.pp_size),
         stage_layers=_stage_layers(layout, num_layers),
     )
+
+
+def stage_chunks(layout: LayoutConfig, num_layers: int) -> tuple[tuple[range, ...], ...]:
+    """Which layers are on each pipeline stage, in each of its model chunks; ``check_layout`` accepts the layout."""
+    sizes, chunks = _stage_layers(layout, num_layers), layout.vpp_size
+    if chunks == 1:
+        ends = list(accumulate(sizes))
+        return tuple((range(end - size, end),) for size, end in zip(sizes, ends, strict=True))
+    size, stages = sizes[0] // chunks, layout.pp_size
+    return tuple(tuple(range(first := (chunk * stages + stage) * size, first + size) for chunk in range(chunks)) for stage in range(stages))
 
 
 def check_layout(layout: LayoutConfig, family: ModelFamily, *, on_gpu: bool) -> None:
@@ -222,14 +233,22 @@ def _check_interleaved(layout: LayoutConfig, num_layers: int) -> None:
         )
 
 
-def _uneven(stages: int, num_layers: int) -> str:
-    """First and last stage that fit: middle stages take the share rounded up if that leaves layers for the ends, else down."""
+def stage_ends(stages: int, num_layers: int) -> tuple[int, int] | None:
+    """Layers of the first and last stage with which the others are equal: these take the share rounded up if that leaves layers for the
+    ends, else down. None: all can be equal.
+    """
     if num_layers % stages == 0:
-        return "neither key (equal stages)"
+        return None
     above, below = -(-num_layers // stages), num_layers // stages
     middle = above if num_layers - above * (stages - 2) >= 2 else below
     ends = num_layers - middle * (stages - 2)
-    return f"layout.first_stage_layers={ends - ends // 2} layout.last_stage_layers={ends // 2}"
+    return ends - ends // 2, ends // 2
+
+
+def _uneven(stages: int, num_layers: int) -> str:
+    """First and last stage that fit."""
+    ends = stage_ends(stages, num_layers)
+    return f"layout.first_stage_layers={ends[0]} layout.last_stage_layers={ends[1]}" if ends else "neither key (equal stages)"
 
 
 def _divisors(number: int) -> list[int]:

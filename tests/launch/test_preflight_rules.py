@@ -21,12 +21,13 @@ from rlbatch.launch.preflight_rules import (
     check_visibility,
 )
 from rlbatch.launch.preflight_table import one_line
-from rlbatch.plan.footprint import Footprint
+from rlbatch.plan.memory import GIB, PHASES, MemoryFloor, RankMemory
 
 NODES = 4
 H100 = Gpu("NVIDIA H100 80GB HBM3", 79.1, 78.5, 8)
 CLUSTER = ClusterConfig(name="h100x32", gpu="H100", gpu_memory_gib=79.0, gpu_link_gbs=450.0, host_memory_gib=2000.0)
-FLOOR = Footprint(gpu_gib=40.0, host_gib=100.0, shm_gib=1.0)
+HELD = RankMemory(*({phase: {"weights": gib * GIB} for phase in PHASES} for gib in (40.0, 12.5)))
+FLOOR = MemoryFloor([HELD], 8 * NODES, shm_gib=1.0)
 
 
 def job(bad: int | None = None, **changes: object) -> list[NodeFacts]:
@@ -78,7 +79,11 @@ def test_different_files_of_one_version_are_odd() -> None:
         (replace(H100, visible=7), True, "has 7 GPUs for 8 ranks"),
         (replace(H100, name="NVIDIA H200"), True, "its GPUs are NVIDIA H200, cluster.gpu is H100"),
         (replace(H100, total_gib=39.5, free_gib=39.0), True, "its GPU has 39.5 GiB, cluster.gpu_memory_gib is 79"),
-        (replace(H100, free_gib=30.0), True, "30.0 of 79.1 GiB of its GPU are free, the trainer takes 40.0"),
+        (
+            replace(H100, free_gib=30.0),
+            True,
+            "30.0 of 79.1 GiB of its GPU are free, the run takes 40.0 GiB while the model is loaded (weights 40.0)",
+        ),
         (replace(H100, free_gib=60.0), False, "60.0 of 79.1 GiB of its GPU are free: another process uses it"),
     ],
     ids=["none", "too few", "another kind", "divided", "too full", "in use"],

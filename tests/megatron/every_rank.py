@@ -28,6 +28,7 @@ from rlbatch.megatron import parallel
 from rlbatch.megatron.names import canonical_tensors
 from rlbatch.megatron.played import on_meta, played_rank, stages
 from rlbatch.plan.layout import check_layout
+from rlbatch.plan.parameters import ModelSize
 from rlbatch.registry import load_plugins
 from rlbatch.weights.audit import layers_of
 from rlbatch.weights.codec import Geometry, hf_names, is_expert, shard_shape
@@ -140,18 +141,22 @@ def check_every_rank(model: str, layout: LayoutConfig) -> int:
     - Ranks of a stage hold the same parameters; every parameter is in one stage (a tied embedding in the first and the last).
     - Of every parameter each part is there, on equally many ranks.
     - Each part counted once, they are as many values as were published.
+    - A rank has as many parameters as ``rlbatch.plan`` counts for its stage.
 
     Returns:
         The number of values.
     """
     family = family_of(model)
     expected, mappings = expected_shapes(family, model, layout), _mappings(family)
+    shares = ModelSize(family).shares(layout)
     of_stage: dict[int, set[str]] = {}
     holders: dict[str, Counter[tuple[int, int]]] = {name: Counter() for name in expected}
     for number, rank in enumerate(every_rank(family, layout)):
         wrong = {name: shape for name, shape in rank.shapes.items() if expected.get(name) != shape}
         assert not wrong, f"rank {number}: {wrong}"
         assert of_stage.setdefault(rank.pp, set(rank.shapes)) == set(rank.shapes), f"rank {number} is not like others of stage {rank.pp}"
+        held = sum(math.prod(shape) for name, shape in rank.shapes.items() if not isinstance(mappings[name][0], Buffer))
+        assert held == shares[rank.pp].held, f"rank {number}: the plan counts {shares[rank.pp].held:g} parameters, it has {held}"
         for name in rank.shapes:
             holders[name][rank.part(mappings[name][0])] += 1
     stages_of = Counter(name for names in of_stage.values() for name in names)

@@ -1,0 +1,223 @@
+"""Whether a job fits its GPUs and nodes in every phase; if not, the cheapest change with which it does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import fields, replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+from rlbatch.api import ConfigError, ModelFamily, RlbatchError
+from rlbatch.config.convert import show_value
+from rlbatch.config.schema import Config, LayoutConfig, OffloadConfig
+from rlbatch.plan.engine_memory import GIB, WEIGHT_BYTES, Demand, demand
+from rlbatch.plan.engine_plan import EnginePlan
+from rlbatch.plan.layout import check_layout
+from rlbatch.plan.memory import BESIDE_ENGINES, GRADIENT_BYTES, PHASES, SAVED_BYTES, WHEN, MemoryFloor, memory_floor
+from rlbatch.plan.parameters import ModelSize, Share, least_share
+from rlbatch.plan.placement import Placement
+from rlbatch.registry import Registry
+
+GROWTH = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""So many times as many GPUs are tried, and as large sizes."""
+SHOWN_PHASES = 3
+SIZES = ("ep_size", "pp_size", "tp_size")
+"""Of a layout, what divides the model; the cheaper first."""
+Nodes = Callable[[Config], Sequence[int] | None]
+"""The ranks of each of a job's nodes, where they are known; raises ``ConfigError`` if there are not so many."""
+Changes = Mapping[str, Any]
+"""Config key -> value."""
+
+
+def excesses(job: Demand, floor: MemoryFloor, nodes: Sequence[int] | None) -> list[str]:
+    """What is too small, in words and with both numbers. What engines need beside the trainer is not looked at: see ``EnginePlan``.
+
+    Args:
+        job: What takes memory.
+        floor: Its own.
+        nodes: Ranks of each; None: not known.
+    """
+    cluster, found = job.config.cluster, []
+    without_engines = [phase for phase in PHASES if phase not in BESIDE_ENGINES]
+    needs = {
+        "gpu": ("a GPU", [floor.gpu(phases=[phase]) for phase in without_engines]),
+        "host": ("a node", [floor.fullest_host(nodes, [phase]) for phase in PHASES] if nodes else []),
+    }
+    for kind, (what, peaks) in needs.items():
+        key = f"{kind}_memory_gib"
+        has = getattr(cluster, key)
+        over = sorted((peak for peak in peaks if 0 < has < peak.gib), key=lambda peak: -peak.gib)
+        if over:
+            others = "".join(f", {peak.gib:.1f} {WHEN[peak.phase]}" for peak in over[1:SHOWN_PHASES])
+            found.append(f"{what} needs at least {over[0].told()}{others}, and has {has:g} (cluster.{key})")
+    return found
+
+
+def check_fit(job: Demand, registry: Registry, nodes: Nodes) -> None:
+    """Refuses a job that needs more memory than there is, in any phase.
+
+    Args:
+        job: Its layout is one that ``check_layout`` accepts, if the model is known.
+        registry: Its plugins.
+        nodes: Where its ranks are.
+
+    Raises:
+        ConfigError: what is needed and what is there, each with its parts, and the cheapest change.
+    """
+    where, apart = nodes(job.config), replace(job, shape=replace(job.shape, separate_gpus=1))
+    found = excesses(job, memory_floor(job), where)
+    if not excesses(apart, memory_floor(apart), where):  # without engines all would be well: what they need is said of them
+        _engines(job, where).check_memory(job, partial(_fix, job, registry, nodes))
+    if found:
+        raise ConfigError(f"layout.world_size={job.config.layout.world_size}: {'; '.join(found)}. {_fix(job, registry, nodes)}.")
+
+
+def _engines(job: Demand, nodes: Sequence[int] | None) -> EnginePlan:
+    place = Placement(len(nodes), nodes[0]) if nodes and len(set(nodes)) == 1 else None
+    return EnginePlan(job.config, job.gpus, job.shape, place)
+
+
+def _fix(job: Demand, registry: Registry, nodes: Nodes) -> str:
+    """The first of all candidates, cheapest first, that fits."""
+    for layout in filter(partial(_may_fit, job), _layouts(job)):
+        for changes in _spare(job, registry):
+            with_both = {**_layout_changes(job.config.layout, layout), **changes}
+            if _fits(job, _changed(job.config, with_both, registry), registry, nodes):
+                return f"Use {' '.join(f'{key}={show_value(value)}' for key, value in with_both.items())}"
+    return next(_more_gpus(job, nodes), "Use GPUs or nodes with more memory, or a smaller model")
+
+
+def _more_gpus(job: Demand, nodes: Nodes) -> Iterator[str]:
+    """How many would do if they divided the model evenly."""
+    config, layout = job.config, job.config.layout
+    count = job.model.total.total if job.model else config.model.parameters
+    alike = max(layout.tp_size, layout.ep_size * layout.etp_size)
+    for world in (layout.world_size * growth for growth in GROWTH):
+        even = replace(layout, world_size=world, pp_size=max(world // alike, 1), first_stage_layers=None, last_stage_layers=None)
+        spread = replace(config, layout=even, model=replace(config.model, parameters=count))
+        evenly = replace(job, config=spread, model=None)
+        with suppress(RlbatchError):  # the cluster has not so many
+            if not excesses(evenly, memory_floor(evenly), nodes(spread)):
+                more = f"layout.world_size={world} or more, and " if world > layout.world_size else ""
+                yield f"Use {more}sizes that divide the model further"
+
+
+def _may_fit(job: Demand, layout: LayoutConfig) -> bool:
+    """Whether weights and gradients alone have room, and the layout is one."""
+    config, total = job.config, job.config.cluster.gpu_memory_gib * GIB
+    if job.model is None:
+        shares: tuple[Share, ...] = (least_share(config.model.parameters, layout),)
+    elif _is_layout(layout, job.model.family):
+        shares = job.model.shares(layout)
+    else:
+        return False
+    needed = (WEIGHT_BYTES[config.train.precision] + GRADIENT_BYTES) * max(share.held for share in shares)
+    return not 0 < total < needed
+
+
+def _parameters(job: Demand) -> float:
+    return job.model.total.total if job.model else job.config.model.parameters
+
+
+def _fits(job: Demand, config: Config, registry: Registry, nodes: Nodes) -> bool:
+    try:
+        where = nodes(config)
+        changed = replace(demand(config, registry, None, on_gpu=job.on_gpu), model=job.model, is_fp8=job.is_fp8)
+        plan = _engines(changed, where)
+        plan.check_nodes(spans_nodes=registry.spans_nodes(config))
+        plan.check_separate_gpus()
+        plan.check_memory(changed)
+    except RlbatchError:
+        return False
+    return not excesses(changed, memory_floor(changed), where)
+
+
+def _layouts(job: Demand) -> Iterator[LayoutConfig]:
+    """The job's own, and those that divide the model further, or over more GPUs: few changes first."""
+    layout = job.config.layout
+    for growth in GROWTH:
+        grown = replace(layout, world_size=layout.world_size * growth)
+        yield grown
+        if job.model is not None:
+            for changes in ({}, *_divisions(layout)):
+                yield from _balanced(replace(grown, **changes), job.model)
+
+
+def _balanced(layout: LayoutConfig, model: ModelSize) -> Iterator[LayoutConfig]:
+    """With a first and a last stage whose ranks have no more than they must; none if the pipeline cannot be."""
+    layers, stages = model.family.num_layers, layout.pp_size
+    ends: list[tuple[int | None, int | None]] = [(None, None)]
+    if stages > 1 and layout.vpp_size == 1:
+        rests = {layers - middle * (stages - 2) for middle in (layers // stages, -(-layers // stages))}
+        ends += [(first, rest - first) for rest in rests for first in range(1, rest)]
+    found = [replace(layout, first_stage_layers=first, last_stage_layers=last) for first, last in ends]
+    possible = [each for each in found if _is_layout(each, model.family)]
+    yield from sorted(possible, key=lambda each: max(share.held for share in model.shares(each)))[:1]
+
+
+def _is_layout(layout: LayoutConfig, family: ModelFamily) -> bool:
+    with suppress(ConfigError):
+        check_layout(layout, family, on_gpu=True)
+        return True
+    return False
+
+
+def _divisions(layout: LayoutConfig) -> list[Changes]:
+    """Larger sizes: one, then two of them."""
+    larger = {name: [getattr(layout, name) * growth for growth in GROWTH[1:]] for name in SIZES}
+    one = [{name: size} for name in SIZES for size in larger[name]]
+    two = [{**first, **second} for first, second in product(one, one) if min(first) < min(second)]
+    return sorted([*one, *two], key=lambda sizes: (len(sizes), math.prod(sizes.values())))
+
+
+def _layout_changes(before: LayoutConfig, after: LayoutConfig) -> Changes:
+    names = [field.name for field in fields(before) if getattr(before, field.name) != getattr(after, field.name)]
+    return {f"layout.{name}": getattr(after, name) for name in names}
+
+
+def _spare(job: Demand, registry: Registry) -> list[Changes]:
+    """Changes that need no other layout, and their combinations: few first, and those that take less host memory."""
+    algorithm, shape = job.config.algorithm, job.shape
+    is_kept = shape.is_colocated and shape.asleep != "gone"
+    asleep = [{f"rollout.options.{key}": value for key, value in shape.gone_options.items()}] if is_kept and shape.gone_options else []
+    is_only_measured = algorithm.kl_loss and not (algorithm.kl_loss_coef or algorithm.kl_reward_coef)
+    unmeasured = [{"algorithm.kl_loss": False}] if is_only_measured else []
+    choices = product([{}, *_offloads(job, registry)], [{}, *unmeasured], [{}, *asleep])
+    return [
+        dict(pair for changes in chosen for pair in changes.items())
+        for chosen in sorted(choices, key=lambda chosen: sum(map(bool, chosen)))
+    ]
+
+
+def _offloads(job: Demand, registry: Registry) -> list[Changes]:
+    """Other strategies that say what they do, and this one with its default options; those first that take less host memory."""
+    found = []
+    for name in registry.offloads:
+        changes: dict[str, Any] = {"offload": name}
+        try:
+            config = _changed(job.config, changes, registry)
+            registry.check_hardware(config, on_gpu=job.on_gpu)
+            memory = registry.offload_memory(config)
+        except RlbatchError:
+            continue
+        options = {f"offload.options.{key}": value for key, value in config.offload.options.items()}
+        if memory and config.offload != job.config.offload:
+            cost = memory.hosted_share * memory.hosted_bytes + memory.moves_state * SAVED_BYTES
+            found.append((cost, changes | options))
+    return [changes for _, changes in sorted(found, key=lambda offload: offload[0])]
+
+
+def _changed(config: Config, changes: Changes, registry: Registry) -> Config:
+    for key, value in changes.items():
+        config = replace(config, offload=OffloadConfig(name=value)) if key == "offload" else _with(config, key.split("."), value)
+    return registry.complete(config)
+
+
+def _with(config: Any, names: Sequence[str], value: Any) -> Any:
+    name, *others = names
+    if isinstance(config, Mapping):
+        return {**config, name: _with(config.get(name, {}), others, value) if others else value}
+    return replace(config, **{name: _with(getattr(config, name), others, value) if others else value})

@@ -1,0 +1,259 @@
+"""The least memory of a job, phase by phase: what is certainly held on a GPU and on a node, each part under its name.
+
+A floor, not a plan: activations, the libraries' own memory, fragmentation and the sync's buffers come on top. What is below the floor
+cannot work, and is said before hours are spent on finding out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rlbatch.api import OffloadMemory
+from rlbatch.config.schema import Config
+from rlbatch.plan.engine_memory import GIB, WEIGHT_BYTES, Demand, engine_memory
+from rlbatch.plan.parameters import Share, least_share
+
+PHASES = ("load", "start", "sync", "generate", "log-probs", "update", "save")
+"""``load``: the model is built and filled; ``start``: engines start, before the optimizer has moments."""
+BESIDE_ENGINES = ("start", "sync", "generate")
+"""Engines have memory on their GPUs. In the other phases those are asleep that can."""
+WHEN = {
+    "load": "while the model is loaded",
+    "start": "while engines start",
+    "sync": "in the weight sync",
+    "generate": "while engines generate",
+    "log-probs": "for log-probs",
+    "update": "in updates",
+    "save": "while a checkpoint is saved",
+}
+PROCESS_GIB = {"cpu": 0.25, "gpu": 2.0}
+"""Host memory of a rank's process, or an engine's of one GPU: Python, torch and, on GPUs, the libraries of CUDA and NCCL."""
+NODE_SHM_GIB = 1.0
+"""Of /dev/shm on a node with several GPUs: NCCL and engines exchange data there. A container has 64 MiB unless told otherwise."""
+GRADIENT_BYTES = 4
+MAIN_WEIGHT_BYTES = {"bf16": 4, "fp32": 0}
+MOMENT_BYTES = 8
+SAVED_BYTES = 12
+"""fp32 main weights and moments, which every data-parallel rank has whole on the host before a checkpoint is written."""
+STATE = ("main weights", "moments")
+UNKNOWN = OffloadMemory(releases_gradients=True, hosted_share=1.0)
+"""Of an offload strategy that does not say what it does: all that could leave the GPU, to nowhere."""
+
+Parts = Mapping[str, float]
+"""Name -> bytes."""
+_NOTHING: Mapping[str, Parts] = {phase: {} for phase in PHASES}
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Of a rank of a pipeline stage; phase -> parts.
+
+    Attributes:
+        gpu: On its GPU; nothing on the CPU, where the host has it.
+        host: Its part of the node's memory.
+    """
+
+    gpu: Mapping[str, Parts]
+    host: Mapping[str, Parts]
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The phase that takes most.
+
+    Attributes:
+        phase: One of ``PHASES``.
+        parts: What it consists of.
+    """
+
+    phase: str = ""
+    parts: Parts = field(default_factory=dict)
+
+    @property
+    def gib(self) -> float:
+        """All of it, GiB."""
+        return sum(self.parts.values()) / GIB
+
+    def told(self) -> str:
+        """As ``117.2 GiB in updates (gradients 78.1, weights 39.1)``."""
+        return f"{self.gib:.1f} GiB {WHEN[self.phase]} ({self.shown()})"
+
+    def shown(self) -> str:
+        """The parts in GiB, largest first."""
+        parts = sorted(((size / GIB, name) for name, size in self.parts.items()), reverse=True)
+        return ", ".join(f"{name} {gib:.1f}" for gib, name in parts if gib >= 0.05)
+
+
+@dataclass(frozen=True)
+class MemoryFloor:
+    """Least memory.
+
+    Attributes:
+        stages: Of a rank of each pipeline stage; ranks are numbered stage by stage.
+        world_size: Ranks.
+        shm_gib: Of a node's /dev/shm, with several ranks.
+    """
+
+    stages: Sequence[RankMemory] = (RankMemory(_NOTHING, _NOTHING),)
+    world_size: int = 1
+    shm_gib: float = 0.0
+
+    def gpu(self, ranks: Iterable[int] | None = None, phases: Iterable[str] = PHASES) -> Peak:
+        """Of the fullest GPU.
+
+        Args:
+            ranks: Whose GPUs; None: everyone's.
+            phases: Which to look at.
+        """
+        stages = self.stages if ranks is None else [self.stages[stage] for stage in self._stages(ranks)]
+        return _largest(Peak(phase, stage.gpu[phase]) for stage in stages for phase in phases)
+
+    def host(self, ranks: Iterable[int], phases: Iterable[str] = PHASES) -> Peak:
+        """Of a node with these ranks."""
+        stages = self._stages(ranks)
+        return _largest(self._host(stages, phase) for phase in phases)
+
+    def fullest_host(self, nodes: Iterable[int], phases: Iterable[str] = PHASES) -> Peak:
+        """Of the node that needs most.
+
+        Args:
+            nodes: Ranks of each node.
+            phases: Which to look at.
+        """
+        return _largest(self.host(ranks, phases) for ranks in _ranges(nodes))
+
+    def _host(self, stages: Mapping[int, int], phase: str) -> Peak:
+        parts: dict[str, float] = {}
+        for stage, ranks in stages.items():
+            for name, size in self.stages[stage].host[phase].items():
+                parts[name] = parts.get(name, 0.0) + size * ranks
+        return Peak(phase, parts)
+
+    def _stages(self, ranks: Iterable[int]) -> Mapping[int, int]:
+        """How many of the ranks each stage has."""
+        return Counter(rank * len(self.stages) // self.world_size for rank in ranks)
+
+
+def memory_floor(job: Demand) -> MemoryFloor:
+    """Trainer, and engines beside it.
+
+    Args:
+        job: Its layout is one that ``check_layout`` accepts, if the model is known.
+    """
+    engine = _engine(job)
+    stages = []
+    for share in _shares(job):
+        trainer, host = _trainer(job, share), _host(job, share)
+        gpu: Mapping[str, Parts] = {phase: {**trainer[phase], **engine[phase]} for phase in PHASES}
+        if not job.on_gpu:
+            gpu, host = _NOTHING, {phase: {**host[phase], **gpu[phase]} for phase in PHASES}
+        stages.append(RankMemory(gpu, host))
+    return MemoryFloor(stages, job.config.layout.world_size, NODE_SHM_GIB if job.on_gpu else 0.0)
+
+
+def trainer_gib(job: Demand) -> float:
+    """What the trainer keeps on each of an engine's GPUs when that starts or generates, GiB."""
+    if not job.shape.is_colocated:
+        return 0.0
+    phases = [_trainer(job, share)[phase] for share in _shares(job) for phase in BESIDE_ENGINES]
+    return max(sum(parts.values()) for parts in phases) / GIB
+
+
+def engine_share_gib(job: Demand, trainer: float) -> float:
+    """What an engine takes of each of its GPUs, weights and cache, beside a trainer that keeps so much there; GiB."""
+    total, shape = job.config.cluster.gpu_memory_gib, job.shape
+    return shape.memory_share * (total - trainer if shape.is_share_of_free else total)
+
+
+def _shares(job: Demand) -> tuple[Share, ...]:
+    layout = job.config.layout
+    return job.model.shares(layout) if job.model else (least_share(job.config.model.parameters, layout),)
+
+
+def _trainer(job: Demand, share: Share) -> Mapping[str, Parts]:
+    """On a rank's GPU, or in its host memory where it has none."""
+    config, offload, precision = job.config, job.offload or UNKNOWN, job.config.train.precision
+    own = share.owned * (1 - offload.hosted_share) - (share.largest if 0 < offload.hosted_share < 1 else 0)
+    weights = {"weights": WEIGHT_BYTES[precision] * share.held}
+    gradients = {"gradients": GRADIENT_BYTES * share.held}
+    main = {"main weights": MAIN_WEIGHT_BYTES[precision] * max(own, 0)}
+    moments = {"moments": MOMENT_BYTES * max(own, 0)}
+    moving = {"weights on their way into a buffer": WEIGHT_BYTES[precision] * share.last_buffer} if job.on_gpu else {}
+    resting = weights if offload.releases_gradients else weights | gradients
+    state = main | moments if _updates_before_generating(config) else main
+    scoring = resting | state
+    updating = weights | gradients | main | moments
+    return {
+        "load": weights | gradients | max(main, moving, key=lambda parts: sum(parts.values())),
+        "start": resting | main,
+        "sync": resting if offload.moves_state else scoring,
+        "generate": resting if offload.moves_state else scoring,
+        "log-probs": scoring,
+        "update": updating,
+        "save": weights | main | moments,
+    }
+
+
+def _engine(job: Demand) -> Mapping[str, Parts]:
+    """On a rank's GPU, or in its host memory."""
+    memory, shape = engine_memory(job), job.shape
+    if not shape.is_colocated:
+        return _NOTHING
+    weights, cache = {"engine's weights": memory.weights * GIB}, {"engine's cache": memory.cache * GIB}
+    staying: Parts = {}
+    if shape.asleep == "gpu" or (shape.asleep == "host" and not job.on_gpu):
+        share = engine_share_gib(job, trainer_gib(job)) if job.on_gpu and shape.fills_share and shape.memory_share < 1 else 0.0
+        kept = max(memory.cache, share - memory.weights) if job.has_process else 0.0
+        staying = weights | {"engine's cache": kept * GIB}
+    return {
+        "load": {},
+        "start": weights | cache,
+        "sync": weights,
+        "generate": weights | cache,
+        **dict.fromkeys(("log-probs", "update", "save"), staying),
+    }
+
+
+def _host(job: Demand, share: Share) -> Mapping[str, Parts]:
+    """A rank's part of its node's memory, beside what a GPU would have."""
+    config, offload, shape = job.config, job.offload or UNKNOWN, job.shape
+    process = PROCESS_GIB["gpu" if job.on_gpu else "cpu"] * GIB
+    always = {"processes": process * (2 if job.has_process else 1)}
+    if config.algorithm.kl_loss or config.algorithm.kl_reward_coef:
+        always["reference model"] = WEIGHT_BYTES[config.train.precision] * share.held
+    hosted = {"optimizer": offload.hosted_bytes * offload.hosted_share * share.owned}
+    moved = {"optimizer state that left the GPU": sum(size for name, size in _trainer(job, share)["log-probs"].items() if name in STATE)}
+    later = always | hosted | (moved if offload.moves_state else {})
+    asleep = {}
+    if job.on_gpu and shape.is_colocated and shape.asleep == "host":
+        asleep = {"weights of sleeping engines": engine_memory(job).weights * GIB}
+    saved = {"checkpoint": SAVED_BYTES * share.held} if config.checkpoint.save_interval >= 0 else {}
+    generating = later if _updates_before_generating(config) else always | (moved if offload.moves_state else {})
+    return {
+        "load": always,
+        "start": always,
+        "sync": generating,
+        "generate": generating,
+        "log-probs": generating | asleep,
+        "update": later | asleep,
+        "save": later | asleep | saved,
+    }
+
+
+def _updates_before_generating(config: Config) -> bool:
+    """Whether there is a generation after an update, which makes Adam's moments."""
+    return config.train.steps > 1 or bool(config.data.eval)
+
+
+def _largest(peaks: Iterable[Peak]) -> Peak:
+    return max(peaks, key=lambda peak: peak.gib)
+
+
+def _ranges(nodes: Iterable[int]) -> Iterable[range]:
+    """The ranks of each node."""
+    first = 0
+    for count in nodes:
+        yield range(first, first + count)
+        first += count

@@ -1,0 +1,225 @@
+"""How many parameters a model has, and where: in its layers, on a pipeline stage, on a rank. Counted from a family's data alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import reduce
+
+from rlbatch.api import ModelFamily
+from rlbatch.config.schema import LayoutConfig
+from rlbatch.plan.layout import degrees, stage_chunks
+
+
+@dataclass(frozen=True)
+class Part:
+    """Parameters of a part of a model, by how ranks share them.
+
+    Attributes:
+        vocabulary: Of matrices with a row for each token: rows are divided over tensor parallel ranks.
+        divided: Over tensor parallel ranks.
+        whole: On each tensor parallel rank.
+        experts: Of routed experts: over expert parallel and expert tensor parallel ranks.
+        unquantised: Of ``divided`` and ``whole``, what no form of the weights has in fewer bits: routers, norms, biases.
+        largest: Of the first two, those of the largest tensor.
+        largest_stack: Of ``experts``, those of the largest tensor, in which a layer's experts are stacked.
+    """
+
+    vocabulary: int = 0
+    divided: int = 0
+    whole: int = 0
+    experts: int = 0
+    unquantised: int = 0
+    largest: int = 0
+    largest_stack: int = 0
+
+    def __add__(self, other: Part) -> Part:
+        """Both together."""
+        return Part(
+            self.vocabulary + other.vocabulary,
+            self.divided + other.divided,
+            self.whole + other.whole,
+            self.experts + other.experts,
+            self.unquantised + other.unquantised,
+            max(self.largest, other.largest),
+            max(self.largest_stack, other.largest_stack),
+        )
+
+    @property
+    def dense(self) -> int:
+        """All but the experts."""
+        return self.vocabulary + self.divided + self.whole
+
+    @property
+    def total(self) -> int:
+        """All."""
+        return self.dense + self.experts
+
+
+@dataclass(frozen=True)
+class Share:
+    """Parameters of a rank. Dense ones and experts have a buffer each, for every model chunk.
+
+    Attributes:
+        held: All, with those that other ranks hold too.
+        owned: Whose optimizer state this rank has: its part of what data-parallel ranks hold alike.
+        last_buffer: Of the buffer that is made last.
+        largest: Of the largest dense tensor and of the largest stack of experts, together.
+    """
+
+    held: float
+    owned: float
+    last_buffer: float
+    largest: float
+
+
+class ModelSize:
+    """A family's parameters, counted once.
+
+    Args:
+        family: The model.
+
+    Attributes:
+        family: The model.
+        total: All that is trained.
+    """
+
+    def __init__(self, family: ModelFamily) -> None:
+        self.family = family
+        table, norm = family.vocab_size * int(family.transformer["hidden_size"]), _norm(family)
+        self._embedding = Part(vocabulary=table, largest=table)
+        self._layers = tuple(_layer(family, has_experts=is_sparse) for is_sparse in _sparse_layers(family))
+        self._output = (Part() if family.tie_embeddings else self._embedding) + Part(whole=norm, unquantised=norm)
+        self.total = _sum([self._embedding, *self._layers, self._output])
+
+    @property
+    def carried(self) -> Part:
+        """Of layers that are not trained and that an engine may speculate with: each taken as the model's last, with a projection of two
+        hidden states into one. Embedding and output layer are the model's own.
+        """
+        behind = {layer for other in self.family.passthrough if not other.is_dropped for layer in other.layers or ()}
+        joint = Part(whole=2 * int(self.family.transformer["hidden_size"]) ** 2)
+        return _sum(self._layers[-1] + joint for layer in behind if layer >= self.family.num_layers)
+
+    def stages(self, layout: LayoutConfig) -> tuple[tuple[Part, ...], ...]:
+        """The model chunks of each pipeline stage, before they are divided over ranks.
+
+        Args:
+            layout: One that ``check_layout`` accepts.
+        """
+        stages = [[_sum(self._layers[layer] for layer in chunk) for chunk in stage] for stage in stage_chunks(layout, len(self._layers))]
+        stages[0][0] += self._embedding
+        stages[-1][-1] += self._output
+        return tuple(map(tuple, stages))
+
+    def shares(self, layout: LayoutConfig) -> tuple[Share, ...]:
+        """What a rank of each pipeline stage has. An embedding that is the output layer too is on the first and on the last stage.
+
+        Args:
+            layout: One that ``check_layout`` accepts.
+        """
+        stages = list(self.stages(layout))
+        if self.family.tie_embeddings and layout.pp_size > 1:
+            stages[-1] = (*stages[-1][:-1], stages[-1][-1] + self._embedding)
+        over = degrees(layout, len(self._layers))
+        return tuple(self._share(chunks, layout, over.dp_size * layout.cp_size, over.edp_size) for chunks in stages)
+
+    def _share(self, chunks: Iterable[Part], layout: LayoutConfig, replicas: int, expert_replicas: int) -> Share:
+        tp, experts, rows = layout.tp_size, layout.ep_size * layout.etp_size, self.family.vocab_size
+        padded = -(-rows // tp)  # of a rank
+        buffers = []  # parameters, and ranks that hold the same, in the order in which they are made
+        for part in chunks:
+            buffers.append((part.vocabulary // rows * padded + part.divided // tp + part.whole, replicas))
+            buffers.append((part.experts // experts, expert_replicas))
+        buffers = [buffer for buffer in buffers if buffer[0]]
+        stage = _sum(chunks)
+        return Share(
+            held=sum(size for size, _ in buffers),
+            owned=sum(size / ranks for size, ranks in buffers),
+            last_buffer=buffers[-1][0],
+            largest=stage.largest / tp + stage.largest_stack / experts,
+        )
+
+
+def least_share(total: float, layout: LayoutConfig) -> Share:
+    """The mean over ranks of what they have at least, of a model of which only the size is known: all of it divided as far as its most
+    divided part can be.
+
+    Args:
+        total: Parameters.
+        layout: Degrees.
+    """
+    held = total / (layout.pp_size * max(layout.tp_size, layout.ep_size * layout.etp_size))
+    return Share(held, total / layout.world_size, 0.0, held)
+
+
+def _sum(parts: Iterable[Part]) -> Part:
+    return reduce(Part.__add__, parts, Part())
+
+
+def _layer(family: ModelFamily, *, has_experts: bool) -> Part:
+    norms = 2 * _norm(family)
+    return _attention(family) + (_sparse(family) if has_experts else _dense(family)) + Part(whole=norms, unquantised=norms)
+
+
+def _norm(family: ModelFamily) -> int:
+    """Parameters of a norm of hidden states."""
+    return int(family.transformer["hidden_size"]) * (1 if family.transformer.get("normalization") == "RMSNorm" else 2)
+
+
+def _attention(family: ModelFamily) -> Part:
+    model, hidden, heads = family.transformer, family.transformer["hidden_size"], family.transformer["num_attention_heads"]
+    has_norms = bool(model.get("qk_layernorm"))
+    if model.get("multi_latent_attention"):
+        return _latent_attention(family)
+    width, groups = model["kv_channels"], model.get("num_query_groups") or heads
+    qkv, norms = width * (heads + 2 * groups), 2 * width * has_norms
+    bias = qkv if model.get("add_qkv_bias") else 0
+    return Part(divided=hidden * (qkv + heads * width) + bias, whole=norms, unquantised=norms + bias, largest=hidden * qkv)
+
+
+def _latent_attention(family: ModelFamily) -> Part:
+    model, hidden, heads = family.transformer, family.transformer["hidden_size"], family.transformer["num_attention_heads"]
+    query, value = heads * (model["qk_head_dim"] + model["qk_pos_emb_head_dim"]), heads * model["v_head_dim"]
+    rank, latent = model.get("q_lora_rank") or 0, model["kv_lora_rank"]
+    key_value = latent * (heads * model["qk_head_dim"] + value)
+    norms = (rank + latent) * bool(model.get("qk_layernorm"))
+    return Part(
+        divided=(rank or hidden) * query + key_value + value * hidden,
+        whole=hidden * (rank + latent + model["qk_pos_emb_head_dim"]) + norms,
+        unquantised=norms,
+        largest=max((rank or hidden) * query, key_value, value * hidden),
+    )
+
+
+def _dense(family: ModelFamily) -> Part:
+    return _mlp(family, int(family.transformer["ffn_hidden_size"]))
+
+
+def _mlp(family: ModelFamily, width: int) -> Part:
+    inwards, hidden = _inwards(family), family.transformer["hidden_size"]
+    return Part(divided=(inwards + 1) * hidden * width, largest=inwards * hidden * width)
+
+
+def _sparse(family: ModelFamily) -> Part:
+    model, hidden, experts = family.transformer, family.transformer["hidden_size"], family.num_experts
+    stack = experts * hidden * (model.get("moe_ffn_hidden_size") or model["ffn_hidden_size"])
+    routed = Part(experts=(_inwards(family) + 1) * stack, largest_stack=_inwards(family) * stack)
+    return routed + Part(whole=hidden * experts, unquantised=hidden * experts) + _mlp(family, _shared_width(family))
+
+
+def _shared_width(family: ModelFamily) -> int:
+    return int(family.transformer.get("moe_shared_expert_intermediate_size") or 0)
+
+
+def _inwards(family: ModelFamily) -> int:
+    """Matrices of an MLP from hidden states to its inner width."""
+    return 2 if family.transformer.get("gated_linear_unit") else 1
+
+
+def _sparse_layers(family: ModelFamily) -> list[bool]:
+    """Which layers have experts. ``moe_layer_freq`` is Megatron's: every n-th layer, or a 1 for each layer that has some."""
+    frequency = family.transformer.get("moe_layer_freq", 1)
+    if not family.num_experts:
+        return [False] * family.num_layers
+    return [not layer % frequency for layer in range(family.num_layers)] if isinstance(frequency, int) else list(map(bool, frequency))
