@@ -109,7 +109,7 @@ def draft(engine: Mapping[str, Any]) -> str | None:
     """See ``Configurable``.
 
     Raises:
-        ConfigError: ``speculative_config`` is no mapping.
+        ConfigError: ``speculative_config`` is no mapping, or names nobody whose weights they are.
     """
     speculation = engine.get("speculative_config") or {}
     if not isinstance(speculation, Mapping):
@@ -117,8 +117,13 @@ def draft(engine: Mapping[str, Any]) -> str | None:
             f"rollout.engine.speculative_config={speculation}: must be a mapping. Write {{method: mtp, num_speculative_tokens: 1}}."
         )
     method, model = str(speculation.get("method") or ""), speculation.get("model")
-    if method in WITHOUT_WEIGHTS or not (model or method.endswith("mtp")):
+    if method in WITHOUT_WEIGHTS or not speculation:
         return None
+    if not (model or method.endswith("mtp")):
+        raise ConfigError(
+            f"rollout.engine.speculative_config={{method: {method}}}: needs `model`, the folder of the weights that draft. "
+            "Use {method: mtp, num_speculative_tokens: 1} for layers of the model's own, as DeepSeek-V3 has them."
+        )
     return str(model or "")
 
 

@@ -17,6 +17,9 @@ T = TypeVar("T")
 MISSING_VALUE = "???"
 """How a yaml file says that the user must give a value (OmegaConf's convention)."""
 
+MOST_LISTED = 20
+"""Keys that a message lists."""
+
 _TYPE_WORDS: Mapping[Any, str] = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 
 
@@ -72,7 +75,10 @@ def unknown_key(key: str, known: Iterable[str]) -> ConfigError:
         return ConfigError(f"{key}: unknown key. Did you mean {meant}?")
     parent = key.rpartition(".")[0]
     beside = [name for name in names if name.startswith(f"{parent}.")] if parent else names
-    return ConfigError(f"{key}: unknown key. Known: {', '.join(beside or names) or 'none'}.")
+    if not beside or (not parent and len(names) > MOST_LISTED):
+        groups = list(dict.fromkeys(name.partition(".")[0] for name in names))
+        return ConfigError(f"{key}: unknown key. Known: {', '.join(groups) or 'none'}; --help lists all.")
+    return ConfigError(f"{key}: unknown key. Known: {', '.join(beside)}.")
 
 
 def from_mapping(cls: type[T], values: Mapping[Any, Any], prefix: str = "") -> T:

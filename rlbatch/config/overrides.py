@@ -14,6 +14,7 @@ from rlbatch.api import ConfigError
 from rlbatch.config.check_cluster import check_variable
 from rlbatch.config.choices import AUTO
 from rlbatch.config.convert import closest, key_docs, unknown_key
+from rlbatch.config.foreign_keys import answer
 from rlbatch.config.schema import Config
 from rlbatch.config.sources import CLUSTER
 from rlbatch.config.text_keys import in_text_map, is_list, is_text, quoted
@@ -121,13 +122,15 @@ def _typed(key: str, value: str) -> str:
 
 def _line(text: str, groups: Mapping[str, Sequence[str]]) -> str:
     """Of a key that is not text."""
+    typed, keys = text.partition("=")[0].strip().lstrip("+~"), [doc.name for doc in key_docs(Config)]
+    if typed not in keys and (said := answer(typed)):
+        raise ConfigError(f"{text}: {said}")
     override = _parse(text)
     if override.is_sweep_override():
         raise ConfigError(f"{text}: has several values. Give one; a list is written [a,b].")
     if override.is_delete():
         raise ConfigError(f"{text}: keys cannot be removed. Set the value that you want instead.")
     key = override.key_or_group
-    keys = [doc.name for doc in key_docs(Config)]
     if override.package is not None or not (key in keys or key.startswith(_ANY_KEY)):
         sections = {name.partition(".")[0] for name in keys if "." in name}
         if key in sections:

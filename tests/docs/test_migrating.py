@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from rlbatch.config.compose import compose
 from rlbatch.config.convert import key_docs
+from rlbatch.config.foreign_keys import PROGRAMS, answer
 from rlbatch.config.schema import Config
 from rlbatch.convert.options import MODES, Options
 from rlbatch.metrics.names import TAGS
@@ -75,7 +77,8 @@ def test_every_key_on_the_page_exists(page: str) -> None:
     named = set(re.findall(rf"(?<![\w./-])(?:{'|'.join(sorted(sections))})\.[a-z_]+(?:\.[a-z_]+)*", page))
     assert "layout.tp_size" in named
     plugins = {name for name in named if f"`{name}".startswith(ENGINE)}
-    assert named - plugins <= keys() | {"config.json", "launch.md", "rollout.md"}
+    theirs = {key for table in PROGRAMS.values() for key in table} | {"data.train_files", "data.val_files"}
+    assert named - plugins - theirs <= keys() | {"config.json", "launch.md", "rollout.md"}
 
 
 def test_every_tag_on_the_page_exists(page: str) -> None:
@@ -95,3 +98,21 @@ def test_every_setting_is_answered(page: str, setting: str) -> None:
 def test_every_result_column_is_named(page: str, column: str) -> None:
     """The columns of verl's benchmark are on the page."""
     assert f"`{column}`" in page
+
+
+def test_our_own_keys_are_ours() -> None:
+    """Also where another program has a key that ends so."""
+    config = compose(["rollout.temperature=0.5", "train.steps=3"])
+    assert (config.rollout.temperature, config.train.steps) == (0.5, 3)
+    assert answer("rollout.n").startswith("is verl's, not a key of rlbatch. Use algorithm.group_size.")
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_page_has_what_submit_answers(page: str, program: str) -> None:
+    """A key that is typed by habit is answered with ours, which exists, and the page says the same."""
+    said = {theirs.strip("`"): ours.strip("`") for theirs, ours, _ in rows(page)}
+    for theirs, ours in PROGRAMS[program].items():
+        assert ours.key == "none" or ours.key in keys() or f"`{ours.key}".startswith(ENGINE), theirs
+        assert ours.key != "none" or ours.note, theirs
+        assert said[theirs].partition("=")[0] == ours.key, theirs
+        assert answer(theirs).startswith(f"is {program}'s, not a key of rlbatch. "), theirs
