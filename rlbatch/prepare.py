@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rlbatch.api import ConfigError, DataError, ModelFamily, RlbatchError
+from rlbatch.checkpoint.hf_index import read_headers
 from rlbatch.checkpoint.model_files import model_files
 from rlbatch.checkpoint.newest import check_unused, newest
 from rlbatch.checkpoint.run_folder import check_places, checkpoint_root
@@ -23,6 +24,7 @@ from rlbatch.launch.environment import visible_gpus
 from rlbatch.launch.interfaces import addresses_of
 from rlbatch.launch.mpirun import read_hosts
 from rlbatch.launch.run_mark import read_mark
+from rlbatch.pipeline.model_folder import check_model_folder
 from rlbatch.plan.engine_memory import Demand, demand
 from rlbatch.plan.engine_plan import EnginePlan
 from rlbatch.plan.engine_precision import check_device, engine_quantization
@@ -129,6 +131,7 @@ def _check_model(config: Config, registry: Registry, run_dir: Path) -> None:
     folder = model_folder(config, run_dir)
     family = model_family(config, registry, run_dir)
     model_files(folder)
+    check_model_folder(folder, read_config(folder), family.vocab_size)
     check_expert_widths(family, config.train.precision, on_gpu=on_gpu(config))
     check_layout(config.layout, family, on_gpu=on_gpu(config))
     _check_precision(config, registry, family, folder)
@@ -140,9 +143,12 @@ def _check_model(config: Config, registry: Registry, run_dir: Path) -> None:
     algorithm, checkpoint = config.algorithm, config.checkpoint
     needs_reference = algorithm.kl_loss or algorithm.kl_reward_coef != 0
     is_elsewhere = checkpoint.ref_load or (checkpoint.load and not needs_reference)
-    if not (config.model.hf == EMBEDDED or is_elsewhere or list(folder.glob("*.safetensors"))):
+    if config.model.hf == EMBEDDED or is_elsewhere:
+        return
+    if not list(folder.glob("*.safetensors")):
         fix = "set checkpoint.ref_load" if checkpoint.load else "set checkpoint.load or checkpoint.ref_load"
         raise DataError(f"model.hf={folder}: has no *.safetensors. Download the weights, or {fix}.")
+    read_headers(folder)
 
 
 def _check_precision(config: Config, registry: Registry, family: ModelFamily, folder: Path) -> None:

@@ -18,8 +18,15 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
 
 
 def write_model(name: str, folder: Path) -> Path:
-    """A Hugging Face folder of a large model as far as submit looks at it: the weights' files are empty."""
+    """A Hugging Face folder of a large model as far as submit looks at it."""
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(CONFIGS[name]), encoding="utf-8")
-    (folder / "model.safetensors").touch()
+    (folder / "config.json").write_text(json.dumps({**CONFIGS[name], "eos_token_id": 1}), encoding="utf-8")
+    (folder / "tokenizer.model").touch()
+    write_no_weights(folder)
     return folder
+
+
+def write_no_weights(folder: Path) -> None:
+    """A model.safetensors with an empty tensor."""
+    header = json.dumps({"nothing": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)

@@ -17,6 +17,7 @@ import rlbatch.submit
 from rlbatch.config.compose import compose, load_config
 from rlbatch.config.convert import key_docs
 from rlbatch.config.schema import Config, OptimizerConfig, RolloutConfig, TrainConfig
+from tests.large_models import write_no_weights
 
 QWEN3_MOE: dict[str, Any] = {
     "model_type": "qwen3_moe",
@@ -33,6 +34,7 @@ QWEN3_MOE: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "vocab_size": 100,
     "max_position_embeddings": 4096,
+    "eos_token_id": 0,
 }
 
 
@@ -57,7 +59,8 @@ def model(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(QWEN3_MOE))
-    (folder / "model.safetensors").touch()
+    (folder / "tokenizer.model").touch()
+    write_no_weights(folder)
     return folder
 
 
@@ -178,6 +181,25 @@ def test_model_folder_without_weights(capsys: pytest.CaptureFixture[str], model:
     """Weights that are missing are noticed before the job starts."""
     (model / "model.safetensors").unlink()
     assert "has no *.safetensors" in refusal(capsys, [f"model.hf={model}"])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("model.safetensors", b"", "model.safetensors: is truncated or damaged"),
+        ("model.safetensors", (10**5).to_bytes(8, "little") + b"[" * 10**5, "model.safetensors: header:1: must not have lists and objects"),
+        ("model.safetensors.index.json", b"[" * 10**5, "model.safetensors.index.json:1: must not have lists and objects"),
+        ("generation_config.json", b'{"eos_token_id": 0,}', "generation_config.json:1: not JSON"),
+        ("tokenizer.json", b"[" * 10**5, "tokenizer.json:1: must not have lists and objects"),
+    ],
+)
+def test_model_folder_with_a_damaged_file(
+    capsys: pytest.CaptureFixture[str], model: Path, name: str, content: bytes, message: str, started: list[tuple[Config, Path]]
+) -> None:
+    """What ranks would fail at, once they had built the model."""
+    (model / name).write_bytes(content)
+    assert message in refusal(capsys, [f"model.hf={model}"])
+    assert started == []
 
 
 def test_model_folder_with_links_out_of_it(capsys: pytest.CaptureFixture[str], model: Path, started: list[tuple[Config, Path]]) -> None:

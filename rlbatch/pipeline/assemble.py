@@ -12,7 +12,6 @@ import torch.distributed as dist
 from rlbatch.algorithms.objective import Objective
 from rlbatch.api import ConfigError, ModelFamily, Prompt, Reward, RolloutContext
 from rlbatch.checkpoint.carried import Carried, carried_layers, draft_model
-from rlbatch.config.foreign import MissingFileError, read_json
 from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import EMBEDDED, Config
 from rlbatch.launch.job_store import JobStore
@@ -28,8 +27,9 @@ from rlbatch.pipeline.engine_ranks import engine_ranks
 from rlbatch.pipeline.first_rank import on_first_rank
 from rlbatch.pipeline.job import Job
 from rlbatch.pipeline.loading import load_policy, weights_source
+from rlbatch.pipeline.model_folder import end_tokens, load_tokenizer
 from rlbatch.pipeline.prompts import PromptOrder, load_prompts
-from rlbatch.pipeline.rollout import Rollout, stop_tokens
+from rlbatch.pipeline.rollout import Rollout
 from rlbatch.pipeline.sampler import sampler_key
 from rlbatch.pipeline.stopping import Stopping
 from rlbatch.plan.engine_precision import check_device, engine_quantization
@@ -105,7 +105,7 @@ def assemble(
     )
     carried = _carried(config, registry, family, hf_folder, engine_folder)
     backend = registry.build_rollout(config.rollout.name, config.rollout.options, context)
-    tokenizer = _tokenizer(hf_folder)
+    tokenizer = load_tokenizer(engine_folder, hf_folder)
     train, held_out = _prompts(config, run_dir, tokenizer, family)
     return Job(
         config=config,
@@ -122,7 +122,7 @@ def assemble(
             backend,
             tokenizer,
             config,
-            stop_tokens(tokenizer, _generation_config(hf_folder)),
+            end_tokens(hf_folder, hf_config, family.vocab_size, tokenizer.eos_token_id),
             engine.generates,
             engine.hosts,
             run_dir=run_dir,
@@ -162,19 +162,6 @@ def _model_folder(config: Config, run_dir: Path, rank: int) -> Path:
         write_random_weights(folder, config.seed)
     dist.barrier()
     return folder
-
-
-def _tokenizer(hf_folder: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(hf_folder, local_files_only=True)
-
-
-def _generation_config(hf_folder: Path) -> dict[str, Any]:
-    try:
-        return read_json(hf_folder / "generation_config.json", "Correct it, or remove it.")
-    except MissingFileError:
-        return {}
 
 
 def _prompts(config: Config, run_dir: Path, tokenizer: Any, family: ModelFamily) -> tuple[list[Prompt], list[Prompt]]:

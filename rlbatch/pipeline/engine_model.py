@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from codecs import BOM_UTF8
 from pathlib import Path
 
 from rlbatch.api import ConfigError, ModelFamily
@@ -45,8 +46,17 @@ def write_engine_folder(hf_folder: Path, run_dir: Path, family: ModelFamily, qua
         for name, target in beside.items():
             (folder / name).parent.mkdir(exist_ok=True)
             if name != "config.json":
-                (folder / name).symlink_to(target)
+                _link(folder / name, target)
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"run_dir={run_dir}: {folder} cannot be written ({error.strerror}). Free space, or choose another.") from error
     return folder
+
+
+def _link(path: Path, target: Path) -> None:
+    """A link; of a text with a byte order mark, which engines' readers do not know, a copy without it."""
+    with target.open("rb") as file:
+        if target.suffix == ".model" or file.read(len(BOM_UTF8)) != BOM_UTF8:
+            path.symlink_to(target)
+        else:
+            path.write_bytes(file.read())

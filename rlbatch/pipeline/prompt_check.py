@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlbatch.api import ConfigError, DataError, ModelFamily
 from rlbatch.config.schema import Config
+from rlbatch.pipeline.model_folder import unseen_end
 from rlbatch.pipeline.prompt_file import USUAL_LABEL_FIELDS, PromptRow, read_prompt_rows, usual_names, value_names
 from rlbatch.pipeline.prompts import prompt_limit, tokenize_rows
 from rlbatch.registry import Registry
@@ -75,6 +76,8 @@ def check_tokens(config: Config, family: ModelFamily, model_folder: Path, path: 
     chosen = _likeliest(rows)
     # Not its special tokens: which ones a plain text gets is for the model's own class to say, which may need torch.
     tokenize_rows(path, chosen, tokenizer, limit, family.vocab_size, with_special_tokens=False)
+    if any(not isinstance(row.prompt, str) for row in chosen) and (warning := unseen_end(tokenizer, model_folder, family.vocab_size)):
+        print(warning, file=sys.stderr)
     if len(chosen) < len(rows):
         which = f"{len(chosen)} of {len(rows)} prompts (each form of messages, the longest, the first)"
         print(f"{path}: {which} were tokenised to check them; all are when the ranks start.", file=sys.stderr)
@@ -109,12 +112,12 @@ def _inner_label(key: str, label: Any) -> str:
 def _tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
     """The tokenizer, by the class that needs no torch; None: there is none that it can read, which the ranks will tell."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if not (folder / "tokenizer.json").is_file():
+        return None
     try:
         from transformers import PreTrainedTokenizerFast
 
-        if (folder / "tokenizer.json").is_file():
-            loaded: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-            return loaded
+        loaded: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
     except Exception:  # no transformers here, or whatever it raises
         return None
-    return None
+    return loaded

@@ -9,7 +9,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -312,10 +312,3 @@ class Rollout:
     def close(self) -> None:
         """Ends the engine."""
         self._backend.close()
-
-
-def stop_tokens(tokenizer: Any, generation_config: dict[str, Any]) -> tuple[int, ...]:
-    """The tokens that end a response: generation_config.json's ``eos_token_id`` (one or many) and the tokenizer's."""
-    listed = generation_config.get("eos_token_id")
-    ids = set(listed if isinstance(listed, list) else [listed]) | {tokenizer.eos_token_id}
-    return tuple(sorted(token for token in ids if token is not None))

@@ -6,7 +6,6 @@ import signal
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ import torch
 from rlbatch.api import Completion, EngineLost, Prompt, RolloutError, SamplingParams, WeightBucket
 from rlbatch.config.schema import Config, RolloutConfig, TrainConfig
 from rlbatch.launch.signals import Interrupted, StopNotice
-from rlbatch.pipeline.rollout import EVAL_SEED, Rollout, Work, stop_tokens
+from rlbatch.pipeline.rollout import EVAL_SEED, Rollout, Work
 
 CONFIG = replace(
     Config(seed=5, train=TrainConfig(eval_temperature=0.0), rollout=RolloutConfig(name="fake", temperature=0.7, max_response_tokens=4)),
@@ -122,15 +121,6 @@ def test_weights_go_to_the_engine_unless_switched_off() -> None:
     off = FakeEngine()
     rollout(off, replace(config, rollout=replace(config.rollout, sync_weights=False))).sync_weights(iter(tensors), 4)
     assert off.buckets == []
-
-
-@pytest.mark.parametrize(
-    ("listed", "tokenizer", "expected"), [(None, 2, (2,)), (5, 2, (2, 5)), ([5, 2, 9], 2, (2, 5, 9)), ([5], None, (5,)), (None, None, ())]
-)
-def test_stop_tokens(listed: Any, tokenizer: int | None, expected: tuple[int, ...]) -> None:
-    """Those of generation_config.json, one or many, and the tokenizer's, each once."""
-    config = {} if listed is None else {"eos_token_id": listed}
-    assert stop_tokens(SimpleNamespace(eos_token_id=tokenizer), config) == expected
 
 
 def test_close_ends_the_engine() -> None:
