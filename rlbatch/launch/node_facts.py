@@ -92,7 +92,7 @@ def collect_facts(info: RankInfo, registry: Registry, problems: Sequence[str]) -
         registry: Its plugins.
         problems: What was found about its folders.
     """
-    total, free = _host_memory()
+    total, free = host_memory()
     return NodeFacts(
         rank=info.rank,
         host=info.host,
@@ -126,7 +126,7 @@ def versions(registry: Registry) -> dict[str, str]:
     if torch.cuda.is_available():
         found["cuda"] = str(torch.version.cuda)
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-        found["driver"] = _driver(Path("/proc/driver/nvidia/version"))
+        found["driver"] = driver(Path("/proc/driver/nvidia/version"))
     suppliers = {entry.supplier for table in registry.tables for entry in table.values()} | set(registry.model_families)
     for supplier in sorted(suppliers, key=lambda supplier: supplier.module):
         if supplier.distribution != "rlbatch":
@@ -155,7 +155,7 @@ def _digest(files: Iterator[Path]) -> str:
     return digest.hexdigest()[:8]
 
 
-def _driver(path: Path) -> str:
+def driver(path: Path) -> str:
     """NVIDIA's kernel driver, e.g. ``550.54.15``."""
     with suppress(OSError):
         if match := re.search(r"\s(\d{3,}\.[\d.]+)\s", path.read_text(encoding="utf-8")):
@@ -173,7 +173,7 @@ def _gpu(local_rank: int) -> Gpu | None:
     return Gpu(torch.cuda.get_device_name(index), total / GIB, free / GIB, torch.cuda.device_count())
 
 
-def _host_memory() -> tuple[int, int]:
+def host_memory() -> tuple[int, int]:
     """Total and free bytes: the machine's, or those of the tightest control group around this process."""
     memory = psutil.virtual_memory()
     total, free = memory.total, memory.available

@@ -18,7 +18,7 @@ PAGES = [
     "README.md",
     *(f"docs/{name}.md" for name in ("launch", "models", "rollout", "planner", "troubleshooting", "decisions", "results", "checkpoints")),
 ]
-PAGES += [f"docs/{name}.md" for name in ("preflight", "plugins", "algorithms", "metrics", "migrating", "hostfiles", "clusters", "status")]
+PAGES += [f"docs/{name}.md" for name in ("preflight", "plugins", "algorithms", "metrics", "migrating", "hostfiles", "clusters", "status", "install")]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 MESSAGE_SOURCES = ("rlbatch/**/*.py", "plugins/**/*.py")
 

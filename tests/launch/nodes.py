@@ -61,7 +61,7 @@ def _faulty(fault: str) -> Iterator[None]:
             found = node_facts.versions
             stack.enter_context(mock.patch.object(node_facts, "versions", lambda registry: {**found(registry), "torch": "1.0.0"}))
         if fault == "memory":
-            stack.enter_context(mock.patch.object(node_facts, "_host_memory", lambda: (8 * 2**30, 100 * 2**20)))
+            stack.enter_context(mock.patch.object(node_facts, "host_memory", lambda: (8 * 2**30, 100 * 2**20)))
         if fault == "unwritable":
             stack.enter_context(mock.patch.object(shared_folders.Path, "write_text", _refuse))
         if fault == "unseen":  # a folder of the same name that is the node's own
