@@ -90,17 +90,17 @@ def launch(folder: Path, ranks: int) -> int:
 def our_rank(folder: Path) -> None:
     """What ``rlbatch.run`` does before it builds the model, without preflight."""
     from rlbatch.config.compose import load_config
-    from rlbatch.launch.children import children_end_with_this_process
     from rlbatch.launch.environment import RankInfo
     from rlbatch.launch.failures import reporting_failures
+    from rlbatch.launch.guardian import guarded
     from rlbatch.launch.interfaces import set_interface
     from rlbatch.launch.rendezvous import join, launch_word
+    from rlbatch.launch.signals import StopNotice
     from rlbatch.launch.watchdog import Watchdog
 
     config = load_config(folder / "config.yaml")
     info = RankInfo.from_environment()
-    children_end_with_this_process()
-    with reporting_failures(folder, info.rank):
+    with guarded(StopNotice(), lambda how, told: None, lambda held: None), reporting_failures(folder, info.rank):
         meeting = join(info, folder, config, launch_word())
         with Watchdog(config.launch, meeting, folder) as watchdog, watchdog.phase("start"):
             from rlbatch.launch.job_store import open_store

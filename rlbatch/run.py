@@ -11,6 +11,7 @@ import time
 import warnings
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,10 +19,12 @@ from rlbatch.api import ConfigError, RlbatchError
 from rlbatch.api.exit_codes import FAILED, REFUSED, STOPPED
 from rlbatch.config.compose import CONFIG_FILE, load_config
 from rlbatch.config.schema import Config
+from rlbatch.launch import guardian
 from rlbatch.launch.allocator import set_allocator
-from rlbatch.launch.children import children_end_with_this_process
+from rlbatch.launch.deaths import report_death, report_remains
 from rlbatch.launch.environment import RankInfo
 from rlbatch.launch.failures import StoppedBySignal, has_failed, read_first_error, reporting_failures
+from rlbatch.launch.guardian import Told, guarded
 from rlbatch.launch.interfaces import set_interface
 from rlbatch.launch.lives import end_life
 from rlbatch.launch.logs import own_log
@@ -82,6 +85,11 @@ def run_rank(run_dir: Path) -> None:
     info = RankInfo.from_environment()
     config = _config_of(run_dir, info)
     set_allocator(config.train.allocator)
+    with guarded(notice, partial(_died, run_dir, info), partial(report_remains, info)):
+        _run_guarded(config, run_dir, info, notice)
+
+
+def _run_guarded(config: Config, run_dir: Path, info: RankInfo, notice: StopNotice) -> None:
     log: RunLog | None = None
 
     def stopped() -> None:
@@ -95,13 +103,13 @@ def run_rank(run_dir: Path) -> None:
             watchdog.leave(signal.Signals(number).name)
             stopped()
         finally:
-            os._exit(FAILED if has_failed(run_dir) else 128 + number)
+            guardian.end(FAILED if has_failed(run_dir) else 128 + number)
 
     try:
         with reporting_failures(run_dir, info.rank):
             own_log(run_dir, info.rank)
-            children_end_with_this_process()
             meeting = join(info, run_dir, config, launch_word())
+            guardian.tell(token=meeting.life.token)
             with Watchdog(config.launch, meeting, run_dir) as watchdog:
                 log = _open_log(config, run_dir, meeting)
                 watchdog.on_rank_0_lost = lambda error: record_end(run_dir, "failed", asdict(error))
@@ -122,6 +130,12 @@ def run_rank(run_dir: Path) -> None:
     if early and info.rank == 0:  # the others end with 0: Slurm would take another code for a failure, and end rank 0 before it is done
         _go_on_later(run_dir, config, info, early.step, early.ending)
         raise SystemExit(STOPPED)
+
+
+def _died(run_dir: Path, info: RankInfo, how: str, told: Told) -> None:
+    error = report_death(run_dir, info, how, told)
+    if error and info.rank == 0:  # which keeps the run's summary
+        record_end(run_dir, "failed", asdict(error))
 
 
 def _config_of(run_dir: Path, info: RankInfo) -> Config:

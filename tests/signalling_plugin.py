@@ -15,6 +15,8 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
+import psutil
+
 from rlbatch.api import Configurable, PolicyLossInputs, PolicyLossOutputs, Prompt, SamplingParams, hookimpl
 from rlbatch_plugins import loss_clip, rollout_transformers
 
@@ -50,7 +52,8 @@ def save(event: str, arguments: tuple[object, ...]) -> None:
     receive, came = signal.getsignal(number), []
     assert callable(receive)
     signal.signal(number, lambda got, frame: came.append(got) or receive(got, frame))
-    os.kill(os.getppid(), number)
+    launcher = psutil.Process().parents()[2]  # above this rank's two guardians
+    os.kill(launcher.pid, number)
     until = time.monotonic() + SLEEP_S
     while not came and time.monotonic() < until:
         time.sleep(0.01)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import queue
+import secrets
 import shutil
 import signal
 import socket
@@ -28,7 +29,7 @@ from rlbatch.engines.shared_names import private_folder, remove_leftovers
 from rlbatch.engines.site import scrubbed, write_site
 from rlbatch.engines.watch import Watch
 from rlbatch.engines.wire import Frame, Header, encode, read_frame
-from rlbatch.launch.children import dies_with_parent
+from rlbatch.launch.children import MARK, dies_with_parent
 
 CLOSE_WAIT_S = 15.0
 SEND_LIMIT_S = 20
@@ -84,6 +85,7 @@ class EngineHost:
         places = dict.fromkeys(["TMPDIR", *filter(None, [sockets_variable])], str(self.sockets))
         places |= {key: value for key, value in KEPT.items() if key not in os.environ}
         self._variables = scrubbed(os.environ, site, keep_path=not python) | places | dict(variables or {})
+        self._variables[MARK] = secrets.token_hex(8)
         ours, theirs = socket.socketpair()
         with theirs, log:
             try:

@@ -12,7 +12,7 @@ import secrets
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 _PR_SET_PDEATHSIG = 1
@@ -20,8 +20,10 @@ MAX_FILES = 4096
 """Files that a process may have open while it starts."""
 GUARD_POLL_S = 60.0
 MAX_PASSES, PASS_S = 100, 0.05
-_MARK = "RLBATCH_CHILD_OF"
-_JOB = "SLURM_JOB_ID"
+MARK = "RLBATCH_CHILD_OF"
+"""Variable by which children are known that left the group of an engine's host. Who starts the host sets it, to something random: the
+system shows what a process was started with, and its forks with it, not what it sets later.
+"""
 _KILL_GROUPS = 'read -r nothing; for group; do kill -KILL -"$group" 2>/dev/null; done'
 
 
@@ -63,14 +65,13 @@ class GroupGuard:
 
 def children_end_with_this_process() -> None:
     """Kills this process's group once this process has ended, in any way: its children, their children and so on. A child that left the
-    group, to a session of its own, is known by a variable that it inherited.
+    group, to a session of its own, is known by ``MARK``. (One without its variables ends with the rank, see ``guardian``.)
 
     Makes the process a group of its own. Call it before there are threads: the process that waits is a fork, which holds no files.
     """
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
-    os.environ[_MARK] = secrets.token_hex(8)
-    marks = {f"{name}={os.environ[name]}".encode() for name in (_MARK, _JOB) if name in os.environ}  # not jobs that a rank submits
+    mark = f"{MARK}={os.environ.setdefault(MARK, secrets.token_hex(8))}".encode()
     libc, parent = ctypes.CDLL(None, use_errno=True), os.getpid()
     if os.fork():
         return
@@ -83,21 +84,21 @@ def children_end_with_this_process() -> None:
             signal.sigtimedwait({signal.SIGUSR1}, GUARD_POLL_S)
         signal_group(parent, signal.SIGKILL)
         for _ in range(MAX_PASSES):  # what was just being started is found by the next pass
-            if not _kill_marked(marks):
+            if not _kill_marked(mark):
                 break
             time.sleep(PASS_S)
     finally:
         os._exit(0)
 
 
-def _kill_marked(marks: Collection[bytes]) -> bool:
-    """Kills the processes that were started with all of these variables, and returns whether there were any."""
+def _kill_marked(mark: bytes) -> bool:
+    """Kills the other processes that were started with this variable, and returns whether there were any."""
     found = False
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with suppress(OSError):  # it is gone, or another user's
             with open(f"/proc/{name}/environ", "rb") as file:
                 variables = file.read().split(b"\0")
-            if all(mark in variables for mark in marks):
+            if mark in variables and int(name) != os.getpid():
                 os.kill(int(name), signal.SIGKILL)
                 found = True
     return found

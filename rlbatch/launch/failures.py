@@ -71,12 +71,14 @@ class Reported(SystemExit):
 
 @contextmanager
 def reporting_failures(run_dir: Path, rank: int) -> Iterator[None]:
-    """Turns any exception of a rank into exit code 1, recorded and printed if it is the job's first; ``sys.exit`` in foreign code too."""
+    """Turns any exception of a rank into exit code 1, recorded and printed if it is the job's first; what foreign code raises in the
+    place of ``sys.exit`` or Ctrl-C too.
+    """
     try:
         yield
     except (StoppedBySignal, Reported):
         raise
-    except (Exception, SystemExit) as error:  # the outermost frame of a rank: nothing may pass unrecorded
+    except BaseException as error:  # the outermost frame of a rank: nothing may pass unrecorded, KeyboardInterrupt neither
         if not isinstance(error, RlbatchError):
             time.sleep(PATIENCE_S)
         report_failure(run_dir, rank, error)
@@ -98,7 +100,7 @@ def failure_of(error: BaseException, rank: int, host: str, run_dir: Path) -> Fir
         said = " ".join(str(error).split())
         return FirstError(rank, host, "ConfigError", f"run_dir={run_dir}: {found}, then start again. ({said})", "", time.time())
     lines = "" if isinstance(error, RlbatchError) else "".join(traceback.format_exception(error))
-    message = f"code called sys.exit({error.code})" if isinstance(error, SystemExit) else str(error)
+    message = f"code called sys.exit({error.code})" if isinstance(error, SystemExit) else str(error) or type(error).__name__
     return FirstError(rank, host, type(error).__name__, message, lines, time.time())
 
 
@@ -142,7 +144,7 @@ def claim(run_dir: Path, error: FirstError) -> bool:
     finally:
         with suppress(OSError):
             draft.unlink()
-    _print(f"{error}{unrecorded}")
+    tell_user(f"{error}{unrecorded}")
     return True
 
 
@@ -169,7 +171,8 @@ def has_failed(run_dir: Path) -> bool:
     return error is not None and not is_earlier(error)
 
 
-def _print(text: str) -> None:
+def tell_user(text: str) -> None:
+    """Prints a line where the launcher's user sees it, whatever became of this rank's own output."""
     sys.stdout.flush()
     descriptor = int(os.environ.get(TERMINAL_VARIABLE, "2"))
     with suppress(OSError):  # the terminal may be gone; the record is on disk

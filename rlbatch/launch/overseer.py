@@ -223,8 +223,16 @@ class Overseer(threading.Thread):
             seat.has_left = True
             if message["left"]:
                 self._troubles.stopped = self._troubles.stopped or (rank, message["left"])
+                self._withdraw(rank)
             within = STOPPING_S if message["left"] else LEAVING_S
             self._leave_until = min(self._leave_until or float("inf"), time.monotonic() + within)
+
+    def _withdraw(self, rank: int) -> None:
+        """A rank that is stopped too: what it complained of was the end of others, which the signal reached before."""
+        troubles = self._troubles
+        troubles.failures = [(error, follows) for error, follows in troubles.failures if error.rank != rank or not follows]
+        if not self._pending():
+            troubles.decide_at = None
 
     def _decide_within(self, seconds: float) -> None:
         if self._troubles.decide_at is None and seconds:

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 
@@ -19,6 +19,10 @@ from rlbatch.launch.own_job import find_own_job, kill_wait_s, slurm_job_id
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 END_SIGNAL = signal.SIGHUP
 """Ends a rank at once, as Ctrl-C does; without a traceback also before Python code of ours runs in it."""
+INTERRUPT = signal.SIGRTMAX
+"""From a thread of this process to its main thread, which may be anywhere: a signal that nobody else has a use for."""
+REPEAT_S = 10.0
+"""Seconds for what is interrupted to clean up; code that goes on instead is interrupted again."""
 LOOK_S, STUCK_S = 0.5, 1.0
 """Seconds between looks whether a rank has started, and those that its main thread has for a signal before."""
 KILL_WAIT_S = 30.0
@@ -42,8 +46,9 @@ class StopNotice:
     def __init__(self) -> None:
         """No signal has come; none is received before ``install``."""
         self.number, self.time = 0, 0.0
+        self._is_installed = False
         self._ends_at_once, self._is_ending, self._is_left = True, False, False
-        self._may_interrupt = self._is_interrupting = False
+        self._is_interrupting, self._is_inside, self._quiet_until = False, False, 0.0
         self._woken, self._waker = os.pipe()
         os.set_blocking(self._woken, False)
         os.set_blocking(self._waker, False)
@@ -58,11 +63,22 @@ class StopNotice:
 
         Until ``started`` they end this process at once, as SIGINT and ``END_SIGNAL`` always do.
         """
-        for number in STOP_SIGNALS:
-            signal.signal(number, self._receive)
-        for number in (signal.SIGINT, END_SIGNAL):
-            signal.signal(number, _end)
+        self._is_installed = True
+        handlers = {
+            **dict.fromkeys(STOP_SIGNALS, self._receive),
+            signal.SIGINT: self._end,
+            END_SIGNAL: self._end,
+            INTERRUPT: self._break_off,
+        }
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, handlers)
+
+    def take_back(self) -> None:
+        """Installs again what foreign code, which has just run on the main thread, may have replaced, blocked or ignored."""
+        if self._is_installed:
+            self.install()
 
     def end_start(self, leave: Callable[[int], None]) -> None:
         """Until ``started`` a signal ends this process also if the main thread waits in C code, where it does not get to it.
@@ -96,9 +112,10 @@ class StopNotice:
                     self._record(number)
         return self.is_set
 
-    def wake(self) -> None:
-        """Ends a ``wait``."""
-        os.write(self._waker, b"\0")
+    def post(self, number: int) -> None:
+        """A signal that came to another process, a fork of this one: whoever waits here hears of it. 0 ends a ``wait`` alone."""
+        with suppress(BlockingIOError):  # full: it was told often enough
+            os.write(self._waker, bytes([number]))
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
@@ -107,36 +124,41 @@ class StopNotice:
         Raises:
             Interrupted: another thread called ``interrupt``.
         """
-        self._may_interrupt = True
+        self._is_inside, self._quiet_until = True, 0.0
         try:
             if self._is_interrupting:
                 raise Interrupted
             yield
         finally:
-            self._may_interrupt = False
+            self._is_inside = False
+            self.take_back()
 
     def interrupt(self) -> None:
         """Leaves the ``interruptible`` block that the main thread is in, and every later one at its beginning."""
         self._is_interrupting = True
         main = threading.main_thread().ident
-        if self._may_interrupt and main is not None:
-            signal.pthread_kill(main, STOP_SIGNALS[0])  # ends a system call that it waits in
+        if self._is_inside and main is not None:
+            signal.pthread_kill(main, INTERRUPT)  # ends a system call that it waits in
+
+    def _break_off(self, number: int, frame: FrameType | None) -> None:
+        if self._is_inside and time.monotonic() >= self._quiet_until:
+            self._quiet_until = time.monotonic() + REPEAT_S  # what cleans up must not be interrupted too
+            raise Interrupted
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self._is_interrupting:
-            if self._may_interrupt:
-                self._may_interrupt = False  # once: what cleans up must not be interrupted too
-                raise Interrupted
-            return
         if self._is_left:
             threading.Event().wait()  # the thread ends this process
         self._record(number)
         if self._ends_at_once:
+            self._end(self.number, frame)  # the first one: where one rank ends, srun sends SIGTERM to the others
+
+    def _end(self, number: int, frame: FrameType | None) -> None:
+        if not self._is_ending:  # once: several processes may pass the same signal on
             self._is_ending = True
-            raise StoppedBySignal(128 + self.number)  # the first one: where one rank ends, srun sends SIGTERM to the others
+            raise StoppedBySignal(128 + number)
 
     def _record(self, number: int) -> None:
-        if not self.is_set and not self._is_interrupting:
+        if not self.is_set:
             self.time = time.time()
             self.number = number
 
@@ -166,10 +188,6 @@ def ignore_signals() -> None:
     """For a process that has nothing left to end: a signal would only put a traceback into the interpreter's own end."""
     for number in (*STOP_SIGNALS, signal.SIGINT, END_SIGNAL):
         signal.signal(number, signal.SIG_IGN)
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    raise StoppedBySignal(128 + number)
 
 
 @dataclass(frozen=True)

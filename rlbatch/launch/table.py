@@ -31,7 +31,8 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=120.0, help="Seconds until all ranks must have come.")
     parser.add_argument("--interface", default="", help="Network interface between nodes; empty: the one that leads to the first node.")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
     run_dir = arguments.run_dir.resolve()
     info = RankInfo.from_environment()
     config = Config(launch=LaunchConfig(rendezvous_timeout_s=arguments.timeout), cluster=ClusterConfig(interface=arguments.interface))

@@ -22,7 +22,9 @@ from typing import IO, Literal
 
 from rlbatch.api import LaunchError
 from rlbatch.config.schema import LaunchConfig
+from rlbatch.launch import guardian
 from rlbatch.launch.failures import FirstError, Reported, StoppedBySignal, claim, failure_of, read_first_error
+from rlbatch.launch.guardian import CLOSING_S
 from rlbatch.launch.life import is_superseded
 from rlbatch.launch.logs import where_output
 from rlbatch.launch.overseer import ANSWER_S, DEATH_PATIENCE_S, ENDED, LEAVING_S, PATIENCE_S
@@ -39,8 +41,6 @@ NATIVE_TIMER_S = 10.0
 """Seconds past a hang limit after which a rank ends without Python."""
 SILENCE_S = 120.0
 """Seconds without a sign of life of rank 0's interpreter after which it counts as stopped."""
-CLOSING_S = 8.0
-"""Longest time from the end of the job to the end of this process."""
 SHOW_CURSOR = b"\x1b[?25h"
 SUCCESSION_S = 5.0
 """Seconds between looks whether another life has taken the run folder over."""
@@ -88,9 +88,9 @@ class Watchdog:
         """Tells rank 0 of an error before what is open around this block is closed, which may hang: the others are told at once."""
         try:
             yield
-        except (StoppedBySignal, KeyboardInterrupt):
+        except StoppedBySignal:
             raise
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # code that is not ours raises anything
             if not self._meeting:
                 raise
             self._report(error)
@@ -161,6 +161,7 @@ class Watchdog:
         limit_s = self.limit_s(name)  # type: ignore[arg-type]
         self._phase, self._waits, self._since = name, waits, time.monotonic()
         self._deadline = float("inf") if waits else self._since + limit_s
+        guardian.tell(phase=name)
         if self._meeting and not self._leaving and not self._reporting:
             self._meeting.link.send({"phase": name, "limit_s": limit_s, "waits": waits})
             if waits:
@@ -229,7 +230,7 @@ class Watchdog:
         elif not self._is_shared_output():
             with suppress(OSError):
                 os.write(2, f"The job has failed: {reason}\n".encode())
-        os._exit(1)
+        guardian.end(1)
 
     def _report(self, error: BaseException) -> None:
         """Tells rank 0 of this rank's failure and waits until the job's first error is recorded."""
@@ -271,14 +272,14 @@ class Watchdog:
                 text = f"[rank {info.rank} host {info.host}] superseded: a later start of this job has taken {self._run_dir} over.\n"
                 with suppress(OSError):
                     os.write(2, text.encode())
-                os._exit(1)
+                guardian.end(1)
 
 
 def _signal_name(error: BaseException | None) -> str:
     """The signal that stopped a rank; empty if none did."""
     if isinstance(error, StoppedBySignal) and isinstance(error.code, int):
         return signal.Signals(error.code - 128).name
-    return "Ctrl-C" if isinstance(error, KeyboardInterrupt) else ""
+    return ""
 
 
 def may_follow(error: BaseException) -> bool:

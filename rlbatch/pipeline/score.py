@@ -15,6 +15,7 @@ from typing import Any
 
 from rlbatch.api import Reward, RewardError, Sample, SampleGroup
 from rlbatch.launch.failures import StoppedBySignal
+from rlbatch.launch.signals import Interrupted
 
 FLOAT32_MAX = 3.4028234663852886e38
 """Advantages become float32, rewards stay float64 until then."""
@@ -56,9 +57,9 @@ def _call(name: str, reward: Reward, samples: list[Sample]) -> list[Any]:
             values = returned.tolist() if hasattr(returned, "tolist") else returned
             return list(values) if isinstance(values, Collection) else list(islice(values, len(samples) + 1))  # it may never end
     # The reward is the user's code: it may raise anything, and all of it must reach the user with the reward's name.
-    except StoppedBySignal:
+    except (StoppedBySignal, Interrupted):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise RewardError(
             f"reward={name}: raised {type(error).__name__}: {error} ({Path(frame.filename).name}:{frame.lineno}) on {_span(samples)}. "

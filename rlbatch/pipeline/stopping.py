@@ -129,7 +129,7 @@ class Stopping:
             yield
         finally:
             over.set()
-            self._notice.wake()
+            self._notice.post(0)
             thread.join()
 
     @contextmanager
@@ -190,6 +190,7 @@ class Stopping:
     def _exchange(self, place: Place, word: _Word) -> list[_Word]:
         # Who generates and scores has the limit for each of the two; the watchdog ends what hangs before this does.
         limit_s = 2 * self._watchdog.limit_s(PHASES[place])
+        self._notice.take_back()
         with self._watchdog.waiting():
             values = self._store.barrier(place, limit_s, json.dumps(asdict(word)))
         words = [_Word(**json.loads(value)) for value in values]

@@ -23,10 +23,10 @@ QUICK = ("train.steps=3", "checkpoint.save_interval=-1", f"launch.generation_lim
 @pytest.mark.parametrize(
     ("what", "rank", "words"),
     [
-        ("kill", 1, ["ended without a word (killed, "]),
-        ("kill", 0, ["ended without a word (killed, "]),
+        ("kill", 1, ["ended without a word ("]),
+        ("kill", 0, ["ended without a word ("]),
         ("raise", 3, ["reward=fault", "ValueError", "this reward cannot be computed"]),
-        ("exit", 2, ["ended without a word (killed, "]),
+        ("exit", 2, ["ended without a word ("]),
         ("hang", 1, ["This rank is at tests/cluster/faults.py:", "Stacks of all ranks: logs/rank*.stacks"]),
     ],
     ids=["killed", "rank 0 killed", "raises", "exits with 0", "hangs"],

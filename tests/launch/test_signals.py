@@ -41,9 +41,8 @@ def test_a_rank_that_starts_ends_at_once(number: signal.Signals, notice: StopNot
         os.kill(os.getpid(), number)
     assert ended.value.code == 128 + number
     assert (notice.number, notice.is_set) == (number, True)
-    with pytest.raises(StoppedBySignal) as ended_again:
-        os.kill(os.getpid(), signal.SIGTERM)  # srun sends it once another rank has ended
-    assert ended_again.value.code == 128 + number
+    os.kill(os.getpid(), signal.SIGTERM)  # srun sends it once another rank has ended: what unwinds is left alone
+    assert notice.number == number
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, END_SIGNAL])

@@ -45,9 +45,10 @@ def test_regular_end(tmp_path: Path) -> None:
     assert not list((tmp_path / "logs").glob("*.stacks"))
 
 
-@pytest.mark.parametrize(("fault", "code"), [("kill", -signal.SIGKILL), ("exit", 0), ("busy", 0), ("follow", 0)])
+@pytest.mark.parametrize(("fault", "code"), [("kill", -signal.SIGKILL), ("exit", 1), ("busy", 1), ("follow", 1)])
 def test_rank_that_dies(tmp_path: Path, fault: str, code: int) -> None:
-    """A rank that is killed, or exits with code 0, is named, with its phase, also where another rank's broken connection shows first.
+    """A rank that is killed, or exits with code 0, is named, with its phase, also where another rank's broken connection shows first. An
+    exit code that it did not say is no success.
 
     One that holds the interpreter in C code for seconds (`busy`) is not taken for dead before it is.
     """
@@ -55,7 +56,8 @@ def test_rank_that_dies(tmp_path: Path, fault: str, code: int) -> None:
     assert ended.codes == [1, 1, code]
     error = first_error(tmp_path)
     assert (error.rank, error.type) == (2, "Exit")
-    assert "ended without a word" in error.message
+    how = "killed by SIGKILL, out of memory?" if fault == "kill" else "exit code 0: os._exit, or exit() in C code"
+    assert f"ended without a word ({how})" in error.message
     assert "in phase generation. See logs/rank2.log." in error.message
     assert_named_once(ended, error)
 
@@ -165,7 +167,8 @@ def test_hang_in_a_collective(tmp_path: Path) -> None:
 def test_processes_that_their_collectives_ended(tmp_path: Path) -> None:
     """NCCL ends the processes that waited too long, without a word: the rank that was in no collective is named, not they."""
     ended = watched.run(tmp_path, "abort")
-    assert ended.codes == [0, 0, 1] or ended.codes == [1, 0, 1] or ended.codes == [0, 1, 1]
+    assert ended.codes[2] == 1
+    assert -signal.SIGABRT in ended.codes
     error = first_error(tmp_path)
     assert (error.rank, error.type) == (2, "Hang")
     assert "launch.collective_timeout_s=5: rank " in error.message

@@ -11,13 +11,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rlbatch.api import ConfigError
 from rlbatch.config.schema import ClusterConfig, Config, LaunchConfig
-from rlbatch.launch.children import children_end_with_this_process
+from rlbatch.launch.deaths import report_death, report_remains
 from rlbatch.launch.environment import RankInfo
 from rlbatch.launch.failures import reporting_failures
+from rlbatch.launch.guardian import end, guarded
 from rlbatch.launch.rendezvous import Meeting, join, launch_word
 from rlbatch.launch.signals import StopNotice
 from rlbatch.launch.watchdog import Watchdog
@@ -107,7 +109,7 @@ def behave(behaviour: str, watchdog: Watchdog, meeting: Meeting) -> None:
         Path(sys.argv[1], f"waits.{rank}").touch()
         if what == "abort":  # as NCCL ends processes whose collective gave up
             time.sleep(COLLECTIVE_S + 1)
-            os._exit(0)
+            os.abort()
         if what == "follow" and rank == 0:
             raise ConnectionError("gloo/transport: connection closed by peer")
         time.sleep(FOREVER_S)
@@ -181,11 +183,17 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 def main() -> None:
     """One rank."""
-    run_dir, behaviour, limit_s, timeout_s, interface = Path(sys.argv[1]), *sys.argv[2:], *["600", "60", ""][len(sys.argv) - 3 :]
+    run_dir = Path(sys.argv[1])
     notice = StopNotice()
     notice.install()
     info = RankInfo.from_environment()
-    children_end_with_this_process()
+    with guarded(notice, partial(report_death, run_dir, info), partial(report_remains, info)):
+        be_rank(run_dir, info, notice)
+
+
+def be_rank(run_dir: Path, info: RankInfo, notice: StopNotice) -> None:
+    """What is below the guardians."""
+    behaviour, limit_s, timeout_s, interface = *sys.argv[2:], *["600", "60", ""][len(sys.argv) - 3 :]
     if behaviour in ("children", "sessions"):
         command = ["sh", "-c", "sleep 600 & echo $!; wait"]
         child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=behaviour == "sessions")
@@ -199,7 +207,7 @@ def main() -> None:
     with reporting_failures(run_dir, info.rank):
         meeting = join(info, run_dir, config, launch_word())
         with Watchdog(launch, meeting, run_dir) as watchdog:
-            notice.end_start(lambda number: (watchdog.leave(signal.Signals(number).name), os._exit(128 + number)))
+            notice.end_start(lambda number: (watchdog.leave(signal.Signals(number).name), end(128 + number)))
             hosts = watchdog.wait_for_ranks()
             print(f"rank {info.rank} met {len(hosts)} on port {meeting.life.port}", flush=True)
             (run_dir / f"met.{info.rank}").touch()
