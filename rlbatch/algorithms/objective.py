@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rlbatch.algorithms.aggregate import loss_weights
 from rlbatch.algorithms.kl import kl_penalty
-from rlbatch.api import Microbatch, PolicyLoss, PolicyLossInputs
+from rlbatch.api import Microbatch, PluginError, PolicyLoss, PolicyLossInputs, PolicyLossOutputs
 from rlbatch.config.schema import AlgorithmConfig
 
 SUMS = ("loss", "policy_loss", "ppo_kl", "kl", "entropy", "clip_fraction")
-"""What ``Objective`` returns beside the loss, in this order; all but the first two are sums over unmasked tokens."""
+"""What ``Part.sums`` holds, in this order; all but the first two are sums over unmasked tokens."""
+
+
+class Part(NamedTuple):
+    """A microbatch's part of an update's loss.
+
+    Attributes:
+        loss: Scalar to add up over microbatches and ranks.
+        sums: [len(SUMS)] float64 without gradient, for the metrics.
+        values: What it was made of, [T] each and 0 where masked, in the order in which one follows from the others.
+    """
+
+    loss: Tensor
+    sums: Tensor
+    values: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -28,8 +44,10 @@ class Objective:
     algorithm: AlgorithmConfig
     policy_loss: PolicyLoss
 
-    def __call__(self, logprobs: Tensor, entropy: Tensor, microbatch: Microbatch, denominator: float) -> tuple[Tensor, Tensor]:
-        """This microbatch's part of the update's loss, and sums for the metrics.
+    def __call__(self, logprobs: Tensor, entropy: Tensor, microbatch: Microbatch, denominator: float) -> Part:
+        """This microbatch's part of the update's loss.
+
+        Nothing at a masked position gets into it, or into its gradient, also not NaN: those positions are replaced, not multiplied with 0.
 
         Args:
             logprobs: [T] float32 nats, carries the gradient; T may be a context-parallel rank's part.
@@ -37,31 +55,79 @@ class Objective:
             microbatch: The same tokens; has old log-probs, and reference log-probs if the KL is measured.
             denominator: Of the whole update, all ranks together.
 
-        Returns:
-            Scalar to add up over microbatches and ranks, and [len(SUMS)] float64 without gradient.
+        Raises:
+            PluginError: what the policy loss returned is no loss of these tokens.
         """
-        mask = microbatch.loss_mask
-        keep = mask > 0
+        keep = microbatch.loss_mask > 0
+        weights = loss_weights(microbatch.loss_mask, microbatch.sequence_weights, self.algorithm.loss_aggregation) / denominator
         logprobs, entropy = logprobs.where(keep, 0.0), entropy.where(keep, 0.0)
         old = logprobs.detach() if microbatch.old_logprobs is None else microbatch.old_logprobs
-        policy = self.policy_loss(
+        losses, clipped = self._policy(logprobs, old, microbatch)
+        losses, clipped = losses.where(keep, 0.0).float(), clipped.where(keep, 0).float()
+        policy_loss = (losses * weights).sum()
+        derivatives = self._derivatives(policy_loss, logprobs).where(keep, 0.0)
+        total = losses - self.algorithm.entropy_coef * entropy
+        kl = torch.zeros_like(entropy)
+        if microbatch.ref_logprobs is not None:
+            kl = kl_penalty(self.algorithm.kl_kind, logprobs, microbatch.ref_logprobs).where(keep, 0.0)
+            if self.algorithm.kl_loss:
+                total = total + self.algorithm.kl_loss_coef * kl
+        loss = (total * weights).sum()
+        per_token = [values.where(keep, 0.0).sum(dtype=torch.float64) for values in (old - logprobs, kl, entropy, clipped)]
+        values = {
+            "log-prob": logprobs,
+            "entropy": entropy,
+            "old log-prob": old,
+            "advantage": microbatch.advantages,
+            "KL": kl,
+            "loss": losses,
+            "derivative of the loss": derivatives,
+            "clipped": clipped,
+        }
+        return Part(
+            loss,
+            torch.stack([value.detach().double() for value in (loss, policy_loss, *per_token)]),
+            {name: value.detach() for name, value in values.items()},
+        )
+
+    def _policy(self, logprobs: Tensor, old: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+        """What the plugin answers, checked; its inputs are its own, to write into."""
+        answer: Any = self.policy_loss(
             PolicyLossInputs(
-                logprobs=logprobs,
-                old_logprobs=old,
-                rollout_logprobs=microbatch.rollout_logprobs,
-                advantages=microbatch.advantages,
+                logprobs=logprobs.clone(),
+                old_logprobs=old.clone(),
+                rollout_logprobs=microbatch.rollout_logprobs.clone(),
+                advantages=microbatch.advantages.clone(),
                 eps_clip=self.algorithm.eps_clip,
                 eps_clip_high=self.algorithm.eps_clip_high,
             )
         )
-        total = policy.losses - self.algorithm.entropy_coef * entropy
-        kl = logprobs.new_zeros(())
-        if microbatch.ref_logprobs is not None:
-            kl = kl_penalty(self.algorithm.kl_kind, logprobs, microbatch.ref_logprobs)
-            if self.algorithm.kl_loss:
-                total = total + self.algorithm.kl_loss_coef * kl
-        weights = loss_weights(mask, microbatch.sequence_weights, self.algorithm.loss_aggregation) / denominator
-        loss = (total * weights).sum()
-        per_token = (old - logprobs, kl, entropy, policy.clipped)
-        sums = [loss, (policy.losses * weights).sum(), *((value * mask).sum() for value in per_token)]
-        return loss, torch.stack([value.detach().double() for value in sums])
+        if not isinstance(answer, PolicyLossOutputs):
+            raise self._error(f"returned {type(answer).__name__}", "Return PolicyLossOutputs(losses, clipped).")
+        shape, device = list(logprobs.shape), logprobs.device
+        for name, real in (("losses", (torch.float32, torch.float64)), ("clipped", None)):
+            values: Any = getattr(answer, name)
+            if not isinstance(values, Tensor):
+                raise self._error(f"{name} is {type(values).__name__}", f"Return a tensor {shape}.")
+            if list(values.shape) != shape or values.device != device:
+                raise self._error(
+                    f"{name} has shape {list(values.shape)} on {values.device}",
+                    f"Return {shape} on {device}: one value a token, not aggregated.",
+                )
+            if values.is_complex() or (real and values.dtype not in real):
+                raise self._error(f"{name} is of {values.dtype}", "Return torch.float32.")
+        return answer.losses, answer.clipped.detach()
+
+    def _derivatives(self, policy_loss: Tensor, logprobs: Tensor) -> Tensor:
+        """[T] by the log-probs; a loss that does not depend on them would leave the policy to the other terms."""
+        if not logprobs.requires_grad:
+            return torch.zeros_like(logprobs)
+        derivatives = (
+            torch.autograd.grad(policy_loss, logprobs, retain_graph=True, allow_unused=True)[0] if policy_loss.requires_grad else None
+        )
+        if derivatives is None:
+            raise self._error("losses carry no gradient", "Compute them from inputs.logprobs, without detach, no_grad or NumPy.")
+        return derivatives
+
+    def _error(self, found: str, fix: str) -> PluginError:
+        return PluginError(f"algorithm.loss={self.algorithm.loss}: {found}. {fix}")

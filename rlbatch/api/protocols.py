@@ -345,7 +345,7 @@ Called on every rank with the same inputs, and must answer the same: one that dr
 
 @dataclass(frozen=True)
 class PolicyLossInputs:
-    """One pack of T tokens; all tensors [T] float32. Masked positions hold 0 and are ignored.
+    """One pack of T tokens; all tensors [T] float32, to be written into. Masked positions hold 0; what is returned there is ignored.
 
     Attributes:
         logprobs: By the policy being trained; carries the gradient.
@@ -366,11 +366,12 @@ class PolicyLossInputs:
 
 @dataclass(frozen=True)
 class PolicyLossOutputs:
-    """Per-token results, [T] float32.
+    """Per-token results, [T], on the device of the inputs.
 
     Attributes:
-        losses: What is minimised; aggregated over tokens or sequences by the trainer with one global denominator.
-        clipped: 1 where the clip removed the gradient.
+        losses: What is minimised, float32 (or float64), with a gradient by the log-probs; aggregated over tokens or sequences by the
+            trainer with one global denominator.
+        clipped: 1 where the clip removed the gradient, else 0.
     """
 
     losses: Tensor

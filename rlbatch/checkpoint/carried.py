@@ -12,6 +12,7 @@ from torch import Tensor
 from rlbatch.api import DataError, ModelFamily
 from rlbatch.checkpoint.export import ExportForm
 from rlbatch.checkpoint.hf import HfSource, HfTensors
+from rlbatch.checkpoint.reading import Reading
 from rlbatch.weights.audit import expert_names, fp8_names, passthrough_names
 from rlbatch.weights.quantize import SCALE_SUFFIX, scales_shape
 
@@ -59,7 +60,7 @@ def carried_layers(family: ModelFamily, hf_config: Mapping[str, Any], source: Pa
     Raises:
         DataError: there are no such tensors.
     """
-    tensors = HfTensors(source) if source else None
+    tensors = HfTensors(source, Reading(finite=True)) if source else None
     present = set(tensors.names()) if tensors else set()
     named = [name for name in passthrough_names(family, is_dropped=False) if name in present]
     # transformers writes empty tensors of shared experts that a model has not.
@@ -98,7 +99,7 @@ def draft_model(folder: Path) -> Carried:
     Raises:
         DataError: there are none.
     """
-    tensors = HfTensors(folder)
+    tensors = HfTensors(folder, Reading(finite=True))
 
     def encode(name: str, stored: HfSource) -> Iterator[NamedTensor]:
         yield name, stored[()]

@@ -17,6 +17,9 @@ _BITS = {
 }
 """Integers of a type's size, and the bits of its infinity (or of its first NaN): without their sign, NaN are the larger ones."""
 
+AT_ONCE = 2**22
+"""Values that are looked at together: their copy takes memory."""
+
 
 def count_not_finite(tensor: Tensor) -> int:
     """How many values are infinite or NaN; 0 for integers.
@@ -27,8 +30,12 @@ def count_not_finite(tensor: Tensor) -> int:
     if tensor.dtype not in _BITS:
         return 0
     integer, infinity = _BITS[tensor.dtype]
-    magnitude = tensor.view(-1).view(integer) & torch.iinfo(integer).max
-    return int((magnitude >= infinity).sum()) if tensor.numel() and magnitude.amax().item() >= infinity else 0
+    count = 0
+    for part in tensor.view(-1).view(integer).split(AT_ONCE) if tensor.numel() else ():
+        magnitude = part & torch.iinfo(integer).max
+        if magnitude.amax().item() >= infinity:
+            count += int((magnitude >= infinity).sum())
+    return count
 
 
 def check_finite(tensor: Tensor, origin: str) -> None:
@@ -43,5 +50,6 @@ def check_finite(tensor: Tensor, origin: str) -> None:
     """
     if count := count_not_finite(tensor):
         raise DataError(
-            f"{origin}: {count} of {tensor.numel()} values are infinite or NaN. Download the file again, or take them with finite=false."
+            f"{origin}: {count} of {tensor.numel()} values are infinite or NaN. Download the file again; `rlbatch.convert` takes them with "
+            "finite=false."
         )

@@ -51,6 +51,15 @@ class TrainConfig:
         "auto", "Megatron's layers: torch's own (local), or Transformer Engine's; auto: the latter on GPUs that have it installed."
     )
     logprob_chunk_tokens: Count = key(4096, "Tokens whose logits exist at once; memory is chunk x vocabulary / tp_size.")
+    on_nonfinite: Literal["stop", "skip"] = key(
+        "stop",
+        "Where log-probs, loss or gradients are infinite or NaN: end the run, or leave the update out and go on. Nothing is saved of it.",
+    )
+    max_skipped_updates: int = key(10, "With on_nonfinite=skip: updates left out in a row after which the run ends.")
+    max_steps_without_signal: int = key(
+        10,
+        "Steps in a row whose advantages are all 0 and whose reward is no better than ever before, after which the run ends; 0: no limit.",
+    )
     allocator: Mapping[str, Any] = key(
         {}, "Options of torch's GPU allocator in the ranks, by its own names (max_split_size_mb, ...); not the engines'."
     )

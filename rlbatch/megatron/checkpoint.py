@@ -71,7 +71,7 @@ def load_state(trainer: Trainer, folder: Path) -> None:
         folder: Of a checkpoint's state.
 
     Raises:
-        DataError: the state cannot be read.
+        DataError: the state cannot be read, or has values that are infinite or NaN.
     """
     inner = [optimizer.optimizer for optimizer in trainer.optimizer.chained_optimizers]
     kept = [[{k: v for k, v in group.items() if k not in ("params", "step")} for group in o.param_groups] for o in inner]
@@ -88,6 +88,8 @@ def load_state(trainer: Trainer, folder: Path) -> None:
             if torch.is_tensor(state.get("step")):
                 # Megatron gives all parameters one tensor, which every parameter's update would then count up.
                 state["step"] = state["step"].clone()
+    if broken := trainer.not_finite(with_optimizer=True):
+        raise DataError(f"{folder}: has what is infinite or NaN: {broken}. Name an earlier checkpoint in latest.json.")
 
 
 def load_weights(trainer: Trainer, folder: Path) -> None:

@@ -42,6 +42,13 @@ class GradientMemory:
                 buffer.untyped_storage().resize_(buffer.nbytes)
                 buffer.zero_()
 
+    def shards(self) -> Iterator[Tensor]:
+        """What was reduced here: of every bucket this rank's part, which its optimizer takes."""
+        for chunk in self._chunks:
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                group = buffer.data_parallel_group
+                yield from (bucket.grad_data.chunk(group.size())[group.rank()] for bucket in buffer.buckets)
+
     @property
     def num_bytes(self) -> int:
         """What the buffers take now."""

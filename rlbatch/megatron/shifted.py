@@ -93,6 +93,11 @@ class ShiftedPack:
         """T_local."""
         return len(self.token_ids)
 
+    @property
+    def target_positions(self) -> Tensor:
+        """[T_local] where ``targets`` are in the whole pack."""
+        return (self.select + 1) % int(self.cu_seqlens[-1])
+
     def restore(self, values: Tensor) -> Tensor:
         """[T_local] values aligned with ``targets`` -> [T] aligned with the whole pack's tokens, on the host; a collective over CP."""
         size = self.cp_group.size()

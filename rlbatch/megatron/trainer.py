@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,10 +17,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
-from rlbatch.algorithms.objective import SUMS, Objective
+from rlbatch.algorithms.objective import SUMS, Objective, Part
 from rlbatch.api import Microbatch, ModelError, ModelFamily, OffloadStrategy
 from rlbatch.config.schema import Config
 from rlbatch.megatron import parallel
+from rlbatch.megatron.finite import MAX_GRADIENT_NORM, FiniteCheck, NotFinite, any_rank, find_token, norm_of_all
 from rlbatch.megatron.gradients import GradientMemory
 from rlbatch.megatron.model import build_model, transformer_config
 from rlbatch.megatron.names import canonical_tensors
@@ -60,6 +62,7 @@ class Trainer:
         self.schedule = build_schedule(self.optimizer, config.optimizer, config.train.steps)
         self._map = ParameterMap(family, parallel.weight_groups())
         self._gradients = GradientMemory(self._chunks, self.optimizer)
+        self._finite = FiniteCheck(self.params, self._map.origin, self.optimizer)
         self._reference: dict[str, Tensor] = {}
         self.policy_version = 0
         offload.attach(self)
@@ -169,16 +172,38 @@ class Trainer:
 
         Returns:
             ``SUMS`` over all ranks (as sums), ``grad_norm`` and ``lr``.
+
+        Raises:
+            NotFinite: on every rank, the loss or a gradient is not finite; nothing was changed.
+            ModelError: on every rank, the optimizer made a weight that is not finite.
         """
-        sums = self.backward(microbatches, objective, denominator)
-        succeeded, grad_norm, _ = self.optimizer.step()
-        if not succeeded:
-            raise ModelError(f"update {self.policy_version + 1}: gradients are not finite. Lower optimizer.lr, or look at the rewards.")
+        sums, values = self._backward(microbatches, objective, denominator)
+        norm = norm_of_all(self._gradients.shards())
+        if any_rank(not norm < MAX_GRADIENT_NORM or not all(map(math.isfinite, sums.values()))):
+            where = "" if norm < MAX_GRADIENT_NORM else f" (the backward pass came first to {self._finite.first_gradient()})"
+            raise NotFinite(f"its loss is {sums['loss']:.6g}, its gradient norm {norm:.6g}{where}", find_token(values))
+        _, grad_norm, _ = self.optimizer.step()  # Megatron says that it failed only where it scales losses
         self.policy_version += 1
-        return sums | {"grad_norm": float(grad_norm), "lr": float(self.optimizer.param_groups[0]["lr"])}
+        lr = float(self.optimizer.param_groups[0]["lr"])
+        if broken := self.not_finite():
+            raise ModelError(
+                f"optimizer.lr={self._config.optimizer.lr:g}: weights must stay finite, update {self.policy_version} at a learning rate of "
+                f"{lr:g} made others: {broken}. None of them was saved or sent. Lower optimizer.lr, and go on from the last checkpoint."
+            )
+        return sums | {"grad_norm": float(grad_norm), "lr": lr}
+
+    def not_finite(self, *, with_optimizer: bool = False) -> str:
+        """The first weight (or value of the optimizer) that is infinite or NaN, in words, the same on every rank; empty: there is none."""
+        return self._finite.broken(with_optimizer=with_optimizer)
 
     def backward(self, microbatches: Sequence[Microbatch], objective: Objective, denominator: float) -> dict[str, float]:
         """Forward and backward of ``update``, without the optimizer's step; returns ``SUMS`` over all ranks."""
+        return self._backward(microbatches, objective, denominator)[0]
+
+    def _backward(
+        self, microbatches: Sequence[Microbatch], objective: Objective, denominator: float
+    ) -> tuple[dict[str, float], list[tuple[Mapping[str, Tensor], Tensor]]]:
+        """``backward``, and for each microbatch what this rank's losses were made of, with its positions in the pack."""
         self._gradients.restore()
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
@@ -186,14 +211,17 @@ class Trainer:
         packs = self._shifted(microbatches)
 
         def loss_of(pack: ShiftedPack, output: Tensor) -> tuple[Tensor, Tensor, Any]:
-            loss, sums = objective(output[0], output[1], pack.microbatch, denominator)
-            return loss, torch.tensor(0, dtype=torch.int), sums
+            part = objective(output[0], output[1], pack.microbatch, denominator)
+            return part.loss, torch.tensor(0, dtype=torch.int), part
 
-        outputs = self._run(packs, [partial(loss_of, pack) for pack in packs], forward_only=False)
-        sums = torch.stack(outputs).sum(0) if outputs else torch.zeros(len(SUMS), dtype=torch.float64, device=self._device)
+        parts: list[Part] = self._run(packs, [partial(loss_of, pack) for pack in packs], forward_only=False)
+        sums = (
+            torch.stack([part.sums for part in parts]).sum(0) if parts else torch.zeros(len(SUMS), dtype=torch.float64, device=self._device)
+        )
         dist.all_reduce(sums, group=parallel.dp_cp_group())
         self._broadcast_from_last_stage(sums)
-        return dict(zip(SUMS, sums.tolist(), strict=True))
+        values = [(part.values, pack.target_positions) for part, pack in zip(parts, packs, strict=bool(parts))]
+        return dict(zip(SUMS, sums.tolist(), strict=True)), values
 
     def next_learning_rate(self) -> None:
         """Advances the schedule by one step; its updates share the rate."""

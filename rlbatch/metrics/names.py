@@ -33,6 +33,11 @@ _DEFINED = (
     Tag("response/length_mean", "tokens", "Mean response length, the stop token included."),
     Tag("response/length_max", "tokens", "Longest response."),
     Tag("response/clip_ratio", "share", "Responses that were cut at rollout.max_response_tokens."),
+    Tag(
+        "train/skipped_updates",
+        "1",
+        "Updates that were not made, as loss, gradients or log-probs were not finite (train.on_nonfinite=skip).",
+    ),
     Tag("train/loss", "1", "What the optimizer minimises, mean over the step's updates."),
     Tag("train/ppo_kl", "nats", "Mean of old less current log-prob: how far the step's updates moved the policy."),
     Tag("train/kl", "nats", "KL to the reference model (algorithm.kl_kind), mean over sampled tokens; only if the reference is loaded."),

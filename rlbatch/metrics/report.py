@@ -34,6 +34,8 @@ class Summary:
         tokens_per_s: All tokens of all steps over the time of the steps.
         sync_median_s: Median of ``time/sync_s`` over the steps.
         rollout_logprob_diff: ``train/rollout_logprob_diff_mean`` of the last step.
+        skipped_updates: Sum of ``train/skipped_updates`` over the steps.
+        steps_without_signal: Steps whose advantages were all 0.
         phase_seconds: Sum of each ``time/`` tag over the steps.
         first_error: What ended the run: the failure that was reported first; null if none.
     """
@@ -48,6 +50,8 @@ class Summary:
     tokens_per_s: float | None = None
     sync_median_s: float | None = None
     rollout_logprob_diff: float | None = None
+    skipped_updates: int = 0
+    steps_without_signal: int = 0
     phase_seconds: dict[str, float] = field(default_factory=dict)
     first_error: Mapping[str, Any] | None = None
 
@@ -88,6 +92,8 @@ class RunReport:
             self._sync_s.append(metrics["time/sync_s"])
             summary.sync_median_s = median(self._sync_s)
         summary.rollout_logprob_diff = metrics.get("train/rollout_logprob_diff_mean", summary.rollout_logprob_diff)
+        summary.skipped_updates += int(metrics.get("train/skipped_updates", 0))
+        summary.steps_without_signal += metrics.get("advantage/abs_mean") == 0
         self.measure(metrics)
 
     def measure(self, metrics: Mapping[str, float]) -> None:

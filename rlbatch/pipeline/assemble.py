@@ -25,6 +25,7 @@ from rlbatch.pipeline.embedded import write_random_weights
 from rlbatch.pipeline.engine_model import write_engine_folder
 from rlbatch.pipeline.engine_ranks import engine_ranks
 from rlbatch.pipeline.first_rank import on_first_rank
+from rlbatch.pipeline.guard import Guard
 from rlbatch.pipeline.job import Job
 from rlbatch.pipeline.loading import load_policy, weights_source
 from rlbatch.pipeline.model_folder import end_tokens, load_tokenizer
@@ -141,6 +142,7 @@ def assemble(
         order=PromptOrder(len(train), config.seed),
         eval_prompts=held_out,
         needs_reference=needs_reference,
+        guard=Guard(config.train, announce),
         quantises=quantization == "fp8",
     )
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from rlbatch.checkpoint.export import ExportForm
+from rlbatch.api import CheckpointError
+from rlbatch.checkpoint.export import ExportForm, NamedTensor
+from rlbatch.checkpoint.finite import count_not_finite
 from rlbatch.checkpoint.hf import HfTensors, HfWriter
 from rlbatch.config.hf_config import read_config
 from rlbatch.pipeline.job import Job
@@ -44,6 +47,17 @@ def _write(job: Job, draft: Path) -> None:
     form = ExportForm(job.family, job.config.checkpoint.export_dtype, read_config(job.hf_folder), HfTensors(source) if source else None)
     writer = HfWriter(draft, like=job.hf_folder, config=form.config())
     for name, tensor in job.trainer.export():
-        writer.write(form.encode(name, tensor))
-    writer.write(form.carried())
+        writer.write(_checked(form.encode(name, tensor)))
+    writer.write(_checked(form.carried()))
     writer.close()
+
+
+def _checked(tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+    """Weights are finite as they are trained; the type that they are written in may be too small."""
+    for name, tensor in tensors:
+        if count := count_not_finite(tensor.contiguous()):
+            raise CheckpointError(
+                f"checkpoint.export_dtype: {name} has {count} of {tensor.numel()} values that are infinite or NaN in {tensor.dtype}. "
+                "Use checkpoint.export_dtype=bf16, or correct the folder that it is carried from."
+            )
+        yield name, tensor

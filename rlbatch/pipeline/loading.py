@@ -9,6 +9,7 @@ from rlbatch.api import DataError, ModelError
 from rlbatch.checkpoint import run_folder, torch_dist
 from rlbatch.checkpoint.hf import HfTensors
 from rlbatch.checkpoint.identity import model_changes, model_identity
+from rlbatch.checkpoint.reading import Reading
 from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import Config
 from rlbatch.megatron.checkpoint import load_weights
@@ -54,11 +55,13 @@ def _load_weights(trainer: Trainer, key: str, folder: Path, hf_folder: Path, ann
     state = on_first_rank(lambda: _check_weights(key, folder, hf_folder))
     if state is not None:
         load_weights(trainer, state)
-        return
-    tensors = HfTensors(folder)
-    transfer = Transfer(f"reading {folder} (rank 0's share)", trainer.weight_bytes, announce)
-    trainer.load(tensors.source, tensors.names(), transfer.add)
-    transfer.close()
+    else:
+        tensors = HfTensors(folder, Reading(finite=True))
+        transfer = Transfer(f"reading {folder} (rank 0's share)", trainer.weight_bytes, announce)
+        trainer.load(tensors.source, tensors.names(), transfer.add)
+        transfer.close()
+    if broken := trainer.not_finite():
+        raise DataError(f"{key}={folder}: has what is infinite or NaN in training: {broken}. Name another checkpoint or folder.")
 
 
 def _check_weights(key: str, folder: Path, hf_folder: Path) -> Path | None:

@@ -118,6 +118,7 @@ def _run_steps(job: Job, log: RunLog, checkpoints: Checkpoints, resumed: Resumed
         check_tags(metrics)
         log.record(StepResult(step, result.policy_version, metrics))
         log.samples(step, _all_rows(step, groups, advantages))
+        job.guard.end_step(step, result.metrics)
         # Last: a run that goes on from this checkpoint does not do the step again, so all of it must have been written.
         save_interval = config.checkpoint.save_interval
         is_due = save_interval >= 0 and _is_due(step, save_interval, steps)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlbatch.api import RolloutError
+from rlbatch.api import PluginError, RolloutError
 from rlbatch.config.schema import Config
 from rlbatch.megatron import parallel
 from rlbatch.metrics import mfu
@@ -20,27 +20,40 @@ from rlbatch.pipeline.rollout import Work
 from rlbatch.pipeline.updates import Update
 
 GIB = 2**30
+TOLERANCE = 1e-6
+"""Of a mean of zeros and ones."""
 
 
-def samples(batch: Batch, advantages: Sequence[Tensor]) -> dict[str, float]:
-    """Rewards, advantages and responses of the step."""
-    rewards, lengths, flat = batch.rewards, batch.response_lengths.float(), torch.cat(list(advantages))
-    return {
+def samples(batch: Batch, advantages: Sequence[Tensor] | None) -> dict[str, float]:
+    """Rewards, advantages (if there are any) and responses of the step."""
+    rewards, lengths = batch.rewards, batch.response_lengths.float()
+    metrics = {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std(correction=0)),
         "reward/min": float(rewards.min()),
         "reward/max": float(rewards.max()),
-        "advantage/mean": float(flat.mean()),
-        "advantage/abs_mean": float(flat.abs().mean()),
         "response/length_mean": float(lengths.mean()),
         "response/length_max": float(lengths.max()),
         "response/clip_ratio": float(batch.truncated.float().mean()),
     }
+    if advantages is None:
+        return metrics
+    flat = torch.cat(list(advantages)).double()
+    return metrics | {"advantage/mean": float(flat.mean()), "advantage/abs_mean": float(flat.abs().mean())}
 
 
-def updates(results: Sequence[Mapping[str, float]], batch: Batch, *, with_kl: bool) -> dict[str, float]:
-    """Means over the step's updates; ``results`` are what ``Trainer.update`` returned."""
-    tokens = float(batch.response_lengths.sum())
+def updates(made: Sequence[tuple[Update, Mapping[str, float]]], planned: int, *, with_kl: bool) -> dict[str, float]:
+    """Means over the step's updates.
+
+    Args:
+        made: Those that were made, with what ``Trainer.update`` returned.
+        planned: How many the step has.
+        with_kl: Whether the KL was measured.
+    """
+    skipped = {"train/skipped_updates": float(planned - len(made))}
+    if not made:
+        return skipped
+    tokens, results = float(sum(update.tokens for update, _ in made)), [result for _, result in made]
 
     def per_token(name: str) -> float:
         return sum(result[name] for result in results) / tokens
@@ -56,7 +69,7 @@ def updates(results: Sequence[Mapping[str, float]], batch: Batch, *, with_kl: bo
         "train/grad_norm": per_update("grad_norm"),
         "train/lr": results[-1]["lr"],
     }
-    return metrics | ({"train/kl": per_token("kl")} if with_kl else {})
+    return skipped | metrics | ({"train/kl": per_token("kl")} if with_kl else {})
 
 
 def logprob_difference(job: Job, planned: Sequence[Update]) -> dict[str, float]:
@@ -81,11 +94,25 @@ def check_logprob_difference(config: Config, metrics: Mapping[str, float]) -> No
     Raises:
         RolloutError: with both numbers.
     """
-    limit, mean = config.rollout.max_logprob_diff, metrics["train/rollout_logprob_diff_mean"]
+    limit, mean = config.rollout.max_logprob_diff, metrics.get("train/rollout_logprob_diff_mean", 0.0)
     if limit is not None and not mean <= limit:
         raise RolloutError(
             f"rollout.max_logprob_diff={limit:g}: trainer and engine differ by {mean:.3g} nats on average. Check rollout.sync_weights and "
             "that the engine supports this model exactly; raise the limit if its precision is lower."
+        )
+
+
+def check_clip_fraction(config: Config, metrics: Mapping[str, float]) -> None:
+    """Refuses what a policy loss says of its clipping, if that cannot be.
+
+    Raises:
+        PluginError: with the number.
+    """
+    share = metrics.get("train/clip_fraction", 0.0)
+    if not -TOLERANCE <= share <= 1 + TOLERANCE:
+        raise PluginError(
+            f"algorithm.loss={config.algorithm.loss}: clipped is {share:.6g} on average, must be from 0 to 1. "
+            "Return 1 where the clip removed the gradient, else 0."
         )
 
 

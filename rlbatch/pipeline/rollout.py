@@ -272,14 +272,15 @@ class Rollout:
         return SampleGroup(prompt, [self._sample(prompt, i, c, text) for i, (c, text) in enumerate(zip(completions, texts, strict=True))])
 
     def _sample(self, prompt: Prompt, index: int, completion: Completion, text: str) -> Sample:
-        if (
-            not completion.token_ids
-            or len(completion.token_ids) != len(completion.logprobs)
-            or not all(map(math.isfinite, completion.logprobs))
-        ):
+        which = f"rollout={self._config.rollout.name}: prompt {prompt.prompt_id} sample {index} has"
+        tokens, logprobs = completion.token_ids, completion.logprobs
+        if not tokens or len(tokens) != len(logprobs):
+            raise RolloutError(f"{which} {len(tokens)} tokens and {len(logprobs)} log-probs; every token needs one. Mend the backend.")
+        broken = [place for place, value in enumerate(logprobs) if not math.isfinite(value)]
+        if broken:
             raise RolloutError(
-                f"rollout={self._config.rollout.name}: prompt {prompt.prompt_id} sample {index} has {len(completion.token_ids)} tokens and "
-                f"{len(completion.logprobs)} log-probs; every token needs a finite one. Mend the backend."
+                f"{which} the log-prob {logprobs[broken[0]]} at token {broken[0]}, by policy version {self._version}; must be finite. The "
+                "weights that the engine was sent are: if train/grad_norm grew without end, lower optimizer.lr; else mend the backend."
             )
         before = len(prompt.token_ids)
         return Sample(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from functools import partial
 from zlib import crc32
 
@@ -14,8 +15,10 @@ from rlbatch.algorithms.advantages import advantage_inputs, token_advantages
 from rlbatch.algorithms.kl import kl_penalty
 from rlbatch.api import Microbatch, PluginError, SampleGroup, StepResult
 from rlbatch.megatron import parallel
+from rlbatch.megatron.finite import NotFinite
 from rlbatch.metrics.clock import PhaseClock
 from rlbatch.pipeline import measure
+from rlbatch.pipeline.blame import Blame
 from rlbatch.pipeline.exchange import Batch, all_gather_ragged, exchange
 from rlbatch.pipeline.job import Job
 from rlbatch.pipeline.recovery import generate
@@ -45,33 +48,57 @@ def train_step(job: Job, step: int) -> tuple[StepResult, list[SampleGroup], list
     with clock.phase("exchange"):
         batch = exchange(groups, mine)
         updates = plan_updates(batch, config, parallel.dp_rank(), parallel.dp_size())
-        names = partial(batch.name, prompts=prompts)
+        blame = Blame(batch, partial(batch.name, prompts=prompts))
 
     with job.offload.training():
-        with clock.phase("logprobs"):
-            _add_logprobs(job, updates)
-        with clock.phase("exchange"):
-            advantages = _advantages(job, batch, updates, names)
-            updates = [update.with_advantages(advantages) for update in updates]
-        with clock.phase("update"):
-            job.trainer.next_learning_rate()
-            results = [
-                job.trainer.update([pack.microbatch for pack in update.packs], job.objective, update.denominator) for update in updates
-            ]
+        advantages, made = _train(job, step, updates, blame, clock)
 
     metrics = (
         measure.samples(batch, advantages)
-        | measure.updates(results, batch, with_kl=job.needs_reference)
-        | measure.logprob_difference(job, updates)
+        | measure.updates(made, len(updates), with_kl=job.needs_reference)
+        | ({} if advantages is None else measure.logprob_difference(job, updates))
         | measure.generation(job)
         | measure.speed(job, batch, clock)
         | measure.memory(clock)
     )
     measure.check_logprob_difference(config, metrics)
+    measure.check_clip_fraction(config, metrics)
     job.stopping.step_done()
-    own = torch.isin(batch.group_ids, torch.tensor(list(mine))).tolist()
-    shown = [float(values.mean()) for values, is_own in zip(advantages, own, strict=True) if is_own]
+    own = torch.isin(batch.group_ids, torch.tensor(list(mine))).nonzero().flatten().tolist()
+    shown = [math.nan if advantages is None else float(advantages[i].mean()) for i in own]
     return StepResult(step, job.trainer.policy_version, metrics), groups, shown
+
+
+def _train(
+    job: Job, step: int, updates: Sequence[Update], blame: Blame, clock: PhaseClock
+) -> tuple[list[Tensor] | None, list[tuple[Update, dict[str, float]]]]:
+    """Everything from log-probs to weights. An update whose values are not finite is not made: the run ends, or passes over it.
+
+    Returns:
+        [R_i] for each of the N samples: advantages, or None if log-probs are not finite; and each update that was made, with what
+        ``Trainer.update`` returned.
+    """
+    with clock.phase("logprobs"):
+        _add_logprobs(job, updates)
+        broken = blame.broken_logprobs(updates)
+    with clock.phase("exchange"):
+        advantages = None if broken else _advantages(job, blame, updates)
+    made = []
+    with clock.phase("update"):
+        job.trainer.next_learning_rate()
+        if advantages is None:
+            job.guard.pass_over(f"log-probs of step {step} must be finite: {broken}", len(updates))
+            return None, []
+        for number, update in enumerate((update.with_advantages(advantages) for update in updates), start=1):
+            try:
+                result = job.trainer.update([pack.microbatch for pack in update.packs], job.objective, update.denominator)
+            except NotFinite as error:
+                which = f"update {number} of {len(updates)} of step {step} must be finite, {error.found}"
+                job.guard.pass_over(f"{which}: {blame.first(update, error.token)}")
+            else:
+                job.guard.updated()
+                made.append((update, result))
+    return advantages, made
 
 
 def _add_logprobs(job: Job, updates: Sequence[Update]) -> None:
@@ -85,16 +112,16 @@ def _add_logprobs(job: Job, updates: Sequence[Update]) -> None:
                 microbatch.ref_logprobs = values
 
 
-def _advantages(job: Job, batch: Batch, updates: Sequence[Update], names: Callable[[int], str]) -> list[Tensor]:
+def _advantages(job: Job, blame: Blame, updates: Sequence[Update]) -> list[Tensor]:
     """[R_i] for each of the N samples: one advantage a response token, estimated from all samples of the step.
 
     Raises:
         PluginError: on every rank, the estimator's answer is no advantage, or not the same on all ranks.
     """
-    algorithm, lengths = job.config.algorithm, batch.response_lengths
+    algorithm, batch, lengths = job.config.algorithm, blame.batch, blame.batch.response_lengths
     kl = _response_kl(job, batch, updates) if algorithm.kl_reward_coef else None
     inputs = advantage_inputs(batch.rewards, batch.group_ids, lengths, kl, algorithm.kl_reward_coef)
-    advantages = token_advantages(algorithm.advantage, job.estimator, inputs, names)
+    advantages = token_advantages(algorithm.advantage, job.estimator, inputs, blame.name)
     checksum = crc32(advantages.numpy().tobytes())
     least_and_most = torch.tensor([-checksum, checksum])
     dist.all_reduce(least_and_most, dist.ReduceOp.MAX)
@@ -113,7 +140,7 @@ def _response_kl(job: Job, batch: Batch, updates: Sequence[Update]) -> Tensor:
         mine |= update.by_sample([_kl(job.config.algorithm.kl_kind, pack.microbatch) for pack in update.packs])
     group = parallel.dp_group()
     owned = torch.cat(all_gather_ragged(torch.tensor(list(mine), dtype=torch.int64), group)).tolist()
-    values = torch.cat(all_gather_ragged(torch.cat([torch.empty(0), *mine.values()]), group))
+    values = torch.cat(all_gather_ragged(torch.cat([torch.empty(0, dtype=torch.float64), *mine.values()]), group))
     by_sample = dict(zip(owned, values.split([batch.lengths[i] for i in owned]), strict=True))
     return torch.cat([by_sample[i][batch.loss_mask[i] > 0] for i in range(len(batch.lengths))])
 
@@ -121,4 +148,4 @@ def _response_kl(job: Job, batch: Batch, updates: Sequence[Update]) -> Tensor:
 def _kl(kind: str, microbatch: Microbatch) -> Tensor:
     assert microbatch.old_logprobs is not None
     assert microbatch.ref_logprobs is not None
-    return kl_penalty(kind, microbatch.old_logprobs, microbatch.ref_logprobs)
+    return kl_penalty(kind, microbatch.old_logprobs.double(), microbatch.ref_logprobs.double())

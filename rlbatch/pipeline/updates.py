@@ -5,6 +5,7 @@ Every rank has the lengths of all samples, so every rank computes the same divis
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -36,15 +37,26 @@ class Update:
         samples: This rank's samples, as indices into the batch.
         packs: Of these samples; as many on every data-parallel rank, dummies included.
         denominator: Of the loss, over the samples of all ranks.
+        tokens: Sampled tokens, of all ranks.
     """
 
     samples: tuple[int, ...]
     packs: tuple[Pack, ...]
     denominator: float
+    tokens: int
 
     def with_advantages(self, advantages: Sequence[Tensor]) -> Update:
         """The update with the advantages (N tensors, of the whole batch) in its packs."""
         return replace(self, packs=tuple(with_advantages(self.packs, [advantages[i] for i in self.samples])))
+
+    def sample_at(self, pack: int, position: int) -> tuple[int, int] | None:
+        """Whose token it is, by index in the batch, and the token's place in the sample; None: a dummy's."""
+        item = self.packs[pack]
+        starts = item.microbatch.cu_seqlens.tolist()
+        sequence = bisect_right(starts, position) - 1
+        if sequence >= len(item.sample_indices):
+            return None
+        return self.samples[item.sample_indices[sequence]], position - starts[sequence]
 
     def by_sample(self, values: Sequence[Tensor]) -> dict[int, Tensor]:
         """[T] for each pack -> [L] for each sample, by its index in the batch."""
@@ -91,4 +103,4 @@ def _plan(batch: Batch, samples: list[int], config: Config, dp_rank: int, dp_siz
     masks = torch.cat([batch.loss_mask[i] for i in samples])
     bounds = pad(torch.tensor(lengths).cumsum(0), (1, 0))
     total = denominator(masks, bounds, config.algorithm.loss_aggregation)
-    return Update(tuple(mine), tuple(pad_with_dummies(packs, most_packs, multiple)), total)
+    return Update(tuple(mine), tuple(pad_with_dummies(packs, most_packs, multiple)), total, int(masks.sum()))

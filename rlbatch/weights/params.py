@@ -77,6 +77,18 @@ class ParameterMap:
                 self._fill(param, entry.mapping, hf_names(entry.mapping, entry.layer), read, self._groups.tp)
                 loaded(param.nbytes)
 
+    def origin(self, name: str, local_expert: int = 0) -> tuple[int | None, str]:
+        """Layer and Hugging Face names of a Megatron tensor; of a stack of experts, those of one of this rank's.
+
+        Args:
+            name: Global, in Megatron's model.
+            local_expert: Its place in the stack.
+        """
+        entry = next(entry for entry in self._entries if entry.name == name)
+        experts = self._family.num_experts // self._groups.ep.size()
+        expert = self._groups.ep.rank() * experts + local_expert if is_expert(entry.mapping) else None
+        return entry.layer, " + ".join(hf_names(entry.mapping, entry.layer, expert))
+
     def names(self) -> list[str]:
         """The Hugging Face name of every tensor that the mappings make."""
         return list(trained_names(self._family))

@@ -32,5 +32,5 @@ def test_integers_are_finite() -> None:
 def test_refused() -> None:
     """With the place and the number."""
     check_finite(torch.ones(4), "file: weight")
-    with pytest.raises(DataError, match=r"^file: weight: 2 of 4 values are infinite or NaN\. Download the file again, or take them with"):
+    with pytest.raises(DataError, match=r"^file: weight: 2 of 4 values are infinite or NaN\. Download the file again; "):
         check_finite(torch.tensor([[1.0, torch.nan], [-torch.inf, 0.0]]), "file: weight")

@@ -42,7 +42,7 @@ def test_a_summary_exists_from_the_start(tmp_path: Path) -> None:
     summary = read(tmp_path)
     assert set(summary) == {
         "status", "steps", "seconds", "reward_start", "reward_end", "eval_reward_start", "eval_reward", "tokens_per_s",
-        "sync_median_s", "rollout_logprob_diff", "phase_seconds", "first_error",
+        "sync_median_s", "rollout_logprob_diff", "skipped_updates", "steps_without_signal", "phase_seconds", "first_error",
     }  # fmt: skip
     assert (summary["status"], summary["steps"], summary["reward_start"], summary["first_error"]) == ("running", 0, None, None)
 
@@ -51,11 +51,31 @@ def test_a_run_is_summed_up(tmp_path: Path) -> None:
     """First and last rewards, the last log-prob difference, tokens over time (not the mean of rates), sums of phases, the median sync."""
     report = RunReport(tmp_path)
     report.record(step(0, reward__eval=0.1))
-    report.record(step(1, reward__mean=0.2, perf__tokens_per_s=100.0, time__step_s=1.0, time__rollout_s=0.75, time__sync_s=9.0))
+    report.record(
+        step(
+            1,
+            reward__mean=0.2,
+            perf__tokens_per_s=100.0,
+            time__step_s=1.0,
+            time__rollout_s=0.75,
+            time__sync_s=9.0,
+            train__skipped_updates=2.0,
+        )
+    )
     report.record(step(2, reward__mean=0.9, perf__tokens_per_s=200.0, time__step_s=3.0, time__rollout_s=1.0, time__sync_s=0.5))
     running = read(tmp_path)
     assert (running["steps"], running["status"], running["eval_reward"]) == (2, "running", 0.1)
-    report.record(step(3, reward__mean=0.5, reward__eval=0.8, time__sync_s=0.25, train__rollout_logprob_diff_mean=0.0625))
+    report.record(
+        step(
+            3,
+            reward__mean=0.5,
+            reward__eval=0.8,
+            time__sync_s=0.25,
+            train__rollout_logprob_diff_mean=0.0625,
+            train__skipped_updates=1.0,
+            advantage__abs_mean=0.0,
+        )
+    )
     report.finish("finished")
     summary = read(tmp_path)
     assert summary.pop("seconds") >= 0
@@ -69,6 +89,8 @@ def test_a_run_is_summed_up(tmp_path: Path) -> None:
         "tokens_per_s": 175.0,
         "sync_median_s": 0.5,
         "rollout_logprob_diff": 0.0625,
+        "skipped_updates": 3,
+        "steps_without_signal": 1,
         "phase_seconds": {"step": 4.0, "rollout": 1.75, "sync": 9.75},
         "first_error": None,
     }
@@ -113,7 +135,7 @@ def test_docs_show_every_key() -> None:
     summary, _, samples = tail.partition("## samples")
     assert re.findall(r"^\| `(\w+)` \|", summary, flags=re.MULTILINE) == [
         "status", "steps", "seconds", "reward_start", "reward_end", "eval_reward_start", "eval_reward", "tokens_per_s",
-        "sync_median_s", "rollout_logprob_diff", "phase_seconds", "first_error",
+        "sync_median_s", "rollout_logprob_diff", "skipped_updates", "steps_without_signal", "phase_seconds", "first_error",
     ]  # fmt: skip
     assert {field.name for field in fields(Summary)} == set(re.findall(r"^\| `(\w+)` \|", summary, flags=re.MULTILINE))
     table = "".join(re.findall(r"^(\| `.*?) \|", samples, flags=re.MULTILINE))

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from rlbatch.algorithms.objective import Objective
-from rlbatch.api import PluginError, PolicyLossInputs, PolicyLossOutputs, RolloutError
+from rlbatch.api import PluginError, PolicyLossInputs, PolicyLossOutputs, RlbatchError, RolloutError
 from rlbatch.config.compose import compose
 from rlbatch.config.schema import EMBEDDED, Config
 from rlbatch.launch.environment import RankInfo
@@ -196,3 +196,41 @@ def estimated_differently(config: Config, run_dir: str) -> str:
     except PluginError as error:
         return str(error)
     return ""
+
+
+def not_finite(config: Config, run_dir: str, what: str, count: int) -> tuple[list[dict[str, float]], list[str], str, bool]:
+    """Steps in which one value is NaN on the last rank: of the policy loss (``loss``) after a while, or of the second step's log-probs.
+
+    Returns:
+        Metrics, what was told, the error that ended them, and whether the last error or step left all weights finite.
+    """
+    told: list[str] = []
+    job = job_of(config, run_dir)
+    job.guard.announce = told.append
+    is_there, calls = dist.get_rank() == dist.get_world_size() - 1, iter(range(10**6))
+    policy_loss, logprobs = job.objective.policy_loss, job.trainer.logprobs
+
+    def broken_loss(inputs: PolicyLossInputs) -> PolicyLossOutputs:
+        outputs = policy_loss(inputs)
+        places = (inputs.old_logprobs != 0).nonzero()
+        if not is_there or not len(places) or next(calls) < 3:
+            return outputs
+        return replace(outputs, losses=outputs.losses * torch.ones_like(outputs.losses).index_fill(0, places[0], torch.nan))
+
+    def broken_logprobs(microbatches: Any) -> list[torch.Tensor]:
+        values = logprobs(microbatches)
+        if is_there and next(calls) == 1:
+            values[0][microbatches[0].loss_mask.argmax()] = torch.nan
+        return values
+
+    if what == "loss":
+        job = replace(job, objective=Objective(config.algorithm, broken_loss))
+    else:
+        job.trainer.logprobs = broken_logprobs
+    metrics, error = [], ""
+    try:
+        for step in range(1, 1 + count):
+            metrics += run_steps(job, 1, first=step).metrics
+    except RlbatchError as raised:
+        error = str(raised)
+    return metrics, told, error, not job.trainer.not_finite()

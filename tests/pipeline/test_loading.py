@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 
 from rlbatch.api import DataError, ModelError
-from rlbatch.pipeline.loading import _check_weights
+from rlbatch.config.schema import LayoutConfig
+from rlbatch.pipeline.loading import _check_weights, _load_weights
 from tests import tiny_models
 from tests.convert.test_dist import run
+from tests.megatron.gradients import build_trainer
+
+BROKEN = "model.layers.1.mlp.down_proj.weight"
 
 
 @pytest.fixture(scope="module")
@@ -61,3 +65,29 @@ def test_unfinished_conversions(hf: Path, converted: Path, tmp_path: Path) -> No
     (folder / ".metadata").unlink()
     with pytest.raises(DataError, match="is neither a checkpoint"):
         _check_weights("checkpoint.load", folder, hf)
+
+
+def loaded(folder: str, value: float) -> str:
+    """What is said of a folder in which one value is not finite, or not in the trainer's bf16."""
+    from safetensors.torch import load_file, save_file
+
+    path = Path(folder) / "model.safetensors"
+    tensors = load_file(path)
+    tensors[BROKEN][3, 2] = value
+    save_file(tensors, path, {"format": "pt"})
+    trainer = build_trainer(Path(folder), LayoutConfig(world_size=1), precision="bf16")
+    try:
+        _load_weights(trainer, "model.hf", Path(folder), Path(folder), lambda text: None)
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 3.4e38])
+def test_weights_that_are_not_finite(value: float, rank_pool, tmp_path: Path) -> None:
+    """Infinite or NaN in the file, or too large for the trainer's precision: refused with the tensor's name."""
+    folder = tiny_models.saved(tiny_models.qwen2(), tmp_path / "model")
+    [message] = rank_pool(1).run(loaded, str(folder), value)
+    assert str(folder) in message
+    assert BROKEN in message
+    assert "infinite or NaN" in message

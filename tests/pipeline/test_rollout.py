@@ -102,7 +102,10 @@ GOOD = Completion([5], [-0.1], "stop")
         ([[GOOD] * 8, [GOOD] * 7], r"rollout=fake: must answer 8 samples for each of 2 prompts"),
         ([[GOOD] * 8, [GOOD] * 7 + [Completion([], [], "stop")]], r"prompt 9 sample 7 has 0 tokens and 0 log-probs"),
         ([[GOOD] * 8, [GOOD] * 7 + [Completion([5, 6], [-0.1], "stop")]], r"prompt 9 sample 7 has 2 tokens and 1 log-probs"),
-        ([[GOOD] * 8, [GOOD] * 7 + [Completion([5], [float("nan")], "stop")]], r"prompt 9 sample 7 .* every token needs a finite one"),
+        (
+            [[GOOD] * 8, [GOOD] * 7 + [Completion([5], [float("nan")], "stop")]],
+            r"prompt 9 sample 7 has the log-prob nan at token 0, .* must be finite",
+        ),
     ],
 )
 def test_wrong_answers_are_refused(answer: Any, message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,37 @@ def test_an_estimator_that_differs_between_ranks_is_refused(run_dir: Path, rank_
     """Ranks that share a model would train it on different advantages: every rank says so."""
     for message in rank_pool(2).run(steps.estimated_differently, small_config("ep2"), str(run_dir)):
         assert message.startswith("algorithm.advantage=grpo: ranks got different advantages for the same samples.")
+
+
+SAMPLE = r"prompt \d+ sample \d \(reward [\d.]+\) has at token \d+ "
+
+
+@pytest.mark.parametrize("layout", ["dp2", "ep2", "pp2"])
+def test_a_loss_that_is_not_finite_ends_the_run(layout: str, run_dir: Path, rank_pool) -> None:
+    """NaN on one rank: every rank says the same, with update, sample, reward, token and whose value it is; the weights are finite."""
+    answers = rank_pool(2).run(steps.not_finite, small_config(layout), str(run_dir), "loss", 3)
+    assert len({error for *_, error, _ in answers}) == 1
+    for _, _, error, is_finite in answers:
+        assert re.match(
+            rf"train\.on_nonfinite=stop: update \d of 2 of step \d must be finite, its loss is nan, .*: {SAMPLE}log-prob .*, loss nan: ",
+            error,
+        )
+        assert "algorithm.loss gave the last" in error
+        assert is_finite
+
+
+@pytest.mark.parametrize(("what", "skipped"), [("loss", 4), ("log-prob", 2)])
+def test_what_is_not_finite_can_be_left_out(what: str, skipped: int, run_dir: Path, rank_pool) -> None:
+    """Updates that are left out are told and counted, and the others are made; NaN log-probs leave out the step's; then the run goes on."""
+    config = small_config("ep2", "train.on_nonfinite=skip", "rollout.max_logprob_diff=1")
+    for metrics, told, error, is_finite in rank_pool(2).run(steps.not_finite, config, str(run_dir), what, 3):
+        assert (error, is_finite, len(metrics)) == ("", True, 3)
+        counts = [int(step["train/skipped_updates"]) for step in metrics]
+        assert 6 > sum(counts) >= skipped
+        assert all(("train/loss" in step) == (count < 2) for step, count in zip(metrics, counts, strict=True))
+        assert re.match(
+            rf"train\.on_nonfinite=skip: .* of step \d must be finite.*: {SAMPLE}.*{what} nan: .* gave the last: left out$", told[0]
+        )
 
 
 @pytest.fixture(scope="module")

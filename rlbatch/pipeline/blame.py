@@ -1,0 +1,77 @@
+"""Which sample a value that is not finite comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlbatch.api import Microbatch
+from rlbatch.megatron.finite import Token, any_rank, find_token, gathered
+from rlbatch.pipeline.exchange import Batch
+from rlbatch.pipeline.updates import Update
+
+OF_THE_LOSS = ("loss", "derivative of the loss", "clipped")
+"""What a policy loss makes, of what is finite."""
+
+
+@dataclass(frozen=True)
+class Blame:
+    """Finds the sample of a value, among those of a step.
+
+    Attributes:
+        batch: All.
+        name: Of a sample, by its index.
+    """
+
+    batch: Batch
+    name: Callable[[int], str]
+
+    def first(self, update: Update, token: Token | None) -> str:
+        """The sample that was rather the cause, of what every rank found, in words; a collective.
+
+        Args:
+            update: Whose packs the token is in.
+            token: Of this rank; None: it found none.
+        """
+        answers = [answer for answer in gathered(None if token is None else self._words(update, token)) if answer]
+        return str(min(answers)[-1]) if answers else "no sample computes it"
+
+    def broken_logprobs(self, updates: Sequence[Update]) -> str:
+        """The first sample with a log-prob that is not finite, in words; empty: none has. A collective."""
+        found = None
+        for update in updates:
+            token = find_token([_logprobs(pack.microbatch) for pack in update.packs])
+            if token is not None and token.broken:
+                found = self._words(update, token)
+                break
+        if not any_rank(found is not None):
+            return ""
+        return str(min(answer for answer in gathered(found) if answer)[-1])
+
+    def _words(self, update: Update, token: Token) -> tuple[Any, ...] | None:
+        """Comparable over ranks; ends with the text."""
+        place = update.sample_at(token.pack, token.position)
+        if place is None:
+            return None
+        sample, position = place
+        told = [f"{name} {value:.6g}" for name, value in token.values.items()]
+        last = list(token.values).index(token.broken) if token.broken else len(told)
+        if not token.broken:
+            gave = "the largest, all losses are finite"
+        else:
+            gave = f"{'algorithm.loss' if token.broken in OF_THE_LOSS else 'a forward pass'} gave the last"
+        who = f"{self.name(sample)} (reward {float(self.batch.rewards[sample]):.6g}) has at token {position}"
+        return (*token.rank, sample, position, f"{who} {', '.join(told[: last + 1])}: {gave}")
+
+
+def _logprobs(microbatch: Microbatch) -> tuple[Mapping[str, Tensor], Tensor]:
+    named = {
+        "rollout log-prob": microbatch.rollout_logprobs,
+        "log-prob": microbatch.old_logprobs,
+        "reference log-prob": microbatch.ref_logprobs,
+    }
+    return {name: values for name, values in named.items() if values is not None}, torch.arange(len(microbatch.token_ids))
