@@ -10,6 +10,12 @@ from rlbatch.config.schema import AlgorithmConfig, CheckpointConfig, Config, Lay
 GROUP_RELATIVE = ("grpo", "dr_grpo", "opo", "rloo", "reinforce_plus_plus_baseline")
 """Advantage estimators of ours that are 0 or undefined for a group of one sample."""
 
+SMALLEST = 1e-30
+"""Of rates that float32 multiplies with."""
+COLDEST = 1e-3
+"""Temperature above 0: below, differences of logits are certainties."""
+DEFAULTS = {"lr": OptimizerConfig().lr, "clip_grad": OptimizerConfig().clip_grad}
+
 
 def check_config(config: Config) -> None:
     """Refuses values that cannot be right.
@@ -32,6 +38,10 @@ def check_config(config: Config) -> None:
 
 
 def _check_train(train: TrainConfig) -> None:
+    if 0 < train.eval_temperature < COLDEST:
+        raise ConfigError(
+            f"train.eval_temperature={train.eval_temperature}: must be 0, or {COLDEST:g} or more: logits are divided by it. Use 0."
+        )
     prompts, updates = train.prompts_per_step, train.updates_per_step
     if prompts % updates:
         near = [count for count in range(1, prompts + 1) if prompts % count == 0]
@@ -55,6 +65,17 @@ def _check_optimizer(optimizer: OptimizerConfig) -> None:
         raise ConfigError(
             f"optimizer.min_lr={optimizer.min_lr}: must be at most optimizer.lr ({optimizer.lr}), where the schedule starts. "
             f"Use optimizer.min_lr={optimizer.lr} or less."
+        )
+
+    for name, value in (("lr", optimizer.lr), ("clip_grad", optimizer.clip_grad)):
+        if 0 < value < SMALLEST:
+            raise ConfigError(
+                f"optimizer.{name}={value}: must be 0, or {SMALLEST:g} or more: float32 makes it 0. Use e.g. {DEFAULTS[name]}."
+            )
+    if optimizer.lr * optimizer.weight_decay >= 1:
+        raise ConfigError(
+            f"optimizer.weight_decay={optimizer.weight_decay}: times optimizer.lr ({optimizer.lr}) must be less than 1: an update takes "
+            f"that off a weight. Use less than {1 / optimizer.lr:g}."
         )
 
 

@@ -25,6 +25,9 @@ SourcePath = Annotated[str, PathRule(words=(EMBEDDED,))]
 OwnPath = Annotated[str, PathRule(is_for_ranks=False)]
 """What only submit uses, or what all launchers know of."""
 
+Scale = Annotated[float, Range(least=0, most=1e15)]
+"""Of what is computed in float32: products with it, and its square, are far from infinite."""
+
 
 def key(default: Any, doc: str) -> Any:
     """A documented config key."""
@@ -46,7 +49,7 @@ class TrainConfig:
     precision: Literal["fp32", "bf16"] = key("fp32", "Arithmetic of the trainer and the engine; bf16 keeps fp32 main weights.")
     eval_interval: CountOrZero = key(0, "Steps between held-out evaluations; 0: only before the first and after the last step.")
     eval_prompts: CountOrZero = key(128, "Held-out prompts of an evaluation, from the top of data.eval; 0: all.")
-    eval_temperature: Annotated[float, Range(least=0)] = key(1.0, "Sampling temperature of evaluations; 0: the most likely token.")
+    eval_temperature: Scale = key(1.0, "Sampling temperature of evaluations; 0: the most likely token.")
     spec: Literal["auto", "local", "transformer_engine"] = key(
         "auto", "Megatron's layers: torch's own (local), or Transformer Engine's; auto: the latter on GPUs that have it installed."
     )
@@ -55,8 +58,8 @@ class TrainConfig:
         "stop",
         "Where log-probs, loss or gradients are infinite or NaN: end the run, or leave the update out and go on. Nothing is saved of it.",
     )
-    max_skipped_updates: int = key(10, "With on_nonfinite=skip: updates left out in a row after which the run ends.")
-    max_steps_without_signal: int = key(
+    max_skipped_updates: CountOrZero = key(10, "With on_nonfinite=skip: most updates in a row that are left out; more end the run.")
+    max_steps_without_signal: CountOrZero = key(
         10,
         "Steps in a row whose advantages are all 0 and whose reward is no better than ever before, after which the run ends; 0: no limit.",
     )
@@ -70,15 +73,15 @@ class OptimizerConfig:
     """``optimizer.*``: Adam, as in Megatron's distributed optimizer."""
 
     name: Literal["adam"] = key("adam", "The optimizer.")
-    lr: Annotated[float, Range(least=0)] = key(1e-6, "Peak learning rate.")
-    min_lr: Annotated[float, Range(least=0)] = key(0.0, "Learning rate that the schedule decays to, one step after the last.")
+    lr: Scale = key(1e-6, "Peak learning rate.")
+    min_lr: Scale = key(0.0, "Learning rate that the schedule decays to, one step after the last.")
     lr_schedule: Literal["constant", "linear", "cosine"] = key("constant", "Decay after the warm-up, over train.steps.")
     lr_warmup_steps: CountOrZero = key(0, "Steps (not updates) of linear warm-up from 0.")
-    weight_decay: Annotated[float, Range(least=0)] = key(0.0, "Decoupled weight decay.")
+    weight_decay: Scale = key(0.0, "Decoupled weight decay.")
     beta1: Annotated[float, Range(least=0, below=1)] = key(0.9, "Adam's first-moment decay.")
     beta2: Annotated[float, Range(least=0, below=1)] = key(0.95, "Adam's second-moment decay.")
-    eps: Annotated[float, Range(above=0)] = key(1e-8, "Adam's epsilon.")
-    clip_grad: Annotated[float, Range(least=0)] = key(1.0, "Global gradient norm limit; 0: none.")
+    eps: Annotated[float, Range(least=1e-37, most=1e15)] = key(1e-8, "Adam's epsilon.")
+    clip_grad: Scale = key(1.0, "Global gradient norm limit; 0: none.")
 
 
 @dataclass(frozen=True)
@@ -169,12 +172,12 @@ class AlgorithmConfig:
     )
     group_size: Annotated[int, Range(above=0, most=2**20)] = key(8, "Samples a prompt.")
     eps_clip: Annotated[float, Range(above=0, below=1)] = key(0.2, "Lower clip range of the importance ratio.")
-    eps_clip_high: Annotated[float, Range(above=0)] = key(0.2, "Upper clip range of the importance ratio.")
+    eps_clip_high: Annotated[float, Range(above=0, most=1e15)] = key(0.2, "Upper clip range of the importance ratio.")
     kl_kind: Literal["k1", "k2", "k3", "low_var_kl"] = key("low_var_kl", "Estimator of the KL divergence to the reference model.")
     kl_loss: bool = key(False, "Measure the KL to the reference model and add kl_loss_coef x KL to the loss.")
-    kl_loss_coef: Annotated[float, Range(least=0)] = key(0.0, "Coefficient of the KL in the loss; 0 with kl_loss=true only measures it.")
-    kl_reward_coef: Annotated[float, Range(least=0)] = key(0.0, "Coefficient of the KL subtracted from the reward.")
-    entropy_coef: Annotated[float, Range(least=0)] = key(0.0, "Coefficient of the entropy bonus.")
+    kl_loss_coef: Scale = key(0.0, "Coefficient of the KL in the loss; 0 with kl_loss=true only measures it.")
+    kl_reward_coef: Scale = key(0.0, "Coefficient of the KL subtracted from the reward.")
+    entropy_coef: Scale = key(0.0, "Coefficient of the entropy bonus.")
 
 
 @dataclass(frozen=True)

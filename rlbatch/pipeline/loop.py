@@ -57,6 +57,10 @@ def run(job: Job, log: RunLog) -> EarlyEnd | None:
         log.phase(f"resumed after step {resumed.step}")
     elif job.config.resume == "auto":
         log.phase("no checkpoint to resume from: starting at step 1")
+    warmup, steps = job.config.optimizer.lr_warmup_steps, job.config.train.steps
+    if warmup > steps:
+        reached = job.config.optimizer.lr * steps / warmup
+        log.phase(f"optimizer.lr_warmup_steps={warmup}: longer than train.steps={steps}, the learning rate ends at {reached:.3g}")
     on_first_rank(lambda: _begin_life(job, resumed.step))
     checkpoints = Checkpoints(job, log.phase, resumed.step)
     try:

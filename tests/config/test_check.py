@@ -14,7 +14,7 @@ from rlbatch.config.check import check_config
 from rlbatch.config.convert import KeyDoc, from_mapping, key_docs, show_value
 from rlbatch.config.schema import Config
 
-BOUNDED = ("layout", "model", "rollout", "data", "checkpoint", "cluster", "launch")
+BOUNDED = ("train", "optimizer", "algorithm", "layout", "model", "rollout", "data", "checkpoint", "cluster", "launch")
 
 
 def check(overrides: list[str]) -> None:
@@ -75,6 +75,18 @@ def nested(key: str, value: Any) -> dict[str, Any]:
         (["train.spec=transformer_engine"], "train.spec=transformer_engine: its attention over packs has no fp32 kernels"),
         (["optimizer.lr=1.0e-6", "optimizer.min_lr=1.0e-5"], "optimizer.min_lr=1e-05: must be at most optimizer.lr (1e-06)"),
         (["optimizer.beta1=1"], "optimizer.beta1=1.0: must be less than 1."),
+        (["optimizer.lr=1.0e+20"], "optimizer.lr=1e+20: must be 1e+15 or less. Use e.g. 1e-06."),
+        (["optimizer.eps=1.0e-50"], "optimizer.eps=1e-50: must be 1e-37 or more. Use e.g. 1e-08."),
+        (["optimizer.clip_grad=1.0e-50"], "optimizer.clip_grad=1e-50: must be 0, or 1e-30 or more: float32 makes it 0. Use e.g. 1.0."),
+        (["optimizer.lr=1.0e-45", "optimizer.min_lr=0"], "optimizer.lr=1e-45: must be 0, or 1e-30 or more"),
+        (["optimizer.lr=0.1", "optimizer.weight_decay=10"], "optimizer.weight_decay=10.0: times optimizer.lr (0.1) must be less than 1"),
+        (["train.eval_temperature=1.0e-40"], "train.eval_temperature=1e-40: must be 0, or 0.001 or more"),
+        (
+            ["train.logprob_chunk_tokens=100000000000000000000"],
+            "train.logprob_chunk_tokens=100000000000000000000: must be 2147483647 or less",
+        ),
+        (["seed=9223372036854775808"], "seed=9223372036854775808: must be 9223372036854775807 or less"),
+        (["algorithm.kl_reward_coef=1.0e+20"], "algorithm.kl_reward_coef=1e+20: must be 1e+15 or less"),
         (["algorithm.eps_clip=1"], "algorithm.eps_clip=1.0: must be less than 1"),
         (["algorithm.group_size=1"], "algorithm.group_size=1: algorithm.advantage=grpo compares the samples of a prompt"),
         (["algorithm.kl_loss_coef=0.1"], "algorithm.kl_loss_coef=0.1: has an effect only with algorithm.kl_loss=true."),
