@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rlbatch.api import ConfigError, Configurable, EngineShape, RolloutContext, hookimpl
@@ -72,6 +73,8 @@ def engine_shape(options: VllmOptions, engine: Mapping[str, Any]) -> EngineShape
     share, context = engine.get(SHARE, MEMORY_SHARE), engine.get(CONTEXT, 0)
     if not isinstance(share, (int, float)) or not 0 < share <= 1:
         raise ConfigError(f"rollout.engine.{SHARE}={share}: must be above 0 and at most 1. Use e.g. 0.6.")
+    if (model := draft(engine)) and not Path(model).is_dir():
+        raise ConfigError(f"rollout.engine.speculative_config={{model: {model}}}: there is no such folder. Correct the path.")
     stages = _size(engine, "pipeline_parallel_size")
     return replace(
         hosted_shape(options),

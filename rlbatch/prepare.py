@@ -75,7 +75,7 @@ def find_problems(config: Config, registry: Registry) -> tuple[list[RlbatchError
             try:
                 check(config, registry, Path(scratch))
             except RlbatchError as error:
-                problems.append(error)
+                problems += [error] if str(error) not in map(str, problems) else []
         family = known_family(config, registry, Path(scratch))
     return problems, run_dir_path(config).resolve(), family
 
@@ -219,9 +219,6 @@ def _check_rollout(config: Config, registry: Registry, run_dir: Path) -> None:
     plan.check_shortest()
     plan.check_nodes(spans_nodes=registry.spans_nodes(config))
     plan.check_separate_gpus()
-    draft = registry.draft(config)
-    if draft and not Path(draft).is_dir():
-        raise ConfigError(f"rollout.engine.speculative_config={{model: {draft}}}: there is no such folder. Correct the path.")
     family = known_family(config, registry, run_dir)
     if family is not None:
         plan.check_experts(family)

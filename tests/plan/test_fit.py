@@ -94,6 +94,12 @@ def test_what_cannot_fit(models: None, job: tuple[str, ...], words: tuple[str, .
     assert refused(*job, *hint(said)) == ""
 
 
+def test_what_several_checks_meet_is_told_once(models: None) -> None:
+    """An option that cannot be, which engines' places and memory both depend on."""
+    problems = find_problems(*compose_job(["+cluster=h20x96", "model.hf=deepseek671b", "rollout.engine.gpu_memory_utilization=70"]))[0]
+    assert [str(problem).partition(":")[0] for problem in problems].count("rollout.engine.gpu_memory_utilization=70") == 1
+
+
 def test_without_the_model() -> None:
     """The number of parameters is enough to see what no division of them could mend."""
     said = refused(*DEEPSEEK_ON_32)
