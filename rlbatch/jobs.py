@@ -17,6 +17,7 @@ from rlbatch.launch.batch_queue import JobState
 from rlbatch.launch.failures import read_first_error
 from rlbatch.launch.follow import follow
 from rlbatch.launch.job_record import JobRecord, find_record, read_records
+from rlbatch.launch.output import end_with_reader, keep_output, shown
 
 LISTED = 20
 ERROR_COLUMNS = 100
@@ -28,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         The exit code; of ``log --follow`` that of the job.
     """
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends quietly
+    end_with_reader()
     parsed = _parser().parse_args(arguments)
     try:
         if parsed.command == "cancel":
@@ -88,6 +89,8 @@ def _shown(record: JobRecord) -> list[str]:
         lines.append(f"exit code   {state.exit_code}")
     with suppress(OSError, ValueError):
         summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+        if summary.get("status") == "running" and state.exit_code is not None:
+            summary["status"] = "ended without a word"  # all its processes were killed
         lines.append(f"progress    {', '.join(f'{key} {value}' for key, value in summary.items() if isinstance(value, (int, str)))}")
     error = read_first_error(run_dir)
     return [*lines, f"first error {error}"] if error else lines
@@ -120,4 +123,5 @@ def _time(seconds: float) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    keep_output()
+    sys.exit(shown(main(sys.argv[1:])))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from shutil import get_terminal_size
@@ -12,6 +11,7 @@ from rlbatch.api import RlbatchError
 from rlbatch.api.exit_codes import REFUSED
 from rlbatch.config.compose import compose
 from rlbatch.config.convert import key_docs, show_value
+from rlbatch.launch.output import end_with_reader, keep_output, shown
 from rlbatch.registry import Registry, load_plugins
 from rlbatch.tables import Entry, Supplier
 
@@ -63,5 +63,6 @@ def _options(key: str, entry: Entry, width: int) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends quietly
-    sys.exit(main(sys.argv[1:]))
+    end_with_reader()
+    keep_output()
+    sys.exit(shown(main(sys.argv[1:])))

@@ -20,9 +20,10 @@ from rlbatch.launch.follow import follow
 from rlbatch.launch.job_record import JobRecord, new_record, process_id
 from rlbatch.launch.local import run_local
 from rlbatch.launch.lock import run_folder_lock
-from rlbatch.launch.logs import LOGS, MERGED_LOG
+from rlbatch.launch.logs import LOGS, MERGED_LOG, rank_log
 from rlbatch.launch.mpirun import DRY_RUN, find_mpi, mpi_job, read_hosts, run_mpi
 from rlbatch.launch.notice import notice_s
+from rlbatch.launch.output import fall_back_to
 from rlbatch.launch.own_job import own_job_name
 from rlbatch.launch.sbatch import SRUN, batch_script, job_name
 from rlbatch.metrics.report import record_end
@@ -69,6 +70,7 @@ def _start_local(config: Config, registry: Registry) -> int:
     with prepared_run(config, registry) as (config, run_dir):
         pass
     with run_folder_lock(run_dir), telling_trouble(run_dir):
+        fall_back_to(rank_log(run_dir, 0))
         print(f"Run folder: {run_dir}", flush=True)
         os.environ.update(cluster_variables(config.cluster))
         return _settled(run_dir, run_local(config, run_dir))
@@ -109,6 +111,7 @@ def _start_mpi(config: Config, registry: Registry) -> int:
     with prepared_run(config, registry) as (config, run_dir):
         job = mpi_job(config, run_dir, mpi, rank_command(config, run_dir))
     with run_folder_lock(run_dir), telling_trouble(run_dir):
+        fall_back_to(rank_log(run_dir, 0))
         new_record(process_id(), "mpi", job_name(config), run_dir, "")
         print(f"Run folder: {run_dir}", flush=True)
         return _settled(run_dir, run_mpi(job, config, run_dir))

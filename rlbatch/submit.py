@@ -17,6 +17,7 @@ from rlbatch.config.convert import KeyDoc, key_docs, show_value
 from rlbatch.config.overrides import text_value
 from rlbatch.config.schema import EMBEDDED, Config
 from rlbatch.dry_run import show
+from rlbatch.launch.output import end_with_reader, keep_output, shown
 from rlbatch.registry import compose_job, load_plugins
 from rlbatch.start import start
 
@@ -41,7 +42,7 @@ Examples:
 
 The run folder is runs/<date>-<time> (or run_dir): config.yaml, TensorBoard events, samples/, summary.json, logs/, checkpoints/.
 Exit codes: 0 done (launcher=slurm: submitted, or with follow=true the job's own), 1 a rank failed, 2 refused before anything started,
-75 asked to stop: saved, to go on later, 130 Ctrl-C, 138, 140, 143 a signal before there was anything to save.
+75 asked to stop: saved, to go on later, 130 Ctrl-C, 129, 138, 140, 143 a signal before there was anything to save.
 See also: python -m rlbatch.jobs (batch jobs), python -m rlbatch.plugins (plugins and their options), python -m rlbatch.convert --help.
 """
 
@@ -56,13 +57,13 @@ def main(arguments: Sequence[str]) -> int:
         The exit code.
     """
     if {"-h", "--help"} & set(arguments):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly
-        return _help(arguments)
+        end_with_reader()
+        return shown(_help(arguments))
     try:
         config, registry = compose_job(arguments)
         if config.dry_run or config.launcher == "slurm":
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # what runs does not depend on this process
-        return show(config, registry) if config.dry_run else start(config, registry)
+            end_with_reader()  # what runs does not depend on this process
+        return shown(show(config, registry)) if config.dry_run else start(config, registry)
     except RlbatchError as error:
         print(error, file=sys.stderr)
         return REFUSED
@@ -120,4 +121,5 @@ def _key_line(doc: KeyDoc) -> str:
 
 
 if __name__ == "__main__":
+    keep_output()
     sys.exit(main(sys.argv[1:]))

@@ -79,7 +79,7 @@ export SUBMITIT_LOG_LEVEL=CRITICAL
 srun --export=ALL --kill-on-bad-exit=1 --wait=30 --cpu-bind=none --gpu-bind=none \\
     {python} -u -m submitit.core._submit {tmp}/mine/submitit && exit
 code=$?
-case $code in 2 | 75 | 130 | 138 | 140 | 143) [ -e {tmp}/mine/first_error.json ] || exit $code ;; esac # docs/launch.md#exit-codes
+case $code in 2 | 75 | 129 | 130 | 138 | 140 | 143) [ -e {tmp}/mine/first_error.json ] || exit $code ;; esac # docs/launch.md#exit-codes
 exit 1 # srun's code is the highest of all ranks: 137 if one was killed
 
 Config (config.yaml; all other keys have the defaults of --help)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rlbatch.api import ConfigError
 from rlbatch.jobs import main
+from rlbatch.launch.environment import RankInfo
 from rlbatch.launch.failures import FirstError, claim
 from rlbatch.launch.job_record import JobRecord, index_path, new_record, read_records
+from rlbatch.launch.life import new_life, write_life
 from tests.fake_slurm import FakeSlurm
 
 
@@ -159,3 +163,21 @@ def test_unknown_job(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown(capsys, "show", "999", code=2) == (
         "job 999: not started from here. `python -m rlbatch.jobs` lists the jobs; a run folder names its job too.\n"
     )
+
+
+def test_a_run_that_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run of this machine, which is in no list, is found by its folder; where all its processes are gone its summary is not believed."""
+    monkeypatch.chdir(tmp_path)
+    run_dir = tmp_path / "mine"
+    run_dir.mkdir()
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    life = new_life(RankInfo(0, 1, 0, 1, 0, socket.gethostname()), "", ["127.0.0.1"], 1)
+    write_life(run_dir, replace(life, pid=dead.pid))
+    (run_dir / "summary.json").write_text(json.dumps({"status": "running", "steps": 3}))
+    said = shown(capsys, "show", "mine")
+    assert f"job         pid{dead.pid} (mine), launcher local" in said
+    assert "state       FAILED (1) (ended without a word)" in said
+    assert "progress    status ended without a word, steps 3" in said
+    (run_dir / "summary.json").write_text(json.dumps({"status": "finished", "steps": 3}))
+    assert "state       COMPLETED" in shown(capsys, "show", "mine")

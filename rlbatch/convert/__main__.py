@@ -19,6 +19,7 @@ from rlbatch.api import CheckpointError, RlbatchError
 from rlbatch.api.exit_codes import FAILED, REFUSED
 from rlbatch.convert.options import Options, help_text, parse
 from rlbatch.launch.environment import RankInfo
+from rlbatch.launch.output import end_with_reader, keep_output, shown
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
         The exit code.
     """
     if {"-h", "--help"} & set(arguments):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly
+        end_with_reader()
         print(help_text())
         return 0
     try:
@@ -84,6 +85,8 @@ def _prepare_libraries(info: RankInfo) -> None:
 
 
 if __name__ == "__main__":
+    keep_output()
     code = main(sys.argv[1:])
+    code = shown(code) if "--help" in sys.argv or "mode=check" in sys.argv else code  # a conversion goes on without a reader
     gc.freeze()  # nor does the interpreter look there again before it ends
     sys.exit(code)

@@ -21,9 +21,9 @@ from typing import Any, Protocol
 from rlbatch.engines.inventory import software
 from rlbatch.engines.shared_names import name_shared_memory
 from rlbatch.engines.wire import LENGTHS, Header, Refused, encode, words_of
-from rlbatch.launch.children import children_end_with_this_process, signal_group
+from rlbatch.launch.children import END_SIGNAL, children_end_with_this_process, signal_group
 
-IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, END_SIGNAL)
 """Batch systems send these to every process of a job; the rank decides what they mean for its engine. Children inherit it."""
 STOP_LIMIT_S = 10.0
 FAILURES = 32

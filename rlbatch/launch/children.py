@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+END_SIGNAL = signal.SIGRTMIN
+"""One that nobody else sends. Ends a rank at once, as Ctrl-C does; without a traceback also before Python code of ours runs in it."""
 _PR_SET_PDEATHSIG = 1
 MAX_FILES = 4096
 """Files that a process may have open while it starts."""

@@ -19,6 +19,7 @@ from pathlib import Path
 from rlbatch.api import RlbatchError
 from rlbatch.api.exit_codes import FAILED
 from rlbatch.launch.disk import trouble
+from rlbatch.launch.output import Output
 
 FIRST_ERROR = "first_error.json"
 TERMINAL_VARIABLE = "RLBATCH_TERMINAL_FD"
@@ -174,6 +175,4 @@ def has_failed(run_dir: Path) -> bool:
 def tell_user(text: str) -> None:
     """Prints a line where the launcher's user sees it, whatever became of this rank's own output."""
     sys.stdout.flush()
-    descriptor = int(os.environ.get(TERMINAL_VARIABLE, "2"))
-    with suppress(OSError):  # the terminal may be gone; the record is on disk
-        os.write(descriptor, (text + "\n").encode())
+    Output(int(os.environ.get(TERMINAL_VARIABLE, "2"))).write((text + "\n").encode(errors="backslashreplace"))

@@ -27,8 +27,8 @@ from typing import Any, NoReturn
 import psutil
 
 from rlbatch.api.exit_codes import STOPPED
-from rlbatch.launch.children import dies_with_parent
-from rlbatch.launch.signals import END_SIGNAL, STOP_SIGNALS, StopNotice, signal_name
+from rlbatch.launch.children import END_SIGNAL, dies_with_parent
+from rlbatch.launch.signals import STOP_SIGNALS, StopNotice, signal_name
 
 CLOSING_S = 8.0
 """Longest time from the end of the job to the end of a rank's threads, and of what its code does at exit."""

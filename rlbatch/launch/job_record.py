@@ -10,8 +10,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from rlbatch.api import ConfigError
+from rlbatch.api import ConfigError, LaunchError
 from rlbatch.launch.batch_queue import UNKNOWN, JobState, cancel_job, job_state
+from rlbatch.launch.life import LIFE, read_life
 
 RECORD = "job.json"
 _PROCESS = "pid"
@@ -25,7 +26,7 @@ class JobRecord:
 
     Attributes:
         job_id: Slurm's; ``pid<N>`` of the process that waits for mpirun.
-        launcher: ``slurm``, ``sbatch`` (a batch script of the user's) or ``mpi``.
+        launcher: ``slurm``, ``sbatch`` (a batch script of the user's) or ``mpi``; ``local``: of a run that is in no list.
         name: What the queue shows.
         run_dir: Run folder.
         log: File with the merged log; empty: whoever started it has it.
@@ -82,12 +83,16 @@ class JobRecord:
     def _process_state(self) -> JobState:
         if self.host == socket.gethostname() and self._is_alive():
             return JobState("RUNNING", nodes=self.host)
-        return self._summary_state() or JobState(UNKNOWN, f"its process on {self.host} is gone, or cannot be seen from here")
+        if (state := self._summary_state()) is not None:
+            return state
+        if self.host == socket.gethostname() and read_life(Path(self.run_dir)) is not None:
+            return JobState("FAILED", "ended without a word", exit_code=1)
+        return JobState(UNKNOWN, f"its process on {self.host} is gone, or cannot be seen from here")
 
     def _summary_state(self) -> JobState | None:
         """How it ended, unless another job had the run folder since, or it did not say."""
         last = read_record(Path(self.run_dir))
-        if last is None or last.job_id != self.job_id:
+        if self.launcher != "local" and (last is None or last.job_id != self.job_id):
             return None
         with suppress(OSError, ValueError):
             summary = json.loads((Path(self.run_dir) / "summary.json").read_text(encoding="utf-8"))
@@ -143,7 +148,7 @@ def find_record(text: str) -> JobRecord:
     Raises:
         ConfigError: there is none.
     """
-    record = read_record(Path(text)) if Path(text).is_dir() else None
+    record = read_record(Path(text)) or _local_record(Path(text).resolve()) if Path(text).is_dir() else None
     records = [record] if record else read_records()
     found = [record] if record else [record for record in records if record.job_id == text]
     if tasks := [] if found else [record.job_id for record in records if record.job_id.startswith(f"{text}_")]:
@@ -151,6 +156,14 @@ def find_record(text: str) -> JobRecord:
     if not found:
         raise ConfigError(f"job {text}: not started from here. `python -m rlbatch.jobs` lists the jobs; a run folder names its job too.")
     return found[-1]
+
+
+def _local_record(run_dir: Path) -> JobRecord | None:
+    """Of a run that was started by no command that records jobs: rank 0's process."""
+    with suppress(OSError, LaunchError):
+        life, began = read_life(run_dir), (run_dir / LIFE).stat().st_mtime
+        return JobRecord(f"{_PROCESS}{life.pid}", "local", run_dir.name, str(run_dir), "", life.host, began) if life else None
+    return None
 
 
 def _parse(line: str) -> JobRecord | None:

@@ -18,6 +18,7 @@ from typing import Any
 from rlbatch.launch.environment import RankInfo
 
 LIVES = "lives.json"
+WITHOUT_A_WORD = "ended without a word, or failed"
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,8 @@ class PastLife:
         first_step: Last finished step when it began: what it was resumed from.
         began: Seconds since the epoch.
         last_step: Last finished step at its end.
-        ended: Seconds since the epoch; 0: it is running, or ended without a word.
-        why: How it ended.
+        ended: Seconds since the epoch; 0: it is running, or did not say when it ended.
+        why: How it ended; empty: it is running, or no later one has begun.
     """
 
     job_id: str
@@ -89,8 +90,9 @@ def begin_life(run_dir: Path, info: RankInfo, first_step: int) -> History:
 
 
 def _begun(history: History, info: RankInfo, first_step: int) -> History:
+    past = tuple(life if life.ended or life.why else replace(life, why=WITHOUT_A_WORD) for life in history.lives)
     life = PastLife(info.job_id, info.restart_count, info.host, first_step, time.time())
-    return replace(history, lives=(*history.lives, life))
+    return replace(history, lives=(*past, life))
 
 
 def end_life(run_dir: Path, info: RankInfo, last_step: int | None, why: str) -> History:

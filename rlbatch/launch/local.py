@@ -16,10 +16,10 @@ from pathlib import Path
 
 from rlbatch.api.exit_codes import STOPPED
 from rlbatch.config.schema import Config
-from rlbatch.launch.children import GroupGuard, dies_with_parent, signal_group
+from rlbatch.launch.children import END_SIGNAL, GroupGuard, dies_with_parent, signal_group
 from rlbatch.launch.environment import RankInfo
 from rlbatch.launch.failures import FIRST_ERROR, TERMINAL_VARIABLE, WORD_VARIABLE, FirstError, claim
-from rlbatch.launch.signals import END_SIGNAL, KILL_WAIT_S, received_signals, signal_name
+from rlbatch.launch.signals import KILL_WAIT_S, received_signals, signal_name
 from rlbatch.launch.variables import LAUNCH_VARIABLE
 
 GRACE_S = 3.0

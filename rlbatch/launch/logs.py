@@ -6,10 +6,10 @@ So a batch job's output, or mpirun's, tells in short what matters: what the laun
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 from rlbatch.launch.failures import TERMINAL_VARIABLE
+from rlbatch.launch.output import keep_output
 
 LOGS = "logs"
 MERGED_LOG = "logs/job.log"
@@ -17,7 +17,7 @@ MERGED_LOG = "logs/job.log"
 
 
 def rank_log(run_dir: Path, rank: int) -> Path:
-    """The file with a rank's output, from rank 1."""
+    """The file with a rank's output; of rank 0 what the output of whoever started it did not take."""
     return run_dir / LOGS / f"rank{rank}.log"
 
 
@@ -35,13 +35,12 @@ def open_rank_log(run_dir: Path, rank: int) -> int:
 def own_log(run_dir: Path, rank: int) -> None:
     """Sends this process's output to its rank's file, unless it is rank 0 or its launcher did that already.
 
-    Its first error still goes where its output went before. That descriptor is not inherited: a process that a rank leaves behind keeps no
-    launcher waiting for the end of the output.
+    What rank 0's output does not take goes to ``logs/rank0.log``. The first error of another rank still goes where its output went before.
+    That descriptor is not inherited: a process that a rank leaves behind keeps no launcher waiting for the end of the output.
     """
+    keep_output(rank_log(run_dir, 0) if rank == 0 else None)
     if rank == 0 or TERMINAL_VARIABLE in os.environ:
         return
-    sys.stdout.flush()
-    sys.stderr.flush()
     os.environ[TERMINAL_VARIABLE] = str(os.dup(2))
     log = open_rank_log(run_dir, rank)
     os.dup2(log, 1)

@@ -29,7 +29,8 @@ from rlbatch.launch.cluster_variables import cluster_variables
 from rlbatch.launch.failures import FIRST_ERROR, LAUNCHER, FirstError, claim, read_first_error
 from rlbatch.launch.hostfile import Host, parse_hostfile
 from rlbatch.launch.interfaces import addresses_of
-from rlbatch.launch.logs import LOGS
+from rlbatch.launch.logs import LOGS, rank_log
+from rlbatch.launch.output import Output, relay
 from rlbatch.launch.signals import KILL_WAIT_S, received_signals
 from rlbatch.launch.variables import LAUNCH_VARIABLE
 from rlbatch.plan.placement import separate_gpus
@@ -40,6 +41,7 @@ VERSION_TIMEOUT_S = 30.0
 PASSED = signal.SIGUSR1
 """What each mpirun hands to its ranks, ending nothing: Open MPI kills them a second after SIGTERM, USR2 ends MPICH's mpirun itself."""
 POLL_S = 0.05
+RELAY_S = 5.0
 DRY_RUN = "Or see what would run, with dry_run=true."
 FAMILIES = {
     "GPUs and their libraries": "CUDA CUBLAS CUDNN CUTE CUTLASS NVIDIA NVJITLINK NVRTC NVSHMEM NVTE NVTX",
@@ -247,9 +249,20 @@ def run_mpi(job: MpiJob, config: Config, run_dir: Path) -> int:
     environment = {**os.environ, **mpirun_variables(config, job.mpi, job.hosts), LAUNCH_VARIABLE: secrets.token_hex(8)}
     with received_signals() as received:
         mpirun = subprocess.Popen(
-            job.command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=dies_with_parent()
+            job.command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,  # it may end if its own output is gone
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=dies_with_parent(),
         )
+        assert mpirun.stdout and mpirun.stderr
+        log = rank_log(run_dir, 0)
+        relays = [relay(pipe.fileno(), Output(number, log)) for number, pipe in ((1, mpirun.stdout), (2, mpirun.stderr))]
         code = _wait(mpirun, job.mpi, received, KILL_WAIT_S if config.launch.notice_s is None else config.launch.notice_s)
+    for copying in relays:
+        copying.join(RELAY_S)  # what a process that was left behind may hold open
     if signal.SIGINT in received:
         return 128 + signal.SIGINT
     if code in (0, STOPPED):

@@ -21,7 +21,7 @@ SRUN = ("--export=ALL", "--kill-on-bad-exit=1", "--wait=30", "--cpu-bind=none", 
 one that ended early ends it after 30 s; every rank sees all GPUs and CPUs of its node."""
 ENDING = """\
 code=$?
-case $code in 2 | 75 | 130 | 138 | 140 | 143) [ -e {first_error} ] || exit $code ;; esac # docs/launch.md#exit-codes
+case $code in 2 | 75 | 129 | 130 | 138 | 140 | 143) [ -e {first_error} ] || exit $code ;; esac # docs/launch.md#exit-codes
 exit 1 # srun's code is the highest of all ranks: 137 if one was killed"""
 """After ``srun ... && exit``: the job's exit code."""
 

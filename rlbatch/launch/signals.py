@@ -12,13 +12,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 
+from rlbatch.launch.children import END_SIGNAL
 from rlbatch.launch.environment import RankInfo
 from rlbatch.launch.failures import StoppedBySignal
 from rlbatch.launch.own_job import find_own_job, kill_wait_s, slurm_job_id
 
-STOP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
-END_SIGNAL = signal.SIGHUP
-"""Ends a rank at once, as Ctrl-C does; without a traceback also before Python code of ours runs in it."""
+STOP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGHUP)
 INTERRUPT = signal.SIGRTMAX
 """From a thread of this process to its main thread, which may be anywhere: a signal that nobody else has a use for."""
 REPEAT_S = 10.0
@@ -46,7 +45,7 @@ class StopNotice:
     def __init__(self) -> None:
         """No signal has come; none is received before ``install``."""
         self.number, self.time = 0, 0.0
-        self._is_installed = False
+        self._is_installed, self._signals = False, tuple(_heeded())
         self._ends_at_once, self._is_ending, self._is_left = True, False, False
         self._is_interrupting, self._is_inside, self._quiet_until = False, False, 0.0
         self._woken, self._waker = os.pipe()
@@ -65,7 +64,7 @@ class StopNotice:
         """
         self._is_installed = True
         handlers = {
-            **dict.fromkeys(STOP_SIGNALS, self._receive),
+            **dict.fromkeys(self._signals, self._receive),
             signal.SIGINT: self._end,
             END_SIGNAL: self._end,
             INTERRUPT: self._break_off,
@@ -108,7 +107,7 @@ class StopNotice:
         """Waits for a signal, on any thread, and returns whether one has ever come."""
         if select.select([self._woken], [], [], seconds)[0]:
             for number in os.read(self._woken, 4096):
-                if number in STOP_SIGNALS:
+                if number in self._signals:
                     self._record(number)
         return self.is_set
 
@@ -163,6 +162,11 @@ class StopNotice:
             self.number = number
 
 
+def _heeded() -> Iterator[signal.Signals]:
+    """``STOP_SIGNALS`` without SIGHUP if that is ignored, as after `nohup`."""
+    return (number for number in STOP_SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN)
+
+
 @contextmanager
 def received_signals() -> Iterator[list[int]]:
     """For a launcher: a list that Ctrl-C and the signals that ask the job to stop append their number to."""
@@ -171,7 +175,7 @@ def received_signals() -> Iterator[list[int]]:
     def receive(number: int, frame: FrameType | None) -> None:
         received.append(number)
 
-    previous = {number: signal.signal(number, receive) for number in (signal.SIGINT, *STOP_SIGNALS)}
+    previous = {number: signal.signal(number, receive) for number in (signal.SIGINT, *_heeded())}
     try:
         yield received
     finally:

@@ -20,6 +20,7 @@ from pathlib import Path
 from rlbatch.config.schema import ClusterConfig, Config, LaunchConfig
 from rlbatch.launch.environment import RankInfo
 from rlbatch.launch.failures import reporting_failures
+from rlbatch.launch.output import keep_output
 from rlbatch.launch.rendezvous import join, launch_word
 from rlbatch.launch.watchdog import Watchdog
 
@@ -57,4 +58,5 @@ def _rows(hosts: tuple[str, ...]) -> list[str]:
 
 
 if __name__ == "__main__":
+    keep_output()
     main()

@@ -36,12 +36,14 @@ class RunProgress:
 
     def phase(self, text: str) -> None:
         """Announces what happens before the first step or after the last, e.g. ``loading the model``."""
+        self._leave_lost_terminal()
         self._print(text)
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], description=text)
 
     def record(self, result: StepResult) -> None:
         """Shows a step; step 0 is the evaluation before the first one."""
+        self._leave_lost_terminal()
         metrics = result.metrics
         if "time/step_s" in metrics:
             self._step_seconds.append(metrics["time/step_s"])
@@ -52,6 +54,12 @@ class RunProgress:
         if "reward/eval" in metrics:
             self._print(f"step {result.step}/{self._steps}  held-out reward {self._eval:.3f}")
         self._bar.update(self._bar.task_ids[0], completed=result.step, description="step", numbers=self._numbers(result))
+
+    def _leave_lost_terminal(self) -> None:
+        """A line a step once the stream leads elsewhere."""
+        if self._bar is not None and not self._stream.isatty():
+            self._bar.stop()
+            self._bar = None
 
     def close(self) -> None:
         """Ends the display; may be called again."""

@@ -20,7 +20,7 @@ with reporting_failures(run_dir, info.rank):
     print(f"output of rank {info.rank}")
     if behaviour == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.signal(signal.SIGRTMIN, signal.SIG_IGN)
     if behaviour != "succeed":
         child = subprocess.Popen(["sleep", "600"])
         (run_dir / f"pids.{info.rank}").write_text(f"{os.getpid()} {child.pid}")

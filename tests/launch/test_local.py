@@ -148,6 +148,16 @@ def test_stop_signals(tmp_path: Path, number: int, code: int, behaviour: str) ->
     assert read_first_error(tmp_path) is None
 
 
+def test_hang_up(tmp_path: Path) -> None:
+    """What the end of a terminal sends goes on to the ranks, which save; a second one, as shells send it, ends nothing by itself."""
+    job = start(tmp_path, "wait")
+    pids = wait_for_pids(tmp_path)
+    job.send_signal(signal.SIGHUP)
+    job.communicate(timeout=HANG_S)
+    assert job.returncode == 128 + signal.SIGHUP  # these ranks have nothing to save
+    assert not [pid for pid in pids if alive(pid)]
+
+
 @pytest.mark.parametrize("behaviour", ["wait", "stubborn"])
 def test_killed_launcher(tmp_path: Path, behaviour: str) -> None:
     """No rank and no child of a rank outlives a launcher that was killed with SIGKILL."""

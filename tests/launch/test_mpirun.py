@@ -226,6 +226,7 @@ def wait_for_signals(folder: Path, number: int) -> None:
     [
         (Mpi.MPICH, ["TERM"], ["USR1"], 75, 75),
         (Mpi.OPEN_MPI_5, ["USR2"], ["USR1"], 140, 140),
+        (Mpi.MPICH, ["HUP", "HUP"], ["USR1", "USR1"], 1, 129),
         (Mpi.OPEN_MPI_4, ["USR1", "USR1"], ["USR1", "USR1"], 75, 75),
         (Mpi.MPICH, ["USR2", "INT"], ["USR1", "INT"], 75, 130),
         (Mpi.OPEN_MPI_5, ["INT"], ["TERM"], 1, 130),

@@ -32,7 +32,7 @@ export SUBMITIT_EXECUTOR=slurm
 srun --export=ALL --kill-on-bad-exit=1 --wait=30 --cpu-bind=none --gpu-bind=none \\
     python -m rlbatch.run --run-dir /runs/mine && exit
 code=$?
-case $code in 2 | 75 | 130 | 138 | 140 | 143) [ -e /runs/mine/first_error.json ] || exit $code ;; esac # docs/launch.md#exit-codes
+case $code in 2 | 75 | 129 | 130 | 138 | 140 | 143) [ -e /runs/mine/first_error.json ] || exit $code ;; esac # docs/launch.md#exit-codes
 exit 1 # srun's code is the highest of all ranks: 137 if one was killed
 """
 EVERYTHING = """\
@@ -64,7 +64,7 @@ srun --export=ALL --kill-on-bad-exit=1 --wait=30 --cpu-bind=none --gpu-bind=none
 --container-mounts=/runs:/runs,/models:/models '--container-workdir=/runs/my run' \\
     python -m rlbatch.run --run-dir '/runs/my run' && exit
 code=$?
-case $code in 2 | 75 | 130 | 138 | 140 | 143) [ -e '/runs/my run/first_error.json' ] || exit $code ;; esac # docs/launch.md#exit-codes
+case $code in 2 | 75 | 129 | 130 | 138 | 140 | 143) [ -e '/runs/my run/first_error.json' ] || exit $code ;; esac # docs/launch.md#exit-codes
 exit 1 # srun's code is the highest of all ranks: 137 if one was killed
 """
 

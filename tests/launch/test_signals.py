@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from rlbatch.launch import signals
+from rlbatch.launch.children import END_SIGNAL
 from rlbatch.launch.failures import StoppedBySignal
-from rlbatch.launch.signals import END_SIGNAL, KILL_WAIT_S, STOP_SIGNALS, Interrupted, StopNotice, find_ending
+from rlbatch.launch.signals import KILL_WAIT_S, STOP_SIGNALS, Interrupted, StopNotice, find_ending
 from tests.launch.scontrol import CANCELLED, PREEMPTED, REQUEUED, TIME_LIMIT, fake_slurm, job
 from tests.launch.watched import wait_for
 from tests.stopwatch import Stopwatch
@@ -52,6 +53,22 @@ def test_ctrl_c_always_ends_at_once(number: signal.Signals, notice: StopNotice) 
     with pytest.raises(StoppedBySignal):
         os.kill(os.getpid(), number)
     assert not notice.is_set
+
+
+def test_nohup() -> None:
+    """A hang-up that is ignored stays so, in the launcher and in its ranks."""
+    code = (
+        "import os, signal\n"
+        "from rlbatch.launch.signals import StopNotice, received_signals\n"
+        "with received_signals() as received:\n"
+        "    os.kill(os.getpid(), signal.SIGHUP)\n"
+        "notice = StopNotice()\n"
+        "notice.install()\n"
+        "os.kill(os.getpid(), signal.SIGHUP)\n"
+        "print(received, notice.is_set)\n"
+    )
+    done = subprocess.run(["nohup", sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[] False\n"
 
 
 def test_the_first_signal_counts(notice: StopNotice) -> None:
