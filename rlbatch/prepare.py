@@ -25,6 +25,7 @@ from rlbatch.launch.interfaces import addresses_of
 from rlbatch.launch.mpirun import read_hosts
 from rlbatch.launch.run_mark import read_mark
 from rlbatch.pipeline.model_folder import check_model_folder
+from rlbatch.pipeline.weights_check import check_first_weights, check_resumed
 from rlbatch.plan.engine_memory import Demand, demand
 from rlbatch.plan.engine_plan import EnginePlan
 from rlbatch.plan.engine_precision import check_device, engine_quantization
@@ -140,9 +141,8 @@ def _check_model(config: Config, registry: Registry, run_dir: Path) -> None:
             f"rollout.max_response_tokens={config.rollout.max_response_tokens}: must leave room for a prompt in the model's context "
             f"({family.max_sequence_length} tokens). Use less."
         )
-    algorithm, checkpoint = config.algorithm, config.checkpoint
-    needs_reference = algorithm.kl_loss or algorithm.kl_reward_coef != 0
-    is_elsewhere = checkpoint.ref_load or (checkpoint.load and not needs_reference)
+    checkpoint = config.checkpoint
+    is_elsewhere = checkpoint.ref_load or (checkpoint.load and not _needs_reference(config))
     if config.model.hf == EMBEDDED or is_elsewhere:
         return
     if not list(folder.glob("*.safetensors")):
@@ -231,6 +231,11 @@ def _check_memory(config: Config, registry: Registry, run_dir: Path) -> None:
         check_fit(job, registry, node_ranks)
 
 
+def _needs_reference(config: Config) -> bool:
+    """Whether there is a reference model."""
+    return config.algorithm.kl_loss or config.algorithm.kl_reward_coef != 0
+
+
 def _check_paths(config: Config, registry: Registry, run_dir: Path) -> None:
     """Those that no other check reads."""
     for key, path, _ in paths_of(config):
@@ -239,11 +244,18 @@ def _check_paths(config: Config, registry: Registry, run_dir: Path) -> None:
     for key, path in (("checkpoint.load", config.checkpoint.load), ("checkpoint.ref_load", config.checkpoint.ref_load)):
         if path and not Path(path).is_dir():
             raise ConfigError(f"{key}={path}: there is no such folder. Correct the path.")
+    if (family := known_family(config, registry, run_dir)) is not None:
+        check_first_weights(config, registry, family, model_folder(config, run_dir), needs_reference=_needs_reference(config))
     folder = run_dir_path(config)
     root = checkpoint_root(config.checkpoint.save, folder)
     if config.resume != "auto":
         check_unused(root)
     elif found := newest(root):
+        hf_config = None
+        with suppress(RlbatchError):  # told by another check
+            hf_config = read_config(model_folder(config, run_dir))
+        if hf_config is not None:
+            check_resumed(config, hf_config, *found)
         if config.checkpoint.save_interval >= 0:
             check_places(root, read_mark(folder), range(int(found[1]["step"]) + 1, config.train.steps + 1))
     else:

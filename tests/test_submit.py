@@ -213,7 +213,9 @@ def test_weights_from_elsewhere(capsys: pytest.CaptureFixture[str], model: Path,
     """With checkpoint.load model.hf needs none, unless a reference model is loaded from it."""
     (model / "model.safetensors").unlink()
     (model / "train.jsonl").write_text('{"prompt": "a", "label": "b"}\n' * 32)
-    elsewhere = [f"model.hf={model}", f"checkpoint.load={model}", "reward=sequence", f"data.train={model / 'train.jsonl'}"]
+    (model / "weights").mkdir()
+    write_no_weights(model / "weights")
+    elsewhere = [f"model.hf={model}", f"checkpoint.load={model / 'weights'}", "reward=sequence", f"data.train={model / 'train.jsonl'}"]
     message = "has no *.safetensors. Download the weights, or set checkpoint.ref_load."
     assert message in refusal(capsys, [*elsewhere, "algorithm.kl_loss=true"])
     assert rlbatch.submit.main([*elsewhere, "algorithm.kl_loss=false"]) == 0

@@ -31,16 +31,13 @@ from torch.distributed.checkpoint.metadata import (
 from rlbatch.api import DataError
 from rlbatch.checkpoint import archive
 from rlbatch.checkpoint.finite import check_finite
+from rlbatch.checkpoint.origin import FORMAT, METADATA
 from rlbatch.checkpoint.reading import Reading
-from rlbatch.checkpoint.unpickle import METADATA, read_metadata
-from rlbatch.config.foreign import LARGE_BYTES, MissingFileError, read_json
+from rlbatch.checkpoint.unpickle import read_metadata
 
-FORMAT = "metadata.json"
 COMMON = "common.pt"
 CHUNK_SUFFIX = ".distcp"
 EMPTY = f"__empty{CHUNK_SUFFIX}"
-MARKER = "conversion.json"
-"""Written last by ``rlbatch.convert``: a folder with it is complete. Says what was converted how, and every file's size and CRC-32."""
 
 
 @dataclass(frozen=True)
@@ -66,27 +63,6 @@ class Chunk:
     file: str
     start: int
     length: int
-
-
-def is_torch_dist(folder: Path) -> bool:
-    """Whether a folder is a torch_dist checkpoint, of whatever origin."""
-    return (folder / METADATA).is_file() and (folder / FORMAT).is_file()
-
-
-def converted_model(folder: Path) -> dict[str, Any] | None:
-    """``model_identity`` of what was converted; None if the folder is of another origin.
-
-    Raises:
-        DataError: the marker is damaged.
-    """
-    path, fix = folder / MARKER, "Convert the checkpoint anew."
-    try:
-        model = read_json(path, fix, LARGE_BYTES).get("model")
-    except MissingFileError:
-        return None
-    if not isinstance(model, dict):
-        raise DataError(f"{path}: does not say which model it is of. {fix}")
-    return model
 
 
 def small_files(chunks: Iterable[Chunk], empty_objects: Iterable[str] = ()) -> dict[str, bytes]:

@@ -11,8 +11,7 @@ from torch.distributed.checkpoint import filesystem, metadata, planner
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from rlbatch.api import DataError
-
-METADATA = ".metadata"
+from rlbatch.checkpoint.origin import METADATA
 
 _CLASSES: tuple[type, ...] = (
     metadata.BytesStorageMetadata,

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlbatch.api import DataError
 from rlbatch.config.foreign import MissingFileError, read_json
 
 
@@ -20,4 +19,4 @@ def read_config(folder: Path) -> Mapping[str, Any]:
     try:
         return read_json(path, "Download the folder again.")
     except MissingFileError:
-        raise DataError(f"{path}: not there. A Hugging Face folder holds config.json, a tokenizer and *.safetensors.") from None
+        raise MissingFileError(f"{path}: not there. A Hugging Face folder holds config.json, a tokenizer and *.safetensors.") from None

@@ -18,8 +18,8 @@ import numpy as np
 
 from rlbatch.api import CheckpointError, ConfigError, DataError, RlbatchError
 from rlbatch.checkpoint.crc import Checked
+from rlbatch.checkpoint.origin import MARKER
 from rlbatch.checkpoint.run_folder import sync
-from rlbatch.checkpoint.torch_dist import MARKER
 from rlbatch.convert.block_file import BLOCK_BYTES, BlockFile, Part
 
 PLAN = ".plan.json"

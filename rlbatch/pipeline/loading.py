@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from rlbatch.api import DataError, ModelError
-from rlbatch.checkpoint import run_folder, torch_dist
+from rlbatch.api import DataError
 from rlbatch.checkpoint.hf import HfTensors
-from rlbatch.checkpoint.identity import model_changes, model_identity
+from rlbatch.checkpoint.origin import has_weights, state_folder
 from rlbatch.checkpoint.reading import Reading
 from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import Config
@@ -46,13 +45,8 @@ def weights_source(config: Config, hf_folder: Path) -> Path | None:
     return next((folder for folder in folders if has_weights(folder)), None)
 
 
-def has_weights(folder: Path) -> bool:
-    """Whether it is a Hugging Face folder with weights."""
-    return any(folder.glob("*.safetensors"))
-
-
 def _load_weights(trainer: Trainer, key: str, folder: Path, hf_folder: Path, announce: Callable[[str], None]) -> None:
-    state = on_first_rank(lambda: _check_weights(key, folder, hf_folder))
+    state = on_first_rank(lambda: state_folder(key, folder, read_config(hf_folder)))
     if state is not None:
         load_weights(trainer, state)
     else:
@@ -62,21 +56,3 @@ def _load_weights(trainer: Trainer, key: str, folder: Path, hf_folder: Path, ann
         transfer.close()
     if broken := trainer.not_finite():
         raise DataError(f"{key}={folder}: has what is infinite or NaN in training: {broken}. Name another checkpoint or folder.")
-
-
-def _check_weights(key: str, folder: Path, hf_folder: Path) -> Path | None:
-    """Where a checkpoint (a run's, or a converted one) has its tensors; None: it is a Hugging Face folder."""
-    stored = state = None
-    if run_folder.is_checkpoint(folder):
-        stored, state = run_folder.read_progress(folder), folder / run_folder.STATE
-    elif torch_dist.is_torch_dist(folder):
-        model = torch_dist.converted_model(folder)
-        stored, state = {"model": model} if model else None, folder
-    changed = model_changes(stored, model_identity(read_config(hf_folder))) if stored else []
-    if changed:
-        raise ModelError(f"{key}={folder}: is a checkpoint of another model: {'; '.join(changed)}. Name one of this model (model.hf).")
-    if state or has_weights(folder):
-        return state
-    steps = sorted(path.name for path in folder.glob("step_*") if run_folder.is_checkpoint(path))
-    fix = f"Name one of its checkpoints: {', '.join(steps[-3:])}" if steps else "Correct the path"
-    raise DataError(f"{key}={folder}: is neither a checkpoint (progress.json) nor a Hugging Face folder (*.safetensors). {fix}.")

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from rlbatch.api import CheckpointError, ConfigError, DataError
-from rlbatch.checkpoint.torch_dist import MARKER
+from rlbatch.checkpoint.origin import MARKER
 from rlbatch.convert import conversion
 from rlbatch.convert import output as outputs_module
 from rlbatch.convert.conversion import convert

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from rlbatch.api import DataError, ModelError
+from rlbatch.checkpoint.origin import state_folder
+from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import LayoutConfig
-from rlbatch.pipeline.loading import _check_weights, _load_weights
+from rlbatch.pipeline.loading import _load_weights
 from tests import tiny_models
 from tests.convert.test_dist import run
 from tests.megatron.gradients import build_trainer
@@ -38,17 +40,17 @@ def other_config(hf: Path, folder: Path, **changes: object) -> Path:
 
 def test_converted_folders_are_read(hf: Path, converted: Path, tmp_path: Path) -> None:
     """A converted folder is one, however the model's folder stores its weights; a Hugging Face folder is the other kind."""
-    assert _check_weights("checkpoint.load", converted, hf) == converted
+    assert state_folder("checkpoint.load", converted, read_config(hf)) == converted
     quantised = other_config(hf, tmp_path / "fp8", quantization_config={"quant_method": "fp8"}, torch_dtype="bfloat16")
-    assert _check_weights("checkpoint.load", converted, quantised) == converted
-    assert _check_weights("model.hf", hf, hf) is None
+    assert state_folder("checkpoint.load", converted, read_config(quantised)) == converted
+    assert state_folder("model.hf", hf, read_config(hf)) is None
 
 
 def test_of_another_model(hf: Path, converted: Path, tmp_path: Path) -> None:
     """The differences are told."""
     other = other_config(hf, tmp_path / "other", hidden_size=64)
     with pytest.raises(ModelError, match=r"is a checkpoint of another model: model hidden_size was 32, is 64"):
-        _check_weights("checkpoint.load", converted, other)
+        state_folder("checkpoint.load", converted, read_config(other))
 
 
 def test_unfinished_conversions(hf: Path, converted: Path, tmp_path: Path) -> None:
@@ -59,12 +61,12 @@ def test_unfinished_conversions(hf: Path, converted: Path, tmp_path: Path) -> No
         (folder / path.name).write_bytes(path.read_bytes())
     (folder / "conversion.json").write_text("{")
     with pytest.raises(DataError, match=r"conversion\.json:1: not JSON"):
-        _check_weights("checkpoint.load", folder, hf)
+        state_folder("checkpoint.load", folder, read_config(hf))
     (folder / "conversion.json").unlink()
-    assert _check_weights("checkpoint.load", folder, hf) == folder
+    assert state_folder("checkpoint.load", folder, read_config(hf)) == folder
     (folder / ".metadata").unlink()
     with pytest.raises(DataError, match="is neither a checkpoint"):
-        _check_weights("checkpoint.load", folder, hf)
+        state_folder("checkpoint.load", folder, read_config(hf))
 
 
 def loaded(folder: str, value: float) -> str:

@@ -1,0 +1,71 @@
+"""Where a run's first weights lie, and whether they are of its model. Imports no torch: submit asks before any rank does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlbatch.api import DataError, ModelError
+from rlbatch.checkpoint import run_folder
+from rlbatch.checkpoint.identity import model_changes, model_identity
+from rlbatch.config.foreign import LARGE_BYTES, MissingFileError, read_json
+
+METADATA = ".metadata"
+FORMAT = "metadata.json"
+MARKER = "conversion.json"
+"""Written last by ``rlbatch.convert``: a folder with it is complete. Says what was converted how, and every file's size and CRC-32."""
+
+
+def state_folder(key: str, folder: Path, hf_config: Mapping[str, Any]) -> Path | None:
+    """Where a checkpoint (a run's, or a converted one) has its tensors; None: it is a Hugging Face folder.
+
+    Args:
+        key: The config key that names it, for messages.
+        folder: What it names.
+        hf_config: model.hf's config.json.
+
+    Raises:
+        ModelError: it is another model's.
+        DataError: it is no checkpoint, or a damaged one.
+    """
+    stored = state = None
+    if run_folder.is_checkpoint(folder):
+        stored, state = run_folder.read_progress(folder), folder / run_folder.STATE
+    elif is_torch_dist(folder):
+        model = converted_model(folder)
+        stored, state = {"model": model} if model else None, folder
+    changed = model_changes(stored, model_identity(hf_config)) if stored else []
+    if changed:
+        raise ModelError(f"{key}={folder}: is a checkpoint of another model: {'; '.join(changed)}. Name one of this model (model.hf).")
+    if state or has_weights(folder):
+        return state
+    steps = sorted(path.name for path in folder.glob("step_*") if run_folder.is_checkpoint(path))
+    fix = f"Name one of its checkpoints: {', '.join(steps[-3:])}" if steps else "Correct the path"
+    raise DataError(f"{key}={folder}: is neither a checkpoint (progress.json) nor a Hugging Face folder (*.safetensors). {fix}.")
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether it is a Hugging Face folder with weights."""
+    return any(folder.glob("*.safetensors"))
+
+
+def is_torch_dist(folder: Path) -> bool:
+    """Whether a folder is a torch_dist checkpoint, of whatever origin."""
+    return (folder / METADATA).is_file() and (folder / FORMAT).is_file()
+
+
+def converted_model(folder: Path) -> dict[str, Any] | None:
+    """``model_identity`` of what was converted; None if the folder is of another origin.
+
+    Raises:
+        DataError: the marker is damaged.
+    """
+    path, fix = folder / MARKER, "Convert the checkpoint anew."
+    try:
+        model = read_json(path, fix, LARGE_BYTES).get("model")
+    except MissingFileError:
+        return None
+    if not isinstance(model, dict):
+        raise DataError(f"{path}: does not say which model it is of. {fix}")
+    return model

@@ -1,0 +1,77 @@
+"""Whether the checkpoints that a run would start or go on from are of its model, before ranks start. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rlbatch.api import ConfigError, ModelError, ModelFamily
+from rlbatch.checkpoint.hf_index import read_headers
+from rlbatch.checkpoint.identity import model_identity, refused_changes
+from rlbatch.checkpoint.origin import state_folder
+from rlbatch.config.foreign import MissingFileError
+from rlbatch.config.hf_config import read_config
+from rlbatch.config.schema import Config
+from rlbatch.registry import Registry
+
+COMPARED = ("transformer", "vocab_size", "rotary_base", "tie_embeddings", "rope", "mappings")
+"""Of families: what makes another model of the same weights, or cannot take them."""
+
+
+def check_first_weights(config: Config, registry: Registry, family: ModelFamily, hf_folder: Path, *, needs_reference: bool) -> None:
+    """Refuses weights of another model: ``checkpoint.load``, and ``checkpoint.ref_load`` where it is read.
+
+    Args:
+        config: The job's.
+        registry: Knows the families.
+        family: Of model.hf.
+        hf_folder: model.hf.
+        needs_reference: Whether there is a reference model.
+
+    Raises:
+        RlbatchError: the key, its folder, and what is another or damaged.
+    """
+    load, reference = config.checkpoint.load, config.checkpoint.ref_load
+    read = {"checkpoint.load": load, "checkpoint.ref_load": reference if needs_reference or not load else ""}
+    for key, path in read.items():
+        if path and state_folder(key, Path(path), read_config(hf_folder)) is None:
+            _check_family(key, Path(path), registry, family)
+            read_headers(Path(path))
+
+
+def check_resumed(config: Config, hf_config: Mapping[str, Any], folder: Path, progress: Mapping[str, Any]) -> None:
+    """Refuses to go on with a checkpoint of another model, or with another seed, optimizer or precision. Prompts are compared by the ranks.
+
+    Args:
+        config: The job's.
+        hf_config: model.hf's config.json.
+        folder: The newest checkpoint.
+        progress: Its ``read_progress``.
+
+    Raises:
+        ConfigError: what was and what is.
+    """
+    own = {"model": model_identity(hf_config), "config": asdict(config), "data.train": progress.get("data.train", {})}
+    if changed := refused_changes(progress, own):
+        raise ConfigError(
+            f"resume=auto: {folder} is of another run: {'; '.join(changed)}. Restore these, or choose another run_dir or checkpoint.save."
+        )
+
+
+def _check_family(key: str, folder: Path, registry: Registry, family: ModelFamily) -> None:
+    """By what config.jsons come to: exports by other programs write the same model in other words."""
+    try:
+        other = registry.resolve_model_family(read_config(folder))
+    except MissingFileError:
+        return
+    differing = [name for name in COMPARED if getattr(other, name) != getattr(family, name)]
+    if "transformer" in differing:
+        ours, theirs = family.transformer, other.transformer
+        changed = [name for name in {**ours, **theirs} if theirs.get(name) != ours.get(name)]
+        differing = [f"{name} {theirs.get(name)}, not {ours.get(name)}" for name in changed]
+    if differing:
+        raise ModelError(
+            f"{key}={folder}: its config.json is another model's than model.hf: {'; '.join(differing[:5])}. Name one of this model."
+        )
