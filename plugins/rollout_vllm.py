@@ -28,7 +28,7 @@ from rlbatch.engines.rollout import (
 )
 
 from .vllm_host import versions
-from .vllm_host.options import CLASSES, DECIDED, LISTED, SOURCE
+from .vllm_host.options import CLASSES, CPU_HEAD_SIZES, DECIDED, LISTED, SOURCE
 
 HOST = "rlbatch_plugins.vllm_host.engine:VllmEngine"
 ENTRY_POINTS = {"vllm.general_plugins": ["rlbatch = rlbatch_plugins.vllm_host.plugin:register"]}
@@ -89,6 +89,7 @@ def engine_shape(options: VllmOptions, engine: Mapping[str, Any]) -> EngineShape
         cached_bytes=value_bytes(engine.get("kv_cache_dtype")),
         memory_option=SHARE,
         context_option=CONTEXT,
+        cpu_head_sizes=CPU_HEAD_SIZES,
     )
 
 

@@ -222,6 +222,7 @@ def _check_rollout(config: Config, registry: Registry, run_dir: Path) -> None:
     family = known_family(config, registry, run_dir)
     if family is not None:
         plan.check_experts(family)
+        plan.check_heads(family, on_gpu=on_gpu(config))
 
 
 def _check_memory(config: Config, registry: Registry, run_dir: Path) -> None:

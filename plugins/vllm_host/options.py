@@ -8,6 +8,8 @@ from typing import Any
 SOURCE, CLASSES = "vllm/engine/arg_utils.py", ("EngineArgs", "AsyncEngineArgs")
 LISTED = "`vllm serve --help`"
 WEIGHT_BACKEND = "rlbatch"
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""For which vLLM has attention kernels on CPUs; of a version with fewer its host says so."""
 FIXED = {
     "skip_tokenizer_init": True,
     "logprobs_mode": "processed_logprobs",

@@ -56,6 +56,7 @@ class EngineShape:
         context_option: Of ``rollout.engine``, what says ``context_tokens``.
         context_spare: How many of ``context_tokens`` the engine keeps for itself.
         is_share_of_free: Whether ``memory_share`` is one of what is free beside the trainer when the engine starts, not of all.
+        cpu_head_sizes: Sizes of attention heads for which it has kernels on CPUs; empty: any. Latent attention has its own.
     """
 
     replica_gpus: int = 1
@@ -75,6 +76,7 @@ class EngineShape:
     context_option: str = ""
     context_spare: int = 0
     is_share_of_free: bool = False
+    cpu_head_sizes: Sequence[int] = ()
 
     @property
     def is_colocated(self) -> bool:

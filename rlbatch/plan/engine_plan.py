@@ -118,6 +118,22 @@ class EnginePlan:
                 f"Use {self.place.ranks_per_node} or less."
             )
 
+    def check_heads(self, family: ModelFamily, *, on_gpu: bool) -> None:
+        """Refuses a model whose attention heads the engine has no kernel for, on CPUs.
+
+        Raises:
+            ConfigError: the size, and those that it has.
+        """
+        sizes, architecture = self.shape.cpu_head_sizes, family.transformer
+        if on_gpu or not sizes or architecture.get("multi_latent_attention"):
+            return
+        size = architecture.get("kv_channels") or architecture["hidden_size"] // architecture["num_attention_heads"]
+        if size not in sizes:
+            raise ConfigError(
+                f"rollout={self.config.rollout.name}: model.hf's attention heads have size {size}, on CPUs the engine has kernels for "
+                f"{', '.join(map(str, sizes))}. Use another model or another rollout."
+            )
+
     def check_memory(self, job: Demand, fix: Callable[[], str] = lambda: LARGER) -> None:
         """Refuses engines that have no room on their GPUs, which the trainer may share.
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import rlbatch.submit
+from rlbatch.api import ConfigError, EngineShape
+from rlbatch.config.compose import compose
 from rlbatch.plan.engine_memory import demand
 from rlbatch.plan.engine_plan import EnginePlan
 from rlbatch.prepare import find_problems, placement
-from rlbatch.registry import compose_job
+from rlbatch.registry import compose_job, load_plugins
 from tests.large_models import CONFIGS, write_model
 
+REGISTRY = load_plugins()
 JOB = ("+cluster=h100x8", "rollout.options.gpus_per_engine=4", "offload=optimizer_state")
 """qwen3_30b on 8 GPUs of 79 GiB, where the trainer keeps 23.8 and leaves 55.2; an engine has 14.2 GiB of weights on each of its 4."""
 
@@ -83,3 +87,24 @@ def test_what_is_told_of_a_share_of_what_is_free(tmp_path: Path, monkeypatch: py
     told = plan.told_memory(demand(config, registry, registry.resolve_model_family(CONFIGS["qwen3_30b"]), on_gpu=True))
     assert told.startswith("of 79 GiB a GPU: engine 49.6 (")
     assert told.endswith("trainer 23.8 while it generates, free 5.5")
+
+
+def test_heads_without_a_kernel() -> None:
+    """An engine that has kernels for some sizes of heads says on CPUs which, also where the size follows from others; latent attention and
+    GPUs have their own.
+    """
+    plan = EnginePlan(compose(["rollout=vllm"]), 1, EngineShape(cpu_head_sizes=(32, 64)), None)
+    qwen = REGISTRY.resolve_model_family(CONFIGS["qwen3_30b"])
+    with pytest.raises(
+        ConfigError, match=r"^rollout=vllm: model\.hf's attention heads have size 128, on CPUs the engine has kernels for 32, 64\."
+    ):
+        plan.check_heads(qwen, on_gpu=False)
+    derived = {name: size for name, size in qwen.transformer.items() if name != "kv_channels"} | {
+        "hidden_size": 40,
+        "num_attention_heads": 2,
+    }
+    with pytest.raises(ConfigError, match=r"have size 20, on CPUs"):
+        plan.check_heads(replace(qwen, transformer=derived), on_gpu=False)
+    plan.check_heads(qwen, on_gpu=True)
+    plan.check_heads(REGISTRY.resolve_model_family(CONFIGS["deepseek671b"]), on_gpu=False)
+    replace(plan, shape=EngineShape()).check_heads(qwen, on_gpu=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import subprocess
@@ -16,7 +17,7 @@ from rlbatch.engines.site import write_site
 from rlbatch.prepare import find_problems
 from rlbatch.registry import compose_job
 from rlbatch_plugins.rollout_vllm import ENTRY_POINTS, VllmOptions, check_engine
-from rlbatch_plugins.vllm_host.options import CLASSES, DECIDED, SOURCE, refused
+from rlbatch_plugins.vllm_host.options import CLASSES, CPU_HEAD_SIZES, DECIDED, SOURCE, refused
 from rlbatch_plugins.vllm_host.versions import DISTRIBUTIONS
 from tests.plugins.vllm_cases import vllm_python
 
@@ -164,3 +165,12 @@ class Detailed(ValueError):
 def test_what_it_refuses_is_one_line(error: Exception, options: dict[str, object], said: str) -> None:
     """With the option that it is about, where that can be told."""
     assert refused(error, options, "0.32.0") == f"{said} Correct it."
+
+
+def test_head_sizes_are_vllms(repository: Path) -> None:
+    """Those that submit knows are those of vLLM's CPU backend."""
+    (source,) = (repository / ".venv-vllm").glob("lib/python3*/site-packages/vllm/v1/attention/backends/cpu_attn.py")
+    methods = {node.name: node for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.FunctionDef)}
+    (returned,) = methods["get_supported_head_sizes"].body
+    assert isinstance(returned, ast.Return) and returned.value is not None
+    assert tuple(ast.literal_eval(returned.value)) == CPU_HEAD_SIZES
