@@ -107,7 +107,8 @@ def our_rank(folder: Path) -> None:
             from rlbatch.launch.process_group import process_group
 
             hosts = watchdog.wait_for_ranks()
-            store = open_store(meeting.info, config.launch.rendezvous_timeout_s, hosts, meeting.store_socket)
+            store = open_store(meeting.info, config.launch.rendezvous_timeout_s, hosts, meeting.store_socket, meeting.life.token)
+            watchdog.seal_store()
             set_interface(meeting.interface, is_chosen=False)
             with process_group(store, config.launch.collective_timeout_s):
                 pass_barrier(folder, info.rank)

@@ -167,7 +167,8 @@ def _run(config: Config, run_dir: Path, meeting: Meeting, watchdog: Watchdog, no
 
             registry = load_plugins(config.plugins)
             hosts = watchdog.wait_for_ranks()
-            store = open_store(meeting.info, config.launch.rendezvous_timeout_s, hosts, meeting.store_socket)
+            store = open_store(meeting.info, config.launch.rendezvous_timeout_s, hosts, meeting.store_socket, meeting.life.token)
+            watchdog.seal_store()
             set_interface(meeting.interface, is_chosen=bool(config.cluster.interface))
             preflight = Preflight(config, run_dir, store, registry)
             preflight.check_nodes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import socket
 import time
@@ -33,14 +34,16 @@ class JobStore:
         hosts: Node of every rank; empty strings where that is not known.
     """
 
-    def __init__(self, store: Store, info: RankInfo, hosts: Sequence[str] = ()) -> None:
-        self.store, self.info = store, info
+    def __init__(self, store: Store, info: RankInfo, hosts: Sequence[str] = (), spare: Store | None = None) -> None:
+        self.store, self.info, self._spare = store, info, spare
         self.hosts = tuple(hosts) or ("",) * info.world_size
         self._uses: Counter[str] = Counter()
 
     def clone(self) -> JobStore:
-        """The same store over a connection of its own, for another thread: a connection serves one wait at a time."""
-        return JobStore(self.store.clone(), self.info, self.hosts)  # type: ignore[attr-defined]  # missing in the stub
+        """The same store over a connection of its own, for another thread: a connection serves one wait at a time. Once the store's door is
+        closed there is one, for one thread.
+        """
+        return JobStore(self._spare or self.store.clone(), self.info, self.hosts)  # type: ignore[attr-defined]  # missing in the stub
 
     def set(self, key: str, value: bytes) -> None:
         """Writes a value; the last one counts."""
@@ -119,7 +122,9 @@ class JobStore:
             raise LaunchError(message) from None
 
 
-def open_store(info: RankInfo, timeout_s: float, hosts: Sequence[str] = (), listening: socket.socket | None = None) -> JobStore:
+def open_store(
+    info: RankInfo, timeout_s: float, hosts: Sequence[str] = (), listening: socket.socket | None = None, secret: str = ""
+) -> JobStore:
     """Rank 0 serves the store at the job's address, the others connect; returns when this rank is connected.
 
     Args:
@@ -127,11 +132,12 @@ def open_store(info: RankInfo, timeout_s: float, hosts: Sequence[str] = (), list
         timeout_s: Longest wait for rank 0.
         hosts: Node of every rank, for messages.
         listening: On rank 0: a socket that listens there already.
+        secret: What only ranks know. All keys begin with a word that follows from it: what others wrote before has no meaning.
 
     Raises:
         ConfigError: the launcher named no address.
     """
-    from torch.distributed import TCPStore
+    from torch.distributed import PrefixStore, TCPStore
 
     info.init_method()
     store = TCPStore(
@@ -143,4 +149,5 @@ def open_store(info: RankInfo, timeout_s: float, hosts: Sequence[str] = (), list
         wait_for_workers=False,
         master_listen_fd=listening.detach() if listening else None,
     )
-    return JobStore(store, info, hosts)
+    named = PrefixStore(hashlib.sha256(f"store {secret}".encode()).hexdigest(), store)
+    return JobStore(named, info, hosts, named.clone())  # type: ignore[attr-defined]  # missing in the stub

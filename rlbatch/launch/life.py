@@ -106,7 +106,7 @@ def read_life(run_dir: Path) -> Life | None:
         with path.open(encoding="utf-8") as file:
             owner = os.fstat(file.fileno()).st_uid
             life = Life.from_json(file.read())
-    except (FileNotFoundError, ValueError, TypeError, KeyError):
+    except (FileNotFoundError, ValueError, TypeError, KeyError, RecursionError):
         return None
     if owner not in (os.getuid(), 0):
         raise LaunchError(f"{path}: belongs to user id {owner}, this process to {os.getuid()}. Use a run folder of your own.")
@@ -124,4 +124,4 @@ def is_superseded(run_dir: Path, token: str) -> bool:
 
 def same_token(first: object, second: str) -> bool:
     """Compares tokens without telling by the time how much of them agrees."""
-    return hmac.compare_digest(str(first).encode(), second.encode())
+    return hmac.compare_digest(*(str(token).encode("utf-8", "surrogatepass") for token in (first, second)))

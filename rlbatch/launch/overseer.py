@@ -7,15 +7,17 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlbatch.config.schema import LaunchConfig
+from rlbatch.launch.door import End, StoreDoor
 from rlbatch.launch.environment import RankInfo
 from rlbatch.launch.failures import FirstError, claim, read_first_error
-from rlbatch.launch.life import Life, is_superseded, same_token
+from rlbatch.launch.handshake import Guest
+from rlbatch.launch.life import Life, is_superseded
 from rlbatch.launch.logs import where_output
 from rlbatch.launch.places import Place, find_culprit
 from rlbatch.launch.wire import PROBE_S, Link, MachineLost, Message
@@ -39,6 +41,8 @@ GRACE_S = 5.0
 """Seconds that rank 0 waits longer for ranks than they for it, so that one that cannot connect says why before it is missed."""
 GUEST_S = 10.0
 """Seconds in which a connection must say who it is."""
+SPARE_GUESTS, SHOWN_REFUSALS = 64, 8
+"""Connections beside the ranks' that may be unknown at once; those whose refusal is printed."""
 
 
 @dataclass
@@ -55,6 +59,7 @@ class Seat:
         place: Where its main thread is, if it answered.
         has_left: Whether it came to its regular end, or was stopped.
         is_gone: Whether its process has ended.
+        ends: Of its connections to the store, once it has told.
     """
 
     link: Link
@@ -66,6 +71,7 @@ class Seat:
     place: Place | None = None
     has_left: bool = False
     is_gone: bool = False
+    ends: Sequence[End] | None = None
 
 
 @dataclass
@@ -94,22 +100,23 @@ class Overseer(threading.Thread):
     needs Python on the other side: a slow import or a long call into C code is no death.
     """
 
-    def __init__(self, server: socket.socket, life: Life, info: RankInfo, run_dir: Path, store_port: int, limits: LaunchConfig) -> None:
+    def __init__(self, server: socket.socket, life: Life, info: RankInfo, run_dir: Path, door: StoreDoor, limits: LaunchConfig) -> None:
         """Args:
         server: Listening socket.
         life: Of this job.
         info: Rank 0.
         run_dir: Run folder.
-        store_port: Where the job's store will listen.
+        door: Of the job's store.
         limits: How long ranks may need to come, and collectives may last.
         """
         super().__init__(name="rlbatch-overseer", daemon=True)
-        self.life, self._server, self._info, self._run_dir, self._store_port = life, server, info, run_dir, store_port
+        self.life, self._server, self._info, self._run_dir, self._door = life, server, info, run_dir, door
         self._timeout_s, self._collective_s = limits.rendezvous_timeout_s, limits.collective_timeout_s
         self._gather_until = time.monotonic() + self._timeout_s + GRACE_S
         self._selector = selectors.DefaultSelector()
         self._selector.register(server, selectors.EVENT_READ)
-        self._guests: dict[Link, float] = {}
+        self._guests: dict[Link, Guest] = {}
+        self._refused = 0
         self._seats: dict[int, Seat] = {}
         self._troubles = Troubles()
         self._has_met = False
@@ -147,52 +154,72 @@ class Overseer(threading.Thread):
         for key, _ in self._selector.select(wait_s):
             if key.fileobj is self._server:
                 with suppress(OSError):
-                    guest = Link(self._server.accept()[0])
-                    self._guests[guest] = time.monotonic() + GUEST_S
-                    self._selector.register(guest, selectors.EVENT_READ)
+                    self._let_in(self._server.accept()[0])
             elif isinstance(key.data, int):
                 self._hear(key.data)
-            elif isinstance(key.fileobj, Link):
-                self._greet(key.fileobj)
+            elif key.fileobj in self._guests:
+                self._greet(self._guests[key.fileobj])
 
-    def _greet(self, guest: Link) -> None:
+    def _let_in(self, connection: socket.socket) -> None:
+        """To the door, no further; of too many the one that has been there longest without proof goes: a rank proves itself at once."""
+        guest = Guest(connection, self.life.token, GUEST_S)
+        self._guests[guest.link] = guest
+        self._selector.register(guest.link, selectors.EVENT_READ)
+        unknown = [other for other in self._guests.values() if not other.is_known]
+        if len(unknown) > self._info.world_size + SPARE_GUESTS:
+            self._refuse(unknown[0])
+
+    def _greet(self, guest: Guest) -> None:
         """Gives a newcomer its seat, or says why not."""
         try:
-            messages = guest.receive()
+            messages = guest.hear()
         except ConnectionError:
-            messages = [{}]
+            return self._refuse(guest)
         if not messages:
             return
-        refusal, is_final = self._refusal(messages[0], guest)
+        refusal = self._refusal(messages[0])
         if refusal:
-            guest.send({"refused": refusal, "final": is_final})
+            guest.link.send({"refused": refusal, "final": True})
             self._dismiss(guest)
             return
-        del self._guests[guest]
-        self._seats[messages[0]["rank"]] = Seat(guest, str(messages[0].get("host")))
-        self._selector.modify(guest, selectors.EVENT_READ, messages[0]["rank"])
-        guest.send({"joined": True, "store_port": self._store_port})
+        del self._guests[guest.link]
+        self._seats[messages[0]["rank"]] = Seat(guest.link, str(messages[0].get("host")))
+        self._selector.modify(guest.link, selectors.EVENT_READ, messages[0]["rank"])
+        guest.link.send({"joined": True, "store_port": self._door.port})
         if len(self._seats) == self._info.world_size:
-            self._has_met = True
-            hosts = [self._seats[rank].host for rank in range(self._info.world_size)]
-            for seat in self._seats.values():
-                seat.link.send({"hosts": hosts})
+            self._met()
 
-    def _dismiss(self, guest: Link) -> None:
-        del self._guests[guest]
-        self._selector.unregister(guest)
-        guest.close()
+    def _met(self) -> None:
+        """All ranks have come: nobody else can any more."""
+        self._has_met = True
+        self._selector.unregister(self._server)
+        self._server.close()
+        for guest in list(self._guests.values()):
+            self._dismiss(guest)
+        hosts = [self._seats[rank].host for rank in range(self._info.world_size)]
+        for seat in self._seats.values():
+            seat.link.send({"hosts": hosts})
 
-    def _refusal(self, join: Message, guest: Link) -> tuple[str, bool]:
+    def _refuse(self, guest: Guest) -> None:
+        """Of one that has not proved that it knows the token."""
+        self._refused += 1
+        if self._refused <= SHOWN_REFUSALS:
+            where = guest.link.peer_address()
+            print(f"rendezvous: refused a process at {where}: it is of another job, or of an earlier life.", file=sys.stderr)
+        self._dismiss(guest)
+
+    def _dismiss(self, guest: Guest) -> None:
+        del self._guests[guest.link]
+        self._selector.unregister(guest.link)
+        guest.link.close()
+
+    def _refusal(self, join: Message) -> str:
         rank, size, me = join.get("rank"), join.get("world_size"), f"rank 0 of {self.life.name()} on {self._info.host}"
-        if "token" not in join or not same_token(join["token"], self.life.token):
-            print(f"rendezvous: refused a process at {guest.peer_address()}: it is of another job, or of an earlier life.", file=sys.stderr)
-            return f"{me} does not know this process's token: that is another job, or another life of this one", False
         if size != self._info.world_size or not isinstance(rank, int) or not 0 <= rank < self._info.world_size:
-            return f"{me} has {self._info.world_size} ranks, this process is rank {rank} of {size}", True
+            return f"{me} has {self._info.world_size} ranks, this process is rank {rank} of {size}"
         if rank in self._seats:
-            return f"{me} has a rank {rank} already, on {self._seats[rank].host}: two jobs in one run folder, or a rank twice", True
-        return "", False
+            return f"{me} has a rank {rank} already, on {self._seats[rank].host}: two jobs in one run folder, or a rank twice"
+        return ""
 
     def _hear(self, rank: int) -> None:
         seat = self._seats[rank]
@@ -219,6 +246,10 @@ class Overseer(threading.Thread):
         elif "failed" in message:
             self._troubles.failures.append((FirstError(**message["failed"]), message["follows"]))
             self._decide_within(PATIENCE_S if message["follows"] else 0.0)
+        elif "ends" in message:
+            seat.ends = [(str(address), int(port)) for address, port in message["ends"]]
+            if all(other.ends is not None for other in self._seats.values()):
+                self._seal()
         elif "left" in message:
             seat.has_left = True
             if message["left"]:
@@ -226,6 +257,13 @@ class Overseer(threading.Thread):
                 self._withdraw(rank)
             within = STOPPING_S if message["left"] else LEAVING_S
             self._leave_until = min(self._leave_until or float("inf"), time.monotonic() + within)
+
+    def _seal(self) -> None:
+        """All ranks are at the store: nobody else comes there any more."""
+        for address, port in self._door.close({end for seat in self._seats.values() for end in seat.ends or ()}):
+            print(f"store: hung up on {address}:{port}, which is no rank of this job.", file=sys.stderr)
+        for seat in self._seats.values():
+            seat.link.send({"sealed": True})
 
     def _withdraw(self, rank: int) -> None:
         """A rank that is stopped too: what it complained of was the end of others, which the signal reached before."""
@@ -253,8 +291,8 @@ class Overseer(threading.Thread):
     def _look(self) -> FirstError | None:
         """The first error, once it is clear which one that is."""
         now = time.monotonic()
-        for guest in [guest for guest, until in self._guests.items() if now > until]:
-            self._dismiss(guest)
+        for guest in [guest for guest in self._guests.values() if now > guest.until]:
+            self._refuse(guest)
         if now > self._next_beat:
             self._next_beat = now + BEAT_S
             for seat in self._running():
@@ -346,7 +384,8 @@ class Overseer(threading.Thread):
         recording = threading.Thread(target=self._record, args=(error,), daemon=True)
         recording.start()
         recording.join(ANSWER_S)
-        for link in [*self._guests, *(seat.link for seat in self._seats.values() if not seat.is_gone)]:
+        known = [guest.link for guest in self._guests.values() if guest.is_known]
+        for link in [*known, *(seat.link for seat in self._seats.values() if not seat.is_gone)]:
             link.send({"end": str(error)})
         until = time.monotonic() + ANSWER_S
         while time.monotonic() < until and any(not seat.is_gone for rank, seat in self._seats.items() if rank):

@@ -20,8 +20,10 @@ from pathlib import Path
 
 from rlbatch.api import ConfigError, LaunchError, RlbatchError
 from rlbatch.config.schema import Config
+from rlbatch.launch.door import StoreDoor
 from rlbatch.launch.environment import RankInfo
 from rlbatch.launch.failures import CLOCK_S, FIRST_ERROR, is_earlier, read_first_error
+from rlbatch.launch.handshake import introduce
 from rlbatch.launch.interfaces import (
     LOOPBACK,
     addresses_of,
@@ -46,6 +48,7 @@ CONNECT_S = 3.0
 """Longest wait for an address to answer."""
 REPLY_S = 10.0
 """Longest wait for rank 0's word; it may be held up by an import."""
+STRANGER = "who answers there does not know this job's token: another job, another life of this one, or another service"
 HANDOVER_S = 5.0
 """Longest wait for an earlier job's last process to end."""
 
@@ -140,7 +143,7 @@ def _open(info: RankInfo, run_dir: Path, config: Config, launch: str) -> tuple[O
     write_life(run_dir, life)
     if previous and not lock.try_for(config.launch.rendezvous_timeout_s):  # what is left of that life sees the new token, and ends
         raise LaunchError(f"run_dir={run_dir}: {previous.name()} does not end. Kill process {previous.pid} on {previous.host}.")
-    overseer = Overseer(server, life, info, run_dir, store_socket.getsockname()[1], config.launch)
+    overseer = Overseer(server, life, info, run_dir, StoreDoor(store_socket), config.launch)
     overseer.start()
     return overseer, store_socket
 
@@ -233,9 +236,12 @@ def _ask(address: str, life: Life, info: RankInfo) -> tuple[Link, Message] | str
         link = Link(socket.create_connection((address, life.port), CONNECT_S))
     except OSError as error:
         return error.strerror or str(error)
-    link.send({"token": life.token, "rank": info.rank, "world_size": info.world_size, "host": info.host})
     until = time.monotonic() + REPLY_S
     try:
+        if not introduce(link, life.token, REPLY_S):
+            link.close()
+            return STRANGER
+        link.send({"rank": info.rank, "world_size": info.world_size, "host": info.host})
         while time.monotonic() < until:
             messages = link.receive()
             if not messages:
@@ -246,10 +252,10 @@ def _ask(address: str, life: Life, info: RankInfo) -> tuple[Link, Message] | str
             link.close()
             if messages[0].get("final"):
                 raise LaunchError(f"rendezvous: {messages[0]['refused']}. One job a run folder; start each with its own run_dir.")
-            return str(messages[0].get("refused", "another service answers"))
+            return str(messages[0].get("refused", STRANGER))
     except ConnectionError as error:
         link.close()
-        return f"another service answers, or rank 0 ended ({error})"
+        return f"{STRANGER}, or rank 0 ended ({error})"
     link.close()
     return f"no answer within {REPLY_S:g} s"
 

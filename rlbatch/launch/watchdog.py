@@ -23,6 +23,7 @@ from typing import IO, Literal
 from rlbatch.api import LaunchError
 from rlbatch.config.schema import LaunchConfig
 from rlbatch.launch import guardian
+from rlbatch.launch.door import ends_at
 from rlbatch.launch.failures import FirstError, Reported, StoppedBySignal, claim, failure_of, read_first_error
 from rlbatch.launch.guardian import CLOSING_S
 from rlbatch.launch.life import is_superseded
@@ -67,7 +68,7 @@ class Watchdog:
         self._phase, self._waits, self._since, self._deadline = "training", False, time.monotonic(), float("inf")
         self._reporting = False
         self._hosts: tuple[str, ...] = ()
-        self._met, self._ended = threading.Event(), threading.Event()
+        self._met, self._sealed, self._ended = threading.Event(), threading.Event(), threading.Event()
         self._leaving = False
         self._stacks: IO[str] | None = None
         self.on_rank_0_lost: Callable[[FirstError], None] = lambda error: None
@@ -133,6 +134,12 @@ class Watchdog:
         self._met.wait()
         return self._hosts
 
+    def seal_store(self) -> None:
+        """Waits until nobody but the ranks, which have come there, can come to the job's store; all of them call it."""
+        assert self._meeting
+        self._meeting.link.send({"ends": ends_at(self._meeting.info.master_port)})
+        self._sealed.wait()
+
     @contextmanager
     def phase(self, name: Phase) -> Iterator[None]:
         """What this rank does until the block ends; a block inside another counts alone."""
@@ -193,6 +200,8 @@ class Watchdog:
                 if "hosts" in message:
                     self._hosts = tuple(message["hosts"])
                     self._met.set()
+                if "sealed" in message:
+                    self._sealed.set()
                 if "end" in message:
                     self._end(str(message["end"]))
                     return

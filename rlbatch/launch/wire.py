@@ -55,13 +55,28 @@ class Link:
         Returns:
             Whether the connection is still there. That the peer read it is not known.
         """
-        line = json.dumps(message).encode() + b"\n"
+        return self.send_bytes(json.dumps(message).encode() + b"\n")
+
+    def send_bytes(self, content: bytes) -> bool:
+        """As ``send``, of bytes as they are."""
         with self._sending:
             try:
-                self._socket.sendall(line)
+                self._socket.sendall(content)
             except OSError:
                 return False
         return True
+
+    def take(self, size: int) -> bytes | None:
+        """The first so many bytes, before any message, as they are; None: not all of them have come.
+
+        Raises:
+            ConnectionError: the peer ended.
+        """
+        self._received += self._read(size - len(self._received))
+        if len(self._received) < size:
+            return None
+        taken, self._received = self._received, b""
+        return taken
 
     def receive(self) -> list[Message]:
         """Messages that have come, after a wait for at least some bytes; maybe none is whole yet, or none came in time.
@@ -73,24 +88,30 @@ class Link:
         if self._unread:
             unread, self._unread = self._unread, []
             return unread
-        try:
-            part = self._socket.recv(1 << 16)
-        except OSError as error:
-            if error.errno in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH):
-                raise MachineLost(f"no answer from its machine for {LOST_S} s") from None
-            if isinstance(error, TimeoutError):  # of the wait
-                return []
-            raise ConnectionError(str(error)) from None
-        *lines, self._received = (self._received + part).split(b"\n")
-        if not part or len(self._received) > MAX_LINE:
-            raise ConnectionError("closed")
+        *lines, self._received = (self._received + self._read(1 << 16)).split(b"\n")
+        if len(self._received) > MAX_LINE:
+            raise ConnectionError("does not speak this protocol")
         try:
             messages = [json.loads(line) for line in lines]
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ConnectionError("does not speak this protocol") from None
         if not all(isinstance(message, dict) for message in messages):
             raise ConnectionError("does not speak this protocol")
         return messages
+
+    def _read(self, size: int) -> bytes:
+        """What comes next, at most so many bytes; none in time: none."""
+        try:
+            part = self._socket.recv(size)
+        except OSError as error:
+            if error.errno in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH):
+                raise MachineLost(f"no answer from its machine for {LOST_S} s") from None
+            if isinstance(error, TimeoutError):  # of the wait
+                return b""
+            raise ConnectionError(str(error)) from None
+        if not part:
+            raise ConnectionError("closed")
+        return part
 
     def unread(self, messages: list[Message]) -> None:
         """Gives messages back: the next ``receive`` returns them."""

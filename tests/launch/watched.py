@@ -124,7 +124,17 @@ def with_gloo(behaviour: str, watchdog: Watchdog, meeting: Meeting) -> None:
     from rlbatch.launch.process_group import process_group
 
     info = meeting.info
-    store = open_store(info, END_S, watchdog.wait_for_ranks(), meeting.store_socket)
+    store = open_store(info, END_S, watchdog.wait_for_ranks(), meeting.store_socket, meeting.life.token)
+    if behaviour == "gloo_strangers":
+        run_dir = Path(sys.argv[1])
+        if info.rank == 0:
+            (run_dir / "part").write_text(str(info.master_port))
+            (run_dir / "part").replace(run_dir / "store_port")
+        wait_for((run_dir / GO).exists)
+    watchdog.seal_store()
+    if behaviour == "gloo_strangers":
+        (run_dir / f"sealed.{info.rank}").touch()
+        wait_for((run_dir / "end").exists)
     store.barrier("torch", END_S)  # however long each takes to import it
     is_last = info.rank == info.world_size - 1
     if behaviour == "gloo_stop":
