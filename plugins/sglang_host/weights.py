@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed as dist
 
 from rlbatch.engines.collective import SENDER, WeightGroup
+from rlbatch.engines.gathered import gathered
 from rlbatch.engines.mapping import device_identity
 from rlbatch.engines.receiver import WeightReceiver
 
@@ -139,9 +139,5 @@ def answer(runner: Any, text: str) -> tuple[bool, str]:
 
 
 def _of_all(own: dict[str, Any], group: Any) -> list[dict[str, Any]]:
-    """What all workers answer. (Pickled, between processes of one engine.)"""
-    if group.world_size == 1:
-        return [own]
-    answers: list[dict[str, Any]] = [{} for _ in range(group.world_size)]
-    dist.all_gather_object(answers, own, group=group.cpu_group)
-    return answers
+    """What all workers answer."""
+    return [own] if group.world_size == 1 else gathered(own, group.cpu_group)

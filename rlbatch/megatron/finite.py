@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlbatch.api import ModelError
+from rlbatch.engines.gathered import gathered
 
 MAX_GRADIENT_NORM = torch.finfo(torch.float32).max ** 0.5
 """Above it squares, which Adam and the clipping take in float32, are infinite, and nothing is trained any more."""
@@ -101,13 +102,6 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether all values of all tensors are; one pass over them, without memory."""
     extremes = [torch.stack(tensor.detach().aminmax()).float() for tensor in tensors if tensor.numel() and tensor.is_floating_point()]
     return not extremes or bool(torch.stack([values.to(extremes[0].device) for values in extremes]).isfinite().all())
-
-
-def gathered(found: Any) -> list[Any]:
-    """What every rank found; a collective, for the way to an error."""
-    answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, found)
-    return answers
 
 
 class FiniteCheck:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from rlbatch.api import CheckpointError
+from rlbatch.engines.gathered import gathered
 from rlbatch.launch.children import dies_with_parent
 
 
@@ -183,9 +184,7 @@ class Writing:
                 failure = str(outcome) if isinstance(outcome, Exception) else ""
             except queue.Empty:
                 failure = "the writing process was killed (out of memory?)"
-        failures: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(failures, failure)
-        told = [f"rank {rank}: {text}" for rank, text in enumerate(failures) if text]
+        told = [f"rank {rank}: {text}" for rank, text in enumerate(gathered(failure)) if text]
         if told:
             raise CheckpointError("; ".join(told[:3]))
 

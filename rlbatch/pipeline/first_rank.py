@@ -2,32 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from rlbatch.api import RlbatchError
+from rlbatch.api import RlbatchError, errors
+from rlbatch.engines.gathered import gathered
 
 T = TypeVar("T")
+_PATH, _TUPLE = "rlbatch path", "rlbatch tuple"
 
 
 def on_first_rank(function: Callable[[], T]) -> T:
     """Calls a function on rank 0 and gives its result to every rank; a collective.
 
     Args:
-        function: Returns something small; takes no part in collectives.
+        function: Returns something small, JSON or a path; takes no part in collectives.
 
     Raises:
         RlbatchError: what the function raised, on every rank.
     """
-    answer: list[T | RlbatchError | None] = [None]
+    answer: dict[str, Any] = {}
     if dist.get_rank() == 0:
         try:
-            answer = [function()]
+            answer = {"value": function()}
         except RlbatchError as error:
-            answer = [error]
-    dist.broadcast_object_list(answer, src=0)
-    if isinstance(answer[0], RlbatchError):
-        raise answer[0]
-    return answer[0]  # type: ignore[return-value]
+            kind = next(base.__name__ for base in type(error).__mro__ if vars(errors).get(base.__name__) is base)
+            answer = {"kind": kind, "error": str(error)}
+    told = gathered(_written(answer))[0]
+    if "error" in told:
+        raise vars(errors)[told["kind"]](told["error"])
+    return cast(T, _read(told["value"]))
+
+
+def _written(value: Any) -> Any:
+    """Paths as such; tuples are lists in JSON."""
+    if isinstance(value, Path):
+        return {_PATH: str(value)}
+    if isinstance(value, Mapping):
+        return {name: _written(part) for name, part in value.items()}
+    return {_TUPLE: [_written(part) for part in value]} if isinstance(value, tuple) else value
+
+
+def _read(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if _PATH in value:
+        return Path(value[_PATH])
+    if _TUPLE in value:
+        return tuple(_read(part) for part in value[_TUPLE])
+    return {name: _read(part) for name, part in value.items()}

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
-import torch.distributed as dist
 
 from rlbatch.api import CheckpointError
+from rlbatch.engines.gathered import gathered
 from rlbatch.pipeline.first_rank import on_first_rank
 
 MIB = 2**20
@@ -72,8 +72,7 @@ def host_without_room(need: int) -> str:
     Args:
         need: Bytes of this rank's copy.
     """
-    rows: list[tuple[str, int, int]] = [("", 0, 0)] * dist.get_world_size()
-    dist.all_gather_object(rows, (socket.gethostname(), need, psutil.virtual_memory().available))
+    rows = gathered((socket.gethostname(), need, psutil.virtual_memory().available))
     for host in dict.fromkeys(name for name, _, _ in rows):
         needed = sum(need for name, need, _ in rows if name == host)
         available = min(available for name, _, available in rows if name == host)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rlbatch.api import ModelError, ModelFamily, ParamMapping
+from rlbatch.engines.gathered import gathered
 from rlbatch.weights.audit import fp8_names
 from rlbatch.weights.codec import Geometry, hf_names, is_expert
 from rlbatch.weights.routing import Routes, exchange, gathered_routes
@@ -195,12 +195,11 @@ class Exporter:
 
     def _stage_owners(self, entries: Sequence[Entry], described: Described) -> dict[str, tuple[int, torch.Size, torch.dtype]]:
         """Name -> (first pipeline rank that holds it, shape and dtype of a shard)."""
-        stages: list[Any] = [None] * self._groups.pp.size()
-        dist.all_gather_object(stages, dict(described), group=self._groups.pp)
+        mine = {name: (list(shape), str(dtype).removeprefix("torch.")) for name, (shape, dtype) in described.items()}
         owners: dict[str, tuple[int, torch.Size, torch.dtype]] = {}
-        for stage, theirs in enumerate(stages):
+        for stage, theirs in enumerate(gathered(mine, self._groups.pp)):
             for name, (shape, dtype) in theirs.items():
-                owners.setdefault(name, (stage, shape, dtype))
+                owners.setdefault(name, (stage, torch.Size(shape), getattr(torch, dtype)))
         absent = [entry.name for entry in entries if entry.name not in owners]
         if absent:
             raise ModelError(

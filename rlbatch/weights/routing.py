@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from rlbatch.engines.gathered import gathered
 
 Place = tuple[int, int, int]
 """Where a rank stands: pipeline stage, expert-parallel and expert-tensor-parallel rank."""
@@ -124,13 +125,13 @@ def gathered_routes(place: Place, wanted: Sequence[int] | None, num_experts: int
     Returns:
         None if every rank wants every expert.
     """
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (place, None if wanted is None or set(wanted) >= set(range(num_experts)) else list(wanted)))
+    told = gathered((place, None if wanted is None or set(wanted) >= set(range(num_experts)) else list(wanted)))
     if all(theirs is None for _, theirs in told):
         return None
+    places: list[Place] = [(pp, ep, etp) for (pp, ep, etp), _ in told]
     # NCCL's first use of a group must be by all of its ranks; a round is of some.
     dist.all_reduce(torch.zeros(1, device=device))
-    return Routes([where for where, _ in told], [theirs for _, theirs in told], num_experts, dist.get_rank())
+    return Routes(places, [theirs for _, theirs in told], num_experts, dist.get_rank())
 
 
 def exchange(step: Round, mine: Tensor | None, memory: dict[int, Tensor]) -> dict[int, Tensor]:

@@ -18,7 +18,7 @@ PAGES = [
     "README.md",
     *(f"docs/{name}.md" for name in ("launch", "models", "rollout", "planner", "troubleshooting", "decisions", "results", "checkpoints")),
 ]
-PAGES += [f"docs/{name}.md" for name in ("preflight", "plugins", "algorithms", "metrics", "migrating", "hostfiles", "clusters", "status", "install")]
+PAGES += [f"docs/{name}.md" for name in ("preflight", "plugins", "algorithms", "metrics", "migrating", "hostfiles", "clusters", "status", "install", "security")]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 MESSAGE_SOURCES = ("rlbatch/**/*.py", "plugins/**/*.py")
 
