@@ -17,6 +17,7 @@ from typing import Any
 from rlbatch.engines.device_experts import of_devices
 from rlbatch.engines.host import IGNORED, Send
 from rlbatch.engines.option_names import refusal
+from rlbatch.engines.patience import Patience
 from rlbatch.engines.start_log import own_log
 from rlbatch.engines.wire import Refused, pack_ints, unpack_ints
 
@@ -26,6 +27,9 @@ from .plugin import CALL
 
 IDLE_LIMIT_S = 60.0
 """For samples that were given up to end."""
+
+AtAll = tuple[asyncio.Semaphore, Patience]
+"""Of a generation: who may be with the engine at once, and how long a sample may take."""
 
 
 class SglangEngine:
@@ -114,7 +118,8 @@ class SglangEngine:
             "min_new_tokens": header["min_tokens"],
             "stop_token_ids": header["stop_token_ids"],
         }
-        work = [asyncio.ensure_future(self._group(header, index, prompts[index], common, allowed, send)) for index in range(len(prompts))]
+        at_all = allowed, Patience(header["request_timeout_s"])
+        work = [asyncio.ensure_future(self._group(header, index, prompts[index], common, at_all, send)) for index in range(len(prompts))]
         try:
             await asyncio.gather(*work)
         finally:
@@ -123,13 +128,13 @@ class SglangEngine:
         return {}
 
     async def _group(
-        self, header: dict[str, Any], index: int, prompt: list[int], common: dict[str, Any], allowed: asyncio.Semaphore, send: Send
+        self, header: dict[str, Any], index: int, prompt: list[int], common: dict[str, Any], at_all: AtAll, send: Send
     ) -> None:
         """One prompt's samples, sent."""
         tasks = [
             asyncio.ensure_future(
                 # The name ends with a mark: SGLang aborts all requests whose name begins like that of the aborted one.
-                self._sample(f"{header['id']}-{index}-{number}.", prompt, {**common, "sampling_seed": seed}, header, allowed)
+                self._sample(f"{header['id']}-{index}-{number}.", prompt, {**common, "sampling_seed": seed}, at_all)
             )
             for number, seed in enumerate(header["seeds"][index])
         ]
@@ -149,23 +154,26 @@ class SglangEngine:
         send(answer, pack_ints(tokens for tokens, _, _, _ in done) + logprobs.tobytes())
 
     async def _sample(
-        self, name: str, prompt: list[int], params: dict[str, Any], header: dict[str, Any], allowed: asyncio.Semaphore
+        self, name: str, prompt: list[int], params: dict[str, Any], at_all: AtAll
     ) -> tuple[Sequence[int], list[float], str, float]:
-        """Tokens, their log-probs, why it ended, and the seconds that it took."""
-        limit_s = header["request_timeout_s"]
+        """Tokens, their log-probs, why it ended, and the seconds that it took, without those in SGLang's queue if that says so."""
+        allowed, patience = at_all
         async with allowed:
             started = asyncio.get_running_loop().time()
             request = self._engine.async_generate(input_ids=prompt, sampling_params=params, return_logprob=True, rid=name)
             try:
-                output = await asyncio.wait_for(request, limit_s)
+                output = await patience.wait(request)
             except asyncio.TimeoutError:
                 self._engine.tokenizer_manager.abort_request(name)
-                raise TimeoutError(f"rollout.options.request_timeout_s={limit_s:g}: sample {name} took longer. Raise it.") from None
+                raise TimeoutError(
+                    f"rollout.options.request_timeout_s={patience.limit_s:g}: sample {name} took longer. Raise it."
+                ) from None
             except asyncio.CancelledError:
                 self._engine.tokenizer_manager.abort_request(name)
                 raise
             seconds = asyncio.get_running_loop().time() - started
         said, tokens = output["meta_info"], output["output_ids"]
+        seconds = max(seconds - max(said.get("queue_time") or 0.0, 0.0), 0.0)
         reason = said["finish_reason"]
         if reason["type"] not in ("stop", "length"):
             raise RuntimeError(f"sample {name} ended with `{reason['type']}`: {reason.get('message', '')}")

@@ -15,6 +15,7 @@ from typing import Any
 from rlbatch.engines.device_experts import of_devices
 from rlbatch.engines.host import Send
 from rlbatch.engines.option_names import refusal
+from rlbatch.engines.patience import Patience
 from rlbatch.engines.start_log import own_log
 from rlbatch.engines.wire import Refused, pack_ints, unpack_ints
 
@@ -24,6 +25,9 @@ from .memory import too_small
 
 FORGET_LIMIT_S, FORGET_POLL_S = 60.0, 0.01
 """vLLM does not forget while a request runs, also one that was given up, which ends with its next step."""
+
+AtAll = tuple[asyncio.Semaphore, Patience]
+"""Of a generation: who may be with the engine at once, and how long a sample may take."""
 
 
 class VllmEngine:
@@ -92,7 +96,8 @@ class VllmEngine:
             "min_tokens": header["min_tokens"],
             "stop_token_ids": header["stop_token_ids"],
         }
-        work = [asyncio.ensure_future(self._group(header, index, prompts[index], common, allowed, send)) for index in range(len(prompts))]
+        at_all = allowed, Patience(header["request_timeout_s"])
+        work = [asyncio.ensure_future(self._group(header, index, prompts[index], common, at_all, send)) for index in range(len(prompts))]
         try:
             await asyncio.gather(*work)
         finally:
@@ -102,13 +107,11 @@ class VllmEngine:
         return {}
 
     async def _group(
-        self, header: dict[str, Any], index: int, prompt: list[int], common: dict[str, Any], allowed: asyncio.Semaphore, send: Send
+        self, header: dict[str, Any], index: int, prompt: list[int], common: dict[str, Any], at_all: AtAll, send: Send
     ) -> None:
         """One prompt's samples, sent."""
         tasks = [
-            asyncio.ensure_future(
-                self._sample(f"{header['id']}-{index}-{number}", prompt, common, seed, header["request_timeout_s"], allowed)
-            )
+            asyncio.ensure_future(self._sample(f"{header['id']}-{index}-{number}", prompt, common, seed, at_all))
             for number, seed in enumerate(header["seeds"][index])
         ]
         try:
@@ -127,9 +130,9 @@ class VllmEngine:
         send(answer, pack_ints(tokens for tokens, _, _, _ in done) + logprobs.tobytes())
 
     async def _sample(
-        self, name: str, prompt: list[int], common: dict[str, Any], seed: int, limit_s: float, allowed: asyncio.Semaphore
+        self, name: str, prompt: list[int], common: dict[str, Any], seed: int, at_all: AtAll
     ) -> tuple[Sequence[int], list[float], str, float]:
-        """Tokens, their log-probs, why it ended, and the seconds that it took."""
+        """Tokens, their log-probs, why it ended, and the seconds that it took, without those in vLLM's queue if that has statistics."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -150,13 +153,16 @@ class VllmEngine:
                 output = answer
             return output
 
+        allowed, patience = at_all
         async with allowed:
             started = asyncio.get_running_loop().time()
             try:
-                output = await asyncio.wait_for(last(), limit_s)
+                output = await patience.wait(last())
             except asyncio.TimeoutError:
-                raise Refused(f"rollout.options.request_timeout_s={limit_s:g}: sample {name} took longer. Raise it.") from None
+                raise Refused(f"rollout.options.request_timeout_s={patience.limit_s:g}: sample {name} took longer. Raise it.") from None
             seconds = asyncio.get_running_loop().time() - started
+        if stats := output.metrics:
+            seconds = max(stats.last_token_ts - stats.scheduled_ts, 0.0)
         completion = output.outputs[0]
         if completion.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"sample {name} ended with `{completion.finish_reason}`")

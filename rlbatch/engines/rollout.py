@@ -41,7 +41,9 @@ class HostedOptions:
     max_concurrency_per_replica: CountOrZero = field(
         default=0, metadata={"doc": "Samples in work at once for each data-parallel replica of an engine; 0: as many as it takes."}
     )
-    request_timeout_s: Seconds = field(default=3600.0, metadata={"doc": "Seconds for one sample; beyond it the run ends."})
+    request_timeout_s: Seconds = field(
+        default=3600.0, metadata={"doc": "Seconds for one sample, without those in the engine's queue; beyond it the run ends."}
+    )
     start_timeout_s: Seconds = field(default=900.0, metadata={"doc": "Seconds for an engine's start, and for its first answer."})
     hang_limit_s: Seconds = field(default=25.0, metadata={"doc": "Seconds without a sign of life after which an engine counts as lost."})
     max_restarts: CountOrZero = field(
