@@ -109,18 +109,19 @@ def _let_torch_adam_load() -> None:
 
 
 def _mend_hybrid_optimizer() -> None:
-    """``HybridDeviceOptimizer`` (Adam partly on the host) in four ways.
+    """``HybridDeviceOptimizer`` (Adam partly on the host) in five ways.
 
     Its parameter groups carry optimizer classes, which a checkpoint that loads safely refuses. Its map from parameters to fp32 copies lacks
     those that are fp32 already: loading raises KeyError, and their host copies keep the old values after weights or a checkpoint were
     loaded. And it tells host from GPU by the optimizer's class, which is the same for both without Transformer Engine: a resumed GPU part
-    finds its moments on the host.
+    finds its moments on the host. With Transformer Engine's Adam on the GPU it goes on wrongly after a resume: both parts are torch's.
     """
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer as Hybrid
 
     initialise, refresh, synchronise = Hybrid.__init__, Hybrid.update_fp32_param_by_new_param, Hybrid._sync_hdo_state_to_sub_optimizers
 
     def without_classes(self: Any, *args: Any, **kwargs: Any) -> None:
+        kwargs["gpu_optimizer_cls"] = kwargs["cpu_optimizer_cls"]
         initialise(self, *args, **kwargs)
         for optimizer in (self, *self.sub_optimizers):
             for group in optimizer.param_groups:
