@@ -10,10 +10,10 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 from rlbatch.config.schema import LayoutConfig
+from rlbatch.testing.gradients import gradients, worst
 from rlbatch.testing.ranks import RankPool
 from tests import tiny_models
-from tests.megatron.gradients import gradients
-from tests.megatron.test_gradients import LAYOUTS, worst
+from tests.megatron.test_gradients import LAYOUTS
 
 MAX_TOKENS = 40
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
+
+from rlbatch.testing.hugging_face import saved as saved
+from rlbatch.testing.hugging_face import scrambled
 
 COMMON = {
     "vocab_size": 61,
@@ -105,22 +106,3 @@ def moonlight(**changes: object) -> torch.nn.Module:
     """DeepSeek-V3 as Moonlight has it: no low-rank queries, no groups, plain rotary embeddings, two shared experts."""
     different = {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "n_shared_experts": 2, "rope_parameters": PLAIN, "rms_norm_eps": 1e-5}
     return deepseek_v3(**{**different, **changes})
-
-
-def scrambled(model: torch.nn.Module) -> torch.nn.Module:
-    """Every parameter random and non-trivial, norms around 1; biases of experts that change who is chosen."""
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            noise = torch.randn(param.shape, generator=generator)
-            param.copy_(noise * (0.25 if param.ndim > 1 else 0.1) + (1.0 if "norm" in name else 0.0))
-        for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
-    return model.float().eval()
-
-
-def saved(model: torch.nn.Module, folder: Path) -> Path:
-    """Writes the model as a Hugging Face folder."""
-    model.save_pretrained(folder)
-    return folder

@@ -12,9 +12,9 @@ from rlbatch.config.schema import LayoutConfig
 from rlbatch.convert.conversion import convert
 from rlbatch.convert.options import parse
 from rlbatch.launch.environment import RankInfo
+from rlbatch.testing.parity import sequences
 from tests import tiny_models
 from tests.megatron import stock
-from tests.megatron.parity import sequences
 
 ALONE = RankInfo(0, 1, 0, 1, 0, "here")
 MODELS = {

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 import rlbatch.api
-from rlbatch.api import DataError, Prompt, Sample, hookspecs
+from rlbatch.api import DataError, Prompt, Sample, decoder, hookspecs
 from rlbatch.registry import KINDS, load_plugins
+from tests.megatron.real_models import CONFIGS
 
 HOOKS = {name: function for name, function in inspect.getmembers(hookspecs, inspect.isfunction) if name.startswith("rlbatch_")}
 
@@ -98,3 +99,17 @@ def test_example_file(repository: Path) -> None:
     assert len(path.read_text().splitlines()) <= 15
     reward = load_plugins([str(path)]).build_reward("contains_label", {})
     assert list(reward([sample("a", "b", "a b"), sample("a", "b", "a")])) == [1.0, 0.0]
+
+
+def test_megatrons_names_are_documented(page: str) -> None:
+    """Those that mappings of our families use."""
+    used = {mapping.megatron for config in CONFIGS.values() for mapping in load_plugins().resolve_model_family(config).mappings}
+    assert sorted(name for name in used if f"`{name.removeprefix(decoder.LAYER)}`" not in page) == []
+
+
+def test_engines_modules_are_documented(page: str, repository: Path) -> None:
+    """Each module of rlbatch.engines that the page names is one."""
+    table = page.partition("#### Engines in processes of their own")[2].partition("### Model families")[0]
+    for row in re.findall(r"^\| (`rlbatch\.engines\..*?) \|", table, re.MULTILINE):
+        for name in re.findall(r"`(?:rlbatch\.engines\.)?(\w+)`", row):
+            assert (repository / f"rlbatch/engines/{name}.py").is_file(), name

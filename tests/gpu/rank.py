@@ -14,7 +14,7 @@ from tests.gpu.torchrun import process_group
 def main() -> None:
     """Computes the gradients of the test batch under each layout; rank 0 writes them."""
     folder, results, precisions, *names = sys.argv[1:]
-    from tests.megatron.gradients import gradients
+    from rlbatch.testing.gradients import gradients
 
     with process_group():
         for name in names:

@@ -37,7 +37,7 @@ def main() -> None:
 def _case(folder: str, case: str) -> dict[str, torch.Tensor]:
     from rlbatch.megatron import parallel
     from rlbatch.pipeline.packing import assign_to_ranks, split_by_sample
-    from tests.megatron.gradients import build_trainer, gradients_of, my_packs
+    from rlbatch.testing.gradients import build_trainer, gradients_of, my_packs
 
     spec, precision, name = case.split(" ", 2)
     trainer = build_trainer(Path(folder), LAYOUTS[name], spec=spec, precision=precision)
@@ -58,7 +58,7 @@ def _hugging_face(folder: str) -> dict[str, torch.Tensor]:
     """transformers in fp32, a sequence at a time; 0 where the batch is masked."""
     from transformers import AutoModelForCausalLM
 
-    from tests.megatron.gradients import samples
+    from rlbatch.testing.gradients import samples
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").to(device)
@@ -77,8 +77,8 @@ def _checkpoints(folder: str) -> dict[str, torch.Tensor]:
     import tempfile
 
     from rlbatch.megatron.checkpoint import TrainerState, load_state
+    from rlbatch.testing.gradients import build_trainer
     from tests.megatron.checkpoint import exported, update
-    from tests.megatron.gradients import build_trainer
 
     size = dist.get_world_size()
     writing, reading = (LAYOUTS["TP2 EP2"], LAYOUTS["PP2"]) if size == 2 else (LAYOUTS["1 GPU"], LAYOUTS["1 GPU"])

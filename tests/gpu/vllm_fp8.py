@@ -155,7 +155,7 @@ def _starts(folders: Folders, engine: dict[str, Any]) -> tuple[Callable[[], Host
 
 def _compare(name: str, folders: Folders, loading: HostedRollout, synced: HostedRollout) -> bool:
     """Whether the engines agree where they must, and only there."""
-    from tests.megatron.gradients import build_trainer
+    from rlbatch.testing.gradients import build_trainer
 
     trainer = build_trainer(folders.plain, LayoutConfig(world_size=1), precision="bf16", spec="local")
     expected = [_answers(loading, params) for params in (GREEDY, SAMPLED)]

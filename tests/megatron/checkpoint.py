@@ -13,14 +13,14 @@ from rlbatch.config.schema import AlgorithmConfig, LayoutConfig
 from rlbatch.megatron import parallel
 from rlbatch.megatron.checkpoint import TrainerState, load_state
 from rlbatch.megatron.trainer import Trainer
-from tests.megatron.gradients import _plugins, build_trainer, my_packs
+from rlbatch.testing.gradients import build_trainer, my_packs, plugins_of
 
 RATE = 1e-3
 
 
 def update(trainer: Trainer, layout: LayoutConfig) -> dict[str, float]:
     """One optimizer step on the test batch, at a rate that moves the weights far more than rounding does."""
-    objective = Objective(AlgorithmConfig(), _plugins().loss("clip"))
+    objective = Objective(AlgorithmConfig(), plugins_of().loss("clip"))
     batches = [pack.microbatch for pack in my_packs(layout, 40)]
     for batch, old in zip(batches, trainer.logprobs(batches), strict=True):
         batch.old_logprobs = old

@@ -21,12 +21,13 @@ from transformers.utils import logging
 from rlbatch.api import ModelError
 from rlbatch.api.hf_fields import MEANINGLESS
 from rlbatch.config.schema import LayoutConfig
+from rlbatch.megatron.logits import logits
 from rlbatch.pipeline.packing import split_by_sample
 from rlbatch.plan.layout import check_expert_widths
+from rlbatch.testing.gradients import build_trainer, plugins_of
+from rlbatch.testing.parity import pack_of, sequences
 from rlbatch.testing.ranks import RankPool
 from tests import tiny_models
-from tests.megatron.gradients import _plugins, build_trainer
-from tests.megatron.parity import logits, pack_of, sequences
 from tests.plugins.model_cases import as_json
 
 FAMILIES = ("deepseek_v3", "llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
@@ -66,7 +67,7 @@ def _changed(content: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
 
 def differences(base: dict[str, Any], configs: list[dict[str, Any]]) -> list[float | str | None]:
     """What one rank finds: for each config None if the family refuses it, the largest difference of a logit, or what fails."""
-    resolve = _plugins().resolve_model_family
+    resolve = plugins_of().resolve_model_family
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()
     warnings.simplefilter("ignore")

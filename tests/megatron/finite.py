@@ -14,7 +14,7 @@ from rlbatch.megatron.checkpoint import TrainerState, load_state
 from rlbatch.megatron.finite import NotFinite
 from rlbatch.megatron.trainer import Trainer
 from rlbatch.registry import load_plugins
-from tests.megatron.gradients import build_trainer, my_packs
+from rlbatch.testing.gradients import build_trainer, my_packs
 
 DENOMINATOR = 50.0
 

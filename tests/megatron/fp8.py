@@ -11,10 +11,11 @@ from rlbatch.checkpoint.export import ExportForm
 from rlbatch.checkpoint.hf import HfTensors, HfWriter
 from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import LayoutConfig
+from rlbatch.megatron.logits import logits
 from rlbatch.pipeline.packing import split_by_sample
+from rlbatch.testing.gradients import build_trainer, plugins_of
+from rlbatch.testing.parity import pack_of, sequences
 from rlbatch.weights.quantize import SCALE_SUFFIX
-from tests.megatron.gradients import _plugins, build_trainer
-from tests.megatron.parity import logits, pack_of, sequences
 from tests.weights.sharded import digest
 
 
@@ -31,7 +32,7 @@ def load_and_export(folder: str, out: str, layout: LayoutConfig, precision: str,
     done: list[int] = []
     trainer.load(tensors.source, tensors.names(), done.append)
     assert sum(done) == trainer.weight_bytes
-    form = ExportForm(_plugins().resolve_model_family(config), kind, config, tensors)
+    form = ExportForm(plugins_of().resolve_model_family(config), kind, config, tensors)
     writer = HfWriter(Path(out), like=Path(folder), config=form.config()) if dist.get_rank() == 0 else None
     for name, tensor in trainer.export():
         if writer:
@@ -49,7 +50,7 @@ def export_both_ways(folder: str, out: str, layout: LayoutConfig, precision: str
     trainer = build_trainer(Path(folder), layout, precision=precision)
     tensors, config = HfTensors(Path(folder)), read_config(Path(folder))
     trainer.load(tensors.source, tensors.names())
-    form = ExportForm(_plugins().resolve_model_family(config), "bf16", config, None)
+    form = ExportForm(plugins_of().resolve_model_family(config), "bf16", config, None)
     writer = HfWriter(Path(out), like=Path(folder), config=form.config()) if dist.get_rank() == 0 else None
     for name, tensor in trainer.export():
         if writer:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from rlbatch.config.schema import LayoutConfig
 from rlbatch.megatron.logprobs import chunked_logprobs, vocab_parallel_logprobs
-from tests.megatron.gradients import gradients
+from rlbatch.testing.gradients import gradients
 
 TOKENS, HIDDEN, VOCAB, TEMPERATURE = 23, 8, 13, 0.6
 

@@ -20,12 +20,11 @@ from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import LayoutConfig
 from rlbatch.plan.layout import check_layout
 from rlbatch.registry import load_plugins
+from rlbatch.testing.gradients import gradients, worst
+from rlbatch.testing.hugging_face import gradients_of
+from rlbatch.testing.parity import forward_and_export, sequences
 from rlbatch.testing.ranks import RankPools
 from tests import tiny_models
-from tests.megatron.gradients import gradients
-from tests.megatron.hugging_face import gradients_of
-from tests.megatron.parity import forward_and_export, sequences
-from tests.megatron.test_gradients import worst
 from tests.megatron.test_parity import TOLERANCE, VOCAB
 
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "llama")

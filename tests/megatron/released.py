@@ -15,7 +15,7 @@ from rlbatch.config.schema import AlgorithmConfig, Config, LayoutConfig, Optimiz
 from rlbatch.megatron import parallel
 from rlbatch.megatron.trainer import Trainer
 from rlbatch.registry import load_plugins
-from tests.megatron.gradients import my_packs
+from rlbatch.testing.gradients import my_packs
 
 UPDATES = 3
 

@@ -14,7 +14,7 @@ from rlbatch.config.schema import Config, LayoutConfig
 from rlbatch.megatron import parallel
 from rlbatch.megatron.router import check_routers
 from rlbatch.megatron.trainer import Trainer
-from tests.megatron.gradients import _plugins, build_trainer, my_packs
+from rlbatch.testing.gradients import build_trainer, my_packs, plugins_of
 
 ONE = LayoutConfig(world_size=1)
 
@@ -22,7 +22,7 @@ ONE = LayoutConfig(world_size=1)
 def built_with(folder: str, arguments: dict[str, Any]) -> str:
     """Why a family with further arguments for Megatron is refused; empty if it is not."""
     parallel.initialize_groups(ONE, seed=0)
-    registry = _plugins()
+    registry = plugins_of()
     family = registry.resolve_model_family(read_config(Path(folder)))
     family = replace(family, transformer={**family.transformer, **arguments})
     try:

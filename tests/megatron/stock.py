@@ -18,14 +18,14 @@ from rlbatch.config.schema import LayoutConfig
 from rlbatch.megatron import parallel
 from rlbatch.megatron.checkpoint import _sharded_weights, load_weights
 from rlbatch.megatron.model import transformer_config
-from tests.megatron.gradients import _plugins, build_trainer
+from rlbatch.testing.gradients import build_trainer, plugins_of
 
 
 def stock_logits(folder: str, state: str, layout: LayoutConfig, tokens: list[torch.Tensor]) -> list[torch.Tensor]:
     """[L, vocabulary] of each sequence from a model of Megatron's spec, filled with ``dist_checkpointing.load`` under a layout without
     pipeline or tensor parallelism.
     """
-    family = _plugins().resolve_model_family(read_config(Path(folder)))
+    family = plugins_of().resolve_model_family(read_config(Path(folder)))
     parallel.initialize_groups(layout, seed=0)
     config = transformer_config(family, layout, "fp32")
     model = GPTModel(

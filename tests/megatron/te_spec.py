@@ -11,8 +11,8 @@ from rlbatch.api import ConfigError
 from rlbatch.config.schema import LayoutConfig, TrainConfig
 from rlbatch.megatron import te_spec
 from rlbatch.megatron.checkpoint import TrainerState, load_state
+from rlbatch.testing.gradients import build_trainer, gradients
 from tests.megatron.checkpoint import exported, update
-from tests.megatron.gradients import build_trainer, gradients
 
 
 def _allow_stand_in() -> None:

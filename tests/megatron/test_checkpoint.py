@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from rlbatch.config.schema import LayoutConfig
+from rlbatch.testing.gradients import worst
 from tests import tiny_models
 from tests.megatron import checkpoint
-from tests.megatron.test_gradients import LAYOUTS, TOLERANCE, worst
+from tests.megatron.test_gradients import LAYOUTS, TOLERANCE
 
 ONE = LayoutConfig(world_size=1)
 MODELS = {

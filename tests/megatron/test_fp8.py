@@ -15,11 +15,11 @@ from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import LayoutConfig
 from rlbatch.convert.__main__ import main as convert
 from rlbatch.registry import load_plugins
+from rlbatch.testing.parity import sequences
 from rlbatch.weights.audit import audit, fp8_names, passthrough_names
 from rlbatch.weights.quantize import SCALE_SUFFIX, quantize
 from tests import tiny_models
 from tests.megatron.fp8 import export_both_ways, load_and_export
-from tests.megatron.parity import sequences
 from tests.weights.sharded import digest
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}

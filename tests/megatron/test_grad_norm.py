@@ -12,8 +12,8 @@ from rlbatch.algorithms.aggregate import denominator
 from rlbatch.algorithms.objective import Objective
 from rlbatch.config.schema import AlgorithmConfig, LayoutConfig
 from rlbatch.megatron import parallel
+from rlbatch.testing.gradients import build_trainer, my_packs
 from tests import tiny_models
-from tests.megatron.gradients import build_trainer, my_packs
 
 LAYOUTS = {
     "1 rank": LayoutConfig(world_size=1),

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rlbatch.config.schema import LayoutConfig
+from rlbatch.testing.gradients import gradients, worst
 from tests import tiny_models
-from tests.megatron.gradients import gradients
 
 TOLERANCE = 1e-5
 LAYOUTS = {
@@ -48,17 +48,6 @@ MODELS = {
     "qwen3": (tiny_models.qwen3, ["tp2 cp2", "pp2"]),
 }
 CASES = [(model, layout) for model, (_, layouts) in MODELS.items() for layout in layouts]
-
-
-def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """L2 norm of the difference over the norm of the reference."""
-    return float((got - want).norm() / want.norm().clamp(min=1e-12))
-
-
-def worst(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> tuple[float, str]:
-    """The largest relative error and its parameter."""
-    assert set(got) == set(want)
-    return max((relative_error(got[name], want[name]), name) for name in want)
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,11 @@ import torch
 
 from rlbatch.checkpoint.hf import HfTensors
 from rlbatch.config.schema import LayoutConfig
+from rlbatch.testing.gradients import gradients, worst
+from rlbatch.testing.hugging_face import gradients_of
+from rlbatch.testing.parity import forward_and_export, round_trip, sequences
 from tests import tiny_models
-from tests.megatron.gradients import gradients
-from tests.megatron.hugging_face import gradients_of
-from tests.megatron.parity import forward_and_export, padded_vocabulary, round_trip, sequences
-from tests.megatron.test_gradients import worst
+from tests.megatron.parity import padded_vocabulary
 
 TOLERANCE = 1e-4
 VOCAB = tiny_models.COMMON["vocab_size"]

@@ -12,12 +12,11 @@ from rlbatch.api import ConfigError
 from rlbatch.config.schema import LayoutConfig
 from rlbatch.megatron.model import transformer_config
 from rlbatch.registry import load_plugins
+from rlbatch.testing.gradients import gradients, worst
 from rlbatch.testing.ranks import RankPools
 from tests import tiny_models
 from tests.megatron import te_spec
-from tests.megatron.gradients import gradients
 from tests.megatron.real_models import CONFIGS
-from tests.megatron.test_gradients import worst
 
 STAND_IN = Path(__file__).parent / "standin"
 TOLERANCE = 1e-5

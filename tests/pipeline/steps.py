@@ -130,7 +130,7 @@ def ratios(config: Config, run_dir: str) -> tuple[list[float], list[float], dict
 
 def reference_is_the_first_policy(config: Config, run_dir: str) -> dict[str, Any]:
     """Measures, with the policy as its own reference, what the reference gives before and after updates."""
-    from tests.megatron.gradients import my_packs
+    from rlbatch.testing.gradients import my_packs
 
     job = job_of(config, run_dir)
     packs = [replace(pack.microbatch, token_ids=pack.microbatch.token_ids % job.family.vocab_size) for pack in my_packs(config.layout, 40)]

@@ -12,9 +12,9 @@ from rlbatch.checkpoint.origin import state_folder
 from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import LayoutConfig
 from rlbatch.pipeline.loading import _load_weights
+from rlbatch.testing.gradients import build_trainer
 from tests import tiny_models
 from tests.convert.test_dist import run
-from tests.megatron.gradients import build_trainer
 
 BROKEN = "model.layers.1.mlp.down_proj.weight"
 

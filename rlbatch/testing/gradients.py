@@ -1,18 +1,22 @@
-"""One GRPO backward pass on every rank of a pool, for any layout: what the distributed gradient tests run."""
+"""One GRPO backward pass on every rank of a pool, for any layout: what comparisons of gradients run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
 from rlbatch.algorithms.aggregate import denominator
 from rlbatch.algorithms.objective import Objective
+from rlbatch.checkpoint.hf import HfTensors
+from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import AlgorithmConfig, Config, LayoutConfig, TrainConfig
 from rlbatch.megatron import parallel
+from rlbatch.megatron.trainer import Trainer
 from rlbatch.pipeline.packing import (
     Pack,
     assign_to_ranks,
@@ -22,15 +26,16 @@ from rlbatch.pipeline.packing import (
     sequence_multiple,
     with_advantages,
 )
-from rlbatch.registry import load_plugins
+from rlbatch.registry import Registry, load_plugins
 
 LENGTHS = (9, 17, 5, 12, 20, 7, 3, 14, 11)
 VOCAB = 61
 
 
-@lru_cache(maxsize=1)
-def _plugins():
-    return load_plugins()
+@lru_cache(maxsize=4)
+def plugins_of(names: tuple[str, ...] = ()) -> Registry:
+    """The installed plugins, and those named (``plugins=[...]``)."""
+    return load_plugins(names)
 
 
 def samples(lengths: Sequence[int] = LENGTHS, vocab: int = VOCAB) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
@@ -42,15 +47,11 @@ def samples(lengths: Sequence[int] = LENGTHS, vocab: int = VOCAB) -> tuple[list[
     return tokens, masks, advantages
 
 
-def build_trainer(folder: Path, layout: LayoutConfig, **train: object):
+def build_trainer(folder: Path, layout: LayoutConfig, plugins: tuple[str, ...] = (), **train: Any) -> Trainer:
     """A trainer on this rank with the folder's weights."""
-    from rlbatch.checkpoint.hf import HfTensors
-    from rlbatch.config.hf_config import read_config
-    from rlbatch.megatron.trainer import Trainer
-
     config = Config(layout=layout, train=TrainConfig(**train))
     parallel.initialize_groups(layout, seed=0)
-    registry = _plugins()
+    registry = plugins_of(plugins)
     trainer = Trainer(config, registry.resolve_model_family(read_config(folder)), registry.build_offload("none", {}))
     trainer.load(HfTensors(folder).read)
     return trainer
@@ -74,15 +75,15 @@ def my_packs(layout: LayoutConfig, max_tokens: int, lengths: Sequence[int] = LEN
     return pad_with_dummies(with_advantages(packs, [advantages[i] for i in mine]), rounds, multiple)
 
 
-def gradients(folder: str, layout: LayoutConfig, max_tokens: int, aggregation: str, **train: object) -> dict[str, torch.Tensor]:
+def gradients(folder: str, layout: LayoutConfig, max_tokens: int, aggregation: str, **train: Any) -> dict[str, torch.Tensor]:
     """Gradient of a GRPO loss with KL and entropy terms by Hugging Face name, and the loss as ``loss``; rank 0 only."""
     return gradients_of(build_trainer(Path(folder), layout, **train), my_packs(layout, max_tokens), aggregation)
 
 
-def gradients_of(trainer, packs: list[Pack], aggregation: str) -> dict[str, torch.Tensor]:
+def gradients_of(trainer: Trainer, packs: list[Pack], aggregation: str) -> dict[str, torch.Tensor]:
     """The same for a trainer that exists."""
-    algorithm = AlgorithmConfig(loss_aggregation=aggregation, kl_loss=True, kl_loss_coef=0.3, entropy_coef=0.1)
-    objective = Objective(algorithm, _plugins().loss("clip"))
+    algorithm = AlgorithmConfig(loss_aggregation=cast(Any, aggregation), kl_loss=True, kl_loss_coef=0.3, entropy_coef=0.1)
+    objective = Objective(algorithm, plugins_of().loss("clip"))
     batches = [pack.microbatch for pack in packs]
     for batch, old in zip(batches, trainer.logprobs(batches), strict=True):
         batch.old_logprobs, batch.ref_logprobs = old - 0.05 * batch.loss_mask, 0.9 * old
@@ -92,3 +93,14 @@ def gradients_of(trainer, packs: list[Pack], aggregation: str) -> dict[str, torc
     named = {name: grad.clone() for name, grad in trainer.export_gradients()}
     named["loss"] = torch.tensor(sums["loss"])
     return named if dist.get_rank() == 0 else {}
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """L2 norm of the difference over the norm of the reference."""
+    return float((got - want).norm() / want.norm().clamp(min=1e-12))
+
+
+def worst(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> tuple[float, str]:
+    """The largest relative error and its parameter."""
+    assert set(got) == set(want)
+    return max((relative_error(got[name], want[name]), name) for name in want)
