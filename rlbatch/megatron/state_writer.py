@@ -57,8 +57,8 @@ class _Part:
         """Itself."""
         return self
 
-    def to(self, device: str) -> Tensor:
-        """A copy, alone in its memory."""
+    def to(self, device: str, **_: Any) -> Tensor:
+        """A copy, alone in its memory; it is there at once."""
         return self._tensor.to(device, copy=True)
 
 
