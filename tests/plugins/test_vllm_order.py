@@ -39,7 +39,7 @@ class RecordedHost:
     def call(self, operation: str, header: Any = None, payload: bytes = b"", *, limit_s: float) -> dict[str, Any]:
         detail = {"wake": "tags", "sleep": "level"}.get(operation)
         self.calls.append(f"{operation} {header[detail]}" if detail else operation)
-        return {"max_model_len": 10}
+        return {"max_model_len": 10, "software": "vllm 0"}
 
     def begin(self, operation: str, header: Any, payload: bytes) -> Any:
         """Of a generation, one token for each sample."""
@@ -91,7 +91,7 @@ def test_memory_is_given_back_in_order(level: int, monkeypatch: pytest.MonkeyPat
     backend.sleep()
     backend.update_weights(buckets([("b", torch.ones(1))], 1, 4))
     assert calls == [
-        "start",
+        *("start", "software"),
         *("weights of [['draft']]", "weights of [['a']]"),
         f"sleep {level}",
         "cache given back",
@@ -107,7 +107,7 @@ def test_a_failed_sync_is_not_repeated_in_short(monkeypatch: pytest.MonkeyPatch)
         patch.setattr(backend._sender, "send", refuse)
         backend.update_weights(buckets([("a", torch.ones(1))], 1, 4))
     backend.update_weights(buckets([("a", torch.ones(1))], 1, 4))
-    assert calls[1:] == ["weights of [['a']]"] * 2
+    assert calls[2:] == ["weights of [['a']]"] * 2
 
 
 def refuse(*_: Any, **__: Any) -> None:

@@ -245,7 +245,7 @@ def test_options_become_config_keys(plugin: Write) -> None:
     [
         ("reward.options.limt=3", "reward.options.limt: unknown key. Did you mean `reward.options.limit`?"),
         ("reward.options.limit=x", "reward.options.limit=x: must be an integer, not `x`."),
-        ("offload.options.limit=3", "offload.options.limit: unknown key. Known: none."),
+        ("offload.options.limit=3", "offload.options.limit: unknown key. Known: none; --help lists all."),
     ],
 )
 def test_refused_options(plugin: Write, override: str, message: str) -> None:
