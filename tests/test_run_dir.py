@@ -14,9 +14,12 @@ import pytest
 
 import rlbatch.start
 import rlbatch.submit
-from rlbatch.config.compose import load_config
+from rlbatch.checkpoint.identity import identity
+from rlbatch.config.compose import compose, load_config
+from rlbatch.config.hf_config import read_config
 from rlbatch.launch.lock import run_folder_lock
 from rlbatch.launch.run_mark import MARK, read_mark
+from rlbatch.pipeline.embedded import write_embedded_task
 from tests.test_submit import refusal, started  # noqa: F401  (the fixture)
 
 pytestmark = pytest.mark.usefixtures("started")
@@ -163,11 +166,13 @@ def test_checkpoints_are_looked_at_before_the_start(folder: Path, tmp_path: Path
     """Another run's, none that is whole, a place that is taken, and a run whose checkpoints are elsewhere: not after the queue."""
     from tests.checkpoint.test_run_folder import save
 
+    write_embedded_task(tmp_path / "task", 0)
+    model = identity(compose(MINE), read_config(tmp_path / "task/model"), [])
     root = tmp_path / "saves"
-    save(root, 3, "other")
+    save(root, 3, "other", **model)
     into = [*MINE, f"checkpoint.save={root}", "train.steps=5"]
     assert f"checkpoint.save={root}: has checkpoints of another run (step_000003), and resume=never." in refusal(capsys, into)
-    save(root, 2, "other")
+    save(root, 2, "other", **model)
     message = f"checkpoint.save={root}: step_000003 was not saved by this run, or is damaged, and is where its step 3 would go."
     assert message in refusal(capsys, [*into, "resume=auto"])
     assert not list(folder.iterdir())

@@ -19,6 +19,7 @@ from rlbatch.api import ConfigError, EngineLost, EngineShape, Prompt, RolloutCon
 from rlbatch.weights.sync import buckets
 from rlbatch_plugins.rollout_transformers import TransformersOptions, TransformersRollout
 from rlbatch_plugins.rollout_vllm import VllmOptions, VllmRollout, engine_shape, program
+from rlbatch_plugins.vllm_host.options import CPU_HEAD_SIZES
 from tests.leftovers import no_memory_left, processes_of
 from tests.plugins.vllm_cases import LIMIT, PARAMS, PROMPTS, Pair, tensors, tokens_of, vllm_python, write_model
 
@@ -217,7 +218,7 @@ def test_the_shape_of_an_engine() -> None:
     """The 64-GPU engine: eight copies of what is no expert, each on eight GPUs."""
     engine = {"data_parallel_size": 8, "enable_expert_parallel": True, "gpu_memory_utilization": 0.7, "max_model_len": 34816}
     options = {"memory_option": "gpu_memory_utilization", "context_option": "max_model_len"}
-    own = {"asleep": "host", "gone_options": {"sleep_level": 2}, "separate_option": "separate_gpus"}
+    own = {"asleep": "host", "gone_options": {"sleep_level": 2}, "separate_option": "separate_gpus", "cpu_head_sizes": CPU_HEAD_SIZES}
     assert engine_shape(VllmOptions(gpus_per_engine=64), engine) == EngineShape(8, 8, 0.7, 34816, **options, **own)
     other = {"kv_cache_memory_bytes": 2**30, "cpu_offload_gb": 3, "dtype": "bfloat16", "kv_cache_dtype": "fp8"}
     shape = engine_shape(VllmOptions(sleep_level=2), other)
