@@ -13,10 +13,7 @@ import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
+from typing import Any, TextIO
 
 PATIENCE_S = 5.0
 """Longest time that a write waits for a reader; once one waited in vain, later ones do not until there is room again."""
@@ -53,7 +50,7 @@ class Output(io.RawIOBase):
         """Always."""
         return True
 
-    def write(self, data: ReadableBuffer, /) -> int:
+    def write(self, data: Any, /) -> int:
         """Writes all of it, or lets it go to the log."""
         rest = bytes(data)
         size = len(rest)

@@ -55,7 +55,7 @@ _DEFINED = (
     Tag(
         "rollout/longest_sample_s",
         "s",
-        "The slowest sample of all engines, from its beginning to its end, if they measure it.",
+        "The slowest sample of all engines, from where its engine begins to work on it to its end, if they measure it.",
     ),
     Tag("rollout/tokens_per_s", "tokens/s", "Tokens sampled in this step over the seconds in which the slowest engine had prompts."),
     Tag("rollout/engine_restarts", "1", "Restarts of lost engines, of all engines, since this life of the job began."),

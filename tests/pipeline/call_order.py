@@ -64,8 +64,9 @@ class RecordedHost:
         return nullcontext()
 
     def call(self, operation: str, header: Any = None, payload: bytes = b"", *, limit_s: float) -> dict[str, Any]:
-        self.recorder.note(f"{operation} {header['tags'][0]}" if operation == "wake" else operation)
-        return {"max_model_len": 64}
+        if operation != "software":
+            self.recorder.note(f"{operation} {header['tags'][0]}" if operation == "wake" else operation)
+        return {"max_model_len": 64, "software": "none"}
 
     def begin(self, operation: str, header: Any, payload: bytes = b"") -> Any:
         if operation != "generate":
