@@ -99,7 +99,7 @@ NORM, EXPERT = "model.layers.0.input_layernorm.weight", "model.layers.1.mlp.expe
     ("damage", "options", "message"),
     [
         (_cut, "", "model.safetensors: is truncated or damaged"),
-        (_zero_header, "", "model.safetensors: is truncated or damaged"),
+        (_zero_header, "", "model.safetensors: header:1: not JSON"),
         (lambda hf: _change(hf, EXPERT, None), "", "the checkpoint lacks 1 of its tensors, first model.layers.1.mlp.experts.3.down_proj"),
         (lambda hf: _change(hf, "extra", torch.zeros(1)), "", "does not use 1 tensors of the checkpoint, first extra"),
         (lambda hf: _change(hf, EXPERT, torch.zeros(32, 23)), "", f"{EXPERT}: shape (32, 23) does not fit Megatron's (32, 24)"),
