@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.leftovers import no_memory_left, processes_of, wait_until_gone
+from tests.small_disk import small_file_system
 from tests.stopwatch import Stopwatch
 from tests.test_run import TINY, Ended, finish, start, submit
 
@@ -163,11 +164,8 @@ def test_a_run_that_ends_while_it_saves_leaves_nothing(number: signal.Signals, t
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 4 MiB: one checkpoint of the embedded model fits."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], check=True)
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    with small_file_system(tmp_path / "disk", "size=4m") as folder:
+        yield folder
 
 
 if os.geteuid() == 0:

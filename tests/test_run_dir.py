@@ -20,6 +20,7 @@ from rlbatch.config.hf_config import read_config
 from rlbatch.launch.lock import run_folder_lock
 from rlbatch.launch.run_mark import MARK, read_mark
 from rlbatch.pipeline.embedded import write_embedded_task
+from tests.small_disk import small_file_system
 from tests.test_submit import refusal, started  # noqa: F401  (the fixture)
 
 pytestmark = pytest.mark.usefixtures("started")
@@ -187,11 +188,8 @@ def test_checkpoints_are_looked_at_before_the_start(folder: Path, tmp_path: Path
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 1 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m,mode=755", "tmpfs", str(folder)], check=True)
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    with small_file_system(tmp_path / "disk", "size=1m,mode=755") as folder:
+        yield folder
 
 
 if os.geteuid() == 0:

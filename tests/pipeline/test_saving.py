@@ -18,6 +18,7 @@ from tests.leftovers import no_memory_left
 from tests.pipeline import saving
 from tests.pipeline.saving import saving_to
 from tests.pipeline.steps import merged, prepared, small_config
+from tests.small_disk import small_file_system
 
 TOLERANCE = 1e-5
 FAST = (
@@ -229,11 +230,8 @@ def test_a_failed_save_keeps_the_previous(
 @pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 3 MiB: one checkpoint fits, a second does not."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(folder)], check=True)
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    with small_file_system(tmp_path / "disk", "size=3m") as folder:
+        yield folder
 
 
 if os.geteuid() == 0:
