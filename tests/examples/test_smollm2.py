@@ -82,8 +82,9 @@ def test_the_seed_determines_the_files(sums: ModuleType, tmp_path: Path) -> None
     assert len({question(row) for row in train + held_out}) == len(train + held_out)
 
 
-def test_the_readme_is_the_run(repository: Path) -> None:
+def test_the_readme_is_the_run(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The commands of the README write the files that its experiment reads, and the experiment uses the reward `number`."""
+    monkeypatch.chdir(repository)
     readme = (repository / "examples/smollm2/README.md").read_text(encoding="utf-8").replace("\\\n", " ")
     commands = [shlex.split(line) for line in readme.splitlines() if line.startswith("python ")]
     (model,) = [words[2] for words in commands if words[1].endswith("/convert.py")]
@@ -91,6 +92,6 @@ def test_the_readme_is_the_run(repository: Path) -> None:
     configs = [compose(words[3:]) for words in commands if words[1:3] == ["-m", "rlbatch.submit"]]
     assert configs
     for config in configs:
-        assert (config.model.hf, config.reward.name) == (model, "number")
-        assert (config.data.train, config.data.eval) == (f"{data}/train.jsonl", f"{data}/eval.jsonl")
+        assert (config.model.hf, config.reward.name) == (str(repository / model), "number")
+        assert (config.data.train, config.data.eval) == (str(repository / data / "train.jsonl"), str(repository / data / "eval.jsonl"))
     assert compose(["experiment=smollm2_sums", "reward=sequence"]).reward.name == "sequence"
