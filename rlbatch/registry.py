@@ -45,7 +45,7 @@ from rlbatch.api import (
 )
 from rlbatch.config.check import check_engines
 from rlbatch.config.compose import compose
-from rlbatch.config.convert import to_plain
+from rlbatch.config.convert import key_docs, to_plain
 from rlbatch.config.paths import absolute, files_there, here, paths_of, with_absolute_paths, with_paths_there
 from rlbatch.config.schema import Config
 from rlbatch.plugin_files import load_plugin_file
@@ -134,6 +134,13 @@ class Registry:
             reward=dataclasses.replace(config.reward, options=_completed(self.rewards, config.reward.name, config.reward.options)),
             offload=dataclasses.replace(config.offload, options=_completed(self.offloads, config.offload.name, config.offload.options)),
         )
+
+    def text_options(self, config: Config) -> frozenset[str]:
+        """Keys of the chosen plugins' options that are text."""
+        chosen = ((table, getattr(config, table.key)) for table in (self.rollouts, self.rewards, self.offloads))
+        types = {table.key: table[choice.name].options for table, choice in chosen if choice.name in table}
+        docs = chain.from_iterable(key_docs(options, f"{key}.options.") for key, options in types.items() if options)
+        return frozenset(doc.name for doc in docs if doc.is_text)
 
     def paths_for_ranks(self, config: Config) -> Iterator[tuple[str, str]]:
         """Key and path of all files and folders that ranks read or write, beside the run folder."""
@@ -360,6 +367,9 @@ def compose_job(overrides: Sequence[str]) -> tuple[Config, Registry]:
     """
     config = compose(overrides)
     registry = load_plugins(config.plugins)
+    texts = registry.text_options(config)
+    if any(typed.partition("=")[0].strip().lstrip("+") in texts for typed in overrides):
+        config = compose(overrides, texts)
     if folder := module_folder(config.plugins):
         found = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
         environment = {"PYTHONPATH": found, **config.cluster.environment}

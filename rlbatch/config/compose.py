@@ -5,11 +5,9 @@ Only the login node composes; ranks read the resolved config.yaml.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
-
-import yaml  # type: ignore[import-untyped]
 
 from rlbatch.api import ConfigError
 from rlbatch.config.check import check_config
@@ -19,16 +17,20 @@ from rlbatch.config.overrides import PLUGIN_GROUPS, parse_arguments, text_value
 from rlbatch.config.paths import with_absolute_paths
 from rlbatch.config.schema import Config
 from rlbatch.config.sources import CLUSTER, ROOT, give_to_hydra, group_files
-from rlbatch.config.yaml_files import read_yaml
+from rlbatch.config.yaml_files import read_yaml, write_yaml
 
 CONFIG_FILE = "config.yaml"
 """In the run folder."""
 
 
-def compose(overrides: Sequence[str]) -> Config:
+def compose(overrides: Sequence[str], text_options: Collection[str] = ()) -> Config:
     """Composes ``configs/`` with overrides such as ``train.steps=20``, ``reward=sequence`` or ``plugins=[my_reward.py]``.
 
     Plugin names and their options are checked by the registry, which needs this config's ``plugins`` first.
+
+    Args:
+        overrides: Of the command line.
+        text_options: Keys of plugins' options that are text: they take what was typed.
 
     Raises:
         ConfigError: an override that does not parse, an unknown key or choice, a value that cannot be right.
@@ -48,7 +50,7 @@ def compose(overrides: Sequence[str]) -> Config:
             raise ConfigError(f"overrides {' '.join(overrides)}: {error}") from error
 
     files = group_files(text_value(overrides, "cluster_dir"))
-    asked = parse_arguments(overrides, {group: list(names) for group, names in files.items()})
+    asked = parse_arguments(overrides, {group: list(names) for group, names in files.items()}, text_options)
     give_to_hydra(files, asked.choices.get(CLUSTER, ""))
     for group, name in asked.choices.items():
         if group in PLUGIN_GROUPS and name not in files[group]:
@@ -72,4 +74,4 @@ def load_config(path: Path | str) -> Config:
 
 def save_config(config: Config, path: Path | str) -> None:
     """Writes every key and value; ``load_config`` reads back an equal config."""
-    Path(path).write_text(yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True), encoding="utf-8")
+    Path(path).write_text(write_yaml(to_plain(config)), encoding="utf-8")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 PLUGIN_GROUPS = ("rollout", "reward", "offload")
 """Groups whose choices are plugins: any registered name is a choice, with or without a yaml file."""
 
-_ANY_KEY = ("cluster.environment.", "rollout.engine.", "train.allocator.", *(f"{group}.options." for group in PLUGIN_GROUPS))
+_OPTIONS = tuple(f"{group}.options." for group in PLUGIN_GROUPS)
+_ANY_KEY = ("cluster.environment.", "rollout.engine.", "train.allocator.", *_OPTIONS)
 """Mappings: what begins so is a key."""
 _LITERAL = re.compile(
     r"""("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|(?<![^\[{,:\s])([-+]?[0-9.][-+\w.]*|true|false|null|nan|inf)(?=\s*[,\]}])""", re.IGNORECASE
@@ -46,12 +47,13 @@ class Arguments:
     lines: list[str] = field(default_factory=list)
 
 
-def parse_arguments(texts: Sequence[str], groups: Mapping[str, Sequence[str]]) -> Arguments:
+def parse_arguments(texts: Sequence[str], groups: Mapping[str, Sequence[str]], text_options: Collection[str] = ()) -> Arguments:
     """Reads and checks arguments; values are checked later, by their key's type.
 
     Args:
         texts: Such as ``train.steps=20`` or ``reward=sequence``.
         groups: Choices that have a yaml file.
+        text_options: Keys of plugins' options that are text.
 
     Raises:
         ConfigError: not of the form key=value, an unknown key or choice.
@@ -62,8 +64,10 @@ def parse_arguments(texts: Sequence[str], groups: Mapping[str, Sequence[str]]) -
         key = name.strip().lstrip("+")
         if equals and key in groups:
             found.choices[key] = _choice(key, value, groups[key])
-        elif equals and is_text(key) and not name.startswith("~"):
+        elif equals and (is_text(key) or key in text_options) and not name.startswith("~"):
             found.lines.append(_text_line(key, value))
+        elif equals and key.startswith(_OPTIONS) and not _is_value(text):
+            found.lines.append(f"++{key}={quoted(value.strip())}")  # what no grammar knows can only be text
         else:
             found.lines.append(_line(text, groups))
     return found
@@ -83,6 +87,12 @@ def _parse(text: str) -> Override:
         return OverridesParser.create().parse_override(text)
     except (HydraException, ValueError, RecursionError) as error:  # a number of thousands of digits
         raise ConfigError(f"`{text}`: not of the form key=value. Quote values with special characters: 'key=\"value\"'.") from error
+
+
+def _is_value(text: str) -> bool:
+    with suppress(ConfigError):
+        return not _parse(text).is_sweep_override()
+    return False
 
 
 def _text_line(key: str, value: str) -> str:

@@ -29,7 +29,17 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
     }
 
 
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789"))
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
+    """Quotes the texts that ``_Loader`` would make numbers of."""
+
+
+for _side in (_Loader, _Dumper):
+    _side.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789"))
+
+
+def write_yaml(tree: Mapping[str, Any]) -> str:
+    """A mapping as yaml; ``read_yaml`` reads back an equal one."""
+    return str(yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
 
 
 def read_yaml(path: Path, section: str = "", fix: str = CORRECT) -> Mapping[str, Any]:

@@ -13,6 +13,7 @@ import pytest
 
 import rlbatch.registry
 from rlbatch.api import API_VERSION, ConfigError, ModelError, ModelFamily, PluginError, RolloutContext
+from rlbatch.config.compose import load_config, save_config
 from rlbatch.launch.failures import StoppedBySignal
 from rlbatch.registry import compose_job, load_plugins
 
@@ -240,9 +241,19 @@ def test_options_become_config_keys(plugin: Write) -> None:
     assert moved.kind == "b"
 
 
+@pytest.mark.parametrize("text", ["007", "1e5", "true", "off", "0.10", "2026-01-01", "a,b", "a=b", "{x}: y", "[x]=y", "é  ½", "(a"])
+def test_options_that_are_text_take_what_was_typed(plugin: Write, text: str, tmp_path: Path) -> None:
+    """The command line makes no number, list or truth value of it, and it comes back from the run folder's config as it was."""
+    config, registry = compose_job([f"plugins=['{plugin(WITH_OPTIONS)}']", "reward=short", f"reward.options.kind={text}"])
+    save_config(config, tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml").reward.options["kind"] == text
+    assert registry.rewards["short"].parse(config.reward.options, "reward").kind == text
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        ("reward.options.limit=1,2", "reward.options.limit=1,2: must be an integer, not `1,2`."),
         ("reward.options.limt=3", "reward.options.limt: unknown key. Did you mean `reward.options.limit`?"),
         ("reward.options.limit=x", "reward.options.limit=x: must be an integer, not `x`."),
         ("offload.options.limit=3", "offload.options.limit: unknown key. Known: none; --help lists all."),
