@@ -1,4 +1,7 @@
-"""What is wrong with prompt files, as far as it shows before ranks start. Imports no torch."""
+"""What is wrong with prompt files, as far as it shows before ranks start.
+
+Imports no torch, unless a prompt is about as long as is allowed, or no class of transformers reads the tokenizer without it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlbatch.api import ConfigError, DataError, ModelFamily
 from rlbatch.config.schema import Config
-from rlbatch.pipeline.model_folder import unseen_end
+from rlbatch.pipeline.model_folder import load_tokenizer, unseen_end
 from rlbatch.pipeline.prompt_file import USUAL_LABEL_FIELDS, PromptRow, read_prompt_rows, usual_names, value_names
 from rlbatch.pipeline.prompts import prompt_limit, tokenize_rows
 from rlbatch.registry import Registry
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
 
 MOST_TOKENIZED = 4096
 """Rows of a file; they take about a second."""
+MOST_SPECIAL = 8
+"""Tokens that the model's own tokenizer class may add to a plain text, or cut otherwise."""
 
 
 def check_rows(config: Config, registry: Registry, path: Path) -> list[PromptRow]:
@@ -62,20 +67,26 @@ def check_count(config: Config, rows: Sequence[PromptRow]) -> None:
 
 
 def check_tokens(config: Config, family: ModelFamily, model_folder: Path, path: Path, rows: Sequence[PromptRow]) -> None:
-    """Tokenises rows as the ranks will, where there is a tokenizer that needs no torch: all of a file, or of a large one those that are
-    likeliest to be refused. A line on stderr says how many, if not all.
+    """Tokenises rows as the ranks will: all of a file, or of a large one those that are likeliest to be refused. A line on stderr says how
+    many, if not all.
 
     Raises:
-        DataError: see ``tokenize_rows``.
+        DataError: see ``tokenize_rows`` and ``load_tokenizer``.
         ConfigError: the limits leave no room for a prompt.
     """
     limit = prompt_limit(config.data, family.max_sequence_length, config.rollout.max_response_tokens)
-    tokenizer = _tokenizer(model_folder)
-    if tokenizer is None:
-        return
     chosen = _likeliest(rows)
-    # Not its special tokens: which ones a plain text gets is for the model's own class to say, which may need torch.
-    tokenize_rows(path, chosen, tokenizer, limit, family.vocab_size, with_special_tokens=False)
+    tokenizer = _light_tokenizer(model_folder)
+    if tokenizer is not None:
+        # Which special tokens a plain text gets is for the model's own class to say: transformers imports torch to find it.
+        unlimited = (sys.maxsize, "")
+        tokenized = tokenize_rows(path, chosen, tokenizer, unlimited, family.vocab_size, with_special_tokens=False)
+        is_clear = all(0 < len(token_ids) <= limit[0] - MOST_SPECIAL for _, token_ids in tokenized)
+    if tokenizer is None or not is_clear:
+        tokenizer = _own_tokenizer(model_folder, may_lack_packages=config.cluster.container != "none")
+        if tokenizer is None:
+            return
+        tokenize_rows(path, chosen, tokenizer, limit, family.vocab_size)
     if any(not isinstance(row.prompt, str) for row in chosen) and (warning := unseen_end(tokenizer, model_folder, family.vocab_size)):
         print(warning, file=sys.stderr)
     if len(chosen) < len(rows):
@@ -109,8 +120,20 @@ def _inner_label(key: str, label: Any) -> str:
     return f" Or set data.label_key={names[0]}." if names else ""
 
 
-def _tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
-    """The tokenizer, by the class that needs no torch; None: there is none that it can read, which the ranks will tell."""
+def _own_tokenizer(folder: Path, *, may_lack_packages: bool) -> PreTrainedTokenizerBase | None:
+    """The tokenizer as the ranks will have it; None: only they can read it."""
+    try:
+        return load_tokenizer(folder, folder)
+    except DataError as error:
+        if may_lack_packages or isinstance(error.__cause__, ModuleNotFoundError):
+            return None
+        raise
+    except ImportError:  # no transformers here
+        return None
+
+
+def _light_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
+    """The tokenizer, by the class that needs no torch; None: there is none that it can read."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if not (folder / "tokenizer.json").is_file():
         return None

@@ -1,6 +1,7 @@
 """What submit sees in prompt files: labels that a reward does not take, and what the tokenizer makes of the rows."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +11,11 @@ import pytest
 
 from rlbatch.api import DataError
 from rlbatch.config.compose import compose
+from rlbatch.config.schema import DataConfig
 from rlbatch.pipeline.embedded import write_embedded_task
+from rlbatch.pipeline.model_folder import load_tokenizer
 from rlbatch.pipeline.prompt_check import MOST_TOKENIZED, check_rows, check_tokens
+from rlbatch.pipeline.prompts import load_prompts
 from rlbatch.registry import load_plugins
 
 PLUGIN = """
@@ -108,13 +112,42 @@ def test_of_a_large_file_the_likeliest_rows(model: Path, tmp_path: Path, capsys:
         check(model, write(tmp_path / "p.jsonl", *rows, {"prompt": wrong, "label": "a"}))
 
 
-def test_a_tokenizer_that_only_ranks_can_read(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing is refused for it here."""
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").write_text((model / "config.json").read_text())
-    (tmp_path / "model/tokenizer.json").write_text("{}")
-    check(tmp_path / "model", write(tmp_path / "p.jsonl", {"prompt": "a " * 100, "label": "a"}))
-    assert not capsys.readouterr().err
+def test_length_is_that_of_the_ranks(model: Path, tmp_path: Path) -> None:
+    """Tokens that the tokenizer puts before and behind a plain text count, as they do on the ranks."""
+    folder = shutil.copytree(model, tmp_path / "model")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    end = content["model"]["vocab"]["<eos>"]
+    bos = [{"SpecialToken": {"id": "<eos>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": bos,
+        "pair": [*bos, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {"<eos>": {"id": "<eos>", "ids": [end], "tokens": ["<eos>"]}},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    check(folder, write(tmp_path / "p.jsonl", {"prompt": " ".join("a" * 59), "label": "a"}))
+    path = write(tmp_path / "p.jsonl", {"prompt": "a", "label": "a"}, {"prompt": " ".join("a" * 60), "label": "a"})
+    with pytest.raises(DataError, match=r"p\.jsonl:2: 61 tokens: 1 of 2 prompts are longer than 60 tokens") as here:
+        check(folder, path)
+    with pytest.raises(DataError) as there:
+        load_prompts(path, DataConfig(), load_tokenizer(folder, folder), context_tokens=64, max_response_tokens=4)
+    assert str(here.value) == str(there.value)
+
+
+@pytest.mark.parametrize(
+    "files", [{"tokenizer.json": "{}"}, {"tokenizer.model": "x"}, {"vocab.json": '{"a": 0}', "merges.txt": "#version: 0.2\n"}]
+)
+def test_a_tokenizer_that_no_rank_can_read(model: Path, tmp_path: Path, files: dict[str, str]) -> None:
+    """Submit says what the ranks would."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name, content in {name: (model / name).read_text() for name in ("config.json", "tokenizer_config.json")}.items() | files.items():
+        (folder / name).write_text(content)
+    with pytest.raises(DataError, match="transformers cannot load the tokenizer") as here:
+        check(folder, write(tmp_path / "p.jsonl", {"prompt": "a", "label": "a"}))
+    with pytest.raises(DataError) as there:
+        load_tokenizer(folder, folder)
+    assert str(here.value) == str(there.value)
 
 
 def test_reading_needs_no_torch() -> None:
