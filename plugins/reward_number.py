@@ -14,7 +14,8 @@ Numbers in responses, and in labels that are texts:
   beyond 400 or is divided by 0 equals no label.
 
 A label is a JSON number, or a text with one number and nothing that could change its value (``$18.00``, ``x = 18 miles``, ``\boxed{18}``);
-of a text with ``####``, as GSM8K's answers have it, what follows the last one counts. All other labels are refused.
+of a text with ``####``, as GSM8K's answers have it, what follows the last one counts, and of a calculation (``6 x 3 = 18``) its result.
+All other labels are refused: several numbers, and what a person may read as another value (``2x``, ``5k``, ``5 million``, ``minus 18``).
 """
 
 import re
@@ -49,6 +50,18 @@ _PLAIN = str.maketrans("−–⁺⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "--+-012345678
 _BESIDE = re.compile(r"\\(?:boxed|text[a-z]*|mbox|left|right|circ|[$%(),;!\[\]])|\^(?=\{?\\circ)|(?<=[A-Za-z])/(?=[A-Za-z])")
 """What may stand beside the number of a label, apart from letters and these:"""
 _HARMLESS = frozenset("$€£¥₹%°.,:;?()[]{}=\"'`*")
+_UNIT = re.compile(r"^\s?/\s?(?=[A-Za-z]{2})|(?<=[A-Za-z}])(?:\^\{?[-−]?[1-9]\}?|[²³])")
+"""Of units behind it: ``$5/hour``, ``5 m^2``."""
+_CHANGES = re.compile(
+    r"\b(?:minus|negative|not|or|least|most|than|between|half|halves|sqrt|root|log|ln|exp|sin|cos|tan|pi|factorial"
+    r"|dozens?|hundreds?|thousands?|[mbtr]{1,2}illions?)\b",
+    re.IGNORECASE,
+)
+_CHANGES_BEHIND = re.compile(r"\s?(?:(?:thirds?|squared|cubed|[xyz]{2,3})\b|(?![mgshdlLCFNJWVA]\b)[A-Za-z](?![A-Za-z])(?!\s[A-Za-z]))")
+"""Words that change a number, and letters behind it that are no unit."""
+_ARITHMETIC = re.compile(
+    r"(?:\\(?:times|cdot|div|left|right|[$%(),;!\[\]])|(?<![A-Za-z])[xX](?![A-Za-z])|[\s0-9+\-−–*/×·÷^=()\[\]{}$€£¥₹%])*"
+)
 
 
 class _Number:
@@ -111,26 +124,43 @@ def _expected(sample: Sample) -> Fraction:
 def _label_value(label: Any) -> Fraction:
     """The label's value; the message of a ValueError goes on after ``label ...``."""
     if isinstance(label, (int, float)) and not isinstance(label, bool):
-        text = repr(label) if abs(label) < 10**LONGEST else ""
+        if isinstance(label, int) and abs(label) >= 10**LONGEST:
+            raise ValueError(f"is larger than {LONGEST} digits can say. Correct the prompt file.")
+        text = repr(label)
     elif isinstance(label, str):
         text = label.rpartition("####")[2]
     else:
         raise ValueError("has no number: it must be one, or a text with one. Correct the prompt file, or choose another reward.")
+    text = _result(text)
     found = _numbers(text)
     if len(found) > 1:
         raise ValueError(
             f"has {len(found)} numbers, so it does not say which counts. Write the number alone, or behind `####` as in GSM8K's answers."
         )
     value = _value(found[0]) if found else None
-    if found and (value is None or not _is_harmless(text[: found[0].start()] + " " + text[found[0].end() :])):
+    if found and (value is None or not _is_harmless(text[: found[0].start()], text[found[0].end() :])):
         raise ValueError("is more than a number. Write the number alone.")
     if value is None:
         raise ValueError("has no number. Correct the prompt file.")
     return value
 
 
-def _is_harmless(beside: str) -> bool:
-    return all(letter.isalpha() or letter.isspace() or letter in _HARMLESS for letter in _BESIDE.sub("", beside))
+def _result(text: str) -> str:
+    """Of a calculation what is behind its last ``=``; other texts as they are."""
+    left, _, right = text.rpartition("=")
+    numbers = _numbers(left)
+    if not numbers:
+        return text
+    start = numbers[0].start()
+    operators = _TOKEN.sub(lambda token: " " if token["number"] else token[0], left[start:])
+    return right if _is_harmless(left[:start]) and _ARITHMETIC.fullmatch(operators) else text
+
+
+def _is_harmless(before: str, behind: str = "") -> bool:
+    if _CHANGES.search(before) or _CHANGES.search(behind) or _CHANGES_BEHIND.match(behind):
+        return False
+    beside = _BESIDE.sub("", before) + _BESIDE.sub("", _UNIT.sub("", behind))
+    return all(letter.isalpha() or letter.isspace() or letter in _HARMLESS for letter in beside)
 
 
 def _shown(label: Any) -> str:

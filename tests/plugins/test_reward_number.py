@@ -104,8 +104,15 @@ def test_one_value_a_sample_in_order() -> None:
 @pytest.mark.parametrize(
     ("label", "problem"),
     [
-        *((label, "has no number") for label in ("yes", None, "", True, [5], {"a": 5}, "rule-v2", "２", math.nan, math.inf, 10**600)),
-        *((label, r"has \d numbers") for label in ("1 or 2", "9-5", "12:30", "(1, 2)", "2024-05-06", "6 x 3 = 18")),
+        *((label, "has no number") for label in ("yes", None, "", True, [5], {"a": 5}, "rule-v2", "２", math.nan, math.inf)),
+        *(
+            (label, r"has \d numbers")
+            for label in ("1 or 2", "9-5", "12:30", "(1, 2)", "2024-05-06", "6 x 3", "18 = 6 x 3", "x = 3 or x = 4")
+        ),
+        *((label, r"has \d numbers") for label in ("a = 5, b = 6", "(1, 2) = 3", "If x = 3 then y = 4", "6 x 3 = 20 - 2")),
+        (10**600, "is larger than 400 digits"),
+        *((label, "is more than a number") for label in ("2x", "3n", "18i", "5k", "5 M", "5 million", "2 thirds", "18 squared", "18/n")),
+        *((label, "is more than a number") for label in ("minus 18", "18 and a half", "log 18", "more than 18", "x^2 = 4", "18 or so")),
         *((label, "is more than a number") for label in ("10^5", "- 5", ">5", "5!", "2½", "2\\pi", "1_000", "1e500", "\\sqrt{2}", "5/0")),
     ],
 )
@@ -116,6 +123,30 @@ def test_labels_that_are_no_number_are_refused(label: Any, problem: str) -> None
         reward.check_label(label)  # type: ignore[attr-defined]
     with pytest.raises(RewardError, match=f"of prompt 4 {problem}"):
         reward([sample(label, "1")])
+
+
+@pytest.mark.parametrize(
+    ("label", "value"),
+    [
+        *(
+            (label, "18")
+            for label in ("6 x 3 = 18", "x = 6 \\times 3 = 18", "Total: $6 + $12 = $18 a day", "2*9=18 = 18.0", "3(6) = 18 apples")
+        ),
+        *(
+            (label, "18")
+            for label in ("The answer is 18", "so 2 + 2 = 4\n#### 18", "#### 9 * 2 = 18", "$18", "18%", "x = 18", "$18/hour", "18 a day")
+        ),
+        *((label, "18") for label in ("18 m/s^2", "18 \\text{ cm}^2", "18 ft²", "18 square feet", "18 m", "The answer is: **18**.")),
+        *((label, "1800") for label in ("1,800", "1,000 + 800 = 1,800", "#### 1,800")),
+        *((label, "-18") for label in ("-6 * 3 = -18", "-$18", "\\boxed{-18}")),
+        ("1/4 + 1/2 = 3/4", "0.75"),
+    ],
+)
+def test_labels_with_one_meaning(label: str, value: str) -> None:
+    """Units, prose around one number, GSM8K's mark and a calculation with its result."""
+    reward = rlbatch_register_rewards()["number"]
+    reward.check_label(label)  # type: ignore[attr-defined]
+    assert list(reward([sample(label, value), sample(label, "7")])) == [1.0, 0.0]
 
 
 def test_hostile_responses_take_no_time() -> None:
