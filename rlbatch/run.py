@@ -32,6 +32,7 @@ from rlbatch.launch.own_job import slurm_job_id
 from rlbatch.launch.rendezvous import Meeting, join, launch_word
 from rlbatch.launch.requeue import go_on_later
 from rlbatch.launch.signals import Ending, StopNotice, find_ending, ignore_signals
+from rlbatch.launch.unfinished import complete
 from rlbatch.launch.watchdog import Watchdog
 from rlbatch.metrics.report import record_end
 
@@ -93,9 +94,12 @@ def _run_guarded(config: Config, run_dir: Path, info: RankInfo, notice: StopNoti
     log: RunLog | None = None
 
     def stopped() -> None:
+        error = read_first_error(run_dir) if has_failed(run_dir) else None
+        if info.rank == 0 and error is None:
+            complete(run_dir)
         if log:
-            log.finish("interrupted")
-        if log and notice.is_set and not has_failed(run_dir):  # nothing is to be saved yet, but the job may be queued again
+            log.finish("failed" if error else "interrupted", asdict(error) if error else None)
+        if log and notice.is_set and error is None:  # nothing is to be saved yet, but the job may be queued again
             _go_on_later(run_dir, config, info, None, find_ending(notice.number, notice.time, info, config.launch.notice_s))
 
     def leave(number: int) -> None:
@@ -125,6 +129,8 @@ def _run_guarded(config: Config, run_dir: Path, info: RankInfo, notice: StopNoti
             log.finish("failed" if error else "interrupted", asdict(error) if error else None)
         raise
     log.finish("interrupted" if early else "finished")
+    if info.rank == 0:
+        complete(run_dir)
     if info.rank == 0 and not early:
         end_life(run_dir, info, config.train.steps, "finished")
     if early and info.rank == 0:  # the others end with 0: Slurm would take another code for a failure, and end rank 0 before it is done

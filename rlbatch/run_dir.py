@@ -23,6 +23,8 @@ from rlbatch.launch.own_job import own_job_name
 from rlbatch.launch.run_mark import is_run_folder, mark
 from rlbatch.metrics.report import has_steps
 
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
 
 def run_dir_path(config: Config) -> Path:
     """``run_dir``, or a new name in ``runs/``."""
@@ -52,10 +54,10 @@ def check_run_dir(path: Path, config: Config) -> None:
             f"{said}: belongs to user id {about.st_uid}, you are {os.getuid()}, and its owner decides what ranks read there. "
             "Choose a folder of your own."
         )
-    if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if entries and about.st_mode & OTHERS_WRITE:
         raise ConfigError(
             f"{said}: others may write in it (mode {stat.S_IMODE(about.st_mode):04o}), and would decide what ranks read there. "
-            "Choose a new folder, or take that from them: chmod go-w."
+            "Choose a new or empty folder, or take that from them: chmod go-w."
         )
     if entries and not is_run_folder(path):
         raise ConfigError(f"{said}: must be new or empty, or a run's folder; has {entries} entries of something else. Choose another.")
@@ -69,8 +71,8 @@ def check_run_dir(path: Path, config: Config) -> None:
 
 @contextmanager
 def taken_run_dir(config: Config) -> Iterator[Path]:
-    """Makes the run folder, with mode 0700, or takes one that is there, as it is. If what is done in here is refused, all that was made is
-    removed again.
+    """Makes the run folder, with mode 0700, or takes one that is there, as it is, except that others may not write in it any more. If what
+    is done in here is refused, all that was made is removed again.
 
     Raises:
         RlbatchError: what was refused; the folder, or that it cannot be written.
@@ -79,6 +81,10 @@ def taken_run_dir(config: Config) -> Iterator[Path]:
     check_run_dir(path, config)
     missing = [parent for parent in (path, *path.parents) if not os.path.exists(parent)]
     run_dir = _made(path) if missing else path.resolve()
+    if not missing and (mode := stat.S_IMODE(run_dir.stat().st_mode)) & OTHERS_WRITE:  # an empty one, as of `mkdir` with umask 002
+        run_dir.chmod(mode & ~OTHERS_WRITE)
+        print(f"run_dir={run_dir}: others may no longer write in it (mode was {mode:04o}); ranks run what is there.", file=sys.stderr)
+        check_run_dir(run_dir, config)  # it may not have stayed empty
     with run_folder_lock(run_dir):  # again for as long as the job runs, by who starts it
         before = set(run_dir.iterdir())
         try:

@@ -15,7 +15,7 @@ import pytest
 
 from rlbatch.config.compose import compose, load_config
 from rlbatch.config.schema import Config
-from rlbatch.launch.sbatch import ENDING, SRUN
+from rlbatch.launch.sbatch import BEGINNING, ENDING, SRUN
 from rlbatch.prepare import parameter_count
 from rlbatch.registry import load_plugins
 from rlbatch.start import TASK_VARIABLES, slurm_script
@@ -96,9 +96,9 @@ def test_same_resources_and_environment(name: str) -> None:
     script, (_, generated) = text(name), submitted(name)
     assert header(script) == header(generated)
     assert exports(script) == {key: value for key, value in exports(generated).items() if key not in TASK_VARIABLES}
-    for made, error in ((script, '"$run/first_error.json"'), (generated, "/runs/mine/first_error.json")):
-        assert f"srun {' '.join(SRUN)} " in made
-        assert made.endswith(f" && exit\n{ENDING.format(first_error=error)}\n")
+    for made, run in ((script, '"$run"'), (generated, "/runs/mine")):
+        assert f"\n{BEGINNING.format(run=run)}\nsrun {' '.join(SRUN)} " in made
+        assert made.endswith(f" && code=0 || code=$?\n{ENDING.format(run=run)}\n")
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -117,7 +117,7 @@ def run_script(name: str, tmp_path: Path, *arguments: str, **variables: str) -> 
     """Runs a batch script as sbatch would, with an srun that shows its arguments."""
     fake = tmp_path / "bin"
     fake.mkdir(exist_ok=True)
-    (fake / "srun").write_text('#!/bin/sh\necho "srun $@"\n')
+    (fake / "srun").write_text('#!/bin/sh\necho "srun $@"; rm runs/*/unfinished\n')
     (fake / "srun").chmod(0o755)
     environment = {"PATH": f"{fake}:{os.environ['PATH']}", "PYTHON": sys.executable, "HOME": str(tmp_path), **variables}
     return subprocess.run(
@@ -168,14 +168,21 @@ def test_allocation_of_another_size(tmp_path: Path) -> None:
     assert main(["launcher=none", "train.steps=0"]) == 2
 
 
-CODES = {0: 0, 1: 1, 2: 2, 9: 1, 75: 75, 134: 1, 137: 1, 139: 1, 140: 140, 143: 143}
+CODES = {0: 0, 1: 1, 2: 2, 3: 1, 9: 1, 75: 75, 134: 1, 137: 1, 139: 1, 140: 140, 143: 143}
 """srun's -> the job's."""
 
 
 @pytest.mark.parametrize("of_srun", CODES)
 def test_exit_code(of_srun: int, tmp_path: Path) -> None:
-    """srun's code is the highest of all ranks'; the job's is one of those that are documented, and 1 if a rank has failed."""
-    script = f"set -euo pipefail\nsh -c 'exit {of_srun}' && exit\n{ENDING.format(first_error=tmp_path / 'error')}\n"
-    assert subprocess.run(["bash", "-c", script], check=False).returncode == CODES[of_srun]
-    (tmp_path / "error").touch()
-    assert subprocess.run(["bash", "-c", script], check=False).returncode == min(of_srun, 1)
+    """srun's code is the highest of all ranks'; the job's is one of those that are documented, 1 if a rank has failed, and also where the
+    ranks' is one that they may end with before our code runs in them: 0, or srun's SIGTERM.
+    """
+    script = f"set -euo pipefail\n{BEGINNING}\nsh -c '{{rank_0}}exit {of_srun}' && code=0 || code=$?\n{ENDING}\n"
+
+    def code_of(rank_0: str) -> int:
+        return subprocess.run(["bash", "-c", script.format(run=tmp_path, rank_0=rank_0)], check=False).returncode
+
+    assert code_of("") == (1 if of_srun in (0, 143) else CODES[of_srun])
+    assert code_of(f"rm {tmp_path}/unfinished; ") == CODES[of_srun]
+    (tmp_path / "first_error.json").touch()
+    assert code_of(f"rm {tmp_path}/unfinished; ") == min(of_srun, 1)

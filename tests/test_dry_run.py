@@ -76,11 +76,13 @@ export PYTHONUNBUFFERED=1
 export SUBMITIT_EXECUTOR=slurm
 export SUBMITIT_LOG_LEVEL=CRITICAL
 
+touch {tmp}/mine/unfinished # until rank 0 has come to an end that it means
 srun --export=ALL --kill-on-bad-exit=1 --wait=30 --cpu-bind=none --gpu-bind=none \\
-    {python} -u -m submitit.core._submit {tmp}/mine/submitit && exit
-code=$?
-case $code in 2 | 75 | 129 | 130 | 138 | 140 | 143) [ -e {tmp}/mine/first_error.json ] || exit $code ;; esac # docs/launch.md#exit-codes
-exit 1 # srun's code is the highest of all ranks: 137 if one was killed
+    {python} -u -m submitit.core._submit {tmp}/mine/submitit && code=0 || code=$?
+case $code in 0 | 143) [ ! -e {tmp}/mine/unfinished ] || code=1 ;; esac
+case $code in 0) exit ;; 2 | 75 | 129 | 130 | 138 | 140 | 143) [ -e {tmp}/mine/first_error.json ] || exit $code ;; esac
+[ -e {tmp}/mine/first_error.json ] || echo "No rank said why: srun names the task above, or all ended with 0." >&2
+exit 1 # srun's code is the highest of all ranks: 137 if one was killed. See docs/launch.md#exit-codes
 
 Config (config.yaml; all other keys have the defaults of --help)
 """

@@ -115,15 +115,19 @@ def test_a_run_of_before_there_were_ids(folder: Path) -> None:
     assert read_mark(folder)
 
 
-@pytest.mark.parametrize("mode", [0o775, 0o707, 0o1777])
+@pytest.mark.parametrize("mode", [0o775, 0o707, 0o1777, 0o2770])
 def test_others_may_not_write(mode: int, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Ranks read their config there, and unpickle their task."""
+    """Ranks read their config there, and unpickle their task. From an empty folder, as `mkdir` makes it with umask 002, it is taken."""
     folder.chmod(mode)
+    assert rlbatch.submit.main(MINE) == 0
+    assert f"run_dir={folder}: others may no longer write in it (mode was {mode:04o})" in capsys.readouterr().err
+    assert stat.S_IMODE(folder.stat().st_mode) == mode & ~0o022
+    folder.chmod(mode)
+    before = tree(folder)
     assert refusal(capsys, MINE).startswith(
         f"run_dir={folder}: others may write in it (mode {mode:04o}), and would decide what ranks read there."
     )
-    assert stat.S_IMODE(folder.stat().st_mode) == mode
-    assert not list(folder.iterdir())
+    assert tree(folder) == before
 
 
 def test_of_another_user(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

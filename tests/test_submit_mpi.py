@@ -15,6 +15,7 @@ from rlbatch.launch.job_record import read_records
 MPIRUN = """#!/bin/sh
 if [ "$1" = --version ]; then echo 'mpirun (Open MPI) 5.0.11'; exit 0; fi
 echo "$@" > {folder}/arguments
+rm {folder}/mine/unfinished
 exit {code}
 """
 
@@ -45,6 +46,15 @@ def test_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.
     [record] = read_records()
     assert (record.job_id, record.launcher) == (f"pid{os.getpid()}", "mpi")
     assert json.loads((tmp_path / "mine/job.json").read_text())["run_dir"] == str(tmp_path / "mine")
+
+
+def test_ranks_that_ended_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """All with 0, as code may that runs in them before ours: that is no success."""
+    install(tmp_path, monkeypatch)
+    mpirun = tmp_path / "mpi/mpirun"
+    mpirun.write_text(mpirun.read_text().replace("rm ", "# "))
+    assert rlbatch.submit.main(["+cluster=local", "launcher=mpi", "run_dir=mine"]) == 1
+    assert "all ranks ended with exit code 0 before the run did" in capfd.readouterr().err
 
 
 def test_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

@@ -50,7 +50,7 @@ def test_submitted(slurm: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert stat.S_IMODE((run_dir / "submitit").stat().st_mode) == 0o700
     script = (run_dir / "submitit/41_submission.sh").read_text()
     assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=2\n" in script
-    assert f"-u -m submitit.core._submit {run_dir}/submitit && exit\n" in script
+    assert f"-u -m submitit.core._submit {run_dir}/submitit && code=0 || code=$?\n" in script
     assert (run_dir / "submitit/41_submitted.pkl").is_file()
     assert load_config(run_dir / "config.yaml").layout.world_size == 4
     assert (run_dir / "logs").is_dir()

@@ -14,12 +14,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from rlbatch.api.exit_codes import STOPPED
+from rlbatch.api.exit_codes import DONE, FAILED, STOPPED
 from rlbatch.config.schema import Config
 from rlbatch.launch.children import END_SIGNAL, GroupGuard, dies_with_parent, signal_group
 from rlbatch.launch.environment import RankInfo
 from rlbatch.launch.failures import FIRST_ERROR, TERMINAL_VARIABLE, WORD_VARIABLE, FirstError, claim
 from rlbatch.launch.signals import KILL_WAIT_S, received_signals, signal_name
+from rlbatch.launch.unfinished import begin, claim_unfinished
 from rlbatch.launch.variables import LAUNCH_VARIABLE
 
 GRACE_S = 3.0
@@ -44,6 +45,7 @@ def run_local(config: Config, run_dir: Path, command: Sequence[str] | None = Non
         signal ended it before there was anything to save, or it was Ctrl-C; else 1.
     """
     (run_dir / FIRST_ERROR).unlink(missing_ok=True)
+    begin(run_dir)
     arguments = list(command or [sys.executable, "-m", "rlbatch.run", "--run-dir", str(run_dir)])
     ranks: list[Rank] = []
     with ExitStack() as stack:
@@ -62,8 +64,10 @@ def run_local(config: Config, run_dir: Path, command: Sequence[str] | None = Non
     if stop:
         print(f"{signal.Signals(stop[0]).name}: all ranks ended. Run folder: {run_dir}; {_saved(run_dir)}", file=sys.stderr)
     codes = {rank.returncode for rank in ranks}
-    if failed is not None or codes == {0}:
-        return int(failed is not None)
+    if failed is not None or (codes == {0} and command is None and claim_unfinished(run_dir)):
+        return FAILED
+    if codes == {0}:
+        return DONE
     return STOPPED if STOPPED in codes and signal.SIGINT not in stop else 128 + stop[0]
 
 

@@ -21,7 +21,7 @@ from enum import Enum
 from pathlib import Path
 
 from rlbatch.api import ConfigError, DataError
-from rlbatch.api.exit_codes import FAILED, STOPPED
+from rlbatch.api.exit_codes import DONE, FAILED, STOPPED
 from rlbatch.config.foreign import read_text
 from rlbatch.config.schema import Config
 from rlbatch.launch.children import dies_with_parent
@@ -32,6 +32,7 @@ from rlbatch.launch.interfaces import addresses_of
 from rlbatch.launch.logs import LOGS, rank_log
 from rlbatch.launch.output import Output, relay
 from rlbatch.launch.signals import KILL_WAIT_S, received_signals
+from rlbatch.launch.unfinished import begin, claim_unfinished
 from rlbatch.launch.variables import LAUNCH_VARIABLE
 from rlbatch.plan.placement import separate_gpus
 
@@ -243,6 +244,7 @@ def run_mpi(job: MpiJob, config: Config, run_dir: Path) -> int:
         As of ``run_local``.
     """
     (run_dir / FIRST_ERROR).unlink(missing_ok=True)
+    begin(run_dir)
     (run_dir / LOGS).mkdir(exist_ok=True)
     if job.hostfile:
         (run_dir / HOSTFILE).write_text(job.hostfile, encoding="utf-8")
@@ -265,8 +267,8 @@ def run_mpi(job: MpiJob, config: Config, run_dir: Path) -> int:
         copying.join(RELAY_S)  # what a process that was left behind may hold open
     if signal.SIGINT in received:
         return 128 + signal.SIGINT
-    if code in (0, STOPPED):
-        return code
+    if code in (DONE, STOPPED):
+        return FAILED if code == DONE and claim_unfinished(run_dir) else code
     if received and read_first_error(run_dir) is None:
         return 128 + received[0]
     text = f"{job.mpi.value}: mpirun ended with exit code {code}, no rank said why; its output is above."

@@ -119,7 +119,7 @@ class Overseer(threading.Thread):
         self._refused = 0
         self._seats: dict[int, Seat] = {}
         self._troubles = Troubles()
-        self._has_met = False
+        self.has_met = False
         self._leave_until: float | None = None
         self._next_beat = 0.0
         self.on_failure: Callable[[FirstError], None] = lambda error: None
@@ -140,7 +140,7 @@ class Overseer(threading.Thread):
                 link.close()
 
     def _is_over(self) -> bool:
-        return (self._has_met or self._is_late()) and not any(self._running()) and not self._pending()
+        return (self.has_met or self._is_late()) and not any(self._running()) and not self._pending()
 
     def _is_late(self) -> bool:
         """Whether a rank left, and the others had their time to do so too; those that never came are their launcher's."""
@@ -191,7 +191,7 @@ class Overseer(threading.Thread):
 
     def _met(self) -> None:
         """All ranks have come: nobody else can any more."""
-        self._has_met = True
+        self.has_met = True
         self._selector.unregister(self._server)
         self._server.close()
         for guest in list(self._guests.values()):
@@ -297,11 +297,11 @@ class Overseer(threading.Thread):
             self._next_beat = now + BEAT_S
             for seat in self._running():
                 seat.link.send({"beat": True})
-            if not self._has_met:
+            if not self.has_met:
                 recorded = read_first_error(self._run_dir)
                 if recorded:  # by a rank that failed before it came here
                     return recorded
-        if not self._has_met and now > self._gather_until:
+        if not self.has_met and now > self._gather_until:
             return self._missing()
         if self._troubles.decide_at is None:
             hung = [rank for rank, seat in self._seats.items() if seat.deadline and now > seat.deadline and not seat.has_left]
@@ -315,16 +315,25 @@ class Overseer(threading.Thread):
         return None
 
     def _missing(self) -> FirstError:
+        nodes = f" No rank came from {', '.join(self._absent_nodes()[:8])}." if self._absent_nodes() else ""
+        wait = f"See their logs in {self._run_dir / 'logs'}, or wait longer."
+        return self.absence(f"launch.rendezvous_timeout_s={self._timeout_s:g}", f"{nodes} {wait}")
+
+    def absence(self, why: str, more: str) -> FirstError:
+        """The failure of ranks that did not come.
+
+        Args:
+            why: What ended the wait for them.
+            more: After their names.
+        """
         missing = [rank for rank in range(self._info.world_size) if rank not in self._seats]
         named = _named({rank: self._expected_host(rank) for rank in missing})
-        came = sorted({seat.host for seat in self._seats.values()})
-        absent = [node for node in self._info.nodes if node not in came]
-        nodes = f" No rank came from {', '.join(absent[:8])}." if absent else ""
-        text = (
-            f"launch.rendezvous_timeout_s={self._timeout_s:g}: {len(missing)} of {self._info.world_size} ranks did not come: {named}."
-            f"{nodes} See their logs in {self._run_dir / 'logs'}, or wait longer."
-        )
+        text = f"{why}: {len(missing)} of {self._info.world_size} ranks did not come: {named}.{more}"
         return FirstError(missing[0], self._expected_host(missing[0]) or "?", "LaunchError", text, "", time.time())
+
+    def _absent_nodes(self) -> list[str]:
+        came = {seat.host for seat in self._seats.values()}
+        return [node for node in self._info.nodes if node not in came]
 
     def _expected_host(self, rank: int) -> str:
         """Where a rank should run, if ranks fill equal nodes one after the other."""

@@ -10,7 +10,6 @@ from rlbatch.api import ConfigError
 from rlbatch.config.schema import Config
 from rlbatch.launch.cluster_variables import cluster_variables
 from rlbatch.launch.container import srun_options
-from rlbatch.launch.failures import FIRST_ERROR
 from rlbatch.launch.logs import MERGED_LOG
 from rlbatch.plan.placement import place, separate_gpus
 
@@ -19,11 +18,14 @@ NOTICE_SIGNAL = "USR2"
 SRUN = ("--export=ALL", "--kill-on-bad-exit=1", "--wait=30", "--cpu-bind=none", "--gpu-bind=none")
 """Ranks get the script's variables, also where sbatch had ``--export=NONE``, which srun takes over. A failed rank ends the step at once,
 one that ended early ends it after 30 s; every rank sees all GPUs and CPUs of its node."""
+BEGINNING = "touch {run}/unfinished # until rank 0 has come to an end that it means"
+"""Before ``srun``."""
 ENDING = """\
-code=$?
-case $code in 2 | 75 | 129 | 130 | 138 | 140 | 143) [ -e {first_error} ] || exit $code ;; esac # docs/launch.md#exit-codes
-exit 1 # srun's code is the highest of all ranks: 137 if one was killed"""
-"""After ``srun ... && exit``: the job's exit code."""
+case $code in 0 | 143) [ ! -e {run}/unfinished ] || code=1 ;; esac
+case $code in 0) exit ;; 2 | 75 | 129 | 130 | 138 | 140 | 143) [ -e {run}/first_error.json ] || exit $code ;; esac
+[ -e {run}/first_error.json ] || echo "No rank said why: srun names the task above, or all ended with 0." >&2
+exit 1 # srun's code is the highest of all ranks: 137 if one was killed. See docs/launch.md#exit-codes"""
+"""After ``srun ... && code=0 || code=$?``: the job's exit code."""
 
 
 def batch_options(config: Config, notice_s: int) -> dict[str, str | None]:
@@ -77,10 +79,12 @@ def batch_script(config: Config, run_dir: Path, notice_s: int, variables: Mappin
     if cluster.cpus_per_task:  # srun does not take it from sbatch
         srun.append(f"--cpus-per-task={cluster.cpus_per_task}")
     srun += srun_options(cluster, run_dir)
+    run = shlex.quote(str(run_dir))
     step = [
+        BEGINNING.format(run=run),
         f"{shlex.join(srun)} \\",
-        f"    {shlex.join(command)} && exit",
-        ENDING.format(first_error=shlex.quote(str(run_dir / FIRST_ERROR))),
+        f"    {shlex.join(command)} && code=0 || code=$?",
+        ENDING.format(run=run),
     ]
     return "\n".join(["#!/bin/bash", *header, "", *exports, "", *step, ""])
 

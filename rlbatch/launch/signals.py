@@ -236,3 +236,11 @@ def find_ending(number: int, received: float, info: RankInfo | None, notice_s: f
     if job.end_time is None:
         return Ending(name, announced)
     return Ending(f"{name} {job.end_time - received:.0f} s before the time limit", job.end_time)
+
+
+def is_end_of_step(info: RankInfo) -> bool:
+    """Of a SIGTERM: whether srun ends the ranks because one has ended, and Slurm wants nothing of the job."""
+    job_id = slurm_job_id(info)
+    job = find_own_job(job_id) if job_id else None
+    is_wanted = job is None or job.is_preempted or job.reason == "TimeLimit" or job.restarts > info.restart_count
+    return not is_wanted and job is not None and job.state == "RUNNING"

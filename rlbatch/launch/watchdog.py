@@ -31,6 +31,7 @@ from rlbatch.launch.logs import where_output
 from rlbatch.launch.overseer import ANSWER_S, DEATH_PATIENCE_S, ENDED, LEAVING_S, PATIENCE_S
 from rlbatch.launch.places import place_of_main_thread
 from rlbatch.launch.rendezvous import Meeting
+from rlbatch.launch.signals import is_end_of_step
 from rlbatch.launch.wire import MachineLost
 
 Phase = Literal["start", "generation", "training", "checkpoint"]
@@ -119,6 +120,9 @@ class Watchdog:
             return
         self._leaving = True
         faulthandler.cancel_dump_traceback_later()
+        overseer = self._meeting.overseer
+        if overseer and not overseer.has_met and stopped == "SIGTERM" and is_end_of_step(self._meeting.info):
+            self._record(overseer.absence("srun ended the job (SIGTERM)", " See srun's lines above, and their logs in logs/."))
         with suppress(OSError):
             (self._run_dir / "logs" / f"rank{self._meeting.info.rank}.stacks").unlink()
         self._meeting.link.send({"left": stopped})

@@ -187,7 +187,7 @@ def fake(tmp_path: Path, script: str) -> MpiJob:
 def test_run_folder_and_environment(tmp_path: Path) -> None:
     """The hostfile is written first, and mpirun has the cluster's variables."""
     settings = Config(cluster=ClusterConfig(environment={"NCCL_DEBUG": "INFO"}))
-    job = fake(tmp_path, f'test "$NCCL_DEBUG" = INFO && grep -q slots=2 {tmp_path}/hostfile')
+    job = fake(tmp_path, f'test "$NCCL_DEBUG" = INFO && grep -q slots=2 {tmp_path}/hostfile && rm {tmp_path}/unfinished')
     assert run_mpi(job, settings, tmp_path) == 0
 
 
@@ -202,7 +202,7 @@ def test_failed_without_a_word(tmp_path: Path, capfd: pytest.CaptureFixture[str]
 def start(folder: Path, mpi: Mpi, code: int, config: str = "") -> subprocess.Popen[bytes]:
     """A process that waits for an mpirun, which writes the signals that it gets to `got`, until there is a file `end`."""
     trap = 'for s in USR1 USR2 TERM INT; do trap "echo $s >> got" $s; done'
-    fake(folder, f"cd {folder}\n{trap}\ntouch ready\nwhile [ ! -e end ]; do sleep 0.02; done; exit {code}")
+    fake(folder, f"cd {folder}\n{trap}\ntouch ready\nwhile [ ! -e end ]; do sleep 0.02; done; rm unfinished; exit {code}")
     script = (
         "import pathlib, sys\n"
         "from rlbatch.config.schema import Config, LaunchConfig\n"

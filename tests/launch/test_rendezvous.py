@@ -46,7 +46,7 @@ def meetings() -> Iterator[list[Meeting]]:
     yield made
     for meeting in made:
         if meeting.overseer:
-            meeting.overseer._has_met = True  # nobody else will come
+            meeting.overseer.has_met = True  # nobody else will come
         meeting.link.send({"left": ""})
         meeting.link.close()
         if meeting.store_socket:

@@ -29,11 +29,13 @@ export OMP_NUM_THREADS=16
 export PYTHONUNBUFFERED=1
 export SUBMITIT_EXECUTOR=slurm
 
+touch /runs/mine/unfinished # until rank 0 has come to an end that it means
 srun --export=ALL --kill-on-bad-exit=1 --wait=30 --cpu-bind=none --gpu-bind=none \\
-    python -m rlbatch.run --run-dir /runs/mine && exit
-code=$?
-case $code in 2 | 75 | 129 | 130 | 138 | 140 | 143) [ -e /runs/mine/first_error.json ] || exit $code ;; esac # docs/launch.md#exit-codes
-exit 1 # srun's code is the highest of all ranks: 137 if one was killed
+    python -m rlbatch.run --run-dir /runs/mine && code=0 || code=$?
+case $code in 0 | 143) [ ! -e /runs/mine/unfinished ] || code=1 ;; esac
+case $code in 0) exit ;; 2 | 75 | 129 | 130 | 138 | 140 | 143) [ -e /runs/mine/first_error.json ] || exit $code ;; esac
+[ -e /runs/mine/first_error.json ] || echo "No rank said why: srun names the task above, or all ended with 0." >&2
+exit 1 # srun's code is the highest of all ranks: 137 if one was killed. See docs/launch.md#exit-codes
 """
 EVERYTHING = """\
 #!/bin/bash
@@ -60,12 +62,14 @@ export NCCL_SOCKET_IFNAME=bond0
 export GLOO_SOCKET_IFNAME=eth0
 export NOTE='two words'
 
+touch '/runs/my run'/unfinished # until rank 0 has come to an end that it means
 srun --export=ALL --kill-on-bad-exit=1 --wait=30 --cpu-bind=none --gpu-bind=none --cpus-per-task=12 --container-image=/images/rlbatch.sqsh \
 --container-mounts=/runs:/runs,/models:/models '--container-workdir=/runs/my run' \\
-    python -m rlbatch.run --run-dir '/runs/my run' && exit
-code=$?
-case $code in 2 | 75 | 129 | 130 | 138 | 140 | 143) [ -e '/runs/my run/first_error.json' ] || exit $code ;; esac # docs/launch.md#exit-codes
-exit 1 # srun's code is the highest of all ranks: 137 if one was killed
+    python -m rlbatch.run --run-dir '/runs/my run' && code=0 || code=$?
+case $code in 0 | 143) [ ! -e '/runs/my run'/unfinished ] || code=1 ;; esac
+case $code in 0) exit ;; 2 | 75 | 129 | 130 | 138 | 140 | 143) [ -e '/runs/my run'/first_error.json ] || exit $code ;; esac
+[ -e '/runs/my run'/first_error.json ] || echo "No rank said why: srun names the task above, or all ended with 0." >&2
+exit 1 # srun's code is the highest of all ranks: 137 if one was killed. See docs/launch.md#exit-codes
 """
 
 
@@ -112,7 +116,7 @@ def test_a_percent_sign_is_no_pattern() -> None:
     """sbatch replaces %j, %a, %5x and the like in the name of the log."""
     text = batch_script(Config(), Path("/runs/top10%_a %%j"), 60, {}, ["true"])
     assert "#SBATCH --output='/runs/top10%%_a %%%%j/logs/job.log'\n" in text
-    assert "[ -e '/runs/top10%_a %%j/first_error.json' ]" in text
+    assert "[ -e '/runs/top10%_a %%j'/first_error.json ]" in text
 
 
 def test_nodes_without_gpus() -> None:
