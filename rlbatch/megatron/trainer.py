@@ -18,7 +18,7 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from rlbatch.algorithms.objective import SUMS, Objective, Part
-from rlbatch.api import Microbatch, ModelError, ModelFamily, OffloadStrategy
+from rlbatch.api import Microbatch, ModelError, ModelFamily, OffloadStrategy, PluginError
 from rlbatch.config.schema import Config
 from rlbatch.megatron import parallel
 from rlbatch.megatron.finite import MAX_GRADIENT_NORM, FiniteCheck, NotFinite, any_rank, find_token, norm_of_all
@@ -175,6 +175,7 @@ class Trainer:
 
         Raises:
             NotFinite: on every rank, the loss or a gradient is not finite; nothing was changed.
+            PluginError: on every rank, the policy loss answered tensor-parallel ranks differently; nothing was changed.
             ModelError: on every rank, the optimizer made a weight that is not finite.
         """
         sums, values = self._backward(microbatches, objective, denominator)
@@ -182,6 +183,11 @@ class Trainer:
         if any_rank(not norm < MAX_GRADIENT_NORM or not all(map(math.isfinite, sums.values()))):
             where = "" if norm < MAX_GRADIENT_NORM else f" (the backward pass came first to {self._finite.first_gradient()})"
             raise NotFinite(f"its loss is {sums['loss']:.6g}, its gradient norm {norm:.6g}{where}", find_token(values))
+        if any_rank(self._losses_differ([of_pack for of_pack, _ in values])):
+            raise PluginError(
+                f"algorithm.loss={self._config.algorithm.loss}: tensor-parallel ranks got different losses for the same tokens. "
+                "Seed what it draws, the same on every rank."
+            )
         _, grad_norm, _ = self.optimizer.step()  # Megatron says that it failed only where it scales losses
         self.policy_version += 1
         lr = float(self.optimizer.param_groups[0]["lr"])
@@ -222,6 +228,17 @@ class Trainer:
         self._broadcast_from_last_stage(sums)
         values = [(part.values, pack.target_positions) for part, pack in zip(parts, packs, strict=bool(parts))]
         return dict(zip(SUMS, sums.tolist(), strict=True)), values
+
+    def _losses_differ(self, packs: Sequence[Mapping[str, Tensor]]) -> bool:
+        """Whether tensor-parallel ranks, which have the same tokens, would train their parts of the model on different losses."""
+        group = parallel_state.get_tensor_model_parallel_group()
+        if group.size() == 1:
+            return False
+        sizes = [[pack[name].abs().sum(dtype=torch.float64) for pack in packs] for name in ("loss", "derivative of the loss")]
+        own = torch.tensor([sum(map(float, size)) for size in sizes], dtype=torch.float64, device=self._device)
+        most = torch.cat([own, -own])
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+        return bool((most[:2] + most[2:] > 1e-6 * most[:2]).any())
 
     def next_learning_rate(self) -> None:
         """Advances the schedule by one step; its updates share the rate."""

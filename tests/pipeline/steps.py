@@ -198,6 +198,22 @@ def estimated_differently(config: Config, run_dir: str) -> str:
     return ""
 
 
+def lost_differently(config: Config, run_dir: str, size: float) -> tuple[str, int]:
+    """The message that ends a step whose policy loss differs by rank by that much, and how many updates were made."""
+    job = job_of(config, run_dir)
+    policy_loss = job.objective.policy_loss
+
+    def by_rank(inputs: PolicyLossInputs) -> PolicyLossOutputs:
+        outputs = policy_loss(inputs)
+        return replace(outputs, losses=outputs.losses + size * dist.get_rank() * inputs.logprobs)
+
+    try:
+        run_steps(replace(job, objective=Objective(config.algorithm, by_rank)), 1)
+    except PluginError as error:
+        return str(error), job.trainer.policy_version
+    return "", job.trainer.policy_version
+
+
 def not_finite(config: Config, run_dir: str, what: str, count: int) -> tuple[list[dict[str, float]], list[str], str, bool]:
     """Steps in which one value is NaN on the last rank: of the policy loss (``loss``) after a while, or of the second step's log-probs.
 

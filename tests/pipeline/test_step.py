@@ -87,6 +87,16 @@ def test_an_estimator_that_differs_between_ranks_is_refused(run_dir: Path, rank_
         assert message.startswith("algorithm.advantage=grpo: ranks got different advantages for the same samples.")
 
 
+@pytest.mark.parametrize(("layout", "size", "is_refused"), [("tp2", 1e-4, True), ("tp2", 0.0, False), ("ep2", 1e-4, False)])
+def test_a_loss_that_differs_between_tensor_parallel_ranks_is_refused(
+    layout: str, size: float, is_refused: bool, run_dir: Path, rank_pool
+) -> None:
+    """Each would train its part of the model on another loss: every rank says so before the first update. Other ranks have other tokens."""
+    for message, updates in rank_pool(2).run(steps.lost_differently, small_config(layout), str(run_dir), size):
+        assert message.startswith("algorithm.loss=clip: tensor-parallel ranks got different losses") == is_refused
+        assert updates == (0 if is_refused else 2)
+
+
 SAMPLE = r"prompt \d+ sample \d \(reward [\d.]+\) has at token \d+ "
 
 
