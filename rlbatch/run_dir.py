@@ -21,7 +21,7 @@ from rlbatch.launch.job_record import read_record
 from rlbatch.launch.lock import run_folder_lock
 from rlbatch.launch.own_job import own_job_name
 from rlbatch.launch.run_mark import is_run_folder, mark
-from rlbatch.metrics.report import has_steps
+from rlbatch.metrics.report import has_steps, record_end
 
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
@@ -90,6 +90,8 @@ def taken_run_dir(config: Config) -> Iterator[Path]:
         try:
             with telling_trouble(run_dir):
                 mark(run_dir)
+                if record_end(run_dir, "failed"):
+                    print(f"run_dir={run_dir}: the last run in it ended without a word; summary.json says failed now.", file=sys.stderr)
                 yield run_dir
         except (RlbatchError, OSError, KeyboardInterrupt):
             with suppress(OSError):

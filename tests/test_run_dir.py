@@ -71,6 +71,15 @@ def test_steps_are_never_mixed(folder: Path, capsys: pytest.CaptureFixture[str])
         shutil.rmtree(folder / "samples", ignore_errors=True)
 
 
+def test_a_run_that_ended_without_a_word(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Killed as a whole, with its machine: the next start says so, and its summary says no longer that it runs."""
+    assert rlbatch.submit.main(MINE) == 0
+    (folder / "summary.json").write_text('{"status": "running", "steps": 3}')
+    assert rlbatch.submit.main([*MINE, "resume=auto"]) == 0
+    assert f"run_dir={folder}: the last run in it ended without a word;" in capsys.readouterr().err
+    assert json.loads((folder / "summary.json").read_text()) == {"status": "failed", "steps": 3, "first_error": None}
+
+
 def test_a_start_that_failed_can_be_repeated(folder: Path) -> None:
     """By the same command, or a corrected one: no step was trained. What else lies there stays."""
     assert rlbatch.submit.main(MINE) == 0

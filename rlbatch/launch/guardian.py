@@ -69,13 +69,14 @@ def guarded(notice: StopNotice, on_death: Callable[[str, Told], None], on_hang: 
 
     Args:
         notice: Told of the signals that ask the rank to stop, whatever became of the handlers in its process.
-        on_death: Called above the rank if it ended without having said so: how, and what it told before.
+        on_death: Called above the rank if it ended without having said so, and nobody else is left who would: how, and what it told before.
         on_hang: Called above the rank if it said so and did not end: what held it.
     """
     global _line
     sys.stdout.flush()
     sys.stderr.flush()
     before, upper = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED), os.getpid()
+    launcher = os.pidfd_open(os.getppid())
     if child := _fork_below():
         _Guardian(child).watch()
     os.setsid()  # what is done to the group of the upper one does not reach us
@@ -84,10 +85,11 @@ def guarded(notice: StopNotice, on_death: Callable[[str, Told], None], on_hang: 
     dies = dies_with_parent()
     if child := _fork_below():
         os.close(_line)
-        _LowerGuardian(child, upper, reading, notice, on_death, on_hang).watch()
+        _LowerGuardian(child, upper, launcher, reading, notice, on_death, on_hang).watch()
     dies()
     os.setpgid(0, 0)
     os.close(reading)
+    os.close(launcher)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     atexit.register(tell, is_over=True)  # the first to be registered is the last to be called
     code: object = 1
@@ -182,6 +184,7 @@ class _LowerGuardian(_Guardian):
     Args:
         child: The rank.
         parent: The upper guardian.
+        launcher: File descriptor of the process that started that one.
         line: From the rank.
         notice: As ``guarded``.
         on_death: As ``guarded``.
@@ -192,6 +195,7 @@ class _LowerGuardian(_Guardian):
         self,
         child: int,
         parent: int,
+        launcher: int,
         line: int,
         notice: StopNotice,
         on_death: Callable[[str, Told], None],
@@ -199,6 +203,7 @@ class _LowerGuardian(_Guardian):
     ) -> None:
         super().__init__(child)
         self._parent, self._line, self._notice, self._on_death, self._on_hang = parent, line, notice, on_death, on_hang
+        self._launcher = launcher
         self._unread, self._told, self._is_open, self._was_killed = b"", dict[str, Any](), True, False
         os.set_blocking(line, False)
         _prctl(_PR_SET_PDEATHSIG, ORPHANED)
@@ -245,6 +250,8 @@ class _LowerGuardian(_Guardian):
             while self._is_open:
                 self._hear()
         if self._is_orphan():
+            if "end" not in self._told and select.select([self._launcher], [], [], 0)[0]:  # else it lives, and says how the job ended
+                self._on_death("what started it was killed", self._told)
             return
         os.kill(self._parent, signal.SIGCONT)
         if "end" in self._told:

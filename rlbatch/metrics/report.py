@@ -24,7 +24,7 @@ class Summary:
     """The content of summary.json; null where nothing was measured (yet), or where a value was not finite.
 
     Attributes:
-        status: ``running`` until the end; a run that was killed as a whole stays so.
+        status: ``running`` until the end; a run that was killed as a whole, its machine too, stays so until the next start in its folder.
         steps: Last finished step.
         seconds: Since the run started on rank 0, loading included; of this life of the run, as all sums are.
         reward_start: Training reward (``reward/mean``) of the first step.
@@ -117,8 +117,8 @@ class RunReport:
         os.replace(scratch, self._path)
 
 
-def record_end(run_dir: Path, status: Status, first_error: Mapping[str, Any] | None = None) -> None:
-    """Writes how a run ended into summary.json, for a rank 0 that is gone and did not."""
+def record_end(run_dir: Path, status: Status, first_error: Mapping[str, Any] | None = None) -> bool:
+    """Writes how a run ended into summary.json, for a rank 0 that is gone and did not; returns whether that was so."""
     path = run_dir / "summary.json"
     scratch = path.with_suffix(f".json.part{os.getpid()}")
     with suppress(OSError, ValueError, KeyError, TypeError):
@@ -126,6 +126,8 @@ def record_end(run_dir: Path, status: Status, first_error: Mapping[str, Any] | N
         if summary["status"] == "running":
             scratch.write_text(json.dumps(summary | {"status": status, "first_error": first_error}, indent=2) + "\n", encoding="utf-8")
             os.replace(scratch, path)
+            return True
+    return False
 
 
 def sample_rows(step: int, groups: Sequence[SampleGroup], advantages: Sequence[float]) -> list[dict[str, Any]]:

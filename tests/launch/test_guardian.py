@@ -53,6 +53,22 @@ def finish(rank: subprocess.Popen[str]) -> tuple[int, list[str]]:
     return rank.returncode, output.splitlines()
 
 
+def test_killed_with_what_started_it(tmp_path: Path) -> None:
+    """The upper process and its parent at once, as a launcher is killed: the lower one ends the rank, and says so."""
+    said = tmp_path / "said"
+    shell = f"{sys.executable} -c '{RANK}' '{FOREVER}' > {said} & echo $!; exec sleep 600"
+    with subprocess.Popen(["sh", "-c", shell], stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout
+        upper = int(launcher.stdout.readline())
+        wait_for(lambda: said.exists() and said.read_text().endswith("\n"))
+        rank = int(said.read_text().split()[0])
+        launcher.kill()
+        launcher.wait()
+        os.kill(upper, signal.SIGKILL)
+    wait_for(lambda: not psutil.pid_exists(rank))
+    wait_for(lambda: said.read_text().splitlines()[1:] == ["died: what started it was killed {'phase': 'training'}"])
+
+
 @pytest.mark.parametrize(
     ("body", "code", "how"),
     [
