@@ -23,7 +23,7 @@ from rlbatch.launch import guardian
 from rlbatch.launch.allocator import set_allocator
 from rlbatch.launch.deaths import report_death, report_remains
 from rlbatch.launch.environment import RankInfo
-from rlbatch.launch.failures import StoppedBySignal, has_failed, read_first_error, reporting_failures
+from rlbatch.launch.failures import FirstError, StoppedBySignal, has_failed, read_first_error, reporting_failures
 from rlbatch.launch.guardian import Told, guarded
 from rlbatch.launch.interfaces import set_interface
 from rlbatch.launch.lives import end_life
@@ -116,7 +116,7 @@ def _run_guarded(config: Config, run_dir: Path, info: RankInfo, notice: StopNoti
             guardian.tell(token=meeting.life.token)
             with Watchdog(config.launch, meeting, run_dir) as watchdog:
                 log = _open_log(config, run_dir, meeting)
-                watchdog.on_rank_0_lost = lambda error: record_end(run_dir, "failed", asdict(error))
+                watchdog.on_rank_0_lost = partial(_lost, run_dir)
                 notice.end_start(leave)
                 early = _run(config, run_dir, meeting, watchdog, notice, log)
     except StoppedBySignal as signalled:
@@ -138,10 +138,14 @@ def _run_guarded(config: Config, run_dir: Path, info: RankInfo, notice: StopNoti
         raise SystemExit(STOPPED)
 
 
+def _lost(run_dir: Path, error: FirstError) -> None:
+    record_end(run_dir, "failed", asdict(error))
+
+
 def _died(run_dir: Path, info: RankInfo, how: str, told: Told) -> None:
     error = report_death(run_dir, info, how, told)
     if error and info.rank == 0:  # which keeps the run's summary
-        record_end(run_dir, "failed", asdict(error))
+        _lost(run_dir, error)
 
 
 def _config_of(run_dir: Path, info: RankInfo) -> Config:
