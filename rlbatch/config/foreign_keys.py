@@ -24,13 +24,24 @@ _PACKS = "Samples are packed up to `train.max_tokens_per_gpu`, which changes no 
 _NODES = "Follows from `layout.world_size` and `cluster.gpus_per_node`."
 _REWARD = "A file with a hook, `plugins=[my_reward.py]`, and `reward=<its name>`: docs/plugins.md."
 _LOGS = "TensorBoard events, samples and a summary are always in the run folder."
+_FULL = "`full`, with `layout.recompute_method=uniform layout.recompute_num_layers=1`."
+_LONG = "A prompt that is too long is refused, with its line: nothing is cut or left out."
+_ENGINE = "Times the data-parallel size of the engine."
+_REF, _CRITIC = "The reference model has the policy's layout.", "There is no critic."
+_OLD = "A name of older versions."
 VERL: Mapping[str, Ours] = {
     "data.train_files": Ours("data.train", "One jsonl file; parquet must be converted."),
     "data.val_files": Ours("data.eval", "One jsonl file."),
     "data.train_batch_size": Ours("train.prompts_per_step"),
     "data.max_prompt_length": Ours("data.max_prompt_tokens", "A longer prompt is refused, not cut."),
     "data.max_response_length": Ours("rollout.max_response_tokens"),
+    "data.filter_overlong_prompts": Ours("none", _LONG),
+    "data.truncation": Ours("none", _LONG),
+    "data.shuffle": Ours("none", "Always: each epoch in another order, which `seed` determines."),
+    "data.reward_fn_key": Ours("none", "A row may name its reward in a field `reward`; all fields are in `sample.prompt.metadata`."),
     "actor_rollout_ref.model.path": Ours("model.hf"),
+    "actor_rollout_ref.model.use_remove_padding": Ours("none", _PACKS),
+    "actor_rollout_ref.model.enable_gradient_checkpointing": Ours("layout.recompute_granularity", _FULL),
     f"{_ACTOR}.optim.lr": Ours("optimizer.lr"),
     f"{_ACTOR}.optim.weight_decay": Ours("optimizer.weight_decay"),
     f"{_ACTOR}.optim.lr_warmup_steps": Ours("optimizer.lr_warmup_steps"),
@@ -38,6 +49,9 @@ VERL: Mapping[str, Ours] = {
     f"{_ACTOR}.ppo_micro_batch_size_per_gpu": Ours("none", _PACKS),
     f"{_ACTOR}.use_dynamic_bsz": Ours("none", _PACKS),
     f"{_ACTOR}.ppo_max_token_len_per_gpu": Ours("train.max_tokens_per_gpu", "Times `layout.cp_size`."),
+    f"{_ACTOR}.strategy": Ours("none", "Megatron-core always trains."),
+    f"{_ACTOR}.grad_clip": Ours("optimizer.clip_grad"),
+    f"{_ACTOR}.optim.clip_grad": Ours("optimizer.clip_grad"),
     f"{_ACTOR}.ppo_epochs": Ours("none", "Each sample is trained on once."),
     f"{_ACTOR}.clip_ratio": Ours("algorithm.eps_clip", "And `algorithm.eps_clip_high`."),
     f"{_ACTOR}.clip_ratio_low": Ours("algorithm.eps_clip"),
@@ -49,17 +63,41 @@ VERL: Mapping[str, Ours] = {
     f"{_ACTOR}.loss_agg_mode": Ours("algorithm.loss_aggregation"),
     f"{_ACTOR}.megatron.tensor_model_parallel_size": Ours("layout.tp_size"),
     f"{_ACTOR}.megatron.pipeline_model_parallel_size": Ours("layout.pp_size"),
+    f"{_ACTOR}.megatron.virtual_pipeline_model_parallel_size": Ours("layout.vpp_size", "Chunks of a stage; 1: none."),
     f"{_ACTOR}.megatron.context_parallel_size": Ours("layout.cp_size"),
     f"{_ACTOR}.megatron.expert_model_parallel_size": Ours("layout.ep_size"),
     f"{_ACTOR}.megatron.expert_tensor_parallel_size": Ours("layout.etp_size"),
+    f"{_ACTOR}.megatron.optimizer_offload": Ours("offload.name", "`offload=optimizer_state`. GPUs only."),
+    f"{_ACTOR}.megatron.grad_offload": Ours("offload.name", "`offload=gradients`. GPUs only."),
+    f"{_ACTOR}.megatron.param_offload": Ours("none", "The trainer's weights stay on the GPU."),
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": Ours("none", _PACKS),
+    "actor_rollout_ref.ref.megatron.tensor_model_parallel_size": Ours("none", _REF),
+    "actor_rollout_ref.ref.megatron.pipeline_model_parallel_size": Ours("none", _REF),
+    "actor_rollout_ref.ref.megatron.param_offload": Ours("none", "The reference model's weights are kept on the host."),
+    f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu": Ours("none", _PACKS),
+    f"{_ROLLOUT}.mode": Ours("none", "A step generates, then trains."),
+    f"{_ROLLOUT}.top_p": Ours("none", "Samples are drawn from the whole distribution, at `rollout.temperature`."),
+    f"{_ROLLOUT}.top_k": Ours("none", "Samples are drawn from the whole distribution, at `rollout.temperature`."),
+    f"{_ROLLOUT}.val_kwargs.temperature": Ours("train.eval_temperature", "0: the most likely token."),
+    f"{_ROLLOUT}.val_kwargs.n": Ours("none", "An evaluation draws one sample a prompt."),
+    f"{_ROLLOUT}.max_model_len": Ours("rollout.engine.max_model_len"),
+    f"{_ROLLOUT}.max_num_batched_tokens": Ours("rollout.engine.max_num_batched_tokens"),
+    f"{_ROLLOUT}.max_num_seqs": Ours("rollout.engine.max_num_seqs"),
+    f"{_ROLLOUT}.enforce_eager": Ours("rollout.engine.enforce_eager"),
+    f"{_ROLLOUT}.enable_chunked_prefill": Ours("rollout.engine.enable_chunked_prefill"),
+    f"{_ROLLOUT}.data_parallel_size": Ours("rollout.engine.data_parallel_size"),
     f"{_ROLLOUT}.name": Ours("rollout.name"),
     f"{_ROLLOUT}.n": Ours("algorithm.group_size"),
     f"{_ROLLOUT}.temperature": Ours("rollout.temperature"),
-    f"{_ROLLOUT}.tensor_model_parallel_size": Ours("rollout.options.gpus_per_engine", "Times the data-parallel size of the engine."),
+    f"{_ROLLOUT}.tensor_model_parallel_size": Ours("rollout.options.gpus_per_engine", _ENGINE),
     f"{_ROLLOUT}.gpu_memory_utilization": Ours("rollout.engine.gpu_memory_utilization"),
     "algorithm.adv_estimator": Ours("algorithm.advantage"),
     "algorithm.use_kl_in_reward": Ours("algorithm.kl_reward_coef", "A coefficient above 0 switches it on."),
     "algorithm.kl_ctrl.kl_coef": Ours("algorithm.kl_reward_coef"),
+    "algorithm.kl_penalty": Ours("algorithm.kl_kind"),
+    "algorithm.norm_adv_by_std_in_grpo": Ours("algorithm.advantage", "`grpo` divides by the standard deviation, `dr_grpo` does not."),
+    "algorithm.gamma": Ours("none", _CRITIC),
+    "algorithm.lam": Ours("none", _CRITIC),
     "custom_reward_function.path": Ours("plugins", _REWARD),
     "custom_reward_function.name": Ours("reward.name", _REWARD),
     "trainer.total_epochs": Ours("train.steps", "Epochs x prompts / `train.prompts_per_step`."),
@@ -74,6 +112,12 @@ VERL: Mapping[str, Ours] = {
     "trainer.logger": Ours("none", _LOGS),
     "trainer.project_name": Ours("none", _LOGS),
     "trainer.experiment_name": Ours("run_dir", "The run folder's name is the run's."),
+    "trainer.rollout_data_dir": Ours("none", _LOGS),
+    "trainer.log_val_generations": Ours("none", _LOGS),
+    "trainer.max_actor_ckpt_to_keep": Ours("checkpoint.keep"),
+    "trainer.critic_warmup": Ours("none", _CRITIC),
+    "trainer.balance_batch": Ours("none", "Samples are always balanced over data-parallel ranks."),
+    "trainer.device": Ours("none", "GPUs if there are any, else CPUs."),
 }
 SLIME: Mapping[str, Ours] = {
     "--prompt-data": Ours("data.train"),
@@ -89,6 +133,20 @@ SLIME: Mapping[str, Ours] = {
     "--rm-type": Ours("reward.name", "The names are others: `python -m rlbatch.plugins` lists them."),
     "--custom-rm-path": Ours("plugins", _REWARD),
     "--lr": Ours("optimizer.lr"),
+    "--lr-decay-style": Ours("optimizer.lr_schedule"),
+    "--lr-warmup-iters": Ours("optimizer.lr_warmup_steps", "In steps, not updates."),
+    "--weight-decay": Ours("optimizer.weight_decay"),
+    "--adam-beta1": Ours("optimizer.beta1"),
+    "--adam-beta2": Ours("optimizer.beta2"),
+    "--clip-grad": Ours("optimizer.clip_grad"),
+    "--num-epoch": Ours("train.steps", "Epochs x prompts / `train.prompts_per_step`."),
+    "--eval-prompt-data": Ours("data.eval", "One jsonl file, without a name before it."),
+    "--apply-chat-template": Ours("none", "A prompt that is a list of messages goes through the template, a text does not."),
+    "--rollout-shuffle": Ours("none", "Always: each epoch in another order, which `seed` determines."),
+    "--balance-data": Ours("none", "Samples are always balanced over data-parallel ranks."),
+    "--colocate": Ours("none", "Engines share the ranks' GPUs, unless `rollout.options.separate_gpus` says otherwise."),
+    "--actor-num-nodes": Ours("none", _NODES),
+    "--actor-num-gpus-per-node": Ours("cluster.gpus_per_node"),
     "--hf-checkpoint": Ours("model.hf"),
     "--ref-load": Ours("checkpoint.ref_load"),
     "--load": Ours("checkpoint.load"),
@@ -108,6 +166,19 @@ SLIME: Mapping[str, Ours] = {
     "--entropy-coef": Ours("algorithm.entropy_coef"),
     "--eps-clip": Ours("algorithm.eps_clip"),
     "--eps-clip-high": Ours("algorithm.eps_clip_high"),
+    "--sequence-parallel": Ours("none", "Always on when `layout.tp_size` > 1."),
+    "--decoder-first-pipeline-num-layers": Ours("layout.first_stage_layers"),
+    "--decoder-last-pipeline-num-layers": Ours("layout.last_stage_layers"),
+    "--recompute-granularity": Ours("layout.recompute_granularity"),
+    "--recompute-method": Ours("layout.recompute_method"),
+    "--recompute-num-layers": Ours("layout.recompute_num_layers"),
+    "--use-dynamic-batch-size": Ours("none", _PACKS),
+    "--optimizer-cpu-offload": Ours("offload.name", "`offload=cpu_adam`. GPUs only."),
+    "--moe-token-dispatcher-type": Ours("layout.dispatcher", "`alltoall` or `flex`."),
+    "--moe-enable-deepep": Ours("layout.deepep", "With `layout.dispatcher=flex`."),
+    "--vllm-gpu-memory-utilization": Ours("rollout.engine.gpu_memory_utilization"),
+    "--vllm-data-parallel-size": Ours("rollout.engine.data_parallel_size"),
+    "--vllm-enable-expert-parallel": Ours("rollout.engine.enable_expert_parallel"),
     "--rollout-num-gpus-per-engine": Ours("rollout.options.gpus_per_engine"),
 }
 OPENRLHF: Mapping[str, Ours] = {
@@ -131,13 +202,13 @@ OPENRLHF: Mapping[str, Ours] = {
     "--eval.steps": Ours("train.eval_interval"),
     "--vllm.tensor_parallel_size": Ours("rollout.options.gpus_per_engine"),
     "--vllm.gpu_memory_utilization": Ours("rollout.engine.gpu_memory_utilization"),
-    "--pretrain": Ours("model.hf", "In its older versions."),
-    "--prompt_data": Ours("data.train", "In its older versions. A jsonl file."),
-    "--rollout_batch_size": Ours("train.prompts_per_step", "In its older versions."),
-    "--n_samples_per_prompt": Ours("algorithm.group_size", "In its older versions."),
-    "--generate_max_len": Ours("rollout.max_response_tokens", "In its older versions."),
-    "--actor_learning_rate": Ours("optimizer.lr", "In its older versions."),
-    "--init_kl_coef": Ours("algorithm.kl_reward_coef", "In its older versions."),
+    "--pretrain": Ours("model.hf", _OLD),
+    "--prompt_data": Ours("data.train", f"A jsonl file. {_OLD}"),
+    "--rollout_batch_size": Ours("train.prompts_per_step", _OLD),
+    "--n_samples_per_prompt": Ours("algorithm.group_size", _OLD),
+    "--generate_max_len": Ours("rollout.max_response_tokens", _OLD),
+    "--actor_learning_rate": Ours("optimizer.lr", _OLD),
+    "--init_kl_coef": Ours("algorithm.kl_reward_coef", _OLD),
 }
 NEMO_RL: Mapping[str, Ours] = {
     "grpo.num_prompts_per_step": Ours("train.prompts_per_step"),
@@ -146,28 +217,59 @@ NEMO_RL: Mapping[str, Ours] = {
     "grpo.val_period": Ours("train.eval_interval"),
     "policy.model_name": Ours("model.hf"),
     "policy.generation.temperature": Ours("rollout.temperature"),
+    "grpo.max_num_epochs": Ours("train.steps", "Epochs x prompts / `train.prompts_per_step`."),
+    "grpo.seed": Ours("seed"),
+    "grpo.use_leave_one_out_baseline": Ours("algorithm.advantage", "`rloo` leaves a sample out of its own baseline."),
+    "policy.train_global_batch_size": Ours("train.updates_per_step", "Samples a step over samples an update."),
+    "policy.precision": Ours("train.precision", "`bf16` or `fp32`."),
+    "policy.max_grad_norm": Ours("optimizer.clip_grad"),
+    "policy.sequence_packing.enabled": Ours("none", _PACKS),
+    "policy.generation.backend": Ours("rollout.name"),
+    "policy.generation.max_new_tokens": Ours("rollout.max_response_tokens"),
+    "policy.generation.vllm_cfg.gpu_memory_utilization": Ours("rollout.engine.gpu_memory_utilization"),
+    "policy.generation.vllm_cfg.tensor_parallel_size": Ours("rollout.options.gpus_per_engine", _ENGINE),
+    "policy.megatron_cfg.tensor_model_parallel_size": Ours("layout.tp_size"),
+    "policy.megatron_cfg.pipeline_model_parallel_size": Ours("layout.pp_size"),
+    "policy.megatron_cfg.context_parallel_size": Ours("layout.cp_size"),
+    "policy.megatron_cfg.expert_model_parallel_size": Ours("layout.ep_size"),
+    "policy.megatron_cfg.optimizer.lr": Ours("optimizer.lr"),
+    "loss_fn.token_level_loss": Ours("algorithm.loss_aggregation", "`token_mean` if true, `sequence_mean` if false."),
     "loss_fn.reference_policy_kl_penalty": Ours("algorithm.kl_loss_coef", "With `algorithm.kl_loss=true`."),
     "loss_fn.ratio_clip_min": Ours("algorithm.eps_clip"),
     "loss_fn.ratio_clip_max": Ours("algorithm.eps_clip_high"),
     "cluster.num_nodes": Ours("none", _NODES),
     "checkpointing.save_period": Ours("checkpoint.save_interval"),
     "checkpointing.checkpoint_dir": Ours("checkpoint.save"),
+    "checkpointing.keep_top_k": Ours("checkpoint.keep", "The newest, not the best."),
 }
 PROGRAMS: Mapping[str, Mapping[str, Ours]] = {"verl": VERL, "slime or vime": SLIME, "OpenRLHF": OPENRLHF, "NeMo-RL": NEMO_RL}
+
+
+_SECTIONS = {
+    "verl": ("actor_rollout_ref.", "trainer.", "critic.", "reward_model.", "custom_reward_function.", "ray_kwargs.", "ray_init."),
+    "NeMo-RL": ("grpo.", "policy.", "loss_fn.", "checkpointing."),
+}
+"""What only their keys begin with."""
 
 
 def answer(key: str) -> str:
     """Whose key it is and what says the same here, two sentences; empty: not known."""
     if key == "hydra.searchpath":
         return "Hydra's search path is not rlbatch's. Use cluster_dir=<folder> for clusters of your own."
-    for program, table in PROGRAMS.items():
-        ours = table.get(key) or next((ours for name, ours in table.items() if program == "verl" and _is_end(key, name)), None)
-        if ours:
-            said = f"Use {ours.key}." if ours.key != "none" else "Leave it out."
-            return f"is {program}'s, not a key of rlbatch. {said} {ours.note}".replace("`", "").strip()
+    for is_meant in (str.__eq__, _is_by_habit):
+        for program, table in PROGRAMS.items():
+            ours = next((ours for name, ours in table.items() if is_meant(key, name)), None)
+            if ours:
+                said = f"Use {ours.key}." if ours.key != "none" else "Leave it out."
+                return f"is {program}'s, not a key of rlbatch. {said} {ours.note}".replace("`", "").strip()
+    for program, sections in _SECTIONS.items():
+        if key.startswith(sections):
+            return f"is {program}'s, not a key of rlbatch, and docs/migrating.md has none for it. Leave it out; --help lists rlbatch's."
     return ""
 
 
-def _is_end(key: str, name: str) -> bool:
-    """Whether a key is the end of verl's long ones, e.g. ``ppo_mini_batch_size``."""
-    return name.startswith("actor_rollout_ref.") and name.endswith(f".{key}") and ("_" in key or "." in key)
+def _is_by_habit(key: str, name: str) -> bool:
+    """Whether it is a flag with other dashes or none, or the end of one of verl's long keys, e.g. ``ppo_mini_batch_size``."""
+    if name.startswith("--"):
+        return key.lstrip("-").replace("_", "-") == name[2:].replace("_", "-")
+    return name in VERL and name.endswith(f".{key}") and ("_" in key or "." in key)

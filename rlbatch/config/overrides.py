@@ -58,7 +58,9 @@ def parse_arguments(texts: Sequence[str], groups: Mapping[str, Sequence[str]], t
     Raises:
         ConfigError: not of the form key=value, an unknown key or choice.
     """
-    found = Arguments()
+    found, keys = Arguments(), [doc.name for doc in key_docs(Config)]
+    if foreign := [f"{text}: {said}" for text in texts if (said := _foreign(text, keys))]:
+        raise ConfigError("\n".join(foreign))  # a whole script's at once
     for text in texts:
         name, equals, value = text.partition("=")
         key = name.strip().lstrip("+")
@@ -69,8 +71,14 @@ def parse_arguments(texts: Sequence[str], groups: Mapping[str, Sequence[str]], t
         elif equals and key.startswith(_OPTIONS) and not _is_value(text):
             found.lines.append(f"++{key}={quoted(value.strip())}")  # what no grammar knows can only be text
         else:
-            found.lines.append(_line(text, groups))
+            found.lines.append(_line(text, keys, groups))
     return found
+
+
+def _foreign(text: str, keys: Sequence[str]) -> str:
+    """What is said of another program's key; empty: it is none."""
+    typed = text.partition("=")[0].strip().lstrip("+~")
+    return answer(typed) if typed not in keys else ""
 
 
 def text_value(texts: Sequence[str], key: str) -> str:
@@ -86,7 +94,15 @@ def _parse(text: str) -> Override:
     try:
         return OverridesParser.create().parse_override(text)
     except (HydraException, ValueError, RecursionError) as error:  # a number of thousands of digits
-        raise ConfigError(f"`{text}`: not of the form key=value. Quote values with special characters: 'key=\"value\"'.") from error
+        key, equals, _ = text.partition("=")
+        own = key.strip("-").replace("-", "_")
+        if text.endswith(".py"):
+            fix = f"Python files are given as plugins=[{text}]."
+        elif key.startswith("-") or not equals:
+            fix = f"Keys have no dashes before them and a value behind them: {own}=<value>. --help lists them."
+        else:
+            fix = "Quote values with special characters: 'key=\"value\"'."
+        raise ConfigError(f"`{text}`: not of the form key=value. {fix}") from error
 
 
 def _is_value(text: str) -> bool:
@@ -130,11 +146,8 @@ def _typed(key: str, value: str) -> str:
     return value
 
 
-def _line(text: str, groups: Mapping[str, Sequence[str]]) -> str:
+def _line(text: str, keys: Sequence[str], groups: Mapping[str, Sequence[str]]) -> str:
     """Of a key that is not text."""
-    typed, keys = text.partition("=")[0].strip().lstrip("+~"), [doc.name for doc in key_docs(Config)]
-    if typed not in keys and (said := answer(typed)):
-        raise ConfigError(f"{text}: {said}")
     override = _parse(text)
     if override.is_sweep_override():
         raise ConfigError(f"{text}: has several values. Give one; a list is written [a,b].")

@@ -112,8 +112,13 @@ def test_plugin_without_yaml() -> None:
         ("grpo.max_num_steps=3", "is NeMo-RL's, not a key of rlbatch. Use train.steps."),
         ("hydra.searchpath=[x]", "Use cluster_dir=<folder>"),
         ("foo.bar=1", "foo.bar: unknown key. Known: seed, run_dir, "),
-        ("train.steps", "`train.steps`: not of the form key=value."),
+        (
+            "train.steps",
+            "`train.steps`: not of the form key=value. Keys have no dashes before them and a value behind them: train.steps=<value>.",
+        ),
         ("--steps=3", "`--steps=3`: not of the form key=value."),
+        ("--dry-run", "`--dry-run`: not of the form key=value. Keys have no dashes before them and a value behind them: dry_run=<value>."),
+        ("my_reward.py", "`my_reward.py`: not of the form key=value. Python files are given as plugins=[my_reward.py]."),
         ("data.train=${oops}", "oops"),
         ("experiment=hf", "model.hf: has no value. Give one: model.hf=<text>."),
     ],
@@ -123,6 +128,14 @@ def test_refused_overrides(override: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         compose([override])
     assert message in str(caught.value) or re.search(message, str(caught.value))
+
+
+def test_a_whole_script_of_another_program_is_answered_at_once() -> None:
+    """Not a key a try."""
+    with pytest.raises(ConfigError) as caught:
+        compose(["data.train_batch_size=8", "seed=3", "trainer.nnodes=2", "--num-rollout", "5"])
+    told = [line.partition(":")[0] for line in str(caught.value).splitlines()]
+    assert told == ["data.train_batch_size=8", "trainer.nnodes=2", "--num-rollout"]
 
 
 def test_composition_is_repeatable() -> None:

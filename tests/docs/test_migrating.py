@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from rlbatch.api import Prompt, Sample
 from rlbatch.config.compose import compose
 from rlbatch.config.convert import key_docs
 from rlbatch.config.foreign_keys import PROGRAMS, answer
 from rlbatch.config.schema import Config
 from rlbatch.convert.options import MODES, Options
 from rlbatch.metrics.names import TAGS
+from rlbatch.registry import load_plugins
 
 VERL = "NNODES TP PP EP OFFLOAD_FRACTION OFFLOAD_OPTIM LAST_LAYER MEGATRON_MAX_FRAGMENT_MB".split()
 VERL_RESULTS = ["num gpus", "mean response length", "rollout time(s)", "GPU memory(GB)", "CPU memory(GB)", "mfu", "MFU", "step time(s)"]
@@ -58,8 +60,11 @@ def keys() -> set[str]:
     return {doc.name for doc in key_docs(Config)}
 
 
-ENGINE = ("`rollout.engine.", "`rollout.options.gpus_per_engine", "`rollout.options.max_concurrency_per_replica")
-"""vLLM's own options, and two of its plugin."""
+ENGINE = (
+    "`rollout.engine.",
+    *(f"`rollout.options.{name}" for name in ("gpus_per_engine", "max_concurrency_per_replica", "separate_gpus")),
+)
+"""vLLM's own options, and three of its plugin."""
 
 
 def test_every_row_answers_with_a_key_or_says_why_not(page: str) -> None:
@@ -74,7 +79,7 @@ def test_every_row_answers_with_a_key_or_says_why_not(page: str) -> None:
 def test_every_key_on_the_page_exists(page: str) -> None:
     """Also in the text: whatever looks like a key of one of our sections is one."""
     sections = {name.partition(".")[0] for name in keys() if "." in name}
-    named = set(re.findall(rf"(?<![\w./-])(?:{'|'.join(sorted(sections))})\.[a-z_]+(?:\.[a-z_]+)*", page))
+    named = set(re.findall(rf"(?<![\w./-])(?:{'|'.join(sorted(sections))})\.[a-z_0-9]+(?:\.[a-z_0-9]+)*", page))
     assert "layout.tp_size" in named
     plugins = {name for name in named if f"`{name}".startswith(ENGINE)}
     theirs = {key for table in PROGRAMS.values() for key in table} | {"data.train_files", "data.val_files"}
@@ -105,6 +110,35 @@ def test_our_own_keys_are_ours() -> None:
     config = compose(["rollout.temperature=0.5", "train.steps=3"])
     assert (config.rollout.temperature, config.train.steps) == (0.5, 3)
     assert answer("rollout.n").startswith("is verl's, not a key of rlbatch. Use algorithm.group_size.")
+    assert not answer("trainers.x") and not answer("n") and not answer("path")
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("total_epochs", "is verl's, not a key of rlbatch. Use train.steps."),
+        ("rollout_batch_size", "is slime or vime's, not a key of rlbatch. Use train.prompts_per_step."),
+        ("--rollout_batch_size", "is OpenRLHF's, not a key of rlbatch. Use train.prompts_per_step."),
+        ("--num_rollout", "is slime or vime's, not a key of rlbatch. Use train.steps."),
+        ("actor_rollout_ref.actor.fsdp_config.fsdp_size", "is verl's, not a key of rlbatch, and docs/migrating.md has none for it. Leave it out;"),
+        ("policy.dtensor_cfg.enabled", "is NeMo-RL's, not a key of rlbatch, and docs/migrating.md has none for it."),
+    ],
+)
+def test_by_habit(typed: str, said: str) -> None:
+    """Also without a section or dashes, and of keys that nothing here corresponds to."""
+    assert answer(typed).startswith(said)
+
+
+def test_verls_reward(page: str, tmp_path: Path) -> None:
+    """The wrapped ``compute_score`` of the page scores rows of verl's."""
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "my_reward.py").write_text(block)
+    reward = load_plugins([str(tmp_path / "my_reward.py")]).build_reward("mine", {})
+    samples = [
+        Sample(Prompt(0, "2 + 2?", (1,), "4", metadata=row), 0, [1, 2], [0, 1], [0, 0], answer, "stop")  # type: ignore[arg-type]
+        for row, answer in (({"data_source": "gsm8k", "extra_info": {"index": 0}}, " 4"), ({}, "5"))
+    ]
+    assert reward(samples) == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -66,7 +66,7 @@ def test_keys_and_tags_exist(page: str, repository: Path) -> None:
     for code in re.findall(r"`([^`\n]+)`", content(repository, page)):
         if code.endswith(".weight"):  # a checkpoint's tensor, some begin with `model.`
             continue
-        for name in re.findall(rf"(?<![\w./-])(?:{sections})\.[a-z_]+(?:\.[a-z_]+)*", code):
+        for name in re.findall(rf"(?<![\w./-])(?:{sections})\.[a-z_0-9]+(?:\.[a-z_0-9]+)*", code):
             is_file = name.endswith((".md", ".py", ".json", ".jsonl"))
             is_theirs = page == "docs/migrating.md" and any(name in table for table in PROGRAMS.values())
             assert name in keys or ".options." in name or name.startswith("rollout.engine.") or is_file or is_theirs, name
