@@ -273,16 +273,18 @@ class _LowerGuardian(_Guardian):
 
 
 def _kill_descendants() -> None:
-    """Kills all processes below this one. Those whose parent goes come up to this one and are found by the next pass."""
+    """Kills all processes below this one. Those whose parent goes come up to this one and are found by the next pass. psutil misses one
+    whose parent goes while it looks, so the end is when this process has no child left.
+    """
     until = time.monotonic() + KILL_S
-    while (below := psutil.Process().children(recursive=True)) and time.monotonic() < until:
-        for process in below:
-            with suppress(psutil.Error):
-                process.kill()
-        time.sleep(PASS_S)
-        with suppress(ChildProcessError):
+    with suppress(ChildProcessError):
+        while time.monotonic() < until:
+            for process in psutil.Process().children(recursive=True):
+                with suppress(psutil.Error):
+                    process.kill()
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
+            time.sleep(PASS_S)
 
 
 def _prctl(option: int, value: int) -> None:

@@ -80,6 +80,7 @@ class Troubles:
 
     Attributes:
         decide_at: When the first error is chosen.
+        answer_until: How long ranks have to say where they are.
         failures: What ranks said of themselves, with whether it may follow from another failure.
         deaths: Ranks that ended without a word, how that showed, and after how many seconds in their phase.
         hung: Ranks whose phase lasted too long.
@@ -87,6 +88,7 @@ class Troubles:
     """
 
     decide_at: float | None = None
+    answer_until: float = 0.0
     failures: list[tuple[FirstError, bool]] = field(default_factory=list)
     deaths: dict[int, tuple[str, float]] = field(default_factory=dict)
     hung: list[int] = field(default_factory=list)
@@ -278,6 +280,7 @@ class Overseer(threading.Thread):
         self._troubles.decide_at = min(self._troubles.decide_at or float("inf"), time.monotonic() + seconds)
 
     def _ask(self) -> None:
+        self._troubles.answer_until = time.monotonic() + ANSWER_S
         for seat in self._running():
             seat.place = None
             seat.link.send({"where": True})
@@ -310,9 +313,25 @@ class Overseer(threading.Thread):
             if hung:
                 self._troubles.hung = hung
                 self._decide_within(ANSWER_S)
-        elif now > self._troubles.decide_at or (self._troubles.hung and all(seat.place for seat in self._running())):
+        elif (now > self._troubles.decide_at and not self._waits_for_answers(now)) or (self._troubles.hung and self._has_answers()):
             return read_first_error(self._run_dir) or self._decide()
         return None
+
+    def _has_answers(self) -> bool:
+        failed = {error.rank for error, _ in self._troubles.failures}
+        return all(seat.place for rank, seat in self._seats.items() if self._is_running(seat) and rank not in failed)
+
+    def _waits_for_answers(self, now: float) -> bool:
+        """Whether the decision turns on where ranks are, and one of them, maybe on a busy machine, may still say so."""
+        troubles = self._troubles
+        if self._has_answers() or now > troubles.answer_until or not all(follows for _, follows in troubles.failures):
+            return False
+        return self._gave_up() if troubles.deaths else any(_is_late(error) for error, _ in troubles.failures[:1])
+
+    def _gave_up(self) -> bool:
+        """Whether the first rank that ended may have done so because a collective did: NCCL ends such a process."""
+        how, seconds = next(iter(self._troubles.deaths.values()))
+        return how == ENDED and seconds >= self._collective_s
 
     def _missing(self) -> FirstError:
         nodes = f" No rank came from {', '.join(self._absent_nodes()[:8])}." if self._absent_nodes() else ""
@@ -350,16 +369,15 @@ class Overseer(threading.Thread):
         places = {rank: seat.place for rank, seat in self._seats.items() if self._is_running(seat) and rank not in failed}
         working = {rank: place for rank, place in places.items() if place is None or not place.waits}
         if troubles.deaths:
-            dead, (how, seconds) = next(iter(troubles.deaths.items()))
-            # NCCL ends a process whose collective gave up: then the culprit is one of those that are in none.
-            gave_up = how == ENDED and seconds >= self._collective_s
-            return self._hang(find_culprit(working), places) if gave_up and working else self._death(dead)
+            if self._gave_up() and working:  # the culprit is one of those that are in no collective
+                return self._hang(find_culprit(working), places)
+            return self._death(next(iter(troubles.deaths)))
         if troubles.stopped and troubles.hung:
             rank, name = troubles.stopped
             return FirstError(rank, self._seats[rank].host, "Exit", f"was stopped by {name}, and other ranks were not.", "", time.time())
         if troubles.hung:
             return self._hang(find_culprit(places), places)
-        if working and "timed out" in troubles.failures[0][0].message.lower():
+        if working and _is_late(troubles.failures[0][0]):
             return self._hang(find_culprit(working), places)
         return troubles.failures[0][0]
 
@@ -406,6 +424,11 @@ class Overseer(threading.Thread):
             return  # the folder is another life's
         claim(self._run_dir, error)
         self.on_failure(read_first_error(self._run_dir) or error)
+
+
+def _is_late(error: FirstError) -> bool:
+    """Whether it is a collective's time-out."""
+    return "timed out" in error.message.lower()
 
 
 def _named(hosts: Mapping[int, str]) -> str:
