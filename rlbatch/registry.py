@@ -49,7 +49,7 @@ from rlbatch.config.convert import key_docs, to_plain
 from rlbatch.config.paths import absolute, files_there, here, paths_of, with_absolute_paths, with_paths_there
 from rlbatch.config.schema import Config
 from rlbatch.plugin_files import load_plugin_file
-from rlbatch.tables import Entry, Supplier, Table
+from rlbatch.tables import Entry, Supplier, Table, check_callable
 
 ENTRY_POINT_GROUP = "rlbatch"
 DISTRIBUTION = "rlbatch"
@@ -65,6 +65,14 @@ KINDS: Mapping[str, tuple[str, bool]] = {
     "rlbatch_register_rewards": ("reward", True),
 }
 """Hook -> (config key that chooses among its names, whether a name may have options)."""
+_CALLED: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "rlbatch_register_rollout_backends": (("context",), ("context", "options")),
+    "rlbatch_register_advantage_estimators": (("inputs",), ()),
+    "rlbatch_register_policy_losses": (("inputs",), ()),
+    "rlbatch_register_offload_strategies": ((), ("options",)),
+    "rlbatch_register_rewards": (("samples",), ("options",)),
+}
+"""Hook -> what a registered function is called with, and the ``build`` of a ``Configurable``."""
 
 
 class Registry:
@@ -190,8 +198,7 @@ class Registry:
             raise
         except Exception as error:  # foreign code: whatever it raises must name the reward
             raise PluginError(f"reward={name}: its build raised {type(error).__name__}: {error}. Correct the reward.") from error
-        if not callable(reward):
-            raise PluginError(f"reward={name}: its build must return a function of samples, returned {type(reward).__name__}. Correct it.")
+        check_callable(f"reward={name}: what its build returns", reward, ("samples",))
         return cast(Reward, reward)
 
     def check_builds(self, config: Config) -> None:
@@ -464,8 +471,7 @@ def _registered(function: Any, hook: str, supplier: Supplier) -> Mapping[str, An
 def _options_type(name: str, value: Any, has_options: bool, hook: str, supplier: Supplier) -> type | None:
     what = f"plugin {supplier.module}: `{name}` of {hook}"
     if not isinstance(value, Configurable):
-        if not callable(value):
-            raise PluginError(f"{what} must be callable, is {type(value).__name__}. Correct it.")
+        check_callable(what, value, _CALLED[hook][0])
         return None
     if not has_options:
         raise PluginError(f"{what} cannot have options. Register the function itself.")
@@ -474,6 +480,7 @@ def _options_type(name: str, value: Any, has_options: bool, hook: str, supplier:
     required = [field.name for field in dataclasses.fields(value.options) if field.default is field.default_factory is dataclasses.MISSING]
     if required:
         raise PluginError(f"{what}: the option `{required[0]}` has no default. Give it one.")
+    check_callable(f"{what}: its build", value.build, _CALLED[hook][1])
     return value.options
 
 

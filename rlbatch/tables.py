@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,3 +94,30 @@ class Table(Mapping[str, Entry]):
 
     def _described(self, name: str) -> str:
         return f"`{name}` ({self._entries[name].supplier.module})"
+
+
+def check_callable(what: str, value: Any, arguments: Sequence[str]) -> None:
+    """Refuses what cannot be called as it will be; functions in C may not say what they take.
+
+    Args:
+        what: The plugin and the name that it registered.
+        value: What was registered.
+        arguments: What it will be called with, in order.
+
+    Raises:
+        PluginError: it is no function, one of other arguments, or an ``async def``.
+    """
+    if not callable(value):
+        raise PluginError(f"{what} must be callable, is {type(value).__name__}. Correct it.")
+    if inspect.iscoroutinefunction(value) or inspect.iscoroutinefunction(type(value).__call__):
+        raise PluginError(f"{what} must not be an `async def`: nobody awaits it. Make it a `def` that calls asyncio.run.")
+    try:
+        signature = inspect.signature(value)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        plain = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
+        taken = inspect.Signature(plain)
+        raise PluginError(f"{what} must take ({', '.join(arguments)}), takes {taken}. Correct it; docs/plugins.md has examples.") from None

@@ -137,6 +137,24 @@ def test_two_plugins_with_one_name(plugin: Write) -> None:
         ("@hookimpl\ndef rlbatch_register_rewards():\n    return {1: print}", "must return a mapping from names"),
         ("@hookimpl\ndef rlbatch_register_rewards():\n    return {'x': 5}", "`x` of rlbatch_register_rewards must be callable, is int."),
         (
+            "def mine(source, text: str, *, truth=None):\n    pass\n\n@hookimpl\ndef rlbatch_register_rewards():\n    return {'x': mine}",
+            "`x` of rlbatch_register_rewards must take (samples), takes (source, text, *, truth=None). Correct it;",
+        ),
+        (
+            "async def mine(samples): pass\n\n@hookimpl\ndef rlbatch_register_rewards():\n    return {'x': mine}",
+            "must not be an `async def`",
+        ),
+        (
+            "@hookimpl\ndef rlbatch_register_policy_losses():\n    return {'x': lambda logprobs, advantages: 0}",
+            "`x` of rlbatch_register_policy_losses must take (inputs), takes (logprobs, advantages).",
+        ),
+        ("class Mine: pass\n\n@hookimpl\ndef rlbatch_register_rewards():\n    return {'x': Mine}", "must take (samples), takes ()."),
+        (
+            "@dataclass\nclass Options:\n    a: int = 1\n\n@hookimpl\ndef rlbatch_register_rewards():\n"
+            "    return {'x': Configurable(lambda: print, Options)}",
+            "its build must take (options), takes ().",
+        ),
+        (
             "@hookimpl\ndef rlbatch_register_rewards():\n    return 1 / 0",
             "rlbatch_register_rewards raised ZeroDivisionError: division by zero",
         ),
@@ -305,7 +323,7 @@ def test_options_of_an_engine_pass_through() -> None:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        ("lambda options: None", "its build must return a function of samples, returned NoneType"),
+        ("lambda options: None", "what its build returns must be callable, is NoneType."),
         ("lambda options: options.nothing", "its build raised AttributeError: 'Options' object has no attribute 'nothing'"),
     ],
 )
