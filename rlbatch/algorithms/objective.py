@@ -62,17 +62,20 @@ class Objective:
         weights = loss_weights(microbatch.loss_mask, microbatch.sequence_weights, self.algorithm.loss_aggregation) / denominator
         logprobs, entropy = logprobs.where(keep, 0.0), entropy.where(keep, 0.0)
         old = logprobs.detach() if microbatch.old_logprobs is None else microbatch.old_logprobs
-        losses, clipped = self._policy(logprobs, old, microbatch)
+        # The plugin has a graph of its own: a backward pass that it makes must not reach the model.
+        own = logprobs.detach().requires_grad_(logprobs.requires_grad)
+        losses, clipped = self._policy(own, old, microbatch)
         losses, clipped = losses.where(keep, 0.0).float(), clipped.where(keep, 0).float()
         policy_loss = (losses * weights).sum()
-        derivatives = self._derivatives(policy_loss, logprobs).where(keep, 0.0)
-        total = losses - self.algorithm.entropy_coef * entropy
+        derivatives = self._derivatives(policy_loss, own).where(keep, 0.0)
+        total = -self.algorithm.entropy_coef * entropy
         kl = torch.zeros_like(entropy)
         if microbatch.ref_logprobs is not None:
             kl = kl_penalty(self.algorithm.kl_kind, logprobs, microbatch.ref_logprobs).where(keep, 0.0)
             if self.algorithm.kl_loss:
                 total = total + self.algorithm.kl_loss_coef * kl
-        loss = (total * weights).sum()
+        # Value and gradient of the policy loss, without its graph.
+        loss = policy_loss.detach() + ((logprobs - logprobs.detach()) * derivatives).sum() + (total * weights).sum()
         per_token = [values.where(keep, 0.0).sum(dtype=torch.float64) for values in (old - logprobs, kl, entropy, clipped)]
         values = {
             "log-prob": logprobs,
@@ -109,9 +112,9 @@ class Objective:
             values: Any = getattr(answer, name)
             if not isinstance(values, Tensor):
                 raise self._error(f"{name} is {type(values).__name__}", f"Return a tensor {shape}.")
-            if list(values.shape) != shape or values.device != device:
+            if list(values.shape) != shape or values.device != device or values.layout != torch.strided:
                 raise self._error(
-                    f"{name} has shape {list(values.shape)} on {values.device}",
+                    f"{name} has shape {list(values.shape)} on {values.device}{'' if values.layout == torch.strided else ', sparse'}",
                     f"Return {shape} on {device}: one value a token, not aggregated.",
                 )
             if values.is_complex() or (real and values.dtype not in real):
@@ -122,9 +125,7 @@ class Objective:
         """[T] by the log-probs; a loss that does not depend on them would leave the policy to the other terms."""
         if not logprobs.requires_grad:
             return torch.zeros_like(logprobs)
-        derivatives = (
-            torch.autograd.grad(policy_loss, logprobs, retain_graph=True, allow_unused=True)[0] if policy_loss.requires_grad else None
-        )
+        derivatives = torch.autograd.grad(policy_loss, logprobs, allow_unused=True)[0] if policy_loss.requires_grad else None
         if derivatives is None:
             raise self._error("losses carry no gradient", "Compute them from inputs.logprobs, without detach, no_grad or NumPy.")
         return derivatives

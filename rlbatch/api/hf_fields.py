@@ -221,6 +221,12 @@ class HfFields:
                     f"config.json quantization_config.{name}={given.get(name)!r}: weights are read in fp32, bf16, or fp8 e4m3 in blocks of "
                     f"128 x 128 ({name} {value!r}). Use a checkpoint of one of these."
                 )
+        left_out = given.get("modules_to_not_convert")
+        if left_out is not None and not (isinstance(left_out, list) and all(isinstance(name, str) for name in left_out)):
+            shown = _shortened(left_out)
+            raise ModelError(
+                f"config.json quantization_config.modules_to_not_convert={shown}: must be a list of modules' names. Correct it."
+            )
 
     def divides(self, part: str, size: int, whole: str, total: int) -> None:
         """Refuses a ``part`` (its ``size``) that does not divide ``whole`` (``total``).

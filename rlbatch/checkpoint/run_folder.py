@@ -16,6 +16,7 @@ import re
 import shutil
 import time
 from collections.abc import Mapping
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -159,8 +160,8 @@ def read_progress(folder: Path, fix: str = "") -> dict[str, Any]:
             f"{folder}: has checkpoint format {progress.get('format')}, this version reads {FORMAT}. Use the version that wrote it."
         )
     try:
-        int(progress["step"])
-        listed = {folder / str(name): (int(size), digest) for name, (size, digest) in progress["files"].items()}
+        index(progress["step"])
+        listed = {folder / str(name): (index(size), digest) for name, (size, digest) in progress["files"].items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"{folder / PROGRESS}: is damaged ({error!r}). {fix}") from error
     for path, (size, digest) in listed.items():

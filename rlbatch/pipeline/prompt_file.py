@@ -34,6 +34,7 @@ _OTHER_FORMATS: Mapping[bytes, tuple[str, str]] = {
     b"ARROW1": ("an Arrow file", _TO_JSONL.format("feather")),
     b"\x1f\x8b": ("compressed (gzip)", "Unpack it with gunzip."),
     b"\x28\xb5\x2f\xfd": ("compressed (zstd)", "Unpack it with unzstd."),
+    b"\x04\x22\x4d\x18": ("compressed (lz4)", "Unpack it with unlz4."),
     b"\xfd7zXZ": ("compressed (xz)", "Unpack it with unxz."),
     b"BZh": ("compressed (bzip2)", "Unpack it with bunzip2."),
     b"PK\x03\x04": ("a zip archive", "Unpack it with unzip."),

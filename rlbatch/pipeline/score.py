@@ -76,7 +76,7 @@ def _no_list(returned: Any) -> str:
     if isinstance(returned, Coroutine):
         returned.close()  # or Python warns that nobody awaited it
         return f"{kind} (an `async def` must be awaited by the reward itself)"
-    if isinstance(returned, (Mapping, Set, str, bytes, bytearray)) or not isinstance(returned, Iterable):
+    if isinstance(returned, (Mapping, Set, str, bytes, bytearray, memoryview)) or not isinstance(returned, Iterable):
         return kind
     if getattr(returned, "ndim", 1) != 1:
         return f"{kind} of shape {list(getattr(returned, 'shape', []))}"

@@ -88,6 +88,20 @@ def test_what_a_loss_writes_stays_with_it() -> None:
     assert got.isfinite().all()
 
 
+def test_a_backward_pass_of_its_own_does_not_reach_the_model() -> None:
+    """The policy is trained on what the loss returned, once."""
+
+    def own(inputs: PolicyLossInputs) -> PolicyLossOutputs:
+        outputs = plain(inputs)
+        outputs.losses.sum().backward(retain_graph=True)
+        return outputs
+
+    expected, gradient = part_of(plain, entropy_coef=0.1)
+    part, got = part_of(own, entropy_coef=0.1)
+    assert torch.equal(got, gradient)
+    assert torch.equal(part.loss, expected.loss)
+
+
 def losses_of(change: Callable[[torch.Tensor], Any]) -> Callable[[PolicyLossInputs], PolicyLossOutputs]:
     return lambda inputs: PolicyLossOutputs(change(plain(inputs).losses), torch.zeros_like(inputs.logprobs))
 
@@ -104,6 +118,7 @@ def clipped_of(clipped: Any) -> Callable[[PolicyLossInputs], PolicyLossOutputs]:
         (losses_of(lambda losses: losses.sum()), r"losses has shape \[\]"),
         (losses_of(lambda losses: losses[:1]), r"losses has shape \[1\]"),
         (losses_of(lambda losses: losses.to("meta")), r"losses has shape \[5\] on meta"),
+        (losses_of(lambda losses: losses.to_sparse()), r"losses has shape \[5\] on cpu, sparse\. Return \[5\] on cpu"),
         (losses_of(lambda losses: losses.detach()), "losses carry no gradient"),
         (losses_of(lambda losses: losses.detach() * torch.ones(5, requires_grad=True)), "losses carry no gradient"),
         (losses_of(lambda losses: losses.bfloat16()), r"losses is of torch\.bfloat16\. Return torch\.float32"),

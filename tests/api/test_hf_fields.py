@@ -159,6 +159,13 @@ def test_weights_in_blocks_of_fp8(content: Any) -> None:
         ({"quant_method": "fp8"}, "quantization_config.weight_block_size=None"),
         ({"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e5m2"}, "quantization_config.fmt='e5m2'"),
         ("fp8", "quantization_config='fp8': must be an object"),
+        *(
+            (
+                {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": names},
+                "quantization_config.modules_to_not",
+            )
+            for names in (5, "lm_head", [["a"]], [None], {"a": 1}, True)
+        ),
     ],
 )
 def test_other_quantisations(content: Any, message: str) -> None:

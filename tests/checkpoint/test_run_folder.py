@@ -180,6 +180,9 @@ def checkpoints(root: Path) -> list[str]:
         (lambda folder: (folder / PROGRESS).write_text("{"), r"progress\.json:1: not JSON"),
         (lambda folder: (folder / PROGRESS).write_text(f'{{"format": {FORMAT}, "files": {{}}}}'), r"progress\.json: is damaged \(KeyError"),
         (lambda folder: (folder / PROGRESS).write_text(f'{{"format": {FORMAT}, "step": 1, "files": [1]}}'), r"progress\.json: is damaged"),
+        (lambda folder: (folder / PROGRESS).write_text(f'{{"format": {FORMAT}, "step": 1e400, "files": {{}}}}'), "is damaged"),
+        (lambda folder: (folder / PROGRESS).write_text(f'{{"format": {FORMAT}, "step": "1", "files": {{}}}}'), "is damaged"),
+        (lambda folder: (folder / PROGRESS).write_text(f'{{"format": {FORMAT}, "step": 1, "files": {{"a": [1e400, ""]}}}}'), "is damaged"),
     ],
 )
 def test_what_is_read_is_what_was_written(damage: Callable[[Path], object], message: str, tmp_path: Path) -> None:

@@ -148,6 +148,7 @@ def test_other_formats_are_named(tmp_path: Path) -> None:
         (b"PAR1\x15", "is a Parquet file. Write it as jsonl, e.g. `pandas.read_parquet"),
         (b"\x1f\x8b\x08", r"is compressed \(gzip\). Unpack it with gunzip"),
         (b"\x28\xb5\x2f\xfd", r"is compressed \(zstd\)"),
+        (b"\x04\x22\x4d\x18", r"is compressed \(lz4\)"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "is a Git LFS pointer, .* Run `git lfs pull`"),
     ):
         path.write_bytes(start)
