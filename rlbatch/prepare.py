@@ -312,6 +312,16 @@ def _check_machine(config: Config, registry: Registry, run_dir: Path) -> None:
     registry.check_engine(config)
 
 
+def _family_with_tokenizer(config: Config, registry: Registry, run_dir: Path) -> ModelFamily | None:
+    """The model's family, if a tokenizer may be made of the folder's files; what is wrong with these another check tells."""
+    with suppress(RlbatchError):
+        family, folder = model_family(config, registry, run_dir), model_folder(config, run_dir)
+        model_files(folder)
+        check_model_folder(folder, read_config(folder), family.vocab_size)
+        return family
+    return None
+
+
 def _check_prompts(config: Config, registry: Registry, run_dir: Path) -> None:
     from rlbatch.pipeline.prompt_check import check_count, check_rows, check_tokens
 
@@ -319,6 +329,7 @@ def _check_prompts(config: Config, registry: Registry, run_dir: Path) -> None:
     if not config.reward.name:
         known = ", ".join(sorted(registry.rewards))
         raise ConfigError(f"reward=: must be named for a model of your own. Known: {known}; others with plugins=[<file>.py] reward=<name>.")
+    family = _family_with_tokenizer(config, registry, run_dir)
     for name, source in (("train", config.data.train), ("eval", config.data.eval)):
         if not source:
             continue
@@ -329,7 +340,6 @@ def _check_prompts(config: Config, registry: Registry, run_dir: Path) -> None:
         rows = check_rows(config, registry, path)
         if name == "train":
             check_count(config, rows)
-        family = known_family(config, registry, run_dir)
         if family is not None and (source, config.model.hf) != (EMBEDDED, EMBEDDED):
             check_tokens(config, family, model_folder(config, run_dir), path, rows)
 

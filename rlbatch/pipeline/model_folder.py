@@ -51,7 +51,8 @@ def check_model_folder(folder: Path, hf_config: Mapping[str, Any], vocab_size: i
     if not content and not any((folder / name).exists() for name in ORIGINALS):
         raise DataError(f"{folder / TOKENIZER}: not there. Download the model's tokenizer: {TOKENIZER} and {TOKENIZER_CONFIG}.")
     _check_templates(folder / TOKENIZER_CONFIG, described.get("chat_template"))
-    token = described.get("eos_token", _optional(folder / "special_tokens_map.json").get("eos_token"))
+    special = _optional(folder / "special_tokens_map.json")
+    token = described.get("eos_token") if described.get("eos_token") is not None else special.get("eos_token")
     text = token.get("content") if isinstance(token, dict) else token
     number = _number(content, text) if isinstance(text, str) else None
     if number is not None or (content and isinstance(text, str)) or described.get("tokenizer_class") in PLAIN_CLASSES:

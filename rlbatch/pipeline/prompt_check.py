@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlbatch.api import ConfigError, DataError, ModelFamily
+from rlbatch.config.foreign import LARGE_BYTES, read_json
+from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import Config
-from rlbatch.pipeline.model_folder import load_tokenizer, unseen_end
+from rlbatch.pipeline.model_folder import TOKENIZER, TOKENIZER_CONFIG, end_tokens, load_tokenizer, unseen_end
 from rlbatch.pipeline.prompt_file import USUAL_LABEL_FIELDS, PromptRow, read_prompt_rows, usual_names, value_names
 from rlbatch.pipeline.prompts import prompt_limit, tokenize_rows
 from rlbatch.registry import Registry
@@ -82,11 +84,13 @@ def check_tokens(config: Config, family: ModelFamily, model_folder: Path, path: 
         unlimited = (sys.maxsize, "")
         tokenized = tokenize_rows(path, chosen, tokenizer, unlimited, family.vocab_size, with_special_tokens=False)
         is_clear = all(0 < len(token_ids) <= limit[0] - MOST_SPECIAL for _, token_ids in tokenized)
+        _check_end(tokenizer, family, model_folder)
     if tokenizer is None or not is_clear:
         tokenizer = _own_tokenizer(model_folder, may_lack_packages=config.cluster.container != "none")
         if tokenizer is None:
             return
         tokenize_rows(path, chosen, tokenizer, limit, family.vocab_size)
+        _check_end(tokenizer, family, model_folder)
     if any(not isinstance(row.prompt, str) for row in chosen) and (warning := unseen_end(tokenizer, model_folder, family.vocab_size)):
         print(warning, file=sys.stderr)
     if len(chosen) < len(rows):
@@ -120,6 +124,12 @@ def _inner_label(key: str, label: Any) -> str:
     return f" Or set data.label_key={names[0]}." if names else ""
 
 
+def _check_end(tokenizer: PreTrainedTokenizerBase, family: ModelFamily, folder: Path) -> None:
+    """A token that no file has is one of the tokenizer's nevertheless: transformers adds it behind the others."""
+    if tokenizer.eos_token_id is not None:
+        end_tokens(folder, read_config(folder), family.vocab_size, tokenizer.eos_token_id)
+
+
 def _own_tokenizer(folder: Path, *, may_lack_packages: bool) -> PreTrainedTokenizerBase | None:
     """The tokenizer as the ranks will have it; None: only they can read it."""
     try:
@@ -135,7 +145,10 @@ def _own_tokenizer(folder: Path, *, may_lack_packages: bool) -> PreTrainedTokeni
 def _light_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
     """The tokenizer, by the class that needs no torch; None: there is none that it can read."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    if not (folder / "tokenizer.json").is_file():
+    described = folder / TOKENIZER_CONFIG
+    # Without a class it is the model's own, which may have special tokens of its own.
+    has_class = described.is_file() and isinstance(read_json(described, "Correct it.", LARGE_BYTES).get("tokenizer_class"), str)
+    if not has_class or not (folder / TOKENIZER).is_file():
         return None
     try:
         from transformers import PreTrainedTokenizerFast

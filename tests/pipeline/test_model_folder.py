@@ -96,7 +96,10 @@ def test_no_tokenizer(folder: Path) -> None:
         load_tokenizer(folder, folder)
 
 
-@pytest.mark.parametrize("form", ["config.json", "generation_config.json", "tokenizer_config.json", "an object", "special_tokens_map.json"])
+@pytest.mark.parametrize(
+    "form",
+    ["config.json", "generation_config.json", "tokenizer_config.json", "an object", "special_tokens_map.json", "special, beside null"],
+)
 def test_an_end_token_in_one_place_is_enough(form: str, folder: Path) -> None:
     """Also if it is config.json."""
     change(folder / "tokenizer_config.json", eos_token=None)
@@ -112,6 +115,9 @@ def test_an_end_token_in_one_place_is_enough(form: str, folder: Path) -> None:
     else:
         token = {"__type": "AddedToken", "content": "<eos>", "special": True} if form == "an object" else "<eos>"
         change(folder / ("special_tokens_map.json" if form.startswith("special") else "tokenizer_config.json"), eos_token=token)
+        if form == "special, beside null":
+            described = json.loads((folder / "tokenizer_config.json").read_text())
+            (folder / "tokenizer_config.json").write_text(json.dumps({**described, "eos_token": None}))
         assert load_tokenizer(folder, folder).eos_token_id == 0
     check(folder)
 

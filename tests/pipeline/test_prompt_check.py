@@ -150,6 +150,25 @@ def test_a_tokenizer_that_no_rank_can_read(model: Path, tmp_path: Path, files: d
     assert str(here.value) == str(there.value)
 
 
+@pytest.mark.parametrize(
+    ("file", "changes", "said"),
+    [
+        ("tokenizer_config.json", {"eos_token": "<nope>"}, "the tokenizer's eos_token is 13: must be a token that the model can sample"),
+        ("tokenizer_config.json", None, "the tokenizer's eos_token is 13: must be a token that the model can sample"),
+        ("tokenizer_config.json", {"tokenizer_class": 5}, "transformers cannot load the tokenizer"),
+    ],
+)
+def test_end_token_that_transformers_adds(model: Path, tmp_path: Path, file: str, changes: dict[str, Any] | None, said: str) -> None:
+    """No file gives it a number, and the model cannot sample it: as on the ranks."""
+    folder = shutil.copytree(model, tmp_path / "model")
+    if changes is None:
+        (folder / file).unlink()
+    else:
+        (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | changes))
+    with pytest.raises(DataError, match=said):
+        check(folder, write(tmp_path / "p.jsonl", {"prompt": "a", "label": "a"}))
+
+
 def test_reading_needs_no_torch() -> None:
     """The login node checks prompt files: with torch and transformers blocked the modules import."""
     program = "import sys; sys.modules['torch'] = sys.modules['transformers'] = None; import rlbatch.pipeline.prompt_check"
