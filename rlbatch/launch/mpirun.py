@@ -248,7 +248,9 @@ def run_mpi(job: MpiJob, config: Config, run_dir: Path) -> int:
     (run_dir / LOGS).mkdir(exist_ok=True)
     if job.hostfile:
         (run_dir / HOSTFILE).write_text(job.hostfile, encoding="utf-8")
-    environment = {**os.environ, **mpirun_variables(config, job.mpi, job.hosts), LAUNCH_VARIABLE: secrets.token_hex(8)}
+    # In a job of `sbatch --export=NONE` the srun by which mpirun starts its daemons on the other nodes would hand them no PATH.
+    whole = {name: "ALL" for name in ("SLURM_EXPORT_ENV", "SRUN_EXPORT_ENV") if name in os.environ}
+    environment = {**os.environ, **whole, **mpirun_variables(config, job.mpi, job.hosts), LAUNCH_VARIABLE: secrets.token_hex(8)}
     with received_signals() as received:
         mpirun = subprocess.Popen(
             job.command,

@@ -184,10 +184,13 @@ def fake(tmp_path: Path, script: str) -> MpiJob:
     return MpiJob(Mpi.OPEN_MPI_5, (Host("n01", 2),), "n01 slots=2\n", (str(program),))
 
 
-def test_run_folder_and_environment(tmp_path: Path) -> None:
-    """The hostfile is written first, and mpirun has the cluster's variables."""
+def test_run_folder_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hostfile is written first, and mpirun has the cluster's variables; in a job of `sbatch --export=NONE` its srun hands them on."""
+    monkeypatch.setenv("SLURM_EXPORT_ENV", "NONE")
     settings = Config(cluster=ClusterConfig(environment={"NCCL_DEBUG": "INFO"}))
-    job = fake(tmp_path, f'test "$NCCL_DEBUG" = INFO && grep -q slots=2 {tmp_path}/hostfile && rm {tmp_path}/unfinished')
+    job = fake(
+        tmp_path, f'test "$NCCL_DEBUG $SLURM_EXPORT_ENV" = "INFO ALL" && grep -q slots=2 {tmp_path}/hostfile && rm {tmp_path}/unfinished'
+    )
     assert run_mpi(job, settings, tmp_path) == 0
 
 
