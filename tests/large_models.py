@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rlbatch.pipeline.embedded import EOS, UNK, _write_tokenizer
 from tests.megatron.real_models import CONFIGS as PUBLISHED
 
 CONFIGS: Mapping[str, Mapping[str, Any]] = {
@@ -21,9 +22,14 @@ def write_model(name: str, folder: Path) -> Path:
     """A Hugging Face folder of a large model as far as submit looks at it."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({**CONFIGS[name], "eos_token_id": 1}), encoding="utf-8")
-    (folder / "tokenizer.model").touch()
+    write_tokenizer(folder)
     write_no_weights(folder)
     return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A tokenizer that knows no word."""
+    _write_tokenizer(folder, {EOS: 0, UNK: 1})
 
 
 def write_no_weights(folder: Path) -> None:

@@ -17,7 +17,7 @@ import rlbatch.submit
 from rlbatch.config.compose import compose, load_config
 from rlbatch.config.convert import key_docs
 from rlbatch.config.schema import Config, OptimizerConfig, RolloutConfig, TrainConfig
-from tests.large_models import write_no_weights
+from tests.large_models import write_no_weights, write_tokenizer
 
 QWEN3_MOE: dict[str, Any] = {
     "model_type": "qwen3_moe",
@@ -59,7 +59,7 @@ def model(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(QWEN3_MOE))
-    (folder / "tokenizer.model").touch()
+    write_tokenizer(folder)
     write_no_weights(folder)
     return folder
 
