@@ -156,7 +156,9 @@ def _slurm(config: Config) -> Line:
         done = subprocess.run(["sbatch", "--version"], capture_output=True, text=True, timeout=LIMIT_S, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         level = "wrong" if config.launcher == "slurm" else "warning"
-        return Line(level, "Slurm", f"there is an sbatch that does not answer ({str(error).rstrip('.')}). Ask the site")
+        own = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else ""
+        said = (own or str(error)).splitlines()[-1].rstrip(".")
+        return Line(level, "Slurm", f"there is an sbatch that does not answer (`sbatch --version`: {said}). Ask the site")
     return Line("ok", "Slurm", done.stdout.strip())
 
 

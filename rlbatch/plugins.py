@@ -16,7 +16,7 @@ from rlbatch.registry import Registry, load_plugins
 from rlbatch.tables import Entry, Supplier
 
 PIPE_COLUMNS = 160
-NAME_COLUMNS, OPTION_COLUMNS = 48, 52
+NAME_COLUMNS, OPTION_COLUMNS = 50, 52
 
 USAGE = """\
 Lists what plugins registered: the config key and name that choose it, who supplied it, its options with their defaults.

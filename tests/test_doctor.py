@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -58,6 +59,14 @@ def test_what_the_launcher_needs(capsys: pytest.CaptureFixture[str], monkeypatch
     assert (code, said["Slurm"].split()[0], said["mpirun"].split()[0]) == (1, "wrong", "ok")
     code, said = found(capsys, "launcher=mpi")
     assert (code, said["Slurm"].split()[0], said["mpirun"].split()[0]) == (1, "ok", "wrong")
+
+
+def test_an_sbatch_that_fails(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What it says itself is shown."""
+    (tmp_path / "sbatch").write_text("#!/bin/sh\necho first >&2\necho 'sbatch: fatal: no configuration.' >&2\nexit 1\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    assert found(capsys)[1]["Slurm"].endswith("does not answer (`sbatch --version`: sbatch: fatal: no configuration). Ask the site")
 
 
 def test_packages_of_other_versions(monkeypatch: pytest.MonkeyPatch) -> None:

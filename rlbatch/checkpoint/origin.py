@@ -40,9 +40,15 @@ def state_folder(key: str, folder: Path, hf_config: Mapping[str, Any]) -> Path |
         raise ModelError(f"{key}={folder}: is a checkpoint of another model: {'; '.join(changed)}. Name one of this model (model.hf).")
     if state or has_weights(folder):
         return state
-    steps = sorted(path.name for path in folder.glob("step_*") if run_folder.is_checkpoint(path))
+    raise no_checkpoint(key, folder, "a Hugging Face folder (*.safetensors)")
+
+
+def no_checkpoint(key: str, folder: Path, other: str) -> DataError:
+    """The error for a folder that is neither a run's checkpoint nor ``other``; names the checkpoints of a run folder."""
+    found = (path for pattern in ("step_*", "checkpoints/step_*") for path in folder.glob(pattern) if run_folder.is_checkpoint(path))
+    steps = sorted(str(path.relative_to(folder)) for path in found)
     fix = f"Name one of its checkpoints: {', '.join(steps[-3:])}" if steps else "Correct the path"
-    raise DataError(f"{key}={folder}: is neither a checkpoint (progress.json) nor a Hugging Face folder (*.safetensors). {fix}.")
+    return DataError(f"{key}={folder}: is neither a checkpoint (progress.json) nor {other}. {fix}.")
 
 
 def has_weights(folder: Path) -> bool:

@@ -15,6 +15,7 @@ from rlbatch.checkpoint.export import ExportForm
 from rlbatch.checkpoint.hf import HfTensors
 from rlbatch.checkpoint.identity import model_identity
 from rlbatch.checkpoint.model_files import model_files
+from rlbatch.checkpoint.origin import METADATA, no_checkpoint
 from rlbatch.checkpoint.reading import Reading
 from rlbatch.checkpoint.torch_dist import TorchDist, small_files
 from rlbatch.config.hf_config import read_config
@@ -160,7 +161,11 @@ def _hf_to_dist(options: Options) -> Work:
 
 def _dist_to_hf(options: Options) -> Work:
     family, folder = family_of(options), Path(options.dist)
-    dist = TorchDist(folder / run_folder.STATE if run_folder.is_checkpoint(folder) else folder, _reading(options))
+    if run_folder.is_checkpoint(folder):
+        folder /= run_folder.STATE
+    elif not (folder / METADATA).exists():
+        raise no_checkpoint("dist", folder, "a torch_dist folder (.metadata)")
+    dist = TorchDist(folder, _reading(options))
     hf = Path(options.hf)
     source = HfTensors(hf, _reading(options)) if any(hf.glob("*.safetensors")) else None
     form = ExportForm(family, options.export, read_config(hf), source)

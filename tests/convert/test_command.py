@@ -72,6 +72,20 @@ def test_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFix
     assert message in refused(capsys, *arguments)
 
 
+def test_a_run_folder_is_no_checkpoint(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its checkpoints are named instead."""
+    (tmp_path / "run/checkpoints/step_000100").mkdir(parents=True)
+    (tmp_path / "run/checkpoints/step_000100/progress.json").touch()
+    for folder, fix in (
+        ("run", "Name one of its checkpoints: checkpoints/step_000100."),
+        ("run/checkpoints", "Name one of its checkpoints: step_000100."),
+    ):
+        told = refused(capsys, "mode=dist_to_hf", f"dist={tmp_path / folder}", f"hf={model}", f"out={tmp_path / 'out'}")
+        assert (
+            told.strip() == f"dist={tmp_path / folder}: is neither a checkpoint (progress.json) nor a torch_dist folder (.metadata). {fix}"
+        )
+
+
 def _cut(hf: Path) -> None:
     os.truncate(hf / "model.safetensors", (hf / "model.safetensors").stat().st_size - 5)
 
