@@ -132,17 +132,17 @@ def run_script(name: str, tmp_path: Path, *arguments: str, **variables: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("variables", "message"),
+    ("keys", "variables", "message"),
     [
-        ({}, "MODEL_DIR: set it to the Hugging Face folder of the model"),
-        ({"MODEL_DIR": "/absent"}, "TRAIN_DATA: set it to the prompt file"),
-        ({"MODEL_DIR": "/absent", "TRAIN_DATA": "/absent.jsonl"}, "/absent/config.json: cannot be read on "),
+        ([], {}, "model.hf=$MODEL_DIR: the environment variable MODEL_DIR is not set. Set it, or give model.hf=<path>."),
+        ([], {"MODEL_DIR": "/absent", "TRAIN_DATA": "/absent.jsonl"}, "/absent/config.json: not there. "),
+        (["model.hf=/absent", "data.train=/absent.jsonl"], {}, "/absent/config.json: not there. "),
     ],
 )
-def test_missing_paths(tmp_path: Path, variables: dict[str, str], message: str) -> None:
-    """A path that is not set, or not there, is one line, and nothing starts."""
-    done = run_script("deepseek671b_96xh20.sbatch", tmp_path, SLURM_JOB_ID="7", **variables)
-    assert done.returncode != 0
+def test_missing_paths(tmp_path: Path, keys: list[str], variables: dict[str, str], message: str) -> None:
+    """A path that is not set, or not there, is submit's message and code, and nothing starts; it may be a variable or a key."""
+    done = run_script("deepseek671b_96xh20.sbatch", tmp_path, *keys, SLURM_JOB_ID="7", **variables)
+    assert done.returncode == 2
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert done.stdout == ""
