@@ -375,7 +375,7 @@ def compose_job(overrides: Sequence[str]) -> tuple[Config, Registry]:
     config = compose(overrides)
     registry = load_plugins(config.plugins)
     texts = registry.text_options(config)
-    if any(typed.partition("=")[0].strip().lstrip("+") in texts for typed in overrides):
+    if any(typed.lstrip(" +").startswith(tuple(texts)) for typed in overrides):
         config = compose(overrides, texts)
     if folder := module_folder(config.plugins):
         found = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
@@ -461,7 +461,7 @@ def _registered(function: Any, hook: str, supplier: Supplier) -> Mapping[str, An
         if isinstance(error, SystemExit) and type(error) is not SystemExit:  # see _import_error
             raise
         raise PluginError(f"plugin {supplier.module}: {hook} raised {type(error).__name__}: {error}. Correct it.") from error
-    if not isinstance(names, Mapping) or not all(isinstance(name, str) for name in names):
+    if not isinstance(names, Mapping) or not all(isinstance(name, str) and name for name in names):
         raise PluginError(
             f"plugin {supplier.module}: {hook} must return a mapping from names, returned {type(names).__name__}. Correct it."
         )
@@ -477,6 +477,10 @@ def _options_type(name: str, value: Any, has_options: bool, hook: str, supplier:
         raise PluginError(f"{what} cannot have options. Register the function itself.")
     if not dataclasses.is_dataclass(value.options):
         raise PluginError(f"{what}: options must be a dataclass. Decorate it with @dataclass(frozen=True).")
+    try:
+        list(key_docs(value.options))
+    except Exception as error:  # foreign code: its annotations may name anything
+        raise PluginError(f"{what}: the types of its options cannot be read ({type(error).__name__}: {error}). Correct them.") from error
     required = [field.name for field in dataclasses.fields(value.options) if field.default is field.default_factory is dataclasses.MISSING]
     if required:
         raise PluginError(f"{what}: the option `{required[0]}` has no default. Give it one.")

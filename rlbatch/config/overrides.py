@@ -53,7 +53,7 @@ def parse_arguments(texts: Sequence[str], groups: Mapping[str, Sequence[str]], t
     Args:
         texts: Such as ``train.steps=20`` or ``reward=sequence``.
         groups: Choices that have a yaml file.
-        text_options: Keys of plugins' options that are text.
+        text_options: Keys of plugins' options that are text, or mappings to texts.
 
     Raises:
         ConfigError: not of the form key=value, an unknown key or choice.
@@ -66,7 +66,7 @@ def parse_arguments(texts: Sequence[str], groups: Mapping[str, Sequence[str]], t
         key = name.strip().lstrip("+")
         if equals and key in groups:
             found.choices[key] = _choice(key, value, groups[key])
-        elif equals and (is_text(key) or key in text_options) and not name.startswith("~"):
+        elif equals and (is_text(key) or _is_any_of(key, text_options)) and not name.startswith("~"):
             found.lines.append(_text_line(key, value))
         elif equals and key.startswith(_OPTIONS) and not _is_value(text):
             found.lines.append(f"++{key}={quoted(value.strip())}")  # what no grammar knows can only be text
@@ -103,6 +103,10 @@ def _parse(text: str) -> Override:
         else:
             fix = "Quote values with special characters: 'key=\"value\"'."
         raise ConfigError(f"`{text}`: not of the form key=value. {fix}") from error
+
+
+def _is_any_of(key: str, options: Collection[str]) -> bool:
+    return key in options or any(key.startswith(f"{option}.") for option in options)
 
 
 def _is_value(text: str) -> bool:

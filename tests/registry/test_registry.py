@@ -135,6 +135,12 @@ def test_two_plugins_with_one_name(plugin: Write) -> None:
             "rlbatch_register_rewards must return a mapping from names, returned list.",
         ),
         ("@hookimpl\ndef rlbatch_register_rewards():\n    return {1: print}", "must return a mapping from names"),
+        ("@hookimpl\ndef rlbatch_register_rewards():\n    return {'': print}", "must return a mapping from names"),
+        (
+            "@dataclass\nclass Options:\n    a: 'Nope' = 1\n\n@hookimpl\ndef rlbatch_register_rewards():\n"
+            "    return {'x': Configurable(lambda options: print, Options)}",
+            "the types of its options cannot be read (NameError: name 'Nope' is not defined).",
+        ),
         ("@hookimpl\ndef rlbatch_register_rewards():\n    return {'x': 5}", "`x` of rlbatch_register_rewards must be callable, is int."),
         (
             "def mine(source, text: str, *, truth=None):\n    pass\n\n@hookimpl\ndef rlbatch_register_rewards():\n    return {'x': mine}",
@@ -266,6 +272,14 @@ def test_options_that_are_text_take_what_was_typed(plugin: Write, text: str, tmp
     save_config(config, tmp_path / "config.yaml")
     assert load_config(tmp_path / "config.yaml").reward.options["kind"] == text
     assert registry.rewards["short"].parse(config.reward.options, "reward").kind == text
+
+
+def test_options_that_map_to_text_take_what_was_typed(plugin: Write) -> None:
+    """One key, or several at once."""
+    path = plugin(WITH_OPTIONS.replace('kind: str = "a"', "words: dict[str, str] = field(default_factory=dict)"))
+    typed = ["reward.options.words={a: 007, b: 1e5}", "reward.options.words.c=1e5", "+reward.options.words.d=a,b"]
+    config, _ = compose_job([f"plugins=['{path}']", "reward=short", *typed])
+    assert config.reward.options["words"] == {"a": "007", "b": "1e5", "c": "1e5", "d": "a,b"}
 
 
 @pytest.mark.parametrize(
