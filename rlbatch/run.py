@@ -126,7 +126,7 @@ def _run_guarded(config: Config, run_dir: Path, info: RankInfo, notice: StopNoti
     except SystemExit:  # a rank failed
         error = read_first_error(run_dir)
         if log:
-            log.finish("failed" if error else "interrupted", asdict(error) if error else None)
+            log.finish("failed", asdict(error) if error else None)
         raise
     log.finish("interrupted" if early else "finished")
     if info.rank == 0:

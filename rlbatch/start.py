@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rlbatch.api import ConfigError
+from rlbatch.api.exit_codes import FAILED
 from rlbatch.config.schema import Config
 from rlbatch.launch.batch_queue import job_state, queued_state
 from rlbatch.launch.cluster_variables import cluster_variables
@@ -121,7 +122,7 @@ def _settled(run_dir: Path, code: int) -> int:
     """The exit code of a run, whose summary says how it ended also where rank 0 could not."""
     if code:
         error = read_first_error(run_dir)
-        record_end(run_dir, "failed" if error else "interrupted", asdict(error) if error else None)
+        record_end(run_dir, "failed" if error or code == FAILED else "interrupted", asdict(error) if error else None)
     return code
 
 

@@ -27,6 +27,11 @@ SHORTEST = len("--sig")
 """Of the beginnings of an option that sbatch takes for it: those of several options it refuses."""
 _WORDS = ("name", "partition", "account", "qos", "time_limit", "constraint", "gres", "container_image", "hostfile", "interface")
 
+_OF_LAUNCHERS = re.compile(
+    "RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|GROUP_WORLD_SIZE|TORCHELASTIC_RUN_ID|MPI_LOCALRANKID|MPI_LOCALNRANKS"
+    "|(PMI|PMIX)_(RANK|SIZE)|OMPI_COMM_WORLD_.*|SLURMD_NODENAME|SLURM_(PROCID|LOCALID|NODEID|GTIDS|NTASKS|NPROCS|JOB_ID|JOBID|STEP_.*)"
+    "|RLBATCH_(LAUNCH|TERMINAL_FD|FIRST_WORD_FD|PLUGIN_FILES)"
+)
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0a-\x1f\x7f\ud800-\udfff]")
 
 
@@ -60,7 +65,7 @@ def _check_interface(text: str) -> None:
 
 
 def check_variable(key: str) -> None:
-    """Refuses what no shell takes for a variable.
+    """Refuses what no shell takes for a variable, and those by which a launcher tells each rank who it is.
 
     Args:
         key: ``<mapping>.<name>``.
@@ -68,8 +73,11 @@ def check_variable(key: str) -> None:
     Raises:
         ConfigError: as said.
     """
-    if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", key.removeprefix("cluster.environment.").removeprefix("rollout.engine.environment.")):
+    name = key.removeprefix("cluster.environment.").removeprefix("rollout.engine.environment.")
+    if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
         raise ConfigError(f"{key}: is no name of a variable. Use letters, digits and _.")
+    if _OF_LAUNCHERS.fullmatch(name):
+        raise ConfigError(f"{key}: tells each rank who it is, and is set by what starts it. Leave it out.")
 
 
 def _check_options(cluster: ClusterConfig) -> None:

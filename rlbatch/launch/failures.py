@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import socket
 import sys
 import time
@@ -124,6 +125,14 @@ def _is_first_word(run_dir: Path, error: FirstError) -> bool:
         return False
 
 
+def _is_said(run_dir: Path) -> bool:
+    """Whether an error was told that could not be recorded."""
+    try:
+        return not select.select([int(os.environ[WORD_VARIABLE])], [], [], 0)[0]
+    except (KeyError, OSError, ValueError):
+        return run_dir in _first_words
+
+
 def claim(run_dir: Path, error: FirstError) -> bool:
     """Writes first_error.json if there is none, and prints the error. Where it cannot be written, memory has to do for the decision.
 
@@ -132,7 +141,7 @@ def claim(run_dir: Path, error: FirstError) -> bool:
     """
     # Linking a finished file claims the name atomically and never shows half a record.
     draft = run_dir / f".{FIRST_ERROR}.{error.rank}.{os.getpid()}"
-    unrecorded = ""
+    unrecorded, is_said = "", _is_said(run_dir)
     try:
         draft.write_text(json.dumps(asdict(error), indent=2) + "\n", encoding="utf-8")
         os.link(draft, run_dir / FIRST_ERROR)
@@ -145,7 +154,8 @@ def claim(run_dir: Path, error: FirstError) -> bool:
     finally:
         with suppress(OSError):
             draft.unlink()
-    tell_user(f"{error}{unrecorded}")
+    if not is_said:  # else this one follows from that, and can be recorded: as when a rank had no files left
+        tell_user(f"{error}{unrecorded}")
     return True
 
 

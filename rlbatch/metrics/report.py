@@ -106,8 +106,9 @@ class RunReport:
 
     def finish(self, status: Status, first_error: Mapping[str, Any] | None = None) -> None:
         """Writes the last summary; call it on success and on failure."""
+        if status != "failed" or first_error:  # else the one that is known stays
+            self.summary.first_error = first_error
         self.summary.status = status
-        self.summary.first_error = first_error
         self._write()
 
     def _write(self) -> None:

@@ -28,6 +28,12 @@ from rlbatch.config.compose import compose
         (["cluster.environment.1A=x"], "cluster.environment.1A: is no name of a variable."),
         (["cluster.environment.=x"], "cluster.environment.: is no name of a variable."),
         (["cluster.environment.É=x"], "cluster.environment.É: is no name of a variable."),
+        (
+            ["cluster.environment.RANK=3"],
+            "cluster.environment.RANK: tells each rank who it is, and is set by what starts it. Leave it out.",
+        ),
+        (["cluster.environment={SLURM_STEP_NUM_TASKS: 3}"], "cluster.environment.SLURM_STEP_NUM_TASKS: tells each rank who it is"),
+        (["rollout.engine.environment.RLBATCH_LAUNCH=x"], "rollout.engine.environment.RLBATCH_LAUNCH: tells each rank who it is"),
         (['cluster.environment.A="a\nb"'], "cluster.environment.A='a\\nb': must be one line of printable text."),
         (
             ["cluster.environment.A=[1,2]"],

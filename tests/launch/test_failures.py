@@ -43,14 +43,20 @@ def test_the_first_is_the_first_where_nothing_can_be_written(tmp_path: Path, cap
     assert capfd.readouterr().err.count("\n") == 1
 
 
-def test_processes_of_a_launcher_decide_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who takes the byte was first."""
+def test_processes_of_a_launcher_decide_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Who takes the byte was first, and is told alone."""
     reading, writing = os.pipe2(os.O_NONBLOCK)
     os.write(writing, b"!")
     monkeypatch.setenv(WORD_VARIABLE, str(reading))
     claimed = [report_failure(tmp_path / name, 0, RewardError("reward=x: raised")) for name in ("gone", "gone", "other")]
     assert claimed == [True, False, False]
     assert report_failure(tmp_path, 0, RewardError("where there is a record it decides"))
+    told = capfd.readouterr().err
+    assert "reward=x: raised" in told
+    assert "it decides" not in told
+    assert read_first_error(tmp_path) is not None
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"rank": 1'])
