@@ -91,7 +91,7 @@ def _nodes(count: int) -> str:
 
 def _hardware(config: Config) -> str:
     cluster = config.cluster
-    if not cluster.gres:
+    if not on_gpu(config):
         return " (CPU)"
     gpu = f" {cluster.gpu or 'GPUs'}"
     each = [f"{cluster.gpu_memory_gib:g} GiB a GPU"] if cluster.gpu_memory_gib else []

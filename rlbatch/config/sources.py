@@ -106,7 +106,10 @@ def _store(group: str, name: str, file: Path) -> None:
 
 
 def _read(group: str, file: Path) -> tuple[Mapping[str, Any], str | None]:
-    """A choice's tree, and where it belongs: None: below its group."""
+    """A choice's tree, and where it belongs: None: below its group, as in Hydra's files without a header."""
     header = _HEADER.search(read_text(file, CORRECT))
     package = header[1] if header else None
-    return read_yaml(file, group if package is None else package.replace(_GLOBAL, "")), package
+    tree = read_yaml(file, group if package is None else package.replace(_GLOBAL, ""))
+    if package is None and group in tree:
+        raise ConfigError(f"{file}:1: has a section `{group}`, so its keys are whole. Begin the file with the line `# @package {_GLOBAL}`.")
+    return tree, package

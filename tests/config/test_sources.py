@@ -45,6 +45,13 @@ def test_own_clusters_are_choices(folder: str) -> None:
         compose(["+cluster=mine"])
 
 
+def test_a_cluster_without_the_header(folder: str, tmp_path: Path) -> None:
+    """Whole keys without the line that says so are told which line, not each key as unknown."""
+    (tmp_path / "clusters/mine.yaml").write_text(MINE.partition("\n")[2])
+    with pytest.raises(ConfigError, match=r"mine\.yaml:1: has a section `cluster`.* Begin the file with the line `# @package _global_`\."):
+        compose([f"cluster_dir={folder}", "+cluster=mine"])
+
+
 def test_own_clusters_are_listed(folder: str) -> None:
     """Where choices are, and where a name is unknown."""
     assert {"mine", "template"} <= set(group_choices(folder)["cluster"])
