@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -16,6 +17,9 @@ T = TypeVar("T")
 
 MISSING_VALUE = "???"
 """How a yaml file says that the user must give a value (OmegaConf's convention)."""
+
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")
+"""What no path may hold, and bytes of the command line that are not UTF-8."""
 
 MOST_LISTED = 20
 """Keys that a message lists."""
@@ -166,6 +170,8 @@ def _example(limits: Range, default: Any) -> Any:
 def _checked(hint: Any, value: Any, key: str) -> Any:
     if get_origin(hint) is Annotated:
         hint = get_args(hint)[0]
+    if isinstance(value, str) and _NO_TEXT.search(value):
+        raise ConfigError(f"{key}={ascii(value)}: must be text in UTF-8, without NUL. Rename what it names.")
     if value == MISSING_VALUE:
         raise ConfigError(f"{key}: has no value. Give one: {key}=<{_words(hint)}>.")
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
