@@ -171,7 +171,7 @@ def _checked(hint: Any, value: Any, key: str) -> Any:
     if get_origin(hint) is Annotated:
         hint = get_args(hint)[0]
     if isinstance(value, str) and _NO_TEXT.search(value):
-        raise ConfigError(f"{key}={ascii(value)}: must be text in UTF-8, without NUL. Rename what it names.")
+        raise ConfigError(f"{key}={value!a}: must be text in UTF-8, without NUL. Rename what it names.")
     if value == MISSING_VALUE:
         raise ConfigError(f"{key}: has no value. Give one: {key}=<{_words(hint)}>.")
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
