@@ -144,5 +144,10 @@ def check_engines(config: Config, ranks: int, *, takes_options: bool) -> int:
         raise ConfigError(f"rollout.engine.{key}: rollout={name} has no engine with options of its own. Choose another rollout.")
     if ranks < 1 or world % ranks:
         key = f"rollout.options.gpus_per_engine={ranks}" if takes_options else f"rollout={name}: {ranks} ranks share an engine"
-        raise ConfigError(f"{key}: must be at least 1 and divide layout.world_size={world}. Change either.")
+        fix = (
+            f"Give it {ranks} ranks or more: layout.world_size={ranks}, or a +cluster=<name>, which brings a layout."
+            if ranks > world
+            else "Change either."
+        )
+        raise ConfigError(f"{key}: must be at least 1 and divide layout.world_size={world}. {fix}")
     return ranks

@@ -67,8 +67,9 @@ def closest(name: str, known: Iterable[str]) -> list[str]:
     beside = {other.rpartition(".")[2]: other for other in names if other.rpartition(".")[0] == section}
     # With the section right, comparing whole names would call all its keys similar.
     similar = [beside[match] for match in difflib.get_close_matches(last, beside)] if beside else difflib.get_close_matches(name, names)
+    same = [other for other in names if other.lower() == name.lower()]
     same_end = [other for other in names if other.endswith(f".{last}")]
-    return list(dict.fromkeys(same_end + similar))[:3]
+    return list(dict.fromkeys(same + same_end + similar))[:3]
 
 
 def unknown_key(key: str, known: Iterable[str]) -> ConfigError:

@@ -85,6 +85,7 @@ def test_closest_prefers_the_same_last_part() -> None:
     """A key without its section is completed before similar spellings are offered."""
     assert closest("steps", ["stepz", "train.steps"]) == ["train.steps", "stepz"]
     assert closest("qqq", ["train.steps"]) == []
+    assert closest("vLLM", ["sglang", "vllm"]) == ["vllm"]
 
 
 def test_values_are_shown_as_typed() -> None:

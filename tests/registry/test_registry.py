@@ -313,7 +313,8 @@ def test_failed_file_leaves_no_module(plugin: Write) -> None:
         (["rollout.engine.max_num_seqs=4"], "rollout.engine.max_num_seqs: rollout=transformers has no engine with options of its own. "),
         (
             ["rollout=vllm", "rollout.options.gpus_per_engine=3"],
-            "rollout.options.gpus_per_engine=3: must be at least 1 and divide layout.world_size=2. ",
+            "rollout.options.gpus_per_engine=3: must be at least 1 and divide layout.world_size=2. "
+            "Give it 3 ranks or more: layout.world_size=3, or ",
         ),
         (["rollout=vllm", "rollout.options.gpus_per_engine=0"], "rollout.options.gpus_per_engine=0: must be greater than 0. "),
     ],
