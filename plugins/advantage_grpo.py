@@ -19,13 +19,13 @@ def grpo(inputs: AdvantageInputs) -> Tensor:
     A group of one sample keeps its raw reward. A group of equal rewards gets exactly 0.
 
     Returns:
-        [N] float32.
+        [N] float64.
     """
     centred, group, sizes = _centred(inputs)
     squares = centred.new_zeros(len(sizes)).index_add(0, group, centred.square())
     std = (squares / (sizes - 1).clamp(min=1)).sqrt()
     normalised = centred / (std[group] + STD_EPS)
-    return normalised.where(sizes[group] > 1, centred).float()
+    return normalised.where(sizes[group] > 1, centred)
 
 
 def dr_grpo(inputs: AdvantageInputs) -> Tensor:
@@ -35,9 +35,9 @@ def dr_grpo(inputs: AdvantageInputs) -> Tensor:
     A group of one sample keeps its raw reward.
 
     Returns:
-        [N] float32.
+        [N] float64.
     """
-    return _centred(inputs)[0].float()
+    return _centred(inputs)[0]
 
 
 def _centred(inputs: AdvantageInputs) -> tuple[Tensor, Tensor, Tensor]:

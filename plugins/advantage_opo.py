@@ -17,13 +17,13 @@ def opo(inputs: AdvantageInputs) -> Tensor:
     A group of one sample keeps its raw reward. Equal rewards give exactly 0.
 
     Returns:
-        [N] float32.
+        [N] float64.
     """
     rewards, group, sizes = inputs.in_groups()
     lengths = inputs.lengths.double()
     zeros = rewards.new_zeros(len(sizes))
     baselines = zeros.index_add(0, group, lengths * rewards) / zeros.index_add(0, group, lengths)
-    return (rewards - baselines.where(sizes > 1, 0.0)[group]).float()
+    return rewards - baselines.where(sizes > 1, 0.0)[group]
 
 
 @hookimpl

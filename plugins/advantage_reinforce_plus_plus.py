@@ -19,13 +19,13 @@ def reinforce_plus_plus(inputs: AdvantageInputs) -> Tensor:
     Without a KL penalty in the reward every token of a sample has the sample's reward as its return.
 
     Returns:
-        [T] float32.
+        [T] float64.
     """
     from torch import cat
 
     # Sample by sample: differences of sums over the whole step would have the rounding of its largest reward.
     samples = inputs.token_rewards.split(inputs.lengths.tolist())
-    return _whiten(cat([rewards.flip(0).cumsum(0).flip(0) for rewards in samples])).float()
+    return _whiten(cat([rewards.flip(0).cumsum(0).flip(0) for rewards in samples]))
 
 
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> Tensor:
@@ -34,12 +34,12 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> Tensor:
     A group of one sample enters with its raw reward.
 
     Returns:
-        [T] float32.
+        [T] float64.
     """
     rewards, group, sizes = inputs.in_groups()
     means = rewards.new_zeros(len(sizes)).index_add(0, group, rewards) / sizes
     centred = rewards - means.where(sizes > 1, 0.0)[group]
-    return _whiten(centred.repeat_interleave(inputs.lengths)).float()
+    return _whiten(centred.repeat_interleave(inputs.lengths))
 
 
 def _whiten(values: Tensor) -> Tensor:

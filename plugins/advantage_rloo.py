@@ -17,12 +17,12 @@ def rloo(inputs: AdvantageInputs) -> Tensor:
     A group of one sample keeps its raw reward. Equal rewards give exactly 0.
 
     Returns:
-        [N] float32.
+        [N] float64.
     """
     rewards, group, sizes = inputs.in_groups()
     totals = rewards.new_zeros(len(sizes)).index_add(0, group, rewards)
     others: Tensor = (totals[group] - rewards) / (sizes[group] - 1).clamp(min=1)
-    return (rewards - others).float()
+    return rewards - others
 
 
 @hookimpl

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rlbatch.api import AdvantageEstimator, AdvantageInputs, PluginError
+from rlbatch.api import AdvantageEstimator, AdvantageInputs, ModelError, PluginError
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
@@ -50,13 +50,20 @@ def token_advantages(
 
     Raises:
         PluginError: no tensor, another shape, or a value that is not finite, or not in float32.
+        ModelError: the KL to the reference is not finite.
     """
     rewards, lengths = inputs.rewards.clone(), inputs.lengths.clone()
+    if not rewards.isfinite().all():
+        first = int((~rewards.isfinite()).nonzero()[0])
+        raise ModelError(
+            f"algorithm.kl_reward_coef: the reward of {sample_name(first)} less its KL must be finite, is {float(rewards[first])}. "
+            "The policy is too far from its reference: lower optimizer.lr, or use algorithm.kl_kind=k1."
+        )
     answer = estimator(inputs)
     samples, tokens = len(lengths), int(lengths.sum())
     asked = f"Return a real tensor [{samples}] or [{tokens}]."
-    if not isinstance(answer, Tensor) or answer.is_complex():
-        kind = f"a tensor of {answer.dtype}" if isinstance(answer, Tensor) else type(answer).__name__
+    if not isinstance(answer, Tensor) or answer.is_complex() or answer.layout != torch.strided or answer.is_meta:
+        kind = f"a tensor of {answer.dtype} ({answer.layout}, {answer.device})" if isinstance(answer, Tensor) else type(answer).__name__
         raise PluginError(f"algorithm.advantage={name}: returned {kind} for {samples} samples with {tokens} tokens. {asked}")
     if tuple(answer.shape) not in ((samples,), (tokens,)):
         raise PluginError(

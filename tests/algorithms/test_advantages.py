@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlbatch.algorithms.advantages import advantage_inputs, token_advantages
-from rlbatch.api import AdvantageInputs, PluginError
+from rlbatch.api import AdvantageInputs, ModelError, PluginError
 
 REWARDS = torch.tensor([1.0, 0.0, 0.5], dtype=torch.float64)
 GROUPS = torch.tensor([4, 4, 2])
@@ -63,7 +63,9 @@ def test_what_an_estimator_writes_stays_with_it() -> None:
         (torch.tensor(0.0), r"shape \[\]"),
         ([0.0, 0.0, 0.0], "list"),
         (None, "NoneType"),
-        (torch.zeros(3, dtype=torch.complex64), r"a tensor of torch\.complex64"),
+        (torch.zeros(3, dtype=torch.complex64), r"a tensor of torch\.complex64 \(torch\.strided, cpu\)"),
+        (torch.zeros(3).to_sparse(), r"a tensor of torch\.float32 \(torch\.sparse_coo, cpu\)"),
+        (torch.zeros(3, device="meta"), r"a tensor of torch\.float32 \(torch\.strided, meta\)"),
     ],
 )
 def test_what_is_no_advantage_is_refused(answer: Any, told: str) -> None:
@@ -86,6 +88,14 @@ def test_values_that_are_not_finite_are_refused(value: float, size: int) -> None
         f"algorithm.advantage=own: 1 of {size} advantages are not finite, the first is {value} for prompt 7 sample 2, whose reward is 0.5; "
         "rewards go from 0 to 1. Mend the estimator: all rewards are finite."
     )
+
+
+@pytest.mark.parametrize("kl", [float("nan"), float("inf")])
+def test_a_kl_that_is_not_finite_is_not_the_estimators_fault(kl: float) -> None:
+    """The sample is told."""
+    inputs = advantage_inputs(REWARDS, GROUPS, LENGTHS, torch.tensor([0.0, kl, 0.0, 0.0, 0.0, 0.0]), 0.1)
+    with pytest.raises(ModelError, match=r"^algorithm\.kl_reward_coef: the reward of sample 0 less its KL must be finite"):
+        token_advantages("own", lambda i: i.rewards, inputs)
 
 
 def test_advantages_beyond_float32_are_the_rewards_fault() -> None:

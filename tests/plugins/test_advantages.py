@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlbatch.api import AdvantageEstimator
+from rlbatch.algorithms.advantages import token_advantages
+from rlbatch.api import AdvantageEstimator, PluginError
 from rlbatch_plugins import advantage_grpo, advantage_opo, advantage_reinforce_plus_plus, advantage_rloo
 from tests.plugins.advantage_cases import Case
 
@@ -24,7 +25,7 @@ def test_equal_rewards_teach_nothing(estimator: AdvantageEstimator, size: int) -
     for reward in (0.1, 1 / 3, 0.7, 3e38, -1e8 - 0.1):
         advantages = estimator(Case([reward] * size, [size], [1 + 3 * i % 5 for i in range(size)]).inputs())
         assert not advantages.any()
-        assert advantages.dtype == torch.float32
+        assert advantages.dtype == torch.float64
 
 
 @every_estimator
@@ -33,7 +34,7 @@ def test_what_rewards_have_in_common_does_not_matter(estimator: AdvantageEstimat
     """Rewards of 1e8, 1e8 + 1 and 1e8 + 2 differ as 0, 1 and 2 do."""
     rewards, lengths = [0.0, 1.0, 2.0, 5.0, 5.0, 7.0], [3, 1, 2, 2, 4, 1]
     small, large = (estimator(Case([r + c for r in rewards], [3, 3], lengths).inputs()) for c in (0.0, common))
-    torch.testing.assert_close(large, small)
+    torch.testing.assert_close(large.float(), small.float())
     assert small.abs().max() > 1
 
 
@@ -44,6 +45,15 @@ def test_large_rewards_are_only_scaled(estimator: AdvantageEstimator) -> None:
     medium, large = (estimator(Case([r * scale for r in rewards], [3, 3], lengths).inputs()) for scale in (1e6, 1e38))
     scale = 1e32 if large.abs().max() > 100 else 1.0
     torch.testing.assert_close(large.double() / scale, medium.double(), rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_rewards_too_far_apart_are_to_be_scaled(name: str) -> None:
+    """What float32 does not hold is the rewards' fault, not the estimator's."""
+    try:
+        token_advantages(name, ESTIMATORS[name], Case([3e38, -3e38, 0.0, 0.0], [2, 2], [1, 2, 3, 1]).inputs())
+    except PluginError as error:
+        assert str(error).endswith("Scale the rewards.")
 
 
 @every_estimator
