@@ -131,6 +131,7 @@ def test_nothing_embedded_for_a_model_of_ones_own(
             "layout.etp_size=1: with ep_size 1 it must equal tp_size (2), else stock Megatron's expert gradients are silently wrong",
         ),
         (["model.hf=absent"], "absent/config.json: not there. A Hugging Face folder holds"),
+        (["model.hf=Qwen/Qwen3-30B-A3B"], "Nothing is downloaded: `hf download <name> --local-dir <folder>` does that."),
         (["data.train=absent.jsonl"], "absent.jsonl"),
         (["data.train=empty.jsonl"], "empty.jsonl:1: "),
         (["data.eval=malformed.jsonl"], "malformed.jsonl:2: "),

@@ -19,4 +19,5 @@ def read_config(folder: Path) -> Mapping[str, Any]:
     try:
         return read_json(path, "Download the folder again.")
     except MissingFileError:
-        raise MissingFileError(f"{path}: not there. A Hugging Face folder holds config.json, a tokenizer and *.safetensors.") from None
+        hub = "" if folder.is_dir() else " Nothing is downloaded: `hf download <name> --local-dir <folder>` does that."
+        raise MissingFileError(f"{path}: not there. A Hugging Face folder holds config.json, a tokenizer and *.safetensors.{hub}") from None
