@@ -94,19 +94,24 @@ def _parse(text: str) -> Override:
     try:
         return OverridesParser.create().parse_override(text)
     except (HydraException, ValueError, RecursionError) as error:  # a number of thousands of digits
-        key, equals, _ = text.partition("=")
-        own = key.strip("-").replace("-", "_")
-        if text.endswith(".py"):
-            fix = f"Python files are given as plugins=[{text}]."
-        elif key.startswith("-") or not equals:
-            fix = f"Keys have no dashes before them and a value behind them: {own}=<value>. --help lists them."
-        else:
-            fix = "Quote values with special characters: 'key=\"value\"'."
-        raise ConfigError(f"`{text}`: not of the form key=value. {fix}") from error
+        raise ConfigError(f"`{text}`: not of the form key=value. {_how_to_write(text)}") from error
 
 
 def _is_any_of(key: str, options: Collection[str]) -> bool:
     return key in options or any(key.startswith(f"{option}.") for option in options)
+
+
+def _how_to_write(text: str) -> str:
+    """What was typed as an option, a file or a word, as a key and its value."""
+    typed, equals, _ = text.partition("=")
+    key = typed.strip("-").replace("-", "_")
+    if text.endswith(".py") and not equals:
+        return f"Python files are given as plugins=[{text}]."
+    if equals and not typed.startswith("-"):
+        return "Quote values with special characters: 'key=\"value\"'."
+    return (
+        f"Write {key}=<value>." if key in {doc.name for doc in key_docs(Config)} else "Keys have no dashes before them; --help lists them."
+    )
 
 
 def _is_value(text: str) -> bool:

@@ -117,10 +117,10 @@ def test_plugin_without_yaml() -> None:
         ("foo.bar=1", "foo.bar: unknown key. Known: seed, run_dir, "),
         (
             "train.steps",
-            "`train.steps`: not of the form key=value. Keys have no dashes before them and a value behind them: train.steps=<value>.",
+            "`train.steps`: not of the form key=value. Write train.steps=<value>.",
         ),
-        ("--steps=3", "`--steps=3`: not of the form key=value."),
-        ("--dry-run", "`--dry-run`: not of the form key=value. Keys have no dashes before them and a value behind them: dry_run=<value>."),
+        ("--steps=3", "`--steps=3`: not of the form key=value. Keys have no dashes before them; --help lists them."),
+        ("--dry-run", "`--dry-run`: not of the form key=value. Write dry_run=<value>."),
         ("my_reward.py", "`my_reward.py`: not of the form key=value. Python files are given as plugins=[my_reward.py]."),
         ("data.train=${oops}", "oops"),
         ("experiment=hf", "model.hf: has no value. Give one: model.hf=<text>."),
