@@ -80,7 +80,7 @@ def launch(folder: Path, ranks: int) -> int:
     """What ``rlbatch.submit`` does once a job is checked."""
     from rlbatch.config.compose import save_config
     from rlbatch.config.schema import Config, LayoutConfig
-    from rlbatch.launch.local import run_local
+    from rlbatch.launch.starters.local import run_local
 
     config = Config(layout=LayoutConfig(world_size=ranks))
     save_config(config, folder / "config.yaml")
@@ -90,24 +90,24 @@ def launch(folder: Path, ranks: int) -> int:
 def our_rank(folder: Path) -> None:
     """What ``rlbatch.run`` does before it builds the model, without preflight."""
     from rlbatch.config.compose import load_config
-    from rlbatch.launch.environment import RankInfo
-    from rlbatch.launch.failures import reporting_failures
-    from rlbatch.launch.guardian import guarded
-    from rlbatch.launch.interfaces import set_interface
-    from rlbatch.launch.rendezvous import join, launch_word
-    from rlbatch.launch.signals import StopNotice
-    from rlbatch.launch.watchdog import Watchdog
+    from rlbatch.launch.membership.rendezvous import join, launch_word
+    from rlbatch.launch.membership.watchdog import Watchdog
+    from rlbatch.launch.ranks.interfaces import set_interface
+    from rlbatch.launch.ranks.rank_info import RankInfo
+    from rlbatch.launch.records.failures import reporting_failures
+    from rlbatch.launch.shutdown.guardian import guarded
+    from rlbatch.launch.shutdown.signals import StopNotice
 
     config = load_config(folder / "config.yaml")
     info = RankInfo.from_environment()
     with guarded(StopNotice(), lambda how, told: None, lambda held: None), reporting_failures(folder, info.rank):
         meeting = join(info, folder, config, launch_word())
         with Watchdog(config.launch, meeting, folder) as watchdog, watchdog.phase("start"):
-            from rlbatch.launch.job_store import open_store
-            from rlbatch.launch.process_group import process_group
+            from rlbatch.launch.membership.process_group import process_group
+            from rlbatch.launch.membership.store import open_store
 
             hosts = watchdog.wait_for_ranks()
-            store = open_store(meeting.info, config.launch.rendezvous_timeout_s, hosts, meeting.store_socket, meeting.life.token)
+            store = open_store(meeting.info, config.launch.rendezvous_timeout_s, hosts, meeting.store_socket, meeting.attempt.token)
             watchdog.seal_store()
             set_interface(meeting.interface, is_chosen=False)
             with process_group(store, config.launch.collective_timeout_s):

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlbatch.engines.mapping import HostMemory
-from rlbatch.engines.packing import aligned, place, view
+from rlbatch.engines.transfer.buckets import aligned, place, view
+from rlbatch.engines.transfer.shared_memory import HostMemory
 
 GIB = 2**30
 COMMON = {

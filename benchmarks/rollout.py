@@ -18,8 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rlbatch.engines.host import Send
-from rlbatch.engines.wire import pack_ints, unpack_ints
+from rlbatch.engines.host.server import Send
+from rlbatch.engines.protocol.frames import pack_ints, unpack_ints
 from rlbatch_plugins.vllm_host.engine import VllmEngine
 
 ENGINE = {"max_model_len": 512, "max_num_seqs": 512}
@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> None:
     """Runs the benchmark."""
     from benchmarks.models import random_model
     from rlbatch.api import Prompt, RolloutContext, SamplingParams
-    from rlbatch.engines.rollout import HostedRollout
+    from rlbatch.engines.backend.hosted import HostedRollout
     from rlbatch.weights.sync import buckets
     from rlbatch_plugins.rollout_vllm import VllmOptions, program
 

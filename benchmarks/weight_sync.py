@@ -26,7 +26,7 @@ import torch
 
 from benchmarks.models import RandomModel, random_model
 from rlbatch.api import RolloutContext
-from rlbatch.engines.rollout import HostedRollout
+from rlbatch.engines.backend.hosted import HostedRollout
 from rlbatch.weights.sync import buckets
 from rlbatch_plugins.rollout_vllm import VllmOptions, vllm_rollout
 

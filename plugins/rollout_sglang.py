@@ -11,11 +11,9 @@ from functools import partial
 from typing import Any
 
 from rlbatch.api import ConfigError, Configurable, EngineShape, RolloutContext, hookimpl
-from rlbatch.engines.checks import check_options
-from rlbatch.engines.expert_parallel import ExpertParallelRollout
-from rlbatch.engines.installed import look
-from rlbatch.engines.option_names import refusal
-from rlbatch.engines.rollout import (
+from rlbatch.engines.backend.checks import check_options
+from rlbatch.engines.backend.expert_parallel import ExpertParallelRollout
+from rlbatch.engines.backend.hosted import (
     EngineProgram,
     HostedOptions,
     hosted_shape,
@@ -27,9 +25,11 @@ from rlbatch.engines.rollout import (
     variables_of,
     visible_devices,
 )
+from rlbatch.engines.client.installed import look
+from rlbatch.engines.host.option_names import refusal
 
 from .sglang_host import versions
-from .sglang_host.options import CLASSES, CONTEXT_SPARE, DECIDED, LISTED, SOURCE, unsafe
+from .sglang_host.engine_options import CLASSES, CONTEXT_SPARE, DECIDED, LISTED, SOURCE, unsafe
 
 HOST = "rlbatch_plugins.sglang_host.engine:SglangEngine"
 ENTRY_POINTS = {"sglang.srt.plugins": ["rlbatch = rlbatch_plugins.sglang_host.plugin:register"]}

@@ -10,12 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from rlbatch.api import ConfigError, Configurable, EngineShape, RolloutContext, hookimpl
-from rlbatch.engines.checks import check_options
-from rlbatch.engines.expert_parallel import ExpertParallelRollout
-from rlbatch.engines.installed import look
-from rlbatch.engines.option_names import refusal
-from rlbatch.engines.reserved_port import ReservedPort, agreed_port
-from rlbatch.engines.rollout import (
+from rlbatch.engines.backend.checks import check_options
+from rlbatch.engines.backend.expert_parallel import ExpertParallelRollout
+from rlbatch.engines.backend.hosted import (
     EngineProgram,
     HostedOptions,
     hosted_shape,
@@ -26,9 +23,12 @@ from rlbatch.engines.rollout import (
     variables_of,
     visible_devices,
 )
+from rlbatch.engines.backend.reserved_port import ReservedPort, agreed_port
+from rlbatch.engines.client.installed import look
+from rlbatch.engines.host.option_names import refusal
 
 from .vllm_host import versions
-from .vllm_host.options import CLASSES, CPU_HEAD_SIZES, DECIDED, LISTED, SOURCE
+from .vllm_host.engine_options import CLASSES, CPU_HEAD_SIZES, DECIDED, LISTED, SOURCE
 
 HOST = "rlbatch_plugins.vllm_host.engine:VllmEngine"
 ENTRY_POINTS = {"vllm.general_plugins": ["rlbatch = rlbatch_plugins.vllm_host.plugin:register"]}

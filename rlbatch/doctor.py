@@ -23,11 +23,11 @@ import rlbatch
 from rlbatch.api import RlbatchError
 from rlbatch.api.exit_codes import DONE, FAILED, REFUSED
 from rlbatch.config.schema import Config
-from rlbatch.engines.installed import look
-from rlbatch.launch.environment import visible_gpus
-from rlbatch.launch.interfaces import addresses_of, own_address
-from rlbatch.launch.mpirun import find_mpi
-from rlbatch.launch.node_facts import GIB, driver, host_memory, shared_memory
+from rlbatch.engines.client.installed import look
+from rlbatch.launch.preflight.node_facts import GIB, driver, host_memory, shared_memory
+from rlbatch.launch.ranks.interfaces import addresses_of, own_address
+from rlbatch.launch.ranks.rank_info import visible_gpus
+from rlbatch.launch.starters.mpirun import find_mpi
 from rlbatch.plan.memory import NODE_SHM_GIB
 from rlbatch.registry import DISTRIBUTION, Registry, compose_job
 

@@ -11,16 +11,16 @@ from pathlib import Path
 
 from rlbatch.api import ModelFamily, RlbatchError
 from rlbatch.api.exit_codes import DONE, REFUSED
-from rlbatch.config.convert import key_docs, show_value
 from rlbatch.config.schema import Config
-from rlbatch.launch.cluster_variables import cluster_variables
-from rlbatch.launch.mpirun import Mpi, find_mpi, mpi_job, mpirun_variables
-from rlbatch.launch.notice import checkpoint_bytes, notice_s
-from rlbatch.launch.sbatch import NOTICE_SIGNAL, job_name
+from rlbatch.config.structured import key_docs, show_value
+from rlbatch.launch.shutdown.grace_period import checkpoint_bytes, notice_s
+from rlbatch.launch.starters.cluster_variables import cluster_variables
+from rlbatch.launch.starters.mpirun import Mpi, find_mpi, mpi_job, mpirun_variables
+from rlbatch.launch.starters.sbatch import NOTICE_SIGNAL, job_name
 from rlbatch.plan.engine_memory import Demand
 from rlbatch.plan.layout import degrees
 from rlbatch.plan.memory import PHASES, Peak, memory_floor
-from rlbatch.plan.placement import place, stages
+from rlbatch.plan.nodes import place, stages
 from rlbatch.prepare import (
     engine_plan,
     find_problems,

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from rlbatch.api import ConfigError, RlbatchError
 from rlbatch.api.exit_codes import REFUSED
-from rlbatch.launch.batch_queue import JobState
-from rlbatch.launch.failures import read_first_error
-from rlbatch.launch.follow import follow
-from rlbatch.launch.job_record import JobRecord, find_record, read_records
-from rlbatch.launch.output import end_with_reader, keep_output, shown
+from rlbatch.launch.jobs.follow import follow
+from rlbatch.launch.jobs.record import JobRecord, find_record, read_records
+from rlbatch.launch.records.failures import read_first_error
+from rlbatch.launch.records.output import end_with_reader, keep_output, shown
+from rlbatch.launch.slurm.queue import JobState
 
 LISTED = 20
 ERROR_COLUMNS = 100

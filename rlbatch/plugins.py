@@ -10,8 +10,8 @@ from textwrap import wrap
 from rlbatch.api import RlbatchError
 from rlbatch.api.exit_codes import REFUSED
 from rlbatch.config.compose import compose
-from rlbatch.config.convert import key_docs, show_value
-from rlbatch.launch.output import end_with_reader, keep_output, shown
+from rlbatch.config.structured import key_docs, show_value
+from rlbatch.launch.records.output import end_with_reader, keep_output, shown
 from rlbatch.registry import Registry, load_plugins
 from rlbatch.tables import Entry, Supplier
 

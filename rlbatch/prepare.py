@@ -19,11 +19,11 @@ from rlbatch.config.compose import CONFIG_FILE, load_config, save_config
 from rlbatch.config.hf_config import read_config
 from rlbatch.config.paths import check_variable, paths_of
 from rlbatch.config.schema import EMBEDDED, Config
-from rlbatch.launch.container import RUN_FOLDER, check_container
-from rlbatch.launch.environment import visible_gpus
-from rlbatch.launch.interfaces import addresses_of
-from rlbatch.launch.mpirun import read_hosts
-from rlbatch.launch.run_mark import read_mark
+from rlbatch.launch.ranks.interfaces import addresses_of
+from rlbatch.launch.ranks.rank_info import visible_gpus
+from rlbatch.launch.records.run_id import read_mark
+from rlbatch.launch.starters.container import RUN_FOLDER, check_container
+from rlbatch.launch.starters.mpirun import read_hosts
 from rlbatch.pipeline.model_folder import check_model_folder
 from rlbatch.pipeline.weights_check import check_first_weights, check_resumed
 from rlbatch.plan.engine_memory import Demand, demand
@@ -31,8 +31,8 @@ from rlbatch.plan.engine_plan import EnginePlan
 from rlbatch.plan.engine_precision import check_device, engine_quantization
 from rlbatch.plan.fit import check_fit
 from rlbatch.plan.layout import check_expert_widths, check_layout
+from rlbatch.plan.nodes import Placement, place
 from rlbatch.plan.parameters import ModelSize
-from rlbatch.plan.placement import Placement, place
 from rlbatch.registry import Registry
 from rlbatch.run_dir import check_run_dir, run_dir_path, taken_run_dir
 

@@ -45,9 +45,9 @@ from rlbatch.api import (
 )
 from rlbatch.config.check import check_engines
 from rlbatch.config.compose import compose
-from rlbatch.config.convert import key_docs, to_plain
 from rlbatch.config.paths import absolute, files_there, here, paths_of, with_absolute_paths, with_paths_there
 from rlbatch.config.schema import Config
+from rlbatch.config.structured import key_docs, to_plain
 from rlbatch.plugin_files import load_plugin_file
 from rlbatch.tables import Entry, Supplier, Table, check_callable
 

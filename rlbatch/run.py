@@ -19,25 +19,25 @@ from rlbatch.api import ConfigError, RlbatchError
 from rlbatch.api.exit_codes import FAILED, REFUSED, STOPPED
 from rlbatch.config.compose import CONFIG_FILE, load_config
 from rlbatch.config.schema import Config
-from rlbatch.launch import guardian
-from rlbatch.launch.allocator import set_allocator
-from rlbatch.launch.deaths import report_death, report_remains
-from rlbatch.launch.environment import RankInfo
-from rlbatch.launch.failures import FirstError, StoppedBySignal, has_failed, read_first_error, reporting_failures
-from rlbatch.launch.guardian import Told, guarded
-from rlbatch.launch.interfaces import set_interface
-from rlbatch.launch.lives import end_life
-from rlbatch.launch.logs import own_log
-from rlbatch.launch.own_job import slurm_job_id
-from rlbatch.launch.rendezvous import Meeting, join, launch_word
-from rlbatch.launch.requeue import go_on_later
-from rlbatch.launch.signals import Ending, StopNotice, find_ending, ignore_signals
+from rlbatch.launch.membership.rendezvous import Meeting, join, launch_word
+from rlbatch.launch.membership.watchdog import Watchdog
+from rlbatch.launch.ranks.allocator import set_allocator
+from rlbatch.launch.ranks.interfaces import set_interface
+from rlbatch.launch.ranks.rank_info import RankInfo
+from rlbatch.launch.records.attempts import end_attempt
+from rlbatch.launch.records.failures import FirstError, StoppedBySignal, has_failed, read_first_error, reporting_failures
+from rlbatch.launch.records.logs import own_log
+from rlbatch.launch.shutdown import guardian
+from rlbatch.launch.shutdown.deaths import report_death, report_remains
+from rlbatch.launch.shutdown.guardian import Told, guarded
+from rlbatch.launch.shutdown.requeue import go_on_later
+from rlbatch.launch.shutdown.signals import Ending, StopNotice, find_ending, ignore_signals
+from rlbatch.launch.slurm.current_job import slurm_job_id
 from rlbatch.launch.unfinished import complete
-from rlbatch.launch.watchdog import Watchdog
 from rlbatch.metrics.report import record_end
 
 if TYPE_CHECKING:
-    from rlbatch.launch.job_store import JobStore
+    from rlbatch.launch.membership.store import JobStore
     from rlbatch.metrics.run_log import RunLog
     from rlbatch.pipeline.loop import EarlyEnd
 
@@ -113,7 +113,7 @@ def _run_guarded(config: Config, run_dir: Path, info: RankInfo, notice: StopNoti
         with reporting_failures(run_dir, info.rank):
             own_log(run_dir, info.rank)
             meeting = join(info, run_dir, config, launch_word())
-            guardian.tell(token=meeting.life.token)
+            guardian.tell(token=meeting.attempt.token)
             with Watchdog(config.launch, meeting, run_dir) as watchdog:
                 log = _open_log(config, run_dir, meeting)
                 watchdog.on_rank_0_lost = partial(_lost, run_dir)
@@ -132,7 +132,7 @@ def _run_guarded(config: Config, run_dir: Path, info: RankInfo, notice: StopNoti
     if info.rank == 0:
         complete(run_dir)
     if info.rank == 0 and not early:
-        end_life(run_dir, info, config.train.steps, "finished")
+        end_attempt(run_dir, info, config.train.steps, "finished")
     if early and info.rank == 0:  # the others end with 0: Slurm would take another code for a failure, and end rank 0 before it is done
         _go_on_later(run_dir, config, info, early.step, early.ending)
         raise SystemExit(STOPPED)
@@ -168,16 +168,16 @@ def _run(config: Config, run_dir: Path, meeting: Meeting, watchdog: Watchdog, no
     with ExitStack() as stack, watchdog.reporting():
         with watchdog.phase("start"):
             log.phase("importing Megatron-core")
-            from rlbatch.launch.job_store import open_store
-            from rlbatch.launch.preflight import Preflight
-            from rlbatch.launch.process_group import process_group
+            from rlbatch.launch.membership.process_group import process_group
+            from rlbatch.launch.membership.store import open_store
+            from rlbatch.launch.preflight.checks import Preflight
             from rlbatch.pipeline.assemble import assemble
             from rlbatch.pipeline.loop import run
             from rlbatch.registry import load_plugins
 
             registry = load_plugins(config.plugins)
             hosts = watchdog.wait_for_ranks()
-            store = open_store(meeting.info, config.launch.rendezvous_timeout_s, hosts, meeting.store_socket, meeting.life.token)
+            store = open_store(meeting.info, config.launch.rendezvous_timeout_s, hosts, meeting.store_socket, meeting.attempt.token)
             watchdog.seal_store()
             set_interface(meeting.interface, is_chosen=bool(config.cluster.interface))
             preflight = Preflight(config, run_dir, store, registry)

@@ -16,11 +16,11 @@ from pathlib import Path
 
 from rlbatch.api import ConfigError, RlbatchError
 from rlbatch.config.schema import Config
-from rlbatch.launch.disk import telling_trouble
-from rlbatch.launch.job_record import read_record
-from rlbatch.launch.lock import run_folder_lock
-from rlbatch.launch.own_job import own_job_name
-from rlbatch.launch.run_mark import is_run_folder, mark
+from rlbatch.launch.jobs.record import read_record
+from rlbatch.launch.records.disk import telling_trouble
+from rlbatch.launch.records.lock import run_folder_lock
+from rlbatch.launch.records.run_id import is_run_folder, mark
+from rlbatch.launch.slurm.current_job import current_job_name
 from rlbatch.metrics.report import has_steps, record_end
 
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -118,7 +118,7 @@ def refuse_running_job(run_dir: Path) -> None:
         ConfigError: another job has it.
     """
     record = read_record(run_dir)
-    if record is None or not record.is_slurm or record.job_id == own_job_name():
+    if record is None or not record.is_slurm or record.job_id == current_job_name():
         return
     state = record.state()
     if not state.ended:

@@ -12,23 +12,23 @@ from pathlib import Path
 from rlbatch.api import ConfigError
 from rlbatch.api.exit_codes import FAILED
 from rlbatch.config.schema import Config
-from rlbatch.launch.batch_queue import job_state, queued_state
-from rlbatch.launch.cluster_variables import cluster_variables
-from rlbatch.launch.container import in_container, python, srun_options
-from rlbatch.launch.disk import telling_trouble
-from rlbatch.launch.failures import read_first_error
-from rlbatch.launch.follow import follow
-from rlbatch.launch.job_record import JobRecord, new_record, process_id
-from rlbatch.launch.local import run_local
-from rlbatch.launch.lock import run_folder_lock
-from rlbatch.launch.logs import LOGS, MERGED_LOG, rank_log
-from rlbatch.launch.mpirun import DRY_RUN, find_mpi, mpi_job, read_hosts, run_mpi
-from rlbatch.launch.notice import notice_s
-from rlbatch.launch.output import fall_back_to
-from rlbatch.launch.own_job import own_job_name
-from rlbatch.launch.sbatch import SRUN, batch_script, job_name
+from rlbatch.launch.jobs.follow import follow
+from rlbatch.launch.jobs.record import JobRecord, new_record, process_id
+from rlbatch.launch.records.disk import telling_trouble
+from rlbatch.launch.records.failures import read_first_error
+from rlbatch.launch.records.lock import run_folder_lock
+from rlbatch.launch.records.logs import LOGS, MERGED_LOG, rank_log
+from rlbatch.launch.records.output import fall_back_to
+from rlbatch.launch.shutdown.grace_period import notice_s
+from rlbatch.launch.slurm.current_job import current_job_name
+from rlbatch.launch.slurm.queue import job_state, queued_state
+from rlbatch.launch.starters.cluster_variables import cluster_variables
+from rlbatch.launch.starters.container import in_container, python, srun_options
+from rlbatch.launch.starters.local import run_local
+from rlbatch.launch.starters.mpirun import DRY_RUN, find_mpi, mpi_job, read_hosts, run_mpi
+from rlbatch.launch.starters.sbatch import SRUN, batch_script, job_name
 from rlbatch.metrics.report import record_end
-from rlbatch.plan.placement import place
+from rlbatch.plan.nodes import place
 from rlbatch.prepare import model_family, parameter_count, prepared_run
 from rlbatch.registry import Registry
 
@@ -60,7 +60,7 @@ def slurm_script(config: Config, run_dir: Path, parameters: float) -> str:
     Raises:
         ConfigError: ranks that do not fill nodes or a notice that is too long.
     """
-    from rlbatch.launch.executors import task_command
+    from rlbatch.launch.starters.submitit_executor import task_command
 
     notice = notice_s(config, parameters, run_dir)
     command = in_container(config.cluster, task_command(python(config.cluster), run_dir))
@@ -82,7 +82,7 @@ def _start_slurm(config: Config, registry: Registry) -> int:
         raise ConfigError(f"launcher=slurm: there is no sbatch on this machine. Submit from a login node of the cluster. {DRY_RUN}")
     place(config)
     with prepared_run(config, registry) as (config, run_dir):
-        from rlbatch.launch.executors import submit_batch
+        from rlbatch.launch.starters.submitit_executor import submit_batch
 
         (run_dir / LOGS).mkdir(exist_ok=True)
         size = parameter_count(config, model_family(config, registry, run_dir))
@@ -130,7 +130,7 @@ def _start_nothing(config: Config, registry: Registry) -> int:
     _check_allocation(config)
     with prepared_run(config, registry) as (config, run_dir):
         (run_dir / LOGS).mkdir(exist_ok=True)
-    job_id = own_job_name()
+    job_id = current_job_name()
     if job_id:
         new_record(job_id, "sbatch", job_name(config), run_dir, job_state(job_id).log)
     srun = ["srun", *SRUN, *srun_options(config.cluster, run_dir), *rank_command(config, run_dir)]

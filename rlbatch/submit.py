@@ -13,11 +13,11 @@ from textwrap import fill
 from rlbatch.api import PluginError, RlbatchError
 from rlbatch.api.exit_codes import REFUSED
 from rlbatch.config.choices import AUTO, choice_values, group_choices
-from rlbatch.config.convert import KeyDoc, key_docs, show_value
 from rlbatch.config.overrides import text_value
 from rlbatch.config.schema import EMBEDDED, Config
+from rlbatch.config.structured import KeyDoc, key_docs, show_value
 from rlbatch.dry_run import show
-from rlbatch.launch.output import end_with_reader, keep_output, shown
+from rlbatch.launch.records.output import end_with_reader, keep_output, shown
 from rlbatch.registry import compose_job, load_plugins
 from rlbatch.start import start
 

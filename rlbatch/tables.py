@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlbatch.api import ConfigError, NoOptions, PluginError
-from rlbatch.config.convert import closest, from_mapping
+from rlbatch.config.structured import closest, from_mapping
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rlbatch.api import Configurable, RolloutContext, hookimpl
-from rlbatch.engines.rollout import EngineProgram, HostedOptions, HostedRollout
+from rlbatch.engines.backend.hosted import EngineProgram, HostedOptions, HostedRollout
 
 
 def hosted(context: RolloutContext, options: HostedOptions) -> HostedRollout:

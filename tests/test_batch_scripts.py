@@ -15,7 +15,7 @@ import pytest
 
 from rlbatch.config.compose import compose, load_config
 from rlbatch.config.schema import Config
-from rlbatch.launch.sbatch import BEGINNING, ENDING, SRUN
+from rlbatch.launch.starters.sbatch import BEGINNING, ENDING, SRUN
 from rlbatch.prepare import parameter_count
 from rlbatch.registry import load_plugins
 from rlbatch.start import TASK_VARIABLES, slurm_script

@@ -16,10 +16,10 @@ import rlbatch.prepare
 import rlbatch.submit
 from rlbatch.api import ConfigError, EngineShape
 from rlbatch.config.compose import compose
-from rlbatch.launch import mpirun
+from rlbatch.launch.starters import mpirun
 from rlbatch.plan.engine_memory import demand
 from rlbatch.plan.engine_plan import EnginePlan
-from rlbatch.plan.placement import Placement
+from rlbatch.plan.nodes import Placement
 from rlbatch.registry import compose_job, load_plugins
 from tests.large_models import CONFIGS, write_model
 from tests.megatron.real_models import CONFIGS as PUBLISHED

@@ -15,10 +15,10 @@ import pytest
 
 from rlbatch.api import ConfigError
 from rlbatch.jobs import main
-from rlbatch.launch.environment import RankInfo
-from rlbatch.launch.failures import FirstError, claim
-from rlbatch.launch.job_record import JobRecord, index_path, new_record, read_records
-from rlbatch.launch.life import new_life, write_life
+from rlbatch.launch.jobs.record import JobRecord, index_path, new_record, read_records
+from rlbatch.launch.ranks.rank_info import RankInfo
+from rlbatch.launch.records.attempt import new_attempt, write_attempt
+from rlbatch.launch.records.failures import FirstError, claim
 from tests.fake_slurm import FakeSlurm
 
 
@@ -172,8 +172,8 @@ def test_a_run_that_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     run_dir.mkdir()
     dead = subprocess.Popen(["true"])
     dead.wait()
-    life = new_life(RankInfo(0, 1, 0, 1, 0, socket.gethostname()), "", ["127.0.0.1"], 1)
-    write_life(run_dir, replace(life, pid=dead.pid))
+    attempt = new_attempt(RankInfo(0, 1, 0, 1, 0, socket.gethostname()), "", ["127.0.0.1"], 1)
+    write_attempt(run_dir, replace(attempt, pid=dead.pid))
     (run_dir / "summary.json").write_text(json.dumps({"status": "running", "steps": 3}))
     said = shown(capsys, "show", "mine")
     assert f"job         pid{dead.pid} (mine), launcher local" in said

@@ -36,16 +36,16 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-def life(run_dir: Path, monkeypatch: pytest.MonkeyPatch, *events: tuple[str, int, str], overrides: tuple[str, ...] = ()) -> Ended:
-    """One life of the run, in which ranks signal themselves."""
+def attempt(run_dir: Path, monkeypatch: pytest.MonkeyPatch, *events: tuple[str, int, str], overrides: tuple[str, ...] = ()) -> Ended:
+    """One attempt of the run, in which ranks signal themselves."""
     monkeypatch.setenv("RLBATCH_TEST_SIGNALS", json.dumps(events))
     monkeypatch.setenv("RLBATCH_TEST_SLEEP_S", str(SLEEP_S))
     return submit(run_dir, *RUN, *SIGNALLING, "resume=auto", *overrides)
 
 
 def history(run_dir: Path) -> list[dict[str, Any]]:
-    lives: list[dict[str, Any]] = json.loads((run_dir / "lives.json").read_text())["lives"]
-    return lives
+    attempts: list[dict[str, Any]] = json.loads((run_dir / "attempts.json").read_text())["attempts"]
+    return attempts
 
 
 def assert_same(run_dir: Path, uninterrupted: Path) -> None:
@@ -59,11 +59,11 @@ def assert_same(run_dir: Path, uninterrupted: Path) -> None:
 
 def test_short_notices_twice_in_a_row(uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A notice shorter than the step, to one rank of two, in generation: the engine is interrupted, the state after the last step is saved,
-    and the next life samples only what was not finished. Then one in the evaluation after a step: it is left to the next life.
+    and the next attempt samples only what was not finished. Then one in the evaluation after a step: it is left to the next attempt.
     The end is bitwise that of a run that was not interrupted.
     """
     run_dir = tmp_path / "run"
-    ended = life(run_dir, monkeypatch, ("generation 2 1", 1, "SIGUSR1"), overrides=("launch.notice_s=1",))
+    ended = attempt(run_dir, monkeypatch, ("generation 2 1", 1, "SIGUSR1"), overrides=("launch.notice_s=1",))
     assert (ended.code, ended.stderr) == (STOPPED, "")
     assert f"SIGUSR1: stopped after step 1. To go on: the command that started it, with run_dir={run_dir} resume=auto." in ended.stdout
     assert latest(run_dir) == "step_000001"
@@ -72,19 +72,19 @@ def test_short_notices_twice_in_a_row(uninterrupted: Path, tmp_path: Path, monke
     kept = {path.name for path in (run_dir / "groups" / "step_000002").iterdir()}
     assert 1 <= len(kept) <= 3
 
-    ended = life(run_dir, monkeypatch, ("evaluation 0", 0, "SIGTERM"))
+    ended = attempt(run_dir, monkeypatch, ("evaluation 0", 0, "SIGTERM"))
     assert (ended.code, ended.stderr) == (STOPPED, "")
     assert "resumed after step 1" in ended.stdout
     assert "step 2: " in ended.stdout or len(kept) == 1
     assert latest(run_dir) == "step_000003"
     assert [step for step, _ in scalars(run_dir)["reward/eval"]] == [0]
 
-    ended = life(run_dir, monkeypatch)
+    ended = attempt(run_dir, monkeypatch)
     assert (ended.code, ended.stderr) == (0, "")
     assert "evaluating after step 3" in ended.stdout
     assert_same(run_dir, uninterrupted)
-    lives = history(run_dir)
-    assert [(entry["first_step"], entry["last_step"], entry["why"]) for entry in lives[:2]] == [(0, 1, "SIGUSR1"), (1, 3, "SIGTERM")]
+    attempts = history(run_dir)
+    assert [(entry["first_step"], entry["last_step"], entry["why"]) for entry in attempts[:2]] == [(0, 1, "SIGUSR1"), (1, 3, "SIGTERM")]
     assert list((run_dir / "groups").iterdir()) == []
     assert processes_of(run_dir) == []
 
@@ -94,21 +94,21 @@ def test_a_notice_while_the_weights_move(uninterrupted: Path, tmp_path: Path, mo
     The end is bitwise that of a run that was not interrupted.
     """
     run_dir = tmp_path / "run"
-    ended = life(run_dir, monkeypatch, ("start", 0, "SIGTERM"), ("start", 1, "SIGTERM"))
+    ended = attempt(run_dir, monkeypatch, ("start", 0, "SIGTERM"), ("start", 1, "SIGTERM"))
     assert ended.code != 0
     assert not (run_dir / "checkpoints").exists()
 
-    ended = life(run_dir, monkeypatch, ("update 1", 0, "SIGUSR2"), overrides=("launch.notice_s=1",))
+    ended = attempt(run_dir, monkeypatch, ("update 1", 0, "SIGUSR2"), overrides=("launch.notice_s=1",))
     assert (ended.code, ended.stderr) == (STOPPED, "")
     assert latest(run_dir) == "step_000002"
 
-    ended = life(run_dir, monkeypatch, ("save 4", 0, "SIGTERM"), overrides=("checkpoint.save_interval=4",))
+    ended = attempt(run_dir, monkeypatch, ("save 4", 0, "SIGTERM"), overrides=("checkpoint.save_interval=4",))
     assert ended.code == STOPPED
     assert ended.stderr.startswith("SIGTERM: all ranks ended.")
     assert latest(run_dir) == "step_000004"
     assert "stopped after step 4" in ended.stdout
 
-    ended = life(run_dir, monkeypatch)
+    ended = attempt(run_dir, monkeypatch)
     assert (ended.code, ended.stderr) == (0, "")
     assert "resumed after step 4" in ended.stdout
     assert_same(run_dir, uninterrupted)

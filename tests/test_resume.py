@@ -97,7 +97,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_that_was_killed_twice_ends_as_one_that_was_not(uninterrupted: Path, tmp_path: Path) -> None:
     """SIGKILL of all ranks within a save, then between saves. Bitwise the same at the end: tensors of the checkpoint, samples, metrics,
-    schedule, place in the prompts; each step once in TensorBoard; rewards of the first life in summary.json.
+    schedule, place in the prompts; each step once in TensorBoard; rewards of the first attempt in summary.json.
     """
     run_dir = tmp_path / "run"
     checkpoints = run_dir / "checkpoints"

@@ -100,9 +100,9 @@ def test_a_good_run_leaves_its_folder(good: Ended) -> None:
         "embedded",
         "engines",
         "groups",
-        "life.json",
-        "life.lock",
-        "lives.json",
+        "attempt.json",
+        "attempt.lock",
+        "attempts.json",
         "logs",
         "run.json",
         "samples",
@@ -111,8 +111,8 @@ def test_a_good_run_leaves_its_folder(good: Ended) -> None:
     }
     assert tags(good.run_dir) == {tag: steps_of(tag) for tag in WITHOUT_GPU}
     assert good.json("checkpoints/latest.json") == {"folder": "step_000002"}
-    [life] = good.json("lives.json")["lives"]
-    assert (life["first_step"], life["last_step"], life["why"]) == (0, 2, "finished")
+    [attempt] = good.json("attempts.json")["attempts"]
+    assert (attempt["first_step"], attempt["last_step"], attempt["why"]) == (0, 2, "finished")
 
 
 def steps_of(tag: str) -> list[int]:

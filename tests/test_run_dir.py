@@ -17,8 +17,8 @@ import rlbatch.submit
 from rlbatch.checkpoint.identity import identity
 from rlbatch.config.compose import compose, load_config
 from rlbatch.config.hf_config import read_config
-from rlbatch.launch.lock import run_folder_lock
-from rlbatch.launch.run_mark import MARK, read_mark
+from rlbatch.launch.records.lock import run_folder_lock
+from rlbatch.launch.records.run_id import MARK, read_mark
 from rlbatch.pipeline.embedded import write_embedded_task
 from tests.small_disk import small_file_system
 from tests.test_submit import refusal, started  # noqa: F401  (the fixture)
@@ -83,7 +83,7 @@ def test_a_run_that_ended_without_a_word(folder: Path, capsys: pytest.CaptureFix
 def test_a_start_that_failed_can_be_repeated(folder: Path) -> None:
     """By the same command, or a corrected one: no step was trained. What else lies there stays."""
     assert rlbatch.submit.main(MINE) == 0
-    for name in ("summary.json", "life.json", "first_error.json", "note"):
+    for name in ("summary.json", "attempt.json", "first_error.json", "note"):
         (folder / name).write_text('{"steps": 0}')
     (folder / "checkpoints").mkdir()
     assert rlbatch.submit.main([*MINE, "seed=5"]) == 0
@@ -101,7 +101,7 @@ def test_a_start_that_failed_can_be_repeated(folder: Path) -> None:
         lambda folder: os.mkfifo(folder / "config.yaml"),
         lambda folder: (folder / "config.yaml").mkdir(),
         lambda folder: (folder / MARK).write_text("{}"),
-        lambda folder: (folder / "life.json").write_text("[]"),
+        lambda folder: (folder / "attempt.json").write_text("[]"),
     ],
 )
 def test_what_is_no_run_folder_is_not_taken(

@@ -15,8 +15,8 @@ import rlbatch.prepare
 import rlbatch.start
 import rlbatch.submit
 from rlbatch.config.compose import compose, load_config
-from rlbatch.config.convert import key_docs
 from rlbatch.config.schema import Config, OptimizerConfig, RolloutConfig, TrainConfig
+from rlbatch.config.structured import key_docs
 from tests.large_models import write_no_weights, write_tokenizer
 
 QWEN3_MOE: dict[str, Any] = {

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import rlbatch.submit
-from rlbatch.launch.job_record import read_records
+from rlbatch.launch.jobs.record import read_records
 
 MPIRUN = """#!/bin/sh
 if [ "$1" = --version ]; then echo 'mpirun (Open MPI) 5.0.11'; exit 0; fi

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 
-import rlbatch.launch.follow
+import rlbatch.launch.jobs.follow
 import rlbatch.submit
 from rlbatch.config.compose import load_config
-from rlbatch.launch.job_record import read_records
+from rlbatch.launch.jobs.record import read_records
 from tests.fake_slurm import FakeSlurm
 
 LOCAL = ["+cluster=local", "launcher=slurm", "layout.world_size=4"]
@@ -165,8 +165,8 @@ def test_followed_to_the_end(
 ) -> None:
     """follow=true shows the merged log, the state's changes, and ends with the job's exit code."""
     slurm.job("41", "RUNNING", NodeList="n[1-2]")
-    monkeypatch.setattr(rlbatch.launch.follow, "STATE_POLL_S", 0.2)
-    monkeypatch.setattr(rlbatch.launch.follow, "LOG_POLL_S", 0.05)
+    monkeypatch.setattr(rlbatch.launch.jobs.follow, "STATE_POLL_S", 0.2)
+    monkeypatch.setattr(rlbatch.launch.jobs.follow, "LOG_POLL_S", 0.05)
     lines = iter(["step 1\n", "step 2\n"])
 
     def sleep(seconds: float) -> None:
@@ -177,7 +177,7 @@ def test_followed_to_the_end(
             slurm.job("41", state, exit_code)
 
     # Of that module alone: threads that other tests left behind sleep too.
-    monkeypatch.setattr(rlbatch.launch.follow, "time", SimpleNamespace(**{**vars(time), "sleep": sleep}))
+    monkeypatch.setattr(rlbatch.launch.jobs.follow, "time", SimpleNamespace(**{**vars(time), "sleep": sleep}))
     assert rlbatch.submit.main([*LOCAL, "run_dir=mine", "follow=true"]) == code
     said = capsys.readouterr()
     assert said.out.endswith("step 1\nstep 2\n")

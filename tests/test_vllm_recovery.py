@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from rlbatch.api.exit_codes import STOPPED
-from rlbatch.engines.shared_names import remove_leftovers
+from rlbatch.engines.protocol.shared_names import remove_leftovers
 from tests.leftovers import no_memory_left, process_called, processes_of
 from tests.listeners import reachable
 from tests.plugins.vllm_cases import vllm_python
@@ -122,7 +122,7 @@ def test_lost_engines_are_restarted_until_it_is_too_often(undisturbed: Path, rep
 def test_a_job_that_is_asked_to_stop_while_its_engines_generate(undisturbed: Path, repository: Path, tmp_path: Path) -> None:
     """SIGTERM in the generation of step 2, to the ranks and all that they started, as Slurm sends it, with less time than that takes: the
     state after step 1 is saved, finished groups are kept, the exit code is 75, and neither a process nor shared memory is left. The next
-    life samples the other groups: samples of both steps and the state after them are byte for byte those of an undisturbed run.
+    attempt samples the other groups: samples of both steps and the state after them are byte for byte those of an undisturbed run.
     """
     run_dir = tmp_path / "run"
     with no_memory_left():

@@ -14,21 +14,21 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from rlbatch.engines.device_experts import of_devices
-from rlbatch.engines.host import IGNORED, Send
-from rlbatch.engines.option_names import refusal
-from rlbatch.engines.patience import Patience
-from rlbatch.engines.start_log import own_log
-from rlbatch.engines.wire import Refused, pack_ints, unpack_ints
+from rlbatch.engines.host.device_experts import of_devices
+from rlbatch.engines.host.option_names import refusal
+from rlbatch.engines.host.sample_deadline import SampleDeadline
+from rlbatch.engines.host.server import IGNORED, Send
+from rlbatch.engines.host.start_log import own_log
+from rlbatch.engines.protocol.frames import Refused, pack_ints, unpack_ints
 
-from . import options, versions
-from .memory import too_small
+from . import engine_options, versions
+from .out_of_memory import too_small
 from .plugin import CALL
 
 IDLE_LIMIT_S = 60.0
 """For samples that were given up to end."""
 
-AtAll = tuple[asyncio.Semaphore, Patience]
+AtAll = tuple[asyncio.Semaphore, SampleDeadline]
 """Of a generation: who may be with the engine at once, and how long a sample may take."""
 
 
@@ -52,10 +52,12 @@ class SglangEngine:
 
         known = [field.name for field in dataclasses.fields(ServerArgs)]
         asked = header["options"]
-        if refused := refusal(asked, known, options.DECIDED, f"SGLang {version}", options.LISTED) or options.unsafe(asked):
+        if refused := refusal(asked, known, engine_options.DECIDED, f"SGLang {version}", engine_options.LISTED) or engine_options.unsafe(
+            asked
+        ):
             raise Refused(refused)
         _start_processes(header["process_start"])
-        arguments = {**header["defaults"], **asked, **header["decided"], **options.FIXED}
+        arguments = {**header["defaults"], **asked, **header["decided"], **engine_options.FIXED}
         try:
             self._engine = Engine(**arguments)
         except RuntimeError:
@@ -84,7 +86,7 @@ class SglangEngine:
         Raises:
             Refused: it does.
         """
-        if refused := options.unsafe(vars(self._engine.server_args)):
+        if refused := engine_options.unsafe(vars(self._engine.server_args)):
             raise Refused(f"{refused} SGLang chose it itself.")
         if method := self._engine.tokenizer_manager.model_config.quantization:
             changes = self._engine.server_args.json_model_override_args
@@ -97,7 +99,7 @@ class SglangEngine:
         """Prompt and response together, such that SGLang's scheduler does not shorten the response."""
         cache = self._engine._scheduler_init_result.scheduler_infos[0]["max_total_num_tokens"]
         context = self._engine.tokenizer_manager.model_config.context_len
-        return int(min(context - options.CONTEXT_SPARE, cache - 2 * max(1, self._engine.server_args.page_size)))
+        return int(min(context - engine_options.CONTEXT_SPARE, cache - 2 * max(1, self._engine.server_args.page_size)))
 
     async def op_ping(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
         """A sign of life of the scheduler's process, not only of this one."""
@@ -118,7 +120,7 @@ class SglangEngine:
             "min_new_tokens": header["min_tokens"],
             "stop_token_ids": header["stop_token_ids"],
         }
-        at_all = allowed, Patience(header["request_timeout_s"])
+        at_all = allowed, SampleDeadline(header["request_timeout_s"])
         work = [asyncio.ensure_future(self._group(header, index, prompts[index], common, at_all, send)) for index in range(len(prompts))]
         try:
             await asyncio.gather(*work)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlbatch.engines.shared_names import name_shared_memory
+from rlbatch.engines.protocol.shared_names import name_shared_memory
 
 from . import versions, workarounds
 from .hooks import Hook
-from .memory import no_cache
+from .out_of_memory import no_cache
 
 CALL = "rlbatch"
 """Of SGLang's weight updates, one takes texts by names; a text of this name is ours."""

@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-from rlbatch.engines.collective import SENDER, WeightGroup
-from rlbatch.engines.gathered import gathered
-from rlbatch.engines.mapping import device_identity
-from rlbatch.engines.receiver import WeightReceiver
+from rlbatch.collectives import gathered
+from rlbatch.engines.transfer.receiver import WeightReceiver
+from rlbatch.engines.transfer.shared_memory import device_identity
+from rlbatch.engines.transfer.weight_group import SENDER, WeightGroup
 
-from .audit import REFUSALS, WriteAudit
-from .experts import held_experts
+from .held_experts import held_experts
 from .hooks import missing
 from .pairs import Pairs
+from .write_audit import REFUSALS, WriteAudit
 
 
 class NotReceivedError(Exception):

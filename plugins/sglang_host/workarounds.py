@@ -12,8 +12,8 @@ import tempfile
 from multiprocessing import shared_memory
 from typing import Any
 
-from rlbatch.engines.bound_store import bind_stores
-from rlbatch.engines.workarounds import Workaround, apply_those_for
+from rlbatch.engines.host.bound_store import bind_stores
+from rlbatch.engines.host.workarounds import Workaround, apply_those_for
 
 from .hooks import Hook
 from .pairs import Pairs

@@ -12,21 +12,21 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from rlbatch.engines.device_experts import of_devices
-from rlbatch.engines.host import Send
-from rlbatch.engines.option_names import refusal
-from rlbatch.engines.patience import Patience
-from rlbatch.engines.start_log import own_log
-from rlbatch.engines.wire import Refused, pack_ints, unpack_ints
+from rlbatch.engines.host.device_experts import of_devices
+from rlbatch.engines.host.option_names import refusal
+from rlbatch.engines.host.sample_deadline import SampleDeadline
+from rlbatch.engines.host.server import Send
+from rlbatch.engines.host.start_log import own_log
+from rlbatch.engines.protocol.frames import Refused, pack_ints, unpack_ints
 
-from . import options, versions
-from .experts import is_held
-from .memory import too_small
+from . import engine_options, versions
+from .held_experts import is_held
+from .out_of_memory import too_small
 
 FORGET_LIMIT_S, FORGET_POLL_S = 60.0, 0.01
 """vLLM does not forget while a request runs, also one that was given up, which ends with its next step."""
 
-AtAll = tuple[asyncio.Semaphore, Patience]
+AtAll = tuple[asyncio.Semaphore, SampleDeadline]
 """Of a generation: who may be with the engine at once, and how long a sample may take."""
 
 
@@ -57,15 +57,15 @@ class VllmEngine:
             init_logger("vllm.rlbatch").warning(told)
         known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
         decided: dict[str, Any] = header["decided"]
-        if refused := refusal(header["options"], known, options.DECIDED, f"vLLM {version}", options.LISTED):
+        if refused := refusal(header["options"], known, engine_options.DECIDED, f"vLLM {version}", engine_options.LISTED):
             raise Refused(refused)
         defaults = {name: value for name, value in header["defaults"].items() if name in known}
         try:
-            arguments = AsyncEngineArgs(**{**defaults, **header["options"], **decided, **options.FIXED})
+            arguments = AsyncEngineArgs(**{**defaults, **header["options"], **decided, **engine_options.FIXED})
             config = arguments.create_engine_config()
         except (ValueError, TypeError, AssertionError, NotImplementedError) as error:
             traceback.print_exc()
-            raise Refused(options.refused(error, header["options"], version)) from error
+            raise Refused(engine_options.refused(error, header["options"], version)) from error
         _check_head_size(config.model_config)
         _start_processes(header["process_start"])
         try:
@@ -96,7 +96,7 @@ class VllmEngine:
             "min_tokens": header["min_tokens"],
             "stop_token_ids": header["stop_token_ids"],
         }
-        at_all = allowed, Patience(header["request_timeout_s"])
+        at_all = allowed, SampleDeadline(header["request_timeout_s"])
         work = [asyncio.ensure_future(self._group(header, index, prompts[index], common, at_all, send)) for index in range(len(prompts))]
         try:
             await asyncio.gather(*work)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from rlbatch.engines.shared_names import name_shared_memory
+from rlbatch.engines.protocol.shared_names import name_shared_memory
 
 from . import workarounds
-from .options import WEIGHT_BACKEND
+from .engine_options import WEIGHT_BACKEND
 from .versions import installed_version
 
 

@@ -16,17 +16,17 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from rlbatch.engines.collective import WeightGroup
-from rlbatch.engines.mapping import device_identity
-from rlbatch.engines.receiver import WeightReceiver
+from rlbatch.engines.transfer.receiver import WeightReceiver
+from rlbatch.engines.transfer.shared_memory import device_identity
+from rlbatch.engines.transfer.weight_group import WeightGroup
 
-from .audit import SCALES, WriteAudit, check_values
-from .experts import held_experts
-from .passing import PassingTensors, refuse_kept
-from .plan import Plan, Ready, Replay
-from .record import Recorder
-from .ties import Ties
+from .held_experts import held_experts
+from .replay.borrowed_tensors import BorrowedTensors, refuse_kept
+from .replay.copy_plan import Plan, Ready, Replay
+from .replay.record import Recorder
+from .replay.ties import Ties
 from .versions import loading_parts
+from .write_audit import SCALES, WriteAudit, check_values
 
 
 @dataclass
@@ -114,7 +114,7 @@ class SharedMemoryTransfer(WeightTransferEngine):  # type: ignore[misc]
     def _load(self, tensors: Sequence[tuple[str, torch.Tensor]], *, audit: bool) -> None:
         """By vLLM's loaders; it may keep tensors until the whole layer has come, which may be in a later call."""
         assert self._audit is not None
-        passing = None if self._recorder is None else PassingTensors(self._recorder)
+        passing = None if self._recorder is None else BorrowedTensors(self._recorder)
         lent = ((name, tensor.clone() if passing is None else passing.lend(name, tensor)) for name, tensor in tensors)
         with loading_parts(), self._recording(), self._audit.counting(enabled=audit):
             self.model.load_weights(self._audit.watch(lent))
@@ -158,7 +158,7 @@ class SharedMemoryTransfer(WeightTransferEngine):  # type: ignore[misc]
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
         """Older versions of vLLM want the method, for trainers that hold a vLLM of their own."""
-        raise RuntimeError("weights are sent by the job's ranks (rlbatch.engines.sender), not by vLLM")
+        raise RuntimeError("weights are sent by the job's ranks (rlbatch.engines.transfer.sender), not by vLLM")
 
 
 def _wait() -> None:

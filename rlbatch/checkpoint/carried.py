@@ -13,7 +13,7 @@ from rlbatch.api import DataError, ModelFamily
 from rlbatch.checkpoint.export import ExportForm
 from rlbatch.checkpoint.hf import HfSource, HfTensors
 from rlbatch.checkpoint.reading import Reading
-from rlbatch.weights.audit import expert_names, fp8_names, passthrough_names
+from rlbatch.weights.coverage import expert_names, fp8_names, passthrough_names
 from rlbatch.weights.quantize import SCALE_SUFFIX, scales_shape
 
 NamedTensor = tuple[str, Tensor]

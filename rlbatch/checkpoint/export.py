@@ -10,8 +10,8 @@ from torch import Tensor
 
 from rlbatch.api import Buffer, ModelFamily
 from rlbatch.checkpoint.hf import FLOATING, HfTensors
-from rlbatch.weights.audit import fp8_names, layers_of, passthrough_names, trained_names
 from rlbatch.weights.codec import hf_names
+from rlbatch.weights.coverage import fp8_names, layers_of, passthrough_names, trained_names
 from rlbatch.weights.quantize import BLOCK, SCALE_SUFFIX, check_scales, quantize
 
 Form = Literal["auto", "bf16", "fp8"]

@@ -100,12 +100,12 @@ def complete(root: Path, step: int, progress: Mapping[str, Any], run: str, keep:
             sync(path)
     listed = {str(path.relative_to(draft)): _listing(path) for path in files}
     own = sorted((saved, path) for path in root.iterdir() if (saved := _saved_by(run, path)))
-    saved = max([time.time(), *(saved + 1 for saved, _ in own)])  # whatever the clock of this life's host says
+    saved = max([time.time(), *(saved + 1 for saved, _ in own)])  # whatever the clock of this attempt's host says
     _write_json(draft / PROGRESS, {"format": FORMAT, **progress, "run": run, "saved": saved, "files": listed})
     for changed in (draft / STATE, draft):
         sync(changed)
     check_places(root, run, range(step, step + 1))
-    if folder.exists():  # an earlier life of this run saved the same step, and went on from an earlier one
+    if folder.exists():  # an earlier attempt of this run saved the same step, and went on from an earlier one
         _delete(folder)
     os.replace(draft, folder)
     sync(root)

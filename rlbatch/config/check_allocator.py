@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlbatch.api import ConfigError
-from rlbatch.config.convert import closest
+from rlbatch.config.structured import closest
 
 OPTIONS = (
     "backend",

@@ -12,11 +12,11 @@ from typing import Any, cast
 from rlbatch.api import ConfigError
 from rlbatch.config.check import check_config
 from rlbatch.config.choices import complete_choices
-from rlbatch.config.convert import from_mapping, to_plain
 from rlbatch.config.overrides import PLUGIN_GROUPS, parse_arguments, text_value
 from rlbatch.config.paths import with_absolute_paths
 from rlbatch.config.schema import Config
 from rlbatch.config.sources import CLUSTER, ROOT, give_to_hydra, group_files
+from rlbatch.config.structured import from_mapping, to_plain
 from rlbatch.config.yaml_files import read_yaml, write_yaml
 
 CONFIG_FILE = "config.yaml"

@@ -13,10 +13,10 @@ import yaml  # type: ignore[import-untyped]
 from rlbatch.api import ConfigError
 from rlbatch.config.check_cluster import check_variable
 from rlbatch.config.choices import AUTO
-from rlbatch.config.convert import closest, key_docs, unknown_key
 from rlbatch.config.foreign_keys import answer
 from rlbatch.config.schema import Config
 from rlbatch.config.sources import CLUSTER
+from rlbatch.config.structured import closest, key_docs, unknown_key
 from rlbatch.config.text_keys import in_text_map, is_list, is_text, quoted
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from rlbatch.api import ConfigError
 from rlbatch.api.values import PathRule
-from rlbatch.config.convert import marks
+from rlbatch.config.structured import marks
 
 T = TypeVar("T")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import cache
 
-from rlbatch.config.convert import key_docs
 from rlbatch.config.schema import Config
+from rlbatch.config.structured import key_docs
 
 _MAPS_OF_ENGINES = ("rollout.engine.environment",)
 

@@ -18,8 +18,8 @@ if __name__ == "__main__":
 from rlbatch.api import CheckpointError, RlbatchError
 from rlbatch.api.exit_codes import FAILED, REFUSED
 from rlbatch.convert.options import Options, help_text, parse
-from rlbatch.launch.environment import RankInfo
-from rlbatch.launch.output import end_with_reader, keep_output, shown
+from rlbatch.launch.ranks.rank_info import RankInfo
+from rlbatch.launch.records.output import end_with_reader, keep_output, shown
 
 
 def main(arguments: Sequence[str]) -> int:

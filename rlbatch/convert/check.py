@@ -20,7 +20,7 @@ from rlbatch.checkpoint.reading import Reading
 from rlbatch.config.foreign import LARGE_BYTES, parse_json, read_text
 from rlbatch.convert.hf_output import strips
 from rlbatch.convert.parameters import parameters
-from rlbatch.weights.audit import Audit, audit, passthrough_names
+from rlbatch.weights.coverage import Audit, audit, passthrough_names
 from rlbatch.weights.quantize import SCALE_SUFFIX, scales_shape
 
 SHOWN = 200

@@ -25,10 +25,10 @@ from rlbatch.convert.options import Options, layout_config
 from rlbatch.convert.output import Draft, Output
 from rlbatch.convert.progress import ConversionProgress
 from rlbatch.convert.team import Team
-from rlbatch.launch.environment import RankInfo
+from rlbatch.launch.ranks.rank_info import RankInfo
 from rlbatch.plan.layout import check_layout
 from rlbatch.registry import load_plugins
-from rlbatch.weights.audit import check_names, passthrough_names
+from rlbatch.weights.coverage import check_names, passthrough_names
 
 PLAN_FORMAT = 1
 """Of what decides the bytes of an output; a draft of another one is not taken up."""

@@ -9,9 +9,9 @@ import torch
 
 from rlbatch.api import ModelFamily, ParamMapping
 from rlbatch.config.schema import LayoutConfig
-from rlbatch.megatron.placement import Piece, placements
-from rlbatch.weights.audit import layers_of
+from rlbatch.megatron.checkpoint_chunks import Piece, placements
 from rlbatch.weights.codec import Geometry, hf_names, is_expert, unshard
+from rlbatch.weights.coverage import layers_of
 
 
 @dataclass(frozen=True)

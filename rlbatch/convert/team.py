@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from rlbatch.api import CheckpointError, LaunchError, RlbatchError
 from rlbatch.convert.output import TEAM, Draft, Output, write_file
 from rlbatch.convert.presence import Presence
-from rlbatch.launch.environment import RankInfo
+from rlbatch.launch.ranks.rank_info import RankInfo
 
 START_S = 600.0
 """Longest wait for the first process to begin."""

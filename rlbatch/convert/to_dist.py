@@ -19,7 +19,7 @@ from rlbatch.config.schema import LayoutConfig
 from rlbatch.convert.block_file import Part
 from rlbatch.convert.output import Output
 from rlbatch.convert.parameters import by_name
-from rlbatch.megatron.placement import Placement, placements
+from rlbatch.megatron.checkpoint_chunks import Placement, placements
 from rlbatch.megatron.stock_names import extra_states, local_name
 from rlbatch.weights.codec import Geometry, Source, fill, hf_names, is_expert, shard_shape
 

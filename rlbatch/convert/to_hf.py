@@ -14,8 +14,8 @@ from rlbatch.checkpoint.hf import HfTensors
 from rlbatch.checkpoint.torch_dist import TorchDist
 from rlbatch.convert.hf_output import HfTensor, plain, quantised
 from rlbatch.convert.parameters import Parameter, parameters
-from rlbatch.weights.audit import fp8_names, passthrough_names
 from rlbatch.weights.codec import Geometry, unshard
+from rlbatch.weights.coverage import fp8_names, passthrough_names
 from rlbatch.weights.quantize import SCALE_SUFFIX
 
 

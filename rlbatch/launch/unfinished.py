@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from rlbatch.launch.failures import LAUNCHER, FirstError, claim
+from rlbatch.launch.records.failures import LAUNCHER, FirstError, claim
 
 UNFINISHED = "unfinished"
 
@@ -22,7 +22,7 @@ def begin(run_dir: Path) -> None:
 
 
 def complete(run_dir: Path) -> None:
-    """On rank 0, before what may start the run's next life. It needs no room on a disk."""
+    """On rank 0, before what may start the run's next attempt. It needs no room on a disk."""
     with suppress(OSError):
         (run_dir / UNFINISHED).unlink(missing_ok=True)
 

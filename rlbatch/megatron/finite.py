@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlbatch.api import ModelError
-from rlbatch.engines.gathered import gathered
+from rlbatch.collectives import gathered
 
 MAX_GRADIENT_NORM = torch.finfo(torch.float32).max ** 0.5
 """Above it squares, which Adam and the clipping take in float32, are infinite, and nothing is trained any more."""

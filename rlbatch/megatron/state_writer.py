@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from rlbatch.api import CheckpointError
-from rlbatch.engines.gathered import gathered
-from rlbatch.launch.children import dies_with_parent
+from rlbatch.collectives import gathered
+from rlbatch.launch.ranks.children import dies_with_parent
 
 
 class _SharedResults:

@@ -23,11 +23,11 @@ from rlbatch.config.schema import Config
 from rlbatch.megatron import parallel
 from rlbatch.megatron.finite import MAX_GRADIENT_NORM, FiniteCheck, NotFinite, any_rank, find_token, norm_of_all
 from rlbatch.megatron.gradients import GradientMemory
+from rlbatch.megatron.microbatch_inputs import MicrobatchInputs, padded_to
 from rlbatch.megatron.model import build_model, transformer_config
 from rlbatch.megatron.names import canonical_tensors
 from rlbatch.megatron.optimizer import build_optimizer, build_schedule, optimizer_spec, wrap_data_parallel
 from rlbatch.megatron.router import check_routers
-from rlbatch.megatron.shifted import ShiftedPack, padded_to
 from rlbatch.megatron.te_spec import uses_transformer_engine
 from rlbatch.weights.params import NamedTensor, ParameterMap, ReadTensor
 
@@ -216,7 +216,7 @@ class Trainer:
         self.optimizer.zero_grad()
         packs = self._shifted(microbatches)
 
-        def loss_of(pack: ShiftedPack, output: Tensor) -> tuple[Tensor, Tensor, Any]:
+        def loss_of(pack: MicrobatchInputs, output: Tensor) -> tuple[Tensor, Tensor, Any]:
             part = objective(output[0], output[1], pack.microbatch, denominator)
             return part.loss, torch.tensor(0, dtype=torch.int), part
 
@@ -244,17 +244,17 @@ class Trainer:
         """Advances the schedule by one step; its updates share the rate."""
         self.schedule.step(1)
 
-    def _shifted(self, microbatches: Sequence[Microbatch]) -> list[ShiftedPack]:
+    def _shifted(self, microbatches: Sequence[Microbatch]) -> list[MicrobatchInputs]:
         group = parallel_state.get_context_parallel_group()
         if self._config.layout.vpp_size > 1:
             longest = max(len(microbatch.token_ids) for microbatch in microbatches)
             microbatches = [padded_to(microbatch, longest) for microbatch in microbatches]
-        return [ShiftedPack.of(microbatch, self._device, group) for microbatch in microbatches]
+        return [MicrobatchInputs.of(microbatch, self._device, group) for microbatch in microbatches]
 
-    def _run(self, packs: Sequence[ShiftedPack], losses: Sequence[LossFunction], *, forward_only: bool) -> list[Any]:
+    def _run(self, packs: Sequence[MicrobatchInputs], losses: Sequence[LossFunction], *, forward_only: bool) -> list[Any]:
         """Megatron's pipeline schedule over the packs; what the losses keep, on the last stage only."""
 
-        def forward_step(iterator: Iterator[tuple[ShiftedPack, LossFunction]], model: Any) -> tuple[Tensor, LossFunction]:
+        def forward_step(iterator: Iterator[tuple[MicrobatchInputs, LossFunction]], model: Any) -> tuple[Tensor, LossFunction]:
             pack, loss = next(iterator)
             return _forward(pack, model), loss
 
@@ -280,7 +280,7 @@ class Trainer:
             dist.broadcast(values, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
 
 
-def _forward(pack: ShiftedPack, model: Any) -> Tensor:
+def _forward(pack: MicrobatchInputs, model: Any) -> Tensor:
     packed = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=pack.cu_seqlens,

@@ -58,7 +58,7 @@ _DEFINED = (
         "The slowest sample of all engines, from where its engine begins to work on it to its end, if they measure it.",
     ),
     Tag("rollout/tokens_per_s", "tokens/s", "Tokens sampled in this step over the seconds in which the slowest engine had prompts."),
-    Tag("rollout/engine_restarts", "1", "Restarts of lost engines, of all engines, since this life of the job began."),
+    Tag("rollout/engine_restarts", "1", "Restarts of lost engines, of all engines, since this attempt of the job began."),
     Tag("perf/tokens_per_s", "tokens/s", "Prompt and response tokens of the step over its duration, all ranks together."),
     Tag("perf/tokens_per_s_per_gpu", "tokens/s", "perf/tokens_per_s over the number of ranks."),
     Tag("perf/mfu", "share", "Model FLOPs utilisation of log-probs and updates; the peak is the card's bf16 figure, else measured."),

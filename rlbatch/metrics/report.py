@@ -26,7 +26,7 @@ class Summary:
     Attributes:
         status: ``running`` until the end; a run that was killed as a whole, its machine too, stays so until the next start in its folder.
         steps: Last finished step.
-        seconds: Since the run started on rank 0, loading included; of this life of the run, as all sums are.
+        seconds: Since the run started on rank 0, loading included; of this attempt of the run, as all sums are.
         reward_start: Training reward (``reward/mean``) of the first step.
         reward_end: Training reward of the last step.
         eval_reward_start: First held-out reward.
@@ -60,7 +60,7 @@ class RunReport:
     """Keeps summary.json up to date: written at the start, after every step and at the end, always as a whole."""
 
     def __init__(self, run_dir: Path) -> None:
-        """Writes the first summary; the run's clock starts here. Steps and rewards of an earlier life stay until ``begin``."""
+        """Writes the first summary; the run's clock starts here. Steps and rewards of an earlier attempt stay until ``begin``."""
         self._path = run_dir / "summary.json"
         self.summary = Summary(**_earlier_life(self._path))
         self._started = time.monotonic()
@@ -70,7 +70,7 @@ class RunReport:
         self._write()
 
     def begin(self, done: int) -> None:
-        """Goes on after step ``done``; from the start (0), an earlier life is forgotten."""
+        """Goes on after step ``done``; from the start (0), an earlier attempt is forgotten."""
         self.summary = replace(self.summary, steps=done) if done else Summary()
         self._write()
 

@@ -46,7 +46,7 @@ class RunLog:
             self._progress.phase(text)
 
     def begin(self, done: int) -> None:
-        """Goes on after step ``done`` (0: from the start): what an earlier life of the run wrote of later steps is done again."""
+        """Goes on after step ``done`` (0: from the start): what an earlier attempt of the run wrote of later steps is done again."""
         if self._report and self._tensorboard:
             with self._writing("what a run tells of itself"):
                 self._report.begin(done)

@@ -14,10 +14,10 @@ from rlbatch.api import ConfigError, ModelFamily, Prompt, Reward, RolloutContext
 from rlbatch.checkpoint.carried import Carried, carried_layers, draft_model
 from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import EMBEDDED, Config
-from rlbatch.launch.job_store import JobStore
-from rlbatch.launch.notice import estimate_write_s
-from rlbatch.launch.signals import StopNotice
-from rlbatch.launch.watchdog import Watchdog
+from rlbatch.launch.membership.store import JobStore
+from rlbatch.launch.membership.watchdog import Watchdog
+from rlbatch.launch.shutdown.grace_period import estimate_write_s
+from rlbatch.launch.shutdown.signals import StopNotice
 from rlbatch.megatron import parallel
 from rlbatch.megatron.rng import seed_random_numbers
 from rlbatch.megatron.trainer import Trainer
@@ -36,7 +36,7 @@ from rlbatch.pipeline.stopping import Stopping
 from rlbatch.plan.engine_precision import check_device, engine_quantization
 from rlbatch.plan.layout import check_expert_widths, check_layout
 from rlbatch.registry import Registry, load_plugins
-from rlbatch.weights.audit import expert_names
+from rlbatch.weights.coverage import expert_names
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlbatch.api import Microbatch
-from rlbatch.engines.gathered import gathered
+from rlbatch.collectives import gathered
 from rlbatch.megatron.finite import Token, any_rank, find_token
 from rlbatch.pipeline.exchange import Batch
 from rlbatch.pipeline.updates import Update

@@ -40,7 +40,7 @@ def write_engine_folder(hf_folder: Path, run_dir: Path, family: ModelFamily, qua
         config["quantization_config"] = quantised or quantization_config(family)
     beside = model_files(hf_folder)
     try:
-        if folder.exists():  # of an earlier life of the run
+        if folder.exists():  # of an earlier attempt of the run
             shutil.rmtree(folder)
         folder.mkdir(parents=True)
         for name, target in beside.items():

@@ -33,7 +33,7 @@ def export_hf(job: Job, name: str) -> Path:
         except BaseException:
             shutil.rmtree(draft, ignore_errors=True)  # a full disk has no room for what was written either
             raise
-        shutil.rmtree(folder, ignore_errors=True)  # of an earlier life of this run
+        shutil.rmtree(folder, ignore_errors=True)  # of an earlier attempt of this run
         os.replace(draft, folder)
     else:
         for _ in job.trainer.export():

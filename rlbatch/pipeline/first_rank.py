@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 
 from rlbatch.api import RlbatchError, errors
-from rlbatch.engines.gathered import gathered
+from rlbatch.collectives import gathered
 
 T = TypeVar("T")
 _PATH, _TUPLE = "rlbatch path", "rlbatch tuple"

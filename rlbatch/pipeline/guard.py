@@ -92,7 +92,7 @@ class Guard:
         return [self.silent, self.lowest_reward if math.isfinite(self.lowest_reward) else None]
 
     def restore(self, state: Any) -> None:
-        """``state`` of an earlier life; a checkpoint that has none is of a run that may have learned all that there was."""
+        """``state`` of an earlier attempt; a checkpoint that has none is of a run that may have learned all that there was."""
         if isinstance(state, list) and len(state) == 2 and isinstance(state[0], int) and isinstance(state[1], (int, float)):
             self.silent, self.lowest_reward = state
         else:

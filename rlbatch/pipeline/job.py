@@ -9,8 +9,8 @@ from pathlib import Path
 from rlbatch.algorithms.objective import Objective
 from rlbatch.api import AdvantageEstimator, ModelFamily, OffloadStrategy, Prompt, Reward
 from rlbatch.config.schema import Config
-from rlbatch.launch.job_store import JobStore
-from rlbatch.launch.watchdog import Watchdog
+from rlbatch.launch.membership.store import JobStore
+from rlbatch.launch.membership.watchdog import Watchdog
 from rlbatch.megatron.trainer import Trainer
 from rlbatch.pipeline.guard import Guard
 from rlbatch.pipeline.prompts import PromptOrder

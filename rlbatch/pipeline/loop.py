@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from rlbatch.api import LaunchError, SampleGroup, StepResult
-from rlbatch.launch.lives import LIVES, begin_life
-from rlbatch.launch.signals import Ending
+from rlbatch.launch.records.attempts import ATTEMPTS, begin_attempt
+from rlbatch.launch.shutdown.signals import Ending
 from rlbatch.metrics.clock import PhaseClock
 from rlbatch.metrics.names import check_tags
 from rlbatch.metrics.report import sample_rows
@@ -88,21 +88,21 @@ def run(job: Job, log: RunLog) -> EarlyEnd | None:
 def _begin_life(job: Job, done: int) -> None:
     """Raises LaunchError if the job is queued again and again without a new step."""
     info, most = job.store.info, job.config.launch.max_idle_requeues
-    idle = begin_life(job.run_dir, info, done).idle_requeues()
+    idle = begin_attempt(job.run_dir, info, done).idle_requeues()
     if idle > most:
         raise LaunchError(
             f"launch.max_idle_requeues={most}: the job was queued again {idle} times without a new step after step {done}. "
-            f"See {job.run_dir / LIVES} for how its lives ended; a new job starts to count anew."
+            f"See {job.run_dir / ATTEMPTS} for how its attempts ended; a new job starts to count anew."
         )
     delete_other_steps(job.run_dir, done + 1)
 
 
 def _run_steps(job: Job, log: RunLog, checkpoints: Checkpoints, resumed: Resumed) -> Resumed | None:
-    """Returns what the next life goes on from, if the job has to end early: nothing was changed after that step."""
+    """Returns what the next attempt goes on from, if the job has to end early: nothing was changed after that step."""
     config, steps, done = job.config, job.config.train.steps, resumed.step
     if not done or not resumed.is_followed_up:
         if done:
-            log.phase(f"evaluating after step {done}, as its life had no time to")
+            log.phase(f"evaluating after step {done}, as its attempt had no time to")
         elif job.eval_prompts:
             log.phase("evaluating before the first step")
         evaluated = _follow_up(job, done)
@@ -138,7 +138,7 @@ def _run_steps(job: Job, log: RunLog, checkpoints: Checkpoints, resumed: Resumed
 
 
 def _follow_up(job: Job, step: int) -> dict[str, float] | None:
-    """Evaluates and exports after a step, as is due; None, on every rank: the job has to stop, and this is left to its next life."""
+    """Evaluates and exports after a step, as is due; None, on every rank: the job has to stop, and this is left to its next attempt."""
     train, checkpoint = job.config.train, job.config.checkpoint
     needs_evaluation = bool(job.eval_prompts) and (not step or _is_due(step, train.eval_interval, train.steps))
     needs_export = checkpoint.export_hf and 0 < step < train.steps and _is_due(step, checkpoint.export_interval, train.steps)

@@ -31,7 +31,7 @@ from rlbatch.api import (
 )
 from rlbatch.checkpoint.carried import Carried
 from rlbatch.config.schema import Config
-from rlbatch.launch.signals import Interrupted, StopNotice
+from rlbatch.launch.shutdown.signals import Interrupted, StopNotice
 from rlbatch.pipeline.finished_groups import FinishedGroups, WeightsProbe
 from rlbatch.weights.sync import buckets
 
@@ -81,7 +81,7 @@ class Rollout:
         engine: As given.
         work: Of this step's generation; whoever reports it puts a new one here.
         lost: Why the engine is lost, since this rank noticed; None: it did not.
-        restarts: Of every engine of the job, in this life of it.
+        restarts: Of every engine of the job, in this attempt of it.
         announce: As given.
     """
 
@@ -190,7 +190,7 @@ class Rollout:
         return range(0) if self._rank is None else range(self._rank, num_prompts, self._num_engines)
 
     def generate(self, prompts: Sequence[Prompt], step: int) -> list[SampleGroup]:
-        """Groups for training. Each is kept on disk as soon as it is finished; what an earlier life of the run kept is not sampled again.
+        """Groups for training. Each is kept on disk as soon as it is finished; what an earlier attempt kept is not sampled again.
 
         Args:
             prompts: This rank's share.
@@ -264,7 +264,7 @@ class Rollout:
     def _malformed(self, num_prompts: int, params: SamplingParams) -> RolloutError:
         return RolloutError(
             f"rollout={self._config.rollout.name}: must answer {params.samples_per_prompt} samples for each of {num_prompts} prompts. "
-            "Mend the backend."
+            "Fix the backend."
         )
 
     def _group(self, prompt: Prompt, completions: Sequence[Completion]) -> SampleGroup:
@@ -275,7 +275,7 @@ class Rollout:
         which = f"rollout={self._config.rollout.name}: prompt {prompt.prompt_id} sample {index} has"
         tokens, logprobs = completion.token_ids, completion.logprobs
         if not tokens or len(tokens) != len(logprobs):
-            raise RolloutError(f"{which} {len(tokens)} tokens and {len(logprobs)} log-probs; every token needs one. Mend the backend.")
+            raise RolloutError(f"{which} {len(tokens)} tokens and {len(logprobs)} log-probs; every token needs one. Fix the backend.")
         broken = [place for place, value in enumerate(logprobs) if not math.isfinite(value)]
         if broken:
             raise RolloutError(
@@ -299,7 +299,7 @@ class Rollout:
         if len(set(known)) > 1:
             raise RolloutError(
                 f"rollout={self._config.rollout.name}: prompt {prompt.prompt_id} was sampled by policy version {known[0]}, the engine was "
-                f"sent {known[1]}. Mend the backend."
+                f"sent {known[1]}. Fix the backend."
             )
         return known[0] if known else -1
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rlbatch.api import ForeignBackend, RolloutBackend
 from rlbatch.config.schema import Config
-from rlbatch.engines.inventory import software
+from rlbatch.engines.host.inventory import software
 
 
 def sampler_key(config: Config, backend: RolloutBackend, engine_folder: Path) -> str:

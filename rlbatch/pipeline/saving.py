@@ -18,19 +18,19 @@ from rlbatch.api import CheckpointError, ConfigError
 from rlbatch.checkpoint import run_folder
 from rlbatch.checkpoint.identity import identity
 from rlbatch.config.hf_config import read_config
-from rlbatch.launch.lives import record_write
-from rlbatch.launch.lock import Lock
-from rlbatch.launch.run_mark import mark
+from rlbatch.launch.records.attempts import record_write
+from rlbatch.launch.records.lock import Lock
+from rlbatch.launch.records.run_id import mark
 from rlbatch.megatron.checkpoint import TrainerState
 from rlbatch.megatron.rng import rng_states, set_rng_states
 from rlbatch.megatron.state_writer import Writing
-from rlbatch.pipeline import room
+from rlbatch.pipeline import checkpoint_space
 from rlbatch.pipeline.exchange import all_gather_ragged
 from rlbatch.pipeline.first_rank import on_first_rank
 from rlbatch.pipeline.job import Job
 
 HANDOVER_S = 5.0
-"""Longest wait for what an earlier life's rank 0 has left to end."""
+"""Longest wait for what an earlier attempt's rank 0 has left to end."""
 
 
 @dataclass(frozen=True)
@@ -134,8 +134,8 @@ class Checkpoints:
             state = TrainerState(self._job.trainer)
             need = torch.tensor(state.write_bytes)
             dist.all_reduce(need)
-            room.check_disk(self._root, int(need), step)
-            with room.telling_what_was_needed(self._root, int(need), step):
+            checkpoint_space.check_disk(self._root, int(need), step)
+            with checkpoint_space.telling_what_was_needed(self._root, int(need), step):
                 self._save_rng(draft)
                 progress = self._progress(step) | {"is_followed_up": is_followed_up}
                 if self._may_write_later(step, state.write_bytes):
@@ -152,7 +152,7 @@ class Checkpoints:
         if pending:
             with (
                 self._removing(run_folder.draft_folder(self._root, pending.step)),
-                room.telling_what_was_needed(self._root, pending.need, pending.step),
+                checkpoint_space.telling_what_was_needed(self._root, pending.need, pending.step),
             ):
                 pending.writing.finish()
                 self._complete(pending.step, pending.progress)
@@ -170,7 +170,7 @@ class Checkpoints:
     def _may_write_later(self, step: int, own_bytes: int) -> bool:
         if not self._job.config.checkpoint.async_save:
             return False
-        reason = room.host_without_room(own_bytes)
+        reason = checkpoint_space.host_without_room(own_bytes)
         if reason:
             self._announce(
                 f"checkpoint.async_save=true: refused at step {step}: {reason}. This checkpoint is written while training waits."

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from rlbatch.api import Reward, RewardError, Sample, SampleGroup
-from rlbatch.launch.failures import StoppedBySignal
-from rlbatch.launch.signals import Interrupted
+from rlbatch.launch.records.failures import StoppedBySignal
+from rlbatch.launch.shutdown.signals import Interrupted
 
 FLOAT32_MAX = 3.4028234663852886e38
 """Advantages become float32, rewards stay float64 until then."""

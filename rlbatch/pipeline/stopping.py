@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from rlbatch.config.schema import LaunchConfig
-from rlbatch.launch.job_store import JobStore
-from rlbatch.launch.signals import Ending, Interrupted, StopNotice, find_ending
-from rlbatch.launch.watchdog import Phase, Watchdog
+from rlbatch.launch.membership.store import JobStore
+from rlbatch.launch.membership.watchdog import Phase, Watchdog
+from rlbatch.launch.shutdown.signals import Ending, Interrupted, StopNotice, find_ending
 
 POLL_S = 1.0
 """Seconds between looks at what other ranks know."""

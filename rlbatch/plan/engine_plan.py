@@ -9,7 +9,7 @@ from rlbatch.api import ConfigError, EngineShape, ModelFamily
 from rlbatch.config.schema import Config
 from rlbatch.plan.engine_memory import Demand, EngineMemory, engine_memory
 from rlbatch.plan.memory import engine_share_gib, trainer_gib
-from rlbatch.plan.placement import Placement
+from rlbatch.plan.nodes import Placement
 
 KEY = "rollout.options.gpus_per_engine"
 LARGER = "Use larger GPUs or more of them, or keep more of the trainer on the host"

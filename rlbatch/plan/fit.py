@@ -11,14 +11,14 @@ from itertools import product
 from typing import Any
 
 from rlbatch.api import ConfigError, ModelFamily, RlbatchError
-from rlbatch.config.convert import show_value
 from rlbatch.config.schema import Config, LayoutConfig, OffloadConfig
+from rlbatch.config.structured import show_value
 from rlbatch.plan.engine_memory import GIB, WEIGHT_BYTES, Demand, demand
 from rlbatch.plan.engine_plan import EnginePlan
 from rlbatch.plan.layout import check_layout
 from rlbatch.plan.memory import BESIDE_ENGINES, GRADIENT_BYTES, PHASES, SAVED_BYTES, WHEN, MemoryFloor, memory_floor
+from rlbatch.plan.nodes import Placement
 from rlbatch.plan.parameters import ModelSize, Share, least_share
-from rlbatch.plan.placement import Placement
 from rlbatch.registry import Registry
 
 GROWTH = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)

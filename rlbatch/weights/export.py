@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlbatch.api import ModelError, ModelFamily, ParamMapping
-from rlbatch.engines.gathered import gathered
-from rlbatch.weights.audit import fp8_names
+from rlbatch.collectives import gathered
 from rlbatch.weights.codec import Geometry, hf_names, is_expert
+from rlbatch.weights.coverage import fp8_names
 from rlbatch.weights.routing import Routes, exchange, gathered_routes
-from rlbatch.weights.wire import NamedTensor, Wire
+from rlbatch.weights.shards import NamedTensor, Wire
 
 AT_ONCE_BYTES = 64 * 2**20
 """Experts of several ranks are gathered at once up to this size together, else one after the other."""

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlbatch.engines.gathered import gathered
+from rlbatch.collectives import gathered
 
 Place = tuple[int, int, int]
 """Where a rank stands: pipeline stage, expert-parallel and expert-tensor-parallel rank."""

@@ -86,7 +86,7 @@ def test_values_that_are_not_finite_are_refused(value: float, size: int) -> None
         token_advantages("own", lambda i: answer, advantage_inputs(REWARDS, GROUPS, LENGTHS), "prompt 7 sample {}".format)
     assert str(caught.value) == (
         f"algorithm.advantage=own: 1 of {size} advantages are not finite, the first is {value} for prompt 7 sample 2, whose reward is 0.5; "
-        "rewards go from 0 to 1. Mend the estimator: all rewards are finite."
+        "rewards go from 0 to 1. Fix the estimator: all rewards are finite."
     )
 
 

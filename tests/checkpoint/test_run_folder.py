@@ -47,11 +47,11 @@ def test_an_unfinished_save_is_not_seen(tmp_path: Path) -> None:
 
 
 def test_a_step_saved_again_is_replaced(tmp_path: Path) -> None:
-    """A resumed run reaches a step that its earlier life had saved."""
+    """A resumed run reaches a step that its earlier attempt had saved."""
     (save(tmp_path, 10) / "old").touch()
-    save(tmp_path, 10, life=2)
+    save(tmp_path, 10, attempt=2)
     folder, progress = newest(tmp_path) or (tmp_path, {})
-    assert progress["life"] == 2
+    assert progress["attempt"] == 2
     assert not (folder / "old").exists()
 
 
@@ -85,7 +85,7 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
 
 
 def test_age_does_not_depend_on_clocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A later life on a host whose clock is behind saves newer checkpoints all the same; a copy gives all files another time."""
+    """A later attempt on a host whose clock is behind saves newer checkpoints all the same; a copy gives all files another time."""
     save(tmp_path, 10)
     monkeypatch.setattr(run_folder.time, "time", lambda: 1000.0)
     save(tmp_path, 5)

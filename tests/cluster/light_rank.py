@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 from rlbatch.config.schema import Config
-from rlbatch.launch.environment import RankInfo
-from rlbatch.launch.rendezvous import join, launch_word
-from rlbatch.launch.watchdog import Watchdog
+from rlbatch.launch.membership.rendezvous import join, launch_word
+from rlbatch.launch.membership.watchdog import Watchdog
+from rlbatch.launch.ranks.rank_info import RankInfo
 
 
 def main(run_dir: Path) -> None:
@@ -24,7 +24,7 @@ def main(run_dir: Path) -> None:
         "node_rank": info.node_rank,
         "host": info.host,
         "hosts": hosts,
-        "token": meeting.life.token,
+        "token": meeting.attempt.token,
         "torch": "torch" in sys.modules,
     }
     (run_dir / f"rank{info.rank}.json").write_text(json.dumps(known))

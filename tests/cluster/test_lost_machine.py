@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rlbatch.launch.failures import read_first_error
+from rlbatch.launch.records.failures import read_first_error
 from tests.cluster.hosts import unused_prefix
 from tests.cluster.processes import require
 from tests.launch import watched

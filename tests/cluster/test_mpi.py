@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rlbatch.launch.life import read_life
+from rlbatch.launch.records.attempt import read_attempt
 from tests.cluster.faults import EVENT
 from tests.cluster.jobs import RUN_S, TINY, fault_reward
 from tests.cluster.processes import cannot_run, wait_until
@@ -68,9 +68,9 @@ def test_run(mpi: Path, hosts: SshHosts, repository: Path, tmp_path: Path) -> No
     assert (summary["status"], summary["steps"]) == ("finished", 2)
     assert [line.split()[0] for line in said.splitlines() if line.strip().startswith(hosts.names[0][:-1])] == hosts.names
     assert "step 2/2" in said
-    life = read_life(tmp_path / "run")
-    assert life is not None
-    assert life.addresses == (socket.gethostbyname(hosts.names[0]),)
+    attempt = read_attempt(tmp_path / "run")
+    assert attempt is not None
+    assert attempt.addresses == (socket.gethostbyname(hosts.names[0]),)
 
 
 def test_failure(mpi: Path, hosts: SshHosts, repository: Path, tmp_path: Path) -> None:

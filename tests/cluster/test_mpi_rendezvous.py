@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from rlbatch.api import LaunchError
-from rlbatch.launch import mpi, rendezvous
-from rlbatch.launch.environment import RankInfo
+from rlbatch.launch.membership import rendezvous
+from rlbatch.launch.ranks import mpi_broadcast
+from rlbatch.launch.ranks.rank_info import RankInfo
 from tests.cluster.processes import cannot_run
 
 OPTIONS = {"openmpi": ["--allow-run-as-root", "--bind-to", "none", "--map-by", "slot:OVERSUBSCRIBE"], "mpich": []}
@@ -19,12 +20,13 @@ RANKS = """
 import os
 import sys
 from pathlib import Path
-from rlbatch.launch import life, rendezvous
+from rlbatch.launch.records import attempt as attempt
+from rlbatch.launch.membership import rendezvous
 if sys.argv[2] == "without the file":
-    rendezvous.read_life = lambda run_dir: None
-from rlbatch.launch.environment import RankInfo
+    rendezvous.read_attempt = lambda run_dir: None
+from rlbatch.launch.ranks.rank_info import RankInfo
 from rlbatch.config.schema import Config
-from rlbatch.launch.watchdog import Watchdog
+from rlbatch.launch.membership.watchdog import Watchdog
 config, run_dir = Config(), Path(sys.argv[1])
 meeting = rendezvous.join(RankInfo.from_environment(), run_dir, config, rendezvous.launch_word())
 with Watchdog(config.launch, meeting, run_dir) as watchdog:
@@ -43,7 +45,7 @@ def mpirun(request: pytest.FixtureRequest) -> list[str]:
 
 @pytest.mark.parametrize("how", ["without the file", "without mpi4py"])
 def test_ranks_of_a_bare_mpirun_meet(mpirun: list[str], how: str, tmp_path: Path) -> None:
-    """By MPI, even if no rank reads life.json; and by life.json, if there is no mpi4py."""
+    """By MPI, even if no rank reads attempt.json; and by attempt.json, if there is no mpi4py."""
     environment = {**os.environ, "LD_LIBRARY_PATH": str(Path(mpirun[0]).parents[1] / "lib")}
     if how == "without mpi4py":
         (tmp_path / "mpi4py.py").write_text("raise ImportError")
@@ -56,7 +58,7 @@ def test_ranks_of_a_bare_mpirun_meet(mpirun: list[str], how: str, tmp_path: Path
 def test_another_mpi_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without mpi4py nothing is broadcast, and the file must do."""
     monkeypatch.setitem(sys.modules, "mpi4py", None)
-    assert mpi.broadcast("text", RankInfo(0, 3, 0, 3, 0, "n1")) is None
+    assert mpi_broadcast.broadcast("text", RankInfo(0, 3, 0, 3, 0, "n1")) is None
 
 
 def test_rank_0_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,16 +47,16 @@ def test_preempted_twice(way: str, uninterrupted: Job, slurm: Slurm, repository:
     script = repository / "slurm" / "local_smoke.sbatch"
     job = sbatch(slurm, script, tmp_path, *RUN) if way == "sbatch" else submit(slurm, tmp_path / "run", *RUN, cwd=repository)
     for requeues in (1, 2):
-        before = [life["last_step"] for life in job.json("lives.json").get("lives", [])]
+        before = [attempt["last_step"] for attempt in job.json("attempts.json").get("attempts", [])]
         job.wait_for_step(max(before, default=0) + 2)
         slurm.run("sbatch", "--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
         wait_until(lambda wanted=requeues: int(slurm.job(job.job_id)["Restarts"]) == wanted, START_S, f"requeue: {job.log()}")  # type: ignore[misc]
     fields = job.wait_for_end()
     assert fields["JobState"] == "COMPLETED", job.log()
     assert fields["Restarts"] == "2"
-    lives = job.json("lives.json")["lives"]
-    assert [life["restart_count"] for life in lives] == [0, 1, 2]
-    assert ["preempted" in life["why"] for life in lives[:2]] == [True, True]
-    assert 2 <= lives[0]["last_step"] == lives[1]["first_step"] < lives[1]["last_step"] == lives[2]["first_step"] < STEPS
+    attempts = job.json("attempts.json")["attempts"]
+    assert [attempt["restart_count"] for attempt in attempts] == [0, 1, 2]
+    assert ["preempted" in attempt["why"] for attempt in attempts[:2]] == [True, True]
+    assert 2 <= attempts[0]["last_step"] == attempts[1]["first_step"] < attempts[1]["last_step"] == attempts[2]["first_step"] < STEPS
     assert job.json("summary.json")["status"] == "finished"
     assert job.result() == uninterrupted.result()

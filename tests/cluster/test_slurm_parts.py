@@ -12,11 +12,11 @@ END_S = 90.0
 GO_ON = """\
 from pathlib import Path
 from rlbatch.config.schema import Config
-from rlbatch.launch.environment import RankInfo
-from rlbatch.launch.own_job import own_job_name
-from rlbatch.launch.requeue import go_on_later
-from rlbatch.launch.signals import Ending
-print(own_job_name(), flush=True)  # before Slurm ends this process
+from rlbatch.launch.ranks.rank_info import RankInfo
+from rlbatch.launch.slurm.current_job import current_job_name
+from rlbatch.launch.shutdown.requeue import go_on_later
+from rlbatch.launch.shutdown.signals import Ending
+print(current_job_name(), flush=True)  # before Slurm ends this process
 go_on_later(Path.cwd(), Config(), RankInfo.from_environment(), 1, Ending("asked", 0.0))
 """
 SCRIPT = """\

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlbatch.config.compose import compose
-from rlbatch.launch.sbatch import batch_script
+from rlbatch.launch.starters.sbatch import batch_script
 from tests.cluster.slurm import Slurm
 
 NODES, RANKS_PER_NODE = 16, 8

@@ -11,8 +11,8 @@ import yaml
 
 from rlbatch.api import ConfigError, Range
 from rlbatch.config.check import check_config
-from rlbatch.config.convert import KeyDoc, from_mapping, key_docs, show_value
 from rlbatch.config.schema import Config
+from rlbatch.config.structured import KeyDoc, from_mapping, key_docs, show_value
 
 BOUNDED = ("train", "optimizer", "algorithm", "layout", "model", "rollout", "data", "checkpoint", "cluster", "launch")
 

@@ -12,8 +12,8 @@ from rlbatch.config.choices import group_choices
 from rlbatch.config.compose import compose
 from rlbatch.config.schema import ClusterConfig, LayoutConfig
 from rlbatch.plan.layout import check_layout, degrees
+from rlbatch.plan.nodes import place
 from rlbatch.plan.parameters import ModelSize
-from rlbatch.plan.placement import place
 from rlbatch.registry import load_plugins
 from tests.large_models import CONFIGS
 

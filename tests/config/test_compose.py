@@ -10,9 +10,9 @@ import pytest
 from rlbatch.api import ConfigError, DataError
 from rlbatch.config.choices import group_choices
 from rlbatch.config.compose import compose, load_config, save_config
-from rlbatch.config.convert import key_docs
 from rlbatch.config.overrides import PLUGIN_GROUPS
 from rlbatch.config.schema import Config
+from rlbatch.config.structured import key_docs
 
 REQUIRED = {"experiment=hf": ["model.hf=/models/some", "data.train=train.jsonl"], "experiment=math": ["model.hf=/models/some"]}
 """What the user must add to a choice."""

@@ -11,9 +11,9 @@ import pytest
 
 from rlbatch.api import ConfigError, FilePath
 from rlbatch.config.compose import compose
-from rlbatch.config.convert import key_docs
 from rlbatch.config.paths import absolute, check_variable, files_there, here, paths_of, with_absolute_paths, with_paths_there
 from rlbatch.config.schema import Config
+from rlbatch.config.structured import key_docs
 
 NO_PATHS = """
     model.name rollout.name reward.name offload.name algorithm.advantage algorithm.loss data.prompt_key data.label_key

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rlbatch.config.convert import key_docs
 from rlbatch.config.schema import Config
+from rlbatch.config.structured import key_docs
 
 STABLE = """
     seed run_dir resume plugins train.steps train.prompts_per_step train.max_tokens_per_gpu optimizer.lr optimizer.lr_schedule

@@ -22,7 +22,7 @@ from rlbatch.convert import output as outputs_module
 from rlbatch.convert.conversion import convert
 from rlbatch.convert.options import Options, parse
 from rlbatch.convert.output import Draft, Output
-from rlbatch.launch.environment import RankInfo
+from rlbatch.launch.ranks.rank_info import RankInfo
 from tests import tiny_models
 from tests.convert.test_dist import ALONE, run
 

@@ -9,7 +9,7 @@ import pytest
 
 from rlbatch.api import Prompt, Sample
 from rlbatch.config.compose import compose
-from rlbatch.config.convert import key_docs
+from rlbatch.config.structured import key_docs
 from rlbatch.config.foreign_keys import PROGRAMS, answer
 from rlbatch.config.schema import Config
 from rlbatch.convert.options import MODES, Options

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlbatch.config.compose import compose
-from rlbatch.config.convert import key_docs
+from rlbatch.config.structured import key_docs
 from rlbatch.config.foreign_keys import PROGRAMS
 from rlbatch.config.schema import Config
 from rlbatch.metrics.names import TAGS

@@ -108,8 +108,11 @@ def test_megatrons_names_are_documented(page: str) -> None:
 
 
 def test_engines_modules_are_documented(page: str, repository: Path) -> None:
-    """Each module of rlbatch.engines that the page names is one."""
+    """The table has the modules of rlbatch.engines that the built-in backends import, and no other."""
     table = page.partition("#### Engines in processes of their own")[2].partition("### Model families")[0]
-    for row in re.findall(r"^\| (`rlbatch\.engines\..*?) \|", table, re.MULTILINE):
-        for name in re.findall(r"`(?:rlbatch\.engines\.)?(\w+)`", row):
-            assert (repository / f"rlbatch/engines/{name}.py").is_file(), name
+    named = {name for row in re.findall(r"^\| (`\w+\..*?) \|", table, re.MULTILINE) for name in re.findall(r"`([\w.]+)`", row)}
+    sources = [path.read_text(encoding="utf-8") for path in (repository / "plugins").rglob("*.py")]
+    modules = {module for source in sources for module in re.findall(r"from rlbatch\.engines\.([\w.]+) import", source)}
+    packages = {match for source in sources for match in re.findall(r"from rlbatch\.engines\.(\w+) import ([a-z_]+)$", source, re.MULTILINE)}
+    used = {name for name in modules if "." in name} | {".".join(names) for names in packages}
+    assert used == named

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlbatch.engines.client import EngineHost
+from rlbatch.engines.client.engine_process import EngineHost
 
 
 @pytest.fixture

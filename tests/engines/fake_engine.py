@@ -14,8 +14,8 @@ from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
 
-from rlbatch.engines.host import Send
-from rlbatch.engines.wire import Refused
+from rlbatch.engines.host.server import Send
+from rlbatch.engines.protocol.frames import Refused
 
 
 class FakeEngine:
@@ -110,8 +110,8 @@ class FakeEngine:
     async def op_join(self, header: dict[str, Any], payload: bytes, send: Send) -> None:
         import torch
 
-        from rlbatch.engines.collective import WeightGroup
-        from rlbatch.engines.receiver import WeightReceiver
+        from rlbatch.engines.transfer.receiver import WeightReceiver
+        from rlbatch.engines.transfer.weight_group import WeightGroup
 
         self.receiver = WeightReceiver(torch.device("cpu"))
         self.receiver.join(WeightGroup(Path(header["path"]), 1, header["size"], "cpu", header["limit_s"]))
@@ -131,7 +131,7 @@ class FakeEngine:
         """Reads late, so that memory which is written too early shows."""
         import torch
 
-        from rlbatch.engines.receiver import WeightReceiver
+        from rlbatch.engines.transfer.receiver import WeightReceiver
 
         await asyncio.sleep(0.2)
         self.receiver = self.receiver or WeightReceiver(torch.device("cpu"))

@@ -17,8 +17,8 @@ from array import array
 from pathlib import Path
 from typing import Any
 
-from rlbatch.engines.host import Send
-from rlbatch.engines.wire import pack_ints, unpack_ints
+from rlbatch.engines.host.server import Send
+from rlbatch.engines.protocol.frames import pack_ints, unpack_ints
 
 GROUP_S = 0.05
 
@@ -61,7 +61,7 @@ class FakeGenerator:
         return {"max_model_len": 4096}
 
     async def op_join(self, header: dict[str, Any], payload: bytes, send: Send) -> None:
-        from rlbatch.engines.collective import WeightGroup
+        from rlbatch.engines.transfer.weight_group import WeightGroup
 
         await self.reach("join")
         self.group = await asyncio.to_thread(WeightGroup, Path(header["path"]), 1, header["size"], "cpu", header["limit_s"])

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from rlbatch.api import WeightBucket
-from rlbatch.engines.client import EngineHost
-from rlbatch.engines.collective import SENDER, WeightGroup
-from rlbatch.engines.host import Send
-from rlbatch.engines.receiver import WeightReceiver
-from rlbatch.engines.rollout import visible_devices
-from rlbatch.engines.sender import WeightSender
+from rlbatch.engines.backend.hosted import visible_devices
+from rlbatch.engines.client.engine_process import EngineHost
+from rlbatch.engines.host.server import Send
+from rlbatch.engines.transfer.receiver import WeightReceiver
+from rlbatch.engines.transfer.sender import WeightSender
+from rlbatch.engines.transfer.weight_group import SENDER, WeightGroup
 
 LIMIT_S = 15.0
 
@@ -84,7 +84,7 @@ def main(arguments: list[str]) -> int:
             try:
                 wrong += _try(host, mode, Path(scratch), tensors, mib, size)
             except BaseException:
-                print(host.last_words())
+                print(host.log_tail())
                 raise
             finally:
                 host.close()

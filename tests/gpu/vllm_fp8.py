@@ -26,7 +26,7 @@ import torch
 from rlbatch.api import Completion, Prompt, RolloutContext, SamplingParams
 from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import LayoutConfig
-from rlbatch.engines.rollout import HostedRollout
+from rlbatch.engines.backend.hosted import HostedRollout
 from rlbatch.pipeline.engine_model import write_engine_folder
 from rlbatch.registry import load_plugins
 from rlbatch.weights.sync import buckets

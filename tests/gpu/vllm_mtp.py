@@ -23,9 +23,9 @@ from safetensors.torch import load_file, save_file
 from rlbatch.api import RolloutContext, SamplingParams, WeightBucket
 from rlbatch.checkpoint.carried import carried_layers
 from rlbatch.config.hf_config import read_config
-from rlbatch.engines.rollout import HostedRollout
+from rlbatch.engines.backend.hosted import HostedRollout
 from rlbatch.registry import load_plugins
-from rlbatch.weights.audit import passthrough_names, trained_names
+from rlbatch.weights.coverage import passthrough_names, trained_names
 from rlbatch.weights.sync import buckets
 from rlbatch_plugins.rollout_vllm import VllmOptions, vllm_rollout
 from tests.gpu.vllm_fp8 import COMMON, ENGINE, PROMPTS, deepseek_v3

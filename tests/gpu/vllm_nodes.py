@@ -26,9 +26,9 @@ from pathlib import Path
 
 import psutil
 
-from rlbatch.launch.children import dies_with_parent
-from rlbatch.launch.environment import visible_gpus
-from rlbatch.launch.variables import LAUNCH_VARIABLE
+from rlbatch.launch.ranks.children import dies_with_parent
+from rlbatch.launch.ranks.rank_info import visible_gpus
+from rlbatch.launch.ranks.variables import LAUNCH_VARIABLE
 from tests.gpu.vllm_job import parser_of, print_logs, print_scalars, written_task
 from tests.leftovers import wait_until_gone
 

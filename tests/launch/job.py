@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 
 from rlbatch.config.schema import Config, LaunchConfig, LayoutConfig
-from rlbatch.launch.local import run_local
+from rlbatch.launch.starters.local import run_local
 
 RANK = """
 import os, pathlib, signal, subprocess, sys, time
 from rlbatch.api import ConfigError
-from rlbatch.launch.environment import RankInfo
-from rlbatch.launch.failures import reporting_failures
+from rlbatch.launch.ranks.rank_info import RankInfo
+from rlbatch.launch.records.failures import reporting_failures
 
 run_dir, behaviour = pathlib.Path(sys.argv[1]), sys.argv[2]
 info = RankInfo.from_environment()

@@ -15,10 +15,10 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from rlbatch.api import PreflightError
 from rlbatch.config.schema import Config
-from rlbatch.launch import link_check, node_facts, preflight, shared_folders
-from rlbatch.launch.environment import RankInfo
-from rlbatch.launch.job_store import JobStore
-from rlbatch.launch.preflight import Preflight
+from rlbatch.launch.membership.store import JobStore
+from rlbatch.launch.preflight import checks, link_check, node_facts, shared_folders
+from rlbatch.launch.preflight.checks import Preflight
+from rlbatch.launch.ranks.rank_info import RankInfo
 from rlbatch.registry import load_plugins
 
 HOSTS = ("n1", "n1", "n2", "n2")
@@ -50,7 +50,7 @@ def run_preflight(config: Config, run_dir: Path, fault: str, use: int) -> tuple[
 
 @contextlib.contextmanager
 def _impatient() -> Iterator[None]:
-    with mock.patch.object(shared_folders, "PATIENCE_S", 0.5), mock.patch.object(preflight, "PEER_PATIENCE_S", 0.5):
+    with mock.patch.object(shared_folders, "PATIENCE_S", 0.5), mock.patch.object(checks, "PEER_PATIENCE_S", 0.5):
         yield
 
 
@@ -70,7 +70,7 @@ def _faulty(fault: str) -> Iterator[None]:
             contribution = link_check.contribution
             stack.enter_context(mock.patch.object(link_check, "contribution", lambda *args: contribution(*args) * 1.0001))
         if fault == "clock":
-            stack.enter_context(mock.patch("rlbatch.launch.preflight.time.time", lambda: time.monotonic()))
+            stack.enter_context(mock.patch("rlbatch.launch.preflight.checks.time.time", lambda: time.monotonic()))
         yield
 
 

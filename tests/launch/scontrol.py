@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlbatch.launch.environment import RankInfo
+from rlbatch.launch.ranks.rank_info import RankInfo
 
 SCRIPT = """#!/bin/sh
 case "$1" in

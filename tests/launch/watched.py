@@ -16,13 +16,13 @@ from pathlib import Path
 
 from rlbatch.api import ConfigError
 from rlbatch.config.schema import ClusterConfig, Config, LaunchConfig
-from rlbatch.launch.deaths import report_death, report_remains
-from rlbatch.launch.environment import RankInfo
-from rlbatch.launch.failures import reporting_failures
-from rlbatch.launch.guardian import end, guarded
-from rlbatch.launch.rendezvous import Meeting, join, launch_word
-from rlbatch.launch.signals import StopNotice
-from rlbatch.launch.watchdog import Watchdog
+from rlbatch.launch.membership.rendezvous import Meeting, join, launch_word
+from rlbatch.launch.membership.watchdog import Watchdog
+from rlbatch.launch.ranks.rank_info import RankInfo
+from rlbatch.launch.records.failures import reporting_failures
+from rlbatch.launch.shutdown.deaths import report_death, report_remains
+from rlbatch.launch.shutdown.guardian import end, guarded
+from rlbatch.launch.shutdown.signals import StopNotice
 from tests.stopwatch import Stopwatch
 
 TOGETHER = "RLBATCH_TEST_TOGETHER"
@@ -120,11 +120,11 @@ def with_gloo(behaviour: str, watchdog: Watchdog, meeting: Meeting) -> None:
     import torch
     import torch.distributed as dist
 
-    from rlbatch.launch.job_store import open_store
-    from rlbatch.launch.process_group import process_group
+    from rlbatch.launch.membership.process_group import process_group
+    from rlbatch.launch.membership.store import open_store
 
     info = meeting.info
-    store = open_store(info, END_S, watchdog.wait_for_ranks(), meeting.store_socket, meeting.life.token)
+    store = open_store(info, END_S, watchdog.wait_for_ranks(), meeting.store_socket, meeting.attempt.token)
     if behaviour == "gloo_strangers":
         run_dir = Path(sys.argv[1])
         if info.rank == 0:
@@ -219,7 +219,7 @@ def be_rank(run_dir: Path, info: RankInfo, notice: StopNotice) -> None:
         with Watchdog(launch, meeting, run_dir) as watchdog:
             notice.end_start(lambda number: (watchdog.leave(signal.Signals(number).name), end(128 + number)))
             hosts = watchdog.wait_for_ranks()
-            print(f"rank {info.rank} met {len(hosts)} on port {meeting.life.port}", flush=True)
+            print(f"rank {info.rank} met {len(hosts)} on port {meeting.attempt.port}", flush=True)
             (run_dir / f"met.{info.rank}").touch()
             with watchdog.reporting():
                 behave(behaviour, watchdog, meeting)

@@ -26,12 +26,12 @@ from rlbatch.api import Buffer, ModelFamily, ParamMapping
 from rlbatch.config.schema import LayoutConfig
 from rlbatch.megatron import parallel
 from rlbatch.megatron.names import canonical_tensors
-from rlbatch.megatron.played import on_meta, played_rank, stages
+from rlbatch.megatron.simulated_rank import on_meta, simulated_rank, stages
 from rlbatch.plan.layout import check_layout
 from rlbatch.plan.parameters import ModelSize
 from rlbatch.registry import load_plugins
-from rlbatch.weights.audit import layers_of
 from rlbatch.weights.codec import Geometry, hf_names, is_expert, shard_shape
+from rlbatch.weights.coverage import layers_of
 from tests.megatron.real_models import CONFIGS, PARAMETERS, tensors
 
 LAYOUT_FILES = Path(__file__).resolve().parents[2] / "configs" / "layout"
@@ -101,7 +101,7 @@ def every_rank(family: ModelFamily, layout: LayoutConfig) -> Iterator[Rank]:
     """Builds the model's part on one rank after the other."""
     with _groups_found_once():
         for rank in range(layout.world_size):
-            with played_rank(layout, rank), on_meta():
+            with simulated_rank(layout, rank), on_meta():
                 shapes = {name: tuple(tensor.shape) for name, tensor in canonical_tensors(stages(family, layout)).items()}
                 groups = parallel.weight_groups()
                 yield Rank(shapes, groups.pp.rank(), groups.tp.rank(), groups.ep.rank(), groups.etp.rank())

@@ -16,7 +16,7 @@ from rlbatch.config.schema import LayoutConfig
 from rlbatch.convert.__main__ import main as convert
 from rlbatch.registry import load_plugins
 from rlbatch.testing.parity import sequences
-from rlbatch.weights.audit import audit, fp8_names, passthrough_names
+from rlbatch.weights.coverage import audit, fp8_names, passthrough_names
 from rlbatch.weights.quantize import SCALE_SUFFIX, quantize
 from tests import tiny_models
 from tests.megatron.fp8 import export_both_ways, load_and_export

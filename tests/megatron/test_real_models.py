@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlbatch.config.schema import LayoutConfig
-from rlbatch.weights.audit import audit
+from rlbatch.weights.coverage import audit
 from tests.megatron.every_rank import cases, check_every_rank, family_of
 from tests.megatron.real_models import CONFIGS, carried, scales, tensors
 

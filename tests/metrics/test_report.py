@@ -182,7 +182,7 @@ def test_advantages_must_match_the_samples() -> None:
 
 
 def test_a_resumed_run_keeps_the_first_rewards(tmp_path: Path) -> None:
-    """Rewards of the first life stay, steps go on after the checkpoint; a start from the beginning forgets them."""
+    """Rewards of the first attempt stay, steps go on after the checkpoint; a start from the beginning forgets them."""
     first = RunReport(tmp_path)
     first.record(step(0, reward__eval=0.1))
     for number in (1, 2, 3):

@@ -27,7 +27,7 @@ def test_scalars_are_readable_and_nan_is_kept(tmp_path: Path) -> None:
 
 
 def test_steps_that_are_done_again_are_shown_once(tmp_path: Path) -> None:
-    """A run that goes on after step 1 hides what its earlier life wrote of later steps, also of those that it never reaches."""
+    """A run that goes on after step 1 hides what its earlier attempt wrote of later steps, also of those that it never reaches."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     first = TensorBoard(tmp_path)

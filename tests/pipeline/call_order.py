@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from rlbatch.api import RolloutContext
 from rlbatch.config.schema import Config
-from rlbatch.engines import rollout as hosted
-from rlbatch.engines.rollout import EngineProgram, HostedOptions, HostedRollout
-from rlbatch.engines.wire import pack_ints
+from rlbatch.engines.backend import hosted
+from rlbatch.engines.backend.hosted import EngineProgram, HostedOptions, HostedRollout
+from rlbatch.engines.protocol.frames import pack_ints
 from rlbatch.pipeline import resuming
 from rlbatch.pipeline.job import Job
 from rlbatch.pipeline.step import train_step

@@ -176,7 +176,7 @@ def failing_save(config: Config, run_dir: str, how: str) -> tuple[str, str]:
     failure: contextlib.AbstractContextManager[Any] = {
         "little space": lambda: mock.patch("shutil.disk_usage", lambda path: usage),
         "full on the way": lambda: file_limit(100_000),
-        "tmpfs full on the way": lambda: mock.patch("rlbatch.pipeline.room.check_disk", lambda *arguments: None),
+        "tmpfs full on the way": lambda: mock.patch("rlbatch.pipeline.checkpoint_space.check_disk", lambda *arguments: None),
     }[how]()
     message = ""
     with failure:

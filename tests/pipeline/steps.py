@@ -15,9 +15,9 @@ from rlbatch.algorithms.objective import Objective
 from rlbatch.api import PluginError, PolicyLossInputs, PolicyLossOutputs, RlbatchError, RolloutError
 from rlbatch.config.compose import compose
 from rlbatch.config.schema import EMBEDDED, Config
-from rlbatch.launch.environment import RankInfo
-from rlbatch.launch.job_store import JobStore
-from rlbatch.launch.watchdog import Watchdog
+from rlbatch.launch.membership.store import JobStore
+from rlbatch.launch.membership.watchdog import Watchdog
+from rlbatch.launch.ranks.rank_info import RankInfo
 from rlbatch.pipeline.assemble import assemble
 from rlbatch.pipeline.embedded import write_embedded_task, write_random_weights
 from rlbatch.pipeline.job import Job

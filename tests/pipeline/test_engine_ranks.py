@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from rlbatch.api import ConfigError
-from rlbatch.launch.environment import RankInfo
+from rlbatch.launch.ranks.rank_info import RankInfo
 from rlbatch.pipeline.engine_ranks import _by_node, engine_ranks
 from rlbatch.testing.ranks import RankPools
 

@@ -11,7 +11,7 @@ import torch
 
 from rlbatch.api import WeightBucket
 from rlbatch.config.schema import Config
-from rlbatch.launch.signals import StopNotice
+from rlbatch.launch.shutdown.signals import StopNotice
 from rlbatch.pipeline.rollout import Rollout
 from tests.pipeline import engine_sync
 from tests.pipeline.engine_sync import Synced

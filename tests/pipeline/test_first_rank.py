@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from rlbatch.api import CheckpointError, ConfigError, RlbatchError
-from rlbatch.engines.gathered import gathered
+from rlbatch.collectives import gathered
 from rlbatch.pipeline.first_rank import on_first_rank
 
 VALUES = [None, 7, "é\n", Path("/a/b"), (Path("/a"), {"step": 3, "names": ["x"], "none": None}), {}]

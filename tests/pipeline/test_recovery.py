@@ -148,7 +148,7 @@ def test_an_ordinary_error_restarts_nothing(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_job_that_is_stopped_during_a_restart(undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The restart hangs, and the rank gets SIGTERM: the job ends cleanly, and its next life ends as an undisturbed run."""
+    """The restart hangs, and the rank gets SIGTERM: the job ends cleanly, and its next attempt ends as an undisturbed run."""
     faults = [(0, "group", 6, "SIGKILL"), (0, "start", 2, "stop the job")]
     ended = run(tmp_path / "run", monkeypatch, *faults, overrides=("resume=auto",))
     assert (ended.code, ended.stderr) == (STOPPED, "")

@@ -13,7 +13,7 @@ import torch
 
 from rlbatch.api import Completion, EngineLost, Prompt, RolloutError, SamplingParams, WeightBucket
 from rlbatch.config.schema import Config, RolloutConfig, TrainConfig
-from rlbatch.launch.signals import Interrupted, StopNotice
+from rlbatch.launch.shutdown.signals import Interrupted, StopNotice
 from rlbatch.pipeline.rollout import EVAL_SEED, Rollout, Work
 
 CONFIG = replace(
@@ -154,7 +154,7 @@ def synced(engine: FakeEngine, run_dir: Path, value: float = 1.0) -> Rollout:
 
 
 def test_finished_groups_are_not_sampled_again(tmp_path: Path) -> None:
-    """The engine is interrupted after the first of two groups; the next life asks for the second one only, and has both."""
+    """The engine is interrupted after the first of two groups; the next attempt asks for the second one only, and has both."""
 
     def interrupt() -> None:
         raise Interrupted  # as the handler of a signal does

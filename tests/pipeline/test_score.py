@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rlbatch.api import Prompt, RewardError, Sample, SampleGroup
-from rlbatch.launch.failures import StoppedBySignal
+from rlbatch.launch.records.failures import StoppedBySignal
 from rlbatch.pipeline.score import score
 
 

@@ -12,10 +12,10 @@ import pytest
 import torch.distributed as dist
 
 from rlbatch.config.schema import LaunchConfig
-from rlbatch.launch.environment import RankInfo
-from rlbatch.launch.job_store import JobStore
-from rlbatch.launch.signals import Interrupted, StopNotice
-from rlbatch.launch.watchdog import Watchdog
+from rlbatch.launch.membership.store import JobStore
+from rlbatch.launch.membership.watchdog import Watchdog
+from rlbatch.launch.ranks.rank_info import RankInfo
+from rlbatch.launch.shutdown.signals import Interrupted, StopNotice
 from rlbatch.pipeline.stopping import Pace, Stopping
 from tests.stopwatch import Stopwatch
 

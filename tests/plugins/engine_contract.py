@@ -21,9 +21,9 @@ import pytest
 import torch
 
 from rlbatch.api import Prompt, RolloutContext, RolloutError
-from rlbatch.engines.client import EngineHost
-from rlbatch.engines.rollout import HostedOptions, HostedRollout
-from rlbatch.engines.shared_names import remove_leftovers
+from rlbatch.engines.backend.hosted import HostedOptions, HostedRollout
+from rlbatch.engines.client.engine_process import EngineHost
+from rlbatch.engines.protocol.shared_names import remove_leftovers
 from rlbatch.weights.sync import buckets
 from rlbatch_plugins.rollout_transformers import TransformersOptions, TransformersRollout
 from tests.leftovers import no_memory_left, process_called, processes_of, wait_until_gone

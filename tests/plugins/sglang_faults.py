@@ -23,7 +23,7 @@ from sglang.srt.managers import load_snapshot
 from sglang.srt.models.deepseek_common.deepseek_weight_loader import DeepseekV2WeightLoaderMixin
 from sglang.srt.plugins.hook_registry import HookRegistry
 
-from rlbatch.engines.shared_names import OWNER, name_shared_memory, remove_leftovers
+from rlbatch.engines.protocol.shared_names import OWNER, name_shared_memory, remove_leftovers
 from rlbatch_plugins.sglang_host import versions, workarounds
 from rlbatch_plugins.sglang_host.engine import _judge
 from rlbatch_plugins.sglang_host.plugin import register

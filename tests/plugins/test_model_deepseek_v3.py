@@ -10,8 +10,8 @@ import pytest
 from transformers import DeepseekV3Config
 
 from rlbatch.api import Buffer, ModelError, ModelFamily
-from rlbatch.weights.audit import audit
 from rlbatch.weights.codec import hf_names
+from rlbatch.weights.coverage import audit
 from rlbatch.weights.params import ParallelGroups, ParameterMap
 from rlbatch_plugins.model_deepseek_v3 import deepseek_v3, rlbatch_resolve_model_family
 from tests import tiny_models

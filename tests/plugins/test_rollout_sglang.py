@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from rlbatch.api import ConfigError, EngineShape, RolloutContext, RolloutError, SamplingParams
-from rlbatch.engines.collective import SENDER, WeightGroup
-from rlbatch.engines.sender import WeightSender
+from rlbatch.engines.transfer.sender import WeightSender
+from rlbatch.engines.transfer.weight_group import SENDER, WeightGroup
 from rlbatch_plugins import rollout_sglang
 from rlbatch_plugins.rollout_sglang import SglangOptions, program, sglang_rollout
 from rlbatch_plugins.sglang_host.sampling import draw_among, draw_tokens, uniforms

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rlbatch.api import EngineLost, Prompt, RolloutContext, RolloutError
-from rlbatch.engines.rollout import HostedRollout
+from rlbatch.engines.backend.hosted import HostedRollout
 from rlbatch.weights.sync import buckets
 from rlbatch_plugins.rollout_sglang import SglangOptions, sglang_rollout
 from tests.leftovers import process_called, shared_memory, wait_until_gone

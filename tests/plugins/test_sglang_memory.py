@@ -12,7 +12,7 @@ import pytest
 from rlbatch.api import RolloutContext, RolloutError
 from rlbatch_plugins.rollout_sglang import SglangOptions, sglang_rollout
 from rlbatch_plugins.sglang_host.engine import _tell
-from rlbatch_plugins.sglang_host.memory import no_cache, too_small
+from rlbatch_plugins.sglang_host.out_of_memory import no_cache, too_small
 from tests.plugins.sglang_cases import said_by_calls, sglang_python, write_model
 
 BEGIN = "[2026-11-28 05:52:17] Load weight begin. avail mem=12.34 GB\n"

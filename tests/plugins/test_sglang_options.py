@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from rlbatch.api import ConfigError, RolloutContext
-from rlbatch.engines.installed import look
-from rlbatch.engines.wire import Refused
+from rlbatch.engines.client.installed import look
+from rlbatch.engines.protocol.frames import Refused
 from rlbatch.prepare import find_problems
 from rlbatch.registry import compose_job
 from rlbatch_plugins.rollout_sglang import SglangOptions, check_engine, engine_shape, program
 from rlbatch_plugins.sglang_host.engine import SglangEngine
-from rlbatch_plugins.sglang_host.options import CLASSES, DECIDED, SOURCE, UNSAFE, unsafe
+from rlbatch_plugins.sglang_host.engine_options import CLASSES, DECIDED, SOURCE, UNSAFE, unsafe
 from tests.plugins.sglang_cases import sglang_python
 
 UNQUANTISED = "weights are synced as they are trained, and a quantised engine has no place for them"

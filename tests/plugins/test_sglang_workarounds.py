@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlbatch.engines.workarounds import Workaround, apply_those_for
+from rlbatch.engines.host.workarounds import Workaround, apply_those_for
 from rlbatch_plugins.sglang_host.workarounds import WORKAROUNDS
 from tests.plugins.sglang_cases import said_by
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlbatch.engines.wire import pack_ints
+from rlbatch.engines.protocol.frames import pack_ints
 from rlbatch_plugins.vllm_host import engine
 from rlbatch_plugins.vllm_host.engine import VllmEngine
 

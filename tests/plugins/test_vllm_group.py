@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from rlbatch.api import EngineLost, RolloutContext, RolloutError
-from rlbatch.engines.rollout import HostedRollout
+from rlbatch.engines.backend.hosted import HostedRollout
 from rlbatch.weights.sync import buckets
 from rlbatch_plugins.rollout_vllm import VllmOptions, vllm_rollout
 from tests.leftovers import processes_of

@@ -8,7 +8,7 @@ import pytest
 
 from rlbatch.api import RolloutContext, RolloutError
 from rlbatch_plugins.rollout_vllm import VllmOptions, VllmRollout
-from rlbatch_plugins.vllm_host.memory import too_small
+from rlbatch_plugins.vllm_host.out_of_memory import too_small
 from tests.plugins.vllm_cases import vllm_python, write_model
 
 LOADED = "(Worker pid=7) INFO 11-28 05:52:21 [gpu_model_runner.py:5150] Model loading took 21.0 GiB memory and 4.1 seconds\n"

@@ -19,7 +19,7 @@ from rlbatch.api import ConfigError, EngineLost, EngineShape, Prompt, RolloutCon
 from rlbatch.weights.sync import buckets
 from rlbatch_plugins.rollout_transformers import TransformersOptions, TransformersRollout
 from rlbatch_plugins.rollout_vllm import VllmOptions, VllmRollout, engine_shape, program
-from rlbatch_plugins.vllm_host.options import CPU_HEAD_SIZES
+from rlbatch_plugins.vllm_host.engine_options import CPU_HEAD_SIZES
 from tests.leftovers import no_memory_left, processes_of
 from tests.plugins.vllm_cases import LIMIT, PARAMS, PROMPTS, Pair, tensors, tokens_of, vllm_python, write_model
 

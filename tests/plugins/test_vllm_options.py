@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from rlbatch.api import ConfigError
-from rlbatch.engines.installed import look
-from rlbatch.engines.site import write_site
+from rlbatch.engines.client.import_path import write_site
+from rlbatch.engines.client.installed import look
 from rlbatch.prepare import find_problems
 from rlbatch.registry import compose_job
 from rlbatch_plugins.rollout_vllm import ENTRY_POINTS, VllmOptions, check_engine
-from rlbatch_plugins.vllm_host.options import CLASSES, CPU_HEAD_SIZES, DECIDED, SOURCE, refused
+from rlbatch_plugins.vllm_host.engine_options import CLASSES, CPU_HEAD_SIZES, DECIDED, SOURCE, refused
 from rlbatch_plugins.vllm_host.versions import DISTRIBUTIONS
 from tests.plugins.vllm_cases import vllm_python
 

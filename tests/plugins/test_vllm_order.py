@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from rlbatch.api import ConfigError, RolloutContext, RolloutError
-from rlbatch.engines import rollout as hosted
-from rlbatch.engines.rollout import HostedRollout, visible_devices
-from rlbatch.engines.wire import pack_ints
+from rlbatch.engines.backend import hosted
+from rlbatch.engines.backend.hosted import HostedRollout, visible_devices
+from rlbatch.engines.protocol.frames import pack_ints
 from rlbatch.weights.sync import buckets
 from rlbatch_plugins import rollout_vllm
 from rlbatch_plugins.rollout_vllm import VllmOptions, vllm_rollout

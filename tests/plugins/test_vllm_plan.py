@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rlbatch.engines.site import write_site
+from rlbatch.engines.client.import_path import write_site
 from tests.plugins.vllm_cases import vllm_python, write_model
 
 CASES = [("qwen2", "kept"), ("qwen3_moe", "kept"), ("deepseek_v3", "kept"), ("deepseek_v3", "packed")]

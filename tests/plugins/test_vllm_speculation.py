@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from rlbatch.api import ConfigError, RolloutContext, RolloutError, WeightBucket
 from rlbatch.checkpoint.carried import Carried, carried_layers, draft_model
 from rlbatch.config.hf_config import read_config
-from rlbatch.engines.rollout import HostedRollout
+from rlbatch.engines.backend.hosted import HostedRollout
 from rlbatch.registry import load_plugins
-from rlbatch.weights.audit import passthrough_names, trained_names
+from rlbatch.weights.coverage import passthrough_names, trained_names
 from rlbatch.weights.sync import buckets
 from rlbatch_plugins.rollout_transformers import TransformersOptions, TransformersRollout
 from rlbatch_plugins.rollout_vllm import VllmOptions, draft, vllm_rollout

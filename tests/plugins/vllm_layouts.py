@@ -21,7 +21,7 @@ from rlbatch.api import Completion, ConfigError, RolloutContext, SamplingParams
 from rlbatch.config.compose import compose
 from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import EMBEDDED, Config
-from rlbatch.engines.rollout import HostedRollout
+from rlbatch.engines.backend.hosted import HostedRollout
 from rlbatch.pipeline.embedded import write_embedded_task
 from rlbatch.pipeline.exporting import export_hf
 from rlbatch.pipeline.step import train_step

@@ -25,9 +25,9 @@ from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.model_loader.reload import meta
 from vllm.model_executor.utils import replace_parameter
 
-from rlbatch_plugins.vllm_host.audit import check_values
 from rlbatch_plugins.vllm_host.plugin import register
 from rlbatch_plugins.vllm_host.transfer import SharedMemoryTransfer
+from rlbatch_plugins.vllm_host.write_audit import check_values
 
 Named = Sequence[tuple[str, torch.Tensor]]
 

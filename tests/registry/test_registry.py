@@ -14,7 +14,7 @@ import pytest
 import rlbatch.registry
 from rlbatch.api import API_VERSION, ConfigError, ModelError, ModelFamily, PluginError, RolloutContext
 from rlbatch.config.compose import load_config, save_config
-from rlbatch.launch.failures import StoppedBySignal
+from rlbatch.launch.records.failures import StoppedBySignal
 from rlbatch.registry import compose_job, load_plugins
 
 HEADER = "from rlbatch.api import Configurable, ModelFamily, hookimpl\nfrom dataclasses import dataclass, field\n"
@@ -193,7 +193,7 @@ def test_broken_plugins(plugin: Write, body: str, message: str) -> None:
 def test_signal_while_a_plugin_is_imported(plugin: Write, body: str) -> None:
     """A job that is preempted in its start is stopped, not failed by the plugin; sys.exit in a plugin is its fault."""
     with pytest.raises(StoppedBySignal):
-        load_plugins([plugin(body.format("from rlbatch.launch.failures import StoppedBySignal; raise StoppedBySignal(140)"))])
+        load_plugins([plugin(body.format("from rlbatch.launch.records.failures import StoppedBySignal; raise StoppedBySignal(140)"))])
     assert "SystemExit: 3" in refusal(plugin(body.format("raise SystemExit(3)")))
 
 

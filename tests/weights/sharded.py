@@ -18,8 +18,8 @@ from rlbatch.api import ModelFamily
 from rlbatch.checkpoint.hf import HfTensors
 from rlbatch.config.hf_config import read_config
 from rlbatch.registry import load_plugins
-from rlbatch.weights.audit import layers_of
 from rlbatch.weights.codec import Geometry, hf_names, is_expert, shard_shape
+from rlbatch.weights.coverage import layers_of
 from rlbatch.weights.params import ParallelGroups, ParameterMap
 
 

@@ -1,0 +1,1 @@
+"""What a rollout backend is made of whose engine runs in a process of its own."""

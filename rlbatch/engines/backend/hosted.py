@@ -1,0 +1,403 @@
+"""What every rollout backend has in common whose engine runs in an engine host: its life, weights, memory, and generation.
+
+An engine belongs to ``gpus_per_engine`` neighbouring ranks. On each of its nodes the first of them holds a host and generates; all send
+weights. A backend adds what its host shall run and be started with: an ``EngineProgram``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent import futures
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, Literal
+
+from rlbatch.api import Completion, ConfigError, EngineLost, EngineShape, Prompt, RolloutContext, RolloutError, SamplingParams, WeightBucket
+from rlbatch.api.values import Count, CountOrZero, Seconds
+from rlbatch.engines.backend.shm_space import check_room
+from rlbatch.engines.client.engine_process import EngineHost
+from rlbatch.engines.protocol.frames import pack_ints, unpack_ints
+from rlbatch.engines.transfer.sender import WeightSender
+from rlbatch.engines.transfer.weight_group import SENDER, WeightGroup, meet
+from rlbatch.launch.ranks.interfaces import LOOPBACK_INTERFACE
+
+OWN_KEYS = ("python", "environment")
+"""Keys of ``rollout.engine`` that are ours; all others are the engine's."""
+NETWORK_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+@dataclass(frozen=True)
+class HostedOptions:
+    """``rollout.options.*`` of every such backend."""
+
+    gpus_per_engine: Count = field(
+        default=1, metadata={"doc": "Ranks that share an engine; tensor parallel size times the data and pipeline parallel sizes."}
+    )
+    max_concurrency_per_replica: CountOrZero = field(
+        default=0, metadata={"doc": "Samples in work at once for each data-parallel replica of an engine; 0: as many as it takes."}
+    )
+    request_timeout_s: Seconds = field(
+        default=3600.0, metadata={"doc": "Seconds for one sample, without those in the engine's queue; beyond it the run ends."}
+    )
+    start_timeout_s: Seconds = field(default=900.0, metadata={"doc": "Seconds for an engine's start, and for its first answer."})
+    hang_limit_s: Seconds = field(default=25.0, metadata={"doc": "Seconds without a sign of life after which an engine counts as lost."})
+    max_restarts: CountOrZero = field(
+        default=3, metadata={"doc": "How often a lost engine is started anew, each engine and in each attempt; then the run ends."}
+    )
+    sync_timeout_s: Seconds = field(
+        default=600.0, metadata={"doc": "Seconds for an engine to load a bucket of weights, to sleep or to wake."}
+    )
+    min_response_tokens: CountOrZero = field(default=0, metadata={"doc": "Tokens before a stop token can be sampled."})
+    sleep_level: Literal[0, 1, 2] = field(
+        default=1,
+        metadata={"doc": "On GPUs, while training: 1 keeps the weights in host memory, 2 drops them, 0 keeps the GPU's memory."},
+    )
+    separate_gpus: CountOrZero = field(
+        default=0,
+        metadata={
+            "doc": "GPUs of each node, behind those of its ranks, that only generate: as many as ranks. 0: engines share the ranks' GPUs."
+        },
+    )
+    transport: Literal["auto", "shared", "collective"] = field(
+        default="auto",
+        metadata={
+            "doc": "How weights reach an engine: `shared` memory, or a `collective` to other GPUs (NCCL; Gloo on CPUs); `auto`: what fits."
+        },
+    )
+
+
+def hosted_shape(options: HostedOptions) -> EngineShape:
+    """What these options say of an engine's shape; see ``Configurable``."""
+    levels: Mapping[int, Literal["gpu", "host", "gone"]] = {0: "gpu", 1: "host", 2: "gone"}
+    return EngineShape(
+        options.gpus_per_engine,
+        separate_gpus=options.separate_gpus,
+        asleep=levels[options.sleep_level],
+        separate_option="separate_gpus",
+        gone_options={"sleep_level": 2},
+    )
+
+
+def value_bytes(name: object) -> float:
+    """Of a number of a type of an engine's weights or cache, by the names of vLLM and SGLang; 0: the engine decides."""
+    text = str(name or "auto")
+    sizes = {"auto": 0.0, "half": 2.0, "float": 4.0, "float32": 4.0, **dict.fromkeys(("bf16", "bfloat16", "float16"), 2.0)}
+    return sizes.get(text, 1.0 if text.startswith(("fp8", "int8")) else 0.5)
+
+
+def offloaded_gib(engine: Mapping[str, Any]) -> float:
+    """GiB of the weights on each GPU that vLLM or SGLang keeps on the host instead."""
+    value = engine.get("cpu_offload_gb", 0)
+    return float(value) if isinstance(value, (int, float)) and value > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class EngineProgram:
+    """What a host runs.
+
+    Attributes:
+        name: Of the rollout backend.
+        engine: ``module:Class``, see ``rlbatch.engines.host.server``.
+        start: Header of its ``start`` call, JSON; the answer has ``max_model_len``, and may have ``processes``: ids of those without which
+            the engine is lost.
+        python: Interpreter; empty: this one.
+        variables: As ``EngineHost``.
+        entry_points: As ``EngineHost``.
+        sockets_variable: As ``EngineHost``.
+        context_option: The engine's own name of its longest prompt and response, for messages.
+        replicas: Data-parallel replicas of the engine in this host.
+        shared_mib: MiB of /dev/shm that its processes fill at least.
+    """
+
+    name: str
+    engine: str
+    start: Mapping[str, Any]
+    python: str = ""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    entry_points: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    sockets_variable: str = ""
+    context_option: str = "max_model_len"
+    replicas: int = 1
+    shared_mib: int = 0
+
+
+class HostedRollout:
+    """A ``RolloutBackend`` and this rank's part of an engine.
+
+    Args:
+        context: Place and device.
+        options: Ours.
+        program: Given the devices of the ranks that share this node's host, what it shall run; called where there is one.
+
+    Attributes:
+        max_restarts: See ``RestartableBackend``.
+        lacks_carried: See ``CarryingBackend``.
+        software: See ``ForeignBackend``.
+    """
+
+    def __init__(self, context: RolloutContext, options: HostedOptions, program: Callable[[Sequence[str]], EngineProgram]) -> None:
+        self._context, self._options, self._gather = context, options, context.gather
+        self._is_collective = uses_group(options)
+        self.max_restarts, self._restarts = options.max_restarts, 0
+        self._sleep_level = options.sleep_level if context.device != "cpu" and not options.separate_gpus else 0
+        self._asleep, self._has_weights, self._has_answered, self.lacks_carried = 0, False, False, True
+        devices = [device.decode() for device in context.node_gather(context.device.encode())]
+        self._program = program(devices_behind(devices, options)) if context.node_rank == 0 else None
+        self._max_model_len, self.software = 0, ""
+        self._host = self._started(self._program) if self._program else None
+        self._sender = self._new_sender()
+
+    def _new_sender(self) -> WeightSender:
+        return WeightSender(
+            self._host,
+            self._context.device,
+            self._context.node_gather,
+            self._options.sync_timeout_s,
+            self._context.node_rank,
+            self._joined() if self._is_collective and self._host is not None else None,
+            is_collective=self._is_collective,
+        )
+
+    def _joined(self) -> WeightGroup:
+        """This rank and the workers of its host in a group of their own."""
+        assert self._host is not None
+        # It stays: NCCL's threads look into it as long as the group lives, and wait where there is none.
+        path = (self._context.folder / f"join-{os.getpid()}-{self._restarts}").resolve()
+        size, limit_s = 1 + self._options.gpus_per_engine // self._context.engine_nodes, self._options.start_timeout_s
+        call = self._host.begin("join", {"path": str(path), "size": size, "limit_s": limit_s})
+        group = meet(path, SENDER, size, self._context.device, limit_s)
+        try:
+            call.result(limit_s)  # an engine that is lost meanwhile is noticed here; nobody waits for its workers
+            return group.result(limit_s)
+        except EngineLost:
+            self._host.close()
+            raise
+        except (RuntimeError, futures.TimeoutError) as error:
+            raise RolloutError(f"rollout.options.transport: this rank and its engine's workers do not meet ({error}).") from error
+
+    def _started(self, program: EngineProgram) -> EngineHost:
+        host = EngineHost(
+            program.name,
+            program.engine,
+            self._context.folder,
+            python=program.python,
+            variables={**self._own_network(), **program.variables},
+            entry_points=program.entry_points,
+            sockets_variable=program.sockets_variable,
+        )
+        try:
+            check_room(program.shared_mib)
+            started = host.call("start", program.start, limit_s=self._options.start_timeout_s)
+            self.software = host.call("software", limit_s=self._options.start_timeout_s)["software"]
+        except BaseException:  # also a signal: nobody else would end it
+            host.close(wait_s=0.0)
+            raise
+        host.started(started.get("processes", ()), self._options.hang_limit_s)
+        self._max_model_len = int(started["max_model_len"])
+        return host
+
+    def _own_network(self) -> dict[str, str]:
+        """Processes of an engine on one node meet where no other machine can come."""
+        return dict.fromkeys(NETWORK_VARIABLES, LOOPBACK_INTERFACE) if self._context.engine_nodes == 1 else {}
+
+    def restart(self) -> None:
+        """As ``RestartableBackend``. The log of the engine that was lost stays beside the new one's, with a number."""
+        self._restarts += 1
+        self._asleep, self._has_weights, self._has_answered, self.lacks_carried = 0, False, False, True
+        if self._program and self._host is not None:
+            log = self._host.log
+            log.replace(log.with_name(f"engine_{self._restarts}.log"))
+            self._host = self._started(self._program)
+        self._sender = self._new_sender()
+
+    def update_weights(self, buckets: Iterable[WeightBucket]) -> None:
+        """Wakes the engine for its weights, sends them, and then gives it its cache; see ``RolloutBackend``."""
+        with self._together():
+            if self._asleep:
+                self._give_back()
+            self._gather(b"")  # all ranks of the engine have given their memory back
+            self._wake("weights")
+            is_first = not self._has_weights  # and goes through the engine's own loaders, which need memory too
+            audit = self._context.audit_sync == "always" or (self._context.audit_sync == "first" and is_first)
+            self._has_weights = False  # until all of them have come
+            for is_draft, part in groupby(buckets, key=lambda bucket: bucket.is_carried):
+                is_known = not (is_first or audit)
+                header = {"audit": audit, "draft": is_draft, "replay": is_known and not is_draft}
+                self._sender.send(part, header, in_turns=is_known)
+                self.lacks_carried = self.lacks_carried and not is_draft
+            self._has_weights = True
+            self._wake("kv_cache")
+            self._asleep = 0
+        if self._host is not None:
+            if self._host.lost:
+                raise self._host.lost
+            self._host.settled()
+
+    def _give_back(self) -> None:
+        """Memory that this rank's allocator keeps and nothing uses, so that the engine can take its own."""
+        if self._context.device != "cpu":
+            import torch
+
+            torch.cuda.empty_cache()
+
+    def _together(self) -> AbstractContextManager[None]:
+        """What all ranks of the engine do at once: all of them do it to its end, also when the engine is lost."""
+        return nullcontext() if self._host is None else self._host.outlasting()
+
+    def _ask(self, operation: str, header: Mapping[str, Any]) -> None:
+        if self._host is not None:
+            self._host.call(operation, header, limit_s=self._options.sync_timeout_s)
+
+    def _wake(self, tag: str) -> None:
+        if self._asleep:
+            self._ask("wake", {"tags": [tag]})
+
+    def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> Iterator[list[Completion]]:
+        """All samples of all prompts at once, and each prompt's as soon as those before it are complete; see ``RolloutBackend``."""
+        if self._host is None:
+            raise RolloutError("rollout: this rank has no engine, so no share of the prompts.")
+        self._awake()
+        self._check_lengths(prompts, params)
+        header = {
+            "lengths": [len(prompt.token_ids) for prompt in prompts],
+            "seeds": [[_seed(params, prompt, index) for index in range(params.samples_per_prompt)] for prompt in prompts],
+            "temperature": params.temperature,
+            "max_tokens": params.max_response_tokens,
+            "min_tokens": self._options.min_response_tokens,
+            "stop_token_ids": list(params.stop_token_ids),
+            "max_concurrency": self._options.max_concurrency_per_replica * (self._program.replicas if self._program else 1),
+            "request_timeout_s": self._options.request_timeout_s,
+        }
+        call = self._host.begin("generate", header, pack_ints(prompt.token_ids for prompt in prompts))
+        done: dict[int, list[Completion]] = {}
+        following = 0
+        # Before the first answer it may compile the kernels that are used first.
+        busy_limit_s = self._options.hang_limit_s if self._has_answered else self._options.start_timeout_s
+        try:
+            for answer, payload in call.frames(busy_limit_s):
+                if not answer.get("end"):
+                    done[answer["prompt"]] = _completions(answer, payload)
+                while following in done:
+                    yield done.pop(following)
+                    following += 1
+            self._has_answered = True
+        finally:
+            call.cancel()
+
+    def _awake(self) -> None:
+        """With its weights and its cache."""
+        if self._asleep == 2:
+            raise RolloutError("rollout.options.sleep_level=2: the engine has dropped its weights. Sync them before generating.")
+        if self._asleep:
+            self._wake("weights")
+            self._wake("kv_cache")
+            self._asleep = 0
+
+    def _check_lengths(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
+        option = self._program.context_option if self._program else ""
+        for prompt in prompts:
+            total = len(prompt.token_ids) + params.max_response_tokens
+            if total > self._max_model_len:
+                raise RolloutError(
+                    f"rollout.max_response_tokens={params.max_response_tokens}: with prompt {prompt.prompt_id} of {len(prompt.token_ids)} "
+                    f"tokens {total}, the engine's context is {self._max_model_len}. Lower it, or raise rollout.engine.{option}."
+                )
+
+    def sleep(self) -> None:
+        """Gives the GPU's memory back until the next sync; see ``SleepingBackend``. An engine that is lost here is missed there."""
+        if self._sleep_level and not self._asleep:
+            with self._together():
+                self._ask("sleep", {"level": self._sleep_level})
+                self._asleep = self._sleep_level
+                self.lacks_carried = self.lacks_carried or self._sleep_level == 2
+                self._gather(b"")  # the other ranks' memory is free too
+
+    def close(self) -> None:
+        """Ends the engine and all its processes; another one may be started in its place."""
+        self._give_back()
+        self._sender.close()
+        if self._host is not None:
+            self._host.close()
+
+
+def uses_group(options: HostedOptions) -> bool:
+    """Whether weights go over a group, and not through memory.
+
+    Raises:
+        ConfigError: the transport does not reach the engine.
+    """
+    if options.separate_gpus and options.transport == "shared":
+        raise ConfigError("rollout.options.transport=shared: an engine on GPUs of its own has no memory of a rank's. Use auto.")
+    return options.separate_gpus > 0 or options.transport == "collective"
+
+
+def devices_behind(devices: Sequence[str], options: HostedOptions) -> list[str]:
+    """The engine's devices, given those of its ranks: the same, or the ones behind those of all ranks of the node.
+
+    Raises:
+        ConfigError: the node has no such GPUs.
+    """
+    if not options.separate_gpus or "cpu" in devices:
+        return list(devices)
+    import torch
+
+    numbers = [int(device.partition(":")[2]) + options.separate_gpus for device in devices]
+    if max(numbers) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"rollout.options.separate_gpus={options.separate_gpus}: this node needs {max(numbers) + 1} GPUs, of its ranks and as many "
+            f"for its engines, and has {torch.cuda.device_count()}. Use fewer ranks, or 0."
+        )
+    return [f"cuda:{number}" for number in numbers]
+
+
+def own_and_theirs(engine: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """``rollout.engine`` in two: our keys, and the engine's own options."""
+    return {key: engine[key] for key in OWN_KEYS if key in engine}, {key: value for key, value in engine.items() if key not in OWN_KEYS}
+
+
+def variables_of(own: Mapping[str, Any]) -> dict[str, str]:
+    """``rollout.engine.environment``.
+
+    Raises:
+        ConfigError: it is no mapping.
+    """
+    values = own.get("environment", {})
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"rollout.engine.environment={values}: must map names of variables to texts. Write {{NAME: value}}.")
+    return {str(name): str(value) for name, value in values.items()}
+
+
+def visible_devices(devices: Sequence[str]) -> dict[str, str]:
+    """The GPUs of an engine's ranks, and no other; CUDA numbers them within what this process may see."""
+    indices = [int(device.partition(":")[2]) for device in devices]
+    listed = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(listed[index] if listed else str(index) for index in indices)}
+
+
+def process_start(*, on_cpu: bool) -> str:
+    """How an engine starts its processes: forked on CPUs, which saves imports, if there are no threads to lose; empty: as it likes."""
+    return "fork" if on_cpu and os.environ.get("OMP_NUM_THREADS") == "1" else ""
+
+
+def _seed(params: SamplingParams, prompt: Prompt, index: int) -> int:
+    """62 bits from all that names a sample."""
+    named = json.dumps([*params.seed, prompt.prompt_id, index]).encode()
+    return int.from_bytes(hashlib.sha256(named).digest()[:8], "big") >> 2
+
+
+def _completions(answer: Mapping[str, Any], payload: bytes) -> list[Completion]:
+    """One prompt's samples: int32 tokens, then as many float32 log-probs."""
+    lengths = answer["lengths"]
+    middle = 4 * sum(lengths)
+    logprobs, start, completions = array("f", payload[middle:]), 0, []
+    rows, measured = unpack_ints(payload[:middle], lengths), answer.get("seconds", [None] * len(lengths))
+    for tokens, reason, seconds in zip(rows, answer["reasons"], measured, strict=True):
+        values = logprobs[start : start + len(tokens)].tolist()
+        completions.append(Completion(tokens, values, reason, answer["policy_version"], seconds))
+        start += len(tokens)
+    return completions

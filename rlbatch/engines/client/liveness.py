@@ -1,0 +1,176 @@
+"""Whether an engine lives, while something is awaited of it: it answers a ping, or its processes work."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import psutil
+
+from rlbatch.engines.client.disk_errors import told_in_words
+from rlbatch.launch.ranks.children import signal_group
+
+if TYPE_CHECKING:
+    from rlbatch.engines.client.engine_process import Call, EngineHost
+
+PING_S = 5.0
+"""Longest time between two looks."""
+WORKING_SHARE = 0.03
+"""Of a core: an engine of which no process uses as much does nothing but wait. (Those of an idle vLLM use less than 0.01 together.)"""
+GUARD_S = 2.0
+POLL_S = 0.05
+STOPPED_S = 25.0
+"""Longest time that one of an engine's processes may be stopped, whatever the others do."""
+STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+
+
+class Processes:
+    """An engine's host and all that it started, as far as they were ever seen."""
+
+    def __init__(self, pid: int) -> None:
+        """Args:
+        pid: Of the host.
+        """
+        self._host = psutil.Process(pid)
+        self._seen: set[psutil.Process] = set()
+        self._needed: list[psutil.Process] = []
+
+    def cpu_s(self) -> dict[psutil.Process, float]:
+        """Processor seconds of each that lives; empty: one of them is stopped, or the host has ended."""
+        seconds: dict[psutil.Process, float] = {}
+        try:
+            for process in self.find():
+                with suppress(psutil.NoSuchProcess):
+                    if process.status() in STOPPED:
+                        return {}
+                    times = process.cpu_times()
+                    seconds[process] = times.user + times.system
+        except psutil.NoSuchProcess:
+            return {}
+        return seconds
+
+    def find(self) -> list[psutil.Process]:
+        """Those that live now; remembered, since nothing leads to them once the host is gone."""
+        living = [self._host, *self._host.children(recursive=True)]
+        self._seen.update(living)
+        return living
+
+    def started(self, needed: Iterable[int]) -> None:
+        """The engine has started, and needs these until its end (ids): others, such as compilers, may end before."""
+        self.find()
+        self._needed = [psutil.Process(pid) for pid in needed if psutil.pid_exists(pid)]
+
+    def is_broken(self) -> bool:
+        """Whether one that is needed is gone: what is left of the engine may not have noticed."""
+        return any(not process.is_running() or _is_over(process) for process in self._needed)
+
+    def kill(self, limit_s: float) -> None:
+        """Ends the host's group and what else there is, stopped ones too, and waits until they are gone: until then they hold an
+        accelerator's memory.
+        """
+        with suppress(psutil.NoSuchProcess):
+            self.find()
+        if self._host.is_running() or not psutil.pid_exists(self._host.pid):  # else its id is another process's by now
+            self._seen.update(self._group())
+            signal_group(self._host.pid, signal.SIGKILL)
+        self._wait(GUARD_S)  # the host's guard looks for those that left the group
+        for process in self._seen:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._wait(limit_s)
+
+    def _group(self) -> Iterator[psutil.Process]:
+        """The members of the host's group, which outlive it if it and its guard are killed."""
+        for pid in psutil.pids():
+            with suppress(OSError, psutil.NoSuchProcess):
+                if os.getpgid(pid) == self._host.pid:
+                    yield psutil.Process(pid)
+
+    def _wait(self, limit_s: float) -> None:
+        deadline = time.monotonic() + limit_s
+        while not all(map(_is_over, self._seen)) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+
+
+def _is_over(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+class Liveness:
+    """Signs of life of an engine that a call waits for.
+
+    A ping is answered by the engine itself, not only by its host; while it loads weights or compiles it cannot answer, but works.
+
+    Args:
+        host: The engine.
+        operation: What waits.
+        hang_limit_s: Longest time without any sign.
+        busy_limit_s: Longest time in which it works and answers nothing.
+    """
+
+    def __init__(self, host: EngineHost, operation: str, hang_limit_s: float, busy_limit_s: float) -> None:
+        self._host, self._operation, self._hang_limit_s, self._busy_limit_s = host, operation, hang_limit_s, busy_limit_s
+        self._answered = self._worked = self._looked = self._sent = self._ran = time.monotonic()
+        self._cpu_s: dict[psutil.Process, float] = {}  # the first look measures
+        self._ping: Call | None = None
+
+    def wait_s(self) -> float:
+        """Until the next look."""
+        left = self._hang_limit_s - (time.monotonic() - self._last())
+        return min(PING_S, self._hang_limit_s / 4, max(left, 0.05))
+
+    def answered(self) -> None:
+        """The call that waits got something. Of several replicas one may be lost while others answer."""
+        self._answered = time.monotonic()
+        if self._answered - self._looked > PING_S:
+            self.look()
+
+    def look(self) -> None:
+        """Nothing came for ``wait_s``, or one part of the engine has answered.
+
+        Raises:
+            EngineLost: it is dead, or gave no sign of life for too long.
+            RolloutError: the system does not let anybody look, e.g. because a limit of open files is reached.
+        """
+        with told_in_words(f"the engine cannot be looked at (`{self._operation}`)", self._host.log):
+            self._look()
+
+    def _look(self) -> None:
+        self._host.check(self._operation)
+        self._see_work()
+        if self._hang_limit_s < float("inf"):  # else it starts, and answers nothing
+            self._ask()
+        now = time.monotonic()
+        for limit_s, since, what in (
+            (self._hang_limit_s, self._last(), "no sign of life"),
+            (self._busy_limit_s, self._answered, "it works, but answers nothing"),
+            (self._busy_limit_s, self._sent if self._ping else now, "a part of it answers nothing"),
+            (min(self._hang_limit_s, STOPPED_S), self._ran, "one of its processes is stopped,"),
+        ):
+            if now - since > limit_s:
+                raise self._host.lose(f"`{self._operation}`: {what} for {limit_s:g} s")
+
+    def _ask(self) -> None:
+        if self._ping is None:
+            self._ping, self._sent = self._host.begin("ping"), time.monotonic()
+        elif self._ping.next(0.0) is not None:
+            self._ping, self._answered = None, max(self._answered, self._sent)  # it lived then; what came later is not known
+
+    def _last(self) -> float:
+        return max(self._answered, self._worked)
+
+    def _see_work(self) -> None:
+        now, cpu_s = time.monotonic(), self._host.processes.cpu_s()
+        used = [seconds - self._cpu_s[process] for process, seconds in cpu_s.items() if process in self._cpu_s]
+        if max(used, default=0.0) > WORKING_SHARE * (now - self._looked):
+            self._worked = now
+        if cpu_s or self._cpu_s:
+            self._ran = now  # or the time at which one was first seen stopped
+        self._looked, self._cpu_s = now, cpu_s

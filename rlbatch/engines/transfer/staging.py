@@ -1,0 +1,269 @@
+"""What a rank shows its device's workers: the trainer's own tensors where they lie, and copies of all others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+from rlbatch.api import RolloutError, WeightBucket
+from rlbatch.engines.transfer.buckets import Place, aligned, pack, place
+from rlbatch.engines.transfer.cuda_memory import allocate
+from rlbatch.engines.transfer.shared_memory import Handle, HostMemory, Shared, is_still, share
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+GIB = 2**30
+AHEAD = GIB // 2
+"""Bytes read in place of which the engine is told at once, to copy them while this rank looks up more."""
+GROWTH = 16
+"""The next limit is so many times as large, where telling takes about as long as copying them."""
+Content = dict[str, Any]
+"""``memories`` (key -> handle), ``lasting`` (keys of those that stay as they are until the sync is over) and ``places``; JSON."""
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """A bucket's tensors.
+
+    Attributes:
+        lent: Where those lie that are read in place, and the handles of their memory.
+        handles: Memory's key -> handle.
+        copied: Names and tensors of the others.
+        size: Bytes that the others take.
+        limit: Bytes that all would take.
+    """
+
+    lent: list[Place]
+    handles: dict[str, Handle]
+    copied: list[tuple[str, Tensor]]
+    size: int
+    limit: int
+
+
+@dataclass(frozen=True)
+class _Before:
+    """A bucket that was all read in place, which a trainer sends again and again.
+
+    Attributes:
+        names: Of its tensors.
+        tensors: The objects; they are not kept.
+        where: Their addresses.
+        firsts: Memory's key -> number of one tensor in it.
+        sorted: What was found.
+    """
+
+    names: Sequence[str]
+    tensors: list[ref[Tensor]]
+    where: list[int]
+    firsts: dict[str, int]
+    sorted: Sorted
+
+
+class Staging:
+    """Collects tensors until there are enough for a call. Copies go into one of two memories, in turns, or always into the same.
+
+    A tensor that lasts until the end of the sync is not copied if workers can open its memory: an allocation of a GPU, or ``HostMemory``.
+
+    Args:
+        device: This rank's.
+        lends: Whether workers can open this device's memory; if not, every tensor is copied.
+    """
+
+    def __init__(self, device: str, *, lends: bool) -> None:
+        self._device, self._lends = device, lends
+        self._memories: list[_Memory | None] = [None, None]
+        self._turns, self._turn, self._used, self._largest = 2, 0, 0, 1
+        self._lent_bytes, self._ahead = 0, AHEAD
+        self._places: list[Place] = []
+        self._handles: dict[str, Handle] = {}
+        self._lasting: set[str] = set()
+        self._lent: dict[int, tuple[int, Shared] | None] = {}
+        self._asked: set[int] = set()
+        self._lent_before: dict[str, tuple[torch.dtype, torch.Size, Place]] = {}
+        self._before: dict[str, _Before] = {}
+
+    def start(self, *, has_turns: bool) -> None:
+        """A new sync. Without turns each call must be over when the next one's tensors are added: that takes half the memory."""
+        self._turns = 2 if has_turns else 1
+
+    def sort(self, bucket: WeightBucket) -> Sorted:
+        """What must be copied of a bucket, and what is read in place."""
+        where = [tensor.data_ptr() for tensor in bucket.tensors]
+        before = self._before.get(bucket.names[0] if bucket.names else "")
+        if before is not None and self._is_same(bucket, where, before):
+            return before.sorted
+        lent: list[Place] = []
+        handles: dict[str, Handle] = {}
+        copied: list[tuple[str, Tensor]] = []
+        firsts: dict[str, int] = {}
+        lasting = bucket.lasting or [False] * len(bucket.names)
+        for index, (name, tensor, lasts) in enumerate(zip(bucket.names, bucket.tensors, lasting, strict=True)):
+            shared = self._shared(tensor) if lasts and self._lends and tensor.is_contiguous() else None
+            if shared is None:
+                copied.append((name, tensor))
+            else:
+                key, handle, start = shared
+                handles[key] = handle
+                firsts.setdefault(key, index)
+                lent.append(self._lent_place(name, tensor, key, start))
+        found = Sorted(lent, handles, copied, _size([tensor for _, tensor in copied]), _size(bucket.tensors))
+        if bucket.names and not copied:
+            self._before[bucket.names[0]] = _Before(bucket.names, [ref(tensor) for tensor in bucket.tensors], where, firsts, found)
+        return found
+
+    def _is_same(self, bucket: WeightBucket, where: list[int], before: _Before) -> bool:
+        """Whether its tensors are those of an earlier bucket, all of which was read in place, and still lie there."""
+        places = before.sorted.lent
+        return (
+            before.where == where
+            and before.names == bucket.names
+            and len(bucket.lasting) == len(where)
+            and all(bucket.lasting)
+            and all(known() is tensor for known, tensor in zip(before.tensors, bucket.tensors, strict=True))
+            and all(
+                (found := self._shared(bucket.tensors[index])) is not None and (found[0], found[2]) == (key, places[index]["start"])
+                for key, index in before.firsts.items()
+            )
+        )
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so much is read in place that the engine should be told."""
+        return self._lent_bytes >= self._ahead
+
+    def has_room(self, bucket: Sorted) -> bool:
+        """Whether ``add`` needs no ``take`` before it."""
+        if self.is_full:
+            return False
+        memory = self._memories[self._turn]
+        return self._used == 0 or bucket.size == 0 or (memory is not None and self._used + bucket.size <= len(memory.tensor))
+
+    def add(self, bucket: Sorted) -> None:
+        """Takes a bucket in; of its tensors only those that last are needed afterwards.
+
+        Raises:
+            RolloutError: there is no memory for it.
+        """
+        self._places += bucket.lent
+        self._handles |= bucket.handles
+        self._lasting |= bucket.handles.keys()
+        self._lent_bytes += bucket.limit - bucket.size
+        if not bucket.copied:
+            return
+        memory = self._memory(bucket)
+        key, handle, start = memory.shared
+        places: list[Place] = []
+        for name, tensor in bucket.copied:
+            places.append(place(name, tensor, key, self._used))
+            self._used += aligned(tensor.nbytes)
+        pack(memory.tensor, places, [tensor for _, tensor in bucket.copied])
+        self._places += [each | {"start": each["start"] + start} for each in places]
+        if key:
+            self._handles[key] = handle
+
+    def take(self) -> tuple[Content, Tensor]:
+        """What was added since the last time, when its copies are made, and the part of this rank's memory that they take.
+
+        Its memory is written again after the next ``take``, or at once if there are no turns: not before the workers have read it.
+        """
+        import torch
+
+        if self._device != "cpu":
+            torch.cuda.current_stream(self._device).synchronize()  # not what a group is sending
+        memory = self._memories[self._turn]
+        content = {"memories": self._handles, "lasting": sorted(self._lasting), "places": self._places}
+        part = torch.empty(0, dtype=torch.uint8) if memory is None else memory.tensor[: self._used]
+        self._turn = (self._turn + 1) % self._turns
+        if self.is_full:
+            self._ahead *= GROWTH
+        self._forget()
+        return content, part
+
+    def release(self) -> None:
+        """At the end of a sync: a GPU's memory goes back to the trainer. Host memory stays: making it takes longer than using it."""
+        self._lent = {storage: self._lent[storage] for storage in self._asked}
+        self._asked.clear()
+        # Every sync starts with the same memory: what lies where is then what the workers know from the last one.
+        self._turn, self._ahead = 0, AHEAD
+        self._forget()
+        if self._device != "cpu":
+            self._memories = [None, None]
+
+    def _forget(self) -> None:
+        self._used, self._lent_bytes, self._places, self._handles, self._lasting = 0, 0, [], {}, set()
+
+    def _lent_place(self, name: str, tensor: Tensor, memory: str, start: int) -> Place:
+        """Where a lent tensor is; the same object as in the last sync if it is still there, which is quick to make and to compare."""
+        dtype, shape, before = self._lent_before.get(name, (None, None, {}))
+        if tensor.dtype is dtype and tensor.shape == shape and before["start"] == start and before["memory"] == memory:
+            return before
+        now = place(name, tensor, memory, start)
+        self._lent_before[name] = tensor.dtype, tensor.shape, now
+        return now
+
+    def _shared(self, tensor: Tensor) -> Shared | None:
+        """As ``mapping.share``, which is asked once for every storage; in later syncs only whether that holds."""
+        storage = tensor.untyped_storage().data_ptr()
+        known = self._lent.get(storage)
+        if storage not in self._asked:
+            if known is None or not is_still(tensor, known[1][0]):
+                found = share(tensor)
+                known = self._lent[storage] = None if found is None else (tensor.data_ptr(), found)
+            self._asked.add(storage)
+        if known is None:
+            return None
+        first, (key, handle, start) = known
+        return key, handle, start + tensor.data_ptr() - first
+
+    def _memory(self, bucket: Sorted) -> _Memory:
+        """That of this turn, with room for the bucket."""
+        memory = self._memories[self._turn]
+        if memory is not None and len(memory.tensor) >= self._used + bucket.size:
+            return memory
+        self._memories[self._turn] = None
+        self._largest = max(self._largest, bucket.limit)
+        try:
+            # As large as the largest bucket: the copies of several small ones share a call.
+            memory = self._memories[self._turn] = _Memory(self._largest, self._device, is_shared=self._lends)
+        except OSError as error:
+            raise RolloutError(
+                f"rollout.bucket_mib: a bucket of weights needs {self._largest / GIB:.2f} GiB ({error.strerror}). "
+                "Lower it, or give the job more memory."
+            ) from error
+        return memory
+
+
+class _Memory:
+    """[num_bytes] uint8 on a device, and how others open it.
+
+    Raises:
+        OSError: there is not so much.
+    """
+
+    def __init__(self, num_bytes: int, device: str, *, is_shared: bool) -> None:
+        import torch
+
+        self.shared: Shared = ("", {}, 0)
+        if device == "cpu" and is_shared:
+            self._owner = HostMemory(num_bytes)
+            self.tensor, self.shared = self._owner.tensor, self._owner.shared
+            return
+        try:
+            self.tensor = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError as error:
+            raise OSError(0, "the GPU's memory is full") from error
+        if is_shared:
+            shared = share(self.tensor)
+            if shared is None:  # torch's allocator maps its memory in pieces (expandable_segments)
+                self.tensor = allocate(num_bytes, device)
+                shared = share(self.tensor)
+            assert shared is not None
+            self.shared = shared
+
+
+def _size(tensors: Sequence[Tensor]) -> int:
+    return sum(aligned(tensor.nbytes) for tensor in tensors)

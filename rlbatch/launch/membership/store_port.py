@@ -1,0 +1,74 @@
+"""The door of the job's store. torch's server asks nobody who he is, so once all ranks have come, nobody else can.
+
+The ranks tell over their links, which know the token, from which ports they came. Rank 0 lets the kernel drop whatever else comes to the
+store's port, and hangs up on who is there already and is none of them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import struct
+import time
+from collections.abc import Collection
+from contextlib import suppress
+
+import psutil
+
+from rlbatch.launch.membership.messages import plain_address
+
+End = tuple[str, int]
+"""Address and port of one end of a connection."""
+_SO_ATTACH_FILTER = 26
+_DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
+"""The filter program `return 0`: no byte of any packet is let through. Connections that were accepted before keep theirs, which is none."""
+ACCEPTING_S = 0.1
+"""Seconds in which the store accepts what came just before."""
+
+
+class StorePort:
+    """Rank 0's.
+
+    Args:
+        listening: The store's socket; the store takes it over.
+
+    Attributes:
+        port: Its.
+    """
+
+    def __init__(self, listening: socket.socket) -> None:
+        self._socket = listening.dup()
+        self.port: int = listening.getsockname()[1]
+
+    def close(self, known: Collection[End]) -> list[End]:
+        """Lets nobody in any more.
+
+        Args:
+            known: From where ranks came.
+
+        Returns:
+            Who was put out.
+        """
+        program = ctypes.create_string_buffer(_DROP_ALL)
+        with suppress(OSError):  # a kernel without such filters: who comes later is not kept out
+            self._socket.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(program)))
+        self._socket.close()
+        time.sleep(ACCEPTING_S)
+        strangers = []
+        for connection in psutil.Process().net_connections("tcp"):
+            if connection.laddr.port == self.port and connection.raddr and (end := _end(connection.raddr)) not in known:
+                strangers.append(end)
+                with suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as stranger:
+                    stranger.shutdown(socket.SHUT_RDWR)
+        return strangers
+
+
+def ends_at(port: int) -> list[End]:
+    """This process's ends of its connections to a port."""
+    connections = psutil.Process().net_connections("tcp")
+    return [_end(connection.laddr) for connection in connections if connection.raddr and connection.raddr.port == port]
+
+
+def _end(address: psutil._common.addr) -> End:
+    return plain_address(address.ip), address.port

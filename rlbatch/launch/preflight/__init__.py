@@ -1,0 +1,1 @@
+"""Checks of a job's nodes before the model is built."""

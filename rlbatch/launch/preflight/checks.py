@@ -1,0 +1,193 @@
+"""Checks of a job's nodes before the model is built: seconds that save hours.
+
+Every rank tells the others what it found, every rank draws the same conclusions, and the first bad one ends the job under its own name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+
+from rlbatch.api import PreflightError
+from rlbatch.config.hf_config import read_config
+from rlbatch.config.schema import EMBEDDED, Config
+from rlbatch.launch.membership.store import JobStore
+from rlbatch.launch.preflight import rules
+from rlbatch.launch.preflight.link_check import Links, check_links
+from rlbatch.launch.preflight.node_facts import NodeFacts, collect_facts
+from rlbatch.launch.preflight.rules import Finding
+from rlbatch.launch.preflight.shared_folders import SharedFolders, unreadable
+from rlbatch.launch.preflight.table import one_line, table
+from rlbatch.plan.engine_memory import demand
+from rlbatch.plan.memory import MemoryFloor, memory_floor
+from rlbatch.registry import Registry
+
+SHOWN_FINDINGS = 8
+PEER_PATIENCE_S = 3.0
+"""The bad rank reports first; its peers, who know the same, leave it that long."""
+PIPE_COLUMNS = 160
+
+
+class Preflight:
+    """The checks, in two parts: what needs only the store comes before ranks on different devices would fail to meet."""
+
+    def __init__(self, config: Config, run_dir: Path, store: JobStore, registry: Registry) -> None:
+        """Args:
+        config: Resolved; with ``launch.preflight=false`` nothing is checked.
+        run_dir: Run folder.
+        store: The job's, which knows this rank.
+        registry: This rank's plugins.
+        """
+        self._config, self._run_dir, self._store, self._registry = config, run_dir, store, registry
+        self._patience = config.launch.rendezvous_timeout_s
+        self._started = time.monotonic()
+        self._facts: list[NodeFacts] = []
+        self._floor = MemoryFloor(world_size=config.layout.world_size)
+        self._clocks: list[float] = []
+        self._warnings: list[Finding] = []
+
+    def check_nodes(self) -> None:
+        """Versions, GPUs, memory, folders and clocks.
+
+        Raises:
+            PreflightError: nodes that cannot run the job.
+            LaunchError: ranks that did not come.
+        """
+        if not self._config.launch.preflight:
+            return
+        info = self._store.info
+        folders = SharedFolders(self._folders(), _token(info.job_id, info.restart_count), info.rank)
+        problems = folders.write() if info.local_rank == 0 else []
+        facts = collect_facts(info, self._registry, [*problems, *unreadable(self._sources())] if info.local_rank == 0 else [])
+        self._facts = [NodeFacts.from_json(text) for text in self._store.barrier("preflight/facts", self._patience, facts.to_json())]
+        clock = time.time()  # the barrier has just let go of every rank
+        seen = {"clock": clock, "unseen": self._unseen(folders)}
+        views = [json.loads(text) for text in self._store.barrier("preflight/folders", self._patience, json.dumps(seen))]
+        folders.remove()
+        self._clocks = [view["clock"] for view in views]
+        unseen = rules.check_visibility(self._facts, [view["unseen"] for view in views])
+        self._conclude([*rules.check_folders(self._facts), *unseen, *rules.check_versions(self._facts)], [])
+        self._floor = self._needs()
+        cluster = self._config.cluster
+        found = [*rules.check_gpus(self._facts, cluster, self._floor), *rules.check_memory(self._facts, cluster, self._floor)]
+        self._conclude([*found, *rules.check_clocks(self._facts, self._clocks)], [])
+
+    def check_links(self, device: str) -> None:
+        """All-reduce between the ranks; then rank 0 shows the table.
+
+        Args:
+            device: This rank's, in torch.distributed's default group.
+
+        Raises:
+            PreflightError: a node whose numbers arrive wrong, or that cannot be reached.
+            LaunchError: ranks that did not come.
+        """
+        if not self._config.launch.preflight:
+            return
+        hosts = [fact.host for fact in self._facts]
+        try:
+            mine = check_links(device, self._store.info.rank, hosts)
+        except RuntimeError as error:
+            raise PreflightError(
+                f"launch.preflight=true: an all-reduce between the ranks failed. Check cluster.interface.\n{error}"
+            ) from error
+        texts = self._store.barrier("preflight/links", self._patience, json.dumps(asdict(mine)))
+        links = [Links(**json.loads(text)) for text in texts]
+        node_gbs = {fact.host: links[fact.rank].node_gbs for fact in self._facts if fact.is_first and fact.node_ranks > 1}
+        wrong = [
+            Finding(
+                rank,
+                hosts[rank],
+                f"its numbers arrive wrong in an all-reduce ({count} of {len(hosts)} ranks see it). Take it out of the job",
+            )
+            for rank, count in blamed([link.wrong for link in links])
+        ]
+        self._conclude([*wrong, *rules.check_bandwidth(self._facts, node_gbs, self._config.cluster.gpu_link_gbs)], links)
+        self._show(links)
+
+    def _conclude(self, findings: Sequence[Finding], links: Sequence[Links]) -> None:
+        """Ends the job if one of the findings is an error, under the name of the first bad rank."""
+        self._warnings += [finding for finding in findings if not finding.is_error]
+        errors = sorted((finding for finding in findings if finding.is_error), key=lambda finding: finding.rank)
+        if not errors:
+            return
+        if self._store.info.rank == 0:
+            self._print_table(links, errors)
+        if self._store.info.rank != errors[0].rank:
+            time.sleep(PEER_PATIENCE_S)
+        shown = "\n".join(f"  {error}" for error in errors[:SHOWN_FINDINGS])
+        more = f"\n  and {len(errors) - SHOWN_FINDINGS} more" if len(errors) > SHOWN_FINDINGS else ""
+        hosts = len({error.host for error in errors})
+        raise PreflightError(f"launch.preflight=true: {hosts} of {len(self._hosts())} nodes cannot run this job.\n{shown}{more}")
+
+    def _show(self, links: Sequence[Links]) -> None:
+        if self._store.info.rank != 0:
+            return
+        if len(self._hosts()) > 1 or self._warnings:
+            self._print_table(links, [])
+        else:
+            print(one_line(self._facts, self._floor, links, time.monotonic() - self._started), flush=True)
+
+    def _print_table(self, links: Sequence[Links], errors: Sequence[Finding]) -> None:
+        is_terminal = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        columns, lines = (None, None) if is_terminal else (PIPE_COLUMNS, PIPE_COLUMNS)  # rich takes a width without a height for none
+        console = Console(width=columns, height=lines, highlight=False)
+        with console.capture() as capture:
+            console.print(table(self._facts, self._floor, self._clocks, links, time.monotonic() - self._started))
+        shown = [line.rstrip() for line in capture.get().splitlines()]  # rich pads them
+        shown += [f"error: {finding}" for finding in errors] + [f"warning: {finding}" for finding in self._warnings]
+        print("\n".join(shown), flush=True)
+
+    def _needs(self) -> MemoryFloor:
+        hf = self._config.model.hf
+        folder = self._run_dir / EMBEDDED / "model" if hf == EMBEDDED else Path(hf)
+        family = self._registry.resolve_model_family(read_config(folder))
+        on_gpu = any(fact.gpu for fact in self._facts)
+        return memory_floor(demand(self._config, self._registry, family, on_gpu=on_gpu))
+
+    def _hosts(self) -> list[str]:
+        return list(dict.fromkeys(fact.host for fact in self._facts))
+
+    def _unseen(self, folders: SharedFolders) -> list[tuple[str, int]]:
+        """Marks that this node should see and does not: the first node looks for all others', they look for its."""
+        writers = [fact.rank for fact in self._facts if fact.is_first and not fact.problems]
+        mine = self._store.info.rank
+        if mine not in writers:
+            return []
+        return [(str(folder), writer) for folder, writer in folders.read(writers[1:] if mine == writers[0] else writers[:1])]
+
+    def _folders(self) -> list[Path]:
+        save = self._config.checkpoint.save
+        return [self._run_dir, *([Path(save)] if save else [])]
+
+    def _sources(self) -> list[Path]:
+        """What every node reads."""
+        paths = (path for key, path in self._registry.paths_for_ranks(self._config) if key != "checkpoint.save")
+        return [Path(path) for path in dict.fromkeys(paths)]
+
+
+def blamed(wrong: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+    """Whose fault wrong numbers are: (rank, ranks that see it).
+
+    Args:
+        wrong: What each rank saw wrong. If only one rank saw anything, it is that rank that cannot receive.
+    """
+    complaining = [rank for rank, seen in enumerate(wrong) if seen]
+    if len(complaining) == 1 and len(wrong) > 2:
+        return [(complaining[0], 1)]
+    counts = Counter(rank for seen in wrong for rank in seen)
+    most = max(counts.values(), default=0)
+    return [(rank, count) for rank, count in sorted(counts.items()) if count == most]
+
+
+def _token(job_id: str, restart_count: int) -> str:
+    """Part of a file's name."""
+    return f"{''.join(filter(str.isalnum, job_id)) or 'local'}-{restart_count}"

@@ -1,0 +1,81 @@
+"""Environment variables that launchers set: read strictly, and compared where two say the same."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import NoReturn
+
+from rlbatch.api import ConfigError
+from rlbatch.launch.ranks.nodelist import shown
+
+START = "Start jobs with `python -m rlbatch.submit`."
+LAUNCH_VARIABLE = "RLBATCH_LAUNCH"
+"""A word that a launcher without job ids gives to all ranks of one start: two starts in one run folder are told apart by it."""
+
+
+class Variables:
+    """Variables of a process.
+
+    Attributes:
+        values: Those that are not empty: an empty one counts as not set.
+    """
+
+    def __init__(self, values: Mapping[str, str]) -> None:
+        self.values = {name: value for name, value in values.items() if value}
+
+    def first(self, names: Iterable[str]) -> str:
+        """The first of the names that is set, else the empty string."""
+        return next((name for name in names if name in self.values), "")
+
+    def require(self, name: str) -> str:
+        """A variable's text.
+
+        Raises:
+            ConfigError: it is not set.
+        """
+        if name not in self.values:
+            raise ConfigError(f"{name}=: is not set, so this is no rank of a job. {START}")
+        return self.values[name]
+
+    def number(self, name: str, missing: int | None = None) -> int:
+        """A variable's number.
+
+        Args:
+            name: Its name.
+            missing: What it is if it is not set; None: it must be.
+
+        Raises:
+            ConfigError: it is not set, or no number of at most 9 digits.
+        """
+        if missing is not None and name not in self.values:
+            return missing
+        text = self.require(name)
+        if not re.fullmatch("[0-9]{1,9}", text):
+            raise ConfigError(f"{name}={shown(text)}: must be a number, the launcher sets it. {START}")
+        return int(text)
+
+    def require_same(self, *names: str) -> None:
+        """Compares those that are set.
+
+        Raises:
+            ConfigError: they differ.
+        """
+        present = [name for name in names if name in self.values]
+        for name in present[1:]:
+            if self.values[name] != self.values[present[0]]:
+                self.contradict(present[0], name, "they must be equal")
+
+    def require_less(self, small: str, large: str) -> None:
+        """Compares two numbers.
+
+        Raises:
+            ConfigError: the first is not less than the second.
+        """
+        if self.number(small) >= self.number(large):
+            self.contradict(small, large, "the first must be less than the second")
+
+    def contradict(self, first: str, second: str, rule: str) -> NoReturn:
+        """Raises a ``ConfigError`` that names two variables with their values, and what must hold."""
+        values = " and ".join(f"{name}={shown(self.values[name])}" for name in (first, second))
+        raise ConfigError(f"{values}: contradict each other, {rule}. Unset what your launcher did not set.")

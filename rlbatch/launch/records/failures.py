@@ -1,0 +1,188 @@
+"""One message for one failure: the first rank that fails records it in the run folder and alone prints it.
+
+When a rank fails its peers fail too, with errors of the transport that hide the cause.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rlbatch.api import RlbatchError
+from rlbatch.api.exit_codes import FAILED
+from rlbatch.launch.records.disk import trouble
+from rlbatch.launch.records.output import Output
+
+FIRST_ERROR = "first_error.json"
+TERMINAL_VARIABLE = "RLBATCH_TERMINAL_FD"
+"""File descriptor of the user's terminal, where the launcher sends a rank's own output elsewhere."""
+LAUNCHER = -1
+"""In the place of a rank: no rank said what happened, nor does its launcher say which one failed."""
+CLOCK_S = 3.0
+"""Difference of clocks within which a record counts as of this start."""
+WORD_VARIABLE = "RLBATCH_FIRST_WORD_FD"
+"""File descriptor of a pipe with one byte, from a launcher on this machine: where nothing can be recorded, who takes it is the first."""
+_SYSTEM = ("No space left", "os error 28", "Disk quota", "Read-only file system", "file write failed")
+PATIENCE_S = 1.0
+"""Seconds that an unforeseen error waits to be recorded: it may follow from the end of another rank, which the launcher then records."""
+
+
+@dataclass(frozen=True)
+class FirstError:
+    """Contents of first_error.json.
+
+    Attributes:
+        rank: Rank that failed first; ``LAUNCHER``: nobody knows.
+        host: Its node.
+        type: Class of the exception; ``Exit`` if the process ended without one, ``Hang`` if the others waited for it in vain.
+        message: For the user.
+        traceback: Python's, or where a rank hangs; empty if there is none.
+        time: Seconds since the epoch.
+    """
+
+    rank: int
+    host: str
+    type: str
+    message: str
+    traceback: str
+    time: float
+
+    def __str__(self) -> str:
+        """What is printed."""
+        is_ours = self.type in ("Exit", "Hang") or not self.traceback
+        who = f"host {self.host}" if self.rank == LAUNCHER else f"rank {self.rank} host {self.host}"
+        return f"[{who}] {self.message if is_ours else self.traceback.rstrip()}"
+
+
+class StoppedBySignal(SystemExit):
+    """What a rank's signal handler raises: it unwinds, so that engines are closed, and is no failure of this rank."""
+
+
+class Reported(SystemExit):
+    """Ends a rank whose failure was told already, by it or by another one."""
+
+
+@contextmanager
+def reporting_failures(run_dir: Path, rank: int) -> Iterator[None]:
+    """Turns any exception of a rank into exit code 1, recorded and printed if it is the job's first; what foreign code raises in the
+    place of ``sys.exit`` or Ctrl-C too.
+    """
+    try:
+        yield
+    except (StoppedBySignal, Reported):
+        raise
+    except BaseException as error:  # the outermost frame of a rank: nothing may pass unrecorded, KeyboardInterrupt neither
+        if not isinstance(error, RlbatchError):
+            time.sleep(PATIENCE_S)
+        report_failure(run_dir, rank, error)
+        raise SystemExit(FAILED) from None
+
+
+def report_failure(run_dir: Path, rank: int, error: BaseException) -> bool:
+    """Records and prints an error unless another rank was first.
+
+    Returns:
+        Whether this was the first.
+    """
+    return claim(run_dir, failure_of(error, rank, socket.gethostname(), run_dir))
+
+
+def failure_of(error: BaseException, rank: int, host: str, run_dir: Path) -> FirstError:
+    """What is told of an exception of a rank; users see no traceback of an ``RlbatchError``, nor of a run folder that is full or gone."""
+    if is_of_system(error) and (found := trouble(run_dir)):
+        said = " ".join(str(error).split())
+        return FirstError(rank, host, "ConfigError", f"run_dir={run_dir}: {found}, then start again. ({said})", "", time.time())
+    lines = "" if isinstance(error, RlbatchError) else "".join(traceback.format_exception(error))
+    message = f"code called sys.exit({error.code})" if isinstance(error, SystemExit) else str(error) or type(error).__name__
+    return FirstError(rank, host, type(error).__name__, message, lines, time.time())
+
+
+def is_of_system(error: BaseException) -> bool:
+    """Whether it is the system's and nobody has told it yet, also where a library has put it into words of its own."""
+    is_told = isinstance(error, RlbatchError) or not isinstance(error, Exception)
+    return not is_told and (isinstance(error, OSError) or any(word in str(error) for word in _SYSTEM))
+
+
+_first_words: dict[Path, FirstError] = {}
+
+
+def _is_first_word(run_dir: Path, error: FirstError) -> bool:
+    """Decides in memory which error is the first: among a launcher's processes on this machine, else in this process."""
+    try:
+        return bool(os.read(int(os.environ[WORD_VARIABLE]), 1))
+    except KeyError:
+        return _first_words.setdefault(run_dir, error) is error
+    except OSError:  # it is taken
+        return False
+
+
+def _is_said(run_dir: Path) -> bool:
+    """Whether an error was told that could not be recorded."""
+    try:
+        return not select.select([int(os.environ[WORD_VARIABLE])], [], [], 0)[0]
+    except (KeyError, OSError, ValueError):
+        return run_dir in _first_words
+
+
+def claim(run_dir: Path, error: FirstError) -> bool:
+    """Writes first_error.json if there is none, and prints the error. Where it cannot be written, memory has to do for the decision.
+
+    Returns:
+        Whether there was none.
+    """
+    # Linking a finished file claims the name atomically and never shows half a record.
+    draft = run_dir / f".{FIRST_ERROR}.{error.rank}.{os.getpid()}"
+    unrecorded, is_said = "", _is_said(run_dir)
+    try:
+        draft.write_text(json.dumps(asdict(error), indent=2) + "\n", encoding="utf-8")
+        os.link(draft, run_dir / FIRST_ERROR)
+    except FileExistsError:
+        return False
+    except OSError as problem:
+        if (run_dir / FIRST_ERROR).exists() or not _is_first_word(run_dir, error):
+            return False
+        unrecorded = "" if str(run_dir) in error.message else f"\n(This could not be written to {run_dir}: {problem.strerror}.)"
+    finally:
+        with suppress(OSError):
+            draft.unlink()
+    if not is_said:  # else this one follows from that, and can be recorded: as when a rank had no files left
+        tell_user(f"{error}{unrecorded}")
+    return True
+
+
+def read_first_error(run_dir: Path) -> FirstError | None:
+    """The job's first failure, or None. What a crash of the machine left half written counts as one of long ago."""
+    try:
+        return FirstError(**json.loads((run_dir / FIRST_ERROR).read_text(encoding="utf-8")))
+    except OSError:
+        return None
+    except (ValueError, TypeError):
+        return FirstError(0, "?", "Unknown", f"{run_dir / FIRST_ERROR} is damaged: what it said is lost.", "", 0.0)
+
+
+def is_earlier(error: FirstError) -> bool:
+    """Whether a recorded failure is that of a start before this process's."""
+    import psutil  # only ranks need it
+
+    return bool(error.time < psutil.Process().create_time() - CLOCK_S)
+
+
+def has_failed(run_dir: Path) -> bool:
+    """Whether a rank of this start has failed."""
+    error = read_first_error(run_dir)
+    return error is not None and not is_earlier(error)
+
+
+def tell_user(text: str) -> None:
+    """Prints a line where the launcher's user sees it, whatever became of this rank's own output."""
+    sys.stdout.flush()
+    Output(int(os.environ.get(TERMINAL_VARIABLE, "2"))).write((text + "\n").encode(errors="backslashreplace"))

@@ -1,0 +1,291 @@
+"""The two processes above each rank. What starts a rank sees the upper one; each of them is a fork from before the rank has threads.
+
+They pass signals down and the rank's end up, and when it has ended, kill all processes that it started, and those these started: whoever
+loses its parent comes up to them. Two, because one may be killed with SIGKILL too: then the other ends the rest.
+
+An exit code is believed only of a rank that has said it: code that is not ours may end the process with 0 at any moment.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import json
+import os
+import resource
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+import psutil
+
+from rlbatch.api.exit_codes import STOPPED
+from rlbatch.launch.ranks.children import END_SIGNAL, dies_with_parent
+from rlbatch.launch.shutdown.signals import STOP_SIGNALS, StopNotice, signal_name
+
+CLOSING_S = 8.0
+"""Longest time from the end of the job to the end of a rank's threads, and of what its code does at exit."""
+TEARDOWN_S = 60.0
+"""Longest time from there to the end of its process. The interpreter frees what it holds then: only a machine's load makes that long."""
+EXEC_S = 1.0
+"""Seconds that a process may live on which has let go of its line to us."""
+KILL_S, PASS_S = 5.0, 0.01
+"""Longest wait for killed processes to be gone, as those that wait for a device are not; seconds between two looks."""
+ORPHANED = signal.SIGALRM
+"""What a guardian gets when the one above it ends."""
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PASSED = (*STOP_SIGNALS, signal.SIGINT, END_SIGNAL)
+_WATCHED = (*_PASSED, signal.SIGCHLD, ORPHANED)
+
+Told = Mapping[str, Any]
+_line: int | None = None
+
+
+def tell(**facts: object) -> None:
+    """Tells the process above this rank something; the last word counts. Without one nothing happens."""
+    if _line is not None:
+        with suppress(OSError):  # it is gone, or stopped: no reason to wait
+            os.write(_line, json.dumps(facts).encode() + b"\n")
+
+
+def end(code: int) -> NoReturn:
+    """Ends this process at once, as it should."""
+    tell(end=code)
+    os._exit(code)
+
+
+@contextmanager
+def guarded(notice: StopNotice, on_death: Callable[[str, Told], None], on_hang: Callable[[str], None]) -> Iterator[None]:
+    """Forks twice and goes on in the lowest process, whose end is that of the block, with its exit code, within ``CLOSING_S``.
+
+    Call it before there are threads. The other two processes do not return from here.
+
+    Args:
+        notice: Told of the signals that ask the rank to stop, whatever became of the handlers in its process.
+        on_death: Called above the rank if it ended without having said so, and nobody else is left who would: how, and what it told before.
+        on_hang: Called above the rank if it said so and did not end: what held it.
+    """
+    global _line
+    sys.stdout.flush()
+    sys.stderr.flush()
+    before, upper = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED), os.getpid()
+    launcher = os.pidfd_open(os.getppid())
+    if child := _fork_below():
+        _Guardian(child).watch()
+    os.setsid()  # what is done to the group of the upper one does not reach us
+    reading, _line = os.pipe()
+    os.set_blocking(_line, False)
+    dies = dies_with_parent()
+    if child := _fork_below():
+        os.close(_line)
+        _LowerGuardian(child, upper, launcher, reading, notice, on_death, on_hang).watch()
+    dies()
+    os.setpgid(0, 0)
+    os.close(reading)
+    os.close(launcher)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    atexit.register(tell, is_over=True)  # the first to be registered is the last to be called
+    code: object = 1
+    try:
+        yield
+        code = 0
+    except SystemExit as ended:
+        code = ended.code
+        raise
+    finally:
+        held = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread() and not thread.daemon]
+        tell(end=code if isinstance(code, int) else int(code is not None), threads=held)
+        atexit.register(tell, threads=[])  # it is called when they have ended
+
+
+def _fork_below() -> int:
+    """Forks a process whose orphans come up to this one, from its first moment on."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # not inherited
+    return os.fork()
+
+
+class _Guardian:
+    """The upper one.
+
+    Args:
+        child: The process below.
+    """
+
+    def __init__(self, child: int) -> None:
+        self._child, self._status, self._kill_at = child, -1, float("inf")
+        self._woken, waker = os.pipe()
+        os.set_blocking(waker, False)
+        signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+        for number in _WATCHED:
+            signal.signal(number, lambda number, frame: None)
+        Path("/proc/self/comm").write_text("rlbatch-guard", encoding="ascii")  # the command line is the rank's
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
+
+    def watch(self) -> NoReturn:
+        """Until the child has ended; then so does this process, in the same way."""
+        try:
+            while not self._has_ended():
+                self._wait([])
+            _kill_descendants()
+            self._conclude()
+        except Exception:  # nothing is above that would tell it
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+
+    def _conclude(self) -> None:
+        """Ends this process as the child did."""
+        if not os.WIFSIGNALED(self._status):
+            os._exit(os.WEXITSTATUS(self._status))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        number = os.WTERMSIG(self._status)
+        with suppress(OSError):  # SIGKILL
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+        os._exit(128 + number)
+
+    def _wait(self, others: list[int]) -> list[int]:
+        """Passes on what came, and returns which of the others have something to read."""
+        left = self._kill_at - time.monotonic()
+        ready, _, _ = select.select([self._woken, *others], [], [], max(left, 0.0) if left < float("inf") else None)
+        if self._woken in ready:
+            for number in os.read(self._woken, 512):
+                if number in _PASSED:
+                    self._pass(number)
+        return ready
+
+    def _pass(self, number: int) -> None:
+        os.kill(self._child, number)  # it has not been asked for yet: its id is still its own
+
+    def _has_ended(self) -> bool:
+        """Asks for children that have ended."""
+        with suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG | os.WUNTRACED))[0]:
+                if ended[0] == self._child and os.WIFSTOPPED(ended[1]):
+                    self._stopped()
+                elif ended[0] == self._child:
+                    self._status = ended[1]
+        return self._status >= 0
+
+    def _stopped(self) -> None:
+        os.kill(self._child, signal.SIGCONT)  # the lower one does no work that somebody could want to stop
+
+
+class _LowerGuardian(_Guardian):
+    """Hears what the rank says of itself.
+
+    Args:
+        child: The rank.
+        parent: The upper guardian.
+        launcher: File descriptor of the process that started that one.
+        line: From the rank.
+        notice: As ``guarded``.
+        on_death: As ``guarded``.
+        on_hang: As ``guarded``.
+    """
+
+    def __init__(
+        self,
+        child: int,
+        parent: int,
+        launcher: int,
+        line: int,
+        notice: StopNotice,
+        on_death: Callable[[str, Told], None],
+        on_hang: Callable[[str], None],
+    ) -> None:
+        super().__init__(child)
+        self._parent, self._line, self._notice, self._on_death, self._on_hang = parent, line, notice, on_death, on_hang
+        self._launcher = launcher
+        self._unread, self._told, self._is_open, self._was_killed = b"", dict[str, Any](), True, False
+        os.set_blocking(line, False)
+        _prctl(_PR_SET_PDEATHSIG, ORPHANED)
+
+    def _wait(self, others: list[int]) -> list[int]:
+        if self._is_orphan():
+            os.kill(self._child, signal.SIGKILL)
+        elif time.monotonic() > self._kill_at:
+            self._kill_at = float("inf")
+            self._was_killed = os.path.exists(f"/proc/{self._child}/exe")  # else it ends: its memory is gone
+            if self._was_killed:
+                os.kill(self._child, signal.SIGKILL)
+        ready = super()._wait([self._line] if self._is_open else [])
+        if self._line in ready:
+            self._hear()
+        return ready
+
+    def _is_orphan(self) -> bool:
+        return os.getppid() != self._parent
+
+    def _hear(self) -> None:
+        """Reads what the rank has said."""
+        part = os.read(self._line, 1 << 16)
+        *lines, self._unread = (self._unread + part).split(b"\n")
+        for line in lines:
+            facts = json.loads(line)
+            self._told |= facts
+            if "end" in facts or "is_over" in facts:
+                self._kill_at = time.monotonic() + (CLOSING_S if "end" in facts else TEARDOWN_S)
+        self._is_open = bool(part)
+        if not part and "end" not in self._told:
+            self._kill_at = time.monotonic() + EXEC_S
+
+    def _pass(self, number: int) -> None:
+        if number in STOP_SIGNALS:
+            self._notice.post(number)
+        super()._pass(number)
+
+    def _stopped(self) -> None:
+        """Not for us to judge: the job has limits for ranks that do nothing."""
+
+    def _conclude(self) -> None:
+        with suppress(BlockingIOError):
+            while self._is_open:
+                self._hear()
+        if self._is_orphan():
+            if "end" not in self._told and select.select([self._launcher], [], [], 0)[0]:  # else it lives, and says how the job ended
+                self._on_death("what started it was killed", self._told)
+            return
+        os.kill(self._parent, signal.SIGCONT)
+        if "end" in self._told:
+            if self._was_killed and "is_over" not in self._told:
+                threads = self._told.get("threads")
+                self._on_hang(f"its threads {', '.join(threads)}" if threads else "what its code does at exit")
+            os._exit(self._told["end"])
+        code = os.waitstatus_to_exitcode(self._status)
+        if self._was_killed:
+            how = "it has become another program (exec), or closed all its files"
+        elif code < 0:
+            how = f"killed by {signal_name(-code)}{', out of memory?' if -code == signal.SIGKILL else ''}"
+        else:
+            how = f"exit code {code}: os._exit, or exit() in C code"
+        self._on_death(how, self._told)
+        if code in (0, STOPPED) or self._was_killed:
+            os._exit(1)
+        super()._conclude()
+
+
+def _kill_descendants() -> None:
+    """Kills all processes below this one. Those whose parent goes come up to this one and are found by the next pass. psutil misses one
+    whose parent goes while it looks, so the end is when this process has no child left.
+    """
+    until = time.monotonic() + KILL_S
+    with suppress(ChildProcessError):
+        while time.monotonic() < until:
+            for process in psutil.Process().children(recursive=True):
+                with suppress(psutil.Error):
+                    process.kill()
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+            time.sleep(PASS_S)
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

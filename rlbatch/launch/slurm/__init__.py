@@ -1,0 +1,1 @@
+"""What Slurm is asked: scontrol, the queue, the job that this process belongs to."""

@@ -1,0 +1,197 @@
+"""Runs a job's ranks as processes of this machine, and ends with all of them or none."""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from rlbatch.api.exit_codes import DONE, FAILED, STOPPED
+from rlbatch.config.schema import Config
+from rlbatch.launch.ranks.children import END_SIGNAL, GroupGuard, dies_with_parent, signal_group
+from rlbatch.launch.ranks.rank_info import RankInfo
+from rlbatch.launch.ranks.variables import LAUNCH_VARIABLE
+from rlbatch.launch.records.failures import FIRST_ERROR, TERMINAL_VARIABLE, WORD_VARIABLE, FirstError, claim
+from rlbatch.launch.shutdown.signals import KILL_WAIT_S, received_signals, signal_name
+from rlbatch.launch.unfinished import begin, claim_unfinished
+
+GRACE_S = 3.0
+"""Seconds between ``END_SIGNAL`` and SIGKILL."""
+POLL_S = 0.05
+LOOPBACK = "127.0.0.1"
+PORTS = (20000, 30000)
+
+Rank = subprocess.Popen[bytes]
+
+
+def run_local(config: Config, run_dir: Path, command: Sequence[str] | None = None) -> int:
+    """Starts ``layout.world_size`` ranks and waits for them. Rank 0 keeps the terminal; the others write to ``logs/rank<N>.log``.
+
+    Args:
+        config: The job's.
+        run_dir: Run folder, with config.yaml.
+        command: What a rank runs; None: ``python -m rlbatch.run --run-dir <run_dir>``.
+
+    Returns:
+        0 if every rank succeeded; 75 if the job stopped early, its state saved, because it was asked to; 128 + the signal's number if a
+        signal ended it before there was anything to save, or it was Ctrl-C; else 1.
+    """
+    (run_dir / FIRST_ERROR).unlink(missing_ok=True)
+    begin(run_dir)
+    arguments = list(command or [sys.executable, "-m", "rlbatch.run", "--run-dir", str(run_dir)])
+    ranks: list[Rank] = []
+    with ExitStack() as stack:
+        stop = stack.enter_context(received_signals())
+        try:
+            launch, word = secrets.token_hex(8), stack.enter_context(_first_word())
+            for info in _rank_infos(config.layout.world_size):
+                ranks.append(_start(info, arguments, run_dir, launch, word))
+            guard = GroupGuard([rank.pid for rank in ranks])
+            stack.callback(guard.close)
+            failed = _wait(ranks, stop, KILL_WAIT_S if config.launch.notice_s is None else config.launch.notice_s)
+            if failed is not None:
+                claim(run_dir, _exit_error(failed, ranks[failed].returncode, run_dir))
+        finally:
+            _end(ranks)
+    if stop:
+        print(f"{signal.Signals(stop[0]).name}: all ranks ended. Run folder: {run_dir}; {_saved(run_dir)}", file=sys.stderr)
+    codes = {rank.returncode for rank in ranks}
+    if failed is not None or (codes == {0} and command is None and claim_unfinished(run_dir)):
+        return FAILED
+    if codes == {0}:
+        return DONE
+    return STOPPED if STOPPED in codes and signal.SIGINT not in stop else 128 + stop[0]
+
+
+def _rank_infos(world_size: int) -> Iterator[RankInfo]:
+    port = _free_port()
+    host = socket.gethostname()
+    for rank in range(world_size):
+        yield RankInfo(rank, world_size, rank, world_size, 0, host, LOOPBACK, port)
+
+
+def _saved(run_dir: Path) -> str:
+    """Whether a stopped run can go on from something, where its checkpoints are in the run folder."""
+    is_saved = any((run_dir / "checkpoints").glob("step_*/progress.json"))
+    return "resume=auto goes on from its newest checkpoint" if is_saved else "no checkpoint in it"
+
+
+def _free_port() -> int:
+    """A port that rank 0 can take seconds later: below the range from which the system hands ports to other processes meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(*PORTS)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((LOOPBACK, port))
+            return port
+
+
+@contextmanager
+def _first_word() -> Iterator[int]:
+    """A pipe with one byte, for this process and its ranks; see ``WORD_VARIABLE``."""
+    reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    os.write(writing, b"!")
+    os.environ[WORD_VARIABLE] = str(reading)
+    try:
+        yield reading
+    finally:
+        del os.environ[WORD_VARIABLE]
+        os.close(reading)
+        os.close(writing)
+
+
+def _start(info: RankInfo, arguments: Sequence[str], run_dir: Path, launch: str, word: int) -> Rank:
+    output = None if info.rank == 0 else _log(run_dir, info.rank)
+    terminal = os.dup(2)
+    try:
+        return subprocess.Popen(
+            arguments,
+            env={**rank_environment(info, terminal), LAUNCH_VARIABLE: launch},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=[terminal, word],
+            start_new_session=True,
+            preexec_fn=dies_with_parent(),
+        )
+    finally:
+        os.close(terminal)
+        if output is not None:
+            os.close(output)
+
+
+def rank_environment(info: RankInfo, terminal: int) -> Mapping[str, str]:
+    """Variables of a rank.
+
+    Args:
+        info: The rank.
+        terminal: File descriptor of the terminal, for its first error.
+    """
+    return {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        **os.environ,
+        **info.variables(),
+        # A rank that is killed must not take its last lines with it.
+        "PYTHONUNBUFFERED": "1",
+        TERMINAL_VARIABLE: str(terminal),
+    }
+
+
+def _log(run_dir: Path, rank: int) -> int:
+    (run_dir / "logs").mkdir(exist_ok=True)
+    return os.open(run_dir / "logs" / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+
+def _wait(ranks: Sequence[Rank], stop: Sequence[int], grace_s: float) -> int | None:
+    """Returns when all ranks ended as they should or were asked to (None), one failed (its index), or waiting was given up (None).
+
+    A request to stop goes on to the ranks. After SIGTERM they have ``grace_s``, after Ctrl-C or a second SIGTERM no time.
+    """
+    passed, until = 0, float("inf")
+    while True:
+        for number in stop[passed:]:
+            if number == signal.SIGINT or (number == signal.SIGTERM and number in stop[:passed]):
+                return None
+            if number == signal.SIGTERM:
+                until = time.monotonic() + grace_s
+            for rank in ranks:
+                rank.send_signal(number)
+            passed += 1
+        fine = {None, 0, STOPPED, *(code for number in stop for code in (-number, 128 + number))}
+        codes = [rank.poll() for rank in ranks]
+        failed = next((index for index, code in enumerate(codes) if code not in fine), None)
+        if failed is not None or None not in codes or time.monotonic() > until:
+            return failed
+        time.sleep(POLL_S)
+
+
+def _end(ranks: Sequence[Rank]) -> None:
+    """Ends what still runs, with its children."""
+    for rank in ranks:
+        signal_group(rank.pid, END_SIGNAL)
+    deadline = time.monotonic() + GRACE_S
+    for rank in ranks:
+        try:
+            rank.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            continue
+    for rank in ranks:
+        signal_group(rank.pid, signal.SIGKILL)
+    for rank in ranks:
+        rank.wait()
+
+
+def _exit_error(rank: int, code: int, run_dir: Path) -> FirstError:
+    """For a rank that ended without saying why."""
+    how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+    hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+    log = "its output is above" if rank == 0 else f"its output is in {run_dir / 'logs' / f'rank{rank}.log'}"
+    return FirstError(rank, socket.gethostname(), "Exit", f"{how}{hint}; {log}.", "", time.time())

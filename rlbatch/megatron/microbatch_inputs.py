@@ -1,0 +1,111 @@
+"""A microbatch as the model needs it: aligned with predictions, on the device, this context-parallel rank's part.
+
+``Microbatch`` follows the convention that position t holds what concerns ``token_ids[t]``. The model predicts token t + 1 at position
+t, so every per-token tensor is rolled by one, before context parallelism slices it. The first token of each sequence is masked, so
+nothing leaks from one sequence into the one before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
+
+from rlbatch.api import Microbatch
+from rlbatch.megatron.attention import zigzag_indices
+
+
+def padded_to(microbatch: Microbatch, tokens: int) -> Microbatch:
+    """The microbatch with one more, fully masked sequence that makes it ``tokens`` long; itself if it is."""
+    missing = tokens - len(microbatch.token_ids)
+    if missing == 0:
+        return microbatch
+    flat = ("token_ids", "loss_mask", "advantages", "rollout_logprobs", "sequence_weights", "old_logprobs", "ref_logprobs")
+    values = {name: getattr(microbatch, name) for name in flat}
+    padded = {name: None if value is None else pad(value, (0, missing)) for name, value in values.items()}
+    return replace(microbatch, cu_seqlens=pad(microbatch.cu_seqlens, (0, 1), value=tokens), **padded)
+
+
+@dataclass(frozen=True)
+class MicrobatchInputs:
+    """T_local = T / cp_size tokens.
+
+    Attributes:
+        token_ids: [T_local] inputs.
+        position_ids: [T_local] position in the token's sequence.
+        targets: [T_local] the next token.
+        cu_seqlens: [N+1] int32, of the whole pack.
+        longest: Tokens of the longest sequence.
+        microbatch: The loss's inputs, [T_local], aligned with ``targets``.
+        select: [T_local] indices into the whole pack.
+        cp_group: Ranks that share the pack.
+    """
+
+    token_ids: Tensor
+    position_ids: Tensor
+    targets: Tensor
+    cu_seqlens: Tensor
+    longest: int
+    microbatch: Microbatch
+    select: Tensor
+    cp_group: Any
+
+    @classmethod
+    def of(cls, microbatch: Microbatch, device: Any, cp_group: Any) -> MicrobatchInputs:
+        """Shifts, moves and slices.
+
+        Args:
+            microbatch: The whole pack; sequence lengths are multiples of 2 x cp_size if cp_size > 1.
+            device: Where the model is.
+            cp_group: Context-parallel group.
+        """
+        bounds = microbatch.cu_seqlens.tolist()
+        lengths = [end - start for start, end in pairwise(bounds)]
+        size, rank = cp_group.size(), cp_group.rank()
+        select = zigzag_indices(bounds, size, rank) if size > 1 else torch.arange(bounds[-1])
+        positions = torch.cat([torch.arange(length) for length in lengths])
+
+        def local(values: Tensor) -> Tensor:
+            return values.cpu()[select].to(device)
+
+        def shifted(values: Tensor | None) -> Tensor | None:
+            return None if values is None else local(values.roll(-1, 0))
+
+        names = ("loss_mask", "advantages", "rollout_logprobs", "sequence_weights", "old_logprobs", "ref_logprobs")
+        return cls(
+            token_ids=local(microbatch.token_ids),
+            position_ids=local(positions),
+            targets=local(microbatch.token_ids.roll(-1, 0)),
+            cu_seqlens=microbatch.cu_seqlens.to(device=device, dtype=torch.int32),
+            longest=max(lengths),
+            microbatch=replace(microbatch, **{name: shifted(getattr(microbatch, name)) for name in names}),
+            select=select,
+            cp_group=cp_group,
+        )
+
+    @property
+    def local_tokens(self) -> int:
+        """T_local."""
+        return len(self.token_ids)
+
+    @property
+    def target_positions(self) -> Tensor:
+        """[T_local] where ``targets`` are in the whole pack."""
+        return (self.select + 1) % int(self.cu_seqlens[-1])
+
+    def restore(self, values: Tensor) -> Tensor:
+        """[T_local] values aligned with ``targets`` -> [T] aligned with the whole pack's tokens, on the host; a collective over CP."""
+        size = self.cp_group.size()
+        whole = torch.empty(len(values) * size, dtype=values.dtype)
+        if size == 1:
+            return values.detach().cpu().roll(1, 0)
+        parts = torch.empty(len(values) * size, dtype=values.dtype, device=values.device)
+        dist.all_gather_into_tensor(parts, values.detach().contiguous(), group=self.cp_group)
+        bounds = self.cu_seqlens.tolist()
+        whole[torch.cat([zigzag_indices(bounds, size, rank) for rank in range(size)])] = parts.cpu()
+        return whole.roll(1, 0)

@@ -1,0 +1,88 @@
+"""A rank of any layout, played by one process: process groups without peers, and modules on the meta device, which have no memory."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
+
+from rlbatch.api import ModelFamily
+from rlbatch.config.schema import LayoutConfig
+from rlbatch.megatron import parallel
+from rlbatch.megatron.model import PolicyModel, build_model, transformer_config
+from rlbatch.megatron.names import canonical_tensors
+
+
+@contextmanager
+def simulated_rank(layout: LayoutConfig, rank: int) -> Iterator[None]:
+    """Megatron's groups as this rank of the layout sees them. No process group may exist."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=layout.world_size, store=FakeStore())
+    try:
+        with _only_groups_of(rank):
+            parallel.initialize_groups(layout, seed=0)
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _only_groups_of(rank: int) -> Iterator[None]:
+    """Groups of other ranks, thousands in a large layout, are not made: all that torch would give is that this rank is no member."""
+    new_group = dist.new_group
+
+    def new_own_group(ranks: Sequence[int], **options: Any) -> Any:
+        return new_group(ranks, **options) if rank in ranks else dist.GroupMember.NON_GROUP_MEMBER
+
+    dist.new_group = new_own_group
+    try:
+        yield
+    finally:
+        dist.new_group = new_group
+
+
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """Every new tensor is on the meta device; nothing is printed."""
+    with _OnMeta(), contextlib.redirect_stdout(None), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+class _OnMeta(TorchFunctionMode):
+    """Also where a device is named."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if function in _device_constructors():
+            kwargs["device"] = "meta"
+        return function(*args, **kwargs)
+
+
+def stages(family: ModelFamily, layout: LayoutConfig) -> list[PolicyModel]:
+    """The played rank's part of the model, in bf16; to be called and used ``on_meta``."""
+    return build_model(transformer_config(family, layout, "bf16"), family)
+
+
+def simulated_shapes(family: ModelFamily, layout: LayoutConfig, rank: int) -> dict[str, tuple[int, ...]]:
+    """What a rank of a layout holds.
+
+    Args:
+        family: The model.
+        layout: Already checked; DeepEP is not needed.
+        rank: Of the layout.
+
+    Returns:
+        Canonical name of each parameter and persistent buffer -> its shape on the rank.
+    """
+    with simulated_rank(layout, rank), on_meta():
+        return {name: tuple(tensor.shape) for name, tensor in canonical_tensors(stages(family, layout)).items()}

@@ -1,0 +1,84 @@
+"""Disks that are full, and other limits of the system, where an engine runs: errors in words, and none that hides another."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rlbatch.api import EngineLost, RolloutError
+from rlbatch.engines.client.engine_process import EngineHost
+from rlbatch.engines.client.liveness import Liveness
+from tests.engines.host.test_server import LIMIT_S, start
+from tests.stopwatch import Stopwatch
+
+__all__ = ["start"]  # the fixture
+ENGINE = "tests.engines.fake_engine:FakeEngine"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_no_room_for_a_new_engine(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither for its temporary files nor for those in the run folder: the error says where, and what to do; nothing is left."""
+    makes = os.mkdir
+
+    def full(path: str | Path, *rest: int) -> None:
+        if str(path).startswith(str(tmp_path / refused)):
+            raise OSError(number, os.strerror(number), str(path))
+        makes(path, *rest)
+
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "engine").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setattr(os, "mkdir", full)
+    for refused in ("tmp", "engine"):  # the function above reads it
+        said = rf"^rollout: an engine cannot be started: the disk of {tmp_path / refused}/\S+ is full \(\d+\.\d\d GiB free; .*TMPDIR and "
+        with pytest.raises(RolloutError, match=said):
+            EngineHost("fake", ENGINE, tmp_path / "engine")
+        assert not list((tmp_path / "tmp").iterdir())
+
+
+def test_a_log_without_room(tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an engine refuses, and its errors, are told at once though they cannot be written down."""
+    monkeypatch.setenv("PYTHONPATH", str(repository))
+    (tmp_path / "engine.log").symlink_to("/dev/full")
+    host = EngineHost("fake", ENGINE, tmp_path)
+    watch = Stopwatch()
+    with pytest.raises(RolloutError, match=r"^rollout\.engine\.depth=3: it has no such option"):
+        host.call("refuse", limit_s=LIMIT_S)
+    with pytest.raises(RolloutError, match=r"^rollout=fake: `unknown` failed: .* no attribute 'op_unknown'"):
+        host.call("unknown", limit_s=LIMIT_S)
+    host.close()
+    watch.assert_within(LIMIT_S / 2)
+
+
+def test_looks_that_the_system_refuses(start: Callable[[], EngineHost]) -> None:
+    """Without a file descriptor left nobody can look whether an engine lives: no bare OSError, and no loss either."""
+    host = start()
+    host.call("ping", limit_s=LIMIT_S)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+    try:
+        with pytest.raises(
+            RolloutError, match=r"^rollout: the engine cannot be looked at \(`echo`\): /proc.*: Too many open files"
+        ) as caught:
+            Liveness(host, "echo", 1.0, 1.0).look()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert not isinstance(caught.value, EngineLost)
+    assert host.lost is None
+
+
+def test_a_log_that_is_gone(start: Callable[[], EngineHost]) -> None:
+    """The loss is told, not that its last words cannot be read."""
+    host = start()
+    host.call("ping", limit_s=LIMIT_S)
+    host.log.unlink()
+    os.kill(host.pid, signal.SIGKILL)
+    with pytest.raises(EngineLost, match=r"ended by SIGKILL\. Its log, \S+, cannot be read \(No such file or directory\)\.$"):
+        host.call("echo", {"text": ""}, limit_s=LIMIT_S)

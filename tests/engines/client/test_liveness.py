@@ -1,0 +1,127 @@
+"""When an engine counts as lost, and what is left of it then."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rlbatch.api import EngineLost, RolloutError
+from rlbatch.engines.client import engine_process
+from rlbatch.engines.client.engine_process import EngineHost
+from tests.engines.host.test_server import LIMIT_S, start, wait_until_gone
+from tests.stopwatch import Stopwatch
+
+__all__ = ["start"]  # the fixture
+
+
+@pytest.fixture
+def host(start: Callable[[], EngineHost]) -> EngineHost:
+    made = start()
+    made.call("ping", limit_s=LIMIT_S)
+    made.hang_limit_s = 1.5
+    return made
+
+
+def test_an_engine_that_works_is_alive(host: EngineHost) -> None:
+    """It answers no ping for longer than the hang limit, as while it loads weights, but uses the processor."""
+    assert host.call("work", {"seconds": 5.0}, limit_s=LIMIT_S)["worked"]
+    assert list(host.begin("work", {"seconds": 5.0}).frames(LIMIT_S))[-1][0]["worked"]
+    assert host.lost is None
+
+
+def test_work_without_an_answer_has_a_limit(host: EngineHost) -> None:
+    """In a generation an engine that spins is lost too."""
+    with pytest.raises(EngineLost, match=r"`work`: it works, but answers nothing for 3 s"):
+        list(host.begin("work", {"seconds": 3600.0}).frames(3.0))
+
+
+def test_work_of_a_known_kind_has_a_shorter_limit(host: EngineHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that waits for a GPU for ever is busy: a later sync is not waited for as long as a first one."""
+    monkeypatch.setattr(engine_process, "PATIENCE", 2)
+    assert host.call("work", {"seconds": 2.0}, limit_s=LIMIT_S)["worked"]  # longer than the hang limit: nobody knows how long it takes
+    host.settled()
+    assert host.call("work", {"seconds": 2.5}, limit_s=LIMIT_S)["worked"]
+    watch = Stopwatch()
+    with pytest.raises(EngineLost, match=r"`work`: (it works, but|a part of it) answers nothing for [\d.]+ s"):
+        host.call("work", {"seconds": 3600.0}, limit_s=LIMIT_S)
+    watch.assert_within(20.0)
+
+
+@pytest.mark.parametrize("operation", ["call", "frames"])
+def test_a_stopped_engine_is_lost(operation: str, host: EngineHost) -> None:
+    """In a generation and in everything else, within the hang limit and a little."""
+    os.kill(host.pid, signal.SIGSTOP)
+    watch = Stopwatch()
+    with pytest.raises(EngineLost, match=r"`echo`: no sign of life for 1\.5 s"):
+        if operation == "call":
+            host.call("echo", {"text": ""}, limit_s=LIMIT_S)
+        else:
+            list(host.begin("echo", {"text": ""}).frames(LIMIT_S))
+    watch.assert_within(10)
+    watch = Stopwatch()
+    host.close()
+    watch.assert_within(engine_process.CLOSE_WAIT_S / 2)
+
+
+def test_a_working_child_does_not_hide_a_stopped_one(host: EngineHost) -> None:
+    """An engine of several processes of which one is stopped does not work, whatever the others do."""
+    pids = host.call("spawn", {"busy": True}, limit_s=LIMIT_S)["pids"]
+    os.kill(host.pid, signal.SIGSTOP)
+    with pytest.raises(EngineLost, match="no sign of life"):
+        host.call("echo", {"text": ""}, limit_s=LIMIT_S)
+    host.close()
+    assert wait_until_gone(pids) == []
+
+
+def test_what_is_sent_must_be_read(monkeypatch: pytest.MonkeyPatch, start: Callable[[], EngineHost]) -> None:
+    """A stopped host that is sent more than a socket holds does not hold up the rank."""
+    monkeypatch.setattr(engine_process, "SEND_LIMIT_S", 1)
+    host = start()
+    host.call("ping", limit_s=LIMIT_S)
+    os.kill(host.pid, signal.SIGSTOP)
+    with pytest.raises(EngineLost, match="has read nothing for 1 s"):
+        host.begin("echo", {"text": ""}, b"\0" * 50_000_000)
+
+
+def test_an_engine_says_that_it_is_dead(host: EngineHost) -> None:
+    """Then an error is a loss: of this call, and of every later one at once. Before, an error is the call's alone."""
+    with pytest.raises(RolloutError) as before:
+        host.call("fail", limit_s=LIMIT_S)
+    assert not isinstance(before.value, EngineLost)
+    with pytest.raises(EngineLost, match=r"(?s)^rollout=fake: the engine is dead \(`fail`: .*\)\. See .*engine\.log"):
+        host.call("fail", {"dead": True}, limit_s=LIMIT_S)
+    watch = Stopwatch()
+    with pytest.raises(EngineLost, match="`fail`"):
+        host.call("echo", {"text": "", "after_s": 3600.0}, limit_s=LIMIT_S)
+    watch.assert_within(1)
+
+
+def test_what_ranks_do_together_outlasts_the_engine(host: EngineHost) -> None:
+    """Calls go on with empty answers, at once, and the first loss is kept; ordinary errors are raised still."""
+    with host.outlasting():
+        assert host.call("echo", {"text": "lives"}, limit_s=LIMIT_S)["text"] == "lives"
+        with pytest.raises(RolloutError, match="it does not work"):
+            host.call("fail", limit_s=LIMIT_S)
+        assert host.call("die", {"signal": signal.SIGKILL}, limit_s=LIMIT_S) == {}
+        watch = Stopwatch()
+        assert host.call("echo", {"text": ""}, limit_s=LIMIT_S) == host.begin("echo", {"text": ""}).result(LIMIT_S) == {}
+        watch.assert_within(1)
+    assert host.lost is not None
+    assert "SIGKILL" in host.lost.reason
+    with pytest.raises(EngineLost, match="SIGKILL"):
+        host.call("echo", {"text": ""}, limit_s=LIMIT_S)
+
+
+def test_close_waits_for_what_a_killed_host_left(host: EngineHost, tmp_path: Path) -> None:
+    """The host is killed; its children, which it cannot end any more, are gone after close: the next engine needs their memory."""
+    pids = host.call("spawn", limit_s=LIMIT_S)["pids"]
+    host.processes.find()
+    os.kill(host.pid, signal.SIGKILL)
+    with pytest.raises(EngineLost):
+        host.call("echo", {"text": ""}, limit_s=LIMIT_S)
+    host.close()
+    assert wait_until_gone(pids) == []

@@ -1,0 +1,72 @@
+"""A sample's limit is for a sample in work: a queue may be as long as it likes, an engine that stands still is noticed."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from rlbatch.engines.host.sample_deadline import SampleDeadline
+
+
+def run(seconds: list[float], at_once: int, limit_s: float) -> list[float]:
+    """Samples that take so many seconds, given together to an engine that works on so many at once."""
+
+    async def generate() -> list[float]:
+        engine, patience = asyncio.Semaphore(at_once), SampleDeadline(limit_s)
+
+        async def sample(takes: float) -> float:
+            async with engine:
+                await asyncio.sleep(takes)
+            return takes
+
+        return await asyncio.gather(*(patience.wait(sample(takes)) for takes in seconds))
+
+    return asyncio.run(generate())
+
+
+def test_the_queue_does_not_count() -> None:
+    """Twelve samples one after the other, each within the limit, together far beyond it."""
+    assert run([0.1] * 12, at_once=1, limit_s=0.7) == [0.1] * 12
+
+
+@pytest.mark.parametrize("seconds", [[60.0], [0.05, 60.0], [60.0, 0.05, 0.05, 0.05], [60.0] * 5])
+def test_one_that_takes_too_long(seconds: list[float]) -> None:
+    """Also while others end meanwhile, and those behind them wait."""
+    with pytest.raises(asyncio.TimeoutError):
+        run(seconds, at_once=2, limit_s=0.5)
+
+
+def test_what_is_given_up_is_cancelled() -> None:
+    """By the limit, or from outside: the engine drops it before anything else begins."""
+
+    async def check(limit_s: float) -> bool:
+        dropped = False
+
+        async def sample() -> None:
+            nonlocal dropped
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                await asyncio.sleep(0.01)
+                dropped = True
+                raise
+
+        waiting = asyncio.ensure_future(SampleDeadline(limit_s).wait(sample()))
+        await asyncio.sleep(0.05)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        return dropped
+
+    assert asyncio.run(check(60))
+    assert asyncio.run(check(0.01))
+
+
+def test_an_error_is_the_samples_own() -> None:
+    """What it raises passes."""
+
+    async def fail() -> None:
+        raise ValueError("of the engine")
+
+    with pytest.raises(ValueError, match="of the engine"):
+        asyncio.run(SampleDeadline(1).wait(fail()))
