@@ -20,7 +20,7 @@ from rlbatch.config.hf_config import read_config
 from rlbatch.config.paths import check_variable, paths_of
 from rlbatch.config.schema import EMBEDDED, Config
 from rlbatch.launch.ranks.interfaces import addresses_of
-from rlbatch.launch.ranks.rank_info import visible_gpus
+from rlbatch.launch.ranks.rank_info import check_trainer, visible_gpus
 from rlbatch.launch.records.run_id import read_mark
 from rlbatch.launch.starters.container import RUN_FOLDER, check_container
 from rlbatch.launch.starters.mpirun import read_hosts
@@ -300,6 +300,7 @@ def _check_machine(config: Config, registry: Registry, run_dir: Path) -> None:
         if names_engine_here(config):
             registry.check_engine(config)
         return
+    check_trainer("launcher=local")
     gpus = visible_gpus()
     if 0 < gpus < ranks:
         raise ConfigError(

@@ -18,7 +18,7 @@ if __name__ == "__main__":
 from rlbatch.api import CheckpointError, RlbatchError
 from rlbatch.api.exit_codes import FAILED, REFUSED
 from rlbatch.convert.options import Options, help_text, parse
-from rlbatch.launch.ranks.rank_info import RankInfo
+from rlbatch.launch.ranks.rank_info import RankInfo, check_trainer
 from rlbatch.launch.records.output import end_with_reader, keep_output, shown
 
 
@@ -37,6 +37,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     try:
         options, info = parse(arguments), RankInfo.from_environment()
+        check_trainer(f"mode={options.mode}")
         _prepare_libraries(info)
         return _check(options) if options.mode == "check" else _convert(options, info)
     except CheckpointError as error:

@@ -16,6 +16,7 @@ from rlbatch.api import ConfigError, ModelFamily, RlbatchError
 from rlbatch.api.exit_codes import FAILED, REFUSED
 from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import LayoutConfig
+from rlbatch.launch.ranks.rank_info import check_trainer
 from rlbatch.plan.layout import check_expert_widths, check_layout
 from rlbatch.registry import load_plugins
 
@@ -87,6 +88,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0 if arguments else REFUSED
     try:
         folder, plugins, changes = _parse(arguments)
+        check_trainer("rlbatch.testing.family")
         registry = load_plugins(plugins)
         config = tiny_config(read_config(folder), changes)
         family = registry.resolve_model_family(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,3 +120,22 @@ def _port(variables: Variables) -> int:
 def _job_id(variables: Variables) -> str:
     identifier = variables.values.get(variables.first(JOB_IDS), "")
     return "" if identifier == "none" else identifier  # torchrun's id of a job that was given none
+
+
+def check_trainer(what: str) -> None:
+    """Refuses a Python without what ranks import, as a login node's may be.
+
+    Args:
+        what: What needs it, e.g. ``launcher=local``.
+
+    Raises:
+        ConfigError: packages that are not there.
+    """
+    from importlib.util import find_spec  # see visible_gpus
+
+    lacking = [name for name in ("torch", "megatron", "transformers") if find_spec(name) is None]
+    if lacking:
+        raise ConfigError(
+            f"{what}: needs {', '.join(lacking)}, which {sys.executable} has not. "
+            "Install rlbatch there with all that it needs (docs/install.md), or use the Python of an environment that has it."
+        )
