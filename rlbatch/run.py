@@ -27,13 +27,13 @@ from rlbatch.launch.ranks.rank_info import RankInfo
 from rlbatch.launch.records.attempts import end_attempt
 from rlbatch.launch.records.failures import FirstError, StoppedBySignal, has_failed, read_first_error, reporting_failures
 from rlbatch.launch.records.logs import own_log
+from rlbatch.launch.records.unfinished import complete
 from rlbatch.launch.shutdown import guardian
 from rlbatch.launch.shutdown.deaths import report_death, report_remains
 from rlbatch.launch.shutdown.guardian import Told, guarded
 from rlbatch.launch.shutdown.requeue import go_on_later
 from rlbatch.launch.shutdown.signals import Ending, StopNotice, find_ending, ignore_signals
 from rlbatch.launch.slurm.current_job import slurm_job_id
-from rlbatch.launch.unfinished import complete
 from rlbatch.metrics.report import record_end
 
 if TYPE_CHECKING:

@@ -18,6 +18,8 @@ from typing import Any
 from rlbatch.launch.ranks.rank_info import RankInfo
 
 ATTEMPTS = "attempts.json"
+_BEFORE = "lives.json"
+"""What runs that began before 2026-11-29 have: the same under another name."""
 WITHOUT_A_WORD = "ended without a word, or failed"
 
 
@@ -78,10 +80,10 @@ class History:
 def read_history(run_dir: Path) -> History:
     """The attempts so far; none if the file is missing or damaged."""
     try:
-        content: dict[str, Any] = json.loads((run_dir / ATTEMPTS).read_text(encoding="utf-8"))
-        return History(
-            tuple(PastAttempt(**attempt) for attempt in content["attempts"]), int(content["write_bytes"]), float(content["write_s"])
-        )
+        path = run_dir / ATTEMPTS
+        content: dict[str, Any] = json.loads((path if path.exists() else run_dir / _BEFORE).read_text(encoding="utf-8"))
+        attempts = content["attempts"] if path.exists() else content["lives"]
+        return History(tuple(PastAttempt(**attempt) for attempt in attempts), int(content["write_bytes"]), float(content["write_s"]))
     except (OSError, ValueError, TypeError, KeyError):
         return History()
 

@@ -20,8 +20,8 @@ from rlbatch.launch.ranks.children import END_SIGNAL, GroupGuard, dies_with_pare
 from rlbatch.launch.ranks.rank_info import RankInfo
 from rlbatch.launch.ranks.variables import LAUNCH_VARIABLE
 from rlbatch.launch.records.failures import FIRST_ERROR, TERMINAL_VARIABLE, WORD_VARIABLE, FirstError, claim
+from rlbatch.launch.records.unfinished import begin, claim_unfinished
 from rlbatch.launch.shutdown.signals import KILL_WAIT_S, received_signals, signal_name
-from rlbatch.launch.unfinished import begin, claim_unfinished
 
 GRACE_S = 3.0
 """Seconds between ``END_SIGNAL`` and SIGKILL."""

@@ -30,10 +30,10 @@ from rlbatch.launch.ranks.variables import LAUNCH_VARIABLE
 from rlbatch.launch.records.failures import FIRST_ERROR, LAUNCHER, FirstError, claim, read_first_error
 from rlbatch.launch.records.logs import LOGS, rank_log
 from rlbatch.launch.records.output import Output, relay
+from rlbatch.launch.records.unfinished import begin, claim_unfinished
 from rlbatch.launch.shutdown.signals import KILL_WAIT_S, received_signals
 from rlbatch.launch.starters.cluster_variables import cluster_variables
 from rlbatch.launch.starters.hostfile import Host, parse_hostfile
-from rlbatch.launch.unfinished import begin, claim_unfinished
 from rlbatch.plan.nodes import separate_gpus
 
 HOSTFILE = "hostfile"

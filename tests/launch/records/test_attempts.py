@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,13 @@ def test_the_rate_of_the_last_checkpoint_is_kept(tmp_path: Path) -> None:
     record_write(tmp_path, 10**9, 0.5)
     assert read_history(tmp_path).write_rate() == 2e9
     assert len(read_history(tmp_path).attempts) == 1
+
+
+def test_history_of_an_earlier_version(tmp_path: Path) -> None:
+    """A run that began when the file was called lives.json goes on with its history."""
+    end_attempt(tmp_path, job(0), 4, "preempted (SIGUSR2)")
+    content = json.loads((tmp_path / ATTEMPTS).read_text())
+    (tmp_path / "lives.json").write_text(json.dumps({"lives" if key == "attempts" else key: value for key, value in content.items()}))
+    (tmp_path / ATTEMPTS).unlink()
+    history = begin_attempt(tmp_path, job(1), 4)
+    assert [attempt.last_step for attempt in history.attempts] == [4, 0]
