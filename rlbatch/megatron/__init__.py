@@ -4,6 +4,6 @@ from rlbatch.megatron import cpu
 
 cpu.install()  # before anything imports megatron
 
-from rlbatch.megatron import repairs  # noqa: E402
+from rlbatch.megatron import patches  # noqa: E402
 
-repairs.install()
+patches.install()
