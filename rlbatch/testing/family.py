@@ -189,7 +189,7 @@ def _compared(
     largest = max(float((ours[:, :vocab] - theirs).abs().max()) for ours, theirs in zip(got, want, strict=True))
     yield _measured("logits", largest, TOLERANCE, f"logits up to {max(float(theirs.abs().max()) for theirs in want):.3g}")
     autograds = gradients_of(model, scratch / "gradients", "token_mean", vocab)
-    largest, where = worst(alone, {name: autograds[name] for name in alone})
+    largest, where = worst({**alone, "loss": autograds["loss"]}, {name: autograds[name] for name in alone})  # see _spread
     yield _measured("gradients", largest, TOLERANCE, f"largest at {where}")
     source = HfTensors(folder)
     differing = [name for name, tensor in exported if name not in source.names() or not torch.equal(tensor, source.read(name))]
