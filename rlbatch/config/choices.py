@@ -67,13 +67,16 @@ def complete_choices(
     Raises:
         ConfigError: there is no layout for this model and cluster.
     """
-    chosen = dict(choices)
+    chosen, names_model = dict(choices), _names_model(keys)
     if "cluster" in chosen and "model" not in chosen:
-        model = compose(_lines({**chosen, "layout": AUTO}, keys)).get("cluster", {}).get("model")
+        tree = compose(_lines({**chosen, "layout": AUTO}, keys))
+        cluster, named = (tree.get(section) for section in ("cluster", "model"))
+        model = cluster.get("model") if isinstance(cluster, Mapping) else None
         chosen |= {"model": model} if model else {}
+        names_model = isinstance(named, Mapping) and named.get("hf") != EMBEDDED
     if "model" in chosen:
         chosen.setdefault("experiment", LARGE_MODEL_EXPERIMENT)
-    elif _names_model(keys):
+    elif names_model:
         chosen.setdefault("experiment", OWN_MODEL_EXPERIMENT)
     if "model" in chosen or chosen.get("layout") == AUTO:
         chosen["layout"] = _layout(chosen, keys, compose)

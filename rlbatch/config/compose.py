@@ -46,7 +46,7 @@ def compose(overrides: Sequence[str], text_options: Collection[str] = ()) -> Con
         try:
             with initialize(None, version_base="1.3"):
                 return cast(Mapping[str, Any], OmegaConf.to_container(hydra_compose(ROOT, overrides=list(lines)), resolve=True))
-        except (HydraException, OmegaConfBaseException) as error:
+        except (HydraException, OmegaConfBaseException, ValueError) as error:  # a ValueError: of a defaults list
             raise ConfigError(f"overrides {' '.join(overrides)}: {error}") from error
 
     files = group_files(text_value(overrides, "cluster_dir"))

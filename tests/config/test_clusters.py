@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib import resources
+from pathlib import Path
 
 import pytest
 
@@ -205,3 +206,11 @@ def test_template_names_every_key() -> None:
     text = resources.files("rlbatch_configs").joinpath("cluster/template.yaml").read_text(encoding="utf-8")
     for name in ClusterConfig.__dataclass_fields__:
         assert f"\n  {name}:" in text, name
+
+
+def test_a_model_folder_in_a_cluster_file_is_no_embedded_run(tmp_path: Path) -> None:
+    """It gets what a folder on the command line gets: nothing of the embedded run."""
+    (tmp_path / "mine.yaml").write_text("# @package _global_\nmodel:\n  hf: /models/mine\n")
+    config = compose([f"cluster_dir={tmp_path}", "+cluster=mine", "data.train=x"])
+    typed = compose(["model.hf=/models/mine", "data.train=x"])
+    assert (config.optimizer, config.rollout, config.reward, config.data) == (typed.optimizer, typed.rollout, typed.reward, typed.data)
