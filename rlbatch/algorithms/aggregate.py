@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 AGGREGATIONS = ("token_mean", "sequence_mean")
 
 
-def loss_weights(loss_mask: Tensor, sequence_weights: Tensor, aggregation: str) -> Tensor:
+def loss_weights(loss_mask: Tensor, sequence_ids: Tensor, sampled_tokens: Tensor, aggregation: str) -> Tensor:
     """Weight of each token's loss.
 
     Args:
         loss_mask: [T] float32, of a microbatch or of any slice of it.
-        sequence_weights: [T] float32, one over the unmasked tokens of the token's whole sequence; 0 where masked.
+        sequence_ids: [T] int64, the token's sequence.
+        sampled_tokens: [N] float32, unmasked tokens of each whole sequence.
         aggregation: ``token_mean``: every unmasked token weighs 1. ``sequence_mean``: every sequence weighs 1, shared by its tokens.
 
     Returns:
@@ -35,7 +36,7 @@ def loss_weights(loss_mask: Tensor, sequence_weights: Tensor, aggregation: str) 
     if aggregation == "token_mean":
         return loss_mask
     if aggregation == "sequence_mean":
-        return sequence_weights
+        return loss_mask / sampled_tokens.clamp(min=1.0)[sequence_ids]
     raise _unknown(aggregation)
 
 

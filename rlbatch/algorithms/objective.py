@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlbatch.algorithms.aggregate import loss_weights
 from rlbatch.algorithms.kl import kl_penalty
-from rlbatch.api import Microbatch, PluginError, PolicyLoss, PolicyLossInputs, PolicyLossOutputs
+from rlbatch.api import Microbatch, PluginError, PolicyLoss, PolicyLossInputs, PolicyLossOutputs, Sequences, of_one_rank
 from rlbatch.config.schema import AlgorithmConfig
 
 SUMS = ("loss", "policy_loss", "ppo_kl", "kl", "entropy", "clip_fraction")
@@ -44,7 +44,14 @@ class Objective:
     algorithm: AlgorithmConfig
     policy_loss: PolicyLoss
 
-    def __call__(self, logprobs: Tensor, entropy: Tensor, microbatch: Microbatch, denominator: float) -> Part:
+    def __call__(
+        self,
+        logprobs: Tensor,
+        entropy: Tensor,
+        microbatch: Microbatch,
+        denominator: float,
+        over_ranks: Callable[[Tensor], Tensor] = of_one_rank,
+    ) -> Part:
         """This microbatch's part of the update's loss.
 
         Nothing at a masked position gets into it, or into its gradient, also not NaN: those positions are replaced, not multiplied with 0.
@@ -54,17 +61,19 @@ class Objective:
             entropy: [T] float32 nats, carries the gradient.
             microbatch: The same tokens; has old log-probs, and reference log-probs if the KL is measured.
             denominator: Of the whole update, all ranks together.
+            over_ranks: See ``Sequences``.
 
         Raises:
             PluginError: what the policy loss returned is no loss of these tokens.
         """
         keep = microbatch.loss_mask > 0
-        weights = loss_weights(microbatch.loss_mask, microbatch.sequence_weights, self.algorithm.loss_aggregation) / denominator
+        aggregation = self.algorithm.loss_aggregation
+        weights = loss_weights(microbatch.loss_mask, microbatch.sequence_ids, microbatch.sampled_tokens, aggregation) / denominator
         logprobs, entropy = logprobs.where(keep, 0.0), entropy.where(keep, 0.0)
         old = logprobs.detach() if microbatch.old_logprobs is None else microbatch.old_logprobs
         # The plugin has a graph of its own: a backward pass that it makes must not reach the model.
         own = logprobs.detach().requires_grad_(logprobs.requires_grad)
-        losses, clipped = self._policy(own, old, microbatch)
+        losses, clipped = self._policy(own, old, microbatch, over_ranks)
         losses, clipped = losses.where(keep, 0.0).float(), clipped.where(keep, 0).float()
         policy_loss = (losses * weights).sum()
         derivatives = self._derivatives(policy_loss, own).where(keep, 0.0)
@@ -93,7 +102,9 @@ class Objective:
             {name: value.detach() for name, value in values.items()},
         )
 
-    def _policy(self, logprobs: Tensor, old: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+    def _policy(
+        self, logprobs: Tensor, old: Tensor, microbatch: Microbatch, over_ranks: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
         """What the plugin answers, checked; its inputs are its own, to write into."""
         answer: Any = self.policy_loss(
             PolicyLossInputs(
@@ -103,6 +114,9 @@ class Objective:
                 advantages=microbatch.advantages.clone(),
                 eps_clip=self.algorithm.eps_clip,
                 eps_clip_high=self.algorithm.eps_clip_high,
+                sequences=Sequences(
+                    microbatch.sequence_ids, microbatch.loss_mask > 0, microbatch.sampled_tokens, microbatch.truncated, over_ranks
+                ),
             )
         )
         if not isinstance(answer, PolicyLossOutputs):

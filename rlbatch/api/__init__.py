@@ -41,7 +41,9 @@ from rlbatch.api.protocols import (
     RolloutBackend,
     RolloutBackendFactory,
     RolloutContext,
+    Sequences,
     SleepingBackend,
+    of_one_rank,
 )
 from rlbatch.api.types import (
     FinishReason,
@@ -112,10 +114,12 @@ __all__ = [
     "SampleGroup",
     "SamplingParams",
     "Seconds",
+    "Sequences",
     "SleepingBackend",
     "StepResult",
     "Vocab",
     "WeightBucket",
     "decoder",
     "hookimpl",
+    "of_one_rank",
 ]

@@ -345,6 +345,45 @@ Called on every rank with the same inputs, and must answer the same: one that dr
 """
 
 
+def of_one_rank(values: Tensor) -> Tensor:
+    """Sums over the ranks that share a pack's sequences, where there is one."""
+    return values
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """The N sequences that a pack's T tokens belong to, for losses that compare whole responses.
+
+    Of a sequence only tokens that the policy sampled count. Under context parallelism some of them are on other ranks: they count too, in
+    the value and in its gradient. So every rank must ask for the same sums and means, in the same order, whatever its tokens are.
+
+    Attributes:
+        ids: [T] int64, the sequence of each token.
+        sampled: [T] bool, whether the policy sampled the token.
+        lengths: [N] float32, sampled tokens of each sequence, wherever they are.
+        truncated: [N] bool, whether the response was cut at the length limit.
+        over_ranks: [N] -> [N]: the sum over all ranks that share the sequences.
+    """
+
+    ids: Tensor
+    sampled: Tensor
+    lengths: Tensor
+    truncated: Tensor
+    over_ranks: Callable[[Tensor], Tensor] = of_one_rank
+
+    def sum(self, values: Tensor) -> Tensor:
+        """[T] -> [T]: each token gets its sequence's sum over sampled tokens, with the gradient to all of them."""
+        return self._totals(values)[self.ids].to(values.dtype)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """[T] -> [T]: each token gets its sequence's mean over sampled tokens; 0 where a sequence has none."""
+        return (self._totals(values) / self.lengths.double().clamp(min=1.0))[self.ids].to(values.dtype)
+
+    def _totals(self, values: Tensor) -> Tensor:
+        kept = values.where(self.sampled, 0.0).double()
+        return self.over_ranks(kept.new_zeros(len(self.lengths)).index_add(0, self.ids, kept))
+
+
 @dataclass(frozen=True)
 class PolicyLossInputs:
     """One pack of T tokens; all tensors [T] float32, to be written into. Masked positions hold 0; what is returned there is ignored.
@@ -356,6 +395,7 @@ class PolicyLossInputs:
         advantages: One a token.
         eps_clip: Lower clip range.
         eps_clip_high: Upper clip range.
+        sequences: Whose tokens these are: ``sequences.mean(values)`` and ``sequences.sum(values)``.
     """
 
     logprobs: Tensor
@@ -364,6 +404,7 @@ class PolicyLossInputs:
     advantages: Tensor
     eps_clip: float
     eps_clip_high: float
+    sequences: Sequences
 
 
 @dataclass(frozen=True)
@@ -381,7 +422,7 @@ class PolicyLossOutputs:
 
 
 PolicyLoss = Callable[[PolicyLossInputs], PolicyLossOutputs]
-"""Called on the last pipeline stage for every pack; no collectives."""
+"""Called on the last pipeline stage for every pack; no collectives but those of ``PolicyLossInputs.sequences``."""
 
 
 @dataclass(frozen=True)

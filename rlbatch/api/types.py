@@ -129,7 +129,9 @@ class Microbatch:
         loss_mask: [T] float32; 0 on prompts, padding and the first token of each sequence.
         advantages: [T] float32; 0 where masked.
         rollout_logprobs: [T] float32 nats; 0 where masked.
-        sequence_weights: [T] float32, one over the number of unmasked tokens of the token's sequence; 0 where masked.
+        sequence_ids: [T] int64, the token's sequence, from 0.
+        sampled_tokens: [N] float32, unmasked tokens of each sequence.
+        truncated: [N] bool, whether the sequence was cut at the length limit.
         old_logprobs: [T] float32 nats, by the policy before this step's first update; None before they are computed.
         ref_logprobs: [T] float32 nats, by the reference model; None if nothing needs them.
     """
@@ -139,7 +141,9 @@ class Microbatch:
     loss_mask: Tensor
     advantages: Tensor
     rollout_logprobs: Tensor
-    sequence_weights: Tensor
+    sequence_ids: Tensor
+    sampled_tokens: Tensor
+    truncated: Tensor
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
 

@@ -19,16 +19,33 @@ from torch.nn.functional import pad
 from rlbatch.api import Microbatch
 from rlbatch.megatron.attention import zigzag_indices
 
+PER_TOKEN = (
+    "loss_mask",
+    "advantages",
+    "rollout_logprobs",
+    "sequence_ids",
+    "old_logprobs",
+    "ref_logprobs",
+)
+"""Of a ``Microbatch``: what concerns single tokens, and what the loss sees of them."""
+
 
 def padded_to(microbatch: Microbatch, tokens: int) -> Microbatch:
     """The microbatch with one more, fully masked sequence that makes it ``tokens`` long; itself if it is."""
     missing = tokens - len(microbatch.token_ids)
     if missing == 0:
         return microbatch
-    flat = ("token_ids", "loss_mask", "advantages", "rollout_logprobs", "sequence_weights", "old_logprobs", "ref_logprobs")
+    flat = ("token_ids", *PER_TOKEN)
     values = {name: getattr(microbatch, name) for name in flat}
     padded = {name: None if value is None else pad(value, (0, missing)) for name, value in values.items()}
-    return replace(microbatch, cu_seqlens=pad(microbatch.cu_seqlens, (0, 1), value=tokens), **padded)
+    padded["sequence_ids"] = pad(microbatch.sequence_ids, (0, missing), value=len(microbatch.truncated))
+    return replace(
+        microbatch,
+        cu_seqlens=pad(microbatch.cu_seqlens, (0, 1), value=tokens),
+        sampled_tokens=pad(microbatch.sampled_tokens, (0, 1)),
+        truncated=pad(microbatch.truncated, (0, 1)),
+        **padded,
+    )
 
 
 @dataclass(frozen=True)
@@ -76,14 +93,18 @@ class MicrobatchInputs:
         def shifted(values: Tensor | None) -> Tensor | None:
             return None if values is None else local(values.roll(-1, 0))
 
-        names = ("loss_mask", "advantages", "rollout_logprobs", "sequence_weights", "old_logprobs", "ref_logprobs")
         return cls(
             token_ids=local(microbatch.token_ids),
             position_ids=local(positions),
             targets=local(microbatch.token_ids.roll(-1, 0)),
             cu_seqlens=microbatch.cu_seqlens.to(device=device, dtype=torch.int32),
             longest=max(lengths),
-            microbatch=replace(microbatch, **{name: shifted(getattr(microbatch, name)) for name in names}),
+            microbatch=replace(
+                microbatch,
+                sampled_tokens=microbatch.sampled_tokens.to(device),
+                truncated=microbatch.truncated.to(device),
+                **{name: shifted(getattr(microbatch, name)) for name in PER_TOKEN},
+            ),
             select=select,
             cp_group=cp_group,
         )
@@ -98,6 +119,10 @@ class MicrobatchInputs:
         """[T_local] where ``targets`` are in the whole pack."""
         return (self.select + 1) % int(self.cu_seqlens[-1])
 
+    def over_ranks(self, values: Tensor) -> Tensor:
+        """The sum of ``values`` over the ranks that share the pack; a collective over CP, as its backward pass is."""
+        return values if self.cp_group.size() == 1 else _SumOverRanks.apply(values, self.cp_group)  # type: ignore[no-any-return]
+
     def restore(self, values: Tensor) -> Tensor:
         """[T_local] values aligned with ``targets`` -> [T] aligned with the whole pack's tokens, on the host; a collective over CP."""
         size = self.cp_group.size()
@@ -109,3 +134,20 @@ class MicrobatchInputs:
         bounds = self.cu_seqlens.tolist()
         whole[torch.cat([zigzag_indices(bounds, size, rank) for rank in range(size)])] = parts.cpu()
         return whole.roll(1, 0)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """An all-reduce in both directions: each rank's sum is part of every rank's loss, and the losses of all ranks are added up."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        total = values.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        total = gradients[0].contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None

@@ -217,7 +217,7 @@ class Trainer:
         packs = self._shifted(microbatches)
 
         def loss_of(pack: MicrobatchInputs, output: Tensor) -> tuple[Tensor, Tensor, Any]:
-            part = objective(output[0], output[1], pack.microbatch, denominator)
+            part = objective(output[0], output[1], pack.microbatch, denominator, pack.over_ranks)
             return part.loss, torch.tensor(0, dtype=torch.int), part
 
         parts: list[Part] = self._run(packs, [partial(loss_of, pack) for pack in packs], forward_only=False)

@@ -100,6 +100,7 @@ def build_microbatches(
     *,
     max_tokens: int,
     pad_multiple: int = 1,
+    truncated: Sequence[bool] = (),
 ) -> list[Pack]:
     """Packs this rank's samples. Advantages are 0 until ``with_advantages``.
 
@@ -111,6 +112,7 @@ def build_microbatches(
         rollout_logprobs: [L_i] float32 nats for each sample.
         max_tokens: ``train.max_tokens_per_gpu`` x cp_size, padding included.
         pad_multiple: See ``sequence_multiple``.
+        truncated: Whether each sample was cut at the length limit; empty: none was.
 
     Returns:
         No pack for no samples.
@@ -123,13 +125,16 @@ def build_microbatches(
             return torch.cat([pad(values[i], (0, padded[i] - lengths[i])) for i in indices])
 
         sizes = [padded[i] for i in indices]
-        microbatch = _microbatch(flat(token_ids), sizes, flat(loss_mask), flat(rollout_logprobs))
+        cut = [bool(truncated) and truncated[i] for i in indices]
+        microbatch = _microbatch(flat(token_ids), sizes, flat(loss_mask), flat(rollout_logprobs), cut)
         return Pack(microbatch, tuple(indices), tuple(lengths[i] for i in indices))
 
     return [build(indices) for indices in pack(padded, max_tokens)]
 
 
-def _microbatch(token_ids: Tensor, sizes: Sequence[int], loss_mask: Tensor, rollout_logprobs: Tensor) -> Microbatch:
+def _microbatch(
+    token_ids: Tensor, sizes: Sequence[int], loss_mask: Tensor, rollout_logprobs: Tensor, truncated: Sequence[bool]
+) -> Microbatch:
     spans = torch.tensor(sizes, device=token_ids.device)
     cu_seqlens = pad(spans.cumsum(0), (1, 0))
     mask = (loss_mask > 0).float()
@@ -142,7 +147,9 @@ def _microbatch(token_ids: Tensor, sizes: Sequence[int], loss_mask: Tensor, roll
         loss_mask=mask,
         advantages=torch.zeros_like(mask),
         rollout_logprobs=rollout_logprobs.float().masked_fill(mask == 0, 0.0),
-        sequence_weights=mask / unmasked.clamp(min=1.0)[sequence],
+        sequence_ids=sequence,
+        sampled_tokens=unmasked,
+        truncated=torch.tensor(truncated, dtype=torch.bool, device=token_ids.device),
     )
 
 
@@ -163,7 +170,7 @@ def pad_with_dummies(packs: Sequence[Pack], count: int, pad_multiple: int = 1, d
 def _dummy(tokens: int, device: torch.device | str) -> Pack:
     token_ids = torch.zeros(tokens, dtype=torch.int64, device=device)
     zeros = torch.zeros(tokens, device=device)
-    return Pack(_microbatch(token_ids, [tokens], zeros, zeros), (), ())
+    return Pack(_microbatch(token_ids, [tokens], zeros, zeros, [False]), (), ())
 
 
 def with_advantages(packs: Sequence[Pack], advantages: Sequence[Tensor]) -> list[Pack]:

@@ -99,6 +99,7 @@ def _plan(batch: Batch, samples: list[int], config: Config, dp_rank: int, dp_siz
         [batch.rollout_logprobs[i] for i in mine],
         max_tokens=max_tokens,
         pad_multiple=multiple,
+        truncated=[bool(batch.truncated[i]) for i in mine],
     )
     masks = torch.cat([batch.loss_mask[i] for i in samples])
     bounds = pad(torch.tensor(lengths).cumsum(0), (1, 0))

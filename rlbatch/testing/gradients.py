@@ -75,15 +75,17 @@ def my_packs(layout: LayoutConfig, max_tokens: int, lengths: Sequence[int] = LEN
     return pad_with_dummies(with_advantages(packs, [advantages[i] for i in mine]), rounds, multiple)
 
 
-def gradients(folder: str, layout: LayoutConfig, max_tokens: int, aggregation: str, **train: Any) -> dict[str, torch.Tensor]:
-    """Gradient of a GRPO loss with KL and entropy terms by Hugging Face name, and the loss as ``loss``; rank 0 only."""
-    return gradients_of(build_trainer(Path(folder), layout, **train), my_packs(layout, max_tokens), aggregation)
+def gradients(
+    folder: str, layout: LayoutConfig, max_tokens: int, aggregation: str, loss: str = "clip", **train: Any
+) -> dict[str, torch.Tensor]:
+    """Gradient of a policy loss with KL and entropy terms by Hugging Face name, and the loss as ``loss``; rank 0 only."""
+    return gradients_of(build_trainer(Path(folder), layout, **train), my_packs(layout, max_tokens), aggregation, loss)
 
 
-def gradients_of(trainer: Trainer, packs: list[Pack], aggregation: str) -> dict[str, torch.Tensor]:
+def gradients_of(trainer: Trainer, packs: list[Pack], aggregation: str, loss: str = "clip") -> dict[str, torch.Tensor]:
     """The same for a trainer that exists."""
     algorithm = AlgorithmConfig(loss_aggregation=cast(Any, aggregation), kl_loss=True, kl_loss_coef=0.3, entropy_coef=0.1)
-    objective = Objective(algorithm, plugins_of().loss("clip"))
+    objective = Objective(algorithm, plugins_of().loss(loss))
     batches = [pack.microbatch for pack in packs]
     for batch, old in zip(batches, trainer.logprobs(batches), strict=True):
         batch.old_logprobs, batch.ref_logprobs = old - 0.05 * batch.loss_mask, 0.9 * old

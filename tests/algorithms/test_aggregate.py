@@ -32,7 +32,8 @@ def microbatches(dp_size: int, max_tokens: int, pad_multiple: int) -> list[Micro
 
 
 def mean(batches: list[Microbatch], aggregation: str) -> float:
-    total = sum(float((b.advantages * loss_weights(b.loss_mask, b.sequence_weights, aggregation)).double().sum()) for b in batches)
+    weights = [loss_weights(b.loss_mask, b.sequence_ids, b.sampled_tokens, aggregation) for b in batches]
+    total = sum(float((b.advantages * weight).double().sum()) for b, weight in zip(batches, weights, strict=True))
     return total / sum(denominator(b.loss_mask, b.cu_seqlens, aggregation) for b in batches)
 
 
@@ -63,14 +64,17 @@ def test_known_numbers() -> None:
     """The conventions do not move: rows of 4, 3 and 3 tokens and one fully masked row, literal means."""
     losses = torch.tensor([-1.28, -0.9048374, -1.1051709, -1, 0.64, 1.3189770, 0.8410169, 0.8, 9.6057729, 1.04, 1.3, 1.04, 5, 5, 5, 5])
     mask = torch.tensor([1, 1, 1, 1, 1, 1, 1, 0, 1, 1, 0, 1, 0, 0, 0, 0.0])
-    weights = mask / torch.tensor([4, 3, 3, 1.0]).repeat_interleave(4)
+    sequence, sampled = torch.arange(4).repeat_interleave(4), mask.view(4, 4).sum(1)
     starts = torch.tensor([0, 4, 8, 12, 16])
-    means = {name: float((losses * loss_weights(mask, weights, name)).sum()) / denominator(mask, starts, name) for name in AGGREGATIONS}
+    totals = {name: float((losses * loss_weights(mask, sequence, sampled, name)).sum()) for name in AGGREGATIONS}
+    means = {name: total / denominator(mask, starts, name) for name, total in totals.items()}
     assert means == pytest.approx({"token_mean": 1.0195758, "sequence_mean": 1.2520290}, abs=1e-6)
 
 
 def test_unknown_aggregation() -> None:
     """An unknown aggregation is refused with the names that exist."""
-    for call in (loss_weights, denominator):
-        with pytest.raises(ConfigError, match=r"algorithm\.loss_aggregation=sum: .*token_mean or sequence_mean"):
-            call(torch.zeros(1), torch.zeros(2, dtype=torch.int64), "sum")
+    ids, refused = torch.zeros(1, dtype=torch.int64), r"algorithm\.loss_aggregation=sum: .*token_mean or sequence_mean"
+    with pytest.raises(ConfigError, match=refused):
+        loss_weights(torch.zeros(1), ids, torch.zeros(1), "sum")
+    with pytest.raises(ConfigError, match=refused):
+        denominator(torch.zeros(1), torch.zeros(2, dtype=torch.int64), "sum")

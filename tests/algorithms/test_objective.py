@@ -29,7 +29,9 @@ def part_of(
         loss_mask=MASK,
         advantages=ADVANTAGES,
         rollout_logprobs=LOGPROBS * MASK,
-        sequence_weights=MASK / torch.tensor([2.0, 2.0, 2.0, 1.0, 1.0]),
+        sequence_ids=torch.tensor([0, 0, 0, 1, 1]),
+        sampled_tokens=torch.tensor([2.0, 1.0]),
+        truncated=torch.tensor([False, True]),
         old_logprobs=LOGPROBS * MASK,
     )
     part = Objective(AlgorithmConfig(loss="own", **algorithm), policy_loss)(leaf, leaf * 0.1, batch, 3.0)

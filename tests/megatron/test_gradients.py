@@ -99,3 +99,12 @@ def test_uneven_stages_of_a_deep_pipeline(rank_pool, tmp_path: Path) -> None:
     layout = LayoutConfig(world_size=4, pp_size=4, first_stage_layers=1, last_stage_layers=1)
     error, name = worst(rank_pool(4).run(gradients, str(folder), layout, 40, "token_mean")[0], want)
     assert error <= TOLERANCE, f"{name}: {error:.2e}"
+
+
+@pytest.mark.parametrize("layout", ["dp2", "cp2", "pp2 cp2", "tp2 cp2 ep2"])
+def test_losses_of_whole_sequences(layout: str, folder: Path, rank_pool) -> None:
+    """A loss that compares whole responses has the gradient of one process, also where a response's tokens are on several ranks."""
+    want = rank_pool(1).run(gradients, str(folder), LayoutConfig(world_size=1), 1000, "sequence_mean", "gspo")[0]
+    spread = LAYOUTS[layout]
+    error, name = worst(rank_pool(spread.world_size).run(gradients, str(folder), spread, 40, "sequence_mean", "gspo")[0], want)
+    assert error <= TOLERANCE, f"{name}: {error:.2e}"

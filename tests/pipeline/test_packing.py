@@ -149,8 +149,10 @@ def test_microbatches_hold_the_samples(pad_multiple: int, max_tokens: int) -> No
             assert torch.equal(batch.token_ids[start:end], tokens[index])
             assert torch.equal(batch.loss_mask[start:end], expected)
             assert torch.equal(batch.rollout_logprobs[start:end], logprobs[index] * expected)
-            torch.testing.assert_close(batch.sequence_weights[start:end], expected / expected.sum().clamp(min=1))
-            for values in (batch.token_ids, batch.loss_mask, batch.rollout_logprobs, batch.sequence_weights):
+            sequence = batch.sequence_ids[start:next_start]
+            assert (sequence == sequence[0]).all()
+            assert batch.sampled_tokens[sequence[0]] == expected.sum()
+            for values in (batch.token_ids, batch.loss_mask, batch.rollout_logprobs):
                 assert not values[end:next_start].any()
 
 
@@ -193,7 +195,7 @@ def test_dummies_are_fully_masked_sequences() -> None:
         (dummy,) = pad_with_dummies([], 1, pad_multiple)
         assert dummy.microbatch.cu_seqlens.tolist() == [0, length]
         assert not dummy.microbatch.loss_mask.any()
-        assert not dummy.microbatch.sequence_weights.any()
+        assert dummy.microbatch.sampled_tokens.tolist() == [0]
         assert dummy.sample_indices == ()
 
 
