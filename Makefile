@@ -1,5 +1,6 @@
 # make demo [ARGS="train.steps=10 ..."]    the embedded run: CPU, this machine
-# make test [PYTEST_ARGS="-k loss"]        every check that this machine can run
+# make test [PYTEST_ARGS="-k loss"]        every check that this machine can run, but for the long tail of tests
+# make test-all                            with it
 PYTHON ?= python3
 ARGS ?=
 PYTEST_ARGS ?=
@@ -15,18 +16,19 @@ shared := -n 2 --dist loadfile --no-loadscope-reorder --durations=40 --durations
 requirements := setup.cfg pyproject.toml constraints.txt
 llama := examples/rlbatch-llama
 
-.PHONY: demo test
+.PHONY: demo test test-all
 .DELETE_ON_ERROR:
 
 demo: $(venv)/.demo
 	$(venv)/bin/python -m rlbatch.submit $(ARGS)
 
-test: $(venv)/.test $(vllm)/.done $(sglang)/.done
+test test-all: $(venv)/.test $(vllm)/.done $(sglang)/.done
 	$(venv)/bin/ruff check .
 	$(venv)/bin/ruff format --check .
 	$(venv)/bin/mypy
 	$(venv)/bin/lint-imports
-	$(venv)/bin/python -m pytest $(shared) $(PYTEST_ARGS)
+	$(venv)/bin/python -m pytest $(shared) $(if $(filter test,$@),-m 'not long') $(PYTEST_ARGS)
+	$(if $(filter test,$@),@echo 'Left out: tests that are marked long (other layouts, versions and MPIs, whole jobs). make test-all runs them too.')
 
 # bin/pip is the last file that venv writes: an interrupted creation starts over.
 $(venv)/bin/pip:

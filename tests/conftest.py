@@ -14,16 +14,29 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from rlbatch.testing.ranks import RankPools
+from tests.long_tail import changed_since, concerned
 
 pytest.register_assert_rewrite("tests.plugins.engine_contract")  # it is no test file, but has tests in it
 
 ROOT = Path(__file__).resolve().parent.parent
+DURATIONS = ROOT / "tests" / "durations.txt"
+"""Seconds of the longest files, in a run of all on two processors."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--changed-since", metavar="COMMIT", help="of tests marked long, those of whose files one changed since a commit")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Processes that share the tests (``-n 2``) begin with the long files, of jobs and engines, and end together with short ones."""
+    """Leaves out tests of the long tail of which nothing changed. Processes that share the tests (``-n 2``) begin with the long files."""
+    if commit := config.getoption("--changed-since"):
+        chosen = concerned(items, changed_since(str(commit)))
+        config.hook.pytest_deselected(items=list(set(items) - set(chosen)))
+        items[:] = chosen
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: ("cluster" in item.path.parts, item.path), reverse=True)
+        lines = [line.split() for line in DURATIONS.read_text().splitlines()]
+        seconds = {ROOT / path: float(number) for number, path in lines}
+        items.sort(key=lambda item: (-seconds.get(item.path, 0.0), item.path))
 
 
 @pytest.fixture(autouse=True)

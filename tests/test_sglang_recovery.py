@@ -7,12 +7,15 @@ import re
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.leftovers import no_memory_left, process_called, processes_of
 from tests.plugins.sglang_cases import sglang_python
 from tests.test_resume import samples
 from tests.test_run import ONE_RANK, start
 from tests.test_vllm_recovery import NOTICED_S, end, wait_for
 
+pytestmark = pytest.mark.long("sglang", "jobs")
 RUN = (
     *ONE_RANK,
     "rollout=sglang",

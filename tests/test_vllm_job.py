@@ -12,6 +12,7 @@ from tests.leftovers import processes_of
 from tests.plugins.vllm_cases import vllm_python
 from tests.test_run import ONE_RANK, start
 
+pytestmark = pytest.mark.long("vllm", "jobs")
 STEPS, LAST, MARGIN = 20, 5, 0.15
 """Both runs draw other samples: of three seeds of each, the mean rewards of the last five steps were 0.44 to 0.54."""
 LIMIT = 1e-4

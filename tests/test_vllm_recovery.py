@@ -119,6 +119,7 @@ def test_lost_engines_are_restarted_until_it_is_too_often(undisturbed: Path, rep
     assert processes_of(run_dir) == []
 
 
+@pytest.mark.long("vllm", "jobs")
 def test_a_job_that_is_asked_to_stop_while_its_engines_generate(undisturbed: Path, repository: Path, tmp_path: Path) -> None:
     """SIGTERM in the generation of step 2, to the ranks and all that they started, as Slurm sends it, with less time than that takes: the
     state after step 1 is saved, finished groups are kept, the exit code is 75, and neither a process nor shared memory is left. The next

@@ -29,7 +29,7 @@ HOSTFILE = "# three nodes\n{} slots=1\n{} slots=1  # the second\n{}:1\n"
 """No MPI reads all of these forms; rlbatch does, and writes what the MPI at hand reads."""
 
 
-@pytest.fixture(params=["openmpi", "mpich"])
+@pytest.fixture(params=["openmpi", pytest.param("mpich", marks=pytest.mark.long("clusters"))])
 def mpi(request: pytest.FixtureRequest) -> Path:
     """An MPI's folder."""
     folder = MPIS / str(request.param)

@@ -34,7 +34,7 @@ with Watchdog(config.launch, meeting, run_dir) as watchdog:
 """
 
 
-@pytest.fixture(params=sorted(OPTIONS))
+@pytest.fixture(params=["openmpi", pytest.param("mpich", marks=pytest.mark.long("clusters"))])
 def mpirun(request: pytest.FixtureRequest) -> list[str]:
     """The beginning of a command line."""
     program = Path(sys.prefix) / str(request.param) / "bin/mpirun"

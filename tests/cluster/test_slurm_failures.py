@@ -13,6 +13,7 @@ from tests.cluster.processes import wait_until
 from tests.cluster.slurm import Slurm
 from tests.stopwatch import Stopwatch
 
+LONG = pytest.mark.long("clusters", "jobs")
 LIMIT_S = 8.0
 """Hang limit of generation and rewards."""
 END_S = 15.0
@@ -23,10 +24,10 @@ QUICK = ("train.steps=3", "checkpoint.save_interval=-1", f"launch.generation_lim
 @pytest.mark.parametrize(
     ("what", "rank", "words"),
     [
-        ("kill", 1, ["ended without a word ("]),
+        pytest.param("kill", 1, ["ended without a word ("], marks=LONG),
         ("kill", 0, ["ended without a word ("]),
-        ("raise", 3, ["reward=fault", "ValueError", "this reward cannot be computed"]),
-        ("exit", 2, ["ended without a word ("]),
+        pytest.param("raise", 3, ["reward=fault", "ValueError", "this reward cannot be computed"], marks=LONG),
+        pytest.param("exit", 2, ["ended without a word ("], marks=LONG),
         ("hang", 1, ["This rank is at tests/cluster/faults.py:", "Stacks of all ranks: logs/rank*.stacks"]),
     ],
     ids=["killed", "rank 0 killed", "raises", "exits with 0", "hangs"],

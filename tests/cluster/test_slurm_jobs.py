@@ -41,7 +41,7 @@ def test_submitit(uninterrupted: Job, slurm: Slurm, repository: Path, tmp_path: 
     assert job.result() == uninterrupted.result()
 
 
-@pytest.mark.parametrize("way", ["sbatch", "submit"])
+@pytest.mark.parametrize("way", [pytest.param("sbatch", marks=pytest.mark.long("clusters", "jobs")), "submit"])
 def test_preempted_twice(way: str, uninterrupted: Job, slurm: Slurm, repository: Path, tmp_path: Path) -> None:
     """A job that more urgent ones preempt saves, is queued again and goes on, twice in a row: as if nothing had happened."""
     script = repository / "slurm" / "local_smoke.sbatch"

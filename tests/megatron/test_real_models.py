@@ -10,6 +10,7 @@ from tests.megatron.every_rank import cases, check_every_rank, family_of
 from tests.megatron.real_models import CONFIGS, carried, scales, tensors
 
 
+@pytest.mark.long("models", "configs")
 @pytest.mark.parametrize(("model", "layout"), [pytest.param(model, layout, id=name) for name, model, layout in cases()])
 def test_every_rank_of_a_layout_builds(model: str, layout: LayoutConfig) -> None:
     """Each rank has the parameters that the mappings give for the checkpoint's shapes; together, each part counted once, they have as many

@@ -71,15 +71,16 @@ def test_test_upgrades_the_demo_in_place(checkout: Path) -> None:
     assert not installs(make(checkout, "demo"))
 
 
-def test_test_runs_every_check(checkout: Path) -> None:
-    """Lint, format, types, layers and tests."""
-    calls = make(checkout, "test", "PYTEST_ARGS=-k loss")
-    assert [call.strip() for call in calls if "pip" not in call and "venv" not in call] == [
+@pytest.mark.parametrize(("target", "chosen"), [("test", "-m not long "), ("test-all", "")])
+def test_test_runs_every_check(target: str, chosen: str, checkout: Path) -> None:
+    """Lint, format, types, layers and tests; test-all those of the long tail too."""
+    calls = make(checkout, target, "PYTEST_ARGS=-k loss")
+    assert [" ".join(call.split()) for call in calls if "pip" not in call and "venv" not in call] == [
         "ruff check .",
         "ruff format --check .",
         "mypy",
         "lint-imports",
-        "python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=40 --durations-min=10 -k loss",
+        f"python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=40 --durations-min=10 {chosen}-k loss",
     ]
 
 

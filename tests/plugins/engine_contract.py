@@ -138,7 +138,7 @@ class SharedEngine:
         scales: Of the weights of each sync.
     """
 
-    families: Sequence[str] = ()
+    families: Sequence[Any] = ()
     scales: Sequence[float] = (1.0, 0.8, 1.2)
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
@@ -252,7 +252,7 @@ class OwnEngine:
         absent: Of what an interpreter without the engine says.
     """
 
-    shared: Mapping[str, tuple[Mapping[str, Any], str]] = {}
+    shared: Mapping[str, Any] = {}
     audit_sync = "first"
     loads: Mapping[str, Any] = {}
     scheduler = ""

@@ -20,13 +20,14 @@ from tests.plugins.vllm_cases import LIMIT, PARAMS, PROMPTS, Pair, tokens_of, vl
 from tests.stopwatch import Stopwatch
 
 __all__ = ["alone", "backend", "pair", "pairs", "python"]  # the fixtures
+TAIL = pytest.mark.long("vllm")
 BACKEND = Backend("vllm", vllm_rollout, VllmOptions, write_model, vllm_python)
 
 
 class TestSharedEngine(SharedEngine):
     """vLLM's part of the contract."""
 
-    families = ("qwen2", "qwen3", "mixtral", "deepseek_v3", "qwen3_moe")
+    families = (*(pytest.param(family, marks=TAIL) for family in ("qwen2", "qwen3", "mixtral")), "deepseek_v3", "qwen3_moe")
 
 
 def test_samples_follow_their_probabilities(pair: Pair) -> None:
@@ -110,8 +111,8 @@ class TestOwnEngines(OwnEngine):
 
     shared: Mapping[str, Any] = {
         "tensor parallel": ({}, "shared"),
-        "data and expert parallel": ({"data_parallel_size": 2, "enable_expert_parallel": True}, "shared"),
-        "over a group": ({"data_parallel_size": 2}, "collective"),
+        "data and expert parallel": pytest.param({"data_parallel_size": 2, "enable_expert_parallel": True}, "shared", marks=TAIL),
+        "over a group": pytest.param({"data_parallel_size": 2}, "collective", marks=TAIL),
     }
     scheduler = "EngineCore"
     host = (rollout_vllm.HOST, rollout_vllm.ENTRY_POINTS)

@@ -66,6 +66,7 @@ def test_weights_that_leave_nothing_for_the_cache(repository: Path, tmp_path: Pa
     assert ours == no_cache(0.5, 1e6, 21.04)
 
 
+@pytest.mark.long("sglang")
 def test_a_scheduler_without_memory_ends_the_start_with_its_numbers(repository: Path, tmp_path: Path) -> None:
     """There is no GPU to fill: a scheduler fails at an activation that is called what torch says of a full one."""
     folder = write_model("qwen2", tmp_path / "model")

@@ -14,6 +14,8 @@ from tests.plugins import vllm_cases
 from tests.plugins.vllm_cases import PARAMS, PROMPTS, Pair, tensors, vllm_python, write_model
 from tests.plugins.vllm_layouts import LIMIT, draw, engine_of, tried
 
+pytestmark = pytest.mark.long("vllm", "models")
+
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_sync_equals_loading(seed: int, repository: Path, tmp_path: Path, rank_pool) -> None:

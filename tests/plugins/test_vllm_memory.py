@@ -68,6 +68,7 @@ def test_a_cache_whose_size_is_said() -> None:
     assert too_small(NONE, 1000).startswith("rollout.engine.kv_cache_memory_bytes=1000: too little for a single block of the cache. ")
 
 
+@pytest.mark.long("vllm")
 def test_a_cache_that_holds_no_sample(repository: Path, tmp_path: Path) -> None:
     """The real vLLM: the error has the cache that one sample takes, what there is, and the keys."""
     options = {"python": vllm_python(repository), "kv_cache_memory_bytes": 2**19}

@@ -73,6 +73,7 @@ def test_other_versions_are_refused(name: str, version: str, first: str, tmp_pat
         check_engine(VllmOptions(), {})
 
 
+@pytest.mark.long("vllm")
 def test_a_version_that_never_ran_is_warned_of(repository: Path, tmp_path: Path) -> None:
     """In the engine's log, with those that did run; of one that did the log says nothing."""
     site = write_site(tmp_path / "site", ENTRY_POINTS)

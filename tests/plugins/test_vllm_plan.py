@@ -14,10 +14,11 @@ import pytest
 from rlbatch.engines.client.import_path import write_site
 from tests.plugins.vllm_cases import vllm_python, write_model
 
-CASES = [("qwen2", "kept"), ("qwen3_moe", "kept"), ("deepseek_v3", "kept"), ("deepseek_v3", "packed")]
+LONG = pytest.mark.long("vllm")
+CASES = [(("qwen2", "kept"), LONG), (("qwen3_moe", "kept"), ()), (("deepseek_v3", "kept"), LONG), (("deepseek_v3", "packed"), ())]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=[f"{family} {layers}" for family, layers in CASES])
+@pytest.fixture(scope="module", params=[pytest.param(case, marks=marks, id=" ".join(case)) for case, marks in CASES])
 def said(request: pytest.FixtureRequest, repository: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What `tests.plugins.vllm_plan` says of a family, whose layers keep what they are given or pack it."""
     family, layers = request.param

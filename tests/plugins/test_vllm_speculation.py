@@ -132,6 +132,7 @@ def test_layers_for_multi_token_prediction_are_carried(python: str, deepseek: Pa
         pair.engine.close()
 
 
+@pytest.mark.long("vllm")
 def test_a_draft_model_has_a_folder_of_its_own(python: str, tmp_path: Path) -> None:
     """All of its tensors are sent to the draft; tokens and log-probs are the policy's."""
     folder, own = write_model("qwen2", tmp_path / "model"), write_model("qwen2", tmp_path / "draft", num_hidden_layers=1)

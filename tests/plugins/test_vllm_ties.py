@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from rlbatch.api import RolloutContext
 from rlbatch_plugins.rollout_transformers import TransformersOptions, TransformersRollout
 from rlbatch_plugins.rollout_vllm import VllmOptions, vllm_rollout
 from tests.plugins.vllm_cases import LIMIT, PARAMS, Pair, vllm_python, write_model
 
 
+@pytest.mark.long("vllm")
 def test_a_tied_head_follows_its_embedding(repository: Path, tmp_path: Path) -> None:
     """Nothing is sent for the head, no sync calls it unwritten, and after each it computes with the new embedding."""
     folder = write_model("qwen2", tmp_path / "model", tie_word_embeddings=True)

@@ -83,6 +83,7 @@ def without(workaround: str, folder: Path, repository: Path, scratch: Path, **ra
     return RolloutContext(folder, "cpu", "float32", engine=engine, folder=scratch, **ranks)
 
 
+@pytest.mark.long("vllm")
 def test_experts_are_packed_again(repository: Path, tmp_path: Path) -> None:
     """Without the workaround a second sync of a mixture of experts goes wrong without a word."""
     folder = write_model("qwen3_moe", tmp_path / "model", moe_intermediate_size=32)  # of other sizes the kernel pads, and it is refused
@@ -96,6 +97,7 @@ def test_experts_are_packed_again(repository: Path, tmp_path: Path) -> None:
         pair.engine.close()
 
 
+@pytest.mark.long("vllm")
 def test_memory_of_tensor_parallel_ranks_has_no_name(repository: Path, tmp_path: Path) -> None:
     """Without the workaround a name for each rank and group stays in /dev/shm when the engine has ended well; with it none: what
     ``no_memory_left`` says of tensor-parallel engines.
