@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import sys
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from rlbatch.api import ConfigError, RlbatchError
 from rlbatch.api.exit_codes import REFUSED
+from rlbatch.config.foreign import read_own
 from rlbatch.launch.jobs.follow import follow
 from rlbatch.launch.jobs.record import JobRecord, find_record, read_records
 from rlbatch.launch.records.failures import read_first_error
@@ -88,7 +88,7 @@ def _shown(record: JobRecord) -> list[str]:
     if state.exit_code is not None:
         lines.append(f"exit code   {state.exit_code}")
     with suppress(OSError, ValueError):
-        summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+        summary = read_own(run_dir / "summary.json")
         if summary.get("status") == "running" and state.exit_code is not None:
             summary["status"] = "ended without a word"  # all its processes were killed
         lines.append(f"progress    {', '.join(f'{key} {value}' for key, value in summary.items() if isinstance(value, (int, str)))}")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import rlbatch.jobs
 import rlbatch.start
 import rlbatch.submit
 from rlbatch.checkpoint.identity import identity
@@ -54,6 +55,29 @@ def test_a_folder_that_is_there_is_left_as_it_is(folder: Path, capsys: pytest.Ca
     assert rlbatch.submit.main(["run_dir=new/run"]) == 0
     assert stat.S_IMODE((folder.parent / "new/run").stat().st_mode) == 0o700
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("name", ["summary.json", "job.json", "first_error.json", "attempts.json", "attempt.json", MARK])
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.write_text("[" * 100_000)], ids=["FIFO", "folder", "deep"])
+def test_something_else_in_the_place_of_a_file(make: Callable[[Path], object], name: str, folder: Path) -> None:
+    """Nobody waits for it, or ends with a traceback: neither the next start nor the list of jobs."""
+    assert rlbatch.submit.main([*MINE, "launcher=none"]) == 0
+    (folder / name).unlink(missing_ok=True)
+    make(folder / name)
+    assert rlbatch.submit.main([*MINE, "launcher=none"]) in (0, 2)
+    assert rlbatch.jobs.main(["show", str(folder)]) in (0, 2)
+    assert rlbatch.jobs.main(["list"]) == 0
+
+
+def test_a_link_in_the_place_of_the_config(folder: Path) -> None:
+    """What it leads to is not written."""
+    (folder.parent / "other").write_text("mine\n")
+    assert rlbatch.submit.main(MINE) == 0
+    (folder / "config.yaml").unlink()
+    (folder / "config.yaml").symlink_to(folder.parent / "other")
+    assert rlbatch.submit.main(MINE) == 0
+    assert (folder.parent / "other").read_text() == "mine\n"
+    assert load_config(folder / "config.yaml").run_dir == str(folder)
 
 
 def test_steps_are_never_mixed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

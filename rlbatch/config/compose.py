@@ -74,4 +74,7 @@ def load_config(path: Path | str) -> Config:
 
 def save_config(config: Config, path: Path | str) -> None:
     """Writes every key and value; ``load_config`` reads back an equal config."""
-    Path(path).write_text(write_yaml(to_plain(config)), encoding="utf-8")
+    draft = Path(f"{path}.part")
+    draft.unlink(missing_ok=True)
+    draft.write_text(write_yaml(to_plain(config)), encoding="utf-8")
+    draft.replace(path)  # a link there is replaced, not followed

@@ -97,6 +97,24 @@ def read_json(path: Path, fix: str, limit: int = SMALL_BYTES) -> dict[str, Any]:
     return parsed
 
 
+def read_own(path: Path) -> dict[str, Any]:
+    """The JSON object of a file that a run wrote, in whose place anything may be by now.
+
+    Raises:
+        OSError: it is missing, or cannot be read.
+        ValueError: it is something else.
+    """
+    try:
+        content = json.loads(read_text(path, "Remove it."))
+    except DataError as error:
+        raise error.__cause__ if isinstance(error.__cause__, OSError) else ValueError(str(error)) from None
+    except RecursionError as error:
+        raise ValueError(f"{path}: not JSON of a run") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: not a JSON object")
+    return content
+
+
 def parse_json(text: str, path: str, fix: str, *, line: int = 1, pairs: PairsHook | None = None) -> Any:
     """A JSON value.
 

@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any, Literal
 
 from rlbatch.api import SampleGroup, StepResult
+from rlbatch.config.foreign import read_own
 
 Status = Literal["running", "finished", "failed", "interrupted"]
 
@@ -123,7 +124,7 @@ def record_end(run_dir: Path, status: Status, first_error: Mapping[str, Any] | N
     path = run_dir / "summary.json"
     scratch = path.with_suffix(f".json.part{os.getpid()}")
     with suppress(OSError, ValueError, KeyError, TypeError):
-        summary = json.loads(path.read_text(encoding="utf-8"))
+        summary = read_own(path)
         if summary["status"] == "running":
             scratch.write_text(json.dumps(summary | {"status": status, "first_error": first_error}, indent=2) + "\n", encoding="utf-8")
             os.replace(scratch, path)
@@ -188,11 +189,11 @@ def remove_samples_after(run_dir: Path, step: int) -> None:
 def _earlier_life(path: Path) -> dict[str, Any]:
     """What a resumed run keeps of its last summary; nothing if that is damaged."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_own(path)
     except (OSError, ValueError):
         return {}
     names = ("steps", "reward_start", "reward_end", "eval_reward_start", "eval_reward")
-    return {name: content[name] for name in names if name in content} if isinstance(content, dict) else {}
+    return {name: content[name] for name in names if name in content}
 
 
 def _finite(value: Any) -> Any:

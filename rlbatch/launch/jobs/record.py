@@ -6,11 +6,14 @@ import json
 import os
 import socket
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from rlbatch.api import ConfigError, LaunchError
+from rlbatch.config.foreign import read_own
 from rlbatch.launch.records.attempt import ATTEMPT, read_attempt
 from rlbatch.launch.slurm.queue import UNKNOWN, JobState, cancel_job, job_state
 
@@ -95,7 +98,7 @@ class JobRecord:
         if self.launcher != "local" and (last is None or last.job_id != self.job_id):
             return None
         with suppress(OSError, ValueError):
-            summary = json.loads((Path(self.run_dir) / "summary.json").read_text(encoding="utf-8"))
+            summary = read_own(Path(self.run_dir) / "summary.json")
             if summary.get("status") in _ENDED:
                 state, code = _ENDED[summary["status"]]
                 return JobState(state, exit_code=code)
@@ -127,8 +130,8 @@ def index_path() -> Path:
 
 def read_record(run_dir: Path) -> JobRecord | None:
     """The last job of a run folder, or None."""
-    with suppress(OSError):
-        return _parse((run_dir / RECORD).read_text(encoding="utf-8"))
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        return _record(read_own(run_dir / RECORD))
     return None
 
 
@@ -168,6 +171,9 @@ def _local_record(run_dir: Path) -> JobRecord | None:
 
 def _parse(line: str) -> JobRecord | None:
     with suppress(ValueError, TypeError, KeyError):
-        values = json.loads(line)
-        return JobRecord(**{field.name: values[field.name] for field in fields(JobRecord)})
+        return _record(json.loads(line))
     return None
+
+
+def _record(values: Mapping[str, Any]) -> JobRecord:
+    return JobRecord(**{field.name: values[field.name] for field in fields(JobRecord)})

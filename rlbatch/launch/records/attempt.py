@@ -103,7 +103,7 @@ def read_attempt(run_dir: Path) -> Attempt | None:
     os.listdir(run_dir)  # network file systems look again for names that were not there before
     path = run_dir / ATTEMPT
     try:
-        with path.open(encoding="utf-8") as file:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), encoding="utf-8") as file:  # a FIFO has nobody who writes
             owner = os.fstat(file.fileno()).st_uid
             attempt = Attempt.from_json(file.read())
     except (FileNotFoundError, ValueError, TypeError, KeyError, RecursionError):

@@ -15,6 +15,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from rlbatch.config.foreign import read_own
 from rlbatch.launch.ranks.rank_info import RankInfo
 
 ATTEMPTS = "attempts.json"
@@ -81,7 +82,7 @@ def read_history(run_dir: Path) -> History:
     """The attempts so far; none if the file is missing or damaged."""
     try:
         path = run_dir / ATTEMPTS
-        content: dict[str, Any] = json.loads((path if path.exists() else run_dir / _BEFORE).read_text(encoding="utf-8"))
+        content = read_own(path if path.exists() else run_dir / _BEFORE)
         attempts = content["attempts"] if path.exists() else content["lives"]
         return History(tuple(PastAttempt(**attempt) for attempt in attempts), int(content["write_bytes"]), float(content["write_s"]))
     except (OSError, ValueError, TypeError, KeyError):

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from rlbatch.api import RlbatchError
 from rlbatch.api.exit_codes import FAILED
+from rlbatch.config.foreign import read_own
 from rlbatch.launch.records.disk import trouble
 from rlbatch.launch.records.output import Output
 
@@ -162,7 +163,7 @@ def claim(run_dir: Path, error: FirstError) -> bool:
 def read_first_error(run_dir: Path) -> FirstError | None:
     """The job's first failure, or None. What a crash of the machine left half written counts as one of long ago."""
     try:
-        return FirstError(**json.loads((run_dir / FIRST_ERROR).read_text(encoding="utf-8")))
+        return FirstError(**read_own(run_dir / FIRST_ERROR))
     except OSError:
         return None
     except (ValueError, TypeError):

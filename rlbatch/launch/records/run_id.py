@@ -7,11 +7,11 @@ import os
 import secrets
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import rlbatch
 from rlbatch.api import LaunchError, RlbatchError
 from rlbatch.config.compose import CONFIG_FILE, load_config
+from rlbatch.config.foreign import read_own
 from rlbatch.launch.records.attempt import read_attempt
 
 MARK = "run.json"
@@ -19,9 +19,8 @@ MARK = "run.json"
 
 def read_mark(run_dir: Path) -> str:
     """The id of the run whose folder it is; empty: it has none."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        content: dict[str, Any] = json.loads((run_dir / MARK).read_text(encoding="utf-8"))
-        return str(content["run"])
+    with suppress(OSError, ValueError, KeyError):
+        return str(read_own(run_dir / MARK)["run"])
     return ""
 
 

@@ -44,7 +44,7 @@ class StopNotice:
 
     def __init__(self) -> None:
         """No signal has come; none is received before ``install``."""
-        self.number, self.time = 0, 0.0
+        self.number, self.time, self._pid = 0, 0.0, 0
         self._is_installed, self._signals = False, tuple(_heeded())
         self._ends_at_once, self._is_ending, self._is_left = True, False, False
         self._is_interrupting, self._is_inside, self._quiet_until = False, False, 0.0
@@ -76,6 +76,8 @@ class StopNotice:
 
     def take_back(self) -> None:
         """Installs again what foreign code, which has just run on the main thread, may have replaced, blocked or ignored."""
+        if self._pid not in (0, os.getpid()):  # foreign code forked, and its child came back here: it is no rank
+            os._exit(1)
         if self._is_installed:
             self.install()
 
@@ -101,7 +103,7 @@ class StopNotice:
 
     def started(self) -> None:
         """From here on this process has something to save: signals are noticed, and end nothing."""
-        self._ends_at_once = False
+        self._ends_at_once, self._pid = False, os.getpid()
 
     def wait(self, seconds: float) -> bool:
         """Waits for a signal, on any thread, and returns whether one has ever come."""

@@ -53,6 +53,13 @@ def finish(rank: subprocess.Popen[str]) -> tuple[int, list[str]]:
     return rank.returncode, output.splitlines()
 
 
+def test_a_fork_that_comes_back() -> None:
+    """The child of a reward's `os.fork` that returns as the rank does, or raises there, goes no further: two would train, and write."""
+    for after in ("", "; child or 1 / 0"):
+        code, lines = finish(start(f"with notice.interruptible():\n    child = os.fork(){after}\nprint('went on')\nos.wait()"))
+        assert (code, lines[1:]) == (0, ["went on"])
+
+
 def test_killed_with_what_started_it(tmp_path: Path) -> None:
     """The upper process and its parent at once, as a launcher is killed: the lower one ends the rank, and says so."""
     said = tmp_path / "said"
