@@ -121,7 +121,7 @@ def _gpus(config: Config) -> Iterator[Line]:
         return
     if not gpus:
         text = f"driver {driver(kernel)}, and no GPU for torch: it is built for CPUs, or CUDA_VISIBLE_DEVICES hides them"
-        yield Line("wrong", "GPUs", f"{text}. Install torch for CUDA (docs/install.md)")
+        yield Line("wrong", "GPUs", f"{text}. Install torch for CUDA (docs/use/install.md)")
         return
     yield Line("ok", "GPUs", f"{gpus}, driver {driver(kernel)}")
     try:

@@ -116,7 +116,7 @@ class Registry:
             asked = ", ".join(supplier.module for supplier in self.model_families) or "nobody"
             raise ModelError(
                 f"model.hf: no plugin claims model_type `{hf_config.get('model_type')}`. Asked: {asked}. Use a model of one of these "
-                "families, or add yours: a plugin with rlbatch_resolve_model_family, as examples/rlbatch-llama is (docs/models.md)."
+                "families, or add yours: a plugin with rlbatch_resolve_model_family, as examples/rlbatch-llama is (docs/use/model_families.md)."
             )
         if not isinstance(family, ModelFamily):
             raise PluginError(
@@ -443,7 +443,7 @@ def _register(manager: pluggy.PluginManager, module: ModuleType, supplier: Suppl
     try:
         manager.register(module, name=supplier.module)
     except pluggy.PluginValidationError as error:
-        raise PluginError(f"plugin {supplier.module}: {error}. See docs/plugins.md for each hook's arguments.") from error
+        raise PluginError(f"plugin {supplier.module}: {error}. See docs/use/plugins.md for each hook's arguments.") from error
     hooks = manager.get_hookcallers(module) or []
     known = [name for name, _ in inspect.getmembers(hookspecs, inspect.isfunction) if name.startswith("rlbatch_")]
     for hook in hooks:

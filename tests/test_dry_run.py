@@ -82,7 +82,7 @@ srun --export=ALL --kill-on-bad-exit=1 --wait=30 --cpu-bind=none --gpu-bind=none
 case $code in 0 | 143) [ ! -e {tmp}/mine/unfinished ] || code=1 ;; esac
 case $code in 0) exit ;; 2 | 75 | 129 | 130 | 138 | 140 | 143) [ -e {tmp}/mine/first_error.json ] || exit $code ;; esac
 [ -e {tmp}/mine/first_error.json ] || echo "No rank said why: srun names the task above, or all ended with 0." >&2
-exit 1 # srun's code is the highest of all ranks: 137 if one was killed. See docs/launch.md#exit-codes
+exit 1 # srun's code is the highest of all ranks: 137 if one was killed. See docs/use/troubleshooting.md#exit-codes
 
 Config (config.yaml; all other keys have the defaults of --help)
 """

@@ -1,4 +1,4 @@
-"""Exit codes, the same for every command, launcher and rank; the table of them is in docs/launch.md."""
+"""Exit codes, the same for every command, launcher and rank; the table of them is in docs/use/troubleshooting.md."""
 
 DONE = 0
 FAILED = 1

@@ -1,4 +1,4 @@
-"""Keys and flags of other programs, and what says the same here: an answer where they are typed, and the tables of docs/migrating.md."""
+"""Keys and flags of other programs, and what says the same here: an answer where they are typed, and the tables of docs/use/migrating.md."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _UPDATES = "Prompts a step over prompts an update: 256 prompts in mini-batches of 64 are 4."
 _PACKS = "Samples are packed up to `train.max_tokens_per_gpu`, which changes no gradient."
 _NODES = "Follows from `layout.world_size` and `cluster.gpus_per_node`."
-_REWARD = "A file with a hook, `plugins=[my_reward.py]`, and `reward=<its name>`: docs/plugins.md."
+_REWARD = "A file with a hook, `plugins=[my_reward.py]`, and `reward=<its name>`: docs/use/reward.md."
 _LOGS = "TensorBoard events, samples and a summary are always in the run folder."
 _FULL = "`full`, with `layout.recompute_method=uniform layout.recompute_num_layers=1`."
 _LONG = "A prompt that is too long is refused, with its line: nothing is cut or left out."
@@ -264,7 +264,7 @@ def answer(key: str) -> str:
                 return f"is {program}'s, not a key of rlbatch. {said} {ours.note}".replace("`", "").strip()
     for program, sections in _SECTIONS.items():
         if key.startswith(sections):
-            return f"is {program}'s, not a key of rlbatch, and docs/migrating.md has none for it. Leave it out; --help lists rlbatch's."
+            return f"is {program}'s, not a key of rlbatch, and docs/use/migrating.md has none for it. Leave it out; --help lists rlbatch's."
     return ""
 
 

@@ -1,7 +1,7 @@
 """The experts of a rank as one stacked module, on CPU and GPU, inside Megatron's MoE layer with its router and dispatchers.
 
 Transformer Engine's GroupedLinear launches per expert from Python and leaves the GPU waiting for the host; one ``grouped_mm`` over stacked
-weights does not (``docs/models.md``). Weights keep the checkpoint's orientation, [out, in] for each expert.
+weights does not (``docs/how_it_works/models.md``). Weights keep the checkpoint's orientation, [out, in] for each expert.
 """
 
 from __future__ import annotations

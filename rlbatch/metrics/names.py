@@ -1,4 +1,4 @@
-"""Every tag that a step may report, with its unit: the one place where they are defined. docs/metrics.md is kept equal by a test."""
+"""Every tag that a step may report, with its unit: the one place where they are defined. docs/use/metrics.md is kept equal by a test."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ from rlbatch_plugins import advantage_grpo, advantage_opo, advantage_reinforce_p
 
 
 def test_docs_name_everything_that_exists(repository: Path) -> None:
-    """docs/algorithms.md has every built-in estimator, loss, KL kind and aggregation, and the files that it points to exist."""
-    quoted = set(re.findall(r"`([^`\n]+)`", (repository / "docs" / "algorithms.md").read_text()))
+    """docs/how_it_works/algorithms.md has every built-in estimator, loss, KL kind and aggregation, and the files that it points to exist."""
+    quoted = set(re.findall(r"`([^`\n]+)`", (repository / "docs/how_it_works/algorithms.md").read_text()))
     names = {*KL_KINDS, *AGGREGATIONS, *loss_clip.rlbatch_register_policy_losses()}
     for module in (advantage_grpo, advantage_rloo, advantage_opo, advantage_reinforce_plus_plus):
         names |= set(module.rlbatch_register_advantage_estimators())

@@ -1,4 +1,4 @@
-"""docs/migrating.md against the schema and against the settings of the documents that people come from."""
+"""docs/use/migrating*.md against the schema and against the settings of the documents that people come from."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 
 from rlbatch.api import Prompt, Sample
 from rlbatch.config.compose import compose
-from rlbatch.config.structured import key_docs
 from rlbatch.config.foreign_keys import PROGRAMS, answer
 from rlbatch.config.schema import Config
+from rlbatch.config.structured import key_docs
 from rlbatch.convert.options import MODES, Options
 from rlbatch.metrics.names import TAGS
 from rlbatch.registry import load_plugins
@@ -41,7 +41,7 @@ SETTING = re.compile(r"(?<![\w-])(?:--)?[A-Za-z][\w/.-]*")
 
 @pytest.fixture(scope="module")
 def page(repository: Path) -> str:
-    return (repository / "docs/migrating.md").read_text(encoding="utf-8")
+    return "\n".join(path.read_text(encoding="utf-8") for path in sorted((repository / "docs/use").glob("migrating*.md")))
 
 
 def rows(page: str) -> list[tuple[str, str, str]]:
@@ -83,7 +83,7 @@ def test_every_key_on_the_page_exists(page: str) -> None:
     assert "layout.tp_size" in named
     plugins = {name for name in named if f"`{name}".startswith(ENGINE)}
     theirs = {key for table in PROGRAMS.values() for key in table} | {"data.train_files", "data.val_files"}
-    assert named - plugins - theirs <= keys() | {"config.json", "launch.md", "rollout.md"}
+    assert {name for name in named if not name.endswith((".md", ".json"))} - plugins - theirs <= keys()
 
 
 def test_every_tag_on_the_page_exists(page: str) -> None:
@@ -120,8 +120,11 @@ def test_our_own_keys_are_ours() -> None:
         ("rollout_batch_size", "is slime or vime's, not a key of rlbatch. Use train.prompts_per_step."),
         ("--rollout_batch_size", "is OpenRLHF's, not a key of rlbatch. Use train.prompts_per_step."),
         ("--num_rollout", "is slime or vime's, not a key of rlbatch. Use train.steps."),
-        ("actor_rollout_ref.actor.fsdp_config.fsdp_size", "is verl's, not a key of rlbatch, and docs/migrating.md has none for it. Leave it out;"),
-        ("policy.dtensor_cfg.enabled", "is NeMo-RL's, not a key of rlbatch, and docs/migrating.md has none for it."),
+        (
+            "actor_rollout_ref.actor.fsdp_config.fsdp_size",
+            "is verl's, not a key of rlbatch, and docs/use/migrating.md has none for it. Leave it out;",
+        ),
+        ("policy.dtensor_cfg.enabled", "is NeMo-RL's, not a key of rlbatch, and docs/use/migrating.md has none for it."),
     ],
 )
 def test_by_habit(typed: str, said: str) -> None:

@@ -1,4 +1,4 @@
-"""docs/plugins.md against the hooks, and its examples against the registry."""
+"""The pages on plugins in docs/use against the hooks, and its examples against the registry."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ HOOKS = {name: function for name, function in inspect.getmembers(hookspecs, insp
 
 @pytest.fixture(scope="module")
 def page(repository: Path) -> str:
-    return (repository / "docs/plugins.md").read_text(encoding="utf-8")
+    """The pages in one, the reward's first."""
+    return "\n".join(
+        (repository / f"docs/use/{name}.md").read_text(encoding="utf-8")
+        for name in ("reward", "plugins", "rollout_backends", "model_families")
+    )
 
 
 def blocks(page: str) -> list[str]:
@@ -109,10 +113,12 @@ def test_megatrons_names_are_documented(page: str) -> None:
 
 def test_engines_modules_are_documented(page: str, repository: Path) -> None:
     """The table has the modules of rlbatch.engines that the built-in backends import, and no other."""
-    table = page.partition("#### Engines in processes of their own")[2].partition("### Model families")[0]
+    table = page.partition("## Engines in processes of their own")[2].partition("# Adding a model family")[0]
     named = {name for row in re.findall(r"^\| (`\w+\..*?) \|", table, re.MULTILINE) for name in re.findall(r"`([\w.]+)`", row)}
     sources = [path.read_text(encoding="utf-8") for path in (repository / "plugins").rglob("*.py")]
     modules = {module for source in sources for module in re.findall(r"from rlbatch\.engines\.([\w.]+) import", source)}
-    packages = {match for source in sources for match in re.findall(r"from rlbatch\.engines\.(\w+) import ([a-z_]+)$", source, re.MULTILINE)}
+    packages = {
+        match for source in sources for match in re.findall(r"from rlbatch\.engines\.(\w+) import ([a-z_]+)$", source, re.MULTILINE)
+    }
     used = {name for name in modules if "." in name} | {".".join(names) for names in packages}
     assert used == named

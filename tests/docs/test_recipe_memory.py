@@ -1,4 +1,4 @@
-"""docs/clusters.md: the memory of the recipes is what submit computes."""
+"""docs/how_it_works/memory.md: the memory of the recipes is what submit computes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def test_the_memory_of_a_recipe(layout: str, repository: Path, tmp_path: Path) -
     """
     model, _, cluster = layout.rpartition("_")
     gpus, _, gpu = cluster.partition("x")
-    config, registry = compose_job([f"+cluster={gpu}x{gpus}", f"model={model}", f"model.hf={write_model(model, tmp_path / model)}", "data.train=y"])
+    config, registry = compose_job(
+        [f"+cluster={gpu}x{gpus}", f"model={model}", f"model.hf={write_model(model, tmp_path / model)}", "data.train=y"]
+    )
     job = demand(config, registry, registry.resolve_model_family(CONFIGS[model]), on_gpu=True)
     floor, beside = memory_floor(job), trainer_gib(job)
     total, share = config.cluster.gpu_memory_gib, config.rollout.engine["gpu_memory_utilization"]
@@ -31,5 +33,5 @@ def test_the_memory_of_a_recipe(layout: str, repository: Path, tmp_path: Path) -
         f"| `{layout}` | {total:g} | {trainer.gib:.1f}, {trainer.phase} | {beside:.1f} | {share:g} | {share * total:.1f} | {left:.1f} | "
         f"{host.gib:.0f}, {host.phase} |"
     )
-    assert row in (repository / "docs" / "clusters.md").read_text(encoding="utf-8").splitlines()
+    assert row in (repository / "docs/how_it_works/memory.md").read_text(encoding="utf-8").splitlines()
     assert left >= 7

@@ -13,7 +13,7 @@ import torch
 from rlbatch.api import Prompt, Sample, SampleGroup, StepResult
 from rlbatch.metrics.report import RunReport, Summary, record_end, remove_samples_after, sample_rows, write_samples
 
-DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
+DOCS = Path(__file__).parents[2] / "docs/use/metrics.md"
 
 
 def step(number: int, **metrics: float) -> StepResult:
@@ -130,7 +130,7 @@ def test_a_reader_never_sees_a_partial_file(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_docs_show_every_key() -> None:
-    """docs/metrics.md lists the keys of summary.json and of a sample row, all of them and no others."""
+    """docs/use/metrics.md lists the keys of summary.json and of a sample row, all of them and no others."""
     _, _, tail = DOCS.read_text().partition("## summary.json")
     summary, _, samples = tail.partition("## samples")
     assert re.findall(r"^\| `(\w+)` \|", summary, flags=re.MULTILINE) == [

@@ -17,7 +17,7 @@ from rlbatch.engines.client.import_path import scrubbed, write_site
 from rlbatch.launch.ranks.children import signal_group
 
 LIMIT_S = 60.0
-PYTHON_HINT = "Give the path of the Python of an environment with vLLM or SGLang; docs/rollout.md says how to make one."
+PYTHON_HINT = "Give the path of the Python of an environment with vLLM or SGLang; docs/use/install.md says how to make one."
 _RUN = "from rlbatch.engines.host.inventory import main; main()"
 
 

@@ -137,5 +137,5 @@ def check_trainer(what: str) -> None:
     if lacking:
         raise ConfigError(
             f"{what}: needs {', '.join(lacking)}, which {sys.executable} has not. "
-            "Install rlbatch there with all that it needs (docs/install.md), or use the Python of an environment that has it."
+            "Install rlbatch there with all that it needs (docs/use/install.md), or use the Python of an environment that has it."
         )

@@ -1,6 +1,6 @@
 """Starting ranks with mpirun: which one it is, its own kind of hostfile, its own options.
 
-Launchers disagree on both, and some drop what they cannot read (docs/hostfiles.md): so each is given a file that it reads, with exactly as
+Launchers disagree on both, and some drop what they cannot read (docs/use/mpi.md): so each is given a file that it reads, with exactly as
 many slots as the job has ranks, filled node after node.
 """
 

@@ -24,7 +24,7 @@ ENDING = """\
 case $code in 0 | 143) [ ! -e {run}/unfinished ] || code=1 ;; esac
 case $code in 0) exit ;; 2 | 75 | 129 | 130 | 138 | 140 | 143) [ -e {run}/first_error.json ] || exit $code ;; esac
 [ -e {run}/first_error.json ] || echo "No rank said why: srun names the task above, or all ended with 0." >&2
-exit 1 # srun's code is the highest of all ranks: 137 if one was killed. See docs/launch.md#exit-codes"""
+exit 1 # srun's code is the highest of all ranks: 137 if one was killed. See docs/use/troubleshooting.md#exit-codes"""
 """After ``srun ... && code=0 || code=$?``: the job's exit code."""
 
 
