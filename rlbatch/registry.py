@@ -116,7 +116,7 @@ class Registry:
             asked = ", ".join(supplier.module for supplier in self.model_families) or "nobody"
             raise ModelError(
                 f"model.hf: no plugin claims model_type `{hf_config.get('model_type')}`. Asked: {asked}. Use a model of one of these "
-                "families, or add yours: a plugin with rlbatch_resolve_model_family, as examples/rlbatch-llama is (docs/use/model_families.md)."
+                "families, or add yours, a plugin as examples/rlbatch-llama is (docs/use/model_families.md)."
             )
         if not isinstance(family, ModelFamily):
             raise PluginError(

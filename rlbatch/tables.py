@@ -120,4 +120,6 @@ def check_callable(what: str, value: Any, arguments: Sequence[str]) -> None:
     except TypeError:
         plain = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
         taken = inspect.Signature(plain)
-        raise PluginError(f"{what} must take ({', '.join(arguments)}), takes {taken}. Correct it; docs/use/plugins.md has examples.") from None
+        raise PluginError(
+            f"{what} must take ({', '.join(arguments)}), takes {taken}. Correct it; docs/use/plugins.md has examples."
+        ) from None

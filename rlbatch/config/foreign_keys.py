@@ -1,4 +1,4 @@
-"""Keys and flags of other programs, and what says the same here: an answer where they are typed, and the tables of docs/use/migrating.md."""
+"""Keys and flags of other programs, and what says the same here: answers where they are typed, and tables of docs/use/migrating.md."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from rlbatch_plugins import advantage_grpo, advantage_opo, advantage_reinforce_p
 
 
 def test_docs_name_everything_that_exists(repository: Path) -> None:
-    """docs/how_it_works/algorithms.md has every built-in estimator, loss, KL kind and aggregation, and the files that it points to exist."""
+    """docs/how_it_works/algorithms.md has every built-in estimator, loss, KL kind and aggregation, and its files exist."""
     quoted = set(re.findall(r"`([^`\n]+)`", (repository / "docs/how_it_works/algorithms.md").read_text()))
     names = {*KL_KINDS, *AGGREGATIONS, *loss_clip.rlbatch_register_policy_losses()}
     for module in (advantage_grpo, advantage_rloo, advantage_opo, advantage_reinforce_plus_plus):

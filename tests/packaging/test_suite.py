@@ -43,7 +43,7 @@ def test_the_long_tail_depends_on_what_is_there(repository: Path) -> None:
     ("changed", "runs"),
     [
         (["plugins/vllm_host/engine.py"], True),
-        (["docs/launch.md", "plugins/sglang_host/engine.py"], False),
+        (["docs/use/resume.md", "plugins/sglang_host/engine.py"], False),
         (["tests/packaging/test_suite.py"], True),
         (["constraints.txt"], True),
         ([], False),
