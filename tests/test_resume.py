@@ -1,4 +1,4 @@
-"""Real runs that are killed and go on: the end is that of a run that was never interrupted, and nothing is left behind."""
+"""Real runs that are killed, or asked to stop, and go on: the end is that of a run that was not interrupted, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -14,14 +14,32 @@ from typing import Any
 
 import pytest
 
+from rlbatch.api.exit_codes import STOPPED
 from tests.leftovers import no_memory_left, processes_of, wait_until_gone
 from tests.small_disk import small_file_system
 from tests.stopwatch import Stopwatch
-from tests.test_run import TINY, Ended, finish, start, submit
+from tests.test_run import ONE_RANK, TINY, Ended, finish, start, submit
 
 LIMIT_S = 300.0
 STEPS = 6
-RUN = (*TINY, f"train.steps={STEPS}", "checkpoint.save_interval=2", "optimizer.lr_schedule=linear", "train.eval_interval=3")
+RUN = (
+    *TINY,
+    f"train.steps={STEPS}",
+    "checkpoint.save_interval=2",
+    "optimizer.lr_schedule=linear",
+    "train.eval_interval=3",
+    "rollout.options.max_batch_size=2",
+)
+ENDLESS = (*TINY, *ONE_RANK, "train.steps=100000", "data.eval=", "checkpoint.save_interval=1")
+SIGNALLING = (
+    f"plugins=['{Path(__file__).with_name('signalling_plugin.py')}']",
+    "rollout=signalling",
+    "algorithm.loss=signalling",
+    "rollout.max_logprob_diff=1e-4",
+    "offload=gradients",  # which may change nothing, in whatever phase the signal comes: the uninterrupted run is without
+)
+SLEEP_S = 1000.0
+"""Longer than any run may take: an engine that is not interrupted fails the test."""
 TIMES = ("time/", "perf/", "memory/", "rollout/")
 
 
@@ -92,13 +110,23 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("uninterrupted") / "run"
     ended = submit(run_dir, *RUN)
     assert (ended.code, ended.stderr) == (0, "")
+    assert list((run_dir / "groups").iterdir()) == []
     return run_dir
 
 
+def assert_same(run_dir: Path, uninterrupted: Path) -> None:
+    """Bitwise: tensors of the last checkpoint, samples, metrics, schedule, place in the prompts; each step once in TensorBoard."""
+    assert samples(run_dir) == samples(uninterrupted)
+    assert len(samples(run_dir)) == STEPS
+    assert scalars(run_dir) == scalars(uninterrupted)
+    assert [step for step, _ in scalars(run_dir)["reward/mean"]] == list(range(1, STEPS + 1))
+    assert [step for step, _ in scalars(run_dir)["reward/eval"]] == [0, 3, 6]
+    assert progress(run_dir) == progress(uninterrupted)
+    assert tensors(run_dir) == tensors(uninterrupted)
+
+
 def test_a_run_that_was_killed_twice_ends_as_one_that_was_not(uninterrupted: Path, tmp_path: Path) -> None:
-    """SIGKILL of all ranks within a save, then between saves. Bitwise the same at the end: tensors of the checkpoint, samples, metrics,
-    schedule, place in the prompts; each step once in TensorBoard; rewards of the first attempt in summary.json.
-    """
+    """SIGKILL of all ranks within a save, then between saves. The same at the end, and rewards of the first attempt in summary.json."""
     run_dir = tmp_path / "run"
     checkpoints = run_dir / "checkpoints"
     ended = kill_ranks_before("/step_000004.part/state", checkpoints / "step_000004.part", run_dir, *RUN)
@@ -117,15 +145,65 @@ def test_a_run_that_was_killed_twice_ends_as_one_that_was_not(uninterrupted: Pat
     assert (ended.code, ended.stderr) == (0, "")
     assert "resumed after step 4" in ended.stdout
     assert sorted(path.name for path in checkpoints.iterdir()) == ["latest.json", "step_000004", "step_000006"]
-    assert samples(run_dir) == samples(uninterrupted)
-    assert len(samples(run_dir)) == STEPS
-    assert scalars(run_dir) == scalars(uninterrupted)
-    assert [step for step, _ in scalars(run_dir)["reward/mean"]] == list(range(1, STEPS + 1))
-    assert progress(run_dir) == progress(uninterrupted)
-    assert tensors(run_dir) == tensors(uninterrupted)
+    assert_same(run_dir, uninterrupted)
     summary, whole = ended.json("summary.json"), json.loads((uninterrupted / "summary.json").read_text())
     for key in ("status", "steps", "reward_start", "reward_end", "eval_reward_start", "eval_reward"):
         assert summary[key] == whole[key], key
+
+
+def attempt(run_dir: Path, monkeypatch: pytest.MonkeyPatch, *events: tuple[str, int, str], notice_s: float | None = None) -> Ended:
+    """One attempt of the run, in which ranks signal themselves."""
+    monkeypatch.setenv("RLBATCH_TEST_SIGNALS", json.dumps(events))
+    monkeypatch.setenv("RLBATCH_TEST_SLEEP_S", str(SLEEP_S))
+    return submit(run_dir, *RUN, *SIGNALLING, "resume=auto", *([] if notice_s is None else [f"launch.notice_s={notice_s:g}"]))
+
+
+def test_a_run_that_is_asked_to_stop_again_and_again(uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that start end at once. A notice shorter than the step, to one rank of two, in generation: the engine is interrupted, the state
+    after the last step is saved, and the next attempt samples only what was not finished. One in the update: the step is finished first.
+    One in the evaluation after a step: it is left to the next attempt. One while a checkpoint is written: that is completed first.
+    """
+    run_dir = tmp_path / "run"
+    ended = attempt(run_dir, monkeypatch, ("start", 0, "SIGTERM"), ("start", 1, "SIGTERM"))
+    assert ended.code != 0
+    assert not (run_dir / "checkpoints").exists()
+
+    ended = attempt(run_dir, monkeypatch, ("generation 2 1", 1, "SIGUSR1"), notice_s=1)
+    assert (ended.code, ended.stderr) == (STOPPED, "")
+    assert f"SIGUSR1: stopped after step 1. To go on: the command that started it, with run_dir={run_dir} resume=auto." in ended.stdout
+    assert latest(run_dir) == "step_000001"
+    assert sorted(samples(run_dir)) == ["step_000001.jsonl"]
+    assert ended.json("summary.json")["status"] == "interrupted"
+    kept = {path.name for path in (run_dir / "groups" / "step_000002").iterdir()}
+    assert 1 <= len(kept) <= 3
+
+    ended = attempt(run_dir, monkeypatch, ("update 0", 0, "SIGUSR2"), notice_s=1)
+    assert (ended.code, ended.stderr) == (STOPPED, "")
+    assert "resumed after step 1" in ended.stdout
+    assert "step 2: " in ended.stdout or len(kept) == 1
+    assert latest(run_dir) == "step_000002"
+
+    ended = attempt(run_dir, monkeypatch, ("evaluation 0", 0, "SIGTERM"))
+    assert (ended.code, ended.stderr) == (STOPPED, "")
+    assert latest(run_dir) == "step_000003"
+    assert [step for step, _ in scalars(run_dir)["reward/eval"]] == [0]
+
+    ended = attempt(run_dir, monkeypatch, ("save 4", 0, "SIGTERM"))
+    assert ended.code == STOPPED
+    assert "evaluating after step 3" in ended.stdout
+    assert ended.stderr.startswith("SIGTERM: all ranks ended.")
+    assert latest(run_dir) == "step_000004"
+    assert "stopped after step 4" in ended.stdout
+
+    ended = attempt(run_dir, monkeypatch)
+    assert (ended.code, ended.stderr) == (0, "")
+    assert "resumed after step 4" in ended.stdout
+    assert_same(run_dir, uninterrupted)
+    attempts = json.loads((run_dir / "attempts.json").read_text())["attempts"]
+    told = [(entry["first_step"], entry["last_step"], entry["why"]) for entry in attempts[-5:-1]]
+    assert told == [(0, 1, "SIGUSR1"), (1, 2, "SIGUSR2"), (2, 3, "SIGTERM"), (3, 4, "SIGTERM")]
+    assert list((run_dir / "groups").iterdir()) == []
+    assert processes_of(run_dir) == []
 
 
 def test_a_run_that_saves_asynchronously_ends_the_same(uninterrupted: Path, tmp_path: Path) -> None:
@@ -148,7 +226,7 @@ def test_a_run_that_ends_while_it_saves_leaves_nothing(number: signal.Signals, t
     """
     run_dir = tmp_path / "run"
     with no_memory_left():
-        process = start(run_dir, *TINY, "train.steps=100000", "data.eval=", "checkpoint.save_interval=1", "checkpoint.async_save=true")
+        process = start(run_dir, *ENDLESS, "checkpoint.async_save=true")
         wait_for(run_dir / "checkpoints" / "step_000003.part" / "state" / "common.pt", process)
         os.kill(process.pid, number)
         watch = Stopwatch()
@@ -172,9 +250,7 @@ if os.geteuid() == 0:
 
     def test_a_full_disk_ends_the_run(small_disk: Path, tmp_path: Path) -> None:
         """Exit code 1 and one line with path, need and free space; the previous checkpoint stays the latest (only root may mount)."""
-        ended = submit(
-            tmp_path / "run", *TINY, "train.steps=3", "data.eval=", "checkpoint.save_interval=1", f"checkpoint.save={small_disk}"
-        )
+        ended = submit(tmp_path / "run", *ENDLESS, f"checkpoint.save={small_disk}")
         assert ended.code == 1
         [line] = ended.stderr.splitlines()
         assert f"] checkpoint.save={small_disk}: the checkpoint of step 2 needs " in line

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import datetime
 import os
 import signal
 import subprocess
@@ -16,6 +17,8 @@ from pathlib import Path
 
 from rlbatch.api import ConfigError
 from rlbatch.config.schema import ClusterConfig, Config, LaunchConfig
+from rlbatch.launch.membership import overseer
+from rlbatch.launch.membership import watchdog as watchdog_module
 from rlbatch.launch.membership.rendezvous import Meeting, join, launch_word
 from rlbatch.launch.membership.watchdog import Watchdog
 from rlbatch.launch.ranks.rank_info import RankInfo
@@ -119,11 +122,13 @@ def with_gloo(behaviour: str, watchdog: Watchdog, meeting: Meeting) -> None:
     """The job's store and a process group whose collectives give up soon."""
     import torch
     import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _set_pg_timeout
 
     from rlbatch.launch.membership.process_group import process_group
     from rlbatch.launch.membership.store import open_store
 
     info = meeting.info
+    overseer.ANSWER_S = watchdog_module.ANSWER_S = END_S  # all answer, however late
     store = open_store(info, END_S, watchdog.wait_for_ranks(), meeting.store_socket, meeting.attempt.token)
     if behaviour == "gloo_strangers":
         run_dir = Path(sys.argv[1])
@@ -143,7 +148,9 @@ def with_gloo(behaviour: str, watchdog: Watchdog, meeting: Meeting) -> None:
             time.sleep(FOREVER_S)
         with watchdog.waiting():
             store.barrier("start", END_S)
-    with process_group(store, COLLECTIVE_S), watchdog.reporting():
+    with process_group(store, END_S), watchdog.reporting():
+        dist.all_reduce(torch.ones(1))  # all are connected
+        _set_pg_timeout(datetime.timedelta(seconds=COLLECTIVE_S), dist.group.WORLD)
         with watchdog.phase("generation"):
             if behaviour == "gloo_generate" and is_last:
                 time.sleep(COLLECTIVE_S + 4)
