@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from rlbatch.api import AdvantageEstimator, AdvantageInputs, hookimpl
+from rlbatch.api import AdvantageInputs, AdvantageSpec, hookimpl
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,6 +48,6 @@ def _centred(inputs: AdvantageInputs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @hookimpl
-def rlbatch_register_advantage_estimators() -> Mapping[str, AdvantageEstimator]:
+def rlbatch_register_advantage_estimators() -> Mapping[str, AdvantageSpec]:
     """Names of this module."""
-    return {"grpo": grpo, "dr_grpo": dr_grpo}
+    return {"grpo": AdvantageSpec(grpo, min_group_size=2), "dr_grpo": AdvantageSpec(dr_grpo, min_group_size=2)}

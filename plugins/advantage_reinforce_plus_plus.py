@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from rlbatch.api import AdvantageEstimator, AdvantageInputs, hookimpl
+from rlbatch.api import AdvantageEstimator, AdvantageInputs, AdvantageSpec, hookimpl
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,6 +51,9 @@ def _whiten(values: Tensor) -> Tensor:
 
 
 @hookimpl
-def rlbatch_register_advantage_estimators() -> Mapping[str, AdvantageEstimator]:
+def rlbatch_register_advantage_estimators() -> Mapping[str, AdvantageEstimator | AdvantageSpec]:
     """Names of this module."""
-    return {"reinforce_plus_plus": reinforce_plus_plus, "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline}
+    return {
+        "reinforce_plus_plus": reinforce_plus_plus,
+        "reinforce_plus_plus_baseline": AdvantageSpec(reinforce_plus_plus_baseline, min_group_size=2),
+    }

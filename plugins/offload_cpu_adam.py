@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
-from rlbatch.api import ConfigError, Configurable, OffloadMemory, OptimizerSpec, Range, hookimpl
+from rlbatch.api import ConfigError, OffloadMemory, OffloadSpec, OptimizerSpec, Range, hookimpl
 
 from .offload_gradients import ReleasedGradients
 
@@ -56,7 +56,7 @@ class CpuAdam(ReleasedGradients):
 
 
 def memory(options: CpuAdamOptions, precision: str) -> OffloadMemory:
-    """See ``Configurable``.
+    """See ``OffloadSpec``.
 
     Raises:
         ConfigError: fp32 training.
@@ -71,6 +71,6 @@ def _check_precision(*, is_bf16: bool) -> None:
 
 
 @hookimpl
-def rlbatch_register_offload_strategies() -> Mapping[str, Configurable]:
+def rlbatch_register_offload_strategies() -> Mapping[str, OffloadSpec]:
     """Supplies ``cpu_adam``."""
-    return {"cpu_adam": Configurable(CpuAdam, CpuAdamOptions, needs_gpu=True, offload_memory=memory)}
+    return {"cpu_adam": OffloadSpec(CpuAdam, CpuAdamOptions, needs_gpu=True, memory=memory)}

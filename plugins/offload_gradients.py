@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from rlbatch.api import Configurable, MemoryHandles, NoOptions, OffloadMemory, OffloadStrategy, OptimizerSpec, hookimpl
+from rlbatch.api import MemoryHandles, NoOptions, OffloadMemory, OffloadSpec, OffloadStrategy, OptimizerSpec, hookimpl
 
 
 class ReleasedGradients:
@@ -44,11 +44,11 @@ def build(options: NoOptions) -> OffloadStrategy:
 
 
 def memory(options: NoOptions, precision: str) -> OffloadMemory:
-    """See ``Configurable``."""
+    """See ``OffloadSpec``."""
     return OffloadMemory(releases_gradients=True)
 
 
 @hookimpl
-def rlbatch_register_offload_strategies() -> Mapping[str, Configurable]:
+def rlbatch_register_offload_strategies() -> Mapping[str, OffloadSpec]:
     """Supplies ``gradients``."""
-    return {"gradients": Configurable(build, NoOptions, offload_memory=memory)}
+    return {"gradients": OffloadSpec(build, NoOptions, memory=memory)}

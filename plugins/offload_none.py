@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 
-from rlbatch.api import Configurable, MemoryHandles, NoOptions, OffloadMemory, OffloadStrategy, OptimizerSpec, hookimpl
+from rlbatch.api import MemoryHandles, NoOptions, OffloadMemory, OffloadSpec, OffloadStrategy, OptimizerSpec, hookimpl
 
 
 class NoOffload:
@@ -31,11 +31,11 @@ def build(options: NoOptions) -> OffloadStrategy:
 
 
 def memory(options: NoOptions, precision: str) -> OffloadMemory:
-    """See ``Configurable``."""
+    """See ``OffloadSpec``."""
     return OffloadMemory()
 
 
 @hookimpl
-def rlbatch_register_offload_strategies() -> Mapping[str, Configurable]:
+def rlbatch_register_offload_strategies() -> Mapping[str, OffloadSpec]:
     """Supplies ``none``."""
-    return {"none": Configurable(build, NoOptions, offload_memory=memory)}
+    return {"none": OffloadSpec(build, NoOptions, memory=memory)}

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from rlbatch.api import Configurable, OffloadMemory, hookimpl
+from rlbatch.api import OffloadMemory, OffloadSpec, hookimpl
 
 from .offload_gradients import ReleasedGradients
 
@@ -80,11 +80,11 @@ def _owns_storage(tensor: Tensor) -> bool:
 
 
 def memory(options: OptimizerStateOptions, precision: str) -> OffloadMemory:
-    """See ``Configurable``."""
+    """See ``OffloadSpec``."""
     return OffloadMemory(releases_gradients=True, moves_state=True)
 
 
 @hookimpl
-def rlbatch_register_offload_strategies() -> Mapping[str, Configurable]:
+def rlbatch_register_offload_strategies() -> Mapping[str, OffloadSpec]:
     """Supplies ``optimizer_state``."""
-    return {"optimizer_state": Configurable(OptimizerState, OptimizerStateOptions, needs_gpu=True, offload_memory=memory)}
+    return {"optimizer_state": OffloadSpec(OptimizerState, OptimizerStateOptions, needs_gpu=True, memory=memory)}

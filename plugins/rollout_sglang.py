@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from rlbatch.api import ConfigError, Configurable, EngineShape, RolloutContext, hookimpl
+from rlbatch.api import ConfigError, EngineShape, RolloutContext, RolloutSpec, hookimpl
 from rlbatch.engines.backend.checks import check_options
 from rlbatch.engines.backend.expert_parallel import ExpertParallelRollout
 from rlbatch.engines.backend.hosted import (
     EngineProgram,
     HostedOptions,
+    HostedSpec,
     hosted_shape,
     offloaded_gib,
     own_and_theirs,
@@ -73,13 +74,8 @@ class SglangOptions(HostedOptions):
     """``rollout.options.*``"""
 
 
-def ranks_per_engine(options: SglangOptions) -> int:
-    """See ``Configurable``."""
-    return options.gpus_per_engine
-
-
 def engine_shape(options: SglangOptions, engine: Mapping[str, Any]) -> EngineShape:
-    """See ``Configurable``.
+    """See ``RolloutSpec``.
 
     Raises:
         ConfigError: an option that rlbatch decides, or one that cannot be, e.g. a share of the memory that is none.
@@ -112,7 +108,7 @@ def engine_shape(options: SglangOptions, engine: Mapping[str, Any]) -> EngineSha
 
 
 def check_engine(options: SglangOptions, engine: Mapping[str, Any]) -> None:
-    """See ``Configurable``.
+    """See ``RolloutSpec``.
 
     Raises:
         ConfigError: the interpreter has no SGLang, another version, or one that lacks an option.
@@ -124,13 +120,11 @@ def check_engine(options: SglangOptions, engine: Mapping[str, Any]) -> None:
 
 
 @hookimpl
-def rlbatch_register_rollout_backends() -> Mapping[str, Configurable]:
+def rlbatch_register_rollout_backends() -> Mapping[str, RolloutSpec]:
     """Offers ``rollout=sglang``."""
-    sglang = Configurable(
+    sglang = HostedSpec(
         sglang_rollout,
         SglangOptions,
-        ranks_per_engine=ranks_per_engine,
-        has_engine=True,
         engine_shape=engine_shape,
         check_engine=check_engine,
     )

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from rlbatch.api import (
     Completion,
-    Configurable,
     Count,
     EngineShape,
     Prompt,
     RolloutContext,
     RolloutError,
+    RolloutSpec,
     SamplingParams,
     WeightBucket,
     hookimpl,
@@ -39,13 +39,13 @@ class TransformersOptions:
 
 
 @hookimpl
-def rlbatch_register_rollout_backends() -> Mapping[str, Configurable]:
+def rlbatch_register_rollout_backends() -> Mapping[str, RolloutSpec]:
     """Offers ``rollout=transformers``."""
-    return {"transformers": Configurable(TransformersRollout, TransformersOptions, engine_shape=engine_shape)}
+    return {"transformers": RolloutSpec(TransformersRollout, TransformersOptions, engine_shape=engine_shape)}
 
 
 def engine_shape(options: TransformersOptions, engine: Mapping[str, Any]) -> EngineShape:
-    """See ``Configurable``: the model stays on the rank's device."""
+    """See ``RolloutSpec``: the model stays on the rank's device."""
     return EngineShape(asleep="gpu")
 
 

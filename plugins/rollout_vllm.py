@@ -9,12 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlbatch.api import ConfigError, Configurable, EngineShape, RolloutContext, hookimpl
+from rlbatch.api import ConfigError, EngineShape, RolloutContext, RolloutSpec, hookimpl
 from rlbatch.engines.backend.checks import check_options
 from rlbatch.engines.backend.expert_parallel import ExpertParallelRollout
 from rlbatch.engines.backend.hosted import (
     EngineProgram,
     HostedOptions,
+    HostedSpec,
     hosted_shape,
     offloaded_gib,
     own_and_theirs,
@@ -55,13 +56,8 @@ class VllmOptions(HostedOptions):
     """``rollout.options.*``"""
 
 
-def ranks_per_engine(options: VllmOptions) -> int:
-    """See ``Configurable``."""
-    return options.gpus_per_engine
-
-
 def engine_shape(options: VllmOptions, engine: Mapping[str, Any]) -> EngineShape:
-    """See ``Configurable``.
+    """See ``RolloutSpec``.
 
     Raises:
         ConfigError: an option that rlbatch decides, or sizes that do not fit ``gpus_per_engine``.
@@ -88,13 +84,19 @@ def engine_shape(options: VllmOptions, engine: Mapping[str, Any]) -> EngineShape
         value_bytes=value_bytes(engine.get("dtype")),
         cached_bytes=value_bytes(engine.get("kv_cache_dtype")),
         memory_option=SHARE,
+        replicas_option="data_parallel_size",
         context_option=CONTEXT,
         cpu_head_sizes=CPU_HEAD_SIZES,
     )
 
 
+def over_nodes(nodes: int) -> Mapping[str, Any]:
+    """See ``RolloutSpec``."""
+    return {"data_parallel_size": nodes, "enable_expert_parallel": True}
+
+
 def check_engine(options: VllmOptions, engine: Mapping[str, Any]) -> None:
-    """See ``Configurable``.
+    """See ``RolloutSpec``.
 
     Raises:
         ConfigError: the interpreter has no vLLM, another version, or one that lacks an option.
@@ -110,7 +112,7 @@ def check_engine(options: VllmOptions, engine: Mapping[str, Any]) -> None:
 
 
 def draft(engine: Mapping[str, Any]) -> str | None:
-    """See ``Configurable``.
+    """See ``RolloutSpec``.
 
     Raises:
         ConfigError: ``speculative_config`` is no mapping, or names nobody whose weights they are.
@@ -132,14 +134,12 @@ def draft(engine: Mapping[str, Any]) -> str | None:
 
 
 @hookimpl
-def rlbatch_register_rollout_backends() -> Mapping[str, Configurable]:
+def rlbatch_register_rollout_backends() -> Mapping[str, RolloutSpec]:
     """Offers ``rollout=vllm``."""
-    vllm = Configurable(
+    vllm = HostedSpec(
         vllm_rollout,
         VllmOptions,
-        ranks_per_engine=ranks_per_engine,
-        has_engine=True,
-        spans_nodes=True,
+        over_nodes=over_nodes,
         engine_shape=engine_shape,
         check_engine=check_engine,
         has_fp8=True,

@@ -135,7 +135,7 @@ def _engine(config: Config, registry: Registry, name: str) -> Iterator[Line]:
     is_chosen = name == config.rollout.name
     if not is_chosen:
         config = replace(config, rollout=replace(config.rollout, name=name, options={}))
-    if not registry.has_engine(config):
+    if not registry.rollout(config).has_engine:
         return
     try:
         found = look(str(config.rollout.engine.get("python", "")), (name, f"{name}-cpu"), "", ())

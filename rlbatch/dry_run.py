@@ -15,6 +15,7 @@ from rlbatch.config.schema import Config
 from rlbatch.config.structured import key_docs, show_value
 from rlbatch.launch.shutdown.grace_period import checkpoint_bytes, notice_s
 from rlbatch.launch.starters.cluster_variables import cluster_variables
+from rlbatch.launch.starters.hostfile import Host
 from rlbatch.launch.starters.mpirun import Mpi, find_mpi, mpi_job, mpirun_variables
 from rlbatch.launch.starters.sbatch import NOTICE_SIGNAL, job_name
 from rlbatch.plan.engine_memory import Demand
@@ -25,6 +26,7 @@ from rlbatch.prepare import (
     engine_plan,
     find_problems,
     memory_demand,
+    mpi_hosts,
     names_engine_here,
     node_ranks,
     on_gpu,
@@ -46,10 +48,10 @@ def show(config: Config, registry: Registry) -> int:
     problems, run_dir, family = find_problems(config, registry)
     parameters = parameter_count(config, family)
     sections = (
-        _summary(config, run_dir, parameters),
-        _mesh(config, family),
+        _summary(config, registry, run_dir, parameters),
+        _mesh(config, registry, family),
         _engines(config, registry, family),
-        _launch(config, run_dir, parameters),
+        _launch(config, registry, run_dir, parameters),
         _keys(config),
     )
     print("Dry run: nothing is submitted, started or written.")
@@ -67,8 +69,8 @@ def show(config: Config, registry: Registry) -> int:
     return REFUSED if problems else DONE
 
 
-def _summary(config: Config, run_dir: Path, parameters: float) -> Iterator[str]:
-    cluster, where = config.cluster, placement(config)
+def _summary(config: Config, registry: Registry, run_dir: Path, parameters: float) -> Iterator[str]:
+    cluster, where = config.cluster, placement(config, registry)
     yield f"Job         {job_name(config)}, launcher={config.launcher}{f', cluster {cluster.name}' if cluster.name else ''}"
     size = f", {parameters / 1e9:.4g} billion parameters" if parameters else ""
     yield f"Model       {config.model.hf}{size}, {config.train.precision}"
@@ -99,9 +101,9 @@ def _hardware(config: Config) -> str:
     return f"{gpu} ({', '.join(each)})" if each else gpu
 
 
-def _mesh(config: Config, family: ModelFamily | None) -> Iterator[str]:
+def _mesh(config: Config, registry: Registry, family: ModelFamily | None) -> Iterator[str]:
     """How ranks divide the model, and which stage is on which nodes."""
-    layout, where = config.layout, placement(config)
+    layout, where = config.layout, placement(config, registry)
     dense, experts = layout.tp_size * layout.pp_size * layout.cp_size, layout.etp_size * layout.ep_size * layout.pp_size
     yield (
         f"Layout      attention and dense layers: tp {layout.tp_size} x cp {layout.cp_size} x dp {layout.world_size / dense:g} "
@@ -133,14 +135,14 @@ def _engines(config: Config, registry: Registry, family: ModelFamily | None) -> 
     if job := memory_demand(config, registry, family):
         if config.cluster.gpu_memory_gib:
             yield f"Memory      {engine_plan(config, registry).told_memory(job)}"
-        yield from _floor(job)
-    if registry.has_engine(config):
+        yield from _floor(job, registry)
+    if registry.rollout(config).has_engine:
         yield f"Interpreter {_interpreter(config, registry)}"
 
 
-def _floor(job: Demand) -> Iterator[str]:
+def _floor(job: Demand, registry: Registry) -> Iterator[str]:
     """The least memory of each phase, where it is said how much there is."""
-    floor, nodes, cluster = memory_floor(job), node_ranks(job.config), job.config.cluster
+    floor, nodes, cluster = memory_floor(job), node_ranks(registry, job.config), job.config.cluster
     title = "At least"
     if cluster.gpu_memory_gib and job.on_gpu:
         yield f"{title:<12}of {cluster.gpu_memory_gib:g} GiB a GPU: {_phases([floor.gpu(phases=[phase]) for phase in PHASES])}"
@@ -175,16 +177,16 @@ def _span(word: str, numbers: range) -> str:
     return f"{word} {numbers[0]}" if len(numbers) == 1 else f"{word}s {numbers[0]}-{numbers[-1]}"
 
 
-def _launch(config: Config, run_dir: Path, parameters: float) -> Iterator[str]:
+def _launch(config: Config, registry: Registry, run_dir: Path, parameters: float) -> Iterator[str]:
     if config.launcher == "slurm":
-        yield f"Hosts       {_nodes(place(config).nodes)}, chosen by Slurm"
+        yield f"Hosts       {_nodes(place(config, registry).nodes)}, chosen by Slurm"
         yield f"Slurm       {_slurm_settings(config)}"
         yield "Command     sbatch <the script below>, submitted by submitit; its task is rlbatch.run of the run folder"
         yield "Environment that of the shell which submits, and the script's exports"
         yield ""
-        yield from slurm_script(config, run_dir, parameters).rstrip().splitlines()
+        yield from slurm_script(config, registry, run_dir, parameters).rstrip().splitlines()
     elif config.launcher == "mpi":
-        yield from _mpi(config, run_dir)
+        yield from _mpi(config, mpi_hosts(config, registry), run_dir)
     else:
         words = "srun or mpirun, by your own script" if config.launcher == "none" else "this machine"
         yield f"Hosts       {words}"
@@ -199,12 +201,12 @@ def _slurm_settings(config: Config) -> str:
     return ", ".join(given + ([f"the site's defaults for {', '.join(left)}"] if left else []))
 
 
-def _mpi(config: Config, run_dir: Path) -> Iterator[str]:
+def _mpi(config: Config, hosts: tuple[Host, ...], run_dir: Path) -> Iterator[str]:
     try:
         mpi, problem = find_mpi(), None
     except RlbatchError as error:
         mpi, problem = Mpi.OPEN_MPI_5, error
-    job = mpi_job(config, run_dir, mpi, rank_command(config, run_dir))
+    job = mpi_job(config, hosts, run_dir, mpi, rank_command(config, run_dir))
     yield f"Launcher    {mpi.value}{', assumed because there is no mpirun here' if problem else ''}"
     first = 0
     for slots, group in groupby(job.hosts, key=lambda host: host.slots or 0):

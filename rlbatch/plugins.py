@@ -56,7 +56,7 @@ def _supplied(supplier: Supplier) -> str:
 
 
 def _options(key: str, entry: Entry, width: int) -> Iterator[str]:
-    for doc in key_docs(entry.options, f"{key}.options.") if entry.options is not None else ():
+    for doc in key_docs(entry.options, f"{key}.options."):
         first, *rest = wrap(doc.doc, max(width - OPTION_COLUMNS - 1, 20)) or [""]
         yield f"{f'    {doc.name}={show_value(doc.default)}':<{OPTION_COLUMNS}} {first}".rstrip()
         yield from (" " * (OPTION_COLUMNS + 1) + line for line in rest)

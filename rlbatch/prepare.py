@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from rlbatch.api import ConfigError, DataError, ModelFamily, RlbatchError
@@ -23,6 +24,7 @@ from rlbatch.launch.ranks.interfaces import addresses_of
 from rlbatch.launch.ranks.rank_info import check_trainer, visible_gpus
 from rlbatch.launch.records.run_id import read_mark
 from rlbatch.launch.starters.container import RUN_FOLDER, check_container
+from rlbatch.launch.starters.hostfile import Host
 from rlbatch.launch.starters.mpirun import read_hosts
 from rlbatch.pipeline.model_folder import check_model_folder
 from rlbatch.pipeline.weights_check import check_first_weights, check_resumed
@@ -155,7 +157,16 @@ def _check_precision(config: Config, registry: Registry, family: ModelFamily, fo
     check_device(config, engine_quantization(config, registry, family, read_config(folder)), on_gpu=on_gpu(config))
 
 
-def node_ranks(config: Config) -> tuple[int, ...] | None:
+def mpi_hosts(config: Config, registry: Registry) -> tuple[Host, ...]:
+    """The hosts that mpirun starts ranks on.
+
+    Raises:
+        ConfigError: see ``read_hosts``.
+    """
+    return read_hosts(config, registry.separate_gpus(config) or config.cluster.gpus_per_node)
+
+
+def node_ranks(registry: Registry, config: Config) -> tuple[int, ...] | None:
     """How many ranks each node will have; None: the hostfile cannot be read.
 
     Raises:
@@ -164,20 +175,20 @@ def node_ranks(config: Config) -> tuple[int, ...] | None:
     if config.launcher == "local":
         return (config.layout.world_size,)
     if config.launcher != "mpi":
-        where = place(config)
+        where = place(config, registry)
         return (where.ranks_per_node,) * where.nodes
     with suppress(RlbatchError):  # told where the hosts are shown
-        return tuple(host.slots or 1 for host in read_hosts(config))
+        return tuple(host.slots or 1 for host in mpi_hosts(config, registry))
     return None
 
 
-def placement(config: Config) -> Placement | None:
+def placement(config: Config, registry: Registry) -> Placement | None:
     """Where ranks will be; None: the hostfile's hosts take differently many, or there is no such file.
 
     Raises:
         ConfigError: nodes that would not all be full.
     """
-    ranks = node_ranks(config)
+    ranks = node_ranks(registry, config)
     return Placement(len(ranks), ranks[0]) if ranks and len(set(ranks)) == 1 else None
 
 
@@ -187,7 +198,7 @@ def engine_plan(config: Config, registry: Registry) -> EnginePlan:
     Raises:
         ConfigError: nodes or engines that would not be full, options of the engine that contradict each other.
     """
-    return EnginePlan(config, registry.ranks_per_engine(config), registry.engine_shape(config), placement(config))
+    return EnginePlan(config, registry, registry.ranks_per_engine(config), registry.engine_shape(config), placement(config, registry))
 
 
 def memory_demand(config: Config, registry: Registry, family: ModelFamily | None) -> Demand | None:
@@ -217,7 +228,7 @@ def _check_rollout(config: Config, registry: Registry, run_dir: Path) -> None:
     plan = engine_plan(config, registry)
     plan.check_context()
     plan.check_shortest()
-    plan.check_nodes(spans_nodes=registry.spans_nodes(config))
+    plan.check_nodes()
     plan.check_separate_gpus()
     family = known_family(config, registry, run_dir)
     if family is not None:
@@ -229,7 +240,7 @@ def _check_memory(config: Config, registry: Registry, run_dir: Path) -> None:
     """Of GPUs and nodes, in every phase."""
     job = memory_demand(config, registry, known_family(config, registry, run_dir))
     if job is not None:
-        check_fit(job, registry, node_ranks)
+        check_fit(job, registry, partial(node_ranks, registry))
 
 
 def _needs_reference(config: Config) -> bool:

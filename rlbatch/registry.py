@@ -13,7 +13,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from importlib import metadata
 from itertools import chain
 from pathlib import Path
@@ -26,14 +25,13 @@ from rlbatch.api import (
     API_VERSION,
     AdvantageEstimator,
     ConfigError,
-    Configurable,
     DataError,
     EngineShape,
-    LabelChecker,
     ModelError,
     ModelFamily,
     NoOptions,
     OffloadMemory,
+    OffloadSpec,
     OffloadStrategy,
     PluginError,
     PolicyLoss,
@@ -41,15 +39,16 @@ from rlbatch.api import (
     RlbatchError,
     RolloutBackend,
     RolloutContext,
+    RolloutSpec,
     hookspecs,
 )
 from rlbatch.config.check import check_engines
 from rlbatch.config.compose import compose
 from rlbatch.config.paths import absolute, files_there, here, paths_of, with_absolute_paths, with_paths_there
-from rlbatch.config.schema import Config
+from rlbatch.config.schema import AlgorithmConfig, Config
 from rlbatch.config.structured import key_docs, to_plain
 from rlbatch.plugin_files import load_plugin_file
-from rlbatch.tables import Entry, Supplier, Table, check_callable
+from rlbatch.tables import KINDS, Entry, Kind, Supplier, Table, check_callable, spec_of
 
 ENTRY_POINT_GROUP = "rlbatch"
 DISTRIBUTION = "rlbatch"
@@ -57,29 +56,12 @@ PYTHON = "python"
 """Of ``rollout.engine``: its interpreter, in a container one of the image."""
 
 
-KINDS: Mapping[str, tuple[str, bool]] = {
-    "rlbatch_register_rollout_backends": ("rollout", True),
-    "rlbatch_register_advantage_estimators": ("algorithm.advantage", False),
-    "rlbatch_register_policy_losses": ("algorithm.loss", False),
-    "rlbatch_register_offload_strategies": ("offload", True),
-    "rlbatch_register_rewards": ("reward", True),
-}
-"""Hook -> (config key that chooses among its names, whether a name may have options)."""
-_CALLED: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "rlbatch_register_rollout_backends": (("context",), ("context", "options")),
-    "rlbatch_register_advantage_estimators": (("inputs",), ()),
-    "rlbatch_register_policy_losses": (("inputs",), ()),
-    "rlbatch_register_offload_strategies": ((), ("options",)),
-    "rlbatch_register_rewards": (("samples",), ("options",)),
-}
-"""Hook -> what a registered function is called with, and the ``build`` of a ``Configurable``."""
-
-
 class Registry:
     """What the plugins offer.
 
     Attributes:
-        rollouts, advantages, losses, offloads, rewards: Tables, name -> entry.
+        tables: All tables, name -> entry.
+        rollouts, rewards, advantages, losses, offloads: Each of them.
         suppliers: Everything that was loaded, in order.
     """
 
@@ -87,17 +69,8 @@ class Registry:
         """Asks every plugin for its names."""
         self._manager = manager
         self._suppliers = suppliers
-        tables = {key: Table(key, self._entries(hook, has_options)) for hook, (key, has_options) in KINDS.items()}
-        self.rollouts = tables["rollout"]
-        self.advantages = tables["algorithm.advantage"]
-        self.losses = tables["algorithm.loss"]
-        self.offloads = tables["offload"]
-        self.rewards = tables["reward"]
-
-    @property
-    def tables(self) -> tuple[Table, ...]:
-        """All tables."""
-        return (self.rollouts, self.rewards, self.advantages, self.losses, self.offloads)
+        self.tables = tuple(Table(kind.key, self._entries(hook, kind)) for hook, kind in KINDS.items())
+        self.rollouts, self.rewards, self.advantages, self.losses, self.offloads = self.tables
 
     @property
     def model_families(self) -> tuple[Supplier, ...]:
@@ -130,9 +103,10 @@ class Registry:
 
         Raises:
             PluginError: an unknown name.
-            ConfigError: an unknown option or a value of the wrong type.
+            ConfigError: an unknown option or a value of the wrong type, or samples that an estimator cannot compare.
         """
-        _ = self.advantages[config.algorithm.advantage], self.losses[config.algorithm.loss], self.ranks_per_engine(config)
+        _ = self.losses[config.algorithm.loss], self.ranks_per_engine(config)
+        self._check_group_size(config.algorithm)
         rollout = config.rollout
         return dataclasses.replace(
             config,
@@ -143,27 +117,40 @@ class Registry:
             offload=dataclasses.replace(config.offload, options=_completed(self.offloads, config.offload.name, config.offload.options)),
         )
 
+    def _check_group_size(self, algorithm: AlgorithmConfig) -> None:
+        least, size = self.advantages[algorithm.advantage].value.min_group_size, algorithm.group_size
+        if size < least:
+            others = "".join(
+                f", or algorithm.advantage={other.name}" for other in self.advantages.values() if other.value.min_group_size <= size
+            )
+            raise ConfigError(
+                f"algorithm.group_size={size}: algorithm.advantage={algorithm.advantage} compares the samples of a prompt, "
+                f"so it needs at least {least}. Use e.g. {max(8, least)}{others}."
+            )
+
     def text_options(self, config: Config) -> frozenset[str]:
         """Keys of the chosen plugins' options that are text."""
-        chosen = ((table, getattr(config, table.key)) for table in (self.rollouts, self.rewards, self.offloads))
-        types = {table.key: table[choice.name].options for table, choice in chosen if choice.name in table}
-        docs = chain.from_iterable(key_docs(options, f"{key}.options.") for key, options in types.items() if options)
+        types = {table.key: table[choice.name].options for table, choice in self._chosen(config) if choice.name in table}
+        docs = chain.from_iterable(key_docs(options, f"{key}.options.") for key, options in types.items())
         return frozenset(doc.name for doc in docs if doc.is_text)
 
     def paths_for_ranks(self, config: Config) -> Iterator[tuple[str, str]]:
         """Key and path of all files and folders that ranks read or write, beside the run folder."""
-        groups = {"rollout": self.rollouts, "reward": self.rewards, "offload": self.offloads}
-        chosen = {group: getattr(config, group) for group in groups if getattr(config, group).name}
-        parsed = {group: groups[group][choice.name].parse(choice.options, group) for group, choice in chosen.items()}
-        typed = (paths_of(options, f"{group}.options.") for group, options in parsed.items() if options)
+        chosen = [(table, choice) for table, choice in self._chosen(config) if choice.name]
+        parsed = [(table.key, table[choice.name].parse(choice.options, table.key)) for table, choice in chosen]
+        typed = (paths_of(options, f"{key}.options.") for key, options in parsed)
         yield from ((key, path) for key, path, rule in chain(paths_of(config), *typed) if rule.is_for_ranks)
-        for group, choice in chosen.items():
-            yield from files_there(choice.options, f"{group}.options")
+        for table, choice in chosen:
+            yield from files_there(choice.options, f"{table.key}.options")
         yield from files_there({**config.rollout.engine, PYTHON: ""}, "rollout.engine")
         if draft := self.draft(config):
             yield "rollout.engine", draft
         if folder := module_folder(config.plugins):
             yield "plugins", folder
+
+    def _chosen(self, config: Config) -> Iterator[tuple[Table, Any]]:
+        """What has options: its table, and its name and options in the config."""
+        return ((table, getattr(config, table.key)) for table in (self.rollouts, self.rewards, self.offloads))
 
     def _engine_with_paths(self, config: Config) -> Mapping[str, Any]:
         """The engine's options. Its interpreter is a path if it looks like one: others are found by ``PATH``."""
@@ -176,7 +163,7 @@ class Registry:
 
     def advantage(self, name: str) -> AdvantageEstimator:
         """An advantage estimator."""
-        return cast(AdvantageEstimator, self.advantages[name].value)
+        return cast(AdvantageEstimator, self.advantages[name].value.estimate)
 
     def loss(self, name: str) -> PolicyLoss:
         """A policy loss."""
@@ -190,8 +177,6 @@ class Registry:
         """
         entry = self.rewards[name]
         parsed = entry.parse(options, "reward")
-        if entry.options is None:
-            return cast(Reward, entry.value)
         try:
             reward = entry.value.build(parsed)
         except RlbatchError:
@@ -225,16 +210,11 @@ class Registry:
     def label_check(self, name: str, options: Mapping[str, Any]) -> Callable[[Any], None]:
         """What refuses labels that a reward does not take: raises ``DataError``, which names the reward."""
         entry = self.rewards[name]
-        check: Callable[[Any], None] | None = None
-        if isinstance(entry.value, Configurable):
-            check = partial(entry.value.check_label, entry.parse(options, "reward"))
-        elif isinstance(entry.value, LabelChecker):
-            check = entry.value.check_label
+        parsed = entry.parse(options, "reward")
 
         def checked(label: Any) -> None:
             try:
-                if check is not None:
-                    check(label)
+                entry.value.check_label(parsed, label)
             except RlbatchError as error:
                 raise DataError(f"reward={name}: {error}") from error
             except Exception as error:  # foreign code: whatever it raises must name the reward
@@ -247,33 +227,34 @@ class Registry:
     def build_rollout(self, name: str, options: Mapping[str, Any], context: RolloutContext) -> RolloutBackend:
         """An engine on this rank."""
         entry = self.rollouts[name]
-        parsed = entry.parse(options, "rollout")
-        return cast(RolloutBackend, entry.value(context) if entry.options is None else entry.value.build(context, parsed))
+        return cast(RolloutBackend, entry.value.build(context, entry.parse(options, "rollout")))
+
+    def rollout(self, config: Config) -> RolloutSpec:
+        """What the chosen rollout backend says of itself."""
+        return cast(RolloutSpec, self.rollouts[config.rollout.name].value)
+
+    def rollout_number(self, config: Config, option: str) -> int:
+        """The value of an option of the chosen rollout backend; 0 of one that it has not, which has no name."""
+        return int(getattr(self._rollout_options(config), option)) if option else 0
 
     def ranks_per_engine(self, config: Config) -> int:
         """How many ranks share an engine, as the rollout's options say; see ``check_engines``."""
-        backend, options = self._rollout(config)
-        return check_engines(config, backend.ranks_per_engine(options), takes_options=backend.has_engine)
+        spec = self.rollout(config)
+        options = self._rollout_options(config)
+        ranks = getattr(options, spec.ranks_option) if spec.ranks_option else 1
+        return check_engines(config, ranks, spec)
 
-    def spans_nodes(self, config: Config) -> bool:
-        """Whether the ranks of an engine may be on several nodes."""
-        return self._rollout(config)[0].spans_nodes
-
-    def has_engine(self, config: Config) -> bool:
-        """Whether an engine in an interpreter of its own generates."""
-        return self._rollout(config)[0].has_engine
-
-    def has_fp8(self, config: Config) -> bool:
-        """Whether an engine takes block-quantised weights."""
-        return self._rollout(config)[0].has_fp8
+    def separate_gpus(self, config: Config) -> int:
+        """GPUs of each node that have no rank, but only engines."""
+        return self.rollout_number(config, self.rollout(config).separate_option)
 
     def draft(self, config: Config) -> str | None:
-        """Whose weights an engine speculates with; see ``Configurable``.
+        """Whose weights an engine speculates with; see ``RolloutSpec``.
 
         Raises:
             ConfigError: options of the engine that do not say it.
         """
-        return self._rollout(config)[0].draft(config.rollout.engine)
+        return self.rollout(config).draft(config.rollout.engine)
 
     def engine_shape(self, config: Config) -> EngineShape:
         """How an engine divides the model over its GPUs.
@@ -281,10 +262,10 @@ class Registry:
         Raises:
             ConfigError: options of the engine that contradict each other.
         """
-        backend, options = self._rollout(config)
-        if backend.engine_shape is None:
-            return EngineShape(backend.ranks_per_engine(options))
-        return backend.engine_shape(options, config.rollout.engine)
+        shape = self.rollout(config).engine_shape
+        if shape is None:
+            return EngineShape(self.ranks_per_engine(config))
+        return shape(self._rollout_options(config), config.rollout.engine)
 
     def check_engine(self, config: Config) -> None:
         """Refuses engines that this machine does not have.
@@ -292,20 +273,15 @@ class Registry:
         Raises:
             ConfigError: what is missing.
         """
-        backend, options = self._rollout(config)
-        backend.check_engine(options, config.rollout.engine)
+        self.rollout(config).check_engine(self._rollout_options(config), config.rollout.engine)
 
-    def _rollout(self, config: Config) -> tuple[Configurable, Any]:
-        """The rollout backend and its options."""
-        entry = self.rollouts[config.rollout.name]
-        backend = entry.value if isinstance(entry.value, Configurable) else Configurable(entry.value, NoOptions)
-        return backend, entry.parse(config.rollout.options, "rollout")
+    def _rollout_options(self, config: Config) -> Any:
+        return self.rollouts[config.rollout.name].parse(config.rollout.options, "rollout")
 
     def build_offload(self, name: str, options: Mapping[str, Any]) -> OffloadStrategy:
         """This rank's offload strategy."""
         entry = self.offloads[name]
-        parsed = entry.parse(options, "offload")
-        return cast(OffloadStrategy, entry.value() if entry.options is None else entry.value.build(parsed))
+        return cast(OffloadStrategy, entry.value.build(entry.parse(options, "offload")))
 
     def offload_memory(self, config: Config) -> OffloadMemory | None:
         """What the offload strategy does with memory; None: it does not say.
@@ -314,9 +290,8 @@ class Registry:
             ConfigError: options that cannot be, or not with this precision.
         """
         entry = self.offloads[config.offload.name]
-        if not isinstance(entry.value, Configurable) or entry.value.offload_memory is None:
-            return None
-        return entry.value.offload_memory(entry.parse(config.offload.options, "offload"), config.train.precision)
+        spec = cast(OffloadSpec, entry.value)
+        return spec.memory and spec.memory(entry.parse(config.offload.options, "offload"), config.train.precision)
 
     def check_hardware(self, config: Config, *, on_gpu: bool) -> None:
         """Refuses plugins that cannot run on this hardware.
@@ -324,22 +299,22 @@ class Registry:
         Raises:
             ConfigError: the plugin and what it needs.
         """
-        chosen = {"offload": self.offloads[config.offload.name], "rollout": self.rollouts[config.rollout.name]}
-        for key, entry in chosen.items():
-            if not on_gpu and isinstance(entry.value, Configurable) and entry.value.needs_gpu:
+        for key, entry in (("offload", self.offloads[config.offload.name]), ("rollout", self.rollouts[config.rollout.name])):
+            if not on_gpu and entry.value.needs_gpu:
                 raise ConfigError(
                     f"{key}={entry.name}: needs GPUs, the ranks would run on CPUs here. Choose another {key}, or a GPU machine."
                 )
 
-    def _entries(self, hook: str, has_options: bool) -> dict[str, Entry]:
+    def _entries(self, hook: str, kind: Kind) -> dict[str, Entry]:
         entries: dict[str, Entry] = {}
         for impl in getattr(self._manager.hook, hook).get_hookimpls():
             supplier = self._suppliers[impl.plugin_name]
             for name, value in _registered(impl.function, hook, supplier).items():
-                entry = Entry(name, value, _options_type(name, value, has_options, hook, supplier), supplier)
+                spec = spec_of(f"plugin {supplier.module}: `{name}` of {hook}", value, kind)
+                entry = Entry(name, spec, getattr(spec, "options", NoOptions), supplier)
                 if name in entries:
                     raise PluginError(
-                        f"{KINDS[hook][0]}={name}: registered twice, by {entries[name].supplier.module} and {supplier.module}. "
+                        f"{kind.key}={name}: registered twice, by {entries[name].supplier.module} and {supplier.module}. "
                         "Rename one, or uninstall one of the two."
                     )
                 entries[name] = entry
@@ -468,28 +443,8 @@ def _registered(function: Any, hook: str, supplier: Supplier) -> Mapping[str, An
     return names
 
 
-def _options_type(name: str, value: Any, has_options: bool, hook: str, supplier: Supplier) -> type | None:
-    what = f"plugin {supplier.module}: `{name}` of {hook}"
-    if not isinstance(value, Configurable):
-        check_callable(what, value, _CALLED[hook][0])
-        return None
-    if not has_options:
-        raise PluginError(f"{what} cannot have options. Register the function itself.")
-    if not dataclasses.is_dataclass(value.options):
-        raise PluginError(f"{what}: options must be a dataclass. Decorate it with @dataclass(frozen=True).")
-    try:
-        list(key_docs(value.options))
-    except Exception as error:  # foreign code: its annotations may name anything
-        raise PluginError(f"{what}: the types of its options cannot be read ({type(error).__name__}: {error}). Correct them.") from error
-    required = [field.name for field in dataclasses.fields(value.options) if field.default is field.default_factory is dataclasses.MISSING]
-    if required:
-        raise PluginError(f"{what}: the option `{required[0]}` has no default. Give it one.")
-    check_callable(f"{what}: its build", value.build, _CALLED[hook][1])
-    return value.options
-
-
 def _completed(table: Table, name: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
     if not name:  # a reward that is still to be named
         return options
     parsed = table[name].parse(options, table.key)
-    return {} if parsed is None else cast(Mapping[str, Any], with_paths_there(to_plain(with_absolute_paths(parsed))))
+    return cast(Mapping[str, Any], with_paths_there(to_plain(with_absolute_paths(parsed))))

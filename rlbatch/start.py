@@ -25,11 +25,11 @@ from rlbatch.launch.slurm.queue import job_state, queued_state
 from rlbatch.launch.starters.cluster_variables import cluster_variables
 from rlbatch.launch.starters.container import in_container, python, srun_options
 from rlbatch.launch.starters.local import run_local
-from rlbatch.launch.starters.mpirun import DRY_RUN, find_mpi, mpi_job, read_hosts, run_mpi
+from rlbatch.launch.starters.mpirun import DRY_RUN, find_mpi, mpi_job, run_mpi
 from rlbatch.launch.starters.sbatch import SRUN, batch_script, job_name
 from rlbatch.metrics.report import record_end
 from rlbatch.plan.nodes import place
-from rlbatch.prepare import model_family, parameter_count, prepared_run
+from rlbatch.prepare import model_family, mpi_hosts, parameter_count, prepared_run
 from rlbatch.registry import Registry
 
 TASK_VARIABLES: Mapping[str, str] = {"SUBMITIT_EXECUTOR": "slurm", "SUBMITIT_LOG_LEVEL": "CRITICAL"}
@@ -54,7 +54,7 @@ def rank_command(config: Config, run_dir: Path) -> list[str]:
     return in_container(config.cluster, [python(config.cluster), "-m", "rlbatch.run", "--run-dir", str(run_dir)])
 
 
-def slurm_script(config: Config, run_dir: Path, parameters: float) -> str:
+def slurm_script(config: Config, registry: Registry, run_dir: Path, parameters: float) -> str:
     """The batch script that is given to sbatch.
 
     Raises:
@@ -64,7 +64,7 @@ def slurm_script(config: Config, run_dir: Path, parameters: float) -> str:
 
     notice = notice_s(config, parameters, run_dir)
     command = in_container(config.cluster, task_command(python(config.cluster), run_dir))
-    return batch_script(config, run_dir, notice, TASK_VARIABLES, command)
+    return batch_script(config, place(config, registry), run_dir, notice, TASK_VARIABLES, command)
 
 
 def _start_local(config: Config, registry: Registry) -> int:
@@ -80,13 +80,13 @@ def _start_local(config: Config, registry: Registry) -> int:
 def _start_slurm(config: Config, registry: Registry) -> int:
     if shutil.which("sbatch") is None:
         raise ConfigError(f"launcher=slurm: there is no sbatch on this machine. Submit from a login node of the cluster. {DRY_RUN}")
-    place(config)
+    place(config, registry)
     with prepared_run(config, registry) as (config, run_dir):
         from rlbatch.launch.starters.submitit_executor import submit_batch
 
         (run_dir / LOGS).mkdir(exist_ok=True)
         size = parameter_count(config, model_family(config, registry, run_dir))
-        job_id = submit_batch(slurm_script(config, run_dir, size), run_dir, config)
+        job_id = submit_batch(slurm_script(config, registry, run_dir, size), run_dir, config)
         record = new_record(job_id, "slurm", job_name(config), run_dir, str(run_dir / MERGED_LOG))
     _tell(record)
     return follow(record) if config.follow else 0
@@ -108,9 +108,9 @@ def _tell(record: JobRecord) -> None:
 
 def _start_mpi(config: Config, registry: Registry) -> int:
     mpi = find_mpi()
-    read_hosts(config)  # refused before there is a run folder
+    hosts = mpi_hosts(config, registry)  # refused before there is a run folder
     with prepared_run(config, registry) as (config, run_dir):
-        job = mpi_job(config, run_dir, mpi, rank_command(config, run_dir))
+        job = mpi_job(config, hosts, run_dir, mpi, rank_command(config, run_dir))
     with run_folder_lock(run_dir), telling_trouble(run_dir):
         fall_back_to(rank_log(run_dir, 0))
         new_record(process_id(), "mpi", job_name(config), run_dir, "")
@@ -127,7 +127,7 @@ def _settled(run_dir: Path, code: int) -> int:
 
 
 def _start_nothing(config: Config, registry: Registry) -> int:
-    _check_allocation(config)
+    _check_allocation(config, registry)
     with prepared_run(config, registry) as (config, run_dir):
         (run_dir / LOGS).mkdir(exist_ok=True)
     job_id = current_job_name()
@@ -138,9 +138,9 @@ def _start_nothing(config: Config, registry: Registry) -> int:
     return 0
 
 
-def _check_allocation(config: Config) -> None:
+def _check_allocation(config: Config, registry: Registry) -> None:
     """In a batch script: as many tasks as ranks, on as many nodes as they fill."""
-    where, ranks = place(config), config.layout.world_size
+    where, ranks = place(config, registry), config.layout.world_size
     for name, wanted in (("SLURM_NTASKS", ranks), ("SLURM_JOB_NUM_NODES", where.nodes)):
         found = os.environ.get(name, "")
         if found.isdecimal() and int(found) != wanted:

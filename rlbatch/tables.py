@@ -1,14 +1,29 @@
-"""Names that plugins registered: what each stands for, and who supplied it."""
+"""What hooks register: kinds of names, what each name stands for, and who supplied it."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
-from rlbatch.api import ConfigError, NoOptions, PluginError
-from rlbatch.config.structured import closest, from_mapping
+from rlbatch.api import (
+    AdvantageSpec,
+    ConfigError,
+    Configurable,
+    LabelChecker,
+    NoOptions,
+    OffloadSpec,
+    OffloadStrategyFactory,
+    PluginError,
+    Reward,
+    RewardSpec,
+    RolloutBackendFactory,
+    RolloutSpec,
+)
+from rlbatch.config.structured import closest, from_mapping, key_docs
 
 
 @dataclass(frozen=True)
@@ -32,25 +47,22 @@ class Entry:
 
     Attributes:
         name: What the config says.
-        value: What the plugin returned for it.
-        options: The options dataclass, or None.
+        value: What the plugin returned for it, as the ``Spec`` of its kind; a policy loss itself.
+        options: The options dataclass.
         supplier: Who registered it.
     """
 
     name: str
     value: Any
-    options: type | None
+    options: type
     supplier: Supplier
 
     def parse(self, options: Mapping[str, Any], key: str) -> Any:
-        """The options as an instance of the options dataclass; None if the plugin has none.
+        """The options as an instance of the options dataclass.
 
         Raises:
             ConfigError: an unknown option or a value of the wrong type.
         """
-        if self.options is None:
-            from_mapping(NoOptions, options, f"{key}.options.")
-            return None
         try:
             return from_mapping(self.options, options, f"{key}.options.")
         except (ValueError, TypeError) as error:  # of its __post_init__
@@ -94,6 +106,97 @@ class Table(Mapping[str, Entry]):
 
     def _described(self, name: str) -> str:
         return f"`{name}` ({self._entries[name].supplier.module})"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a hook registers.
+
+    Attributes:
+        key: The config key that chooses among its names.
+        called: What a registered function is called with.
+        built: What the ``build`` of a ``Configurable`` is called with; empty: there are no options.
+        spec: What each name stands for in its table, made of whatever was registered.
+        wrapped: Makes that of a function.
+    """
+
+    key: str
+    called: tuple[str, ...]
+    built: tuple[str, ...]
+    spec: type
+    wrapped: Callable[[Any], Any]
+
+
+def _reward(reward: Reward) -> RewardSpec:
+    if isinstance(reward, LabelChecker):
+        check = reward.check_label
+        return RewardSpec(lambda options: reward, NoOptions, lambda options, label: check(label))
+    return RewardSpec(lambda options: reward, NoOptions)
+
+
+def _rollout(factory: RolloutBackendFactory) -> RolloutSpec:
+    return RolloutSpec(lambda context, options: factory(context), NoOptions)
+
+
+def _offload(factory: OffloadStrategyFactory) -> OffloadSpec:
+    return OffloadSpec(lambda options: factory(), NoOptions)
+
+
+KINDS: Mapping[str, Kind] = {
+    "rlbatch_register_rollout_backends": Kind("rollout", ("context",), ("context", "options"), RolloutSpec, _rollout),
+    "rlbatch_register_rewards": Kind("reward", ("samples",), ("options",), RewardSpec, _reward),
+    "rlbatch_register_advantage_estimators": Kind("algorithm.advantage", ("inputs",), (), AdvantageSpec, AdvantageSpec),
+    "rlbatch_register_policy_losses": Kind("algorithm.loss", ("inputs",), (), FunctionType, lambda loss: loss),
+    "rlbatch_register_offload_strategies": Kind("offload", (), ("options",), OffloadSpec, _offload),
+}
+"""By hook."""
+
+
+def spec_of(what: str, value: Any, kind: Kind) -> Any:
+    """What a name stands for in its table.
+
+    Args:
+        what: The plugin and the name.
+        value: What was registered.
+        kind: Of its hook.
+
+    Raises:
+        PluginError: it cannot be used as what it was registered for.
+    """
+    if not isinstance(value, (Configurable, AdvantageSpec)):
+        check_callable(what, value, kind.called)
+        return kind.wrapped(value)
+    if isinstance(value, Configurable) and not kind.built:
+        raise PluginError(f"{what} cannot have options. Register the function itself.")
+    if type(value) is Configurable:
+        value = kind.spec(value.build, value.options)
+    if not isinstance(value, kind.spec):
+        known = f" or {_article(kind.spec)}" if kind.spec is not FunctionType else ""
+        raise PluginError(f"{what} is {_article(type(value))}. Register a function{known}.")
+    if isinstance(value, AdvantageSpec):
+        check_callable(f"{what}: its estimate", value.estimate, kind.called)
+        return value
+    assert isinstance(value, Configurable)
+    if not dataclasses.is_dataclass(value.options):
+        raise PluginError(f"{what}: options must be a dataclass. Decorate it with @dataclass(frozen=True).")
+    try:
+        list(key_docs(value.options))
+    except Exception as error:  # foreign code: its annotations may name anything
+        raise PluginError(f"{what}: the types of its options cannot be read ({type(error).__name__}: {error}). Correct them.") from error
+    fields = {field.name: field for field in dataclasses.fields(value.options)}
+    required = [name for name, field in fields.items() if field.default is field.default_factory is dataclasses.MISSING]
+    if required:
+        raise PluginError(f"{what}: the option `{required[0]}` has no default. Give it one.")
+    if isinstance(value, RolloutSpec):
+        for said in ("ranks_option", "separate_option", "shortest_option"):
+            if (name := getattr(value, said)) and name not in fields:
+                raise PluginError(f"{what}: {said}={name} is none of its options. Correct it.")
+    check_callable(f"{what}: its build", value.build, kind.built)
+    return value
+
+
+def _article(kind: type) -> str:
+    return f"{'an' if kind.__name__[0] in 'AO' else 'a'} {kind.__name__}"
 
 
 def check_callable(what: str, value: Any, arguments: Sequence[str]) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rlbatch.api import Configurable, RolloutContext, hookimpl
-from rlbatch.engines.backend.hosted import EngineProgram, HostedOptions, HostedRollout
+from rlbatch.api import RolloutContext, hookimpl
+from rlbatch.engines.backend.hosted import EngineProgram, HostedOptions, HostedRollout, HostedSpec
 
 
 def hosted(context: RolloutContext, options: HostedOptions) -> HostedRollout:
@@ -14,5 +14,5 @@ def hosted(context: RolloutContext, options: HostedOptions) -> HostedRollout:
 
 
 @hookimpl
-def rlbatch_register_rollout_backends() -> Mapping[str, Configurable]:
-    return {"hosted": Configurable(hosted, HostedOptions, ranks_per_engine=lambda options: options.gpus_per_engine)}
+def rlbatch_register_rollout_backends() -> Mapping[str, HostedSpec]:
+    return {"hosted": HostedSpec(hosted, HostedOptions)}

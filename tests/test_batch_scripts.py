@@ -72,7 +72,7 @@ def submitted(name: str) -> tuple[Config, str]:
     words = [word for word in overrides(text(name)) if word.partition("=")[0] not in ("launcher", "run_dir", "resume")]
     config = compose([*words, "launcher=slurm"])
     family = REGISTRY.resolve_model_family(CONFIGS[config.model.name]) if config.model.name else None
-    return config, slurm_script(config, Path("/runs/mine"), parameter_count(config, family) or EMBEDDED_PARAMETERS)
+    return config, slurm_script(config, REGISTRY, Path("/runs/mine"), parameter_count(config, family) or EMBEDDED_PARAMETERS)
 
 
 def test_every_script_is_there() -> None:

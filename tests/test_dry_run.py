@@ -24,6 +24,7 @@ from rlbatch.registry import compose_job, load_plugins
 from tests.large_models import CONFIGS, write_model
 from tests.megatron.real_models import CONFIGS as PUBLISHED
 
+REGISTRY = load_plugins()
 ENGINE = "rollout.engine.python=/shared/vllm/bin/python"
 LARGE = """\
 Dry run: nothing is submitted, started or written.
@@ -352,7 +353,7 @@ def test_gpus_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     family = registry.resolve_model_family(CONFIGS["deepseek671b"])
     for is_colocated in (False, True):
         shape = EngineShape(8, 2, 0.9, separate_gpus=0 if is_colocated else 8)
-        plan = EnginePlan(config, 16, shape, Placement(12, 8))
+        plan = EnginePlan(config, registry, 16, shape, Placement(12, 8))
         job = replace(demand(config, registry, family, on_gpu=True), shape=shape, gpus=16)
         with pytest.raises(ConfigError, match=r"takes 85\.5 of a GPU.s 95 GiB .* trainer keeps 16\.5") if is_colocated else nullcontext():
             plan.check_memory(job)
@@ -360,14 +361,15 @@ def test_gpus_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_an_engine_on_several_nodes_divides_experts(tmp_path: Path) -> None:
     """A model without experts cannot have one."""
-    plan = EnginePlan(compose(["+cluster=h20x16", "model.hf=x", "data.train=x"]), 16, EngineShape(8, 2), Placement(2, 8))
-    plan.check_nodes(spans_nodes=True)
+    job = ["+cluster=h20x16", "model.hf=x", "data.train=x", "rollout.options.gpus_per_engine=16"]
+    plan = EnginePlan(compose(job), REGISTRY, 16, EngineShape(8, 2), Placement(2, 8))
+    plan.check_nodes()
     with pytest.raises(
         ConfigError, match=r"gpus_per_engine=16: an engine over several nodes divides experts, and model\.hf has none\. Use 8"
     ):
-        plan.check_experts(load_plugins().resolve_model_family(PUBLISHED["Qwen3-8B"]))
-    with pytest.raises(ConfigError, match=r"must divide the ranks of a node \(8\): rollout=vllm has no engines over several nodes"):
-        plan.check_nodes(spans_nodes=False)
+        plan.check_experts(REGISTRY.resolve_model_family(PUBLISHED["Qwen3-8B"]))
+    with pytest.raises(ConfigError, match=r"must divide the ranks of a node \(8\): rollout=sglang has no engines over several nodes"):
+        EnginePlan(compose([*job, "rollout=sglang"]), REGISTRY, 16, EngineShape(8, 2), Placement(2, 8)).check_nodes()
 
 
 def test_hosts_that_take_differently_many_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

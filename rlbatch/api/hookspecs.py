@@ -10,10 +10,10 @@ from typing import Any
 
 import pluggy
 
+from rlbatch.api.declarations import AdvantageSpec, Configurable
 from rlbatch.api.mapping import ModelFamily
 from rlbatch.api.protocols import (
     AdvantageEstimator,
-    Configurable,
     OffloadStrategyFactory,
     PolicyLoss,
     Reward,
@@ -21,7 +21,7 @@ from rlbatch.api.protocols import (
 )
 
 PROJECT = "rlbatch"
-API_VERSION = 1
+API_VERSION = 2
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
@@ -32,7 +32,8 @@ def rlbatch_register_rollout_backends() -> Mapping[str, RolloutBackendFactory | 
     """Engines that generate, by name: ``rollout=<name>``.
 
     Called: on the login node and on every rank, at start. Collectives: not allowed.
-    The factory is called on every rank that hosts an engine, with a ``RolloutContext`` (then the options, if it is ``Configurable``).
+    The factory is called on every rank that hosts an engine, with a ``RolloutContext`` (then the options, if it is ``Configurable``). A
+    ``RolloutSpec`` says what submit must know of its engine.
 
     Returns:
         Name -> factory of a ``RolloutBackend``.
@@ -69,14 +70,14 @@ def rlbatch_resolve_model_family(hf_config: Mapping[str, Any]) -> ModelFamily | 
 
 
 @hookspec
-def rlbatch_register_advantage_estimators() -> Mapping[str, AdvantageEstimator]:
+def rlbatch_register_advantage_estimators() -> Mapping[str, AdvantageEstimator | AdvantageSpec]:
     """Advantage estimators, by name: ``algorithm.advantage=<name>``.
 
     Called: on the login node and on every rank, at start. Collectives: not allowed.
     The estimator runs on every rank alike, on all samples of the step (``AdvantageInputs``).
 
     Returns:
-        Name -> function of ``AdvantageInputs`` to a tensor [N] or [T].
+        Name -> function of ``AdvantageInputs`` to a tensor [N] or [T]; in an ``AdvantageSpec`` if it needs groups of more than one sample.
 
     Example::
 
@@ -109,7 +110,8 @@ def rlbatch_register_offload_strategies() -> Mapping[str, OffloadStrategyFactory
     """Offload strategies, by name: ``offload=<name>``.
 
     Called: on the login node and on every rank, at start. Collectives: not allowed.
-    The factory is called once on every rank, without arguments (or with the options, if it is ``Configurable``).
+    The factory is called once on every rank, without arguments (or with the options, if it is ``Configurable``). An
+    ``OffloadSpec`` says what it does with memory.
 
     Returns:
         Name -> factory of an ``OffloadStrategy``.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from rlbatch.api.types import FinishReason, Prompt, Sample, SamplingParams, WeightBucket
 
@@ -27,134 +27,6 @@ class LabelChecker(Protocol):
         Raises:
             DataError: what a label must be and what this one is; rlbatch puts file, line and the reward's name before it.
         """
-
-
-def one_rank(options: Any) -> int:
-    """``Configurable.ranks_per_engine`` of what every rank has for itself."""
-    return 1
-
-
-@dataclass(frozen=True)
-class EngineShape:
-    """How an engine divides a model over its GPUs: what submit checks before anything starts.
-
-    Attributes:
-        replica_gpus: GPUs that hold one copy of all but the routed experts; they must be on one node.
-        replicas: Copies. Routed experts are divided over all GPUs of the engine.
-        memory_share: Of each GPU's memory: what the engine takes, weights and cache.
-        context_tokens: Longest prompt and response together, with ``context_spare``; 0: not said.
-        stages: Pipeline stages of a replica.
-        separate_gpus: GPUs of each node that have no rank, but only engines; 0: engines are on the ranks' GPUs.
-        asleep: Where the weights are while the trainer trains: on the ``gpu``, beside the cache, in ``host`` memory, or ``gone``.
-        fills_share: Whether the cache takes all of ``memory_share`` that weights leave.
-        offloaded_gib: Of the weights on each GPU, what the engine keeps in host memory instead, GiB.
-        value_bytes: Of a weight that is not quantised; 0: as the trainer's.
-        cached_bytes: Of a number in the cache; 0: as ``value_bytes``.
-        separate_option: Of ``rollout.options``, what says ``separate_gpus``.
-        gone_options: Of ``rollout.options``, with what values weights are ``gone``.
-        memory_option: Of ``rollout.engine``, what says ``memory_share``; empty: nothing does.
-        context_option: Of ``rollout.engine``, what says ``context_tokens``.
-        context_spare: How many of ``context_tokens`` the engine keeps for itself.
-        is_share_of_free: Whether ``memory_share`` is one of what is free beside the trainer when the engine starts, not of all.
-        cpu_head_sizes: Sizes of attention heads for which it has kernels on CPUs; empty: any. Latent attention has its own.
-    """
-
-    replica_gpus: int = 1
-    replicas: int = 1
-    memory_share: float = 1.0
-    context_tokens: int = 0
-    stages: int = 1
-    separate_gpus: int = 0
-    asleep: Literal["gpu", "host", "gone"] = "gone"
-    fills_share: bool = True
-    offloaded_gib: float = 0.0
-    value_bytes: float = 0.0
-    cached_bytes: float = 0.0
-    separate_option: str = ""
-    gone_options: Mapping[str, Any] = field(default_factory=dict)
-    memory_option: str = ""
-    context_option: str = ""
-    context_spare: int = 0
-    is_share_of_free: bool = False
-    cpu_head_sizes: Sequence[int] = ()
-
-    @property
-    def is_colocated(self) -> bool:
-        """Whether the trainer is on the same GPUs."""
-        return not self.separate_gpus
-
-
-@dataclass(frozen=True)
-class OffloadMemory:
-    """What an offload strategy does with the trainer's memory: what submit and the preflight count.
-
-    Attributes:
-        releases_gradients: Whether gradients have memory in updates only: not before the first, and not while an engine generates.
-        hosted_share: Share of the parameters, in whole tensors, whose optimizer state is on the host, in all phases.
-        hosted_bytes: Of host memory, for each of these.
-        moves_state: Whether the other optimizer state leaves the accelerator while an engine generates, into host memory that is kept
-            from then on.
-    """
-
-    releases_gradients: bool = False
-    hosted_share: float = 0.0
-    hosted_bytes: float = 0.0
-    moves_state: bool = False
-
-
-@dataclass(frozen=True)
-class NoOptions:
-    """Options of what takes none."""
-
-
-def no_draft(engine: Mapping[str, Any]) -> str | None:
-    """Of an engine that speculates with no weights of its own."""
-    return None
-
-
-def any_engine(options: Any, engine: Mapping[str, Any]) -> None:
-    """Of a backend whose engine needs nothing that a machine might lack."""
-
-
-def any_label(options: Any, label: Any) -> None:
-    """Of a reward that takes every JSON value."""
-
-
-@dataclass(frozen=True)
-class Configurable:
-    """An extension with options of its own: they become config keys under its group (``reward.options.my_option``).
-
-    Attributes:
-        build: Called once a rank with an instance of ``options`` (after the context, where the extension's factory takes one).
-        options: A dataclass; every field has a default.
-        needs_gpu: Refused at submit where the ranks would run on CPUs.
-        ranks_per_engine: Of a rollout backend: how many neighbouring ranks share an engine, given its options.
-        has_engine: Of a rollout backend: whether it takes ``rollout.engine.*``.
-        spans_nodes: Of a rollout backend: whether the ranks of an engine may be on several nodes. On each the first of them generates.
-        engine_shape: Of a rollout backend: how its engine divides the model, given its options and ``rollout.engine.*``; may raise
-            ``ConfigError``. None: the ranks of an engine hold one copy.
-        check_engine: Of a rollout backend: whether this machine has its engine, with ``rollout.engine.*``; called at submit where ranks
-            start on the same machine, and on each node before the model is built; raises ``ConfigError``.
-        has_fp8: Of a rollout backend: whether its engine, on GPUs, takes weights that are quantised in blocks (``rollout.quantization``).
-        draft: Of a rollout backend: whose weights its engine speculates with, given ``rollout.engine.*``: a Hugging Face folder, empty for
-            the layers that the model's family carries, None for none; may raise ``ConfigError``.
-        check_label: Of a reward: whether it takes a label, given its options; see ``LabelChecker``.
-        offload_memory: Of an offload strategy: what it does with memory, given its options and ``train.precision``; may raise
-            ``ConfigError``. None: not known, then all that it could move counts as nothing.
-    """
-
-    build: Callable[..., Any]
-    options: type
-    needs_gpu: bool = False
-    ranks_per_engine: Callable[[Any], int] = one_rank
-    has_engine: bool = False
-    spans_nodes: bool = False
-    engine_shape: Callable[[Any, Mapping[str, Any]], EngineShape] | None = None
-    check_engine: Callable[[Any, Mapping[str, Any]], None] = any_engine
-    has_fp8: bool = False
-    draft: Callable[[Mapping[str, Any]], str | None] = no_draft
-    check_label: Callable[[Any, Any], None] = any_label
-    offload_memory: Callable[[Any, str], OffloadMemory] | None = None
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from rlbatch.api import ConfigError
+from rlbatch.api import ConfigError, RolloutSpec
 from rlbatch.config.check_allocator import check_allocator
 from rlbatch.config.check_cluster import check_cluster
 from rlbatch.config.schema import AlgorithmConfig, CheckpointConfig, Config, LayoutConfig, OptimizerConfig, RolloutConfig, TrainConfig
-
-GROUP_RELATIVE = ("grpo", "dr_grpo", "opo", "rloo", "reinforce_plus_plus_baseline")
-"""Advantage estimators of ours that are 0 or undefined for a group of one sample."""
 
 SMALLEST = 1e-30
 """Of rates that float32 multiplies with."""
@@ -99,11 +96,6 @@ def _check_recompute(layout: LayoutConfig) -> None:
 
 
 def _check_algorithm(algorithm: AlgorithmConfig) -> None:
-    if algorithm.advantage in GROUP_RELATIVE and algorithm.group_size < 2:
-        raise ConfigError(
-            f"algorithm.group_size={algorithm.group_size}: algorithm.advantage={algorithm.advantage} compares the samples of a prompt, "
-            "so it needs at least 2. Use e.g. 8, or algorithm.advantage=reinforce_plus_plus."
-        )
     if algorithm.kl_loss_coef and not algorithm.kl_loss:
         raise ConfigError(
             f"algorithm.kl_loss_coef={algorithm.kl_loss_coef}: has an effect only with algorithm.kl_loss=true. "
@@ -124,13 +116,13 @@ def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
         )
 
 
-def check_engines(config: Config, ranks: int, *, takes_options: bool) -> int:
+def check_engines(config: Config, ranks: int, spec: RolloutSpec) -> int:
     """Refuses engines that the ranks cannot share evenly, and options that no engine takes.
 
     Args:
         config: Complete.
         ranks: Ranks that share an engine.
-        takes_options: Whether the rollout backend takes ``rollout.engine.*``.
+        spec: Of the rollout backend.
 
     Returns:
         ``ranks``.
@@ -138,16 +130,17 @@ def check_engines(config: Config, ranks: int, *, takes_options: bool) -> int:
     Raises:
         ConfigError: the key, and what to change.
     """
-    name, world = config.rollout.name, config.layout.world_size
-    if config.rollout.engine and not takes_options:
+    world = config.layout.world_size
+    if config.rollout.engine and not spec.has_engine:
         key = next(iter(config.rollout.engine))
-        raise ConfigError(f"rollout.engine.{key}: rollout={name} has no engine with options of its own. Choose another rollout.")
+        raise ConfigError(
+            f"rollout.engine.{key}: rollout={config.rollout.name} has no engine with options of its own. Choose another rollout."
+        )
     if ranks < 1 or world % ranks:
-        key = f"rollout.options.gpus_per_engine={ranks}" if takes_options else f"rollout={name}: {ranks} ranks share an engine"
         fix = (
             f"Give it {ranks} ranks or more: layout.world_size={ranks}, or a +cluster=<name>, which brings a layout."
             if ranks > world
             else "Change either."
         )
-        raise ConfigError(f"{key}: must be at least 1 and divide layout.world_size={world}. {fix}")
+        raise ConfigError(f"rollout.options.{spec.ranks_option}={ranks}: must be at least 1 and divide layout.world_size={world}. {fix}")
     return ranks

@@ -84,7 +84,7 @@ def assemble(
     needs_reference = config.algorithm.kl_loss or config.algorithm.kl_reward_coef != 0
     load_policy(config, trainer, hf_folder, announce, needs_reference=needs_reference)
     announce(f"starting the {config.rollout.name} engine")
-    engine = engine_ranks(info, registry.ranks_per_engine(config), spans_nodes=registry.spans_nodes(config))
+    engine = engine_ranks(info, registry.ranks_per_engine(config), registry.rollout(config))
     hf_config = read_config(hf_folder)
     quantization = engine_quantization(config, registry, family, hf_config)
     check_device(config, quantization, on_gpu=device != "cpu")

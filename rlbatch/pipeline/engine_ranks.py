@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rlbatch.api import ConfigError
+from rlbatch.api import ConfigError, RolloutSpec
 from rlbatch.launch.ranks.interfaces import LOOPBACK, own_address
 from rlbatch.launch.ranks.rank_info import RankInfo
 from rlbatch.pipeline.exchange import all_gather_bytes
@@ -49,20 +49,20 @@ class EngineRanks:
         return self.host if self.node_place == 0 else None
 
 
-def engine_ranks(info: RankInfo, size: int, *, spans_nodes: bool = False) -> EngineRanks:
+def engine_ranks(info: RankInfo, size: int, spec: RolloutSpec) -> EngineRanks:
     """Gives each ``size`` ranks that follow each other an engine; a collective.
 
     Args:
         info: This rank.
         size: Ranks of an engine.
-        spans_nodes: Whether they may be on several nodes.
+        spec: Of the rollout backend: whether they may be on several nodes.
 
     Raises:
         ConfigError: they are on several nodes and may not, or differently many are on each.
     """
     engines = [list(range(first, first + size)) for first in range(0, info.world_size, size)]
     names = [name.decode() for name in all_gather_bytes(info.host.encode())]
-    by_node = [_by_node(ranks, names, spans_nodes=spans_nodes) for ranks in engines]
+    by_node = [_by_node(ranks, names, spec) for ranks in engines]
     hosts = [ranks for nodes in by_node for ranks in nodes]
     groups = _groups(engines)
     host_groups = groups if len(hosts) == len(engines) else _groups(hosts)
@@ -75,7 +75,7 @@ def engine_ranks(info: RankInfo, size: int, *, spans_nodes: bool = False) -> Eng
     return EngineRanks(place, gather, node, nodes, node_place, node_gather, address, host, len(hosts))
 
 
-def _by_node(ranks: Sequence[int], hosts: Sequence[str], *, spans_nodes: bool) -> list[list[int]]:
+def _by_node(ranks: Sequence[int], hosts: Sequence[str], spec: RolloutSpec) -> list[list[int]]:
     """An engine's ranks, those of each node together."""
     nodes: list[list[int]] = []
     for rank in ranks:
@@ -83,14 +83,14 @@ def _by_node(ranks: Sequence[int], hosts: Sequence[str], *, spans_nodes: bool) -
             nodes.append([])
         nodes[-1].append(rank)
     names = [hosts[own[0]] for own in nodes]
-    if len(nodes) == 1 or (spans_nodes and len({len(own) for own in nodes}) == 1 and len(set(names)) == len(names)):
+    if len(nodes) == 1 or (spec.over_nodes and len({len(own) for own in nodes}) == 1 and len(set(names)) == len(names)):
         return nodes
     shown = ", ".join(f"{len(own)} on {name}" for own, name in zip(nodes, names, strict=True))
     raise ConfigError(
-        f"rollout.options.gpus_per_engine={len(ranks)}: ranks {ranks[0]} to {ranks[-1]} share an engine but are {shown}. "
+        f"rollout.options.{spec.ranks_option}={len(ranks)}: ranks {ranks[0]} to {ranks[-1]} share an engine but are {shown}. "
         + (
             "Give the engine equally many ranks on each of its nodes: whole nodes, or a number that divides a node's ranks."
-            if spans_nodes
+            if spec.over_nodes
             else "Place neighbouring ranks on one node, or share engines between fewer ranks."
         )
     )

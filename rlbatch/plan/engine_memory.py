@@ -29,7 +29,7 @@ class Demand:
         gpus: Of an engine.
         has_process: Whether engines are processes of their own.
         is_fp8: Whether their matrices are, as model families have them: all but vocabulary, routers and norms.
-        draft: Whose weights they speculate with; see ``Configurable``.
+        draft: Whose weights they speculate with; see ``RolloutSpec``.
         on_gpu: Whether ranks have GPUs.
     """
 
@@ -56,7 +56,7 @@ def demand(config: Config, registry: Registry, family: ModelFamily | None, *, on
         registry.offload_memory(config),
         registry.engine_shape(config),
         registry.ranks_per_engine(config),
-        registry.has_engine(config),
+        registry.rollout(config).has_engine,
         has_fp8_engines(config, registry, family),
         registry.draft(config),
         on_gpu,

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from rlbatch.api import ConfigError, EngineShape, ModelFamily
+from rlbatch.api import ConfigError, EngineShape, ModelFamily, RolloutSpec
 from rlbatch.config.schema import Config
+from rlbatch.config.structured import show_value
 from rlbatch.plan.engine_memory import Demand, EngineMemory, engine_memory
 from rlbatch.plan.memory import engine_share_gib, trainer_gib
 from rlbatch.plan.nodes import Placement
+from rlbatch.registry import Registry
 
-KEY = "rollout.options.gpus_per_engine"
 LARGER = "Use larger GPUs or more of them, or keep more of the trainer on the host"
 FREE_GIB = 2.0
 """Of each GPU, for CUDA and NCCL of both sides, in what messages advise; less is not refused."""
@@ -23,15 +24,27 @@ class EnginePlan:
 
     Attributes:
         config: Complete.
+        registry: Its plugins.
         gpus: Of an engine, one a rank.
         shape: Of an engine.
         place: Where ranks are; None: not known.
     """
 
     config: Config
+    registry: Registry
     gpus: int
     shape: EngineShape
     place: Placement | None
+
+    @property
+    def spec(self) -> RolloutSpec:
+        """What the rollout backend says of itself."""
+        return self.registry.rollout(self.config)
+
+    @property
+    def key(self) -> str:
+        """The key that says ``gpus``."""
+        return f"rollout.options.{self.spec.ranks_option}"
 
     def check_context(self) -> None:
         """Refuses samples that are longer than the engine's context.
@@ -53,9 +66,9 @@ class EnginePlan:
         Raises:
             ConfigError: both numbers.
         """
-        rollout = self.config.rollout
-        least, most, limit = rollout.options.get("min_response_tokens", 0), rollout.max_response_tokens, rollout.max_logprob_diff
-        key = f"rollout.options.min_response_tokens={least}"
+        rollout, option = self.config.rollout, self.spec.shortest_option
+        least, most, limit = self.registry.rollout_number(self.config, option), rollout.max_response_tokens, rollout.max_logprob_diff
+        key = f"rollout.options.{option}={least}"
         if least > most:
             raise ConfigError(f"{key}: must be at most rollout.max_response_tokens ({most}). Use {most} or less.")
         if least and limit is not None:
@@ -64,25 +77,22 @@ class EnginePlan:
                 f"rollout.max_logprob_diff={limit:g} would end the run. Use rollout.max_logprob_diff=null, or 0 here."
             )
 
-    def check_nodes(self, *, spans_nodes: bool) -> None:
+    def check_nodes(self) -> None:
         """Refuses engines whose GPUs would not be where they must.
-
-        Args:
-            spans_nodes: Whether an engine may be on several nodes.
 
         Raises:
             ConfigError: the numbers, and what would do.
         """
         if self.place is None or self.place.nodes == 1:
             return
-        node, gpus, shape = self.place.ranks_per_node, self.gpus, self.shape
+        node, gpus, shape, spans_nodes = self.place.ranks_per_node, self.gpus, self.shape, self.spec.over_nodes is not None
         if gpus not in (fitting := list(self._sizes(spans_nodes=spans_nodes))):
             rule = " or be a multiple of them" if spans_nodes else f": rollout={self.config.rollout.name} has no engines over several nodes"
-            raise ConfigError(f"{KEY}={gpus}: must divide the ranks of a node ({node}){rule}. Use {' or '.join(map(str, fitting))}.")
+            raise ConfigError(f"{self.key}={gpus}: must divide the ranks of a node ({node}){rule}. Use {' or '.join(map(str, fitting))}.")
         if node % shape.replica_gpus:
             raise ConfigError(
-                f"{KEY}={gpus}: makes {shape.replicas} data-parallel replicas of {shape.replica_gpus} GPUs, which must each be on a node "
-                f"of {node}. Use rollout.engine.data_parallel_size={max(gpus // node, 1)}, or a multiple of it."
+                f"{self.key}={gpus}: makes {shape.replicas} data-parallel replicas of {shape.replica_gpus} GPUs, which must each be on a "
+                f"node of {node}. Use rollout.engine.{shape.replicas_option}={max(gpus // node, 1)}, or a multiple of it."
             )
 
     def check_separate_gpus(self) -> None:
@@ -93,7 +103,7 @@ class EnginePlan:
         """
         if self.shape.is_colocated:
             return
-        engines, key = self.shape.separate_gpus, f"rollout.options.{self.shape.separate_option}"
+        engines, key = self.shape.separate_gpus, f"rollout.options.{self.spec.separate_option}"
         if self.place is None:
             raise ConfigError(
                 f"{key}={engines}: each host must take as many ranks, and those of cluster.hostfile take differently many. "
@@ -114,7 +124,7 @@ class EnginePlan:
         """
         if self.place is not None and self.gpus > self.place.ranks_per_node and not family.num_experts:
             raise ConfigError(
-                f"{KEY}={self.gpus}: an engine over several nodes divides experts, and model.hf has none. "
+                f"{self.key}={self.gpus}: an engine over several nodes divides experts, and model.hf has none. "
                 f"Use {self.place.ranks_per_node} or less."
             )
 
@@ -193,12 +203,19 @@ class EnginePlan:
             replica = min(size, node)
             shape = replace(self.shape, replica_gpus=replica, replicas=size // replica, stages=1)
             if size > self.gpus and engine_memory(replace(job, gpus=size, shape=shape)).total <= room:
-                over = (
-                    f" rollout.engine.data_parallel_size={size // node} rollout.engine.enable_expert_parallel=true" if size > node else ""
-                )
-                has_engine = self.shape.memory_option and size <= node
-                return f"Use rollout={self.config.rollout.name if has_engine else 'vllm'} {KEY}={size}{over}"
+                for name, spec in self._backends():
+                    said = {f"rollout.options.{spec.ranks_option}": size}
+                    if size > node:
+                        if spec.over_nodes is None:
+                            continue
+                        said |= {f"rollout.engine.{option}": value for option, value in spec.over_nodes(size // node).items()}
+                    return f"Use rollout={name} {' '.join(f'{key}={show_value(value)}' for key, value in said.items())}"
         return ""
+
+    def _backends(self) -> Iterator[tuple[str, RolloutSpec]]:
+        """Those whose engines ranks share: the job's own, then the others, first such that may grow over nodes."""
+        specs = {name: entry.value for name, entry in self.registry.rollouts.items() if entry.value.ranks_option}
+        yield from sorted(specs.items(), key=lambda item: (item[0] != self.config.rollout.name, item[1].over_nodes is None))
 
     def _share(self, need: EngineMemory, room: float) -> str:
         """What else to change, where only the engine's share of a GPU is too small."""

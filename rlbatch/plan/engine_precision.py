@@ -28,9 +28,10 @@ def engine_quantization(config: Config, registry: Registry, family: ModelFamily,
         ModelError: the family says of no weight that it is fp8.
     """
     said, name = config.rollout.quantization, config.rollout.name
-    has_fp8 = registry.has_fp8(config)
+    has_fp8 = registry.rollout(config).has_fp8
     if said == "fp8" and not has_fp8:
-        raise ConfigError(f"rollout.quantization=fp8: rollout={name} has no fp8. Use rollout.quantization=none, or rollout=vllm.")
+        others = "".join(f", or rollout={other}" for other, entry in registry.rollouts.items() if entry.value.has_fp8)
+        raise ConfigError(f"rollout.quantization=fp8: rollout={name} has no fp8. Use rollout.quantization=none{others}.")
     chosen: Quantization = "fp8" if said == "fp8" or (said == "auto" and has_fp8 and hf_config.get("quantization_config")) else "none"
     if chosen == "fp8" and not family.fp8:
         raise ModelError(
@@ -46,7 +47,7 @@ def has_fp8_engines(config: Config, registry: Registry, family: ModelFamily | No
         RlbatchError: the backend or the family has no fp8.
     """
     if family is None:
-        return config.rollout.quantization != "none" and registry.has_fp8(config)
+        return config.rollout.quantization != "none" and registry.rollout(config).has_fp8
     described = {} if config.model.hf == EMBEDDED else read_config(Path(config.model.hf))
     return engine_quantization(config, registry, family, described) == "fp8"
 

@@ -70,14 +70,14 @@ def check_fit(job: Demand, registry: Registry, nodes: Nodes) -> None:
     where, apart = nodes(job.config), replace(job, shape=replace(job.shape, separate_gpus=1))
     found = excesses(job, memory_floor(job), where)
     if not excesses(apart, memory_floor(apart), where):  # without engines all would be well: what they need is said of them
-        _engines(job, where).check_memory(job, partial(_fix, job, registry, nodes))
+        _engines(job, registry, where).check_memory(job, partial(_fix, job, registry, nodes))
     if found:
         raise ConfigError(f"layout.world_size={job.config.layout.world_size}: {'; '.join(found)}. {_fix(job, registry, nodes)}.")
 
 
-def _engines(job: Demand, nodes: Sequence[int] | None) -> EnginePlan:
+def _engines(job: Demand, registry: Registry, nodes: Sequence[int] | None) -> EnginePlan:
     place = Placement(len(nodes), nodes[0]) if nodes and len(set(nodes)) == 1 else None
-    return EnginePlan(job.config, job.gpus, job.shape, place)
+    return EnginePlan(job.config, registry, job.gpus, job.shape, place)
 
 
 def _fix(job: Demand, registry: Registry, nodes: Nodes) -> str:
@@ -126,8 +126,8 @@ def _fits(job: Demand, config: Config, registry: Registry, nodes: Nodes) -> bool
     try:
         where = nodes(config)
         changed = replace(demand(config, registry, None, on_gpu=job.on_gpu), model=job.model, is_fp8=job.is_fp8)
-        plan = _engines(changed, where)
-        plan.check_nodes(spans_nodes=registry.spans_nodes(config))
+        plan = _engines(changed, registry, where)
+        plan.check_nodes()
         plan.check_separate_gpus()
         plan.check_memory(changed)
     except RlbatchError:

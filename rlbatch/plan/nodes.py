@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from rlbatch.api import ConfigError
 from rlbatch.config.schema import Config
+from rlbatch.registry import Registry
 
 
 @dataclass(frozen=True)
@@ -14,11 +15,13 @@ class Placement:
 
     Attributes:
         nodes: How many.
-        ranks_per_node: Ranks, and so GPUs, of each; engines may have GPUs of their own beside them.
+        ranks_per_node: Ranks, and so GPUs, of each.
+        separate_gpus: GPUs of each that have no rank, but only engines.
     """
 
     nodes: int
     ranks_per_node: int
+    separate_gpus: int = 0
 
 
 @dataclass(frozen=True)
@@ -36,23 +39,14 @@ class Stage:
     nodes: range
 
 
-SEPARATE = "rollout.options.separate_gpus"
-
-
-def separate_gpus(config: Config) -> int:
-    """GPUs of each node that have no rank, but only an engine."""
-    number = config.rollout.options.get("separate_gpus", 0)
-    return number if isinstance(number, int) else 0
-
-
-def place(config: Config) -> Placement:
+def place(config: Config, registry: Registry) -> Placement:
     """The nodes that ``layout.world_size`` ranks take.
 
     Raises:
         ConfigError: more ranks than the cluster has GPUs, or nodes that would not all be full.
     """
-    if separate_gpus(config):
-        return _place_beside_engines(config)
+    if separate := registry.separate_gpus(config):
+        return _place_beside_engines(config, separate, f"rollout.options.{registry.rollout(config).separate_option}")
     ranks, per_node, gpus = config.layout.world_size, config.cluster.gpus_per_node, config.cluster.gpus
     if gpus and ranks > gpus:
         raise ConfigError(
@@ -69,26 +63,26 @@ def place(config: Config) -> Placement:
     return Placement(ranks // per_node, per_node)
 
 
-def _place_beside_engines(config: Config) -> Placement:
+def _place_beside_engines(config: Config, engines: int, key: str) -> Placement:
     """Each node has as many GPUs for engines as for ranks."""
-    engines, per_node, gpus = separate_gpus(config), config.cluster.gpus_per_node, config.cluster.gpus
+    per_node, gpus = config.cluster.gpus_per_node, config.cluster.gpus
     if not 0 < engines <= per_node // 2:
         raise ConfigError(
-            f"{SEPARATE}={engines}: as many of a node's GPUs have ranks, and a node has {per_node} (cluster.gpus_per_node). "
+            f"{key}={engines}: as many of a node's GPUs have ranks, and a node has {per_node} (cluster.gpus_per_node). "
             f"Use {per_node // 2} or less, or 0."
         )
     ranks = config.layout.world_size
     if ranks % engines:
         raise ConfigError(
-            f"layout.world_size={ranks}: must be a multiple of {SEPARATE} ({engines}), each node has as many ranks. "
+            f"layout.world_size={ranks}: must be a multiple of {key} ({engines}), each node has as many ranks. "
             f"Use {max(ranks // engines, 1) * engines}, or another number of GPUs."
         )
     if gpus and ranks // engines * per_node > gpus:
         raise ConfigError(
-            f"layout.world_size={ranks}: takes {ranks // engines} nodes of {engines} ranks and {engines} engine GPUs ({SEPARATE}), the "
+            f"layout.world_size={ranks}: takes {ranks // engines} nodes of {engines} ranks and {engines} engine GPUs ({key}), the "
             f"cluster has {gpus // per_node}. Use a layout for {gpus // per_node * engines} ranks or less, or a larger cluster."
         )
-    return Placement(ranks // engines, engines)
+    return Placement(ranks // engines, engines, engines)
 
 
 def stages(stage_layers: tuple[int, ...], world_size: int, ranks_per_node: int) -> list[Stage]:

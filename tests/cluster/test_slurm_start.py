@@ -10,6 +10,8 @@ import pytest
 
 from rlbatch.config.compose import compose
 from rlbatch.launch.starters.sbatch import batch_script
+from rlbatch.plan.nodes import place
+from rlbatch.registry import load_plugins
 from tests.cluster.slurm import Slurm
 
 NODES, RANKS_PER_NODE = 16, 8
@@ -38,7 +40,7 @@ def test_nodes_with_gpus_for_engines(large_slurm: Slurm, repository: Path, tmp_p
     (tmp_path / "logs").mkdir()
     script = tmp_path / "job.sbatch"
     tell = f'echo "$SLURM_NODEID $SLURM_LOCALID $SLURM_JOB_GPUS" > {tmp_path}/$SLURM_PROCID'
-    script.write_text(batch_script(config, tmp_path, 60, {}, ["sh", "-c", tell]))
+    script.write_text(batch_script(config, place(config, load_plugins()), tmp_path, 60, {}, ["sh", "-c", tell]))
     large_slurm.run("sbatch", "--wait", str(script), cwd=tmp_path, timeout_s=120)
     told = [(tmp_path / str(rank)).read_text().split() for rank in range(8)]
     assert told == [[str(rank // 4), str(rank % 4), "0,1,2,3,4,5,6,7"] for rank in range(8)]

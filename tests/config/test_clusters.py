@@ -76,7 +76,7 @@ def test_layouts_fit_their_models(name: str) -> None:
     assert (config.offload.name, config.offload.options.get("fraction")) == (offload, fraction)
     assert layout.recompute_granularity == "full"
     assert layout.world_size == int(name.rpartition("_")[2].partition("x")[0])
-    assert place(config).ranks_per_node == 8
+    assert place(config, REGISTRY).ranks_per_node == 8
 
 
 def test_the_guides_235b_row_is_impossible() -> None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
 
-from rlbatch.api import ConfigError
+from rlbatch.api import ConfigError, NoOptions, RolloutSpec
 from rlbatch.launch.ranks.rank_info import RankInfo
 from rlbatch.pipeline.engine_ranks import _by_node, engine_ranks
 from rlbatch.testing.ranks import RankPools
+
+ONE_NODE = RolloutSpec(print, NoOptions, ranks_option="gpus_per_engine")
+NODES = replace(ONE_NODE, over_nodes=lambda nodes: {})
 
 
 def info(host: str = "n1") -> RankInfo:
@@ -19,7 +23,7 @@ def info(host: str = "n1") -> RankInfo:
 
 
 def placed(size: int) -> tuple[int, int, int | None, int, list[bytes]]:
-    engine = engine_ranks(info(), size, spans_nodes=True)
+    engine = engine_ranks(info(), size, NODES)
     said = engine.gather(b"rank %d" % dist.get_rank() * (dist.get_rank() + 1))
     assert said == engine.node_gather(said[engine.place])
     assert (engine.node, engine.nodes, engine.node_place) == (0, 1, engine.place)
@@ -29,7 +33,7 @@ def placed(size: int) -> tuple[int, int, int | None, int, list[bytes]]:
 def on_two_nodes() -> tuple[int, int, int, int, int | None, str, list[bytes], list[bytes]]:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     rank = dist.get_rank()
-    engine = engine_ranks(info(f"n{rank}"), 2, spans_nodes=True)
+    engine = engine_ranks(info(f"n{rank}"), 2, NODES)
     mine = b"rank %d" % rank
     return (
         engine.place,
@@ -45,7 +49,7 @@ def on_two_nodes() -> tuple[int, int, int, int, int | None, str, list[bytes], li
 
 def refused() -> str:
     try:
-        engine_ranks(info(f"n{dist.get_rank()}"), 2)
+        engine_ranks(info(f"n{dist.get_rank()}"), 2, ONE_NODE)
     except ConfigError as error:
         return str(error)
     return ""
@@ -79,4 +83,4 @@ def test_an_engine_that_must_be_on_one_node(rank_pool: RankPools) -> None:
 def test_every_node_has_as_many_ranks(hosts: Sequence[str]) -> None:
     """Else no data-parallel rank could have its place on one node; a node whose ranks are torn apart is two."""
     with pytest.raises(ConfigError, match=r"ranks 0 to \d share an engine but are .* equally many ranks on each of its nodes"):
-        _by_node(range(len(hosts)), hosts, spans_nodes=True)
+        _by_node(range(len(hosts)), hosts, NODES)

@@ -19,7 +19,7 @@ from rlbatch.pipeline.prompts import load_prompts
 from rlbatch.registry import load_plugins
 
 PLUGIN = """
-from rlbatch.api import Configurable, DataError, hookimpl
+from rlbatch.api import RewardSpec, DataError, hookimpl
 from dataclasses import dataclass
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def broken(options, label):
 @hookimpl
 def rlbatch_register_rewards():
     reward = lambda options: lambda samples: [0.0 for _ in samples]
-    return {"choice": Configurable(reward, Options, check_label=check), "broken": Configurable(reward, Options, check_label=broken)}
+    return {"choice": RewardSpec(reward, Options, check_label=check), "broken": RewardSpec(reward, Options, check_label=broken)}
 """
 
 

@@ -224,14 +224,14 @@ def test_the_shape_of_an_engine() -> None:
     options = SglangOptions(gpus_per_engine=4)
     shape = rollout_sglang.engine_shape(options, {"mem_fraction_static": 0.5, "context_length": 100})
     names = {"memory_option": "mem_fraction_static", "context_option": "context_length"}
-    own = {"asleep": "host", "gone_options": {"sleep_level": 2}, "separate_option": "separate_gpus"}
+    own = {"asleep": "host", "gone_options": {"sleep_level": 2}}
     assert shape == EngineShape(4, 1, 0.5, 100, context_spare=2, is_share_of_free=True, **names, **own)
     other = {"max_total_tokens": 4096, "cpu_offload_gb": 3, "dtype": "float16", "kv_cache_dtype": "fp8_e5m2"}
     shape = rollout_sglang.engine_shape(replace(options, sleep_level=0, separate_gpus=8), other)
     assert (shape.fills_share, shape.offloaded_gib, shape.value_bytes, shape.cached_bytes) == (False, 3.0, 2.0, 1.0)
     assert (shape.asleep, shape.separate_gpus, shape.is_colocated) == ("gpu", 8, False)
     backend = rollout_sglang.rlbatch_register_rollout_backends()["sglang"]
-    assert not backend.spans_nodes
-    assert backend.ranks_per_engine(options) == 4
+    assert backend.over_nodes is None
+    assert backend.ranks_option == "gpus_per_engine"
     with pytest.raises(ConfigError, match=r"rollout\.engine\.mem_fraction_static=0: must be above 0 and at most 1"):
         rollout_sglang.engine_shape(options, {"mem_fraction_static": 0})

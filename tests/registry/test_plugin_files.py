@@ -50,7 +50,7 @@ def test_files_of_one_name(tmp_path: Path) -> None:
     files = [str(tmp_path / folder / "reward.py") for folder in "abc"]
     config, registry = compose_job([f"plugins=[{','.join(files)}]", "reward=ra", "reward.options.mode=y"])
     assert config.reward.options == {"mode": "y"}
-    first, second = (registry.rewards[name].value for name in ("rb", "rc"))
+    first, second = (registry.build_reward(name, {}) for name in ("rb", "rc"))
     assert first is not second
     assert pickle.loads(pickle.dumps(first)) is first
     assert pickle.loads(pickle.dumps(second)) is second
@@ -61,7 +61,7 @@ def test_process_pools(tmp_path: Path, method: str) -> None:
     """A pool whose processes are started anew runs functions of a plugin file, whatever the file is called."""
     path = tmp_path / "my-reward v1.2.py"
     path.write_text(WITH_POOL % "pool")
-    verify = load_plugins([str(path)]).rewards["pool"].value
+    verify = load_plugins([str(path)]).build_reward("pool", {})
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context(method)) as pool:
         assert list(pool.map(verify, [1, 2])) == [2.0, 4.0]
 
@@ -72,4 +72,4 @@ def test_a_variable_that_is_not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyP
     path.write_text(WITH_POOL % "pool")
     for value in ("{", "[1]", "null"):
         monkeypatch.setenv("RLBATCH_PLUGIN_FILES", value)
-        assert load_plugins([str(path)]).rewards["pool"].value(1) == 2.0
+        assert load_plugins([str(path)]).build_reward("pool", {})(1) == 2.0

@@ -17,7 +17,7 @@ from rlbatch.config.compose import load_config, save_config
 from rlbatch.launch.records.failures import StoppedBySignal
 from rlbatch.registry import compose_job, load_plugins
 
-HEADER = "from rlbatch.api import Configurable, ModelFamily, hookimpl\nfrom dataclasses import dataclass, field\n"
+HEADER = "from dataclasses import dataclass, field\n\nfrom rlbatch.api import *\n"
 REWARD = """
     @hookimpl
     def rlbatch_register_rewards():
@@ -179,6 +179,23 @@ def test_two_plugins_with_one_name(plugin: Write) -> None:
             "    return {'x': Configurable(print, Options)}",
             "cannot have options.",
         ),
+        (
+            "@hookimpl\ndef rlbatch_register_advantage_estimators():\n    return {'x': AdvantageSpec(lambda samples, more: 0)}",
+            "its estimate must take (inputs), takes (samples, more).",
+        ),
+        (
+            "@hookimpl\ndef rlbatch_register_policy_losses():\n    return {'x': AdvantageSpec(lambda inputs: 0)}",
+            "`x` of rlbatch_register_policy_losses is an AdvantageSpec. Register a function.",
+        ),
+        (
+            "@hookimpl\ndef rlbatch_register_offload_strategies():\n    return {'x': RewardSpec(lambda options: 0, NoOptions)}",
+            "`x` of rlbatch_register_offload_strategies is a RewardSpec. Register a function or an OffloadSpec.",
+        ),
+        (
+            "@hookimpl\ndef rlbatch_register_rollout_backends():\n"
+            "    return {'x': RolloutSpec(lambda context, options: 0, NoOptions, ranks_option='gpus')}",
+            "ranks_option=gpus is none of its options.",
+        ),
     ],
 )
 def test_broken_plugins(plugin: Write, body: str, message: str) -> None:
@@ -317,10 +334,18 @@ def test_failed_file_leaves_no_module(plugin: Write) -> None:
             "Give it 3 ranks or more: layout.world_size=3, or ",
         ),
         (["rollout=vllm", "rollout.options.gpus_per_engine=0"], "rollout.options.gpus_per_engine=0: must be greater than 0. "),
+        *(
+            (
+                ["algorithm.group_size=1", f"algorithm.advantage={name}"],
+                f"algorithm.group_size=1: algorithm.advantage={name} compares the samples of a prompt, so it needs at least 2. "
+                "Use e.g. 8, or algorithm.advantage=reinforce_plus_plus.",
+            )
+            for name in ("grpo", "dr_grpo", "opo", "rloo", "reinforce_plus_plus_baseline")
+        ),
     ],
 )
-def test_refused_engines(overrides: list[str], message: str) -> None:
-    """What no engine takes, and engines that the ranks cannot share evenly, are refused before anything starts."""
+def test_refused_choices(overrides: list[str], message: str) -> None:
+    """What no engine takes, engines that the ranks cannot share evenly, and groups too small for an estimator, before anything starts."""
     with pytest.raises(ConfigError) as caught:
         compose_job(["experiment=embedded", *overrides])
     assert str(caught.value).startswith(message)

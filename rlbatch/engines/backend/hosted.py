@@ -17,7 +17,18 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Literal
 
-from rlbatch.api import Completion, ConfigError, EngineLost, EngineShape, Prompt, RolloutContext, RolloutError, SamplingParams, WeightBucket
+from rlbatch.api import (
+    Completion,
+    ConfigError,
+    EngineLost,
+    EngineShape,
+    Prompt,
+    RolloutContext,
+    RolloutError,
+    RolloutSpec,
+    SamplingParams,
+    WeightBucket,
+)
 from rlbatch.api.values import Count, CountOrZero, Seconds
 from rlbatch.engines.backend.shm_space import check_room
 from rlbatch.engines.client.engine_process import EngineHost
@@ -71,14 +82,23 @@ class HostedOptions:
     )
 
 
+@dataclass(frozen=True)
+class HostedSpec(RolloutSpec):
+    """What every such backend says of itself."""
+
+    has_engine: bool = True
+    ranks_option: str = "gpus_per_engine"
+    separate_option: str = "separate_gpus"
+    shortest_option: str = "min_response_tokens"
+
+
 def hosted_shape(options: HostedOptions) -> EngineShape:
-    """What these options say of an engine's shape; see ``Configurable``."""
+    """What these options say of an engine's shape; see ``RolloutSpec``."""
     levels: Mapping[int, Literal["gpu", "host", "gone"]] = {0: "gpu", 1: "host", 2: "gone"}
     return EngineShape(
         options.gpus_per_engine,
         separate_gpus=options.separate_gpus,
         asleep=levels[options.sleep_level],
-        separate_option="separate_gpus",
         gone_options={"sleep_level": 2},
     )
 

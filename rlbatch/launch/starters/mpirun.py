@@ -34,7 +34,6 @@ from rlbatch.launch.records.unfinished import begin, claim_unfinished
 from rlbatch.launch.shutdown.signals import KILL_WAIT_S, received_signals
 from rlbatch.launch.starters.cluster_variables import cluster_variables
 from rlbatch.launch.starters.hostfile import Host, parse_hostfile
-from rlbatch.plan.nodes import separate_gpus
 
 HOSTFILE = "hostfile"
 """In the run folder: the hosts of the job, in the form of its mpirun."""
@@ -130,8 +129,12 @@ def find_mpi() -> Mpi:
     return recognise(done.stdout or done.stderr)
 
 
-def read_hosts(config: Config) -> tuple[Host, ...]:
+def read_hosts(config: Config, default_slots: int) -> tuple[Host, ...]:
     """The hosts of a job and the ranks that each takes, in the order of the hostfile.
+
+    Args:
+        config: The job's.
+        default_slots: Ranks of a host whose line does not say how many.
 
     Raises:
         ConfigError: no such file, a line that is refused, or fewer slots than ranks.
@@ -143,7 +146,7 @@ def read_hosts(config: Config) -> tuple[Host, ...]:
         text = read_text(Path(cluster.hostfile), "Correct the path.")
     except DataError as error:
         raise ConfigError(f"cluster.hostfile={error}") from error
-    listed = parse_hostfile(text, cluster.hostfile, separate_gpus(config) or cluster.gpus_per_node)
+    listed = parse_hostfile(text, cluster.hostfile, default_slots)
     slots = sum(host.slots or 0 for host in listed)
     if slots < ranks:
         raise ConfigError(
@@ -175,19 +178,19 @@ def hostfile_text(mpi: Mpi, hosts: Sequence[Host]) -> str:
     return "".join(f"{host.name}:{host.slots}\n" for host in hosts)
 
 
-def mpi_job(config: Config, run_dir: Path, mpi: Mpi, command: Sequence[str]) -> MpiJob:
+def mpi_job(config: Config, hosts: tuple[Host, ...], run_dir: Path, mpi: Mpi, command: Sequence[str]) -> MpiJob:
     """The command line that starts the job.
 
     Args:
         config: The job's.
+        hosts: Of ``read_hosts``.
         run_dir: Run folder, where the hostfile will be.
         mpi: The launcher.
         command: What each rank runs.
 
     Raises:
-        ConfigError: as ``read_hosts`` and ``hostfile_text``.
+        ConfigError: as ``hostfile_text``.
     """
-    hosts = read_hosts(config)
     text = hostfile_text(mpi, hosts) if config.cluster.hostfile else ""
     options = (_open_mpi if mpi.is_open_mpi else _hydra)(config, mpi, run_dir, hosts, bool(text))
     return MpiJob(mpi, hosts, text, ("mpirun", *options, *command))

@@ -11,7 +11,7 @@ from rlbatch.config.schema import Config
 from rlbatch.launch.records.logs import MERGED_LOG
 from rlbatch.launch.starters.cluster_variables import cluster_variables
 from rlbatch.launch.starters.container import srun_options
-from rlbatch.plan.nodes import place, separate_gpus
+from rlbatch.plan.nodes import Placement
 
 NOTICE_SIGNAL = "USR2"
 """What Slurm sends to every rank, not to the batch script, before the time limit or a preemption; NCCL may catch USR1."""
@@ -28,16 +28,16 @@ exit 1 # srun's code is the highest of all ranks: 137 if one was killed. See doc
 """After ``srun ... && code=0 || code=$?``: the job's exit code."""
 
 
-def batch_options(config: Config, notice_s: int) -> dict[str, str | None]:
+def batch_options(config: Config, where: Placement, notice_s: int) -> dict[str, str | None]:
     """Options of sbatch, without the leading dashes, as ``name -> value`` (None: a flag)."""
-    cluster, where = config.cluster, place(config)
+    cluster = config.cluster
     options: dict[str, str | None] = {
         "job-name": job_name(config),
         "nodes": str(where.nodes),
         "ntasks-per-node": str(where.ranks_per_node),
     }
     if cluster.gres:
-        options["gres"] = f"{cluster.gres}:{where.ranks_per_node + separate_gpus(config)}"
+        options["gres"] = f"{cluster.gres}:{where.ranks_per_node + where.separate_gpus}"
     if cluster.cpus_per_task:
         options["cpus-per-task"] = str(cluster.cpus_per_task)
     if cluster.exclusive:
@@ -53,11 +53,14 @@ def job_name(config: Config) -> str:
     return f"rlbatch-{config.model.name or 'run'}"
 
 
-def batch_script(config: Config, run_dir: Path, notice_s: int, variables: Mapping[str, str], command: Sequence[str]) -> str:
+def batch_script(
+    config: Config, where: Placement, run_dir: Path, notice_s: int, variables: Mapping[str, str], command: Sequence[str]
+) -> str:
     """The text that is given to sbatch.
 
     Args:
         config: The job's.
+        where: Its nodes.
         run_dir: Run folder; its ``logs/job.log`` gets the output.
         notice_s: Seconds between the notice and the time limit.
         variables: Of every rank, beside the cluster's.
@@ -68,7 +71,7 @@ def batch_script(config: Config, run_dir: Path, notice_s: int, variables: Mappin
     """
     cluster = config.cluster
     output = str(run_dir / MERGED_LOG).replace("%", "%%")  # else %j and the like stand for numbers of the job
-    options = batch_options(config, notice_s) | {"output": output}
+    options = batch_options(config, where, notice_s) | {"output": output}
     texts = {f"cluster.{name}": str(getattr(cluster, name)) for name in ("gres", "partition", "account", "qos", "time_limit", "constraint")}
     for key, text in {"run_dir": str(run_dir), "model.name": config.model.name, **texts}.items():
         _check_text(key, text)

@@ -20,9 +20,12 @@ from rlbatch.engines.transfer.weight_group import SENDER, WeightGroup
 from rlbatch.plan.engine_plan import EnginePlan
 from rlbatch.plan.nodes import Placement
 from rlbatch.prepare import placement
+from rlbatch.registry import load_plugins
 from tests.hosted_plugin import hosted
 from tests.leftovers import shared_by
 from tests.stopwatch import Stopwatch
+
+REGISTRY = load_plugins()
 
 LIMIT_S = 60.0
 
@@ -127,7 +130,7 @@ def test_submit_refuses_gpus_that_are_not_there(overrides: list[str], message: s
     """As many as the ranks of a node, which has that many twice."""
     config = compose(["rollout=vllm", "+rollout.options.separate_gpus=4", *overrides])
     with pytest.raises(ConfigError, match=message):
-        EnginePlan(config, 1, EngineShape(separate_gpus=4, separate_option="separate_gpus"), placement(config)).check_separate_gpus()
+        EnginePlan(config, REGISTRY, 1, EngineShape(separate_gpus=4), placement(config, REGISTRY)).check_separate_gpus()
 
 
 def test_hosts_of_engines_on_gpus_of_their_own(tmp_path: Path) -> None:
@@ -136,9 +139,9 @@ def test_hosts_of_engines_on_gpus_of_their_own(tmp_path: Path) -> None:
     (tmp_path / "unlike").write_text("n1 slots=3\nn2 slots=1\n")
     job = ["rollout=vllm", "launcher=mpi", "layout.world_size=4", "layout.ep_size=4", "+rollout.options.separate_gpus=2"]
     config = compose([*job, f"cluster.hostfile={tmp_path / 'hosts'}"])
-    shape = EngineShape(separate_gpus=2, separate_option="separate_gpus")
-    assert placement(config) == Placement(2, 2)
-    EnginePlan(config, 1, shape, placement(config)).check_separate_gpus()
+    shape = EngineShape(separate_gpus=2)
+    assert placement(config, REGISTRY) == Placement(2, 2)
+    EnginePlan(config, REGISTRY, 1, shape, placement(config, REGISTRY)).check_separate_gpus()
     config = compose([*job, f"cluster.hostfile={tmp_path / 'unlike'}"])
     with pytest.raises(ConfigError, match=r"separate_gpus=2: each host must take as many ranks.* Write `slots=2` behind each"):
-        EnginePlan(config, 1, shape, placement(config)).check_separate_gpus()
+        EnginePlan(config, REGISTRY, 1, shape, placement(config, REGISTRY)).check_separate_gpus()

@@ -37,6 +37,10 @@ def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mpirun, "own_address", lambda peer: "10.0.0.9")
 
 
+def job(config: Config, mpi: Mpi) -> MpiJob:
+    return mpi_job(config, read_hosts(config, 8), RUN_DIR, mpi, COMMAND)
+
+
 def config(tmp_path: Path, ranks: int = 10, text: str = HOSTS, interface: str = "") -> Config:
     path = tmp_path / "hosts.txt"
     path.write_text(text)
@@ -72,24 +76,24 @@ def test_no_mpirun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_ranks_fill_hosts_in_order(tmp_path: Path) -> None:
     """As many slots as ranks: whole hosts first, the last takes what is left, others none."""
-    assert read_hosts(config(tmp_path)) == (Host("n01", 4), Host("n02", 4), Host("n03", 2))
-    assert read_hosts(config(tmp_path, ranks=3)) == (Host("n01", 3),)
-    assert read_hosts(config(tmp_path, ranks=16, text="a\nb\n")) == (Host("a", 8), Host("b", 8))
+    assert read_hosts(config(tmp_path), 8) == (Host("n01", 4), Host("n02", 4), Host("n03", 2))
+    assert read_hosts(config(tmp_path, ranks=3), 8) == (Host("n01", 3),)
+    assert read_hosts(config(tmp_path, ranks=16, text="a\nb\n"), 8) == (Host("a", 8), Host("b", 8))
 
 
 def test_fewer_slots_than_ranks(tmp_path: Path) -> None:
     """Refused with both numbers, before MPICH would wrap around."""
     with pytest.raises(ConfigError, match=r"hosts\.txt: has 16 slots on 3 hosts, fewer than layout\.world_size \(17\), one rank a slot"):
-        read_hosts(config(tmp_path, ranks=17))
+        read_hosts(config(tmp_path, ranks=17), 8)
 
 
 def test_bad_hostfiles(tmp_path: Path) -> None:
     """A line that is refused is named; a file that is not there, too."""
     with pytest.raises(ConfigError, match=r"hosts\.txt:2: "):
-        read_hosts(config(tmp_path, text="n01 slots=4\nn02 slots=two\n"))
+        read_hosts(config(tmp_path, text="n01 slots=4\nn02 slots=two\n"), 8)
     missing = Config(cluster=ClusterConfig(hostfile=str(tmp_path / "absent")))
     with pytest.raises(ConfigError, match=r"cluster\.hostfile=.*absent: cannot be read"):
-        read_hosts(missing)
+        read_hosts(missing, 8)
 
 
 def test_each_launchers_own_hostfile() -> None:
@@ -121,35 +125,35 @@ OPEN_MPI = "-np 10 --hostfile /runs/mine/hostfile --map-by slot --bind-to none"
 )
 def test_commands(tmp_path: Path, mpi: Mpi, words: str) -> None:
     """The whole command line of each launcher: ranks node after node, not bound, variables forwarded by name only."""
-    assert mpi_job(config(tmp_path), RUN_DIR, mpi, COMMAND).command == ("mpirun", *words.split(), *COMMAND)
+    assert job(config(tmp_path), mpi).command == ("mpirun", *words.split(), *COMMAND)
 
 
 def test_root_and_interface(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Open MPI runs as root only if it is told to, and only root tells it; the interface goes to its own sockets too."""
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    four = mpi_job(config(tmp_path, interface="lo"), RUN_DIR, Mpi.OPEN_MPI_4, COMMAND).command
+    four = job(config(tmp_path, interface="lo"), Mpi.OPEN_MPI_4).command
     assert "--allow-run-as-root" in four
     assert " ".join(four).count("--mca oob_tcp_if_include lo --mca btl_tcp_if_include lo") == 1
-    five = " ".join(mpi_job(config(tmp_path, interface="lo"), RUN_DIR, Mpi.OPEN_MPI_5, COMMAND).command)
+    five = " ".join(job(config(tmp_path, interface="lo"), Mpi.OPEN_MPI_5).command)
     assert "--prtemca prte_if_include lo --mca btl_tcp_if_include lo" in five
     assert "-x GLOO_SOCKET_IFNAME -x NCCL_SOCKET_IFNAME" in five
-    assert "-iface lo" in " ".join(mpi_job(config(tmp_path, interface="lo"), RUN_DIR, Mpi.INTEL, COMMAND).command)
+    assert "-iface lo" in " ".join(job(config(tmp_path, interface="lo"), Mpi.INTEL).command)
 
 
 def test_values_of_variables_stay_off_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A command line can be read by every user of a machine: tokens go through the environment."""
     monkeypatch.setenv("HF_TOKEN", "secret")
-    job = mpi_job(config(tmp_path), RUN_DIR, Mpi.OPEN_MPI_5, COMMAND)
-    assert "HF_TOKEN" in job.command
-    assert not [word for word in job.command if "secret" in word]
+    made = job(config(tmp_path), Mpi.OPEN_MPI_5)
+    assert "HF_TOKEN" in made.command
+    assert not [word for word in made.command if "secret" in word]
 
 
 def test_without_hostfile(tmp_path: Path) -> None:
     """All ranks on this machine, even if it has fewer cores."""
-    job = mpi_job(Config(layout=LayoutConfig(world_size=4)), RUN_DIR, Mpi.OPEN_MPI_5, COMMAND)
-    assert job.hostfile == ""
-    assert "slot:OVERSUBSCRIBE" in job.command
-    assert len(job.hosts) == 1
+    made = job(Config(layout=LayoutConfig(world_size=4)), Mpi.OPEN_MPI_5)
+    assert made.hostfile == ""
+    assert "slot:OVERSUBSCRIBE" in made.command
+    assert len(made.hosts) == 1
 
 
 def test_output_that_goes_to_a_file(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import pytest
 from rlbatch.config.schema import ClusterConfig, Config, LaunchConfig, LayoutConfig, ModelConfig
 from rlbatch.launch.starters.sbatch import batch_script
 from rlbatch.launch.starters.sbatch_rejections import explain_rejection
+from rlbatch.plan.nodes import Placement
 
 RUN_DIR = Path("/runs/mine")
 PLAIN = """\
@@ -86,7 +87,7 @@ def test_script_of_a_large_job() -> None:
     """Whole nodes with all their memory, notice and requeue, one srun; what the site decides is left out."""
     cluster = ClusterConfig(environment={"OMP_NUM_THREADS": "16"})
     config = Config(layout=LayoutConfig(world_size=96), model=ModelConfig(name="deepseek671b"), cluster=cluster)
-    assert batch_script(config, RUN_DIR, 1320, {"SUBMITIT_EXECUTOR": "slurm"}, command("/runs/mine")) == PLAIN
+    assert batch_script(config, Placement(12, 8), RUN_DIR, 1320, {"SUBMITIT_EXECUTOR": "slurm"}, command("/runs/mine")) == PLAIN
 
 
 def test_script_with_every_key() -> None:
@@ -109,12 +110,12 @@ def test_script_with_every_key() -> None:
         interface="bond0",
     )
     config = Config(layout=LayoutConfig(world_size=8), cluster=cluster)
-    assert batch_script(config, Path("/runs/my run"), 60, {}, command("/runs/my run")) == EVERYTHING
+    assert batch_script(config, Placement(2, 4), Path("/runs/my run"), 60, {}, command("/runs/my run")) == EVERYTHING
 
 
 def test_a_percent_sign_is_no_pattern() -> None:
     """sbatch replaces %j, %a, %5x and the like in the name of the log."""
-    text = batch_script(Config(), Path("/runs/top10%_a %%j"), 60, {}, ["true"])
+    text = batch_script(Config(), Placement(1, 2), Path("/runs/top10%_a %%j"), 60, {}, ["true"])
     assert "#SBATCH --output='/runs/top10%%_a %%%%j/logs/job.log'\n" in text
     assert "[ -e '/runs/top10%_a %%j'/first_error.json ]" in text
 
@@ -122,7 +123,7 @@ def test_a_percent_sign_is_no_pattern() -> None:
 def test_nodes_without_gpus() -> None:
     """An empty gres asks for none, a shared node for no memory."""
     cluster = ClusterConfig(gpus_per_node=2, gres="", exclusive=False)
-    text = batch_script(Config(layout=LayoutConfig(world_size=4), cluster=cluster), RUN_DIR, 60, {}, command("/runs/mine"))
+    text = batch_script(Config(layout=LayoutConfig(world_size=4), cluster=cluster), Placement(1, 4), RUN_DIR, 60, {}, command("/runs/mine"))
     assert "--gres" not in text
     assert "--mem" not in text
     assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=2\n" in text

@@ -1,0 +1,180 @@
+"""What a plugin says of what it registers: options, and what rlbatch must know before anything runs. No torch is imported here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rlbatch.api.protocols import AdvantageEstimator
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """Options of what takes none."""
+
+
+@dataclass(frozen=True)
+class Configurable:
+    """A reward, rollout backend or offload strategy with options of its own: they become config keys under its group
+    (``reward.options.my_option``). The types below also say what only one kind can.
+
+    Attributes:
+        build: Called once a rank with an instance of ``options`` (after the context, where the extension's factory takes one).
+        options: A dataclass; every field has a default.
+    """
+
+    build: Callable[..., Any]
+    options: type
+
+
+def any_label(options: Any, label: Any) -> None:
+    """Of a reward that takes every JSON value."""
+
+
+@dataclass(frozen=True)
+class RewardSpec(Configurable):
+    """A reward, and which labels it can use.
+
+    Attributes:
+        check_label: Given the options and a label: raises ``DataError`` if the reward cannot use it; see ``LabelChecker``.
+    """
+
+    check_label: Callable[[Any, Any], None] = any_label
+
+
+@dataclass(frozen=True)
+class AdvantageSpec:
+    """An advantage estimator, and what it needs.
+
+    Attributes:
+        estimate: The estimator.
+        min_group_size: Least ``algorithm.group_size``: 2 of one that compares the samples of a prompt.
+    """
+
+    estimate: AdvantageEstimator
+    min_group_size: int = 1
+
+
+@dataclass(frozen=True)
+class OffloadMemory:
+    """What an offload strategy does with the trainer's memory: what submit and the preflight count.
+
+    Attributes:
+        releases_gradients: Whether gradients have memory in updates only: not before the first, and not while an engine generates.
+        hosted_share: Share of the parameters, in whole tensors, whose optimizer state is on the host, in all phases.
+        hosted_bytes: Of host memory, for each of these.
+        moves_state: Whether the other optimizer state leaves the accelerator while an engine generates, into host memory that is kept
+            from then on.
+    """
+
+    releases_gradients: bool = False
+    hosted_share: float = 0.0
+    hosted_bytes: float = 0.0
+    moves_state: bool = False
+
+
+@dataclass(frozen=True)
+class OffloadSpec(Configurable):
+    """An offload strategy, and what it does with memory.
+
+    Attributes:
+        needs_gpu: Refused at submit where the ranks would run on CPUs.
+        memory: What it does with memory, given its options and ``train.precision``; may raise ``ConfigError``. None: not known, then all
+            that it could move counts as nothing.
+    """
+
+    needs_gpu: bool = False
+    memory: Callable[[Any, str], OffloadMemory] | None = None
+
+
+@dataclass(frozen=True)
+class EngineShape:
+    """How an engine divides a model over its GPUs: what submit checks before anything starts.
+
+    Attributes:
+        replica_gpus: GPUs that hold one copy of all but the routed experts; they must be on one node.
+        replicas: Copies. Routed experts are divided over all GPUs of the engine.
+        memory_share: Of each GPU's memory: what the engine takes, weights and cache.
+        context_tokens: Longest prompt and response together, with ``context_spare``; 0: not said.
+        stages: Pipeline stages of a replica.
+        separate_gpus: GPUs of each node that have no rank, but only engines; 0: engines are on the ranks' GPUs.
+        asleep: Where the weights are while the trainer trains: on the ``gpu``, beside the cache, in ``host`` memory, or ``gone``.
+        fills_share: Whether the cache takes all of ``memory_share`` that weights leave.
+        offloaded_gib: Of the weights on each GPU, what the engine keeps in host memory instead, GiB.
+        value_bytes: Of a weight that is not quantised; 0: as the trainer's.
+        cached_bytes: Of a number in the cache; 0: as ``value_bytes``.
+        gone_options: Of ``rollout.options``, with what values weights are ``gone``.
+        memory_option: Of ``rollout.engine``, what says ``memory_share``; empty: nothing does.
+        context_option: Of ``rollout.engine``, what says ``context_tokens``.
+        replicas_option: Of ``rollout.engine``, what says ``replicas``.
+        context_spare: How many of ``context_tokens`` the engine keeps for itself.
+        is_share_of_free: Whether ``memory_share`` is one of what is free beside the trainer when the engine starts, not of all.
+        cpu_head_sizes: Sizes of attention heads for which it has kernels on CPUs; empty: any. Latent attention has its own.
+    """
+
+    replica_gpus: int = 1
+    replicas: int = 1
+    memory_share: float = 1.0
+    context_tokens: int = 0
+    stages: int = 1
+    separate_gpus: int = 0
+    asleep: Literal["gpu", "host", "gone"] = "gone"
+    fills_share: bool = True
+    offloaded_gib: float = 0.0
+    value_bytes: float = 0.0
+    cached_bytes: float = 0.0
+    gone_options: Mapping[str, Any] = field(default_factory=dict)
+    memory_option: str = ""
+    context_option: str = ""
+    replicas_option: str = ""
+    context_spare: int = 0
+    is_share_of_free: bool = False
+    cpu_head_sizes: Sequence[int] = ()
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether the trainer is on the same GPUs."""
+        return not self.separate_gpus
+
+
+def no_draft(engine: Mapping[str, Any]) -> str | None:
+    """Of an engine that speculates with no weights of its own."""
+    return None
+
+
+def any_engine(options: Any, engine: Mapping[str, Any]) -> None:
+    """Of a backend whose engine needs nothing that a machine might lack."""
+
+
+@dataclass(frozen=True)
+class RolloutSpec(Configurable):
+    """A rollout backend, and what submit must know of its engine.
+
+    Attributes:
+        needs_gpu: Refused at submit where the ranks would run on CPUs.
+        has_engine: Whether it takes ``rollout.engine.*``.
+        ranks_option: The option that says how many neighbouring ranks share an engine; empty: each has its own.
+        separate_option: The option that says how many GPUs of each node have no rank, but only engines; empty: none.
+        shortest_option: The option that says before which token of a response no stop token is sampled; empty: any may be one.
+        over_nodes: The options in ``rollout.engine`` of an engine on so many nodes; on each the first of its ranks there generates. None:
+            an engine's ranks must be on one node.
+        engine_shape: How its engine divides the model, given its options and ``rollout.engine.*``; may raise ``ConfigError``. None: the
+            ranks of an engine hold one copy.
+        check_engine: Whether this machine has its engine, given the same; called at submit where ranks start on the same machine, and on
+            each node before the model is built; raises ``ConfigError``.
+        has_fp8: Whether its engine, on GPUs, takes weights that are quantised in blocks (``rollout.quantization``).
+        draft: Whose weights its engine speculates with, given ``rollout.engine.*``: a Hugging Face folder, empty for the layers that the
+            model's family carries, None for none; may raise ``ConfigError``.
+    """
+
+    needs_gpu: bool = False
+    has_engine: bool = False
+    ranks_option: str = ""
+    separate_option: str = ""
+    shortest_option: str = ""
+    over_nodes: Callable[[int], Mapping[str, Any]] | None = None
+    engine_shape: Callable[[Any, Mapping[str, Any]], EngineShape] | None = None
+    check_engine: Callable[[Any, Mapping[str, Any]], None] = any_engine
+    has_fp8: bool = False
+    draft: Callable[[Mapping[str, Any]], str | None] = no_draft
