@@ -93,7 +93,7 @@ def test_heads_without_a_kernel() -> None:
     """An engine that has kernels for some sizes of heads says on CPUs which, also where the size follows from others; latent attention and
     GPUs have their own.
     """
-    plan = EnginePlan(compose(["rollout=vllm"]), 1, EngineShape(cpu_head_sizes=(32, 64)), None)
+    plan = EnginePlan(compose(["rollout=vllm"]), REGISTRY, 1, EngineShape(cpu_head_sizes=(32, 64)), None)
     qwen = REGISTRY.resolve_model_family(CONFIGS["qwen3_30b"])
     with pytest.raises(
         ConfigError, match=r"^rollout=vllm: model\.hf's attention heads have size 128, on CPUs the engine has kernels for 32, 64\."

@@ -123,7 +123,7 @@ def test_a_percent_sign_is_no_pattern() -> None:
 def test_nodes_without_gpus() -> None:
     """An empty gres asks for none, a shared node for no memory."""
     cluster = ClusterConfig(gpus_per_node=2, gres="", exclusive=False)
-    text = batch_script(Config(layout=LayoutConfig(world_size=4), cluster=cluster), Placement(1, 4), RUN_DIR, 60, {}, command("/runs/mine"))
+    text = batch_script(Config(layout=LayoutConfig(world_size=4), cluster=cluster), Placement(2, 2), RUN_DIR, 60, {}, command("/runs/mine"))
     assert "--gres" not in text
     assert "--mem" not in text
     assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=2\n" in text
