@@ -84,11 +84,18 @@ def test_a_link_is_named_by_what_it_leads_to(page: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_code_that_is_named_exists(page: str) -> None:
-    """Files of the repository in `code`, and modules behind `python -m`."""
+    """Files of the repository in `code`, modules with what they hold, and modules behind `python -m`."""
     folders = "benchmarks|configs|docs|examples|plugins|rlbatch|slurm|tests"
     for code in code_spans(page):
         for path in re.findall(rf"(?<![\w/.])((?:{folders})/[\w/.-]+\.(?:py|md|yaml|sbatch|txt))(?!\w)", code):
             assert (ROOT / path).exists() or (ROOT / page).parent.joinpath(path).exists(), path
+        for name in re.findall(r"(?<![\w/.<-])rlbatch(?:\.\w+)+(?![\w-])", code):
+            path = Path("rlbatch")
+            rest = name.split(".")[1:]
+            while rest and ((ROOT / path / rest[0]).is_dir() or (ROOT / path / f"{rest[0]}.py").exists()):
+                path = path / rest.pop(0)
+            file = path / "__init__.py" if (ROOT / path).is_dir() else path.with_suffix(".py")
+            assert not rest or re.search(rf"\b{rest[0]}\b", content(file.as_posix())), name
     for module in re.findall(r"-m ((?:rlbatch|tests|benchmarks|examples)(?:\.\w+)+)", content(page)):
         path = ROOT / module.replace(".", "/")
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
