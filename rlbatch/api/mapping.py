@@ -153,3 +153,22 @@ class ModelFamily:
     def num_experts(self) -> int:
         """Experts of a layer; 0 for a dense model."""
         return int(self.transformer.get("num_moe_experts") or 0)
+
+    @property
+    def has_experts(self) -> tuple[bool, ...]:
+        """Whether each layer has experts. ``moe_layer_freq`` is Megatron's: every n-th layer, or a 1 for each layer that has some."""
+        frequency = self.transformer.get("moe_layer_freq", 1)
+        if not self.num_experts:
+            return (False,) * self.num_layers
+        return (
+            tuple(not layer % frequency for layer in range(self.num_layers)) if isinstance(frequency, int) else tuple(map(bool, frequency))
+        )
+
+    @property
+    def head_sizes(self) -> tuple[int, int]:
+        """Of queries and keys, and of values."""
+        model = self.transformer
+        if model.get("multi_latent_attention"):
+            return int(model["qk_head_dim"]) + int(model["qk_pos_emb_head_dim"]), int(model["v_head_dim"])
+        size = int(model.get("kv_channels") or model["hidden_size"] // model["num_attention_heads"])
+        return size, size

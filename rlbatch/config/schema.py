@@ -222,7 +222,9 @@ class ClusterConfig:
     gpus_per_node: Annotated[int, Range(above=0, most=1024)] = key(8, "GPUs (and ranks) of a node.")
     gpu: str = key("", "Kind of GPU, e.g. H100; empty: not said.")
     gpu_memory_gib: Amount = key(0.0, "Memory of a GPU, GiB; 0: not said.")
-    gpu_bf16_tflops: Amount = key(0.0, "Dense bf16 peak of a GPU, TFLOP/s; 0: not said.")
+    gpu_bf16_tflops: Amount = key(
+        0.0, "Dense bf16 peak of a GPU, TFLOP/s, of which `perf/mfu` is a share; 0: by the name of the GPU, or measured."
+    )
     gpu_link_gbs: Amount = key(0.0, "NVLink bandwidth of a GPU, one direction, GB/s; 0: not said.")
     host_memory_gib: Amount = key(0.0, "Memory of a node, GiB; 0: not said.")
     storage_gbs: Annotated[float, Range(least=1e-3, most=1e6)] = key(

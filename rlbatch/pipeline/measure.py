@@ -127,7 +127,7 @@ def speed(job: Job, batch: Batch, clock: PhaseClock) -> dict[str, float]:
         "time/step_s": seconds,
         "perf/tokens_per_s": per_second,
         "perf/tokens_per_s_per_gpu": per_second / world_size,
-        "perf/mfu": mfu.mfu(flops, trained, world_size, mfu.peak_flops(job.device)),
+        "perf/mfu": mfu.mfu(flops, trained, world_size, mfu.peak_flops(job.device, job.config.cluster.gpu_bf16_tflops)),
     }
 
 

@@ -107,7 +107,7 @@ def cache_bytes(family: ModelFamily, shape: EngineShape, value_bytes: float) -> 
     if model.get("multi_latent_attention"):  # the latent part is on every tensor-parallel GPU
         return float(layers * (model["kv_lora_rank"] + model["qk_pos_emb_head_dim"]) * value_bytes)
     groups = model.get("num_query_groups") or model["num_attention_heads"]
-    return float(layers * 2 * max(groups * shape.stages / shape.replica_gpus, 1) * model["kv_channels"] * value_bytes)
+    return float(layers * 2 * max(groups * shape.stages / shape.replica_gpus, 1) * family.head_sizes[0] * value_bytes)
 
 
 def _weights(part: Part, job: Demand, full: float) -> float:

@@ -134,10 +134,9 @@ class EnginePlan:
         Raises:
             ConfigError: the size, and those that it has.
         """
-        sizes, architecture = self.shape.cpu_head_sizes, family.transformer
-        if on_gpu or not sizes or architecture.get("multi_latent_attention"):
+        sizes, (size, _) = self.shape.cpu_head_sizes, family.head_sizes
+        if on_gpu or not sizes or family.transformer.get("multi_latent_attention"):
             return
-        size = architecture.get("kv_channels") or architecture["hidden_size"] // architecture["num_attention_heads"]
         if size not in sizes:
             raise ConfigError(
                 f"rollout={self.config.rollout.name}: model.hf's attention heads have size {size}, on CPUs the engine has kernels for "

@@ -95,7 +95,7 @@ def _check_world(layout: LayoutConfig, family: ModelFamily) -> None:
 
 def _check_tensor_parallel(layout: LayoutConfig, family: ModelFamily) -> None:
     names = ["num_attention_heads", "num_query_groups", "moe_shared_expert_intermediate_size"]
-    if _has_dense_layers(family):
+    if not all(family.has_experts):
         names.append("ffn_hidden_size")
     for name in names:
         _check_divides("tp_size", layout.tp_size, name, family)
@@ -172,13 +172,6 @@ def _check_divides(name: str, size: int, number_name: str, family: ModelFamily) 
     if number % size:
         shown = "num_experts" if number_name == "num_moe_experts" else number_name
         raise ConfigError(f"layout.{name}={size}: must divide {shown} ({number}). Use {_either(_near(size, _divisors(number)))}.")
-
-
-def _has_dense_layers(family: ModelFamily) -> bool:
-    """Megatron's ``moe_layer_freq``: every n-th layer has experts, or a 0/1 a layer."""
-    frequency = family.transformer.get("moe_layer_freq", 1)
-    every_layer = frequency == 1 if isinstance(frequency, int) else all(frequency)
-    return not family.num_experts or not every_layer
 
 
 def _stage_layers(layout: LayoutConfig, num_layers: int) -> tuple[int, ...]:

@@ -88,7 +88,7 @@ class ModelSize:
         self.family = family
         table, norm = family.vocab_size * int(family.transformer["hidden_size"]), _norm(family)
         self._embedding = Part(vocabulary=table, largest=table)
-        self._layers = tuple(_layer(family, has_experts=is_sparse) for is_sparse in _sparse_layers(family))
+        self._layers = tuple(_layer(family, has_experts=is_sparse) for is_sparse in family.has_experts)
         self._output = (Part() if family.tie_embeddings else self._embedding) + Part(whole=norm, unquantised=norm)
         self.total = _sum([self._embedding, *self._layers, self._output])
 
@@ -172,7 +172,7 @@ def _attention(family: ModelFamily) -> Part:
     has_norms = bool(model.get("qk_layernorm"))
     if model.get("multi_latent_attention"):
         return _latent_attention(family)
-    width, groups = model["kv_channels"], model.get("num_query_groups") or heads
+    width, groups = family.head_sizes[0], model.get("num_query_groups") or heads
     qkv, norms = width * (heads + 2 * groups), 2 * width * has_norms
     bias = qkv if model.get("add_qkv_bias") else 0
     return Part(divided=hidden * (qkv + heads * width) + bias, whole=norms, unquantised=norms + bias, largest=hidden * qkv)
@@ -180,7 +180,7 @@ def _attention(family: ModelFamily) -> Part:
 
 def _latent_attention(family: ModelFamily) -> Part:
     model, hidden, heads = family.transformer, family.transformer["hidden_size"], family.transformer["num_attention_heads"]
-    query, value = heads * (model["qk_head_dim"] + model["qk_pos_emb_head_dim"]), heads * model["v_head_dim"]
+    query, value = (heads * size for size in family.head_sizes)
     rank, latent = model.get("q_lora_rank") or 0, model["kv_lora_rank"]
     key_value = latent * (heads * model["qk_head_dim"] + value)
     norms = (rank + latent) * bool(model.get("qk_layernorm"))
@@ -215,11 +215,3 @@ def _shared_width(family: ModelFamily) -> int:
 def _inwards(family: ModelFamily) -> int:
     """Matrices of an MLP from hidden states to its inner width."""
     return 2 if family.transformer.get("gated_linear_unit") else 1
-
-
-def _sparse_layers(family: ModelFamily) -> list[bool]:
-    """Which layers have experts. ``moe_layer_freq`` is Megatron's: every n-th layer, or a 1 for each layer that has some."""
-    frequency = family.transformer.get("moe_layer_freq", 1)
-    if not family.num_experts:
-        return [False] * family.num_layers
-    return [not layer % frequency for layer in range(family.num_layers)] if isinstance(frequency, int) else list(map(bool, frequency))
