@@ -26,6 +26,7 @@ from rlbatch.launch.membership.overseer import Overseer
 from rlbatch.launch.membership.store_port import StorePort
 from rlbatch.launch.ranks.interfaces import (
     LOOPBACK,
+    PORTS,
     addresses_of,
     interface_of,
     listen,
@@ -40,8 +41,6 @@ from rlbatch.launch.records.attempt import Attempt, new_attempt, read_attempt, w
 from rlbatch.launch.records.failures import CLOCK_S, FIRST_ERROR, is_earlier, read_first_error
 from rlbatch.launch.records.lock import ATTEMPT_LOCK, Lock
 
-FIRST_PORT, NUM_PORTS = 20000, 10000
-"""Below the range from which Linux hands ports to other connections."""
 MAX_PROBES = 64
 """Ports in a row that are tried."""
 CONNECT_S = 3.0
@@ -186,7 +185,7 @@ def first_port(job_id: str, restart_count: int) -> int:
     """Port at which rank 0 tries to listen first: jobs on one node mostly differ in it, and so do attempts of a job."""
     digits = re.match("[0-9]+", job_id)
     number = int(digits[0]) if digits else zlib.crc32(job_id.encode()) if job_id else os.getpid()
-    return FIRST_PORT + (number + restart_count) % NUM_PORTS
+    return PORTS[(number + restart_count) % len(PORTS)]
 
 
 def _forget_earlier_failure(run_dir: Path) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from rlbatch.api.exit_codes import DONE, FAILED, STOPPED
 from rlbatch.config.schema import Config
 from rlbatch.launch.ranks.children import END_SIGNAL, GroupGuard, dies_with_parent, signal_group
+from rlbatch.launch.ranks.interfaces import LOOPBACK, PORTS
 from rlbatch.launch.ranks.rank_info import RankInfo
 from rlbatch.launch.ranks.variables import LAUNCH_VARIABLE
 from rlbatch.launch.records.failures import FIRST_ERROR, TERMINAL_VARIABLE, WORD_VARIABLE, FirstError, claim
@@ -26,8 +27,6 @@ from rlbatch.launch.shutdown.signals import KILL_WAIT_S, received_signals, signa
 GRACE_S = 3.0
 """Seconds between ``END_SIGNAL`` and SIGKILL."""
 POLL_S = 0.05
-LOOPBACK = "127.0.0.1"
-PORTS = (20000, 30000)
 
 Rank = subprocess.Popen[bytes]
 
@@ -87,7 +86,7 @@ def _saved(run_dir: Path) -> str:
 def _free_port() -> int:
     """A port that rank 0 can take seconds later: below the range from which the system hands ports to other processes meanwhile."""
     while True:
-        port = random.SystemRandom().randrange(*PORTS)
+        port = random.SystemRandom().choice(PORTS)
         with socket.socket() as probe, suppress(OSError):
             probe.bind((LOOPBACK, port))
             return port
