@@ -21,8 +21,8 @@ PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "H20": 148e12, "A100": 312e12}
 def matmul_flops_per_token(family: ModelFamily) -> float:
     """Forward FLOPs of a token in matrix products with weights: attention projections, MLPs, top-k and shared experts, logits."""
     size = ModelSize(family).total
-    experts = size.experts * family.transformer.get("moe_router_topk", 2) / (family.num_experts or 1)
-    return 2.0 * (size.dense - size.vocabulary - size.unquantised + experts + family.transformer["hidden_size"] * family.vocab_size)
+    experts = size.experts * int(family.transformer.get("moe_router_topk", 2)) / (family.num_experts or 1)
+    return 2.0 * (size.dense - size.vocabulary - size.unquantised + experts + int(family.transformer["hidden_size"]) * family.vocab_size)
 
 
 def attention_flops_per_squared_token(family: ModelFamily) -> float:
