@@ -21,6 +21,7 @@ DOCS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglo
 PAGES = ["README.md", *DOCS, *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "examples").glob("*/README.md"))]
 USE = [page for page in DOCS if page.startswith("docs/use/")]
 MEASUREMENTS = [page for page in DOCS if page.startswith("docs/measurements/") and page != "docs/measurements/status.md"]
+MESSAGES = [page for page in USE if page.startswith("docs/use/messages")]
 LINK = re.compile(r"\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^)\s]+)\)")
 SOURCES = ("rlbatch/**/*.py", "plugins/**/*.py")
 
@@ -168,7 +169,7 @@ def test_keys_and_tags_exist(page: str) -> None:
             assert tag in TAGS, tag
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/use/messages.md"])
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in MESSAGES])
 def test_commands_compose(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each `python -m rlbatch.submit` in a code block has overrides that exist, with values of the right type."""
     monkeypatch.chdir(ROOT)
@@ -185,9 +186,9 @@ def test_commands_compose(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_messages_are_the_codes() -> None:
-    """Every part of a message in docs/use/messages.md stands in the code."""
+    """Every part of a message in docs/use/messages*.md stands in the code."""
     source = code_strings()
-    rows = re.findall(r"^\| `([^`]+)` \|", content("docs/use/messages.md"), re.MULTILINE)
+    rows = re.findall(r"^\| `([^`]+)` \|", "".join(content(page) for page in MESSAGES), re.MULTILINE)
     assert len(rows) > 40
     for message in rows:
         for part in message.split("…"):
