@@ -14,6 +14,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from rlbatch.testing.ranks import RankPools
+from tests.leftovers import STARTED
 from tests.long_tail import changed_since, concerned
 
 pytest.register_assert_rewrite("tests.plugins.engine_contract")  # it is no test file, but has tests in it
@@ -45,6 +46,13 @@ def _broken_pipes_are_errors() -> Iterator[None]:
     previous = signal.getsignal(signal.SIGPIPE)
     yield
     signal.signal(signal.SIGPIPE, previous)
+
+
+@pytest.fixture(autouse=True)
+def _runs_end_with_their_test() -> Iterator[None]:
+    yield
+    while STARTED:
+        STARTED.pop().kill()
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ GONE_S = 60.0
 """For the last process to end and for what others make at this moment to be opened; memory that is left stays for good."""
 LOOK_S = 0.1
 """Between two looks at what the test's processes have mapped."""
+STARTED: list[subprocess.Popen[str]] = []
+"""Runs of the test, which end with it: one that a failed test left would take the processors from all tests after it."""
 OURS = ("rlbatch-", "sem.rlbatch-", "vllm", "sglang")
 """How names of engines begin: what rlbatch makes them call their memory and semaphores, and their own."""
 

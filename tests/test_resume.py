@@ -20,7 +20,7 @@ from tests.small_disk import small_file_system
 from tests.stopwatch import Stopwatch
 from tests.test_run import ONE_RANK, TINY, Ended, finish, start, submit
 
-LIMIT_S = 300.0
+LIMIT_S = 600.0
 STEPS = 6
 RUN = (
     *TINY,

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 300.0
 MAX_THREADS = 400
 """Threads of a worker after which the pool is replaced: gloo keeps 48 for every model that was trained."""
 PR_SET_PDEATHSIG = 1
@@ -56,7 +56,7 @@ class RankPool:
         self.world_size = world_size
         self._workers: list[Worker] = []
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 300.0) -> list[Any]:
         """Calls ``function(*args)`` on every rank at once.
 
         ``torch.distributed`` is initialised; model-parallel state is as the previous function left it. After a failure the
