@@ -47,7 +47,21 @@ MODELS = {
     "qwen2 tied": (lambda: tiny_models.qwen2(tie_word_embeddings=True), ["pp2", "vpp2 pp2", "tp2 pp2", "pp2 cp2", "pp4"]),
     "qwen3": (tiny_models.qwen3, ["tp2 cp2", "pp2"]),
 }
-CASES = [(model, layout) for model, (_, layouts) in MODELS.items() for layout in layouts]
+ALWAYS = {
+    "qwen3_moe": WITH_EXPERTS,
+    "deepseek_v3": ["pp2 uneven", "vpp2 pp2 ep2", "tp2 pp2 ep2", "tp2 cp2 ep2", "tp2 ep2 etp2", "tp4 ep2"],
+    "moonlight": ["tp2 cp2 ep2"],
+    "mixtral": ["tp2 etp2", "tp2 pp2 ep2"],
+    "qwen2": ["pp2 cp2", "tp2 cp2", "recompute"],
+    "qwen2 tied": ["vpp2 pp2", "tp2 pp2"],
+    "qwen3": ["tp2 cp2"],
+}
+"""Each layout of one family, each family under those where it differs; the others are of the long tail."""
+CASES = [
+    pytest.param(model, layout, marks=() if layout in ALWAYS[model] else pytest.mark.long("models"))
+    for model, (_, layouts) in MODELS.items()
+    for layout in layouts
+]
 
 
 @pytest.fixture(scope="module")
