@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from rlbatch.api import ConfigError, RolloutSpec
-from rlbatch.config.check_allocator import check_allocator
 from rlbatch.config.check_cluster import check_cluster
 from rlbatch.config.schema import AlgorithmConfig, CheckpointConfig, Config, LayoutConfig, OptimizerConfig, RolloutConfig, TrainConfig
+from rlbatch.config.structured import closest
 
 SMALLEST = 1e-30
 """Of rates that float32 multiplies with."""
 COLDEST = 1e-3
 """Temperature above 0: below, differences of logits are certainties."""
 DEFAULTS = {"lr": OptimizerConfig().lr, "clip_grad": OptimizerConfig().clip_grad}
+
+ALLOCATOR_OPTIONS = (
+    "backend",
+    "expandable_segments",
+    "garbage_collection_threshold",
+    "graph_capture_record_stream_reuse",
+    "large_segment_size_mb",
+    "max_non_split_rounding_mb",
+    "max_split_size_mb",
+    "per_process_memory_fraction",
+    "pinned_max_cached_size_mb",
+    "pinned_max_round_threshold_mb",
+    "pinned_num_register_threads",
+    "pinned_reserve_segment_size_mb",
+    "pinned_use_background_threads",
+    "pinned_use_cuda_host_register",
+    "release_lock_on_cudamalloc",
+    "roundup_power2_divisions",
+)
+"""Those of torch 2.10 to 2.13 ("Optimizing memory usage with PYTORCH_CUDA_ALLOC_CONF" in its notes on CUDA)."""
 
 
 def check_config(config: Config) -> None:
@@ -22,7 +45,7 @@ def check_config(config: Config) -> None:
     """
     _check_train(config.train)
     _check_spec(config.train)
-    check_allocator(config.train.allocator)
+    _check_allocator(config.train.allocator)
     _check_optimizer(config.optimizer)
     _check_recompute(config.layout)
     _check_algorithm(config.algorithm)
@@ -55,6 +78,20 @@ def _check_spec(train: TrainConfig) -> None:
             "train.spec=transformer_engine: its attention over packs has no fp32 kernels, and train.precision=fp32. "
             "Use train.precision=bf16, or train.spec=auto."
         )
+
+
+def _check_allocator(options: Mapping[str, Any]) -> None:
+    """Raises ConfigError for what torch would refuse only on a GPU, with its first tensor."""
+    for name, value in options.items():
+        if name not in ALLOCATOR_OPTIONS:
+            meant = " or ".join(f"`{match}`" for match in closest(name, ALLOCATOR_OPTIONS))
+            hint = f"Did you mean {meant}?" if meant else f"It has {', '.join(ALLOCATOR_OPTIONS)}."
+            raise ConfigError(
+                f"train.allocator.{name}={value}: torch's allocator has no such option. {hint} (One of a newer torch goes into "
+                "cluster.environment.PYTORCH_CUDA_ALLOC_CONF.)"
+            )
+        if not isinstance(value, (bool, int, float, str)) or not str(value) or set(str(value)) & set(",: "):
+            raise ConfigError(f"train.allocator.{name}={value}: must be a number, true, false or a word. Write it so.")
 
 
 def _check_optimizer(optimizer: OptimizerConfig) -> None:

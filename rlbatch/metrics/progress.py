@@ -1,11 +1,12 @@
-"""Live progress of a run: a bar on a terminal, a line a step elsewhere."""
+"""Live progress: of a run, a bar on a terminal or a line a step elsewhere; of many bytes, a line every few seconds."""
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TextIO
 
 from rich.console import Console
@@ -16,6 +17,9 @@ from rlbatch.api import StepResult
 
 RECENT_STEPS = 10
 """Steps that the ETA is averaged over."""
+INTERVAL_S = 10.0
+"""Between two lines of bytes; what takes less is silent."""
+GB = 1e9
 
 
 class RunProgress:
@@ -127,3 +131,35 @@ def _start_bar(stream: TextIO, steps: int) -> Progress:
     # A rank may be ended by a signal at any time, and must not leave the user's terminal without a cursor.
     bar.console.show_cursor(True)
     return bar
+
+
+class ByteProgress:
+    """Progress of reading or writing many bytes: amount, rate and what is left, in a line every few seconds.
+
+    Args:
+        what: Begins every line, e.g. ``reading /models/Qwen3-30B-A3B``.
+        total_bytes: Of the whole.
+        announce: Told a line.
+        clock: Seconds.
+    """
+
+    def __init__(self, what: str, total_bytes: int, announce: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._what, self._total, self._announce, self._clock = what, total_bytes, announce, clock
+        self._done = 0
+        self._begun = self._told = clock()
+
+    def add(self, nbytes: int) -> None:
+        """Counts bytes that are done."""
+        self._done += nbytes
+        now = self._clock()
+        if now - self._told >= INTERVAL_S:
+            self._told = now
+            rate = self._done / (now - self._begun)
+            left = format_seconds((self._total - self._done) / rate) if rate else "-"
+            self._announce(f"{self._what}: {self._done / GB:.1f} of {self._total / GB:.1f} GB, {rate / GB:.2f} GB/s, {left} left")
+
+    def close(self) -> None:
+        """Tells of the whole, if anything was told before."""
+        if self._told > self._begun:
+            seconds = self._clock() - self._begun
+            self._announce(f"{self._what}: {self._done / GB:.1f} GB in {format_seconds(seconds)}, {self._done / seconds / GB:.2f} GB/s")

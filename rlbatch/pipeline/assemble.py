@@ -24,14 +24,14 @@ from rlbatch.megatron.trainer import Trainer
 from rlbatch.pipeline.embedded import write_random_weights
 from rlbatch.pipeline.engine_model import write_engine_folder
 from rlbatch.pipeline.engine_ranks import engine_ranks
+from rlbatch.pipeline.finished_groups import sampler_key
 from rlbatch.pipeline.first_rank import on_first_rank
-from rlbatch.pipeline.guard import Guard
+from rlbatch.pipeline.health import Health
 from rlbatch.pipeline.job import Job
 from rlbatch.pipeline.loading import load_policy, weights_source
 from rlbatch.pipeline.model_folder import end_tokens, load_tokenizer
 from rlbatch.pipeline.prompts import PromptOrder, load_prompts
 from rlbatch.pipeline.rollout import Rollout
-from rlbatch.pipeline.sampler import sampler_key
 from rlbatch.pipeline.stopping import Stopping
 from rlbatch.plan.engine_precision import check_device, engine_quantization
 from rlbatch.plan.layout import check_expert_widths, check_layout
@@ -142,7 +142,7 @@ def assemble(
         order=PromptOrder(len(train), config.seed),
         eval_prompts=held_out,
         needs_reference=needs_reference,
-        guard=Guard(config.train, announce),
+        health=Health(config.train, announce),
         quantises=quantization == "fp8",
     )
 

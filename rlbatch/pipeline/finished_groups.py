@@ -8,6 +8,7 @@ is as good as none.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 import shutil
@@ -21,7 +22,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from rlbatch.api import Completion, Prompt, SamplingParams
+from rlbatch.api import Completion, ForeignBackend, Prompt, RolloutBackend, SamplingParams
+from rlbatch.config.schema import Config
+from rlbatch.engines.host.inventory import software
 from rlbatch.weights.quantize import SCALE_SUFFIX
 
 FOLDER = "groups"
@@ -135,6 +138,22 @@ def delete_other_steps(run_dir: Path, step: int) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def sampler_key(config: Config, backend: RolloutBackend, engine_folder: Path) -> str:
+    """Tells samplers apart whose samples must not be mixed in a step. It says more often than necessary that two differ: that costs time.
+
+    Args:
+        config: The engine's options, its own and the backend's, and its precision.
+        backend: Whose code and interpreter it is.
+        engine_folder: Config, tokenizer, templates and code that engines read.
+    """
+    rollout = config.rollout
+    options = [rollout.name, rollout.options, rollout.engine, rollout.quantization, config.train.precision, config.cluster.environment]
+    files = [[str(path.relative_to(engine_folder)), _file_digest(path)] for path in sorted(engine_folder.rglob("*")) if path.is_file()]
+    code = _file_digest(Path(inspect.getfile(type(backend)))) if hasattr(inspect.getmodule(type(backend)), "__file__") else ""
+    interpreter = backend.software if isinstance(backend, ForeignBackend) else software()
+    return json.dumps([options, files, code, interpreter], sort_keys=True, default=str)
+
+
 def _metadata(content: bytes) -> dict[str, str]:
     """Of a safetensors file: 8 bytes with the size of a JSON header, in which ``__metadata__`` holds strings."""
     header: Any = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
@@ -144,3 +163,7 @@ def _metadata(content: bytes) -> dict[str, str]:
 
 def _digest(tensors: dict[str, Tensor], ends: str) -> str:
     return hashlib.sha256(ends.encode() + b"".join(tensors[name].numpy().tobytes() for name in sorted(tensors))).hexdigest()
+
+
+def _file_digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

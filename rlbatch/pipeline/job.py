@@ -12,7 +12,7 @@ from rlbatch.config.schema import Config
 from rlbatch.launch.membership.store import JobStore
 from rlbatch.launch.membership.watchdog import Watchdog
 from rlbatch.megatron.trainer import Trainer
-from rlbatch.pipeline.guard import Guard
+from rlbatch.pipeline.health import Health
 from rlbatch.pipeline.prompts import PromptOrder
 from rlbatch.pipeline.rollout import Rollout
 from rlbatch.pipeline.stopping import Stopping
@@ -42,7 +42,7 @@ class Job:
         order: Which prompts a step takes.
         eval_prompts: Held-out prompts; may be empty.
         needs_reference: Whether log-probs of the reference model are computed.
-        guard: Ends a run that would go on with values that are not finite, or learn nothing.
+        health: Ends a run that would go on with values that are not finite, or learn nothing.
         quantises: Whether engines hold the family's fp8 weights quantised.
     """
 
@@ -65,7 +65,7 @@ class Job:
     order: PromptOrder
     eval_prompts: list[Prompt]
     needs_reference: bool
-    guard: Guard
+    health: Health
     quantises: bool = False
 
     def sync_weights(self, *, is_taken: bool = True) -> None:

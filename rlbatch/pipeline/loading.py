@@ -13,7 +13,7 @@ from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import Config
 from rlbatch.megatron.checkpoint import load_weights
 from rlbatch.megatron.trainer import Trainer
-from rlbatch.metrics.transfer import Transfer
+from rlbatch.metrics.progress import ByteProgress
 from rlbatch.pipeline.first_rank import on_first_rank
 
 
@@ -51,7 +51,7 @@ def _load_weights(trainer: Trainer, key: str, folder: Path, hf_folder: Path, ann
         load_weights(trainer, state)
     else:
         tensors = HfTensors(folder, Reading(finite=True))
-        transfer = Transfer(f"reading {folder} (rank 0's share)", trainer.weight_bytes, announce)
+        transfer = ByteProgress(f"reading {folder} (rank 0's share)", trainer.weight_bytes, announce)
         trainer.load(tensors.source, tensors.names(), transfer.add)
         transfer.close()
     if broken := trainer.not_finite():

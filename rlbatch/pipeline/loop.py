@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,10 +22,11 @@ from rlbatch.pipeline.exchange import gather_bytes
 from rlbatch.pipeline.exporting import export_hf
 from rlbatch.pipeline.finished_groups import delete_other_steps
 from rlbatch.pipeline.first_rank import on_first_rank
+from rlbatch.pipeline.generation import generate
 from rlbatch.pipeline.job import Job
-from rlbatch.pipeline.recovery import generate
 from rlbatch.pipeline.resuming import Resumed, resume
 from rlbatch.pipeline.saving import Boundary, Checkpoints
+from rlbatch.pipeline.score import score
 from rlbatch.pipeline.step import train_step
 
 
@@ -122,7 +124,7 @@ def _run_steps(job: Job, log: RunLog, checkpoints: Checkpoints, resumed: Resumed
         check_tags(metrics)
         log.record(StepResult(step, result.policy_version, metrics))
         log.samples(step, _all_rows(step, groups, advantages))
-        job.guard.end_step(step, result.metrics)
+        job.health.end_step(step, result.metrics)
         # Last: a run that goes on from this checkpoint does not do the step again, so all of it must have been written.
         save_interval = config.checkpoint.save_interval
         is_due = save_interval >= 0 and _is_due(step, save_interval, steps)
@@ -162,7 +164,10 @@ def evaluate(job: Job) -> dict[str, float] | None:
     started = time.perf_counter()
     mine = job.rollout.share(len(job.eval_prompts))
     with job.stopping.generating(may_finish=False), job.offload.generating():
-        groups = generate(job, PhaseClock(), job.rollout.evaluate, [job.eval_prompts[i] for i in mine])
+        with job.watchdog.phase("training"):
+            job.sync_weights()
+        scored = partial(score, rewards=job.rewards, default=job.config.reward.name)
+        groups = generate(job, PhaseClock(), [job.eval_prompts[i] for i in mine], job.rollout.evaluate, scored)
     if groups is None:
         return None
     sums = torch.tensor([sum(sum(group.rewards) for group in groups), float(len(groups))], dtype=torch.float64)

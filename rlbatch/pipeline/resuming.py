@@ -71,7 +71,7 @@ def _restore(job: Job, folder: Path, progress: dict[str, Any], *, with_rng: bool
     job.trainer.policy_version = progress["policy_version"]
     job.trainer.schedule.num_steps = 0
     job.trainer.schedule.step(progress["schedule_steps"])
-    job.guard.restore(progress.get("signal"))
+    job.health.restore(progress.get("signal"))
     job.order.cursor = (progress["prompt_cursor"][0], progress["prompt_cursor"][1])
     if with_rng:  # else its ranks are others
         set_rng_states(torch.load(folder / run_folder.RNG, weights_only=True)[job.rank])

@@ -1,4 +1,6 @@
-"""Generation: prompts over engine ranks, completions into sample groups, weights into engines. One engine, as it is at the moment."""
+"""This rank's engine: its share of the prompts goes in, sample groups come out, and weights go in before. What happens on all ranks when
+one is lost is in ``generation``.
+"""
 
 from __future__ import annotations
 

@@ -209,6 +209,6 @@ class Checkpoints:
             "policy_version": job.trainer.policy_version,
             "schedule_steps": job.trainer.schedule.num_steps,
             "prompt_cursor": list(job.order.cursor),
-            "signal": job.guard.state(),
+            "signal": job.health.state(),
             **self._identity,
         }

@@ -17,11 +17,12 @@ from rlbatch.api import Microbatch, PluginError, SampleGroup, StepResult
 from rlbatch.megatron import parallel
 from rlbatch.megatron.finite import NotFinite
 from rlbatch.metrics.clock import PhaseClock
-from rlbatch.pipeline import measure
-from rlbatch.pipeline.blame import Blame
+from rlbatch.pipeline import step_metrics
 from rlbatch.pipeline.exchange import Batch, all_gather_ragged, exchange
+from rlbatch.pipeline.generation import generate
 from rlbatch.pipeline.job import Job
-from rlbatch.pipeline.recovery import generate
+from rlbatch.pipeline.sample_finder import SampleFinder
+from rlbatch.pipeline.score import score
 from rlbatch.pipeline.updates import Update, plan_updates
 
 
@@ -41,64 +42,62 @@ def train_step(job: Job, step: int) -> tuple[StepResult, list[SampleGroup], list
     mine = job.rollout.share(len(prompts))
 
     with job.stopping.generating(may_finish=True), job.offload.generating():
-        groups = generate(job, clock, partial(job.rollout.generate, step=step), [prompts[i] for i in mine])
+        with clock.phase("sync"), job.watchdog.phase("training"):
+            job.sync_weights()
+        sample = partial(job.rollout.generate, step=step)
+        scored = partial(score, rewards=job.rewards, default=config.reward.name)
+        groups = generate(job, clock, [prompts[i] for i in mine], sample, scored)
     if groups is None:
         return None
 
     with clock.phase("exchange"):
         batch = exchange(groups, mine)
         updates = plan_updates(batch, config, parallel.dp_rank(), parallel.dp_size())
-        blame = Blame(batch, partial(batch.name, prompts=prompts))
+        finder = SampleFinder(batch, partial(batch.name, prompts=prompts))
 
     with job.offload.training():
-        advantages, made = _train(job, step, updates, blame, clock)
+        with clock.phase("logprobs"):
+            _add_logprobs(job, updates)
+            broken = finder.broken_logprobs(updates)
+        with clock.phase("exchange"):
+            advantages = None if broken else _advantages(job, finder, updates)
+        with clock.phase("update"):
+            job.trainer.next_learning_rate()
+            if advantages is None:
+                job.health.pass_over(f"log-probs of step {step} must be finite: {broken}", len(updates))
+            made = [] if advantages is None else _update(job, step, [update.with_advantages(advantages) for update in updates], finder)
 
     metrics = (
-        measure.samples(batch, advantages)
-        | measure.updates(made, len(updates), with_kl=job.needs_reference)
-        | ({} if advantages is None else measure.logprob_difference(job, updates))
-        | measure.generation(job)
-        | measure.speed(job, batch, clock)
-        | measure.memory(clock)
+        step_metrics.samples(batch, advantages)
+        | step_metrics.updates(made, len(updates), with_kl=job.needs_reference)
+        | ({} if advantages is None else step_metrics.logprob_difference(job, updates))
+        | step_metrics.generation(job)
+        | step_metrics.speed(job, batch, clock)
+        | step_metrics.memory(clock)
     )
-    measure.check_logprob_difference(config, metrics)
-    measure.check_clip_fraction(config, metrics)
+    step_metrics.check_logprob_difference(config, metrics)
+    step_metrics.check_clip_fraction(config, metrics)
     job.stopping.step_done()
     own = torch.isin(batch.group_ids, torch.tensor(list(mine))).nonzero().flatten().tolist()
     shown = [math.nan if advantages is None else float(advantages[i].mean()) for i in own]
     return StepResult(step, job.trainer.policy_version, metrics), groups, shown
 
 
-def _train(
-    job: Job, step: int, updates: Sequence[Update], blame: Blame, clock: PhaseClock
-) -> tuple[list[Tensor] | None, list[tuple[Update, dict[str, float]]]]:
-    """Everything from log-probs to weights. An update whose values are not finite is not made: the run ends, or passes over it.
-
-    Returns:
-        [R_i] for each of the N samples: advantages, or None if log-probs are not finite; and each update that was made, with what
-        ``Trainer.update`` returned.
+def _update(job: Job, step: int, updates: Sequence[Update], finder: SampleFinder) -> list[tuple[Update, dict[str, float]]]:
+    """Each update that was made, with what ``Trainer.update`` returned. One whose values are not finite is not made: the run ends, or
+    passes over it.
     """
-    with clock.phase("logprobs"):
-        _add_logprobs(job, updates)
-        broken = blame.broken_logprobs(updates)
-    with clock.phase("exchange"):
-        advantages = None if broken else _advantages(job, blame, updates)
     made = []
-    with clock.phase("update"):
-        job.trainer.next_learning_rate()
-        if advantages is None:
-            job.guard.pass_over(f"log-probs of step {step} must be finite: {broken}", len(updates))
-            return None, []
-        for number, update in enumerate((update.with_advantages(advantages) for update in updates), start=1):
-            try:
-                result = job.trainer.update([pack.microbatch for pack in update.packs], job.objective, update.denominator)
-            except NotFinite as error:
-                which = f"update {number} of {len(updates)} of step {step} must be finite, {error.found}"
-                job.guard.pass_over(f"{which}: {blame.first(update, error.token)}")
-            else:
-                job.guard.updated()
-                made.append((update, result))
-    return advantages, made
+    for number, update in enumerate(updates, start=1):
+        try:
+            result = job.trainer.update([pack.microbatch for pack in update.packs], job.objective, update.denominator)
+        except NotFinite as error:
+            which = f"update {number} of {len(updates)} of step {step} must be finite, {error.found}"
+            job.health.pass_over(f"{which}: {finder.first(update, error.token)}")
+        else:
+            job.health.updated()
+            made.append((update, result))
+    return made
 
 
 def _add_logprobs(job: Job, updates: Sequence[Update]) -> None:
@@ -112,16 +111,16 @@ def _add_logprobs(job: Job, updates: Sequence[Update]) -> None:
                 microbatch.ref_logprobs = values
 
 
-def _advantages(job: Job, blame: Blame, updates: Sequence[Update]) -> list[Tensor]:
+def _advantages(job: Job, finder: SampleFinder, updates: Sequence[Update]) -> list[Tensor]:
     """[R_i] for each of the N samples: one advantage a response token, estimated from all samples of the step.
 
     Raises:
         PluginError: on every rank, the estimator's answer is no advantage, or not the same on all ranks.
     """
-    algorithm, batch, lengths = job.config.algorithm, blame.batch, blame.batch.response_lengths
+    algorithm, batch, lengths = job.config.algorithm, finder.batch, finder.batch.response_lengths
     kl = _response_kl(job, batch, updates) if algorithm.kl_reward_coef else None
     inputs = advantage_inputs(batch.rewards, batch.group_ids, lengths, kl, algorithm.kl_reward_coef)
-    advantages = token_advantages(algorithm.advantage, job.estimator, inputs, blame.name)
+    advantages = token_advantages(algorithm.advantage, job.estimator, inputs, finder.name)
     checksum = crc32(advantages.numpy().tobytes())
     least_and_most = torch.tensor([-checksum, checksum])
     dist.all_reduce(least_and_most, dist.ReduceOp.MAX)

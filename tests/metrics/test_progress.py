@@ -6,7 +6,7 @@ import re
 import pytest
 
 from rlbatch.api import StepResult
-from rlbatch.metrics.progress import RunProgress, format_seconds
+from rlbatch.metrics.progress import ByteProgress, RunProgress, format_seconds
 
 METRICS = {"reward/mean": 0.4321, "response/length_mean": 4.0, "train/kl": 0.002, "train/ppo_kl": 0.5, "time/step_s": 0.8123}
 
@@ -94,3 +94,29 @@ def test_a_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_durations_are_short(seconds: float, text: str) -> None:
     """Two units at most, without 60 seconds in a minute."""
     assert format_seconds(seconds) == text
+
+
+def lines_of(seconds: list[float], amounts: list[int], total: int) -> list[str]:
+    """What is announced if ``amounts`` come at ``seconds``."""
+    lines: list[str] = []
+    clock = iter([0.0, *seconds, seconds[-1]])
+    transfer = ByteProgress("reading m", total, lines.append, lambda: next(clock))
+    for amount in amounts:
+        transfer.add(amount)
+    transfer.close()
+    return lines
+
+
+def test_lines_of_many_bytes() -> None:
+    """At most one every 10 s, with the mean rate since the start; then the whole."""
+    gb = 10**9
+    assert lines_of([5, 10, 12, 30], [gb, 3 * gb, gb, 5 * gb], 40 * gb) == [
+        "reading m: 4.0 of 40.0 GB, 0.40 GB/s, 1m30s left",
+        "reading m: 10.0 of 40.0 GB, 0.33 GB/s, 1m30s left",
+        "reading m: 10.0 GB in 30s, 0.33 GB/s",
+    ]
+
+
+def test_what_is_short_is_silent() -> None:
+    """Under 10 s nothing is said."""
+    assert lines_of([1, 9], [5, 5], 10) == []

@@ -222,7 +222,7 @@ def not_finite(config: Config, run_dir: str, what: str, count: int) -> tuple[lis
     """
     told: list[str] = []
     job = job_of(config, run_dir)
-    job.guard.announce = told.append
+    job.health.announce = told.append
     is_there, calls = dist.get_rank() == dist.get_world_size() - 1, iter(range(10**6))
     policy_loss, logprobs = job.objective.policy_loss, job.trainer.logprobs
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rlbatch.config.compose import compose
-from rlbatch.pipeline.sampler import sampler_key
+from rlbatch.pipeline.finished_groups import sampler_key
 
 BACKEND = """
 class Backend:

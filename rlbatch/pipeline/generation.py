@@ -1,4 +1,5 @@
-"""A generation, from weights to rewards. Engines that are lost on the way are started anew, and what is missing is sampled again.
+"""Generation on all ranks, from synced engines to rewards. Engines that are lost on the way are started anew, and what is missing is
+sampled again.
 
 A rank that notices the loss of its engine says so where all ranks meet. Samples do not depend on when they are drawn: the step's are those
 that it would have had.
@@ -15,19 +16,23 @@ from rlbatch.api import Prompt, RolloutError, SampleGroup
 from rlbatch.metrics.clock import PhaseClock
 from rlbatch.pipeline.job import Job
 from rlbatch.pipeline.rollout import Rollout
-from rlbatch.pipeline.score import score
 
 
 def generate(
-    job: Job, clock: PhaseClock, ask: Callable[[Sequence[Prompt]], list[SampleGroup]], prompts: Sequence[Prompt]
+    job: Job,
+    clock: PhaseClock,
+    prompts: Sequence[Prompt],
+    sample: Callable[[Sequence[Prompt]], list[SampleGroup]],
+    score: Callable[[list[SampleGroup]], None],
 ) -> list[SampleGroup] | None:
-    """Sends the policy to the engines, samples, scores, and lets the engines sleep; a collective.
+    """Samples with synced engines, scores, and lets the engines sleep once all ranks have; a collective.
 
     Args:
         job: This rank's part of the job.
         clock: Of the step.
-        ask: Samples groups with this rank's engine: all, or fewer if it is interrupted or lost.
         prompts: This rank's share.
+        sample: Groups of this rank's engine: all, or fewer if it is interrupted or lost.
+        score: Gives groups their rewards, while other ranks may still sample.
 
     Returns:
         A group with rewards for each prompt, in order. None, on every rank: the job has to stop.
@@ -35,37 +40,25 @@ def generate(
     Raises:
         RolloutError: an engine was lost more than ``max_restarts`` times.
     """
-    with clock.phase("sync"), job.watchdog.phase("training"):
-        job.sync_weights()
-    groups = _sampled(job, clock, ask, prompts)
-    with clock.phase("rollout"):
-        job.rollout.sleep()  # also before the job ends: what the trainer moved away comes back then, and may be saved
-    return groups
-
-
-def _sampled(
-    job: Job, clock: PhaseClock, ask: Callable[[Sequence[Prompt]], list[SampleGroup]], prompts: Sequence[Prompt]
-) -> list[SampleGroup] | None:
-    """As ``generate``, from synced engines to where all ranks have met."""
     done: dict[int, SampleGroup] = {}
-    is_scored = False
-    while True:
+    is_scored, must_leave, lost = False, False, True
+    while lost and not must_leave:
         with clock.phase("rollout"), job.watchdog.phase("generation"):
-            for group in ask([prompt for prompt in prompts if prompt.prompt_id not in done]):
+            for group in sample([prompt for prompt in prompts if prompt.prompt_id not in done]):
                 done[group.prompt.prompt_id] = group
         groups = [done[prompt.prompt_id] for prompt in prompts if prompt.prompt_id in done]
         if len(groups) == len(prompts) and not is_scored:
             with clock.phase("reward"), job.watchdog.phase("generation"):
-                is_scored = job.stopping.attempt(partial(score, groups, job.rewards, job.config.reward.name))
+                is_scored = job.stopping.attempt(partial(score, groups))
         with clock.phase("exchange"):
             met = job.stopping.meet("generation", is_complete=is_scored, **_loss(job))
-        if met.must_leave:
-            return None
-        if not met.lost:
-            return groups
-        with clock.phase("restart"):
-            if not _restart(job, met.lost):
-                return None
+        must_leave, lost = met.must_leave, bool(met.lost)
+        if lost and not must_leave:
+            with clock.phase("restart"):
+                must_leave = not _restart(job, met.lost)
+    with clock.phase("rollout"):
+        job.rollout.sleep()  # also before the job ends: what the trainer moved away comes back then, and may be saved
+    return None if must_leave else groups
 
 
 def _loss(job: Job) -> dict[str, Any]:

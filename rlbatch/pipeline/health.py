@@ -1,4 +1,4 @@
-"""What a run must not go on with: values that are not finite, and steps that teach nothing."""
+"""Whether a run may go on: not with values that are not finite, and not after many steps that teach nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlbatch.config.schema import TrainConfig
 
 
 @dataclass
-class Guard:
+class Health:
     """Watches a run's steps, alike on every rank.
 
     Attributes:

@@ -8,12 +8,12 @@ import pytest
 
 from rlbatch.api import ModelError, RewardError
 from rlbatch.config.schema import TrainConfig
-from rlbatch.pipeline.guard import Guard
+from rlbatch.pipeline.health import Health
 
 
-def guard(**train: object) -> tuple[Guard, list[str]]:
+def guard(**train: object) -> tuple[Health, list[str]]:
     told: list[str] = []
-    return Guard(TrainConfig(**train), told.append), told
+    return Health(TrainConfig(**train), told.append), told
 
 
 def step(reward: float, spread: float = 0.0, signal: bool = False) -> dict[str, float]:
@@ -21,7 +21,7 @@ def step(reward: float, spread: float = 0.0, signal: bool = False) -> dict[str, 
     return metrics | {"advantage/abs_mean": 0.5 if signal else 0.0}
 
 
-def silent_steps(watching: Guard, reward: float, count: int, first: int = 1) -> None:
+def silent_steps(watching: Health, reward: float, count: int, first: int = 1) -> None:
     for number in range(first, first + count):
         watching.end_step(number, step(reward))
 

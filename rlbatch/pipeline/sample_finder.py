@@ -1,4 +1,4 @@
-"""Which sample a value that is not finite comes from."""
+"""Finds the sample that a value which is not finite comes from."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OF_THE_LOSS = ("loss", "derivative of the loss", "clipped")
 
 
 @dataclass(frozen=True)
-class Blame:
+class SampleFinder:
     """Finds the sample of a value, among those of a step.
 
     Attributes:
