@@ -6,20 +6,16 @@ Nothing is copied: gradients are of no use between updates, and the next backwar
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
-from rlbatch.api import MemoryHandles, NoOptions, OffloadMemory, OffloadSpec, OffloadStrategy, OptimizerSpec, hookimpl
+from rlbatch.api import MemoryHandles, NoOptions, OffloadMemory, OffloadSpec, OffloadStrategy, hookimpl
 
 
-class ReleasedGradients:
-    """An ``OffloadStrategy`` without copies; others move more besides."""
+class ReleasedGradients(OffloadStrategy):
+    """Copies nothing; others move more besides."""
 
     def __init__(self) -> None:
         self._handles: MemoryHandles | None = None
-
-    def configure_optimizer(self, spec: OptimizerSpec) -> OptimizerSpec:
-        """The spec, unchanged."""
-        return spec
 
     def attach(self, handles: MemoryHandles) -> None:
         """The engine is not there yet: gradients give their memory back before it comes."""
@@ -32,10 +28,6 @@ class ReleasedGradients:
         assert self._handles is not None
         self._handles.release_gradients()
         yield
-
-    def training(self) -> AbstractContextManager[None]:
-        """Moves nothing."""
-        return nullcontext()
 
 
 def build(options: NoOptions) -> OffloadStrategy:

@@ -1,28 +1,12 @@
 """``offload=none``: weights, gradients, optimizer state and engine share the accelerator's memory; nothing moves."""
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 
-from rlbatch.api import MemoryHandles, NoOptions, OffloadMemory, OffloadSpec, OffloadStrategy, OptimizerSpec, hookimpl
+from rlbatch.api import NoOptions, OffloadMemory, OffloadSpec, OffloadStrategy, hookimpl
 
 
-class NoOffload:
+class NoOffload(OffloadStrategy):
     """Leaves everything where it is."""
-
-    def configure_optimizer(self, spec: OptimizerSpec) -> OptimizerSpec:
-        """The spec, unchanged."""
-        return spec
-
-    def attach(self, handles: MemoryHandles) -> None:
-        """Needs no handles."""
-
-    def generating(self) -> AbstractContextManager[None]:
-        """Moves nothing."""
-        return nullcontext()
-
-    def training(self) -> AbstractContextManager[None]:
-        """Moves nothing."""
-        return nullcontext()
 
 
 def build(options: NoOptions) -> OffloadStrategy:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -317,19 +317,23 @@ class MemoryHandles(Protocol):
 
 
 class OffloadStrategy(Protocol):
-    """Who holds the accelerator's memory in which phase."""
+    """Who holds the accelerator's memory in which phase. A subclass has what it does otherwise than here, which is nothing."""
 
     def configure_optimizer(self, spec: OptimizerSpec) -> OptimizerSpec:
         """Called once, before the optimizer is built."""
+        return spec
 
     def attach(self, handles: MemoryHandles) -> None:
         """Called once, after it is built."""
+        return
 
     def generating(self) -> AbstractContextManager[None]:
         """Around weight sync and generation."""
+        return nullcontext()
 
     def training(self) -> AbstractContextManager[None]:
         """Around log-probs and updates."""
+        return nullcontext()
 
 
 OffloadStrategyFactory = Callable[[], OffloadStrategy]
