@@ -1,4 +1,4 @@
-"""Everything that can be checked before ranks start. Imports no torch."""
+"""Checks everything that can be checked before ranks start. Imports no torch."""
 
 from __future__ import annotations
 

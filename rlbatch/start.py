@@ -1,4 +1,4 @@
-"""Starting a job in each of the ways that ``launcher`` names. Imports no torch."""
+"""Starts a job in each of the ways that ``launcher`` names. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Around an advantage estimator: what it is given, and what its answer means for each token."""
+"""Prepares what an advantage estimator is given, and turns its answer into one advantage a token."""
 
 from __future__ import annotations
 

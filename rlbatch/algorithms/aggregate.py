@@ -1,4 +1,4 @@
-"""From one loss a token to one loss an update, the same for any split over ranks, microbatches and packs.
+"""Makes one loss an update of one loss a token, the same for any split over ranks, microbatches and packs.
 
 ``loss = sum over all tokens of the update (per-token loss x weight) / denominator``
 

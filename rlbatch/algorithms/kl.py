@@ -1,4 +1,4 @@
-"""Estimators of the KL divergence from the policy to the reference model, one value a token."""
+"""Estimates the KL divergence from the policy to the reference model, one value a token."""
 
 from __future__ import annotations
 

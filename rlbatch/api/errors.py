@@ -1,4 +1,4 @@
-"""Errors that users see: one message, no traceback.
+"""Errors that users see are one message, without a traceback.
 
 Style: ``<config key>=<value>: <invariant with numbers>. <fix>.``
 """

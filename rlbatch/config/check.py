@@ -1,4 +1,4 @@
-"""Checks of a config that need neither the model nor a plugin: keys that must agree with each other. Ranges are in the schema."""
+"""Refuses keys that contradict each other, as far as neither the model nor a plugin is needed to see it. Ranges are in the schema."""
 
 from __future__ import annotations
 

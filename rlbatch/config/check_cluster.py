@@ -1,4 +1,4 @@
-"""Checks of ``cluster.*``: what goes into a batch script or an environment must be what it looks like."""
+"""Checks ``cluster.*``: what goes into a batch script or an environment must be what it looks like."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Config groups and their choices, and the choices that follow from others: cluster -> model -> experiment and layout."""
+"""Knows config groups and their choices, and which choices follow from others: cluster -> model -> experiment and layout."""
 
 from __future__ import annotations
 

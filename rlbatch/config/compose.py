@@ -1,4 +1,4 @@
-"""From command-line overrides to a checked ``Config`` (Hydra), and from a run folder's config.yaml back to it (no Hydra).
+"""Turns command-line overrides into a checked ``Config`` (Hydra), and reads one back from a run folder's config.yaml (no Hydra).
 
 Only the login node composes; ranks read the resolved config.yaml.
 """

@@ -1,4 +1,4 @@
-"""Reading files that others wrote, within bounds: never waiting for a writer, never more than so many bytes.
+"""Reads files that others wrote, within bounds: never waiting for a writer, never more than so many bytes.
 
 A FIFO, a device, a file of gigabytes or a hundred thousand brackets is one message with the path, as any other mistake.
 """

@@ -1,4 +1,4 @@
-"""Reading a Hugging Face folder's config.json."""
+"""Reads a Hugging Face folder's config.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arguments of the command line: Hydra's grammar, but text keys keep what was typed, as a shell would."""
+"""Reads the arguments of the command line: by Hydra's grammar, but text keys keep what was typed, as in a shell."""
 
 from __future__ import annotations
 

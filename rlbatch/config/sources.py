@@ -1,4 +1,4 @@
-"""Where choices of config groups come from: the yaml files of the package, and a folder with the user's clusters. Hydra gets them read."""
+"""Finds the choices of config groups: yaml files of the package, and a folder with the user's clusters. Hydra gets them read."""
 
 from __future__ import annotations
 

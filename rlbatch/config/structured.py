@@ -1,4 +1,4 @@
-"""Plain mappings to frozen dataclasses and back, with strict types: what does not fit is refused by its key."""
+"""Turns plain mappings into frozen dataclasses and back, with strict types: what does not fit is refused by its key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys whose values are text, as typed: no YAML and no grammar of the command line makes numbers or truth values of them."""
+"""Knows the keys whose values are text, as typed: no YAML and no grammar of the command line makes numbers or truth values of them."""
 
 from __future__ import annotations
 

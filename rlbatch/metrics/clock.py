@@ -1,4 +1,4 @@
-"""Seconds and memory of a step's phases."""
+"""Measures seconds and memory of a step's phases."""
 
 from __future__ import annotations
 

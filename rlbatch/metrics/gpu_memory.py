@@ -1,4 +1,4 @@
-"""Memory of a step's phases on this rank's GPU."""
+"""Measures the memory of a step's phases on this rank's GPU."""
 
 from __future__ import annotations
 

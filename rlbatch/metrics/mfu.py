@@ -1,4 +1,4 @@
-"""Model FLOPs utilisation, counted as Megatron counts it: what the model needs, not what the implementation spends.
+"""Counts model FLOPs utilisation as Megatron does: what the model needs, not what the implementation spends.
 
 Not counted: recomputation, the router, the embedding lookup, norms and activations. Numbers of other frameworks that count attention
 without the causal half, or the embedding twice, are higher for the same speed.

@@ -1,4 +1,4 @@
-"""Live progress: of a run, a bar on a terminal or a line a step elsewhere; of many bytes, a line every few seconds."""
+"""Shows live progress: of a run, a bar on a terminal or a line a step elsewhere; of many bytes, a line every few seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TensorBoard events of a run."""
+"""Writes a run's TensorBoard events."""
 
 from __future__ import annotations
 

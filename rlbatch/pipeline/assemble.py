@@ -1,4 +1,4 @@
-"""From a resolved config to a ``Job``: plugins, model, weights, engine, prompts."""
+"""Builds a rank's ``Job`` of a resolved config: plugins, model, weights, engine, prompts."""
 
 from __future__ import annotations
 

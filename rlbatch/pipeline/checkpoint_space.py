@@ -1,4 +1,4 @@
-"""Whether there is room for a checkpoint: on the disk, and on the hosts for the copy that is written while training goes on."""
+"""Checks whether there is room for a checkpoint: on the disk, and on the hosts for the copy that is written while training goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model folder that engines read: config.json as the weights are sent, and the small files beside it. Weights come with each sync."""
+"""Writes the model folder that engines read: config.json as the weights are sent, and small files beside it. Weights come with syncs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which ranks share an engine, on one node or on several."""
+"""Finds out which ranks share an engine, on one node or on several."""
 
 from __future__ import annotations
 

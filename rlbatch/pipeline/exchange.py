@@ -1,4 +1,4 @@
-"""Samples between ranks: each rank generated some groups, every rank needs the numbers of all. Flat tensors, never pickles."""
+"""Exchanges samples between ranks: each rank generated some groups, every rank needs the numbers of all. Flat tensors, never pickles."""
 
 from __future__ import annotations
 

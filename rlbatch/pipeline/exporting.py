@@ -1,4 +1,4 @@
-"""The policy as a Hugging Face folder, for engines, evaluations and other trainers."""
+"""Writes the policy as a Hugging Face folder, for engines, evaluations and other trainers."""
 
 from __future__ import annotations
 

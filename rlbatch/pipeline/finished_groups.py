@@ -1,4 +1,4 @@
-"""Groups of the running step on disk, each as soon as it is generated: whoever takes the step up again does not generate them again.
+"""Keeps the groups of the running step on disk, each once it is generated: whoever takes the step up again does not generate them again.
 
 ``<run_dir>/groups/step_000012/prompt_000345.safetensors`` holds the completions of one prompt. Its key says by what they were sampled: the
 policy's weights, the sampler (``sampler_key``), the seed, the sampling settings and the prompt. A file with another key, or a damaged one,

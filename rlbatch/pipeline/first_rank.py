@@ -1,4 +1,4 @@
-"""What only rank 0 may do or look at, so that all ranks act on one answer: files on a network differ between hosts for a while."""
+"""Lets only rank 0 do or look at something, so that all ranks act on one answer: files on a network differ between hosts for a while."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Generation on all ranks, from synced engines to rewards. Engines that are lost on the way are started anew, and what is missing is
+"""Generates on all ranks, from synced engines to rewards. Engines that are lost on the way are started anew, and what is missing is
 sampled again.
 
 A rank that notices the loss of its engine says so where all ranks meet. Samples do not depend on when they are drawn: the step's are those

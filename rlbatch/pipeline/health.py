@@ -1,4 +1,4 @@
-"""Whether a run may go on: not with values that are not finite, and not after many steps that teach nothing."""
+"""Decides whether a run may go on: not with values that are not finite, and not after many steps that teach nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank of a running job holds."""
+"""Holds what a rank of a running job uses."""
 
 from __future__ import annotations
 

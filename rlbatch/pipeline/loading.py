@@ -1,4 +1,4 @@
-"""A run's first weights: from a Hugging Face folder or a checkpoint, for the policy and the reference model."""
+"""Loads a run's first weights: from a Hugging Face folder or a checkpoint, for the policy and the reference model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples to data-parallel ranks, to packs under a token cap, to microbatches, and per-token results back to samples."""
+"""Deals samples to data-parallel ranks, packs under a token cap and microbatches, and per-token results back to samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with prompt files, as far as it shows before ranks start.
+"""Finds what is wrong with prompt files, as far as it shows before ranks start.
 
 Imports no torch, unless a prompt is about as long as is allowed, or no class of transformers reads the tokenizer without it.
 """

@@ -1,4 +1,4 @@
-"""Prompt files: read and checked without a tokenizer.
+"""Reads and checks prompt files, without a tokenizer.
 
 A prompt file is jsonl: one object a line, with ``data.prompt_key``, ``data.label_key`` and, optionally, ``reward`` (the name of this row's
 reward). All other fields become ``Prompt.metadata``.

@@ -1,4 +1,4 @@
-"""Prompts: tokenised on the ranks, drawn in a seeded order. How files are read is in ``prompt_file``."""
+"""Tokenises prompts on the ranks and draws them in a seeded order. How files are read is in ``prompt_file``."""
 
 from __future__ import annotations
 

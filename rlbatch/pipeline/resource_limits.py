@@ -1,4 +1,4 @@
-"""Bounds for a program that came with a model: a chat template that loops for ever, or makes gigabytes, is an error of its own."""
+"""Limits what a program that came with a model may take: a chat template that loops for ever or makes gigabytes is an error."""
 
 from __future__ import annotations
 

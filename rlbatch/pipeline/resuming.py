@@ -1,4 +1,4 @@
-"""Going on with a run from its newest checkpoint."""
+"""Resumes a run from its newest checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's checkpoints: Megatron's state, and the little that the pipeline adds (step, schedule, place in the prompts, random numbers)."""
+"""Writes a run's checkpoints: Megatron's state, and what the pipeline adds (step, schedule, place in the prompts, random numbers)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step reports, computed from what it did; the tags are defined in ``rlbatch.metrics.names``."""
+"""Computes what a step reports from what it did; the tags are defined in ``rlbatch.metrics.names``."""
 
 from __future__ import annotations
 

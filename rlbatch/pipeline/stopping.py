@@ -1,4 +1,4 @@
-"""When a job that was asked to stop does so: at the next step boundary if there is time for it, else before the step's update.
+"""Decides when a job that was asked to stop does so: at the next step boundary if there is time for it, else before the step's update.
 
 All ranks decide alike, from what every rank said where all of them met: a signal may have reached only some.
 """

@@ -1,4 +1,4 @@
-"""A step's samples as optimizer updates: which samples, on which data-parallel rank, in which packs.
+"""Divides a step's samples into optimizer updates: which samples, on which data-parallel rank, in which packs.
 
 Every rank has the lengths of all samples, so every rank computes the same division; nothing is communicated.
 """

@@ -1,4 +1,4 @@
-"""Whether the checkpoints that a run would start or go on from are of its model, before ranks start. Imports no torch."""
+"""Checks whether the checkpoints that a run would start or go on from are of its model, before ranks start. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The least memory of an engine: its weights, and the cache of one longest sample."""
+"""Counts the least memory of an engine: its weights, and the cache of one longest sample."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a job's engines have a place: on nodes, and in the memory of GPUs beside the trainer. Floors, as in ``memory``."""
+"""Checks whether engines have a place: on nodes, and in the memory of GPUs beside the trainer. All are floors, as in ``memory``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In which form engines hold the weights: what `rollout.quantization` comes to. Imports no torch."""
+"""Decides in which form engines hold the weights: what `rollout.quantization` comes to. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a job fits its GPUs and nodes in every phase; if not, the cheapest change with which it does."""
+"""Checks whether a job fits its GPUs and nodes in every phase, and finds the cheapest change with which it does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a model can be laid out over the ranks as asked: every degree against every number that it must divide.
+"""Checks whether a model can be laid out over the ranks as asked: every degree against every number that it must divide.
 
 Two decompositions of the same ranks hold at once: world = tp x cp x dp x pp for dense layers and attention, and world = etp x ep x edp x pp
 for experts.

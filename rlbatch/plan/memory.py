@@ -1,4 +1,4 @@
-"""The least memory of a job, phase by phase: what is certainly held on a GPU and on a node, each part under its name.
+"""Counts the least memory of a job, phase by phase: what is certainly held on a GPU and on a node, each part under its name.
 
 A floor, not a plan: activations, the libraries' own memory, fragmentation and the sync's buffers come on top. What is below the floor
 cannot work, and is said before hours are spent on finding out.

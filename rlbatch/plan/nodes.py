@@ -1,4 +1,4 @@
-"""How many nodes a job takes, and which pipeline stage is where."""
+"""Counts the nodes that a job takes, and says which pipeline stage is where."""
 
 from __future__ import annotations
 

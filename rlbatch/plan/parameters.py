@@ -1,4 +1,4 @@
-"""How many parameters a model has, and where: in its layers, on a pipeline stage, on a rank. Counted from a family's data alone."""
+"""Counts a model's parameters from its family's data alone: in its layers, on a pipeline stage, on a rank."""
 
 from __future__ import annotations
 
