@@ -90,7 +90,7 @@ def launch(folder: Path, ranks: int) -> int:
 def our_rank(folder: Path) -> None:
     """What ``rlbatch.run`` does before it builds the model, without preflight."""
     from rlbatch.config.compose import load_config
-    from rlbatch.launch.membership.rendezvous import join, launch_word
+    from rlbatch.launch.membership.rendezvous import join, launch_id
     from rlbatch.launch.membership.watchdog import Watchdog
     from rlbatch.launch.ranks.interfaces import set_interface
     from rlbatch.launch.ranks.rank_info import RankInfo
@@ -101,10 +101,9 @@ def our_rank(folder: Path) -> None:
     config = load_config(folder / "config.yaml")
     info = RankInfo.from_environment()
     with guarded(StopNotice(), lambda how, told: None, lambda held: None), reporting_failures(folder, info.rank):
-        meeting = join(info, folder, config, launch_word())
+        meeting = join(info, folder, config, launch_id())
         with Watchdog(config.launch, meeting, folder) as watchdog, watchdog.phase("start"):
-            from rlbatch.launch.membership.process_group import process_group
-            from rlbatch.launch.membership.store import open_store
+            from rlbatch.launch.membership.store import open_store, process_group
 
             hosts = watchdog.wait_for_ranks()
             store = open_store(meeting.info, config.launch.rendezvous_timeout_s, hosts, meeting.store_socket, meeting.attempt.token)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlbatch.engines.transfer.buckets import aligned, place, view
+from rlbatch.engines.transfer.buckets import aligned, tensor_location, view
 from rlbatch.engines.transfer.shared_memory import HostMemory
 
 GIB = 2**30
@@ -159,7 +159,7 @@ def random_model(folder: Path, kind: str, gib: float, device: str) -> RandomMode
     for name, shape in shapes.items():
         tensor = torch.empty(shape, dtype=dtype, device="meta" if memory else device)
         if memory:
-            tensor = view(memory.tensor, place(name, tensor, "", start=sum(sizes[: len(stacks)])))
+            tensor = view(memory.tensor, tensor_location(name, tensor, "", start=sum(sizes[: len(stacks)])))
         stacks[name] = tensor.normal_(std=0.5 / shape[-1] ** 0.5) if len(shape) > 1 else tensor.fill_(1.0)
     return RandomModel(folder, stacks, config["torch_dtype"], memory)
 

@@ -11,26 +11,25 @@ from functools import partial
 from typing import Any
 
 from rlbatch.api import ConfigError, EngineShape, RolloutContext, RolloutSpec, hookimpl
-from rlbatch.engines.backend.checks import check_options
-from rlbatch.engines.backend.expert_parallel import ExpertParallelRollout
 from rlbatch.engines.backend.hosted import (
     EngineProgram,
+    ExpertParallelRollout,
     HostedOptions,
     HostedSpec,
+    check_options,
     hosted_shape,
     offloaded_gib,
-    own_and_theirs,
     process_start,
+    split_engine_keys,
     uses_group,
     value_bytes,
     variables_of,
     visible_devices,
 )
-from rlbatch.engines.client.installed import look
-from rlbatch.engines.host.option_names import refusal
+from rlbatch.engines.client.interpreter import inspect_interpreter
+from rlbatch.engines.host.inventory import refusal
 
-from .sglang_host import versions
-from .sglang_host.engine_options import CLASSES, CONTEXT_SPARE, DECIDED, LISTED, SOURCE, unsafe
+from .sglang_host.engine_options import CLASSES, CONTEXT_SPARE, DECIDED, LISTED, SOURCE, unsafe, version_refusal
 
 HOST = "rlbatch_plugins.sglang_host.engine:SglangEngine"
 ENTRY_POINTS = {"sglang.srt.plugins": ["rlbatch = rlbatch_plugins.sglang_host.plugin:register"]}
@@ -81,7 +80,7 @@ def engine_shape(options: SglangOptions, engine: Mapping[str, Any]) -> EngineSha
         ConfigError: an option that rlbatch decides, or one that cannot be, e.g. a share of the memory that is none.
     """
     check_options(options, engine)
-    own, theirs = own_and_theirs(engine)
+    own, theirs = split_engine_keys(engine)
     if refused := refusal(theirs, (), DECIDED, "SGLang", LISTED) or unsafe(theirs):
         raise ConfigError(refused)
     if (value := variables_of(own).get(ORIGINAL)) is not None:
@@ -113,9 +112,10 @@ def check_engine(options: SglangOptions, engine: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: the interpreter has no SGLang, another version, or one that lacks an option.
     """
-    own, theirs = own_and_theirs(engine)
-    found = look(own.get("python", ""), ("sglang",), SOURCE, CLASSES)
-    if refused := versions.refusal(found.version, found.python) or refusal(theirs, found.options, {}, f"SGLang {found.version}", LISTED):
+    own, theirs = split_engine_keys(engine)
+    found = inspect_interpreter(own.get("python", ""), ("sglang",), SOURCE, CLASSES)
+    name = f"SGLang {found.version}"
+    if refused := version_refusal(found.version, found.python) or refusal(theirs, found.options, {}, name, LISTED):
         raise ConfigError(refused)
 
 
@@ -144,7 +144,7 @@ def program(context: RolloutContext, options: SglangOptions, devices: Sequence[s
         options: Ours.
         devices: Of the ranks that share the host.
     """
-    own, theirs = own_and_theirs(context.engine)
+    own, theirs = split_engine_keys(context.engine)
     on_cpu = context.device == "cpu"
     level = 0 if on_cpu or options.separate_gpus else options.sleep_level
     return EngineProgram(

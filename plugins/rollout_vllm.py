@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import socket
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlbatch.api import ConfigError, EngineShape, RolloutContext, RolloutSpec, hookimpl
-from rlbatch.engines.backend.checks import check_options
-from rlbatch.engines.backend.expert_parallel import ExpertParallelRollout
+from rlbatch.api import ConfigError, EngineShape, RolloutContext, RolloutError, RolloutSpec, hookimpl
 from rlbatch.engines.backend.hosted import (
     EngineProgram,
+    ExpertParallelRollout,
     HostedOptions,
     HostedSpec,
+    check_options,
     hosted_shape,
     offloaded_gib,
-    own_and_theirs,
     process_start,
+    split_engine_keys,
     value_bytes,
     variables_of,
     visible_devices,
 )
-from rlbatch.engines.backend.reserved_port import ReservedPort, agreed_port
-from rlbatch.engines.client.installed import look
-from rlbatch.engines.host.option_names import refusal
+from rlbatch.engines.client.interpreter import inspect_interpreter
+from rlbatch.engines.host.inventory import refusal
 
 from .vllm_host import versions
 from .vllm_host.engine_options import CLASSES, CPU_HEAD_SIZES, DECIDED, LISTED, SOURCE
@@ -63,7 +63,7 @@ def engine_shape(options: VllmOptions, engine: Mapping[str, Any]) -> EngineShape
         ConfigError: an option that rlbatch decides, or sizes that do not fit ``gpus_per_engine``.
     """
     check_options(options, engine)
-    if refused := refusal(own_and_theirs(engine)[1], (), DECIDED, "vLLM", LISTED):
+    if refused := refusal(split_engine_keys(engine)[1], (), DECIDED, "vLLM", LISTED):
         raise ConfigError(refused)
     replicas = _size(engine, "data_parallel_size")
     share, context = engine.get(SHARE, MEMORY_SHARE), engine.get(CONTEXT, 0)
@@ -101,9 +101,9 @@ def check_engine(options: VllmOptions, engine: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: the interpreter has no vLLM, another version, or one that lacks an option.
     """
-    own, theirs = own_and_theirs(engine)
-    found = look(own.get("python", ""), versions.DISTRIBUTIONS, SOURCE, CLASSES)
-    if refused := versions.refusal(found.distribution, found.version, found.python):
+    own, theirs = split_engine_keys(engine)
+    found = inspect_interpreter(own.get("python", ""), versions.DISTRIBUTIONS, SOURCE, CLASSES)
+    if refused := versions.version_refusal(found.distribution, found.version, found.python):
         raise ConfigError(refused)
     if theirs.get("speculative_config") and (refused := versions.without_drafts(found.distribution, found.version)):
         raise ConfigError(refused)
@@ -181,7 +181,7 @@ def program(context: RolloutContext, options: VllmOptions, port: int, devices: S
         port: At which the nodes of the engine meet.
         devices: Of the ranks that share the host.
     """
-    own, theirs = own_and_theirs(context.engine)
+    own, theirs = split_engine_keys(context.engine)
     on_cpu = context.device == "cpu"
     decided = {
         "model": str(context.hf_folder.resolve()),
@@ -253,3 +253,45 @@ def _tensor_parallel(options: VllmOptions, theirs: Mapping[str, Any]) -> int:
             f"rollout.options.gpus_per_engine={options.gpus_per_engine}: must be a multiple of {product} ({said}). Change one of them."
         )
     return options.gpus_per_engine // product
+
+
+class ReservedPort:
+    """A free port of an address, kept for a process of ours as long as this object.
+
+    It is bound, so that nobody else can choose it, and never listened at: Linux lets a listener with SO_REUSEADDR, which servers set, join
+    a bound socket that has the option too; and again after that one was killed.
+
+    Attributes:
+        number: The port.
+
+    Raises:
+        RolloutError: the address is not this machine's.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._socket = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+        try:
+            self._socket.bind((address, 0))
+        except OSError as error:
+            self._socket.close()
+            raise RolloutError(
+                f"cluster.interface: {address} cannot be bound ({error.strerror}), where the nodes of an engine were to meet. "
+                "Set it to the network between the nodes."
+            ) from error
+        # Not before: whoever binds with the option shares with all others that have it, also while looking for a free port.
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.number: int = self._socket.getsockname()[1]
+
+    def __del__(self) -> None:
+        """Gives the port back."""
+        self._socket.close()
+
+
+def agreed_port(gather: Callable[[bytes], list[bytes]], reserved: ReservedPort | None) -> int:
+    """The first rank's port, on every rank of an engine; a collective of them.
+
+    Args:
+        gather: Over the engine's ranks.
+        reserved: On the first one.
+    """
+    return int(gather(str(reserved.number if reserved else 0).encode())[0])

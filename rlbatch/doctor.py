@@ -23,7 +23,7 @@ import rlbatch
 from rlbatch.api import RlbatchError
 from rlbatch.api.exit_codes import DONE, FAILED, REFUSED
 from rlbatch.config.schema import Config
-from rlbatch.engines.client.installed import look
+from rlbatch.engines.client.interpreter import inspect_interpreter
 from rlbatch.launch.preflight.node_facts import GIB, driver, host_memory, shared_memory
 from rlbatch.launch.ranks.interfaces import addresses_of, own_address
 from rlbatch.launch.ranks.rank_info import visible_gpus
@@ -138,7 +138,7 @@ def _engine(config: Config, registry: Registry, name: str) -> Iterator[Line]:
     if not registry.rollout(config).has_engine:
         return
     try:
-        found = look(str(config.rollout.engine.get("python", "")), (name, f"{name}-cpu"), "", ())
+        found = inspect_interpreter(str(config.rollout.engine.get("python", "")), (name, f"{name}-cpu"), "", ())
         if not found.version and not is_chosen:
             yield Line("ok", f"rollout={name}", f"{found.python} has none; rollout.engine.python=<path> names another")
             return

@@ -14,7 +14,7 @@ from rlbatch.api.exit_codes import DONE, REFUSED
 from rlbatch.config.schema import Config
 from rlbatch.config.structured import key_docs, show_value
 from rlbatch.launch.shutdown.grace_period import checkpoint_bytes, notice_s
-from rlbatch.launch.starters.cluster_variables import cluster_variables
+from rlbatch.launch.starters.container import cluster_variables
 from rlbatch.launch.starters.hostfile import Host
 from rlbatch.launch.starters.mpirun import Mpi, find_mpi, mpi_job, mpirun_variables
 from rlbatch.launch.starters.sbatch import NOTICE_SIGNAL, job_name

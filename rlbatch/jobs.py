@@ -13,10 +13,9 @@ from pathlib import Path
 from rlbatch.api import ConfigError, RlbatchError
 from rlbatch.api.exit_codes import REFUSED
 from rlbatch.config.foreign import read_own
-from rlbatch.launch.jobs.follow import follow
-from rlbatch.launch.jobs.record import JobRecord, find_record, read_records
+from rlbatch.launch.jobs import JobRecord, find_job, follow, read_jobs
 from rlbatch.launch.records.failures import read_first_error
-from rlbatch.launch.records.output import end_with_reader, keep_output, shown
+from rlbatch.launch.records.streams import end_with_reader, exit_code_of_display, keep_output
 from rlbatch.launch.slurm.queue import JobState
 
 LISTED = 20
@@ -33,12 +32,12 @@ def main(arguments: Sequence[str]) -> int:
     parsed = _parser().parse_args(arguments)
     try:
         if parsed.command == "cancel":
-            find_record(parsed.job).cancel()
+            find_job(parsed.job).cancel()
             print(f"job {parsed.job}: asked to end")
             return 0
         if parsed.command == "log":
-            return _log(find_record(parsed.job), parsed.follow)
-        print("\n".join(_shown(find_record(parsed.job)) if parsed.command == "show" else _listed(parsed.all)))
+            return _log(find_job(parsed.job), parsed.follow)
+        print("\n".join(_shown(find_job(parsed.job)) if parsed.command == "show" else _listed(parsed.all)))
     except RlbatchError as error:
         print(error, file=sys.stderr)
         return REFUSED
@@ -62,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _listed(everything: bool) -> list[str]:
-    records = read_records() if everything else read_records()[-LISTED:]
+    records = read_jobs() if everything else read_jobs()[-LISTED:]
     if not records:
         return ["No jobs were started from here."]
     rows = [("JOB", "NAME", "STATE", "SUBMITTED", "NODES", "RUN FOLDER", "FIRST ERROR")]
@@ -124,4 +123,4 @@ def _time(seconds: float) -> str:
 
 if __name__ == "__main__":
     keep_output()
-    sys.exit(shown(main(sys.argv[1:])))
+    sys.exit(exit_code_of_display(main(sys.argv[1:])))

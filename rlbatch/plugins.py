@@ -11,7 +11,7 @@ from rlbatch.api import RlbatchError
 from rlbatch.api.exit_codes import REFUSED
 from rlbatch.config.compose import compose
 from rlbatch.config.structured import key_docs, show_value
-from rlbatch.launch.records.output import end_with_reader, keep_output, shown
+from rlbatch.launch.records.streams import end_with_reader, exit_code_of_display, keep_output
 from rlbatch.registry import Registry, load_plugins
 from rlbatch.tables import Entry, Supplier
 
@@ -65,4 +65,4 @@ def _options(key: str, entry: Entry, width: int) -> Iterator[str]:
 if __name__ == "__main__":
     end_with_reader()
     keep_output()
-    sys.exit(shown(main(sys.argv[1:])))
+    sys.exit(exit_code_of_display(main(sys.argv[1:])))

@@ -22,7 +22,7 @@ from rlbatch.config.paths import check_variable, paths_of
 from rlbatch.config.schema import EMBEDDED, Config
 from rlbatch.launch.ranks.interfaces import addresses_of
 from rlbatch.launch.ranks.rank_info import check_trainer, visible_gpus
-from rlbatch.launch.records.run_id import read_mark
+from rlbatch.launch.records.ownership import read_run_id
 from rlbatch.launch.starters.container import RUN_FOLDER, check_container
 from rlbatch.launch.starters.hostfile import Host
 from rlbatch.launch.starters.mpirun import read_hosts
@@ -269,7 +269,7 @@ def _check_paths(config: Config, registry: Registry, run_dir: Path) -> None:
         if hf_config is not None:
             check_resumed(config, hf_config, *found)
         if config.checkpoint.save_interval >= 0:
-            check_places(root, read_mark(folder), range(int(found[1]["step"]) + 1, config.train.steps + 1))
+            check_places(root, read_run_id(folder), range(int(found[1]["step"]) + 1, config.train.steps + 1))
     else:
         _check_moved(root, folder)
 

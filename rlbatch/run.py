@@ -19,21 +19,19 @@ from rlbatch.api import ConfigError, RlbatchError
 from rlbatch.api.exit_codes import FAILED, REFUSED, STOPPED
 from rlbatch.config.compose import CONFIG_FILE, load_config
 from rlbatch.config.schema import Config
-from rlbatch.launch.membership.rendezvous import Meeting, join, launch_word
+from rlbatch.launch.membership.rendezvous import Meeting, join, launch_id
 from rlbatch.launch.membership.watchdog import Watchdog
-from rlbatch.launch.ranks.allocator import set_allocator
 from rlbatch.launch.ranks.interfaces import set_interface
 from rlbatch.launch.ranks.rank_info import RankInfo
-from rlbatch.launch.records.attempts import end_attempt
-from rlbatch.launch.records.failures import FirstError, StoppedBySignal, has_failed, read_first_error, reporting_failures
-from rlbatch.launch.records.logs import own_log
-from rlbatch.launch.records.unfinished import complete
+from rlbatch.launch.ranks.variables import set_allocator
+from rlbatch.launch.records.failures import FirstError, StoppedBySignal, has_failed, mark_finished, read_first_error, reporting_failures
+from rlbatch.launch.records.history import end_attempt
+from rlbatch.launch.records.streams import redirect_output
 from rlbatch.launch.shutdown import guardian
-from rlbatch.launch.shutdown.deaths import report_death, report_remains
-from rlbatch.launch.shutdown.guardian import Told, guarded
+from rlbatch.launch.shutdown.guardian import RankFacts, guarded, report_death, report_remains
 from rlbatch.launch.shutdown.requeue import go_on_later
 from rlbatch.launch.shutdown.signals import Ending, StopNotice, find_ending, ignore_signals
-from rlbatch.launch.slurm.current_job import slurm_job_id
+from rlbatch.launch.slurm.scontrol import slurm_job_id
 from rlbatch.metrics.report import record_end
 
 if TYPE_CHECKING:
@@ -96,7 +94,7 @@ def _run_guarded(config: Config, run_dir: Path, info: RankInfo, notice: StopNoti
     def stopped() -> None:
         error = read_first_error(run_dir) if has_failed(run_dir) else None
         if info.rank == 0 and error is None:
-            complete(run_dir)
+            mark_finished(run_dir)
         if log:
             log.finish("failed" if error else "interrupted", asdict(error) if error else None)
         if log and notice.is_set and error is None:  # nothing is to be saved yet, but the job may be queued again
@@ -111,8 +109,8 @@ def _run_guarded(config: Config, run_dir: Path, info: RankInfo, notice: StopNoti
 
     try:
         with reporting_failures(run_dir, info.rank):
-            own_log(run_dir, info.rank)
-            meeting = join(info, run_dir, config, launch_word())
+            redirect_output(run_dir, info.rank)
+            meeting = join(info, run_dir, config, launch_id())
             guardian.tell(token=meeting.attempt.token)
             with Watchdog(config.launch, meeting, run_dir) as watchdog:
                 log = _open_log(config, run_dir, meeting)
@@ -130,7 +128,7 @@ def _run_guarded(config: Config, run_dir: Path, info: RankInfo, notice: StopNoti
         raise
     log.finish("interrupted" if early else "finished")
     if info.rank == 0:
-        complete(run_dir)
+        mark_finished(run_dir)
     if info.rank == 0 and not early:
         end_attempt(run_dir, info, config.train.steps, "finished")
     if early and info.rank == 0:  # the others end with 0: Slurm would take another code for a failure, and end rank 0 before it is done
@@ -142,7 +140,7 @@ def _lost(run_dir: Path, error: FirstError) -> None:
     record_end(run_dir, "failed", asdict(error))
 
 
-def _died(run_dir: Path, info: RankInfo, how: str, told: Told) -> None:
+def _died(run_dir: Path, info: RankInfo, how: str, told: RankFacts) -> None:
     error = report_death(run_dir, info, how, told)
     if error and info.rank == 0:  # which keeps the run's summary
         _lost(run_dir, error)
@@ -168,8 +166,7 @@ def _run(config: Config, run_dir: Path, meeting: Meeting, watchdog: Watchdog, no
     with ExitStack() as stack, watchdog.reporting():
         with watchdog.phase("start"):
             log.phase("importing Megatron-core")
-            from rlbatch.launch.membership.process_group import process_group
-            from rlbatch.launch.membership.store import open_store
+            from rlbatch.launch.membership.store import open_store, process_group
             from rlbatch.launch.preflight.checks import Preflight
             from rlbatch.pipeline.assemble import assemble
             from rlbatch.pipeline.loop import run

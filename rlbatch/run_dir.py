@@ -16,11 +16,10 @@ from pathlib import Path
 
 from rlbatch.api import ConfigError, RlbatchError
 from rlbatch.config.schema import Config
-from rlbatch.launch.jobs.record import read_record
-from rlbatch.launch.records.disk import telling_trouble
-from rlbatch.launch.records.lock import run_folder_lock
-from rlbatch.launch.records.run_id import is_run_folder, mark
-from rlbatch.launch.slurm.current_job import current_job_name
+from rlbatch.launch.jobs import read_record
+from rlbatch.launch.records.disk import as_config_errors
+from rlbatch.launch.records.ownership import ensure_run_id, is_run_folder, run_folder_lock
+from rlbatch.launch.slurm.scontrol import current_job_name
 from rlbatch.metrics.report import has_steps, record_end
 
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -88,8 +87,8 @@ def taken_run_dir(config: Config) -> Iterator[Path]:
     with run_folder_lock(run_dir):  # again for as long as the job runs, by who starts it
         before = set(run_dir.iterdir())
         try:
-            with telling_trouble(run_dir):
-                mark(run_dir)
+            with as_config_errors(run_dir):
+                ensure_run_id(run_dir)
                 if record_end(run_dir, "failed"):
                     print(f"run_dir={run_dir}: the last run in it ended without a word; summary.json says failed now.", file=sys.stderr)
                 yield run_dir

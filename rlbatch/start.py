@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -12,18 +13,15 @@ from pathlib import Path
 from rlbatch.api import ConfigError
 from rlbatch.api.exit_codes import FAILED
 from rlbatch.config.schema import Config
-from rlbatch.launch.jobs.follow import follow
-from rlbatch.launch.jobs.record import JobRecord, new_record, process_id
-from rlbatch.launch.records.disk import telling_trouble
+from rlbatch.launch.jobs import JobRecord, follow, new_record, process_id
+from rlbatch.launch.records.disk import as_config_errors
 from rlbatch.launch.records.failures import read_first_error
-from rlbatch.launch.records.lock import run_folder_lock
-from rlbatch.launch.records.logs import LOGS, MERGED_LOG, rank_log
-from rlbatch.launch.records.output import fall_back_to
+from rlbatch.launch.records.ownership import run_folder_lock
+from rlbatch.launch.records.streams import LOGS, MERGED_LOG, fall_back_to, rank_log
 from rlbatch.launch.shutdown.grace_period import notice_s
-from rlbatch.launch.slurm.current_job import current_job_name
 from rlbatch.launch.slurm.queue import job_state, queued_state
-from rlbatch.launch.starters.cluster_variables import cluster_variables
-from rlbatch.launch.starters.container import in_container, python, srun_options
+from rlbatch.launch.slurm.scontrol import current_job_name
+from rlbatch.launch.starters.container import cluster_variables, in_container, python, srun_options
 from rlbatch.launch.starters.local import run_local
 from rlbatch.launch.starters.mpirun import DRY_RUN, find_mpi, mpi_job, run_mpi
 from rlbatch.launch.starters.sbatch import SRUN, batch_script, job_name
@@ -32,6 +30,8 @@ from rlbatch.plan.nodes import place
 from rlbatch.prepare import model_family, mpi_hosts, parameter_count, prepared_run
 from rlbatch.registry import Registry
 
+RANK_MODULE = "rlbatch.run"
+"""What each rank runs, with ``--run-dir``."""
 TASK_VARIABLES: Mapping[str, str] = {"SUBMITIT_EXECUTOR": "slurm", "SUBMITIT_LOG_LEVEL": "CRITICAL"}
 """How submitit's loader knows where it runs; what it tells of each rank would fill the merged log."""
 
@@ -51,7 +51,7 @@ def start(config: Config, registry: Registry) -> int:
 
 def rank_command(config: Config, run_dir: Path) -> list[str]:
     """What each rank runs under mpirun, or under srun in a batch script of the user's."""
-    return in_container(config.cluster, [python(config.cluster), "-m", "rlbatch.run", "--run-dir", str(run_dir)])
+    return in_container(config.cluster, [python(config.cluster), "-m", RANK_MODULE, "--run-dir", str(run_dir)])
 
 
 def slurm_script(config: Config, registry: Registry, run_dir: Path, parameters: float) -> str:
@@ -70,11 +70,11 @@ def slurm_script(config: Config, registry: Registry, run_dir: Path, parameters: 
 def _start_local(config: Config, registry: Registry) -> int:
     with prepared_run(config, registry) as (config, run_dir):
         pass
-    with run_folder_lock(run_dir), telling_trouble(run_dir):
+    with run_folder_lock(run_dir), as_config_errors(run_dir):
         fall_back_to(rank_log(run_dir, 0))
         print(f"Run folder: {run_dir}", flush=True)
         os.environ.update(cluster_variables(config.cluster))
-        return _settled(run_dir, run_local(config, run_dir))
+        return _settled(run_dir, run_local(config, run_dir, [sys.executable, "-m", RANK_MODULE, "--run-dir", str(run_dir)], is_run=True))
 
 
 def _start_slurm(config: Config, registry: Registry) -> int:
@@ -86,7 +86,7 @@ def _start_slurm(config: Config, registry: Registry) -> int:
 
         (run_dir / LOGS).mkdir(exist_ok=True)
         size = parameter_count(config, model_family(config, registry, run_dir))
-        job_id = submit_batch(slurm_script(config, registry, run_dir, size), run_dir, config)
+        job_id = submit_batch(slurm_script(config, registry, run_dir, size), run_dir, config, RANK_MODULE)
         record = new_record(job_id, "slurm", job_name(config), run_dir, str(run_dir / MERGED_LOG))
     _tell(record)
     return follow(record) if config.follow else 0
@@ -111,7 +111,7 @@ def _start_mpi(config: Config, registry: Registry) -> int:
     hosts = mpi_hosts(config, registry)  # refused before there is a run folder
     with prepared_run(config, registry) as (config, run_dir):
         job = mpi_job(config, hosts, run_dir, mpi, rank_command(config, run_dir))
-    with run_folder_lock(run_dir), telling_trouble(run_dir):
+    with run_folder_lock(run_dir), as_config_errors(run_dir):
         fall_back_to(rank_log(run_dir, 0))
         new_record(process_id(), "mpi", job_name(config), run_dir, "")
         print(f"Run folder: {run_dir}", flush=True)

@@ -17,7 +17,7 @@ from rlbatch.config.overrides import text_value
 from rlbatch.config.schema import EMBEDDED, Config
 from rlbatch.config.structured import KeyDoc, key_docs, show_value
 from rlbatch.dry_run import show
-from rlbatch.launch.records.output import end_with_reader, keep_output, shown
+from rlbatch.launch.records.streams import end_with_reader, exit_code_of_display, keep_output
 from rlbatch.registry import compose_job, load_plugins
 from rlbatch.start import start
 
@@ -58,12 +58,12 @@ def main(arguments: Sequence[str]) -> int:
     """
     if {"-h", "--help"} & set(arguments):
         end_with_reader()
-        return shown(_help(arguments))
+        return exit_code_of_display(_help(arguments))
     try:
         config, registry = compose_job(arguments)
         if config.dry_run or config.launcher == "slurm":
             end_with_reader()  # what runs does not depend on this process
-        return shown(show(config, registry)) if config.dry_run else start(config, registry)
+        return exit_code_of_display(show(config, registry)) if config.dry_run else start(config, registry)
     except RlbatchError as error:
         print(error, file=sys.stderr)
         return REFUSED

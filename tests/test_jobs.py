@@ -15,7 +15,7 @@ import pytest
 
 from rlbatch.api import ConfigError
 from rlbatch.jobs import main
-from rlbatch.launch.jobs.record import JobRecord, index_path, new_record, read_records
+from rlbatch.launch.jobs import JobRecord, index_path, new_record, read_jobs
 from rlbatch.launch.ranks.rank_info import RankInfo
 from rlbatch.launch.records.attempt import new_attempt, write_attempt
 from rlbatch.launch.records.failures import FirstError, claim
@@ -78,7 +78,7 @@ def test_damaged_list(tmp_path: Path) -> None:
     job(tmp_path)
     with index_path().open("a") as index:
         index.write('{"job_id": "9\n[1]\n')
-    assert [record.job_id for record in read_records()] == ["41"]
+    assert [record.job_id for record in read_jobs()] == ["41"]
 
 
 def test_forgotten_job(slurm: FakeSlurm, tmp_path: Path) -> None:

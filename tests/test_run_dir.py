@@ -18,8 +18,7 @@ import rlbatch.submit
 from rlbatch.checkpoint.identity import identity
 from rlbatch.config.compose import compose, load_config
 from rlbatch.config.hf_config import read_config
-from rlbatch.launch.records.lock import run_folder_lock
-from rlbatch.launch.records.run_id import MARK, read_mark
+from rlbatch.launch.records.ownership import RUN_ID_FILE, read_run_id, run_folder_lock
 from rlbatch.pipeline.embedded import write_embedded_task
 from tests.small_disk import small_file_system
 from tests.test_submit import refusal, started  # noqa: F401  (the fixture)
@@ -57,7 +56,7 @@ def test_a_folder_that_is_there_is_left_as_it_is(folder: Path, capsys: pytest.Ca
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("name", ["summary.json", "job.json", "first_error.json", "attempts.json", "attempt.json", MARK])
+@pytest.mark.parametrize("name", ["summary.json", "job.json", "first_error.json", "attempts.json", "attempt.json", RUN_ID_FILE])
 @pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.write_text("[" * 100_000)], ids=["FIFO", "folder", "deep"])
 def test_something_else_in_the_place_of_a_file(make: Callable[[Path], object], name: str, folder: Path) -> None:
     """Nobody waits for it, or ends with a traceback: neither the next start nor the list of jobs."""
@@ -85,13 +84,13 @@ def test_steps_are_never_mixed(folder: Path, capsys: pytest.CaptureFixture[str])
     for make in (trained, lambda folder: (folder / "summary.json").write_text('{"steps": 3}')):
         assert rlbatch.submit.main(MINE) == 0
         make(folder)
-        before, run = tree(folder), read_mark(folder)
+        before, run = tree(folder), read_run_id(folder)
         assert refusal(capsys, [*MINE, "seed=5"]).startswith(
             f"run_dir={folder}: must be new or empty, has {len(list(folder.iterdir()))} entries,"
         )
         assert tree(folder) == before
         assert rlbatch.submit.main([*MINE, "resume=auto"]) == 0
-        assert read_mark(folder) == run
+        assert read_run_id(folder) == run
         shutil.rmtree(folder / "samples", ignore_errors=True)
 
 
@@ -124,7 +123,7 @@ def test_a_start_that_failed_can_be_repeated(folder: Path) -> None:
         lambda folder: (folder / "config.yaml").write_bytes(b"\xff\xfe"),
         lambda folder: os.mkfifo(folder / "config.yaml"),
         lambda folder: (folder / "config.yaml").mkdir(),
-        lambda folder: (folder / MARK).write_text("{}"),
+        lambda folder: (folder / RUN_ID_FILE).write_text("{}"),
         lambda folder: (folder / "attempt.json").write_text("[]"),
     ],
 )
@@ -142,10 +141,10 @@ def test_what_is_no_run_folder_is_not_taken(
 def test_a_run_of_before_there_were_ids(folder: Path) -> None:
     """Goes on in its folder, by its config."""
     assert rlbatch.submit.main(MINE) == 0
-    (folder / MARK).unlink()
+    (folder / RUN_ID_FILE).unlink()
     trained(folder)
     assert rlbatch.submit.main([*MINE, "resume=auto"]) == 0
-    assert read_mark(folder)
+    assert read_run_id(folder)
 
 
 @pytest.mark.parametrize("mode", [0o775, 0o707, 0o1777, 0o2770])
@@ -183,7 +182,7 @@ def test_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_nothing_is_left_of_a_refusal(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """New folders go with those above that were new too; in one that was there nothing was added."""
     (folder / "note").write_text("keep")
-    (folder / MARK).write_text('{"run": "1"}')
+    (folder / RUN_ID_FILE).write_text('{"run": "1"}')
     before = tree(folder)
     for run_dir in ("a/b/run", "mine"):
         assert "layout.ep_size=3" in refusal(capsys, [f"run_dir={run_dir}", "layout.ep_size=3"])
@@ -253,4 +252,4 @@ if os.geteuid() == 0:
 def test_the_mark_is_readable(folder: Path) -> None:
     """For people: which run, made by which version."""
     assert rlbatch.submit.main(MINE) == 0
-    assert sorted(json.loads((folder / MARK).read_text())) == ["rlbatch", "run"]
+    assert sorted(json.loads((folder / RUN_ID_FILE).read_text())) == ["rlbatch", "run"]

@@ -43,7 +43,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Confi
     """Works in an empty folder without GPUs and collects what would be started."""
     jobs: list[tuple[Config, Path]] = []
 
-    def run_local(config: Config, run_dir: Path) -> int:
+    def run_local(config: Config, run_dir: Path, command: Sequence[str], *, is_run: bool) -> int:
         jobs.append((config, run_dir))
         return 0
 

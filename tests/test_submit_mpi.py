@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import rlbatch.submit
-from rlbatch.launch.jobs.record import read_records
+from rlbatch.launch.jobs import read_jobs
 
 MPIRUN = """#!/bin/sh
 if [ "$1" = --version ]; then echo 'mpirun (Open MPI) 5.0.11'; exit 0; fi
@@ -43,7 +43,7 @@ def test_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.
     assert f"Run folder: {tmp_path}/mine" in capfd.readouterr().out
     assert (tmp_path / "mine/hostfile").read_text() == "n1 slots=2\nn2 slots=2\n"
     assert (tmp_path / "arguments").read_text().strip().endswith(f"-m rlbatch.run --run-dir {tmp_path}/mine")
-    [record] = read_records()
+    [record] = read_jobs()
     assert (record.job_id, record.launcher) == (f"pid{os.getpid()}", "mpi")
     assert json.loads((tmp_path / "mine/job.json").read_text())["run_dir"] == str(tmp_path / "mine")
 

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 
-import rlbatch.launch.jobs.follow
+import rlbatch.launch.jobs
 import rlbatch.submit
 from rlbatch.config.compose import load_config
-from rlbatch.launch.jobs.record import read_records
+from rlbatch.launch.jobs import read_jobs
 from tests.fake_slurm import FakeSlurm
 
 LOCAL = ["+cluster=local", "launcher=slurm", "layout.world_size=4"]
@@ -100,7 +100,7 @@ def test_refused_by_sbatch(slurm: FakeSlurm, tmp_path: Path, capsys: pytest.Capt
         "Correct it; `sinfo -s` lists the partitions."
     ]
     assert not list((tmp_path / "runs").glob("*"))
-    assert read_records() == []
+    assert read_jobs() == []
 
 
 def test_no_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,8 +165,8 @@ def test_followed_to_the_end(
 ) -> None:
     """follow=true shows the merged log, the state's changes, and ends with the job's exit code."""
     slurm.job("41", "RUNNING", NodeList="n[1-2]")
-    monkeypatch.setattr(rlbatch.launch.jobs.follow, "STATE_POLL_S", 0.2)
-    monkeypatch.setattr(rlbatch.launch.jobs.follow, "LOG_POLL_S", 0.05)
+    monkeypatch.setattr(rlbatch.launch.jobs, "STATE_POLL_S", 0.2)
+    monkeypatch.setattr(rlbatch.launch.jobs, "LOG_POLL_S", 0.05)
     lines = iter(["step 1\n", "step 2\n"])
 
     def sleep(seconds: float) -> None:
@@ -177,7 +177,7 @@ def test_followed_to_the_end(
             slurm.job("41", state, exit_code)
 
     # Of that module alone: threads that other tests left behind sleep too.
-    monkeypatch.setattr(rlbatch.launch.jobs.follow, "time", SimpleNamespace(**{**vars(time), "sleep": sleep}))
+    monkeypatch.setattr(rlbatch.launch.jobs, "time", SimpleNamespace(**{**vars(time), "sleep": sleep}))
     assert rlbatch.submit.main([*LOCAL, "run_dir=mine", "follow=true"]) == code
     said = capsys.readouterr()
     assert said.out.endswith("step 1\nstep 2\n")
@@ -189,7 +189,7 @@ def test_record_in_the_run_folder(tmp_path: Path) -> None:
     assert rlbatch.submit.main([*LOCAL, "run_dir=mine"]) == 0
     record = json.loads((tmp_path / "mine/job.json").read_text())
     assert (record["job_id"], record["launcher"], record["run_dir"]) == ("41", "slurm", str(tmp_path / "mine"))
-    [listed] = read_records()
+    [listed] = read_jobs()
     assert listed.job_id == "41"
 
 

@@ -10,41 +10,36 @@ import multiprocessing
 import os
 import signal
 import sys
-from array import array
+import time
 from collections.abc import Sequence
 from typing import Any
 
-from rlbatch.engines.host.device_experts import of_devices
-from rlbatch.engines.host.option_names import refusal
-from rlbatch.engines.host.sample_deadline import SampleDeadline
-from rlbatch.engines.host.server import IGNORED, Send
-from rlbatch.engines.host.start_log import own_log
-from rlbatch.engines.protocol.frames import Refused, pack_ints, unpack_ints
+from rlbatch.engines.host.generation import Sampled, SamplingEngine
+from rlbatch.engines.host.inventory import refusal
+from rlbatch.engines.host.server import IGNORED, Send, startup_log
+from rlbatch.engines.protocol.frames import Refused
 
-from . import engine_options, versions
+from . import engine_options
 from .out_of_memory import too_small
 from .plugin import CALL
 
 IDLE_LIMIT_S = 60.0
 """For samples that were given up to end."""
 
-AtAll = tuple[asyncio.Semaphore, SampleDeadline]
-"""Of a generation: who may be with the engine at once, and how long a sample may take."""
 
-
-class SglangEngine:
+class SglangEngine(SamplingEngine):
     """One engine of this host process."""
 
     def __init__(self) -> None:
         """Nothing is started."""
+        super().__init__()
         self._engine: Any = None
-        self._version, self._has_weights = -1, False
-        self._held: list[dict[str, Any]] = []
+        self._has_weights = False
 
     async def op_start(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
         """Starts SGLang with ``defaults``, the user's ``options``, and what is ``decided`` by other keys."""
-        version = versions.installed_version()
-        if refused := versions.refusal(version, sys.executable):
+        version = engine_options.installed_version()
+        if refused := engine_options.version_refusal(version, sys.executable):
             raise Refused(refused)
         _add_plugin()
         from sglang.srt.entrypoints.engine import Engine
@@ -61,12 +56,12 @@ class SglangEngine:
         try:
             self._engine = Engine(**arguments)
         except RuntimeError:
-            if told := too_small(own_log()):
+            if told := too_small(startup_log()):
                 raise Refused(told) from None
             raise
         self._take_signals()
         self._check_choices()
-        self._held = await self._ask_workers("hello")
+        self.workers = await self._ask_workers("identify")
         self._has_weights = arguments["load_format"] != "dummy"
         processes = [process.pid for process in multiprocessing.active_children()]
         return {"version": version, "max_model_len": self._longest(), "processes": processes}
@@ -107,83 +102,38 @@ class SglangEngine:
         return {}
 
     async def op_generate(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
-        """Samples for prompts; each prompt's samples are sent when they are complete."""
+        """As ``SamplingEngine``."""
         if not self._has_weights:
             raise RuntimeError("the engine has no weights: they are random until the first sync, and after sleep level 2. Sync them first.")
-        prompts = unpack_ints(payload, header["lengths"])
-        allowed = asyncio.Semaphore(header["max_concurrency"] or sys.maxsize)
-        common = {
+        return await super().op_generate(header, payload, send)
+
+    async def draw(self, name: str, prompt: Sequence[int], header: dict[str, Any], seed: int) -> Sampled:
+        """See ``SamplingEngine``. (SGLang aborts all requests whose name begins like that of an aborted one.)"""
+        params = {
             "temperature": header["temperature"],
             "top_p": 1.0,
             "top_k": -1,
             "max_new_tokens": header["max_tokens"],
             "min_new_tokens": header["min_tokens"],
             "stop_token_ids": header["stop_token_ids"],
+            "sampling_seed": seed,
         }
-        at_all = allowed, SampleDeadline(header["request_timeout_s"])
-        work = [asyncio.ensure_future(self._group(header, index, prompts[index], common, at_all, send)) for index in range(len(prompts))]
+        began = time.monotonic()
         try:
-            await asyncio.gather(*work)
-        finally:
-            for task in work:
-                task.cancel()
-        return {}
-
-    async def _group(
-        self, header: dict[str, Any], index: int, prompt: list[int], common: dict[str, Any], at_all: AtAll, send: Send
-    ) -> None:
-        """One prompt's samples, sent."""
-        tasks = [
-            asyncio.ensure_future(
-                # The name ends with a mark: SGLang aborts all requests whose name begins like that of the aborted one.
-                self._sample(f"{header['id']}-{index}-{number}.", prompt, {**common, "sampling_seed": seed}, at_all)
-            )
-            for number, seed in enumerate(header["seeds"][index])
-        ]
-        try:
-            done = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-        answer = {
-            "prompt": index,
-            "lengths": [len(tokens) for tokens, _, _, _ in done],
-            "reasons": [reason for _, _, reason, _ in done],
-            "policy_version": self._version,
-            "seconds": [seconds for _, _, _, seconds in done],
-        }
-        logprobs = array("f", [value for _, values, _, _ in done for value in values])
-        send(answer, pack_ints(tokens for tokens, _, _, _ in done) + logprobs.tobytes())
-
-    async def _sample(
-        self, name: str, prompt: list[int], params: dict[str, Any], at_all: AtAll
-    ) -> tuple[Sequence[int], list[float], str, float]:
-        """Tokens, their log-probs, why it ended, and the seconds that it took, without those in SGLang's queue if that says so."""
-        allowed, patience = at_all
-        async with allowed:
-            started = asyncio.get_running_loop().time()
-            request = self._engine.async_generate(input_ids=prompt, sampling_params=params, return_logprob=True, rid=name)
-            try:
-                output = await patience.wait(request)
-            except asyncio.TimeoutError:
-                self._engine.tokenizer_manager.abort_request(name)
-                raise TimeoutError(
-                    f"rollout.options.request_timeout_s={patience.limit_s:g}: sample {name} took longer. Raise it."
-                ) from None
-            except asyncio.CancelledError:
-                self._engine.tokenizer_manager.abort_request(name)
-                raise
-            seconds = asyncio.get_running_loop().time() - started
-        said, tokens = output["meta_info"], output["output_ids"]
-        seconds = max(seconds - max(said.get("queue_time") or 0.0, 0.0), 0.0)
-        reason = said["finish_reason"]
+            output = await self._engine.async_generate(input_ids=prompt, sampling_params=params, return_logprob=True, rid=name)
+        except asyncio.CancelledError:
+            self._engine.tokenizer_manager.abort_request(name)
+            raise
+        details, tokens = output["meta_info"], output["output_ids"]
+        seconds = max(time.monotonic() - began - max(details.get("queue_time") or 0.0, 0.0), 0.0)
+        reason = details["finish_reason"]
         if reason["type"] not in ("stop", "length"):
             raise RuntimeError(f"sample {name} ended with `{reason['type']}`: {reason.get('message', '')}")
-        values = [value for value, token, _ in said["output_token_logprobs"]]
-        if [token for _, token, _ in said["output_token_logprobs"]] != tokens:
+        values = [value for value, token, _ in details["output_token_logprobs"]]
+        if [token for _, token, _ in details["output_token_logprobs"]] != tokens:
             raise RuntimeError(f"sample {name}: SGLang's log-probs are of other tokens than its output")
         # SGLang looks at the length first.
-        return tokens, values, "stop" if tokens[-1] in params["stop_token_ids"] else reason["type"], seconds
+        return Sampled(tokens, values, "stop" if tokens[-1] in header["stop_token_ids"] else reason["type"], seconds)
 
     async def op_join(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
         """All workers join the group over which weights come: ``path``, ``size`` and ``limit_s`` of ``WeightGroup``."""
@@ -206,12 +156,8 @@ class SglangEngine:
         """Ends the update; from here on samples are of ``policy_version``. What was computed with older weights is forgotten."""
         reports = await self._ask_workers("finish", version=str(header["policy_version"]))
         _judge([report for report in reports if report])
-        self._version, self._has_weights = header["policy_version"], True
+        self.version, self._has_weights = header["policy_version"], True
         return {}
-
-    async def op_experts(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
-        """Which routed experts every device has: ``devices``, see ``of_devices``."""
-        return {"devices": of_devices(self._held)}
 
     async def op_sleep(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
         """Gives the GPU's memory back; ``level`` 2 forgets the weights too."""

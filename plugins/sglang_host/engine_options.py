@@ -1,10 +1,16 @@
-"""SGLang's options: where its source has them, and those that are not the user's. Imports no SGLang."""
+"""Which SGLang is supported, and its options: where its source has them, and those that are not the user's. Imports no SGLang."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from rlbatch.engines.host import inventory
+
+SUPPORTED = "0.5.15"
+"""Its first three numbers: what we hook into changes from one minor release to the next."""
+
 
 SOURCE, CLASSES = "sglang/srt/server_args.py", ("ServerArgs",)
 LISTED = "`python -m sglang.launch_server --help`"
@@ -99,4 +105,19 @@ def unsafe(values: Mapping[str, Any]) -> str:
         value = values.get(name)
         if value in rule.values if rule.values else value and value not in rule.only:
             return f"rollout.engine.{name}={value}: {rule.why}. {rule.fix}."
+    return ""
+
+
+def installed_version() -> str:
+    """As its distribution says, e.g. ``0.5.15.post1``; empty: there is none."""
+    return inventory.installed_version(("sglang",))
+
+
+def version_refusal(version: str, python: str) -> str:
+    """Why this version cannot be used, and what can; empty if it can."""
+    install = f"Install sglang {SUPPORTED}.post1 there, or name an interpreter that has it: rollout.engine.python=<path>."
+    if not version:
+        return f"rollout=sglang: {python} has no SGLang. {install}"
+    if ".".join(version.split(".")[:3]) != SUPPORTED:
+        return f"rollout=sglang: {python} has SGLang {version}, supported is {SUPPORTED}. {install}"
     return ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from rlbatch.engines.host.start_log import FULL
+from rlbatch.engines.host.server import GPU_FULL
 
 SHARE = "rollout.engine.mem_fraction_static"
 _NO_CACHE = re.compile(rf"ValueError: ({re.escape(SHARE)}=.*)")
@@ -40,7 +40,7 @@ def too_small(log: str) -> str:
     if _NO_TOKEN in log:
         there = f": beside the weights ({after[2]} GiB) {after[1]} GiB are free, and its share of them holds no token" if after else ""
         return f"{SHARE}{there}. Raise it, or give an engine more GPUs (rollout.options.gpus_per_engine)."
-    if found := FULL.search(log):
+    if found := GPU_FULL.search(log):
         wanted, total, free = found.groups()
         what = "beside the weights" if after else "for the weights"
         began = f", {before[1]} GiB were when it began to load" if before and not after else ""

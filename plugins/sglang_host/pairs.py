@@ -18,7 +18,7 @@ def partner(name: str) -> str:
 
 
 class Pairs:
-    """Of one model.
+    """The tensors of one model that wait for the one that they are loaded with.
 
     Args:
         model: Of the worker.

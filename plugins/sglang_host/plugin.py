@@ -9,12 +9,12 @@ from typing import Any
 
 from rlbatch.engines.protocol.shared_names import name_shared_memory
 
-from . import versions, workarounds
-from .hooks import Hook
+from . import engine_options, workarounds
 from .out_of_memory import no_cache
+from .workarounds import Hook
 
 CALL = "rlbatch"
-"""Of SGLang's weight updates, one takes texts by names; a text of this name is ours."""
+"""One of SGLang's weight updates takes texts by names; a text of this name is ours."""
 
 
 def take_weights(original: Any, runner: Any, request: Any) -> Any:
@@ -36,7 +36,7 @@ def give_seeds(info: Any, kind: type, batch: Any, vocab_size: int) -> None:
 
 
 def no_end_tokens(config: Any) -> set[int]:
-    """Of the model's own."""
+    """Lets none of the model's own end tokens count."""
     return set()
 
 
@@ -116,6 +116,6 @@ HOOKS = (
 def register() -> None:
     """Registers the hooks; SGLang applies them."""
     name_shared_memory()
-    workarounds.apply_all(versions.installed_version())
+    workarounds.apply_all(engine_options.installed_version())
     for hook in HOOKS:
         hook.register()

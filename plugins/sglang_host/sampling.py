@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 
 _STEP, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685
-"""Of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014), as signed numbers."""
+"""Constants of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014), as signed numbers."""
 
 
 def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
     """[B] float64 in [0, 1) from [B] int64 seeds and positions: splitmix64's ``positions``-th number after each seed."""
     mixed = seeds + (positions.long() + 1) * _STEP
-    mixed = (mixed ^ _shifted(mixed, 30)) * _FIRST
-    mixed = (mixed ^ _shifted(mixed, 27)) * _SECOND
-    return _shifted(mixed ^ _shifted(mixed, 31), 11).double() * 2.0**-53
+    mixed = (mixed ^ _shift_right(mixed, 30)) * _FIRST
+    mixed = (mixed ^ _shift_right(mixed, 27)) * _SECOND
+    return _shift_right(mixed ^ _shift_right(mixed, 31), 11).double() * 2.0**-53
 
 
 def draw_tokens(probs: Tensor, sampling_seed: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
@@ -42,6 +42,6 @@ def draw_among(probs: Tensor, top_ks: Tensor, sampling_seed: Tensor | None, posi
     return torch.where(top_ks == 1, probs.argmax(-1).to(torch.int32), tokens)
 
 
-def _shifted(values: Tensor, bits: int) -> Tensor:
-    """Shifted to the right, with zeros from the left."""
+def _shift_right(values: Tensor, bits: int) -> Tensor:
+    """Shifts to the right, with zeros from the left."""
     return (values >> bits) & ((1 << (64 - bits)) - 1)

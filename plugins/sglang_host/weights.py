@@ -14,9 +14,8 @@ from rlbatch.engines.transfer.receiver import WeightReceiver
 from rlbatch.engines.transfer.shared_memory import device_identity
 from rlbatch.engines.transfer.weight_group import SENDER, WeightGroup
 
-from .held_experts import held_experts
-from .hooks import missing
 from .pairs import Pairs
+from .workarounds import missing
 from .write_audit import REFUSALS, WriteAudit
 
 
@@ -25,7 +24,7 @@ class NotReceivedError(Exception):
 
 
 class WorkerWeights:
-    """Of one scheduler process.
+    """Answers the host's calls in one scheduler process.
 
     Args:
         runner: SGLang's ``ModelRunner``.
@@ -40,7 +39,7 @@ class WorkerWeights:
         self._audit: WriteAudit | None = None
         self._current = ""
 
-    def hello(self) -> dict[str, Any]:
+    def identify(self) -> dict[str, Any]:
         """Shows that the plugin is there; this worker's ``device`` and the ``experts`` that it holds (see ``held_experts``).
 
         Raises:
@@ -141,3 +140,29 @@ def answer(runner: Any, text: str) -> tuple[bool, str]:
 def _of_all(own: dict[str, Any], group: Any) -> list[dict[str, Any]]:
     """What all workers answer."""
     return [own] if group.world_size == 1 else gathered(own, group.cpu_group)
+
+
+def held_experts(model: Any) -> list[int] | None:
+    """Numbers of the routed experts that a worker's model has in every layer, ascending; as SGLang's own loader finds them.
+
+    Returns:
+        None: there are none, or one list does not say it, because layers differ or SGLang moves experts between workers.
+    """
+    from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+    from sglang.srt.server_args import get_global_server_args
+
+    if get_global_server_args().enable_eplb:
+        return None
+    experts_map = get_global_expert_location_metadata()
+    held: set[tuple[int, ...]] = set()
+    for layer in model.modules():
+        if isinstance(layer, FusedMoE):
+            number = layer._num_global_routed if experts_map is None else experts_map.num_logical_experts
+            held.add(tuple(expert for expert in range(number) if _is_here(layer, experts_map, expert)))
+    return list(held.pop()) if len(held) == 1 else None
+
+
+def _is_here(layer: Any, experts_map: Any, expert: int) -> bool:
+    copies = [expert] if experts_map is None else experts_map.logical_to_all_physical(layer.layer_id, expert)
+    return any(0 <= layer._map_global_expert_id_to_local_expert_id(copy) < layer._num_local_routed for copy in copies)

@@ -1,4 +1,4 @@
-"""Faults of SGLang that we work around, each until a release without it: the registry.
+"""Changes to SGLang's functions, and the registry of its faults that we work around by them, each until a release without it.
 
 What SGLang lacks for us, without being wrong, is the table of ``plugin``.
 """
@@ -9,17 +9,49 @@ import logging
 import os
 import re
 import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing import shared_memory
 from typing import Any
 
-from rlbatch.engines.host.bound_store import bind_stores
-from rlbatch.engines.host.workarounds import Workaround, apply_those_for
+from rlbatch.engines.host.workarounds import Workaround, apply_those_for, bind_stores
 
-from .hooks import Hook
 from .pairs import Pairs
 
 SKIPPED = "RLBATCH_SGLANG_SKIPPED_WORKAROUNDS"
 """Variable with names that are not applied."""
+_targets: list[str] = []
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One change to a function; SGLang makes them when it starts, in each of its processes.
+
+    Attributes:
+        target: What is changed, by its full name in SGLang.
+        kind: ``AROUND`` (called with the original), ``AFTER`` (with its result) or ``REPLACE``.
+        function: Ours.
+        why: What is otherwise; of a workaround its symptom says that.
+    """
+
+    target: str
+    kind: str
+    function: Callable[..., Any]
+    why: str = ""
+
+    def register(self) -> None:
+        """Before SGLang makes the changes."""
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+        _targets.append(self.target)
+        HookRegistry.register(self.target, self.function, HookType[self.kind])
+
+
+def missing() -> list[str]:
+    """Targets of this process that SGLang does not have. (It only logs that.)"""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    return [target for target in _targets if target not in HookRegistry._patched]
 
 
 def seeded_draws() -> None:

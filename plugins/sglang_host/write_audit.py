@@ -35,7 +35,7 @@ class _Copies(TorchDispatchMode):
 
 
 class WriteAudit:
-    """Of one update of one worker.
+    """Checks what one update writes in one worker.
 
     Args:
         model: Of the worker.
@@ -114,7 +114,7 @@ class WriteAudit:
             self._parts.setdefault(name, set()).add((offset, tuple(source.shape), source.stride()))
 
     def _name_of(self, tensor: torch.Tensor) -> str:
-        """Of what a loader is given: a tensor of this call, a part of one, or one that was made of the last ones."""
+        """Name of what a loader is given: a tensor of this call, a part of one, or one that was made of the last ones."""
         found = self._find(tensor)
         return self._current if found is None else found[2]
 

@@ -7,45 +7,39 @@ import dataclasses
 import json
 import os
 import sys
+import time
 import traceback
-from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from rlbatch.engines.host.device_experts import of_devices
-from rlbatch.engines.host.option_names import refusal
-from rlbatch.engines.host.sample_deadline import SampleDeadline
-from rlbatch.engines.host.server import Send
-from rlbatch.engines.host.start_log import own_log
-from rlbatch.engines.protocol.frames import Refused, pack_ints, unpack_ints
+from rlbatch.engines.host.generation import Sampled, SamplingEngine
+from rlbatch.engines.host.inventory import refusal
+from rlbatch.engines.host.server import Send, startup_log
+from rlbatch.engines.protocol.frames import Refused
 
 from . import engine_options, versions
-from .held_experts import is_held
 from .out_of_memory import too_small
 
 FORGET_LIMIT_S, FORGET_POLL_S = 60.0, 0.01
 """vLLM does not forget while a request runs, also one that was given up, which ends with its next step."""
 
-AtAll = tuple[asyncio.Semaphore, SampleDeadline]
-"""Of a generation: who may be with the engine at once, and how long a sample may take."""
 
-
-class VllmEngine:
+class VllmEngine(SamplingEngine):
     """One engine of this host process."""
 
     def __init__(self) -> None:
         """Nothing is started."""
+        super().__init__()
         self._llm: Any = None
-        self._version, self._audits, self._was_paused = -1, False, False
+        self._audits, self._was_paused = False, False
         self._replays, self._is_draft, self._is_open = False, False, False
         self._forgetting: asyncio.Future[None] | None = None
         self._is_quiet = True
-        self._held: list[dict[str, Any]] = []
 
     async def op_start(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
         """Starts vLLM with ``defaults``, the user's ``options``, and what is ``decided`` by other keys."""
         distribution, version = versions.installed()
-        if refused := versions.refusal(distribution, version, sys.executable):
+        if refused := versions.version_refusal(distribution, version, sys.executable):
             raise Refused(refused)
         _add_plugin()
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
@@ -71,12 +65,12 @@ class VllmEngine:
         try:
             self._llm = AsyncLLM.from_vllm_config(config, disable_log_stats=arguments.disable_log_stats)
         except RuntimeError:
-            if told := too_small(own_log(), arguments.kv_cache_memory_bytes):
+            if told := too_small(startup_log(), arguments.kv_cache_memory_bytes):
                 raise Refused(told) from None
             raise
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
-        self._held = await versions.ask_workers(self._llm, "rlbatch_experts")
-        processes = sorted({pid for worker in self._held for pid in worker["processes"]})
+        self.workers = await versions.ask_workers(self._llm, "rlbatch_experts")
+        processes = sorted({pid for worker in self.workers for pid in worker["processes"]})
         return {"version": version, "max_model_len": self._llm.model_config.max_model_len, "processes": processes}
 
     async def op_ping(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
@@ -86,58 +80,22 @@ class VllmEngine:
         return {}
 
     async def op_generate(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
-        """Samples for prompts; each prompt's samples are sent when they are complete."""
+        """As ``SamplingEngine``; it ends when no worker computes any more."""
         self._is_quiet = False
-        prompts = unpack_ints(payload, header["lengths"])
-        allowed = asyncio.Semaphore(header["max_concurrency"] or sys.maxsize)
-        common = {
-            "temperature": header["temperature"],
-            "max_tokens": header["max_tokens"],
-            "min_tokens": header["min_tokens"],
-            "stop_token_ids": header["stop_token_ids"],
-        }
-        at_all = allowed, SampleDeadline(header["request_timeout_s"])
-        work = [asyncio.ensure_future(self._group(header, index, prompts[index], common, at_all, send)) for index in range(len(prompts))]
-        try:
-            await asyncio.gather(*work)
-        finally:
-            for task in work:
-                task.cancel()
+        answer = await super().op_generate(header, payload, send)
         await self._quieten()
-        return {}
+        return answer
 
-    async def _group(
-        self, header: dict[str, Any], index: int, prompt: list[int], common: dict[str, Any], at_all: AtAll, send: Send
-    ) -> None:
-        """One prompt's samples, sent."""
-        tasks = [
-            asyncio.ensure_future(self._sample(f"{header['id']}-{index}-{number}", prompt, common, seed, at_all))
-            for number, seed in enumerate(header["seeds"][index])
-        ]
-        try:
-            done = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-        answer = {
-            "prompt": index,
-            "lengths": [len(tokens) for tokens, _, _, _ in done],
-            "reasons": [reason for _, _, reason, _ in done],
-            "policy_version": self._version,
-            "seconds": [seconds for _, _, _, seconds in done],
-        }
-        logprobs = array("f", [value for _, values, _, _ in done for value in values])
-        send(answer, pack_ints(tokens for tokens, _, _, _ in done) + logprobs.tobytes())
-
-    async def _sample(
-        self, name: str, prompt: list[int], common: dict[str, Any], seed: int, at_all: AtAll
-    ) -> tuple[Sequence[int], list[float], str, float]:
-        """Tokens, their log-probs, why it ended, and the seconds that it took, without those in vLLM's queue if that has statistics."""
+    async def draw(self, name: str, prompt: Sequence[int], header: dict[str, Any], seed: int) -> Sampled:
+        """See ``SamplingEngine``."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(
-            **common,
+            temperature=header["temperature"],
+            max_tokens=header["max_tokens"],
+            min_tokens=header["min_tokens"],
+            stop_token_ids=header["stop_token_ids"],
             seed=seed,
             top_p=1.0,
             top_k=0,
@@ -146,21 +104,11 @@ class VllmEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-
-        async def last() -> Any:
-            output = None
-            async for answer in self._llm.generate({"prompt_token_ids": prompt}, params, name):
-                output = answer
-            return output
-
-        allowed, patience = at_all
-        async with allowed:
-            started = asyncio.get_running_loop().time()
-            try:
-                output = await patience.wait(last())
-            except asyncio.TimeoutError:
-                raise Refused(f"rollout.options.request_timeout_s={patience.limit_s:g}: sample {name} took longer. Raise it.") from None
-            seconds = asyncio.get_running_loop().time() - started
+        output: Any = None
+        began = time.monotonic()
+        async for answer in self._llm.generate({"prompt_token_ids": prompt}, params, name):
+            output = answer
+        seconds = time.monotonic() - began
         if stats := output.metrics:
             seconds = max(stats.last_token_ts - stats.scheduled_ts, 0.0)
         completion = output.outputs[0]
@@ -168,7 +116,7 @@ class VllmEngine:
             raise RuntimeError(f"sample {name} ended with `{completion.finish_reason}`")
         tokens = list(completion.token_ids)
         values = [position[token].logprob for position, token in zip(completion.logprobs, tokens, strict=True)]
-        return tokens, values, completion.finish_reason, seconds
+        return Sampled(tokens, values, completion.finish_reason, seconds)
 
     async def op_join(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
         """Lets all workers join the group of ``size`` processes whose first one will send weights."""
@@ -236,7 +184,7 @@ class VllmEngine:
         await versions.name_weights(self._llm, str(header["policy_version"]))
         await self._finish(header["policy_version"])
         if reports:  # other nodes, which may have nothing to complain of, do not go on alone
-            _judge(reports, [worker["experts"] for worker in self._held])
+            _judge(reports, [worker["experts"] for worker in self.workers])
         return {}
 
     async def _finish(self, version: int) -> None:
@@ -244,11 +192,7 @@ class VllmEngine:
         await self._forgotten()
         if self._was_paused:
             await self._llm.resume_generation()
-        self._version = version
-
-    async def op_experts(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
-        """Which routed experts every device has: ``devices``, identity -> numbers, or None for all."""
-        return {"devices": of_devices(self._held)}
+        self.version = version
 
     async def op_sleep(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
         """Gives the GPU's memory back; ``level`` 2 forgets the weights too."""
@@ -323,3 +267,15 @@ def _judge(reports: Sequence[dict[str, list[str]]], held: Sequence[list[int] | N
 
 def _in_all(names: Sequence[set[str]]) -> list[str]:
     return sorted(set.intersection(*names))
+
+
+def is_held(name: str, experts: Sequence[int] | None) -> bool:
+    """Whether a checkpoint's tensor is for a worker with these experts: any that is not of an expert that it may not have.
+
+    Args:
+        name: Dotted; of an expert where a number follows the part ``experts``.
+        experts: See ``held_experts``.
+    """
+    parts = name.split(".")
+    number = parts[parts.index("experts") + 1] if "experts" in parts[:-1] else ""
+    return not number.isdecimal() or (experts is not None and int(number) in experts)

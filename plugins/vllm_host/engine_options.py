@@ -14,7 +14,7 @@ FIXED = {
     "skip_tokenizer_init": True,
     "logprobs_mode": "processed_logprobs",
     "weight_transfer_config": {"backend": WEIGHT_BACKEND},
-    "worker_extension_cls": "rlbatch_plugins.vllm_host.transfer.WorkerExtension",
+    "worker_extension_cls": "rlbatch_plugins.vllm_host.weight_transfer.WorkerExtension",
 }
 """Token ids in and out; log-probs of the distribution that was sampled from; our weight transfer."""
 PLACED = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from rlbatch.engines.host.start_log import FULL
+from rlbatch.engines.host.server import GPU_FULL
 
 SHARE = "rollout.engine.gpu_memory_utilization"
 _NUMBER = r"(-?[\d.]+)"
@@ -44,7 +44,7 @@ def too_small(log: str, cache_bytes: int | None = None) -> str:
         left = _CACHE.findall(log)
         there = f"{left[-1]} GiB are" if left else "nothing is"
         return f"{SHARE}: {beside}{there} left for the cache. Raise it, or give an engine more GPUs (rollout.options.gpus_per_engine)."
-    if found := FULL.search(log):
+    if found := GPU_FULL.search(log):
         wanted, total, free = found.groups()
         return (
             f"rollout.options.gpus_per_engine: vLLM needs {wanted} more for the weights, {free} of the GPU's {total} are free. "

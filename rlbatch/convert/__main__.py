@@ -19,7 +19,7 @@ from rlbatch.api import CheckpointError, RlbatchError
 from rlbatch.api.exit_codes import FAILED, REFUSED
 from rlbatch.convert.options import Options, help_text, parse
 from rlbatch.launch.ranks.rank_info import RankInfo, check_trainer
-from rlbatch.launch.records.output import end_with_reader, keep_output, shown
+from rlbatch.launch.records.streams import end_with_reader, exit_code_of_display, keep_output
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -88,6 +88,6 @@ def _prepare_libraries(info: RankInfo) -> None:
 if __name__ == "__main__":
     keep_output()
     code = main(sys.argv[1:])
-    code = shown(code) if "--help" in sys.argv or "mode=check" in sys.argv else code  # a conversion goes on without a reader
+    code = exit_code_of_display(code) if "--help" in sys.argv or "mode=check" in sys.argv else code  # a conversion goes on without a reader
     gc.freeze()  # nor does the interpreter look there again before it ends
     sys.exit(code)

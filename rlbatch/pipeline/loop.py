@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from rlbatch.api import LaunchError, SampleGroup, StepResult
-from rlbatch.launch.records.attempts import ATTEMPTS, begin_attempt
+from rlbatch.launch.records.history import ATTEMPTS, begin_attempt
 from rlbatch.launch.shutdown.signals import Ending
 from rlbatch.metrics.clock import PhaseClock
 from rlbatch.metrics.names import check_tags

@@ -18,9 +18,8 @@ from rlbatch.api import CheckpointError, ConfigError
 from rlbatch.checkpoint import run_folder
 from rlbatch.checkpoint.identity import identity
 from rlbatch.config.hf_config import read_config
-from rlbatch.launch.records.attempts import record_write
-from rlbatch.launch.records.lock import Lock
-from rlbatch.launch.records.run_id import mark
+from rlbatch.launch.records.history import record_write
+from rlbatch.launch.records.ownership import Lock, ensure_run_id
 from rlbatch.megatron.checkpoint import TrainerState
 from rlbatch.megatron.rng import rng_states, set_rng_states
 from rlbatch.megatron.state_writer import Writing
@@ -86,7 +85,7 @@ class Checkpoints:
 
     def _take_folder(self) -> str:
         """On rank 0: returns the run's id."""
-        run, steps = mark(self._job.run_dir), range(self._saved_step + 1, self._job.config.train.steps + 1)
+        run, steps = ensure_run_id(self._job.run_dir), range(self._saved_step + 1, self._job.config.train.steps + 1)
         run_folder.make_root(self._root)
         self._lock = lock = Lock(self._root)
         if not lock.try_for(HANDOVER_S):

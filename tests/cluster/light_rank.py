@@ -7,14 +7,14 @@ import sys
 from pathlib import Path
 
 from rlbatch.config.schema import Config
-from rlbatch.launch.membership.rendezvous import join, launch_word
+from rlbatch.launch.membership.rendezvous import join, launch_id
 from rlbatch.launch.membership.watchdog import Watchdog
 from rlbatch.launch.ranks.rank_info import RankInfo
 
 
 def main(run_dir: Path) -> None:
     config, info = Config(), RankInfo.from_environment()
-    meeting = join(info, run_dir, config, launch_word())
+    meeting = join(info, run_dir, config, launch_id())
     with Watchdog(config.launch, meeting, run_dir) as watchdog:
         hosts = watchdog.wait_for_ranks()
     known = {

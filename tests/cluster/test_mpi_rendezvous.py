@@ -11,7 +11,6 @@ import pytest
 
 from rlbatch.api import LaunchError
 from rlbatch.launch.membership import rendezvous
-from rlbatch.launch.ranks import mpi_broadcast
 from rlbatch.launch.ranks.rank_info import RankInfo
 from tests.cluster.processes import cannot_run
 
@@ -28,7 +27,7 @@ from rlbatch.launch.ranks.rank_info import RankInfo
 from rlbatch.config.schema import Config
 from rlbatch.launch.membership.watchdog import Watchdog
 config, run_dir = Config(), Path(sys.argv[1])
-meeting = rendezvous.join(RankInfo.from_environment(), run_dir, config, rendezvous.launch_word())
+meeting = rendezvous.join(RankInfo.from_environment(), run_dir, config, rendezvous.launch_id())
 with Watchdog(config.launch, meeting, run_dir) as watchdog:
     os.write(1, f"{len(watchdog.wait_for_ranks())} met\\n".encode())  # at once: print's pieces would mingle with the other ranks'
 """
@@ -58,7 +57,7 @@ def test_ranks_of_a_bare_mpirun_meet(mpirun: list[str], how: str, tmp_path: Path
 def test_another_mpi_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without mpi4py nothing is broadcast, and the file must do."""
     monkeypatch.setitem(sys.modules, "mpi4py", None)
-    assert mpi_broadcast.broadcast("text", RankInfo(0, 3, 0, 3, 0, "n1")) is None
+    assert rendezvous.broadcast("text", RankInfo(0, 3, 0, 3, 0, "n1")) is None
 
 
 def test_rank_0_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,4 +65,4 @@ def test_rank_0_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "broadcast", lambda text, info: "")
     monkeypatch.setattr(rendezvous, "CLOCK_S", 0.0)
     with pytest.raises(LaunchError, match=r"^rendezvous: rank 0 \(host n1\) failed before it could be joined"):
-        rendezvous._told_by_mpi(RankInfo(1, 3, 1, 3, 0, "n1", nodes=("n1",)), None)
+        rendezvous._attempt_by_mpi(RankInfo(1, 3, 1, 3, 0, "n1", nodes=("n1",)), None)

@@ -13,7 +13,7 @@ GO_ON = """\
 from pathlib import Path
 from rlbatch.config.schema import Config
 from rlbatch.launch.ranks.rank_info import RankInfo
-from rlbatch.launch.slurm.current_job import current_job_name
+from rlbatch.launch.slurm.scontrol import current_job_name
 from rlbatch.launch.shutdown.requeue import go_on_later
 from rlbatch.launch.shutdown.signals import Ending
 print(current_job_name(), flush=True)  # before Slurm ends this process

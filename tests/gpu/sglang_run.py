@@ -24,10 +24,10 @@ import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
 
 from rlbatch.api import Prompt, RolloutContext, SamplingParams
-from rlbatch.engines.backend.expert_parallel import ExpertParallelRollout
+from rlbatch.engines.backend.hosted import ExpertParallelRollout
 from rlbatch.weights.sync import buckets
 from rlbatch_plugins.rollout_sglang import SglangOptions, sglang_rollout
-from rlbatch_plugins.vllm_host.held_experts import is_held
+from rlbatch_plugins.vllm_host.engine import is_held
 from tests.gpu.random_moe import SHAPE, checkpoint
 from tests.gpu.vllm_run import MEAN_BOUND, _used
 

@@ -9,14 +9,18 @@ from rlbatch.config.schema import Config, LaunchConfig, LayoutConfig
 from rlbatch.launch.starters.local import run_local
 
 RANK = """
-import os, pathlib, signal, subprocess, sys, time
+import contextlib, os, pathlib, signal, subprocess, sys, time
 from rlbatch.api import ConfigError
 from rlbatch.launch.ranks.rank_info import RankInfo
 from rlbatch.launch.records.failures import reporting_failures
+from rlbatch.launch.shutdown.guardian import guarded
+from rlbatch.launch.shutdown.signals import StopNotice
 
-run_dir, behaviour = pathlib.Path(sys.argv[1]), sys.argv[2]
+run_dir, behaviour = pathlib.Path(sys.argv[1]), sys.argv[2].removeprefix("guarded_")
 info = RankInfo.from_environment()
-with reporting_failures(run_dir, info.rank):
+is_guarded = sys.argv[2] != behaviour  # as the ranks of a run are
+guards = guarded(StopNotice(), lambda how, facts: None, lambda held: None) if is_guarded else contextlib.nullcontext()
+with guards, reporting_failures(run_dir, info.rank):
     print(f"output of rank {info.rank}")
     if behaviour == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

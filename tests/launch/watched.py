@@ -19,12 +19,11 @@ from rlbatch.api import ConfigError
 from rlbatch.config.schema import ClusterConfig, Config, LaunchConfig
 from rlbatch.launch.membership import overseer
 from rlbatch.launch.membership import watchdog as watchdog_module
-from rlbatch.launch.membership.rendezvous import Meeting, join, launch_word
+from rlbatch.launch.membership.rendezvous import Meeting, join, launch_id
 from rlbatch.launch.membership.watchdog import Watchdog
 from rlbatch.launch.ranks.rank_info import RankInfo
 from rlbatch.launch.records.failures import reporting_failures
-from rlbatch.launch.shutdown.deaths import report_death, report_remains
-from rlbatch.launch.shutdown.guardian import end, guarded
+from rlbatch.launch.shutdown.guardian import end, guarded, report_death, report_remains
 from rlbatch.launch.shutdown.signals import StopNotice
 from tests.stopwatch import Stopwatch
 
@@ -124,8 +123,7 @@ def with_gloo(behaviour: str, watchdog: Watchdog, meeting: Meeting) -> None:
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
-    from rlbatch.launch.membership.process_group import process_group
-    from rlbatch.launch.membership.store import open_store
+    from rlbatch.launch.membership.store import open_store, process_group
 
     info = meeting.info
     overseer.ANSWER_S = watchdog_module.ANSWER_S = END_S  # all answer, however late
@@ -222,7 +220,7 @@ def be_rank(run_dir: Path, info: RankInfo, notice: StopNotice) -> None:
     (run_dir / f"started.{info.rank}").touch()
     wait_for(lambda: len(list(run_dir.glob("started.*"))) >= int(os.environ.get(TOGETHER, "0")))
     with reporting_failures(run_dir, info.rank):
-        meeting = join(info, run_dir, config, launch_word())
+        meeting = join(info, run_dir, config, launch_id())
         with Watchdog(launch, meeting, run_dir) as watchdog:
             notice.end_start(lambda number: (watchdog.leave(signal.Signals(number).name), end(128 + number)))
             hosts = watchdog.wait_for_ranks()

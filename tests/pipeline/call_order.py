@@ -57,7 +57,7 @@ class RecordedHost:
     def started(self, needed: Iterable[int], hang_limit_s: float) -> None:
         """Nobody watches it."""
 
-    def settled(self) -> None:
+    def mark_warmed_up(self) -> None:
         """Its calls take no time."""
 
     def outlasting(self) -> AbstractContextManager[None]:

@@ -60,7 +60,7 @@ _jobs = count()
 def job_of(config: Config, run_dir: str) -> Job:
     """This rank's part of the job."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    info = RankInfo(rank, size, rank, size, 0, "test", "127.0.0.1", 0)
+    info = RankInfo(rank, size, rank, size, 0, "test", master_addr="127.0.0.1", master_port=0)
     # What ranks said where an earlier job's met stays on the pool's store.
     store = JobStore(dist.PrefixStore(f"job {next(_jobs)}", dist.distributed_c10d._get_default_store()), info)
     return assemble(config, Path(run_dir), "cpu", store, Watchdog(config.launch), lambda text: None)

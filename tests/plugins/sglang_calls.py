@@ -13,8 +13,8 @@ from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.model_executor import model_runner_kv_cache_mixin as module
 from sglang.srt.plugins.hook_registry import HookRegistry
 
-from rlbatch_plugins.sglang_host.held_experts import held_experts
 from rlbatch_plugins.sglang_host.plugin import register
+from rlbatch_plugins.sglang_host.weights import held_experts
 
 RUNNER = SimpleNamespace(device="cpu", gpu_id=0, mem_fraction_static=0.5, mambaish_config=None, weight_load_mem_usage=21.04)
 FREE_GIB = 1e6

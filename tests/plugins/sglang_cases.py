@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from rlbatch.engines.client.import_path import write_site
+from rlbatch.engines.client.interpreter import write_site
 from rlbatch_plugins.rollout_sglang import CPU_VARIABLES, ENTRY_POINTS
 from tests.cluster.processes import cannot_run
 from tests.plugins import vllm_cases

@@ -24,7 +24,7 @@ from sglang.srt.models.deepseek_common.deepseek_weight_loader import DeepseekV2W
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from rlbatch.engines.protocol.shared_names import OWNER, name_shared_memory, remove_leftovers
-from rlbatch_plugins.sglang_host import versions, workarounds
+from rlbatch_plugins.sglang_host import engine_options, workarounds
 from rlbatch_plugins.sglang_host.engine import _judge
 from rlbatch_plugins.sglang_host.plugin import register
 from rlbatch_plugins.sglang_host.weights import WorkerWeights
@@ -161,7 +161,7 @@ def main() -> None:
     workarounds._applied.clear()
     register()
     HookRegistry.apply_hooks()
-    assert versions.installed_version()
+    assert engine_options.installed_version()
     print(json.dumps({"before": before, "after": seen(), "other_version": other_version}))
 
 

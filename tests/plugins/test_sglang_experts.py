@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rlbatch.api import RolloutContext, RolloutError
-from rlbatch.engines.backend.expert_parallel import ExpertParallelRollout
+from rlbatch.engines.backend.hosted import ExpertParallelRollout
 from rlbatch.weights.sync import buckets
 from rlbatch_plugins.rollout_sglang import SglangOptions, sglang_rollout
 from rlbatch_plugins.sglang_host.engine import _judge

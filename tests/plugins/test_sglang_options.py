@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlbatch.api import ConfigError, RolloutContext
-from rlbatch.engines.client.installed import look
+from rlbatch.engines.client.interpreter import inspect_interpreter
 from rlbatch.engines.protocol.frames import Refused
 from rlbatch.prepare import find_problems
 from rlbatch.registry import compose_job
@@ -45,7 +45,7 @@ REFUSED = {
 def test_its_source_has_what_rlbatch_speaks_of(repository: Path) -> None:
     """What rlbatch decides and refuses are options of this SGLang; a misspelt one is named with the closest."""
     python = sglang_python(repository)
-    known = look(python, ("sglang",), SOURCE, CLASSES).options
+    known = inspect_interpreter(python, ("sglang",), SOURCE, CLASSES).options
     assert {*DECIDED, *UNSAFE} <= set(known)
     check_engine(SglangOptions(), {"python": python, "max_running_requests": 4})
     with pytest.raises(ConfigError, match=r"max_running_request=4: SGLang \S+ has no such option\. Did you mean `max_running_requests`"):

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlbatch.api import ConfigError
-from rlbatch.engines.client.import_path import write_site
-from rlbatch.engines.client.installed import look
+from rlbatch.engines.client.interpreter import inspect_interpreter, write_site
 from rlbatch.prepare import find_problems
 from rlbatch.registry import compose_job
 from rlbatch_plugins.rollout_vllm import ENTRY_POINTS, VllmOptions, check_engine
@@ -37,7 +36,7 @@ def test_its_source_says_what_its_class_has(repository: Path) -> None:
     """The names that are found without importing vLLM are those of its dataclass, and what rlbatch decides is among them."""
     python = vllm_python(repository)
     told = subprocess.run([python, "-c", FIELDS], capture_output=True, text=True, check=True, timeout=300).stdout.splitlines()[-1]
-    found = look(python, DISTRIBUTIONS, SOURCE, CLASSES)
+    found = inspect_interpreter(python, DISTRIBUTIONS, SOURCE, CLASSES)
     assert set(found.options) == set(json.loads(told))
     assert set(DECIDED) <= set(found.options)
     check_engine(VllmOptions(), {"python": python, "max_num_seqs": 4})

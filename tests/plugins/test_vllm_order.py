@@ -33,7 +33,7 @@ class RecordedHost:
     def started(self, needed: Iterable[int], hang_limit_s: float) -> None:
         """Nobody watches it."""
 
-    def settled(self) -> None:
+    def mark_warmed_up(self) -> None:
         """Its calls take no time."""
 
     def call(self, operation: str, header: Any = None, payload: bytes = b"", *, limit_s: float) -> dict[str, Any]:
@@ -64,8 +64,8 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, level: int) -> tuple[HostedRollout, 
     calls: list[str] = []
 
     class RecordedSender:
-        def send(self, buckets: Iterable[Any], header: Any, *, in_turns: bool) -> int:
-            calls.append(f"weights of {[bucket.names for bucket in buckets]}{' in turns' if in_turns else ''}")
+        def send(self, buckets: Iterable[Any], header: Any, *, double_buffered: bool) -> int:
+            calls.append(f"weights of {[bucket.names for bucket in buckets]}{' in turns' if double_buffered else ''}")
             return 3
 
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("cache given back"))

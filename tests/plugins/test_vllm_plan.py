@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rlbatch.engines.client.import_path import write_site
+from rlbatch.engines.client.interpreter import write_site
 from tests.plugins.vllm_cases import vllm_python, write_model
 
 LONG = pytest.mark.long("vllm")

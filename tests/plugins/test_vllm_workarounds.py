@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from rlbatch.api import RolloutContext
-from rlbatch.engines.client.import_path import write_site
+from rlbatch.engines.client.interpreter import write_site
 from rlbatch_plugins.rollout_transformers import TransformersOptions, TransformersRollout
 from rlbatch_plugins.rollout_vllm import ENTRY_POINTS, VllmOptions, vllm_rollout
 from rlbatch_plugins.vllm_host.workarounds import SKIPPED, WORKAROUNDS

@@ -26,7 +26,7 @@ from vllm.model_executor.model_loader.reload import meta
 from vllm.model_executor.utils import replace_parameter
 
 from rlbatch_plugins.vllm_host.plugin import register
-from rlbatch_plugins.vllm_host.transfer import SharedMemoryTransfer
+from rlbatch_plugins.vllm_host.weight_transfer import SharedMemoryTransfer
 from rlbatch_plugins.vllm_host.write_audit import check_values
 
 Named = Sequence[tuple[str, torch.Tensor]]
@@ -143,7 +143,7 @@ def main(folder: Path) -> None:
     assert plan is not None, said
     said["loaded"] = sorted(plan.loaded)
     said["slow"] = sorted({type(layer).__name__ for layer in plan.layers})
-    said["planned"] = sum(held.parameter.numel() for held in plan.held) / sum(p.numel() for p in worker.model.parameters())
+    said["planned"] = sum(each.parameter.numel() for each in plan.parameters) / sum(p.numel() for p in worker.model.parameters())
     for number, other in enumerate(others):
         for tensor in worker.model.parameters():
             tensor.data.fill_(7.0)  # as after sleep level 2: nothing may be left from before

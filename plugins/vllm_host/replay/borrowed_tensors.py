@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 
-from .record import Recorder, storage_identity
+from .recorder import Recorder, storage_identity
 
 
 class BorrowedTensors:
-    """Of one call.
+    """The tensors of one call, as vLLM's loaders get them.
 
     Args:
         recorder: Sees what happens to them.
@@ -22,15 +22,15 @@ class BorrowedTensors:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._lent: dict[int, tuple[str, Tensor]] = {}
+        self._borrowed: dict[int, tuple[str, Tensor]] = {}
         self._copies: dict[int, Tensor] = {}
 
-    def lend(self, name: str, tensor: Tensor) -> Tensor:
+    def borrow(self, name: str, tensor: Tensor) -> Tensor:
         """The same memory, in a storage that no other tensor has: the recorder tells tensors by that."""
-        lent = torch.from_dlpack(tensor.flatten().view(torch.uint8)).view(tensor.dtype).view(tensor.shape)  # DLPack has no 8-bit floats
-        self._lent[storage_identity(lent)] = name, lent
-        self._recorder.watch(name, lent)
-        return lent
+        borrowed = torch.from_dlpack(tensor.flatten().view(torch.uint8)).view(tensor.dtype).view(tensor.shape)  # DLPack has no 8-bit floats
+        self._borrowed[storage_identity(borrowed)] = name, borrowed
+        self._recorder.watch(name, borrowed)
+        return borrowed
 
     def end(self, lasting: Container[str]) -> dict[str, StorageWeakRef]:
         """The call's memory may be written again, except that of ``lasting`` names.
@@ -41,22 +41,22 @@ class BorrowedTensors:
         Raises:
             ValueError: somebody else keeps a tensor.
         """
-        later = {name: StorageWeakRef(tensor.untyped_storage()) for name, tensor in self._lent.values() if name in lasting}
-        self._lent = {storage: (name, tensor) for storage, (name, tensor) in self._lent.items() if name not in lasting}
+        later = {name: StorageWeakRef(tensor.untyped_storage()) for name, tensor in self._borrowed.values() if name in lasting}
+        self._borrowed = {storage: (name, tensor) for storage, (name, tensor) in self._borrowed.items() if name not in lasting}
         for info in LAYERWISE_INFO.values():
             for _, bound in info.loaded_weights:
                 bound.arguments |= {key: self._kept(value) for key, value in bound.arguments.items() if isinstance(value, Tensor)}
         self._recorder.keep(self._kept)
-        names = {name: StorageWeakRef(tensor.untyped_storage()) for name, tensor in self._lent.values()}
-        self._lent, self._copies = {}, {}
+        names = {name: StorageWeakRef(tensor.untyped_storage()) for name, tensor in self._borrowed.values()}
+        self._borrowed, self._copies = {}, {}
         refuse_kept(names)
         return later
 
     def _kept(self, part: Tensor) -> Tensor:
         """A part of one of the tensors, in a copy of all of it; others as they are."""
-        if storage_identity(part) not in self._lent:
+        if storage_identity(part) not in self._borrowed:
             return part
-        name, tensor = self._lent[storage_identity(part)]
+        name, tensor = self._borrowed[storage_identity(part)]
         if storage_identity(part) not in self._copies:
             self._copies[storage_identity(part)] = copy = tensor.clone()
             self._recorder.watch(name, copy)

@@ -1,6 +1,6 @@
 """A weight sync as copies: from slices of the tensors that are sent to slices of the engine's parameters, without vLLM's loaders.
 
-The copies were recorded while the loaders ran (``record``). Layers of which they do not tell everything go vLLM's way in every sync.
+The copies were recorded while the loaders ran (``recorder``). Layers of which they do not tell everything go vLLM's way in every sync.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
-from .ties import Ties
 
 LARGE = 2**20
 """Bytes from which on one copy keeps the device busy by itself."""
@@ -44,7 +42,7 @@ class Copy:
 
 
 @dataclass(frozen=True)
-class Held:
+class TargetParameter:
     """A parameter that copies go into: it must be where it was."""
 
     layer: torch.nn.Module
@@ -55,13 +53,48 @@ class Held:
     def is_there(self) -> bool:
         """Whether it is."""
         layer = self.layer
-        held = layer._parameters.get(self.name, layer._buffers.get(self.name))
-        return held is self.parameter and self.parameter.data_ptr() == self.address
+        present = layer._parameters.get(self.name, layer._buffers.get(self.name))
+        return present is self.parameter and self.parameter.data_ptr() == self.address
+
+
+@dataclass(frozen=True)
+class TiedLayers:
+    """Layers of a model that compute with a parameter of another one, as an output head does with the embedding of a model that ties them.
+
+    Attributes:
+        names: Parameters that are another one's, under their own names: no weight comes for them.
+        layers: Which have no others.
+    """
+
+    names: frozenset[str]
+    layers: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, model: torch.nn.Module) -> TiedLayers:
+        """Asked before vLLM takes the parameters out of the model: what it puts in their place is each layer's own."""
+        seen: set[int] = set()
+        names: set[str] = set()
+        layers: list[Any] = []
+        for prefix, layer in model.named_modules():
+            own = {name: id(parameter) for name, parameter in layer._parameters.items() if parameter is not None}
+            tied = {f"{prefix}.{name}" for name, identity in own.items() if identity in seen}
+            names |= tied
+            if tied and len(tied) == len(own):  # others, as experts that see their router's bias, are processed with their own weights
+                layers.append(layer)
+            seen.update(own.values())
+        return cls(frozenset(names), tuple(layers))
+
+    def finish(self) -> None:
+        """After a sync: what a layer derives from another's parameter, as packed matrices on CPUs, is of the one before."""
+        for layer in self.layers:
+            method: Any = getattr(layer, "quant_method", None)
+            if hasattr(method, "process_weights_after_loading"):
+                method.process_weights_after_loading(layer)
 
 
 @dataclass
 class Plan:
-    """Of one worker's model.
+    """What a sync of one worker's model copies, and what goes through vLLM's loaders.
 
     Attributes:
         sent: Every tensor of a sync: name -> dtype and shape.
@@ -69,31 +102,31 @@ class Plan:
         loaded: Names that vLLM's loaders get.
         fills: Parts of parameters that hold a constant.
         layers: Those that vLLM prepares and processes.
-        held: All parameters that copies and fills go into.
+        parameters: All that copies and fills go into.
         ties: Of the model.
     """
 
     sent: dict[str, tuple[torch.dtype, torch.Size]]
-    ties: Ties
+    ties: TiedLayers
     copies: dict[str, list[Copy]] = field(default_factory=dict)
     loaded: set[str] = field(default_factory=set)
     fills: list[tuple[Tensor, Slice, float]] = field(default_factory=list)
     layers: list[torch.nn.Module] = field(default_factory=list)
-    held: list[Held] = field(default_factory=list)
+    parameters: list[TargetParameter] = field(default_factory=list)
 
     def __str__(self) -> str:
         """For logs."""
-        size, kinds = sum(held.parameter.nbytes for held in self.held), sorted({type(layer).__name__ for layer in self.layers})
+        size, kinds = sum(each.parameter.nbytes for each in self.parameters), sorted({type(layer).__name__ for layer in self.layers})
         rest = f"{len(self.loaded)} tensors go through vLLM's loaders, it processes {', '.join(kinds) or 'no layer'}"
         return f"copy {size / 2**30:.2f} GiB; {rest}"
 
     def is_valid(self) -> bool:
         """Whether all parameters are where they were."""
         with torch._C.DisableTorchFunctionSubclass():  # vLLM's parameters have a class of their own, which takes longer
-            return all(held.is_there() for held in self.held)
+            return all(each.is_there() for each in self.parameters)
 
 
-class Layers:
+class LayerSubset:
     """Some layers of a model in the place of the model, for vLLM's functions that go through all of them."""
 
     def __init__(self, layers: Sequence[torch.nn.Module]) -> None:
@@ -108,7 +141,7 @@ class Layers:
 
 
 @dataclass(frozen=True)
-class Ready:
+class PreparedCall:
     """What one call's tensors ask for, found once: as long as they come in the same places it is the same."""
 
     names: frozenset[str]
@@ -122,14 +155,14 @@ class Replay:
 
     Args:
         plan: Valid.
-        ready: Of earlier syncs, by the calls' keys.
+        prepared: Of earlier syncs, by the calls' keys.
     """
 
-    def __init__(self, plan: Plan, ready: Mapping[str, Ready]) -> None:
-        self._plan, self._before = plan, ready
-        self.ready: dict[str, Ready] = {}
+    def __init__(self, plan: Plan, prepared: Mapping[str, PreparedCall]) -> None:
+        self._plan, self._earlier = plan, prepared
+        self.prepared: dict[str, PreparedCall] = {}
         self._missing = set(plan.sent)
-        self._layers = Layers(plan.layers)
+        self._layers = LayerSubset(plan.layers)
         initialize_layerwise_reload(self._layers)
 
     def copy(self, key: str, tensors: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
@@ -141,18 +174,18 @@ class Replay:
         Raises:
             ValueError: a tensor that the recorded sync did not have, or that this one had before.
         """
-        ready = self._before.get(key) or self._prepare(tensors)
-        self.ready[key] = ready
-        if len(ready.names) < len(tensors) or not ready.names <= self._missing:
+        prepared = self._earlier.get(key) or self._prepare(tensors)
+        self.prepared[key] = prepared
+        if len(prepared.names) < len(tensors) or not prepared.names <= self._missing:
             seen: set[str] = set(self._plan.sent) - self._missing
             twice = next(name for name, _ in tensors if name in seen or seen.add(name))  # type: ignore[func-returns-value]
             raise ValueError(f"weight sync: {twice} is written twice.")
-        self._missing -= ready.names
-        for target, source in ready.large:
+        self._missing -= prepared.names
+        for target, source in prepared.large:
             target.copy_(source)
-        if ready.small[0]:
-            torch._foreach_copy_(*ready.small)
-        return ready.loaded
+        if prepared.small[0]:
+            torch._foreach_copy_(*prepared.small)
+        return prepared.loaded
 
     def finish(self, model_config: Any) -> None:
         """After the last call.
@@ -167,7 +200,7 @@ class Replay:
             part.of(parameter.data).fill_(value)
         finalize_layerwise_reload(self._layers, model_config)
 
-    def _prepare(self, tensors: Sequence[tuple[str, Tensor]]) -> Ready:
+    def _prepare(self, tensors: Sequence[tuple[str, Tensor]]) -> PreparedCall:
         for name, tensor in tensors:
             expected = self._plan.sent.get(name)
             if expected != (tensor.dtype, tensor.shape):
@@ -176,7 +209,7 @@ class Replay:
         copies = ((tensor, copy) for name, tensor in tensors for copy in self._plan.copies.get(name, ()))
         large, small = _merged(copies)
         loaded = [(name, tensor) for name, tensor in tensors if name in self._plan.loaded]
-        return Ready(frozenset(name for name, _ in tensors), large, small, loaded)
+        return PreparedCall(frozenset(name for name, _ in tensors), large, small, loaded)
 
 
 def _merged(copies: Iterable[tuple[Tensor, Copy]]) -> tuple[list[tuple[Tensor, Tensor]], tuple[list[Tensor], list[Tensor]]]:

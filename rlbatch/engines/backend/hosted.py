@@ -33,12 +33,16 @@ from rlbatch.api.values import Count, CountOrZero, Seconds
 from rlbatch.engines.backend.shm_space import check_room
 from rlbatch.engines.client.engine_process import EngineHost
 from rlbatch.engines.protocol.frames import pack_ints, unpack_ints
+from rlbatch.engines.protocol.shared_names import OWNER
 from rlbatch.engines.transfer.sender import WeightSender
-from rlbatch.engines.transfer.weight_group import SENDER, WeightGroup, meet
+from rlbatch.engines.transfer.shared_memory import device_identity
+from rlbatch.engines.transfer.weight_group import SENDER, WeightGroup, join_in_background
 from rlbatch.launch.ranks.interfaces import LOOPBACK_INTERFACE
 
 OWN_KEYS = ("python", "environment")
 """Keys of ``rollout.engine`` that are ours; all others are the engine's."""
+RESERVED_VARIABLES = ("PYTHONPATH", "PYTHONSAFEPATH", OWNER)
+"""Variables without which an engine's processes would not find rlbatch, or nobody whose shared memory theirs is."""
 NETWORK_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
@@ -104,7 +108,7 @@ def hosted_shape(options: HostedOptions) -> EngineShape:
 
 
 def value_bytes(name: object) -> float:
-    """Of a number of a type of an engine's weights or cache, by the names of vLLM and SGLang; 0: the engine decides."""
+    """Bytes of a number in an engine's weights or cache, whose type has vLLM's or SGLang's name; 0: the engine decides."""
     text = str(name or "auto")
     sizes = {"auto": 0.0, "half": 2.0, "float": 4.0, "float32": 4.0, **dict.fromkeys(("bf16", "bfloat16", "float16"), 2.0)}
     return sizes.get(text, 1.0 if text.startswith(("fp8", "int8")) else 0.5)
@@ -190,7 +194,7 @@ class HostedRollout:
         path = (self._context.folder / f"join-{os.getpid()}-{self._restarts}").resolve()
         size, limit_s = 1 + self._options.gpus_per_engine // self._context.engine_nodes, self._options.start_timeout_s
         call = self._host.begin("join", {"path": str(path), "size": size, "limit_s": limit_s})
-        group = meet(path, SENDER, size, self._context.device, limit_s)
+        group = join_in_background(path, SENDER, size, self._context.device, limit_s)
         try:
             call.result(limit_s)  # an engine that is lost meanwhile is noticed here; nobody waits for its workers
             return group.result(limit_s)
@@ -248,7 +252,7 @@ class HostedRollout:
             for is_draft, part in groupby(buckets, key=lambda bucket: bucket.is_carried):
                 is_known = not (is_first or audit)
                 header = {"audit": audit, "draft": is_draft, "replay": is_known and not is_draft}
-                self._sender.send(part, header, in_turns=is_known)
+                self._sender.send(part, header, double_buffered=is_known)
                 self.lacks_carried = self.lacks_carried and not is_draft
             self._has_weights = True
             self._wake("kv_cache")
@@ -256,7 +260,7 @@ class HostedRollout:
         if self._host is not None:
             if self._host.lost:
                 raise self._host.lost
-            self._host.settled()
+            self._host.mark_warmed_up()
 
     def _give_back(self) -> None:
         """Memory that this rank's allocator keeps and nothing uses, so that the engine can take its own."""
@@ -375,7 +379,7 @@ def devices_behind(devices: Sequence[str], options: HostedOptions) -> list[str]:
     return [f"cuda:{number}" for number in numbers]
 
 
-def own_and_theirs(engine: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def split_engine_keys(engine: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """``rollout.engine`` in two: our keys, and the engine's own options."""
     return {key: engine[key] for key in OWN_KEYS if key in engine}, {key: value for key, value in engine.items() if key not in OWN_KEYS}
 
@@ -421,3 +425,51 @@ def _completions(answer: Mapping[str, Any], payload: bytes) -> list[Completion]:
         completions.append(Completion(tokens, values, reason, answer["policy_version"], seconds))
         start += len(tokens)
     return completions
+
+
+class ExpertParallelRollout(HostedRollout):
+    """A ``RolloutBackend`` and an ``ExpertParallelBackend``. Its engine answers ``experts``: see ``rlbatch.engines.host.generation``.
+
+    Args:
+        context: As ``HostedRollout``.
+        options: As ``HostedRollout``.
+        program: As ``HostedRollout``.
+    """
+
+    def __init__(self, context: RolloutContext, options: HostedOptions, program: Callable[[Sequence[str]], EngineProgram]) -> None:
+        super().__init__(context, options, program)
+        self._devices: dict[str, list[int] | None] | None = None
+
+    def wanted_experts(self) -> Sequence[int] | None:
+        """See ``ExpertParallelBackend``; all, where the engine is on other devices: a broadcast reaches all of its workers."""
+        if self._devices is None:
+            with self._together():
+                told = self._host.call("experts", limit_s=self._options.sync_timeout_s) if self._host else {}
+                self._devices = json.loads(self._context.node_gather(json.dumps(told).encode())[0]).get("devices")
+        return None if self._devices is None else self._devices.get(device_identity(self._context.device))
+
+
+def check_options(options: HostedOptions, engine: Mapping[str, Any]) -> None:
+    """Refuses what no engine could make sense of.
+
+    Args:
+        options: ``rollout.options.*``.
+        engine: ``rollout.engine.*``.
+
+    Raises:
+        ConfigError: the first one found.
+    """
+    uses_group(options)
+    own, _ = split_engine_keys(engine)
+    if not isinstance(python := own.get("python", ""), str):
+        raise ConfigError(f"rollout.engine.python={python}: must be the path of an interpreter. Leave it out for the trainer's own.")
+    _check_variables(own)
+
+
+def _check_variables(own: Mapping[str, Any]) -> None:
+    for name, value in variables_of(own).items():
+        if name in RESERVED_VARIABLES:
+            raise ConfigError(f"rollout.engine.environment={{{name}: {value}}}: rlbatch sets this variable. Leave it out.")
+        is_text = isinstance(own["environment"].get(name, value), (str, int, float))
+        if not (name and is_text) or "=" in name or "\0" in name + value:
+            raise ConfigError(f"rollout.engine.environment={{{name}: {value}}}: must map a name to a text. Write {{NAME: value}}.")

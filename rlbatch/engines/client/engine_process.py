@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import queue
+import re
 import secrets
 import shutil
 import signal
@@ -21,15 +22,38 @@ from pathlib import Path
 from typing import Any
 
 from rlbatch.api import EngineLost, RolloutError
-from rlbatch.engines.client.disk_errors import told_in_words
-from rlbatch.engines.client.idle_watch import Watch
-from rlbatch.engines.client.import_path import scrubbed, write_site
-from rlbatch.engines.client.installed import PYTHON_HINT
-from rlbatch.engines.client.liveness import Liveness, Processes
-from rlbatch.engines.client.log_tail import log_tail
+from rlbatch.engines.client.interpreter import PYTHON_HINT, engine_environment, write_site
+from rlbatch.engines.client.liveness import IdleWatch, Liveness, Processes
 from rlbatch.engines.protocol.frames import Frame, Header, encode, read_frame
 from rlbatch.engines.protocol.shared_names import private_folder, remove_leftovers
-from rlbatch.launch.ranks.children import MARK, dies_with_parent
+from rlbatch.launch.ranks.children import MARK_VARIABLE, dies_with_parent
+from rlbatch.launch.records.disk import as_rollout_errors
+
+LINES, LINE_LENGTH, READ_BYTES = 15, 1000, 2**16
+_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_?KEY", re.IGNORECASE)
+SHORTEST = 8
+"""Characters of a secret; a shorter value is more often a word or a number."""
+
+
+def log_tail(log: Path, variables: Mapping[str, str]) -> str:
+    """The last lines.
+
+    Args:
+        log: Of the engine.
+        variables: The engine's own. Values of those that are called a secret are shown as the variable's name.
+    """
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - READ_BYTES))
+            text = file.read(READ_BYTES).decode(errors="replace")
+    except OSError as error:  # it is quoted in another error, which counts
+        return f"Its log, {log}, cannot be read ({error.strerror})."
+    secrets = {value: name for name, value in variables.items() if _SECRET.search(name) and len(value) >= SHORTEST}
+    for value in sorted(secrets, key=len, reverse=True):
+        text = text.replace(value, f"${secrets[value]}")
+    lines = [line if len(line) <= LINE_LENGTH else f"{line[:LINE_LENGTH]}..." for line in text.splitlines()[-LINES:]]
+    return f"See {log}; its last lines:\n" + "\n".join(lines)
+
 
 CLOSE_WAIT_S = 15.0
 SEND_LIMIT_S = 20
@@ -49,7 +73,7 @@ class EngineHost:
         engine: What it serves, ``module:Class``.
         folder: Of this engine's own: log and import path.
         python: Interpreter; empty: this one.
-        variables: Environment variables beside the scrubbed ones of this process.
+        variables: Environment variables beside those of this process, see ``engine_environment``.
         entry_points: Entry-point group -> its lines, which the engine's interpreter shall see.
         sockets_variable: Environment variable that tells the engine where its sockets go: the folder of its temporary files, which only
             this user may enter.
@@ -75,7 +99,7 @@ class EngineHost:
     ) -> None:
         remove_leftovers()
         self._name, self.log = name, folder / "engine.log"
-        with told_in_words("an engine cannot be started", folder), ExitStack() as made:
+        with as_rollout_errors("an engine cannot be started", folder), ExitStack() as made:
             self.sockets = private_folder()
             made.callback(shutil.rmtree, self.sockets, ignore_errors=True)
             site = write_site(folder / "site", entry_points or {})
@@ -84,8 +108,8 @@ class EngineHost:
             made.pop_all()
         places = dict.fromkeys(["TMPDIR", *filter(None, [sockets_variable])], str(self.sockets))
         places |= {key: value for key, value in KEPT.items() if key not in os.environ}
-        self._variables = scrubbed(os.environ, site, keep_path=not python) | places | dict(variables or {})
-        self._variables[MARK] = secrets.token_hex(8)
+        self._variables = engine_environment(os.environ, site, keep_path=not python) | places | dict(variables or {})
+        self._variables[MARK_VARIABLE] = secrets.token_hex(8)
         ours, theirs = socket.socketpair()
         with theirs, log:
             try:
@@ -107,16 +131,16 @@ class EngineHost:
         self.processes, self.hang_limit_s = Processes(self.pid), float("inf")
         self.lost: EngineLost | None = None
         self.outlasts = False
-        self._watch: Watch | None = None
-        self._took: dict[str, float] = {}
-        self._known: dict[str, float] = {}
+        self._watch: IdleWatch | None = None
+        self._durations: dict[str, float] = {}
+        self._usual_durations: dict[str, float] = {}
         self._calls: dict[int, queue.SimpleQueue[Frame | None]] = {}
         self._lock, self._is_gone = threading.Lock(), False
         threading.Thread(target=self._receive, daemon=True, name=f"{name}-engine").start()
 
     @property
     def pid(self) -> int:
-        """Of the process; also the id of its group."""
+        """Id of the process, and of its group."""
         return self._process.pid
 
     def started(self, needed: Iterable[int], hang_limit_s: float) -> None:
@@ -128,26 +152,26 @@ class EngineHost:
         """
         self.hang_limit_s = hang_limit_s
         self.processes.started(needed)
-        self._watch = Watch(self)
+        self._watch = IdleWatch(self)
 
-    def settled(self) -> None:
-        """Calls of the kinds that have ended so far have compiled, allocated and looked up what they need; see ``patience_s``."""
-        self._known = dict(self._took)
+    def mark_warmed_up(self) -> None:
+        """Calls of the kinds that have ended so far have compiled, allocated and looked up what they need; see ``busy_limit_s``."""
+        self._usual_durations = dict(self._durations)
 
-    def took(self, operation: str, seconds: float) -> None:
+    def record_duration(self, operation: str, seconds: float) -> None:
         """A call has ended well that was awaited as long."""
-        self._took[operation] = max(seconds, self._took.get(operation, 0.0))
+        self._durations[operation] = max(seconds, self._durations.get(operation, 0.0))
 
-    def patience_s(self, operation: str, limit_s: float) -> float:
+    def busy_limit_s(self, operation: str, limit_s: float) -> float:
         """How long the engine may work on a call without an answer, which a GPU that waits for another for ever seems to do too.
 
         Args:
             operation: Of the engine.
             limit_s: When its kind is not known: then it may compile, or be a model's first.
         """
-        if operation not in self._known:
+        if operation not in self._usual_durations:
             return limit_s
-        return min(limit_s, max(self.hang_limit_s, PATIENCE * self._known[operation]))
+        return min(limit_s, max(self.hang_limit_s, PATIENCE * self._usual_durations[operation]))
 
     @contextmanager
     def outlasting(self) -> Iterator[None]:
@@ -338,17 +362,17 @@ class Call:
     def _result(self, limit_s: float) -> dict[str, Any]:
         began = time.monotonic()
         deadline = began + limit_s
-        pulse = self._pulse(self._host.patience_s(self._operation, limit_s))
+        liveness = self._liveness(self._host.busy_limit_s(self._operation, limit_s))
         while (left := deadline - time.monotonic()) > 0:
-            frame = self.next(min(left, pulse.wait_s()))
+            frame = self.next(min(left, liveness.wait_s()))
             if frame is not None and frame[0].get("end"):
-                self._host.took(self._operation, time.monotonic() - began)
+                self._host.record_duration(self._operation, time.monotonic() - began)
                 return frame[0]
-            if frame is None and pulse.wait_s() < limit_s and time.monotonic() < deadline:
-                pulse.look()
+            if frame is None and liveness.wait_s() < limit_s and time.monotonic() < deadline:
+                liveness.check()
         raise self._host.lose(f"`{self._operation}` took longer than {limit_s:g} s")
 
-    def _pulse(self, busy_limit_s: float) -> Liveness:
+    def _liveness(self, busy_limit_s: float) -> Liveness:
         return Liveness(self._host, self._operation, self._host.hang_limit_s, busy_limit_s)
 
     def frames(self, busy_limit_s: float) -> Iterator[Frame]:
@@ -361,13 +385,13 @@ class Call:
             RolloutError: as ``next``.
             EngineLost: as ``next``, or there was no sign of life for the host's ``hang_limit_s``.
         """
-        pulse = self._pulse(busy_limit_s)
+        liveness = self._liveness(busy_limit_s)
         while not self._is_over:
-            frame = self.next(pulse.wait_s())
+            frame = self.next(liveness.wait_s())
             if frame is None:
-                pulse.look()
+                liveness.check()
             else:
-                pulse.answered()
+                liveness.answered()
                 yield frame
 
     def cancel(self) -> None:

@@ -1,24 +1,28 @@
-"""Whether an engine lives, while something is awaited of it: it answers a ping, or its processes work."""
+"""Whether an engine lives. While something is awaited of it, it answers a ping or its processes work; else the processes that it needs are
+there.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Protocol
 
 import psutil
 
-from rlbatch.engines.client.disk_errors import told_in_words
+from rlbatch.api import EngineLost
 from rlbatch.launch.ranks.children import signal_group
-
-if TYPE_CHECKING:
-    from rlbatch.engines.client.engine_process import Call, EngineHost
+from rlbatch.launch.records.disk import as_rollout_errors
 
 PING_S = 5.0
-"""Longest time between two looks."""
+"""Longest time between two checks of an engine that is awaited."""
+WATCH_S = 5.0
+"""Between two checks of one that is not. Each asks the kernel for the state of the few processes that the engine needs."""
 WORKING_SHARE = 0.03
 """Of a core: an engine of which no process uses as much does nothing but wait. (Those of an idle vLLM use less than 0.01 together.)"""
 GUARD_S = 2.0
@@ -103,47 +107,75 @@ def _is_over(process: psutil.Process) -> bool:
         return True
 
 
+class PendingAnswer(Protocol):
+    """A call that was sent."""
+
+    def next(self, limit_s: float) -> object | None:
+        """Its next answer; None: none came within ``limit_s`` seconds."""
+
+
+class WatchedEngine(Protocol):
+    """What is asked of an engine whose life is watched; ``EngineHost`` is one."""
+
+    @property
+    def log(self) -> Path:
+        """The engine's log."""
+
+    @property
+    def processes(self) -> Processes:
+        """The engine's processes."""
+
+    def check(self, operation: str = "") -> None:
+        """Raises ``EngineLost`` if one of its processes has ended."""
+
+    def lose(self, reason: str) -> EngineLost:
+        """The error for an engine that is lost from here on."""
+
+    def begin(self, operation: str) -> PendingAnswer:
+        """Sends a call."""
+
+
 class Liveness:
     """Signs of life of an engine that a call waits for.
 
     A ping is answered by the engine itself, not only by its host; while it loads weights or compiles it cannot answer, but works.
 
     Args:
-        host: The engine.
+        engine: The engine.
         operation: What waits.
         hang_limit_s: Longest time without any sign.
         busy_limit_s: Longest time in which it works and answers nothing.
     """
 
-    def __init__(self, host: EngineHost, operation: str, hang_limit_s: float, busy_limit_s: float) -> None:
-        self._host, self._operation, self._hang_limit_s, self._busy_limit_s = host, operation, hang_limit_s, busy_limit_s
-        self._answered = self._worked = self._looked = self._sent = self._ran = time.monotonic()
-        self._cpu_s: dict[psutil.Process, float] = {}  # the first look measures
-        self._ping: Call | None = None
+    def __init__(self, engine: WatchedEngine, operation: str, hang_limit_s: float, busy_limit_s: float) -> None:
+        self._engine, self._operation, self._hang_limit_s, self._busy_limit_s = engine, operation, hang_limit_s, busy_limit_s
+        self._answered = self._worked = self._checked = self._sent = self._ran = time.monotonic()
+        self._cpu_s: dict[psutil.Process, float] = {}  # the first check measures
+        self._ping: PendingAnswer | None = None
 
     def wait_s(self) -> float:
-        """Until the next look."""
+        """Until the next check."""
         left = self._hang_limit_s - (time.monotonic() - self._last())
         return min(PING_S, self._hang_limit_s / 4, max(left, 0.05))
 
     def answered(self) -> None:
         """The call that waits got something. Of several replicas one may be lost while others answer."""
         self._answered = time.monotonic()
-        if self._answered - self._looked > PING_S:
-            self.look()
+        if self._answered - self._checked > PING_S:
+            self.check()
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Nothing came for ``wait_s``, or one part of the engine has answered.
 
         Raises:
             EngineLost: it is dead, or gave no sign of life for too long.
             RolloutError: the system does not let anybody look, e.g. because a limit of open files is reached.
         """
-        with told_in_words(f"the engine cannot be looked at (`{self._operation}`)", self._host.log):
-            self._look()
+        with as_rollout_errors(f"the engine cannot be looked at (`{self._operation}`)", self._engine.log):
+            self._check()
 
-    def _look(self) -> None:
-        self._host.check(self._operation)
+    def _check(self) -> None:
+        self._engine.check(self._operation)
         self._see_work()
         if self._hang_limit_s < float("inf"):  # else it starts, and answers nothing
             self._ask()
@@ -155,11 +187,11 @@ class Liveness:
             (min(self._hang_limit_s, STOPPED_S), self._ran, "one of its processes is stopped,"),
         ):
             if now - since > limit_s:
-                raise self._host.lose(f"`{self._operation}`: {what} for {limit_s:g} s")
+                raise self._engine.lose(f"`{self._operation}`: {what} for {limit_s:g} s")
 
     def _ask(self) -> None:
         if self._ping is None:
-            self._ping, self._sent = self._host.begin("ping"), time.monotonic()
+            self._ping, self._sent = self._engine.begin("ping"), time.monotonic()
         elif self._ping.next(0.0) is not None:
             self._ping, self._answered = None, max(self._answered, self._sent)  # it lived then; what came later is not known
 
@@ -167,10 +199,42 @@ class Liveness:
         return max(self._answered, self._worked)
 
     def _see_work(self) -> None:
-        now, cpu_s = time.monotonic(), self._host.processes.cpu_s()
+        now, cpu_s = time.monotonic(), self._engine.processes.cpu_s()
         used = [seconds - self._cpu_s[process] for process, seconds in cpu_s.items() if process in self._cpu_s]
-        if max(used, default=0.0) > WORKING_SHARE * (now - self._looked):
+        if max(used, default=0.0) > WORKING_SHARE * (now - self._checked):
             self._worked = now
         if cpu_s or self._cpu_s:
             self._ran = now  # or the time at which one was first seen stopped
-        self._looked, self._cpu_s = now, cpu_s
+        self._checked, self._cpu_s = now, cpu_s
+
+
+class IdleWatch:
+    """A thread that looks at an engine until its end, which it notes: the next call fails, and the engine's log says when it was.
+
+    Args:
+        engine: The engine, started.
+    """
+
+    def __init__(self, engine: WatchedEngine) -> None:
+        self._engine, self._over = engine, threading.Event()
+        self._thread = threading.Thread(target=self._check, daemon=True, name="engine-watch")
+        self._thread.start()
+
+    def end(self) -> None:
+        """What ends from here on shall end; nothing is noted any more."""
+        self._over.set()
+        self._thread.join()
+
+    def _check(self) -> None:
+        while not self._over.wait(WATCH_S):
+            try:
+                self._engine.check()
+            except EngineLost as lost:
+                self._note(lost)
+                return
+            except OSError:  # the system does not let anybody look now, e.g. because a limit of open files is reached
+                continue
+
+    def _note(self, lost: EngineLost) -> None:
+        with suppress(OSError), self._engine.log.open("a") as log:
+            log.write(f"\n{time.strftime('%Y-%m-%d %H:%M:%S')} {lost.reason}\n")

@@ -1,4 +1,4 @@
-"""What an interpreter has of an engine, told without importing the engine, which takes many seconds.
+"""What an interpreter has of an engine, and what is wrong with a user's options of it, told without importing it, which takes many seconds.
 
 Runs under that interpreter; ``main`` is given JSON: names of distributions, and ``options``'s arguments.
 """
@@ -6,12 +6,14 @@ Runs under that interpreter; ``main`` is given JSON: names of distributions, and
 from __future__ import annotations
 
 import ast
+import difflib
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata, util
 from pathlib import Path
+from typing import Any
 
 
 def main() -> None:
@@ -37,7 +39,7 @@ def software() -> str:
 
 
 def installed_version(distributions: Sequence[str]) -> str:
-    """Of the first of the distributions that is there; empty: there is none."""
+    """Version of the first of the distributions that is there; empty: there is none."""
     return installed(distributions)[1]
 
 
@@ -64,3 +66,23 @@ def options(source: str, classes: Sequence[str]) -> list[str]:
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
     ]
     return list(dict.fromkeys(found))
+
+
+def refusal(options: Mapping[str, Any], known: Sequence[str], decided: Mapping[str, str], engine: str, listed: str) -> str:
+    """What is wrong with the first wrong one; empty: nothing.
+
+    Args:
+        options: The user's ``rollout.engine.*``.
+        known: The engine's; empty: not known.
+        decided: Those that are not the user's -> the key that decides them.
+        engine: Its name and version.
+        listed: Where its options are listed.
+    """
+    for name, value in options.items():
+        if name in decided:
+            return f"rollout.engine.{name}={value}: {decided[name]} decides it. Leave it out."
+        if known and name not in known:
+            close = " or ".join(f"`{match}`" for match in difflib.get_close_matches(name, known))
+            hint = f"Did you mean {close}?" if close else f"See {listed}."
+            return f"rollout.engine.{name}={value}: {engine} has no such option. {hint}"
+    return ""

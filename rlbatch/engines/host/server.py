@@ -9,8 +9,10 @@ import asyncio
 import importlib
 import json
 import os
+import re
 import signal
 import socket
+import stat
 import sys
 import traceback
 from collections.abc import Callable
@@ -19,9 +21,15 @@ from functools import partial
 from typing import Any, Protocol
 
 from rlbatch.engines.host.inventory import software
-from rlbatch.engines.protocol.frames import LENGTHS, Header, Refused, encode, words_of
+from rlbatch.engines.protocol.frames import LENGTHS, Header, Refused, encode, error_text
 from rlbatch.engines.protocol.shared_names import name_shared_memory
 from rlbatch.launch.ranks.children import END_SIGNAL, children_end_with_this_process, signal_group
+
+GPU_FULL = re.compile(
+    r"CUDA out of memory\. Tried to allocate ([\d.]+ \w+)\. GPU \d+ has a total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free"
+)
+"""torch's words for a GPU without room: wanted, total, free."""
+
 
 IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, END_SIGNAL)
 """Batch systems send these to every process of a job; the rank decides what they mean for its engine. Children inherit it."""
@@ -107,7 +115,7 @@ class Server:
             self._fail(number, error)
             with suppress(OSError):
                 traceback.print_exc()
-            send({"end": True, "error": words_of(error), "lost": _is_lost(self._engine)})
+            send({"end": True, "error": error_text(error), "lost": _is_lost(self._engine)})
         await self._writer.drain()
 
     async def op_software(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
@@ -166,3 +174,11 @@ def _parse(text: bytes) -> dict[str, Any]:
 def _is_lost(engine: HostedEngine) -> bool:
     judge: Callable[[], bool] = getattr(engine, "is_lost", bool)
     return judge()
+
+
+def startup_log() -> str:
+    """What this process and its children have written, where it goes to a file."""
+    if not stat.S_ISREG(os.fstat(1).st_mode):
+        return ""
+    with open("/proc/self/fd/1", encoding="utf-8", errors="replace") as log:
+        return log.read()

@@ -37,7 +37,7 @@ def read_frame(connection: socket.socket) -> Frame | None:
     return None if header is None or payload is None else (json.loads(header), payload)
 
 
-def words_of(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """An error's own words, and those of what caused it; what to do where a module is missing."""
     words = [str(error) or type(error).__name__]
     while error.__cause__ is not None:

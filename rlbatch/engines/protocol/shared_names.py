@@ -36,7 +36,7 @@ def name_shared_memory() -> None:
 
 
 def _keeps_its_name(init: Callable[..., None]) -> Callable[..., None]:
-    """Of a semaphore: its name stays Python's. joblib, which scikit-learn imports, gives those of the whole process names of its own."""
+    """Lets a semaphore keep Python's name. joblib, which scikit-learn imports, gives those of the whole process names of its own."""
 
     @wraps(init)
     def named(lock: Any, *args: Any, **kwargs: Any) -> None:

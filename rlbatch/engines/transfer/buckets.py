@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 ALIGNMENT = 256
 """Bytes at whose multiples packed tensors start."""
 
-Place = dict[str, Any]
+TensorLocation = dict[str, Any]
 """A tensor in memory, as JSON: name, dtype, shape, memory (its key), start (bytes)."""
 
 
-def place(name: str, tensor: Tensor, memory: str, start: int) -> Place:
+def tensor_location(name: str, tensor: Tensor, memory: str, start: int) -> TensorLocation:
     """Where a contiguous tensor is, or goes."""
     return {
         "name": name,
@@ -31,26 +31,26 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def pack(memory: Tensor, places: Sequence[Place], tensors: Sequence[Tensor]) -> None:
+def pack(memory: Tensor, locations: Sequence[TensorLocation], tensors: Sequence[Tensor]) -> None:
     """Copies the tensors to their places in [bytes] uint8 memory."""
     import torch
 
-    if places:
-        targets = views(dict.fromkeys({each["memory"] for each in places}, memory), places)
+    if locations:
+        targets = views(dict.fromkeys({each["memory"] for each in locations}, memory), locations)
         torch._foreach_copy_([target for _, target in targets], list(tensors))
 
 
-def view(memory: Tensor, where: Place) -> Tensor:
+def view(memory: Tensor, where: TensorLocation) -> Tensor:
     """The tensor that lies in [bytes] uint8 memory; it shares it."""
     return next(views({where["memory"]: memory}, [where]))[1]
 
 
-def views(memories: Mapping[str, Tensor], places: Iterable[Place]) -> Iterator[tuple[str, Tensor]]:
+def views(memories: Mapping[str, Tensor], locations: Iterable[TensorLocation]) -> Iterator[tuple[str, Tensor]]:
     """The tensors that lie in memories, by name. One operator for each, as there may be thousands."""
     import torch
 
     typed: dict[tuple[str, str], Tensor] = {}
-    for each in places:
+    for each in locations:
         kind = each["memory"], each["dtype"]
         if kind not in typed:
             dtype, memory = getattr(torch, each["dtype"]), memories[each["memory"]]

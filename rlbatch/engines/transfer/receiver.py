@@ -16,7 +16,7 @@ EVERY_DEVICE = "*"
 
 
 class WeightReceiver:
-    """Of one worker.
+    """Receives weights in one worker.
 
     Args:
         device: ``torch.device`` of the worker.
@@ -54,10 +54,10 @@ class WeightReceiver:
         if said is None:
             raise RuntimeError(f"weight sync: there is nothing for {self._identity}, only for {', '.join(devices)}")
         key = said["key"]
-        if "places" in said:
+        if "locations" in said:
             lasting = frozenset(said["lasting"])
-            names = frozenset(place["name"] for place in said["places"] if place["memory"] in lasting)
-            self._known[key] = {**said, "lasting": names, "all_last": len(names) == len(said["places"])}
+            names = frozenset(place["name"] for place in said["locations"] if place["memory"] in lasting)
+            self._known[key] = {**said, "lasting": names, "all_last": len(names) == len(said["locations"])}
             self._views.pop(key, None)
         content = self._known[key]
         self.lasting, self.all_last = content["lasting"], content["all_last"]
@@ -69,7 +69,7 @@ class WeightReceiver:
         self._came.add(key)
         where = tuple(memory.data_ptr() for memory in memories.values())
         if key not in self._views or self._views[key][0] != where:
-            self._views[key] = where, list(views(memories, content["places"]))
+            self._views[key] = where, list(views(memories, content["locations"]))
         return f"{key} {where}", self._views[key][1]
 
     def finish(self) -> None:

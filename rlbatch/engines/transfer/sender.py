@@ -12,7 +12,7 @@ from rlbatch.engines.client.engine_process import Call, EngineHost
 from rlbatch.engines.protocol.frames import Header
 from rlbatch.engines.transfer.receiver import EVERY_DEVICE
 from rlbatch.engines.transfer.shared_memory import device_identity
-from rlbatch.engines.transfer.staging import Content, Staging
+from rlbatch.engines.transfer.staging import CallContent, Staging
 from rlbatch.engines.transfer.weight_group import WeightGroup
 
 Gather = Callable[[bytes], list[bytes]]
@@ -48,20 +48,20 @@ class WeightSender:
     ) -> None:
         self._host, self._device, self._gather, self._limit_s = host, device, gather, limit_s
         self._place, self._group, self._is_collective = place, group, is_collective
-        self._staging = Staging(device, lends=not is_collective)
+        self._staging = Staging(device, can_share=not is_collective)
         self._identity, self._sends = "", False
         self._known: set[str] = set()
-        self._messages: dict[int, tuple[Content, bytes]] = {}
+        self._messages: dict[int, tuple[CallContent, bytes]] = {}
         self._calls = 0
         self._start: Call | None = None
 
-    def send(self, buckets: Iterable[WeightBucket], header: Header | None = None, *, in_turns: bool = True) -> int:
+    def send(self, buckets: Iterable[WeightBucket], header: Header | None = None, *, double_buffered: bool = True) -> int:
         """Sends every bucket, as one update; a collective of the engine's ranks.
 
         Args:
             buckets: To be sent; at least one.
             header: Of ``start_update``: whether it is an ``audit``, of the ``draft``, and may ``replay`` the update before.
-            in_turns: Whether the next ones are gathered while the engine loads. If not, that takes half the memory.
+            double_buffered: Whether the next ones are gathered while the engine loads. If not, that takes half the memory.
 
         Returns:
             The policy version of the weights.
@@ -69,32 +69,32 @@ class WeightSender:
         Raises:
             RolloutError: the engine refuses a tensor, or there is no memory for a bucket.
         """
-        self._meet()
-        self._staging.start(has_turns=in_turns)
+        self._find_senders()
+        self._staging.start(double_buffered=double_buffered)
         self._start = self._host.begin("start_update", header or {}) if self._host is not None else None
-        version, loading, told, self._calls = -1, None, set[str](), 0
+        version, loading, sent_keys, self._calls = -1, None, set[str](), 0
         try:
             for bucket in buckets:
                 version = bucket.policy_version
-                tensors = self._staging.sort(bucket) if self._sends else None
+                tensors = self._staging.stage(bucket) if self._sends else None
                 if self._on_any(tensors is not None and not self._staging.has_room(tensors)):
-                    loading = self._load(loading, told)
-                    if not in_turns:
+                    loading = self._load(loading, sent_keys)
+                    if not double_buffered:
                         self._await(loading)
                         loading = None
                 if tensors is not None:
                     self._staging.add(tensors)
-            said = self._await(self._load(loading, told, last=version))
+            answer = self._await(self._load(loading, sent_keys, last=version))
         except BaseException:
             self._known = set()
             self.close()
             raise
         finally:
             self._staging.release()
-        self._known = told
+        self._known = sent_keys
         if self._host is not None and self._start is not None:
             self._start.result(self._limit_s)
-            if not said.get("is_finished"):
+            if not answer.get("is_finished"):
                 self._host.call("finish_update", {"policy_version": version}, limit_s=self._limit_s)
         return version
 
@@ -103,7 +103,7 @@ class WeightSender:
         if self._group is not None:
             self._group.abort()
 
-    def _meet(self) -> None:
+    def _find_senders(self) -> None:
         """Which ranks send: the first one on each device, or the one that is in the group."""
         if self._identity:
             return
@@ -111,16 +111,16 @@ class WeightSender:
         identities = [identity.decode() for identity in self._gather(self._identity.encode())]
         self._sends = self._host is not None if self._is_collective else identities.index(self._identity) == self._place
 
-    def _on_any(self, said: bool) -> bool:
+    def _on_any(self, answer: bool) -> bool:
         """Whether one of the ranks says so: all of them do the same."""
-        return b"1" in self._gather(b"1" if said else b"0")
+        return b"1" in self._gather(b"1" if answer else b"0")
 
-    def _load(self, previous: Call | None, told: set[str], last: int | None = None) -> Call | None:
+    def _load(self, previous: Call | None, sent_keys: set[str], last: int | None = None) -> Call | None:
         """Lets the engine load what was collected, and waits for the call before: its memory may be written again.
 
         Args:
             previous: That call.
-            told: Gets the keys of all that the engine is told.
+            sent_keys: Gets the keys of all that the engine is told.
             last: Policy version of the weights, with the last call.
         """
         message, memory = b"", None
@@ -137,7 +137,7 @@ class WeightSender:
             for identity, name, told_places in messages:
                 # What came in the last sync too, such as the places of tensors that the trainer keeps, is known by its key.
                 devices[identity.decode()] = {"key": name.decode()} | ({} if name.decode() in self._known else json.loads(told_places))
-                told.add(name.decode())
+                sent_keys.add(name.decode())
             content = json.dumps({"devices": devices}).encode()
             loading = self._host.begin("load_weights", {"last": last}, content, after=self._start)
             if self._group is not None and memory is not None and self._host.lost is None:
@@ -145,7 +145,7 @@ class WeightSender:
         self._await(previous)
         return loading
 
-    def _message(self, number: int, content: Content) -> bytes:
+    def _message(self, number: int, content: CallContent) -> bytes:
         """What is loaded by the call with this number, after this rank's device and a key for it; most syncs have the same as the last."""
         before = self._messages.get(number)
         if before is None or before[0] != content:
@@ -156,10 +156,10 @@ class WeightSender:
 
     def _await(self, loading: Call | None) -> dict[str, Any]:
         """Until the engine has loaded it, on every rank; what it said."""
-        said: dict[str, Any] = {}
+        answer: dict[str, Any] = {}
         if loading is not None:
-            said = loading.result(self._limit_s)
+            answer = loading.result(self._limit_s)
             if self._group is not None and self._host is not None and self._host.lost is not None:
                 self._group.abort()
         self._gather(b"")
-        return said
+        return answer

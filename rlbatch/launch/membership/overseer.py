@@ -13,14 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlbatch.config.schema import LaunchConfig
-from rlbatch.launch.membership.authentication import Guest
-from rlbatch.launch.membership.messages import PROBE_S, Link, MachineLost, Message
+from rlbatch.launch.membership.messages import PROBE_S, Handshake, Link, MachineLost, Message
 from rlbatch.launch.membership.stack_locations import StackLocation, find_culprit
 from rlbatch.launch.membership.store_port import End, StorePort
 from rlbatch.launch.ranks.rank_info import RankInfo
 from rlbatch.launch.records.attempt import Attempt, is_superseded
 from rlbatch.launch.records.failures import FirstError, claim, read_first_error
-from rlbatch.launch.records.logs import where_output
+from rlbatch.launch.records.streams import output_hint
 
 TICK_S = 0.25
 """Seconds between looks at the time limits."""
@@ -39,9 +38,9 @@ LEAVING_S = 60.0
 ENDED = "ended without a word (killed, out of memory, os._exit, or a hang in C code)"
 GRACE_S = 5.0
 """Seconds that rank 0 waits longer for ranks than they for it, so that one that cannot connect says why before it is missed."""
-GUEST_S = 10.0
+HANDSHAKE_S = 10.0
 """Seconds in which a connection must say who it is."""
-SPARE_GUESTS, SHOWN_REFUSALS = 64, 8
+SPARE_HANDSHAKES, SHOWN_REFUSALS = 64, 8
 """Connections beside the ranks' that may be unknown at once; those whose refusal is printed."""
 
 
@@ -56,7 +55,7 @@ class Member:
         since: From when on.
         deadline: When its phase has lasted too long; None: it waits for others.
         limit_s: Of its phase.
-        place: Where its main thread is, if it answered.
+        location: Where its main thread is, if it answered.
         has_left: Whether it came to its regular end, or was stopped.
         is_gone: Whether its process has ended.
         ends: Of its connections to the store, once it has told.
@@ -68,7 +67,7 @@ class Member:
     since: float = field(default_factory=time.monotonic)
     deadline: float | None = None
     limit_s: float = 0.0
-    place: StackLocation | None = None
+    location: StackLocation | None = None
     has_left: bool = False
     is_gone: bool = False
     ends: Sequence[End] | None = None
@@ -103,23 +102,23 @@ class Overseer(threading.Thread):
     """
 
     def __init__(
-        self, server: socket.socket, attempt: Attempt, info: RankInfo, run_dir: Path, door: StorePort, limits: LaunchConfig
+        self, server: socket.socket, attempt: Attempt, info: RankInfo, run_dir: Path, store_port: StorePort, limits: LaunchConfig
     ) -> None:
         """Args:
         server: Listening socket.
         attempt: Of this job.
         info: Rank 0.
         run_dir: Run folder.
-        door: Of the job's store.
+        store_port: Of the job's store.
         limits: How long ranks may need to come, and collectives may last.
         """
         super().__init__(name="rlbatch-overseer", daemon=True)
-        self.attempt, self._server, self._info, self._run_dir, self._door = attempt, server, info, run_dir, door
+        self.attempt, self._server, self._info, self._run_dir, self._store_port = attempt, server, info, run_dir, store_port
         self._timeout_s, self._collective_s = limits.rendezvous_timeout_s, limits.collective_timeout_s
         self._gather_until = time.monotonic() + self._timeout_s + GRACE_S
         self._selector = selectors.DefaultSelector()
         self._selector.register(server, selectors.EVENT_READ)
-        self._guests: dict[Link, Guest] = {}
+        self._handshakes: dict[Link, Handshake] = {}
         self._refused = 0
         self._members: dict[int, Member] = {}
         self._evidence = Evidence()
@@ -140,7 +139,7 @@ class Overseer(threading.Thread):
         finally:
             self._selector.close()
             self._server.close()
-            for link in [*self._guests, *(member.link for member in self._members.values())]:
+            for link in [*self._handshakes, *(member.link for member in self._members.values())]:
                 link.close()
 
     def _is_over(self) -> bool:
@@ -158,38 +157,38 @@ class Overseer(threading.Thread):
         for key, _ in self._selector.select(wait_s):
             if key.fileobj is self._server:
                 with suppress(OSError):
-                    self._let_in(self._server.accept()[0])
+                    self._accept(self._server.accept()[0])
             elif isinstance(key.data, int):
                 self._hear(key.data)
-            elif key.fileobj in self._guests:
-                self._greet(self._guests[key.fileobj])
+            elif key.fileobj in self._handshakes:
+                self._continue_handshake(self._handshakes[key.fileobj])
 
-    def _let_in(self, connection: socket.socket) -> None:
-        """To the door, no further; of too many the one that has been there longest without proof goes: a rank proves itself at once."""
-        guest = Guest(connection, self.attempt.token, GUEST_S)
-        self._guests[guest.link] = guest
-        self._selector.register(guest.link, selectors.EVENT_READ)
-        unknown = [other for other in self._guests.values() if not other.is_known]
-        if len(unknown) > self._info.world_size + SPARE_GUESTS:
+    def _accept(self, connection: socket.socket) -> None:
+        """Begins a handshake; of too many the one that has waited longest without proof ends: a rank proves itself at once."""
+        handshake = Handshake(connection, self.attempt.token, HANDSHAKE_S)
+        self._handshakes[handshake.link] = handshake
+        self._selector.register(handshake.link, selectors.EVENT_READ)
+        unknown = [other for other in self._handshakes.values() if not other.is_known]
+        if len(unknown) > self._info.world_size + SPARE_HANDSHAKES:
             self._refuse(unknown[0])
 
-    def _greet(self, guest: Guest) -> None:
+    def _continue_handshake(self, handshake: Handshake) -> None:
         """Gives a newcomer its member, or says why not."""
         try:
-            messages = guest.hear()
+            messages = handshake.receive()
         except ConnectionError:
-            return self._refuse(guest)
+            return self._refuse(handshake)
         if not messages:
             return
         refusal = self._refusal(messages[0])
         if refusal:
-            guest.link.send({"refused": refusal, "final": True})
-            self._dismiss(guest)
+            handshake.link.send({"refused": refusal, "final": True})
+            self._drop(handshake)
             return
-        del self._guests[guest.link]
-        self._members[messages[0]["rank"]] = Member(guest.link, str(messages[0].get("host")))
-        self._selector.modify(guest.link, selectors.EVENT_READ, messages[0]["rank"])
-        guest.link.send({"joined": True, "store_port": self._door.port})
+        del self._handshakes[handshake.link]
+        self._members[messages[0]["rank"]] = Member(handshake.link, str(messages[0].get("host")))
+        self._selector.modify(handshake.link, selectors.EVENT_READ, messages[0]["rank"])
+        handshake.link.send({"joined": True, "store_port": self._store_port.port})
         if len(self._members) == self._info.world_size:
             self._met()
 
@@ -198,24 +197,24 @@ class Overseer(threading.Thread):
         self.has_met = True
         self._selector.unregister(self._server)
         self._server.close()
-        for guest in list(self._guests.values()):
-            self._dismiss(guest)
+        for handshake in list(self._handshakes.values()):
+            self._drop(handshake)
         hosts = [self._members[rank].host for rank in range(self._info.world_size)]
         for member in self._members.values():
             member.link.send({"hosts": hosts})
 
-    def _refuse(self, guest: Guest) -> None:
-        """Of one that has not proved that it knows the token."""
+    def _refuse(self, handshake: Handshake) -> None:
+        """Ends a connection that has not proved that it knows the token, and says so."""
         self._refused += 1
         if self._refused <= SHOWN_REFUSALS:
-            where = guest.link.peer_address()
+            where = handshake.link.peer_address()
             print(f"rendezvous: refused a process at {where}: it is of another job, or of an earlier attempt.", file=sys.stderr)
-        self._dismiss(guest)
+        self._drop(handshake)
 
-    def _dismiss(self, guest: Guest) -> None:
-        del self._guests[guest.link]
-        self._selector.unregister(guest.link)
-        guest.link.close()
+    def _drop(self, handshake: Handshake) -> None:
+        del self._handshakes[handshake.link]
+        self._selector.unregister(handshake.link)
+        handshake.link.close()
 
     def _refusal(self, join: Message) -> str:
         rank, size, me = join.get("rank"), join.get("world_size"), f"rank 0 of {self.attempt.name()} on {self._info.host}"
@@ -245,8 +244,8 @@ class Overseer(threading.Thread):
         if "phase" in message:
             member.phase, member.limit_s, member.since = message["phase"], message["limit_s"], time.monotonic()
             member.deadline = None if message["waits"] else member.since + member.limit_s
-        elif "place" in message:
-            member.place = StackLocation(tuple(message["place"]), message["waits"])
+        elif "location" in message:
+            member.location = StackLocation(tuple(message["location"]), message["waits"])
         elif "failed" in message:
             self._evidence.failures.append((FirstError(**message["failed"]), message["follows"]))
             self._decide_within(PATIENCE_S if message["follows"] else 0.0)
@@ -258,18 +257,18 @@ class Overseer(threading.Thread):
             member.has_left = True
             if message["left"]:
                 self._evidence.stopped = self._evidence.stopped or (rank, message["left"])
-                self._withdraw(rank)
+                self._excuse(rank)
             within = STOPPING_S if message["left"] else LEAVING_S
             self._leave_until = min(self._leave_until or float("inf"), time.monotonic() + within)
 
     def _seal(self) -> None:
         """All ranks are at the store: nobody else comes there any more."""
-        for address, port in self._door.close({end for member in self._members.values() for end in member.ends or ()}):
+        for address, port in self._store_port.close({end for member in self._members.values() for end in member.ends or ()}):
             print(f"store: hung up on {address}:{port}, which is no rank of this job.", file=sys.stderr)
         for member in self._members.values():
             member.link.send({"sealed": True})
 
-    def _withdraw(self, rank: int) -> None:
+    def _excuse(self, rank: int) -> None:
         """A rank that is stopped too: what it complained of was the end of others, which the signal reached before."""
         evidence = self._evidence
         evidence.failures = [(error, follows) for error, follows in evidence.failures if error.rank != rank or not follows]
@@ -284,7 +283,7 @@ class Overseer(threading.Thread):
     def _ask(self) -> None:
         self._evidence.answer_until = time.monotonic() + ANSWER_S
         for member in self._running():
-            member.place = None
+            member.location = None
             member.link.send({"where": True})
 
     def _running(self) -> Iterator[Member]:
@@ -296,8 +295,8 @@ class Overseer(threading.Thread):
     def _look(self) -> FirstError | None:
         """The first error, once it is clear which one that is."""
         now = time.monotonic()
-        for guest in [guest for guest in self._guests.values() if now > guest.until]:
-            self._refuse(guest)
+        for handshake in [handshake for handshake in self._handshakes.values() if now > handshake.until]:
+            self._refuse(handshake)
         if now > self._next_beat:
             self._next_beat = now + BEAT_S
             for member in self._running():
@@ -321,7 +320,7 @@ class Overseer(threading.Thread):
 
     def _has_answers(self) -> bool:
         failed = {error.rank for error, _ in self._evidence.failures}
-        return all(member.place for rank, member in self._members.items() if self._is_running(member) and rank not in failed)
+        return all(member.location for rank, member in self._members.items() if self._is_running(member) and rank not in failed)
 
     def _waits_for_answers(self, now: float) -> bool:
         """Whether the decision turns on where ranks are, and one of them, maybe on a busy machine, may still say so."""
@@ -338,9 +337,9 @@ class Overseer(threading.Thread):
     def _missing(self) -> FirstError:
         nodes = f" No rank came from {', '.join(self._absent_nodes()[:8])}." if self._absent_nodes() else ""
         wait = f"See their logs in {self._run_dir / 'logs'}, or wait longer."
-        return self.absence(f"launch.rendezvous_timeout_s={self._timeout_s:g}", f"{nodes} {wait}")
+        return self.missing_ranks_error(f"launch.rendezvous_timeout_s={self._timeout_s:g}", f"{nodes} {wait}")
 
-    def absence(self, why: str, more: str) -> FirstError:
+    def missing_ranks_error(self, why: str, more: str) -> FirstError:
         """The failure of ranks that did not come.
 
         Args:
@@ -368,31 +367,31 @@ class Overseer(threading.Thread):
         if causes:
             return causes[0]
         failed = {error.rank for error, _ in evidence.failures}
-        places = {rank: member.place for rank, member in self._members.items() if self._is_running(member) and rank not in failed}
-        working = {rank: place for rank, place in places.items() if place is None or not place.waits}
+        locations = {rank: member.location for rank, member in self._members.items() if self._is_running(member) and rank not in failed}
+        working = {rank: location for rank, location in locations.items() if location is None or not location.waits}
         if evidence.deaths:
             if self._gave_up() and working:  # the culprit is one of those that are in no collective
-                return self._hang(find_culprit(working), places)
+                return self._hang(find_culprit(working), locations)
             return self._death(next(iter(evidence.deaths)))
         if evidence.stopped and evidence.hung:
             rank, name = evidence.stopped
             return FirstError(rank, self._members[rank].host, "Exit", f"was stopped by {name}, and other ranks were not.", "", time.time())
         if evidence.hung:
-            return self._hang(find_culprit(places), places)
+            return self._hang(find_culprit(locations), locations)
         if working and _is_late(evidence.failures[0][0]):
-            return self._hang(find_culprit(working), places)
+            return self._hang(find_culprit(working), locations)
         return evidence.failures[0][0]
 
     def _death(self, rank: int) -> FirstError:
         member, (how, _) = self._members[rank], self._evidence.deaths[rank]
-        text = f"{how}, in phase {member.phase}. {where_output(rank)}"
+        text = f"{how}, in phase {member.phase}. {output_hint(rank)}"
         return FirstError(rank, member.host, "Exit", text, "", time.time())
 
-    def _hang(self, rank: int, places: Mapping[int, StackLocation | None]) -> FirstError:
-        member, place = self._members[rank], places[rank]
-        waiting = sum(other is not None and other.waits for number, other in places.items() if number != rank)
+    def _hang(self, rank: int, locations: Mapping[int, StackLocation | None]) -> FirstError:
+        member, location = self._members[rank], locations[rank]
+        waiting = sum(other is not None and other.waits for number, other in locations.items() if number != rank)
         waiting += len(self._evidence.failures) + len(self._evidence.deaths)
-        where = f"is at {place}" if place else "does not answer: it is stopped, or C code holds its interpreter"
+        where = f"is at {location}" if location else "does not answer: it is stopped, or C code holds its interpreter"
         if self._leave_until:
             what = f"other ranks ended {LEAVING_S:g} s ago, and this one did not"
         elif self._evidence.deaths:
@@ -405,7 +404,7 @@ class Overseer(threading.Thread):
             key = member.phase if member.phase in ("start", "generation", "checkpoint") else "training"
             what = f"launch.{key}_limit_s={self._members[self._evidence.hung[0]].limit_s:g}: phase {member.phase} lasts longer"
         text = f"{what}. This rank {where}; {waiting} others wait for it. Stacks of all ranks: logs/rank*.stacks."
-        return FirstError(rank, member.host, "Hang", text, "\n".join(place.frames) if place else "", time.time())
+        return FirstError(rank, member.host, "Hang", text, "\n".join(location.frames) if location else "", time.time())
 
     def _end(self, error: FirstError) -> None:
         """Records the error and ends all ranks."""
@@ -413,7 +412,7 @@ class Overseer(threading.Thread):
         recording = threading.Thread(target=self._record, args=(error,), daemon=True)
         recording.start()
         recording.join(ANSWER_S)
-        known = [guest.link for guest in self._guests.values() if guest.is_known]
+        known = [handshake.link for handshake in self._handshakes.values() if handshake.is_known]
         for link in [*known, *(member.link for member in self._members.values() if not member.is_gone)]:
             link.send({"end": str(error)})
         until = time.monotonic() + ANSWER_S

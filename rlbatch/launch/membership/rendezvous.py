@@ -20,8 +20,7 @@ from pathlib import Path
 
 from rlbatch.api import ConfigError, LaunchError, RlbatchError
 from rlbatch.config.schema import Config
-from rlbatch.launch.membership.authentication import introduce
-from rlbatch.launch.membership.messages import Link, Message
+from rlbatch.launch.membership.messages import Link, Message, authenticate
 from rlbatch.launch.membership.overseer import Overseer
 from rlbatch.launch.membership.store_port import StorePort
 from rlbatch.launch.ranks.interfaces import (
@@ -34,12 +33,11 @@ from rlbatch.launch.ranks.interfaces import (
     reachable_addresses,
     shorten_name_lookups,
 )
-from rlbatch.launch.ranks.mpi_broadcast import broadcast, is_under_mpirun
 from rlbatch.launch.ranks.rank_info import RankInfo
 from rlbatch.launch.ranks.variables import LAUNCH_VARIABLE
 from rlbatch.launch.records.attempt import Attempt, new_attempt, read_attempt, write_attempt
 from rlbatch.launch.records.failures import CLOCK_S, FIRST_ERROR, is_earlier, read_first_error
-from rlbatch.launch.records.lock import ATTEMPT_LOCK, Lock
+from rlbatch.launch.records.ownership import ATTEMPT_LOCK, Lock
 
 MAX_PROBES = 64
 """Ports in a row that are tried."""
@@ -47,9 +45,10 @@ CONNECT_S = 3.0
 """Longest wait for an address to answer."""
 REPLY_S = 10.0
 """Longest wait for rank 0's word; it may be held up by an import."""
-STRANGER = "who answers there does not know this job's token: another job, another attempt of this one, or another service"
+UNAUTHENTICATED = "who answers there does not know this job's token: another job, another attempt of this one, or another service"
 HANDOVER_S = 5.0
 """Longest wait for an earlier job's last process to end."""
+_MPIRUN = ("OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID")
 
 
 @dataclass(frozen=True)
@@ -99,15 +98,15 @@ def join(info: RankInfo, run_dir: Path, config: Config, launch: str) -> Meeting:
             if by_mpi:
                 broadcast("", info)
             raise
-    told = _told_by_mpi(info, overseer) if by_mpi else None
-    attempt, link, address, store_port = _find(info, run_dir, timeout_s, launch, told)
+    known = _attempt_by_mpi(info, overseer) if by_mpi else None
+    attempt, link, address, store_port = _find(info, run_dir, timeout_s, launch, known)
     if overseer:
         address = attempt.addresses[0]
     interface = interface or interface_of(link.local_address())
     return Meeting(replace(info, master_addr=address, master_port=store_port), attempt, link, overseer, store_socket, interface)
 
 
-def _told_by_mpi(info: RankInfo, overseer: Overseer | None) -> Attempt | None:
+def _attempt_by_mpi(info: RankInfo, overseer: Overseer | None) -> Attempt | None:
     """Rank 0's attempt by MPI; None: mpi4py cannot be used, so attempt.json must do.
 
     Raises:
@@ -120,7 +119,7 @@ def _told_by_mpi(info: RankInfo, overseer: Overseer | None) -> Attempt | None:
     return Attempt.from_json(text) if text else None
 
 
-def launch_word() -> str:
+def launch_id() -> str:
     """The word of this start that its launcher gave."""
     return os.environ.get(LAUNCH_VARIABLE, "")
 
@@ -195,7 +194,7 @@ def _forget_earlier_failure(run_dir: Path) -> None:
         (run_dir / FIRST_ERROR).unlink(missing_ok=True)
 
 
-def _find(info: RankInfo, run_dir: Path, timeout_s: float, launch: str, told: Attempt | None) -> tuple[Attempt, Link, str, int]:
+def _find(info: RankInfo, run_dir: Path, timeout_s: float, launch: str, known: Attempt | None) -> tuple[Attempt, Link, str, int]:
     """Reads where rank 0 is, unless that was told, until it answers there.
 
     Returns:
@@ -203,10 +202,10 @@ def _find(info: RankInfo, run_dir: Path, timeout_s: float, launch: str, told: At
     """
     until, pause_s, trouble = time.monotonic() + timeout_s, 0.02, ""
     while True:
-        attempt = told or read_attempt(run_dir)
+        attempt = known or read_attempt(run_dir)
         if attempt is None:
             trouble = f"rank 0{_on(info)} did not come: it wrote no attempt.json into {run_dir}. Do all nodes see the run folder?"
-        elif not told and not attempt.is_of(info, launch):
+        elif not known and not attempt.is_of(info, launch):
             trouble = f"rank 0{_on(info)} did not come: {run_dir / 'attempt.json'} is of {attempt.name()}, this rank of {_job(info)}."
         else:
             tried = []
@@ -237,9 +236,9 @@ def _ask(address: str, attempt: Attempt, info: RankInfo) -> tuple[Link, Message]
         return error.strerror or str(error)
     until = time.monotonic() + REPLY_S
     try:
-        if not introduce(link, attempt.token, REPLY_S):
+        if not authenticate(link, attempt.token, REPLY_S):
             link.close()
-            return STRANGER
+            return UNAUTHENTICATED
         link.send({"rank": info.rank, "world_size": info.world_size, "host": info.host})
         while time.monotonic() < until:
             messages = link.receive()
@@ -251,10 +250,10 @@ def _ask(address: str, attempt: Attempt, info: RankInfo) -> tuple[Link, Message]
             link.close()
             if messages[0].get("final"):
                 raise LaunchError(f"rendezvous: {messages[0]['refused']}. One job a run folder; start each with its own run_dir.")
-            return str(messages[0].get("refused", STRANGER))
+            return str(messages[0].get("refused", UNAUTHENTICATED))
     except ConnectionError as error:
         link.close()
-        return f"{STRANGER}, or rank 0 ended ({error})"
+        return f"{UNAUTHENTICATED}, or rank 0 ended ({error})"
     link.close()
     return f"no answer within {REPLY_S:g} s"
 
@@ -266,3 +265,36 @@ def _on(info: RankInfo) -> str:
 def _job(info: RankInfo) -> str:
     name = f"job {info.job_id}" if info.job_id else "a job without id"
     return f"{name}, restart {info.restart_count}" if info.restart_count else name
+
+
+def is_under_mpirun() -> bool:
+    """Whether mpirun started this process."""
+    return any(name in os.environ for name in _MPIRUN)
+
+
+def broadcast(text: str, info: RankInfo) -> str | None:
+    """Rank 0's text, on all ranks; a collective of MPI, which is begun and ended here: what comes later knows nothing of it.
+
+    Args:
+        text: On rank 0.
+        info: This rank.
+
+    Returns:
+        None: there is no mpi4py, or it belongs to another MPI than this mpirun.
+    """
+    try:
+        import mpi4py
+
+        mpi4py.rc.initialize = mpi4py.rc.finalize = False
+        from mpi4py import MPI
+    except (ImportError, RuntimeError):  # the latter: it finds no library of MPI
+        return None
+    MPI.Init()
+    try:
+        world = MPI.COMM_WORLD
+        if (world.Get_rank(), world.Get_size()) != (info.rank, info.world_size):
+            return None
+        known: str = world.bcast(text, root=0)
+        return known
+    finally:
+        MPI.Finalize()

@@ -49,23 +49,23 @@ def _shown(frame: FrameType) -> str:
     return f"{'/'.join(path.parts[-3:])}:{frame.f_lineno} {frame.f_code.co_name}"
 
 
-def find_culprit(places: Mapping[int, StackLocation | None]) -> int:
+def find_culprit(locations: Mapping[int, StackLocation | None]) -> int:
     """The rank that the others most likely wait for.
 
     In this order: a rank that gave no answer, one that waits for nobody, one that waits where the fewest do.
 
     Args:
-        places: Of every rank that still runs; None: it gave no answer.
+        locations: Of every rank that still runs; None: it gave no answer.
     """
-    silent = [rank for rank, place in places.items() if place is None]
+    silent = [rank for rank, location in locations.items() if location is None]
     if silent:
         return min(silent)
-    known = {rank: place for rank, place in places.items() if place is not None}
-    working = {rank: place for rank, place in known.items() if not place.waits}
+    known = {rank: location for rank, location in locations.items() if location is not None}
+    working = {rank: location for rank, location in known.items() if not location.waits}
     return _minority(working or known)
 
 
-def _minority(places: Mapping[int, StackLocation]) -> int:
-    where = {rank: place.frames for rank, place in places.items()}
+def _minority(locations: Mapping[int, StackLocation]) -> int:
+    where = {rank: location.frames for rank, location in locations.items()}
     counts = Counter(where.values())
     return min(where, key=lambda rank: (counts[where[rank]], rank))

@@ -1,19 +1,21 @@
-"""The job's key-value store, on which ranks wait for each other where a collective would give up."""
+"""The job's key-value store, on which ranks wait for each other where a collective would give up, and over which process groups meet."""
 
 from __future__ import annotations
 
 import datetime
 import hashlib
 import json
+import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rlbatch.api import LaunchError
 from rlbatch.launch.ranks.rank_info import RankInfo
-from rlbatch.launch.records.logs import where_output
+from rlbatch.launch.records.streams import output_hint
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -100,7 +102,7 @@ class JobStore:
         except LaunchError:
             missing = [rank for rank in values if not self.store.check([f"{here}/{rank}"])]
             raise LaunchError(
-                f"{name}: {self.named(missing)} did not come within {timeout_s:g} s. {where_output(missing[0] if missing else 0)}"
+                f"{name}: {self.named(missing)} did not come within {timeout_s:g} s. {output_hint(missing[0] if missing else 0)}"
             ) from None
         answers: list[str] = json.loads(self.store.get(f"{here}/all"))
         return answers
@@ -151,3 +153,37 @@ def open_store(
     )
     named = PrefixStore(hashlib.sha256(f"store {secret}".encode()).hexdigest(), store)
     return JobStore(named, info, hosts, named.clone())  # type: ignore[attr-defined]  # missing in the stub
+
+
+@contextmanager
+def process_group(store: JobStore, timeout_s: float) -> Iterator[str]:
+    """Joins torch.distributed's default group (NCCL between GPUs, gloo between hosts' memories) and leaves it at the end.
+
+    Args:
+        store: The job's, over which the group meets.
+        timeout_s: Seconds until a collective gives up.
+
+    Yields:
+        The device of this rank: ``cuda:<local_rank>``, or ``cpu`` where there is no CUDA.
+    """
+    import torch
+    import torch.distributed as dist
+
+    info, on_gpu = store.info, torch.cuda.is_available()
+    device = f"cuda:{info.local_rank}" if on_gpu else "cpu"
+    if on_gpu:
+        # The Megatron order of kernels needs one hardware queue where communication and computation overlap.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        torch.cuda.set_device(info.local_rank)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        store=dist.PrefixStore("default", store.store),
+        rank=info.rank,
+        world_size=info.world_size,
+        timeout=datetime.timedelta(seconds=timeout_s),
+        # No device_id: with it every one of Megatron's groups would hold NCCL buffers before it is used.
+    )
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The door of the job's store. torch's server asks nobody who he is, so once all ranks have come, nobody else can.
+"""The port of the job's store. torch's server asks nobody who he is, so once all ranks have come, nobody else can.
 
 The ranks tell over their links, which know the token, from which ports they came. Rank 0 lets the kernel drop whatever else comes to the
 store's port, and hangs up on who is there already and is none of them.
@@ -28,7 +28,7 @@ ACCEPTING_S = 0.1
 
 
 class StorePort:
-    """Rank 0's.
+    """The port of the job's store, as rank 0 has it.
 
     Args:
         listening: The store's socket; the store takes it over.

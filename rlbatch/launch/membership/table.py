@@ -18,11 +18,11 @@ import zlib
 from pathlib import Path
 
 from rlbatch.config.schema import ClusterConfig, Config, LaunchConfig
-from rlbatch.launch.membership.rendezvous import join, launch_word
+from rlbatch.launch.membership.rendezvous import join, launch_id
 from rlbatch.launch.membership.watchdog import Watchdog
 from rlbatch.launch.ranks.rank_info import RankInfo
 from rlbatch.launch.records.failures import reporting_failures
-from rlbatch.launch.records.output import keep_output
+from rlbatch.launch.records.streams import keep_output
 
 
 def main() -> None:
@@ -40,7 +40,7 @@ def main() -> None:
     info = RankInfo.from_environment()
     config = Config(launch=LaunchConfig(rendezvous_timeout_s=arguments.timeout), cluster=ClusterConfig(interface=arguments.interface))
     with reporting_failures(run_dir, info.rank):
-        meeting = join(info, run_dir, config, launch_word())
+        meeting = join(info, run_dir, config, launch_id())
         with Watchdog(config.launch, meeting, run_dir) as watchdog:
             hosts = watchdog.wait_for_ranks()
             if info.rank == 0:

@@ -29,7 +29,7 @@ from rlbatch.launch.membership.stack_locations import main_thread_location
 from rlbatch.launch.membership.store_port import ends_at
 from rlbatch.launch.records.attempt import is_superseded
 from rlbatch.launch.records.failures import FirstError, Reported, StoppedBySignal, claim, failure_of, read_first_error
-from rlbatch.launch.records.logs import where_output
+from rlbatch.launch.records.streams import output_hint
 from rlbatch.launch.shutdown import guardian
 from rlbatch.launch.shutdown.guardian import CLOSING_S
 from rlbatch.launch.shutdown.signals import is_end_of_step
@@ -122,7 +122,7 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
         overseer = self._meeting.overseer
         if overseer and not overseer.has_met and stopped == "SIGTERM" and is_end_of_step(self._meeting.info):
-            self._record(overseer.absence("srun ended the job (SIGTERM)", " See srun's lines above, and their logs in logs/."))
+            self._record(overseer.missing_ranks_error("srun ended the job (SIGTERM)", " See srun's lines above, and their logs in logs/."))
         with suppress(OSError):
             (self._run_dir / "logs" / f"rank{self._meeting.info.rank}.stacks").unlink()
         self._meeting.link.send({"left": stopped})
@@ -199,8 +199,8 @@ class Watchdog:
             heard = now if messages else heard
             for message in messages:
                 if "where" in message:
-                    place = main_thread_location()
-                    link.send({"place": place.frames, "waits": place.waits or self._waits})
+                    location = main_thread_location()
+                    link.send({"location": location.frames, "waits": location.waits or self._waits})
                 if "hosts" in message:
                     self._hosts = tuple(message["hosts"])
                     self._met.set()
@@ -216,12 +216,12 @@ class Watchdog:
         """Rank 0, which decides on failures, has failed itself."""
         assert self._meeting
         time.sleep(DEATH_PATIENCE_S)  # a launcher that knows the exit code may speak
-        info, place, seconds = self._meeting.info, main_thread_location(), time.monotonic() - self._since
+        info, location, seconds = self._meeting.info, main_thread_location(), time.monotonic() - self._since
         collective_s = self._limits.collective_timeout_s
-        error = FirstError(0, self._meeting.attempt.host, "Exit", f"{what}. {where_output(0)}", "", time.time())
-        if what == ENDED and seconds >= collective_s and not (place.waits or self._waits):  # as in Overseer._decide
-            text = f"launch.collective_timeout_s={collective_s:g}: rank 0 ended after {seconds:.0f} s. This rank is at {place}."
-            error = FirstError(info.rank, info.host, "Hang", text, "\n".join(place.frames), time.time())
+        error = FirstError(0, self._meeting.attempt.host, "Exit", f"{what}. {output_hint(0)}", "", time.time())
+        if what == ENDED and seconds >= collective_s and not (location.waits or self._waits):  # as in Overseer._decide
+            text = f"launch.collective_timeout_s={collective_s:g}: rank 0 ended after {seconds:.0f} s. This rank is at {location}."
+            error = FirstError(info.rank, info.host, "Hang", text, "\n".join(location.frames), time.time())
         if info.rank and self._record(error):
             self.on_rank_0_lost(error)
         first = read_first_error(self._run_dir)

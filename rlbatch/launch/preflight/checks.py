@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import sys
 import time
 from collections import Counter
@@ -14,18 +15,19 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
 from rlbatch.api import PreflightError
 from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import EMBEDDED, Config
 from rlbatch.launch.membership.store import JobStore
 from rlbatch.launch.preflight import rules
-from rlbatch.launch.preflight.link_check import Links, check_links
+from rlbatch.launch.preflight.link_check import LinkSpeeds, check_links
 from rlbatch.launch.preflight.node_facts import NodeFacts, collect_facts
 from rlbatch.launch.preflight.rules import Finding
 from rlbatch.launch.preflight.shared_folders import SharedFolders, unreadable
-from rlbatch.launch.preflight.table import one_line, table
 from rlbatch.plan.engine_memory import demand
 from rlbatch.plan.memory import MemoryFloor, memory_floor
 from rlbatch.registry import Registry
@@ -100,7 +102,7 @@ class Preflight:
                 f"launch.preflight=true: an all-reduce between the ranks failed. Check cluster.interface.\n{error}"
             ) from error
         texts = self._store.barrier("preflight/links", self._patience, json.dumps(asdict(mine)))
-        links = [Links(**json.loads(text)) for text in texts]
+        links = [LinkSpeeds(**json.loads(text)) for text in texts]
         node_gbs = {fact.host: links[fact.rank].node_gbs for fact in self._facts if fact.is_first and fact.node_ranks > 1}
         wrong = [
             Finding(
@@ -113,7 +115,7 @@ class Preflight:
         self._conclude([*wrong, *rules.check_bandwidth(self._facts, node_gbs, self._config.cluster.gpu_link_gbs)], links)
         self._show(links)
 
-    def _conclude(self, findings: Sequence[Finding], links: Sequence[Links]) -> None:
+    def _conclude(self, findings: Sequence[Finding], links: Sequence[LinkSpeeds]) -> None:
         """Ends the job if one of the findings is an error, under the name of the first bad rank."""
         self._warnings += [finding for finding in findings if not finding.is_error]
         errors = sorted((finding for finding in findings if finding.is_error), key=lambda finding: finding.rank)
@@ -128,7 +130,7 @@ class Preflight:
         hosts = len({error.host for error in errors})
         raise PreflightError(f"launch.preflight=true: {hosts} of {len(self._hosts())} nodes cannot run this job.\n{shown}{more}")
 
-    def _show(self, links: Sequence[Links]) -> None:
+    def _show(self, links: Sequence[LinkSpeeds]) -> None:
         if self._store.info.rank != 0:
             return
         if len(self._hosts()) > 1 or self._warnings:
@@ -136,7 +138,7 @@ class Preflight:
         else:
             print(one_line(self._facts, self._floor, links, time.monotonic() - self._started), flush=True)
 
-    def _print_table(self, links: Sequence[Links], errors: Sequence[Finding]) -> None:
+    def _print_table(self, links: Sequence[LinkSpeeds], errors: Sequence[Finding]) -> None:
         is_terminal = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
         columns, lines = (None, None) if is_terminal else (PIPE_COLUMNS, PIPE_COLUMNS)  # rich takes a width without a height for none
         console = Console(width=columns, height=lines, highlight=False)
@@ -191,3 +193,70 @@ def blamed(wrong: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
 def _token(job_id: str, restart_count: int) -> str:
     """Part of a file's name."""
     return f"{''.join(filter(str.isalnum, job_id)) or 'local'}-{restart_count}"
+
+
+SHOWN_VERSIONS = ("rlbatch", "torch", "megatron-core", "transformer-engine", "nccl", "driver")
+
+
+def table(facts: Sequence[NodeFacts], floor: MemoryFloor, clocks: Sequence[float], links: Sequence[LinkSpeeds], seconds: float) -> Table:
+    """A line a node.
+
+    Args:
+        facts: Of every rank.
+        floor: What the run takes at least.
+        clocks: Of every rank, seconds since the epoch.
+        links: Of every rank; empty: not measured.
+        seconds: What the preflight took.
+    """
+    title = f"Preflight ({seconds:.1f} s): {_versions(facts[0])}"
+    rows = Table(box=box.SIMPLE_HEAD, header_style="bold", title_justify="left", title=title)
+    on_gpu = any(fact.gpu for fact in facts)
+    gpu_columns = ["GPUs", f"GPU GiB free (>= {floor.gpu().gib:.1f})"] if on_gpu else []
+    needs = [f"memory GiB free (>= {_host_gib(facts, floor):.1f})", f"/dev/shm GiB free (>= {floor.shm_gib:g})"]
+    for column in ("node", "ranks", *gpu_columns, *needs, "clock s", "folders", "all-reduce GB/s"):
+        rows.add_column(column, justify="left" if column in ("node", "GPUs", "folders") else "right")
+    middle = statistics.median(clocks)
+    for fact in facts:
+        if fact.is_first:
+            here = [other.rank for other in facts if other.host == fact.host]
+            memory = f"{fact.host_free_gib:.1f}", f"{fact.shm_free_gib:.1f}"
+            speed = f"{links[fact.rank].node_gbs:.1f}" if links and len(here) > 1 else "-"
+            gpus = _gpu_cells([facts[rank] for rank in here]) if on_gpu else []
+            skew = f"{clocks[fact.rank] - middle:+.1f}"
+            rows.add_row(fact.host, _rank_range(here), *gpus, *memory, skew, "bad" if fact.problems else "ok", speed)
+    if links:
+        rows.add_section()
+        rows.add_row("all", str(len(facts)), *[""] * len(gpu_columns), "", "", "", "", f"{links[0].gbs:.1f}")
+    return rows
+
+
+def _rank_range(ranks: Sequence[int]) -> str:
+    """``8-15``, or each of ranks that do not follow each other."""
+    first, last = ranks[0], ranks[-1]
+    if len(ranks) > 1 and last - first == len(ranks) - 1:
+        return f"{first}-{last}"
+    return ",".join(map(str, ranks))
+
+
+def _gpu_cells(node: Sequence[NodeFacts]) -> list[str]:
+    """How many of what, and the free memory of the fullest."""
+    gpus = [fact.gpu for fact in node if fact.gpu]
+    return [f"{gpus[0].visible} x {gpus[0].name}", f"{min(gpu.free_gib for gpu in gpus):.1f}"] if gpus else ["none", "-"]
+
+
+def one_line(facts: Sequence[NodeFacts], floor: MemoryFloor, links: Sequence[LinkSpeeds], seconds: float) -> str:
+    """For one node on which all is well."""
+    first = facts[0]
+    gpus = f", {first.gpu.name}, {first.gpu.free_gib:.1f} GiB free (at least {floor.gpu().gib:.1f} needed)" if first.gpu else ""
+    speed = f", all-reduce {links[0].gbs:.1f} GB/s" if len(facts) > 1 else ""
+    memory = f"{first.host_free_gib:.1f} GiB of memory free (at least {_host_gib(facts, floor):.1f} needed)"
+    return f"preflight: {len(facts)} rank{'s' if len(facts) > 1 else ''} on {first.host}{gpus}, {memory}{speed}; {seconds:.1f} s"
+
+
+def _host_gib(facts: Sequence[NodeFacts], floor: MemoryFloor) -> float:
+    """GiB of host memory that the node takes which needs most."""
+    return max(floor.host(other.rank for other in facts if other.host == fact.host).gib for fact in facts if fact.is_first)
+
+
+def _versions(fact: NodeFacts) -> str:
+    return ", ".join(f"{name} {fact.versions[name]}" for name in SHOWN_VERSIONS if name in fact.versions)

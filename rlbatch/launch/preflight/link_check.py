@@ -17,7 +17,7 @@ REPEATS = 3
 
 
 @dataclass(frozen=True)
-class Links:
+class LinkSpeeds:
     """What one rank measured.
 
     Attributes:
@@ -31,7 +31,7 @@ class Links:
     node_gbs: float = 0.0
 
 
-def check_links(device: str, rank: int, hosts: Sequence[str]) -> Links:
+def check_links(device: str, rank: int, hosts: Sequence[str]) -> LinkSpeeds:
     """Checks and measures; a collective of all ranks. Its groups, and what NCCL allocates for them, are gone afterwards.
 
     Args:
@@ -43,13 +43,13 @@ def check_links(device: str, rank: int, hosts: Sequence[str]) -> Links:
         RuntimeError: the ranks cannot reach each other; torch's message.
     """
     if len(hosts) == 1:
-        return Links()
+        return LinkSpeeds()
     nodes = [[rank for rank, other in enumerate(hosts) if other == host] for host in dict.fromkeys(hosts)]
     node_gbs = 0.0
     for ranks in nodes if 1 < len(nodes) < len(hosts) else []:
         node_gbs = _over(ranks, device, rank).gbs or node_gbs
     links = _over(list(range(len(hosts))), device, rank)
-    return Links(links.wrong, links.gbs, links.gbs if len(nodes) == 1 else node_gbs)
+    return LinkSpeeds(links.wrong, links.gbs, links.gbs if len(nodes) == 1 else node_gbs)
 
 
 def wrong_contributions(reduced: Tensor) -> list[int]:
@@ -73,19 +73,19 @@ def contribution(position: int, size: int, device: str) -> Tensor:
     return data
 
 
-def _over(ranks: list[int], device: str, rank: int) -> Links:
+def _over(ranks: list[int], device: str, rank: int) -> LinkSpeeds:
     """Checks some of the ranks; all ranks call it, and those that are not among them measure nothing."""
     kind = device.partition(":")[0]
     group = dist.new_group(ranks, backend="nccl" if kind == "cuda" else "gloo")
     if rank not in ranks or len(ranks) == 1:
-        return Links()
+        return LinkSpeeds()
     data = contribution(ranks.index(rank), len(ranks), device)
     dist.all_reduce(data, group=group)
     wrong = tuple(ranks[position] for position in wrong_contributions(data))
     payload = torch.ones(TIMED_BYTES[kind] // 4, device=device)
     seconds = min(_timed(payload, group) for _ in range(REPEATS))
     dist.destroy_process_group(group)
-    return Links(wrong, 2 * (len(ranks) - 1) / len(ranks) * TIMED_BYTES[kind] / seconds / 1e9)
+    return LinkSpeeds(wrong, 2 * (len(ranks) - 1) / len(ranks) * TIMED_BYTES[kind] / seconds / 1e9)
 
 
 def _timed(payload: Tensor, group: dist.ProcessGroup | None) -> float:

@@ -1,7 +1,7 @@
 """Child processes that do not outlive their parent, not even if it is killed with SIGKILL.
 
-Two means, because neither is enough: the kernel's parent-death signal reaches a child but not its children, and a guard process reaches a
-whole process group but must first be running.
+Two means, because neither is enough: the kernel's parent-death signal reaches a child but not its children, and a process that waits for
+the parent's end reaches all of them but must first be running.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import ctypes
 import os
 import secrets
 import signal
-import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 
 END_SIGNAL = signal.SIGRTMIN
@@ -22,11 +21,10 @@ MAX_FILES = 4096
 """Files that a process may have open while it starts."""
 GUARD_POLL_S = 60.0
 MAX_PASSES, PASS_S = 100, 0.05
-MARK = "RLBATCH_CHILD_OF"
+MARK_VARIABLE = "RLBATCH_CHILD_OF"
 """Variable by which children are known that left the group of an engine's host. Who starts the host sets it, to something random: the
 system shows what a process was started with, and its forks with it, not what it sets later.
 """
-_KILL_GROUPS = 'read -r nothing; for group; do kill -KILL -"$group" 2>/dev/null; done'
 
 
 def dies_with_parent() -> Callable[[], None]:
@@ -42,38 +40,15 @@ def dies_with_parent() -> Callable[[], None]:
     return preexec
 
 
-class GroupGuard:
-    """Kills process groups when this process ends in any way without ``close``: a shell that waits for a pipe to close."""
-
-    def __init__(self, groups: Sequence[int]) -> None:
-        """Args:
-        groups: Process group ids: those of children started with ``start_new_session=True``.
-        """
-        self._process = subprocess.Popen(
-            ["/bin/sh", "-c", _KILL_GROUPS, "rlbatch-guard", *map(str, groups)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-
-    def close(self) -> None:
-        """Ends the guard; the groups live on."""
-        self._process.kill()
-        self._process.wait()
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-
-
 def children_end_with_this_process() -> None:
     """Kills this process's group once this process has ended, in any way: its children, their children and so on. A child that left the
-    group, to a session of its own, is known by ``MARK``. (One without its variables ends with the rank, see ``guardian``.)
+    group, to a session of its own, is known by ``MARK_VARIABLE``. (One without its variables ends with the rank, see ``guardian``.)
 
     Makes the process a group of its own. Call it before there are threads: the process that waits is a fork, which holds no files.
     """
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
-    mark = f"{MARK}={os.environ.setdefault(MARK, secrets.token_hex(8))}".encode()
+    mark = f"{MARK_VARIABLE}={os.environ.setdefault(MARK_VARIABLE, secrets.token_hex(8))}".encode()
     libc, parent = ctypes.CDLL(None, use_errno=True), os.getpid()
     if os.fork():
         return

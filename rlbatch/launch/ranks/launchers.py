@@ -21,7 +21,17 @@ MAX_HET_GROUPS = 128
 
 @dataclass(frozen=True)
 class RankPosition:
-    """A process's place in its job: the fields of ``RankInfo`` that each launcher tells in its own way."""
+    """A process's place in its job, which each launcher tells in its own way.
+
+    Attributes:
+        rank: In the job, from 0.
+        world_size: Processes of the job.
+        local_rank: On this node, from 0.
+        local_size: Processes on this node.
+        node_rank: Node, from 0. None: the launcher does not say, and ranks are not spread evenly.
+        host: Name of this node.
+        nodes: Names of all nodes, by node_rank; empty if the launcher does not say.
+    """
 
     rank: int
     world_size: int
@@ -29,7 +39,7 @@ class RankPosition:
     local_size: int
     node_rank: int | None
     host: str
-    nodes: tuple[str, ...]
+    nodes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlbatch.api import ConfigError
-from rlbatch.launch.ranks.launchers import find_position
+from rlbatch.launch.ranks.launchers import RankPosition, find_position
 from rlbatch.launch.ranks.variables import START, Variables
 
 JOB_IDS = ("SLURM_JOB_ID_HET_GROUP_0", "SLURM_JOB_ID", "SLURM_JOBID", "PBS_JOBID", "LSB_JOBID", "PMIX_NAMESPACE", "TORCHELASTIC_RUN_ID")
@@ -18,32 +18,18 @@ RESTART_COUNTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
 
 
 @dataclass(frozen=True)
-class RankInfo:
+class RankInfo(RankPosition):
     """One process of the job.
 
     Attributes:
-        rank: In the job, from 0.
-        world_size: Processes of the job.
-        local_rank: On this node, from 0.
-        local_size: Processes on this node.
-        node_rank: Node, from 0. None: the launcher does not say, and ranks are not spread evenly.
-        host: Name of this node.
         master_addr: Where rank 0 listens; empty if nobody said.
         master_port: Its TCP port; 0 if nobody said.
-        nodes: Names of all nodes, by node_rank; empty if the launcher does not say.
         job_id: Of the batch system, else of the launcher; empty if there is none. The same on all ranks.
         restart_count: How often this job was started again.
     """
 
-    rank: int
-    world_size: int
-    local_rank: int
-    local_size: int
-    node_rank: int | None
-    host: str
     master_addr: str = ""
     master_port: int = 0
-    nodes: tuple[str, ...] = ()
     job_id: str = ""
     restart_count: int = 0
 

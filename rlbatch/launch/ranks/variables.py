@@ -1,17 +1,20 @@
-"""Environment variables that launchers set: read strictly, and compared where two say the same."""
+"""Environment variables of ranks: those that launchers set, read strictly and compared where two say the same, and torch's allocator's."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rlbatch.api import ConfigError
 from rlbatch.launch.ranks.nodelist import shown
 
 START = "Start jobs with `python -m rlbatch.submit`."
 LAUNCH_VARIABLE = "RLBATCH_LAUNCH"
-"""A word that a launcher without job ids gives to all ranks of one start: two starts in one run folder are told apart by it."""
+"""An id that a launcher without job ids gives to all ranks of one start: two starts in one run folder are told apart by it."""
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Options of torch's GPU allocator; torch reads the second, newer one first."""
 
 
 class Variables:
@@ -79,3 +82,14 @@ class Variables:
         """Raises a ``ConfigError`` that names two variables with their values, and what must hold."""
         values = " and ".join(f"{name}={shown(self.values[name])}" for name in (first, second))
         raise ConfigError(f"{values}: contradict each other, {rule}. Unset what your launcher did not set.")
+
+
+def set_allocator(options: Mapping[str, Any]) -> None:
+    """Sets torch's variables, which it reads once: call it before torch is imported.
+
+    Args:
+        options: ``train.allocator``; without any, what the environment says stays.
+    """
+    if options:
+        text = ",".join(f"{name}:{value}" for name, value in options.items())
+        os.environ.update(dict.fromkeys(ALLOCATOR_VARIABLES, text))

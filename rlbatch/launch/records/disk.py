@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from rlbatch.api import ConfigError
+from rlbatch.api import ConfigError, RolloutError
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
+GIB = 2**30
 PROBE_BYTES = 2**20
 """A disk with less room counts as full."""
 
 
-def trouble(folder: Path) -> str:
+def write_problem(folder: Path) -> str:
     """Tries to write.
 
     Returns:
@@ -45,7 +47,7 @@ def _words(error: OSError) -> str:
 
 
 @contextmanager
-def telling_trouble(run_dir: Path) -> Iterator[None]:
+def as_config_errors(run_dir: Path) -> Iterator[None]:
     """For what writes into a run folder that nothing runs in.
 
     Raises:
@@ -55,9 +57,33 @@ def telling_trouble(run_dir: Path) -> Iterator[None]:
         yield
     except OSError as error:
         place = Path(str(error.filename)) if error.filename else None
-        found = trouble(run_dir)
+        found = write_problem(run_dir)
         if not found and place and place.is_relative_to(run_dir):
             found = f"{place.relative_to(run_dir)} cannot be written ({error.strerror}). Mend that"
         if not found:
             raise
         raise ConfigError(f"run_dir={run_dir}: {found}, or choose another folder.") from error
+
+
+@contextmanager
+def as_rollout_errors(what: str, folder: Path) -> Iterator[None]:
+    """Whatever the system refuses in here is an error of the rollout.
+
+    Args:
+        what: That is being done.
+        folder: Where, unless the system names a file.
+
+    Raises:
+        RolloutError: naming the file, and where a disk is full, its free space.
+    """
+    try:
+        yield
+    except OSError as error:
+        place = Path(str(error.filename)) if error.filename else folder
+        if error.errno not in FULL:
+            raise RolloutError(f"rollout: {what}: {place}: {error.strerror or error}. Mend that.") from error
+        there = next(path for path in (place, *place.parents) if path.exists())
+        raise RolloutError(
+            f"rollout: {what}: the disk of {place} is full ({shutil.disk_usage(there).free / GIB:.2f} GiB free; it may "
+            "lack room for another file, or have a quota). Free space there; TMPDIR and run_dir choose other disks."
+        ) from error

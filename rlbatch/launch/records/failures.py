@@ -20,21 +20,20 @@ from pathlib import Path
 from rlbatch.api import RlbatchError
 from rlbatch.api.exit_codes import FAILED
 from rlbatch.config.foreign import read_own
-from rlbatch.launch.records.disk import trouble
-from rlbatch.launch.records.output import Output
+from rlbatch.launch.records.disk import write_problem
+from rlbatch.launch.records.streams import TERMINAL_VARIABLE, ResilientStream
 
 FIRST_ERROR = "first_error.json"
-TERMINAL_VARIABLE = "RLBATCH_TERMINAL_FD"
-"""File descriptor of the user's terminal, where the launcher sends a rank's own output elsewhere."""
 LAUNCHER = -1
 """In the place of a rank: no rank said what happened, nor does its launcher say which one failed."""
 CLOCK_S = 3.0
 """Difference of clocks within which a record counts as of this start."""
-WORD_VARIABLE = "RLBATCH_FIRST_WORD_FD"
+CLAIM_VARIABLE = "RLBATCH_CLAIM_FD"
 """File descriptor of a pipe with one byte, from a launcher on this machine: where nothing can be recorded, who takes it is the first."""
 _SYSTEM = ("No space left", "os error 28", "Disk quota", "Read-only file system", "file write failed")
 PATIENCE_S = 1.0
 """Seconds that an unforeseen error waits to be recorded: it may follow from the end of another rank, which the launcher then records."""
+UNFINISHED = "unfinished"
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ def report_failure(run_dir: Path, rank: int, error: BaseException) -> bool:
 
 def failure_of(error: BaseException, rank: int, host: str, run_dir: Path) -> FirstError:
     """What is told of an exception of a rank; users see no traceback of an ``RlbatchError``, nor of a run folder that is full or gone."""
-    if is_of_system(error) and (found := trouble(run_dir)):
+    if is_of_system(error) and (found := write_problem(run_dir)):
         said = " ".join(str(error).split())
         return FirstError(rank, host, "ConfigError", f"run_dir={run_dir}: {found}, then start again. ({said})", "", time.time())
     lines = "" if isinstance(error, RlbatchError) else "".join(traceback.format_exception(error))
@@ -113,25 +112,25 @@ def is_of_system(error: BaseException) -> bool:
     return not is_told and (isinstance(error, OSError) or any(word in str(error) for word in _SYSTEM))
 
 
-_first_words: dict[Path, FirstError] = {}
+_claims: dict[Path, FirstError] = {}
 
 
-def _is_first_word(run_dir: Path, error: FirstError) -> bool:
+def _is_first_claim(run_dir: Path, error: FirstError) -> bool:
     """Decides in memory which error is the first: among a launcher's processes on this machine, else in this process."""
     try:
-        return bool(os.read(int(os.environ[WORD_VARIABLE]), 1))
+        return bool(os.read(int(os.environ[CLAIM_VARIABLE]), 1))
     except KeyError:
-        return _first_words.setdefault(run_dir, error) is error
+        return _claims.setdefault(run_dir, error) is error
     except OSError:  # it is taken
         return False
 
 
-def _is_said(run_dir: Path) -> bool:
+def _is_claimed(run_dir: Path) -> bool:
     """Whether an error was told that could not be recorded."""
     try:
-        return not select.select([int(os.environ[WORD_VARIABLE])], [], [], 0)[0]
+        return not select.select([int(os.environ[CLAIM_VARIABLE])], [], [], 0)[0]
     except (KeyError, OSError, ValueError):
-        return run_dir in _first_words
+        return run_dir in _claims
 
 
 def claim(run_dir: Path, error: FirstError) -> bool:
@@ -142,20 +141,20 @@ def claim(run_dir: Path, error: FirstError) -> bool:
     """
     # Linking a finished file claims the name atomically and never shows half a record.
     draft = run_dir / f".{FIRST_ERROR}.{error.rank}.{os.getpid()}"
-    unrecorded, is_said = "", _is_said(run_dir)
+    unrecorded, is_claimed = "", _is_claimed(run_dir)
     try:
         draft.write_text(json.dumps(asdict(error), indent=2) + "\n", encoding="utf-8")
         os.link(draft, run_dir / FIRST_ERROR)
     except FileExistsError:
         return False
     except OSError as problem:
-        if (run_dir / FIRST_ERROR).exists() or not _is_first_word(run_dir, error):
+        if (run_dir / FIRST_ERROR).exists() or not _is_first_claim(run_dir, error):
             return False
         unrecorded = "" if str(run_dir) in error.message else f"\n(This could not be written to {run_dir}: {problem.strerror}.)"
     finally:
         with suppress(OSError):
             draft.unlink()
-    if not is_said:  # else this one follows from that, and can be recorded: as when a rank had no files left
+    if not is_claimed:  # else this one follows from that, and can be recorded: as when a rank had no files left
         tell_user(f"{error}{unrecorded}")
     return True
 
@@ -186,4 +185,24 @@ def has_failed(run_dir: Path) -> bool:
 def tell_user(text: str) -> None:
     """Prints a line where the launcher's user sees it, whatever became of this rank's own output."""
     sys.stdout.flush()
-    Output(int(os.environ.get(TERMINAL_VARIABLE, "2"))).write((text + "\n").encode(errors="backslashreplace"))
+    ResilientStream(int(os.environ.get(TERMINAL_VARIABLE, "2"))).write((text + "\n").encode(errors="backslashreplace"))
+
+
+def mark_unfinished(run_dir: Path) -> None:
+    """The ranks are about to start."""
+    (run_dir / UNFINISHED).touch()
+
+
+def mark_finished(run_dir: Path) -> None:
+    """On rank 0, before what may start the run's next attempt. It needs no room on a disk."""
+    with suppress(OSError):
+        (run_dir / UNFINISHED).unlink(missing_ok=True)
+
+
+def claim_unfinished(run_dir: Path) -> bool:
+    """For a launcher whose ranks all ended with 0: whether the run is not at its end all the same, which is recorded as its first error."""
+    if not (run_dir / UNFINISHED).exists():
+        return False
+    text = "all ranks ended with exit code 0 before the run did: os._exit, or exit() in C code. Their output is above, or in logs/."
+    claim(run_dir, FirstError(LAUNCHER, socket.gethostname(), "Exit", text, "", time.time()))
+    return True

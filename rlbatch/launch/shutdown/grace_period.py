@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rlbatch.api import ConfigError, ModelFamily
 from rlbatch.config.schema import Config
-from rlbatch.launch.records.attempts import read_history
+from rlbatch.launch.records.history import read_history
 from rlbatch.plan.parameters import ModelSize
 
 BYTES_PER_PARAMETER = {"bf16": 14, "fp32": 16}

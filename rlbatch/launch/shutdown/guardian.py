@@ -28,6 +28,10 @@ import psutil
 
 from rlbatch.api.exit_codes import STOPPED
 from rlbatch.launch.ranks.children import END_SIGNAL, dies_with_parent
+from rlbatch.launch.ranks.rank_info import RankInfo
+from rlbatch.launch.records.attempt import is_superseded
+from rlbatch.launch.records.failures import FirstError, claim, read_first_error, tell_user
+from rlbatch.launch.records.streams import output_hint
 from rlbatch.launch.shutdown.signals import STOP_SIGNALS, StopNotice, signal_name
 
 CLOSING_S = 8.0
@@ -44,8 +48,10 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _PASSED = (*STOP_SIGNALS, signal.SIGINT, END_SIGNAL)
 _WATCHED = (*_PASSED, signal.SIGCHLD, ORPHANED)
 
-Told = Mapping[str, Any]
+RankFacts = Mapping[str, Any]
 _line: int | None = None
+ABORT_PATIENCE_S = 2.0
+"""Seconds in which others may say why a rank aborted."""
 
 
 def tell(**facts: object) -> None:
@@ -62,13 +68,13 @@ def end(code: int) -> NoReturn:
 
 
 @contextmanager
-def guarded(notice: StopNotice, on_death: Callable[[str, Told], None], on_hang: Callable[[str], None]) -> Iterator[None]:
+def guarded(notice: StopNotice, on_death: Callable[[str, RankFacts], None], on_hang: Callable[[str], None]) -> Iterator[None]:
     """Forks twice and goes on in the lowest process, whose end is that of the block, with its exit code, within ``CLOSING_S``.
 
     Call it before there are threads. The other two processes do not return from here.
 
     Args:
-        notice: Told of the signals that ask the rank to stop, whatever became of the handlers in its process.
+        notice: RankFacts of the signals that ask the rank to stop, whatever became of the handlers in its process.
         on_death: Called above the rank if it ended without having said so, and nobody else is left who would: how, and what it told before.
         on_hang: Called above the rank if it said so and did not end: what held it.
     """
@@ -112,7 +118,7 @@ def _fork_below() -> int:
 
 
 class _Guardian:
-    """The upper one.
+    """The upper process above a rank.
 
     Args:
         child: The process below.
@@ -179,7 +185,7 @@ class _Guardian:
 
 
 class _LowerGuardian(_Guardian):
-    """Hears what the rank says of itself.
+    """The lower process, which hears what the rank says of itself.
 
     Args:
         child: The rank.
@@ -198,13 +204,13 @@ class _LowerGuardian(_Guardian):
         launcher: int,
         line: int,
         notice: StopNotice,
-        on_death: Callable[[str, Told], None],
+        on_death: Callable[[str, RankFacts], None],
         on_hang: Callable[[str], None],
     ) -> None:
         super().__init__(child)
         self._parent, self._line, self._notice, self._on_death, self._on_hang = parent, line, notice, on_death, on_hang
         self._launcher = launcher
-        self._unread, self._told, self._is_open, self._was_killed = b"", dict[str, Any](), True, False
+        self._unread, self._facts, self._is_open, self._was_killed = b"", dict[str, Any](), True, False
         os.set_blocking(line, False)
         _prctl(_PR_SET_PDEATHSIG, ORPHANED)
 
@@ -230,11 +236,11 @@ class _LowerGuardian(_Guardian):
         *lines, self._unread = (self._unread + part).split(b"\n")
         for line in lines:
             facts = json.loads(line)
-            self._told |= facts
+            self._facts |= facts
             if "end" in facts or "is_over" in facts:
                 self._kill_at = time.monotonic() + (CLOSING_S if "end" in facts else TEARDOWN_S)
         self._is_open = bool(part)
-        if not part and "end" not in self._told:
+        if not part and "end" not in self._facts:
             self._kill_at = time.monotonic() + EXEC_S
 
     def _pass(self, number: int) -> None:
@@ -250,15 +256,15 @@ class _LowerGuardian(_Guardian):
             while self._is_open:
                 self._hear()
         if self._is_orphan():
-            if "end" not in self._told and select.select([self._launcher], [], [], 0)[0]:  # else it lives, and says how the job ended
-                self._on_death("what started it was killed", self._told)
+            if "end" not in self._facts and select.select([self._launcher], [], [], 0)[0]:  # else it lives, and says how the job ended
+                self._on_death("what started it was killed", self._facts)
             return
         os.kill(self._parent, signal.SIGCONT)
-        if "end" in self._told:
-            if self._was_killed and "is_over" not in self._told:
-                threads = self._told.get("threads")
+        if "end" in self._facts:
+            if self._was_killed and "is_over" not in self._facts:
+                threads = self._facts.get("threads")
                 self._on_hang(f"its threads {', '.join(threads)}" if threads else "what its code does at exit")
-            os._exit(self._told["end"])
+            os._exit(self._facts["end"])
         code = os.waitstatus_to_exitcode(self._status)
         if self._was_killed:
             how = "it has become another program (exec), or closed all its files"
@@ -266,7 +272,7 @@ class _LowerGuardian(_Guardian):
             how = f"killed by {signal_name(-code)}{', out of memory?' if -code == signal.SIGKILL else ''}"
         else:
             how = f"exit code {code}: os._exit, or exit() in C code"
-        self._on_death(how, self._told)
+        self._on_death(how, self._facts)
         if code in (0, STOPPED) or self._was_killed:
             os._exit(1)
         super()._conclude()
@@ -289,3 +295,31 @@ def _kill_descendants() -> None:
 
 def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def report_death(run_dir: Path, info: RankInfo, how: str, told: RankFacts) -> FirstError | None:
+    """Records and prints that a rank ended without having said why, unless another failure came first.
+
+    Args:
+        run_dir: Run folder.
+        info: The rank.
+        how: In words.
+        told: Its phase and the token of its attempt, if it came so far.
+
+    Returns:
+        The job's first error; None: the run folder is another attempt's.
+    """
+    if "token" in told and is_superseded(run_dir, told["token"]):
+        return None
+    if "SIGABRT" in how:  # as NCCL ends ranks whose peer hangs: who finds that one speaks first
+        time.sleep(ABORT_PATIENCE_S)
+    text = f"ended without a word ({how}), in phase {told.get('phase', 'start')}. {output_hint(info.rank)}"
+    error = FirstError(info.rank, info.host, "Exit", text, "", time.time())
+    claim(run_dir, error)
+    return read_first_error(run_dir) or error
+
+
+def report_remains(info: RankInfo, held: str) -> None:
+    """Prints that a rank came to its end, and its process did not."""
+    who = f"[rank {info.rank} host {info.host}]"
+    tell_user(f"{who} came to its end, but its process did not for {CLOSING_S:g} s, because of {held}. It was killed.")

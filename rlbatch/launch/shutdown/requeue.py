@@ -6,10 +6,9 @@ from pathlib import Path
 
 from rlbatch.config.schema import Config
 from rlbatch.launch.ranks.rank_info import RankInfo
-from rlbatch.launch.records.attempts import ATTEMPTS, History, end_attempt
+from rlbatch.launch.records.history import ATTEMPTS, History, end_attempt
 from rlbatch.launch.shutdown.signals import Ending
-from rlbatch.launch.slurm.current_job import CurrentJob, find_current_job, requeue_job, slurm_job_id
-from rlbatch.launch.slurm.scontrol import name_by_variables
+from rlbatch.launch.slurm.scontrol import CurrentJob, find_current_job, name_by_variables, requeue_job, slurm_job_id
 
 
 def go_on_later(run_dir: Path, config: Config, info: RankInfo, last_step: int | None, ending: Ending) -> str:

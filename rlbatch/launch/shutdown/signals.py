@@ -15,7 +15,7 @@ from types import FrameType
 from rlbatch.launch.ranks.children import END_SIGNAL
 from rlbatch.launch.ranks.rank_info import RankInfo
 from rlbatch.launch.records.failures import StoppedBySignal
-from rlbatch.launch.slurm.current_job import find_current_job, kill_wait_s, slurm_job_id
+from rlbatch.launch.slurm.scontrol import find_current_job, kill_wait_s, slurm_job_id
 
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGHUP)
 INTERRUPT = signal.SIGRTMAX
@@ -241,7 +241,7 @@ def find_ending(number: int, received: float, info: RankInfo | None, notice_s: f
 
 
 def is_end_of_step(info: RankInfo) -> bool:
-    """Of a SIGTERM: whether srun ends the ranks because one has ended, and Slurm wants nothing of the job."""
+    """Whether a SIGTERM says that srun ends the ranks because one has ended, and Slurm wants nothing of the job."""
     job_id = slurm_job_id(info)
     job = find_current_job(job_id) if job_id else None
     is_wanted = job is None or job.is_preempted or job.reason == "TimeLimit" or job.restarts > info.restart_count

@@ -1,16 +1,23 @@
-"""Jobs as ``scontrol --oneliner show job`` prints them: one a line, several of an array or of a heterogeneous job."""
+"""Jobs as ``scontrol`` prints them, the one that this process belongs to, and the request to queue it again."""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
+import subprocess
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rlbatch.launch.ranks.rank_info import RankInfo
 
 Record = Mapping[str, str]
 
 _JOB_NAME = re.compile(r" JobName=.*?(?= (?:HetJobIdSet|UserId)=)")
 """Left out: the user chose it, and it may look like other fields."""
 _FIELD = re.compile(r"(?<!\S)([A-Z][\w/:]*)=(.*?)(?=\s+[A-Z][\w/:]*=|\s*$)")
+QUERY_S = 20.0
+"""Longest wait for an answer of Slurm's controller."""
 
 
 def read_records(text: str) -> Sequence[Record]:
@@ -49,3 +56,110 @@ def name_by_variables(job_id: str) -> str:
     """
     array, task = (os.environ.get(f"SLURM_ARRAY_{name}_ID", "") for name in ("JOB", "TASK"))
     return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID_HET_GROUP_0", job_id)
+
+
+@dataclass(frozen=True)
+class CurrentJob:
+    """A job's record, as ``scontrol show job`` shows it.
+
+    Attributes:
+        name: What Slurm's commands call it: ``77_3`` of a task of an array.
+        state: E.g. RUNNING, PENDING, COMPLETING.
+        reason: Why it is in that state, e.g. TimeLimit.
+        restarts: How often it was queued again.
+        is_batch: Whether it has a batch script: others cannot be queued again.
+        may_requeue: Whether it was submitted with --requeue (or that is the cluster's default).
+        end_time: When Slurm will end it, seconds since the epoch: the time limit, or the end of the grace time once it is preempted.
+            None: no limit.
+        is_preempted: Whether it is to make room for another job.
+    """
+
+    name: str
+    state: str
+    reason: str
+    restarts: int
+    is_batch: bool
+    may_requeue: bool
+    end_time: float | None
+    is_preempted: bool
+
+
+def slurm_job_id(info: RankInfo) -> str:
+    """Slurm's number of this job; empty if Slurm did not start it."""
+    return info.job_id if info.job_id and {"SLURM_JOB_ID", "SLURM_JOBID", "SLURM_JOB_ID_HET_GROUP_0"} & os.environ.keys() else ""
+
+
+def find_current_job(job_id: str) -> CurrentJob | None:
+    """The job's record; None where there is no scontrol, no controller, or no such job any more."""
+    answer = _scontrol("-o", "show", "job", job_id)
+    if answer is None or answer.returncode:
+        return None
+    own = find_record(answer.stdout, job_id)
+    return _parsed(own) if own else None
+
+
+def current_job_name() -> str:
+    """What Slurm's commands call the job that this process runs in; empty outside of jobs."""
+    job_id = os.environ.get("SLURM_JOB_ID", "")
+    job = find_current_job(job_id) if job_id else None
+    return job.name if job else job_id and name_by_variables(job_id)
+
+
+def _parsed(record: Record) -> CurrentJob:
+    ends, restarts = record.get("EndTime", ""), record.get("Restarts", "")
+    return CurrentJob(
+        name=own_name(record),
+        state=record.get("JobState", ""),
+        reason=record.get("Reason", ""),
+        restarts=int(restarts) if restarts.isdecimal() else 0,
+        is_batch=record.get("BatchFlag") != "0",
+        may_requeue=record.get("Requeue") != "0",
+        end_time=float(ends) if ends.isdecimal() else None,
+        is_preempted=record.get("PreemptTime", "None") != "None" or record.get("JobState") == "PREEMPTED",
+    )
+
+
+def kill_wait_s() -> float | None:
+    """Seconds that Slurm gives a job from SIGTERM to SIGKILL; None if it does not say."""
+    answer = _scontrol("show", "config")
+    found = re.search(r"^KillWait\s*=\s*(\d+)", answer.stdout, re.MULTILINE) if answer else None
+    return float(found[1]) if found else None
+
+
+def requeue_job(job_id: str) -> str:
+    """Queues a job again; Slurm ends what still runs of it.
+
+    Args:
+        job_id: As ``CurrentJob.name``: of a task of an array the id may be the whole array's.
+
+    Returns:
+        Empty if that was done, else why not.
+    """
+    answer = _scontrol("requeue", job_id)
+    if answer is None:
+        return "there is no scontrol on this node, or it does not answer"
+    return "" if answer.returncode == 0 else (answer.stderr.strip() or f"scontrol ended with code {answer.returncode}")
+
+
+def _scontrol(*arguments: str) -> subprocess.CompletedProcess[str] | None:
+    """Runs scontrol; None where that cannot be done.
+
+    In a session of its own and once more if a signal ended it: Slurm signals all processes of a job that it stops, scontrol too.
+    """
+    path = shutil.which("scontrol")
+    for _ in range(2 if path else 0):
+        try:
+            answer = subprocess.run(
+                [str(path), *arguments],
+                env=os.environ | {"SLURM_TIME_FORMAT": "%s"},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=QUERY_S,
+                start_new_session=True,
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        if answer.returncode >= 0:
+            return answer
+    return None

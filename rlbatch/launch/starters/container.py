@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +17,7 @@ PYTHON_INSIDE = "python"
 RUN_FOLDER = "the run folder"
 WRITTEN = (RUN_FOLDER, "checkpoint.save")
 """What a mount must not show read-only."""
+SOCKET_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
 def python(cluster: ClusterConfig) -> str:
@@ -93,3 +95,14 @@ def _ends(text: str) -> list[Path]:
         links = [child for child in path.iterdir() if child.is_symlink()] if path.is_dir() else []
         return list(dict.fromkeys([path, *(end.resolve() for end in (path, *links))]))
     return [path]
+
+
+def cluster_variables(cluster: ClusterConfig) -> Mapping[str, str]:
+    """``cluster.environment``, the variables that select ``cluster.interface``, and what every rank needs."""
+    return {
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        # A rank that is killed must not take its last lines with it.
+        "PYTHONUNBUFFERED": "1",
+        **(dict.fromkeys(SOCKET_VARIABLES, cluster.interface) if cluster.interface else {}),
+        **cluster.environment,
+    }

@@ -16,12 +16,19 @@ from pathlib import Path
 
 from rlbatch.api.exit_codes import DONE, FAILED, STOPPED
 from rlbatch.config.schema import Config
-from rlbatch.launch.ranks.children import END_SIGNAL, GroupGuard, dies_with_parent, signal_group
-from rlbatch.launch.ranks.interfaces import LOOPBACK, PORTS
+from rlbatch.launch.ranks.children import END_SIGNAL, dies_with_parent, signal_group
+from rlbatch.launch.ranks.interfaces import LOOPBACK, LOOPBACK_INTERFACE, PORTS
 from rlbatch.launch.ranks.rank_info import RankInfo
 from rlbatch.launch.ranks.variables import LAUNCH_VARIABLE
-from rlbatch.launch.records.failures import FIRST_ERROR, TERMINAL_VARIABLE, WORD_VARIABLE, FirstError, claim
-from rlbatch.launch.records.unfinished import begin, claim_unfinished
+from rlbatch.launch.records.failures import (
+    CLAIM_VARIABLE,
+    FIRST_ERROR,
+    FirstError,
+    claim,
+    claim_unfinished,
+    mark_unfinished,
+)
+from rlbatch.launch.records.streams import TERMINAL_VARIABLE, open_rank_log, rank_log
 from rlbatch.launch.shutdown.signals import KILL_WAIT_S, received_signals, signal_name
 
 GRACE_S = 3.0
@@ -31,30 +38,28 @@ POLL_S = 0.05
 Rank = subprocess.Popen[bytes]
 
 
-def run_local(config: Config, run_dir: Path, command: Sequence[str] | None = None) -> int:
+def run_local(config: Config, run_dir: Path, command: Sequence[str], *, is_run: bool = False) -> int:
     """Starts ``layout.world_size`` ranks and waits for them. Rank 0 keeps the terminal; the others write to ``logs/rank<N>.log``.
 
     Args:
         config: The job's.
         run_dir: Run folder, with config.yaml.
-        command: What a rank runs; None: ``python -m rlbatch.run --run-dir <run_dir>``.
+        command: What a rank runs.
+        is_run: Whether that tells when the run has come to its end, see ``mark_finished``.
 
     Returns:
         0 if every rank succeeded; 75 if the job stopped early, its state saved, because it was asked to; 128 + the signal's number if a
         signal ended it before there was anything to save, or it was Ctrl-C; else 1.
     """
     (run_dir / FIRST_ERROR).unlink(missing_ok=True)
-    begin(run_dir)
-    arguments = list(command or [sys.executable, "-m", "rlbatch.run", "--run-dir", str(run_dir)])
+    mark_unfinished(run_dir)
     ranks: list[Rank] = []
     with ExitStack() as stack:
         stop = stack.enter_context(received_signals())
         try:
-            launch, word = secrets.token_hex(8), stack.enter_context(_first_word())
+            launch, word = secrets.token_hex(8), stack.enter_context(_claim_pipe())
             for info in _rank_infos(config.layout.world_size):
-                ranks.append(_start(info, arguments, run_dir, launch, word))
-            guard = GroupGuard([rank.pid for rank in ranks])
-            stack.callback(guard.close)
+                ranks.append(_start(info, command, run_dir, launch, word))
             failed = _wait(ranks, stop, KILL_WAIT_S if config.launch.notice_s is None else config.launch.notice_s)
             if failed is not None:
                 claim(run_dir, _exit_error(failed, ranks[failed].returncode, run_dir))
@@ -63,7 +68,7 @@ def run_local(config: Config, run_dir: Path, command: Sequence[str] | None = Non
     if stop:
         print(f"{signal.Signals(stop[0]).name}: all ranks ended. Run folder: {run_dir}; {_saved(run_dir)}", file=sys.stderr)
     codes = {rank.returncode for rank in ranks}
-    if failed is not None or (codes == {0} and command is None and claim_unfinished(run_dir)):
+    if failed is not None or (codes == {0} and is_run and claim_unfinished(run_dir)):
         return FAILED
     if codes == {0}:
         return DONE
@@ -74,7 +79,7 @@ def _rank_infos(world_size: int) -> Iterator[RankInfo]:
     port = _free_port()
     host = socket.gethostname()
     for rank in range(world_size):
-        yield RankInfo(rank, world_size, rank, world_size, 0, host, LOOPBACK, port)
+        yield RankInfo(rank, world_size, rank, world_size, 0, host, master_addr=LOOPBACK, master_port=port)
 
 
 def _saved(run_dir: Path) -> str:
@@ -93,25 +98,25 @@ def _free_port() -> int:
 
 
 @contextmanager
-def _first_word() -> Iterator[int]:
-    """A pipe with one byte, for this process and its ranks; see ``WORD_VARIABLE``."""
+def _claim_pipe() -> Iterator[int]:
+    """A pipe with one byte, for this process and its ranks; see ``CLAIM_VARIABLE``."""
     reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     os.write(writing, b"!")
-    os.environ[WORD_VARIABLE] = str(reading)
+    os.environ[CLAIM_VARIABLE] = str(reading)
     try:
         yield reading
     finally:
-        del os.environ[WORD_VARIABLE]
+        del os.environ[CLAIM_VARIABLE]
         os.close(reading)
         os.close(writing)
 
 
-def _start(info: RankInfo, arguments: Sequence[str], run_dir: Path, launch: str, word: int) -> Rank:
-    output = None if info.rank == 0 else _log(run_dir, info.rank)
+def _start(info: RankInfo, command: Sequence[str], run_dir: Path, launch: str, word: int) -> Rank:
+    output = None if info.rank == 0 else open_rank_log(run_dir, info.rank)
     terminal = os.dup(2)
     try:
         return subprocess.Popen(
-            arguments,
+            command,
             env={**rank_environment(info, terminal), LAUNCH_VARIABLE: launch},
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -135,18 +140,13 @@ def rank_environment(info: RankInfo, terminal: int) -> Mapping[str, str]:
     """
     return {
         "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
+        "GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE,
         **os.environ,
         **info.variables(),
         # A rank that is killed must not take its last lines with it.
         "PYTHONUNBUFFERED": "1",
         TERMINAL_VARIABLE: str(terminal),
     }
-
-
-def _log(run_dir: Path, rank: int) -> int:
-    (run_dir / "logs").mkdir(exist_ok=True)
-    return os.open(run_dir / "logs" / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
 
 def _wait(ranks: Sequence[Rank], stop: Sequence[int], grace_s: float) -> int | None:
@@ -192,5 +192,5 @@ def _exit_error(rank: int, code: int, run_dir: Path) -> FirstError:
     """For a rank that ended without saying why."""
     how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
     hint = " (out of memory?)" if code == -signal.SIGKILL else ""
-    log = "its output is above" if rank == 0 else f"its output is in {run_dir / 'logs' / f'rank{rank}.log'}"
+    log = "its output is above" if rank == 0 else f"its output is in {rank_log(run_dir, rank)}"
     return FirstError(rank, socket.gethostname(), "Exit", f"{how}{hint}; {log}.", "", time.time())

@@ -27,12 +27,10 @@ from rlbatch.config.schema import Config
 from rlbatch.launch.ranks.children import dies_with_parent
 from rlbatch.launch.ranks.interfaces import addresses_of
 from rlbatch.launch.ranks.variables import LAUNCH_VARIABLE
-from rlbatch.launch.records.failures import FIRST_ERROR, LAUNCHER, FirstError, claim, read_first_error
-from rlbatch.launch.records.logs import LOGS, rank_log
-from rlbatch.launch.records.output import Output, relay
-from rlbatch.launch.records.unfinished import begin, claim_unfinished
+from rlbatch.launch.records.failures import FIRST_ERROR, LAUNCHER, FirstError, claim, claim_unfinished, mark_unfinished, read_first_error
+from rlbatch.launch.records.streams import LOGS, ResilientStream, rank_log, relay
 from rlbatch.launch.shutdown.signals import KILL_WAIT_S, received_signals
-from rlbatch.launch.starters.cluster_variables import cluster_variables
+from rlbatch.launch.starters.container import cluster_variables
 from rlbatch.launch.starters.hostfile import Host, parse_hostfile
 
 HOSTFILE = "hostfile"
@@ -225,7 +223,7 @@ def _hydra(config: Config, mpi: Mpi, run_dir: Path, hosts: Sequence[Host], has_h
         # Hydra would kill all ranks at once if one is killed, before rank 0 can say which; they end by themselves.
         options += ["-disable-auto-cleanup", "-bind-to", "none"]
         if has_hostfile:  # else it names itself to the other hosts by a name that they may not know
-            here = addresses_of(config.cluster.interface)[0] if config.cluster.interface else own_address(hosts[-1].name)
+            here = addresses_of(config.cluster.interface)[0] if config.cluster.interface else address_towards(hosts[-1].name)
             options += ["-localhost", here]
     return options
 
@@ -247,7 +245,7 @@ def run_mpi(job: MpiJob, config: Config, run_dir: Path) -> int:
         As of ``run_local``.
     """
     (run_dir / FIRST_ERROR).unlink(missing_ok=True)
-    begin(run_dir)
+    mark_unfinished(run_dir)
     (run_dir / LOGS).mkdir(exist_ok=True)
     if job.hostfile:
         (run_dir / HOSTFILE).write_text(job.hostfile, encoding="utf-8")
@@ -266,7 +264,7 @@ def run_mpi(job: MpiJob, config: Config, run_dir: Path) -> int:
         )
         assert mpirun.stdout and mpirun.stderr
         log = rank_log(run_dir, 0)
-        relays = [relay(pipe.fileno(), Output(number, log)) for number, pipe in ((1, mpirun.stdout), (2, mpirun.stderr))]
+        relays = [relay(pipe.fileno(), ResilientStream(number, log)) for number, pipe in ((1, mpirun.stdout), (2, mpirun.stderr))]
         code = _wait(mpirun, job.mpi, received, KILL_WAIT_S if config.launch.notice_s is None else config.launch.notice_s)
     for copying in relays:
         copying.join(RELAY_S)  # what a process that was left behind may hold open
@@ -298,7 +296,7 @@ def _wait(mpirun: subprocess.Popen[bytes], mpi: Mpi, received: Sequence[int], gr
     return code
 
 
-def own_address(peer: str) -> str:
+def address_towards(peer: str) -> str:
     """The address under which a peer sees this machine; this machine's name if the peer is not known here."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]

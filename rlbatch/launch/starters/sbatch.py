@@ -1,4 +1,4 @@
-"""The batch script of a job: its resources, environment and one ``srun``."""
+"""The batch script of a job: its resources, environment and one ``srun``; and what sbatch says when it refuses one."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from pathlib import Path
 
 from rlbatch.api import ConfigError
 from rlbatch.config.schema import Config
-from rlbatch.launch.records.logs import MERGED_LOG
-from rlbatch.launch.starters.cluster_variables import cluster_variables
-from rlbatch.launch.starters.container import srun_options
+from rlbatch.launch.records.streams import MERGED_LOG
+from rlbatch.launch.starters.container import cluster_variables, srun_options
 from rlbatch.plan.nodes import Placement
 
 NOTICE_SIGNAL = "USR2"
@@ -26,6 +25,30 @@ case $code in 0) exit ;; 2 | 75 | 129 | 130 | 138 | 140 | 143) [ -e {run}/first_
 [ -e {run}/first_error.json ] || echo "No rank said why: srun names the task above, or all ended with 0." >&2
 exit 1 # srun's code is the highest of all ranks: 137 if one was killed. See docs/use/troubleshooting.md#exit-codes"""
 """After ``srun ... && code=0 || code=$?``: the job's exit code."""
+_SHAPE = ("layout.world_size", "cluster.gpus_per_node", "cluster.gres", "cluster.constraint", "cluster.cpus_per_task")
+_LIMITS = "`sinfo -o '%P %l'` lists the limits of the partitions"
+# Slurm's messages (src/common/slurm_errno.c, and those of sbatch itself), the more special ones first.
+_REASONS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("account/partition combination", ("cluster.account", "cluster.partition"), "`sacctmgr show assoc user=$USER` lists yours"),
+    ("partition", ("cluster.partition",), "`sinfo -s` lists the partitions"),
+    ("qos policy", ("cluster.qos", "cluster.account", "cluster.time_limit"), "`sacctmgr show qos` lists the limits"),
+    ("qos", ("cluster.qos",), "`sacctmgr show qos` lists them"),
+    ("account", ("cluster.account",), "`sacctmgr show assoc user=$USER` lists yours"),
+    ("time limit", ("cluster.time_limit",), _LIMITS),
+    ("--time", ("cluster.time_limit",), _LIMITS),
+    ("feature", ("cluster.constraint",), "`sinfo -o '%N %f'` lists the nodes' features"),
+    ("gres", ("cluster.gres",), "`sinfo -o '%N %G'` lists the nodes' resources"),
+    ("tres", ("cluster.gres",), "`sinfo -o '%N %G'` lists the nodes' resources"),
+    ("reservation", ("cluster.sbatch_options",), "`scontrol show reservation` lists them"),
+    ("unrecognized option", ("cluster.sbatch_options",), "`sbatch --help` lists them"),
+    ("signal", ("launch.notice_s",), "Slurm allows up to 65535"),
+    ("node count", _SHAPE, "`sinfo -N -o '%N %G %c %m %t'` lists the nodes"),
+    ("node configuration", _SHAPE, "`sinfo -N -o '%N %G %c %m %t'` lists the nodes"),
+    ("processors", _SHAPE, "`sinfo -N -o '%N %G %c %m %t'` lists the nodes"),
+    ("memory", ("cluster.sbatch_options",), "`sinfo -N -o '%N %m'` lists the nodes' memory"),
+)
+_UNANSWERED = ("timed out", "zero bytes")
+"""The request may have arrived."""
 
 
 def batch_options(config: Config, where: Placement, notice_s: int) -> dict[str, str | None]:
@@ -105,3 +128,29 @@ def _check_text(key: str, text: str) -> None:
 
 def _option(name: str, value: str | None) -> str:
     return f"--{name}" if value is None else f"--{name}={shlex.quote(value)}"
+
+
+def explain_rejection(message: str, config: Config) -> ConfigError:
+    """The error for a job that sbatch refused.
+
+    Args:
+        message: What sbatch printed.
+        config: The job's.
+    """
+    said = "; ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in message.strip().splitlines()) or "nothing"
+    if any(words in said.lower() for words in _UNANSWERED):
+        return ConfigError(
+            f"launcher=slurm: Slurm's controller did not answer sbatch ({said}). Look for a job {job_name(config)} in `squeue --me` before "
+            "you try again: it may be there all the same, and then fails, because its run folder is removed."
+        )
+    for words, keys, fix in _REASONS:
+        if words in said.lower():
+            shown = " ".join(f"{key}={_value(config, key)}" for key in keys)
+            return ConfigError(f"{shown}: sbatch refused the job ({said}). Correct {'it' if len(keys) == 1 else 'one of them'}; {fix}.")
+    return ConfigError(f"launcher=slurm: sbatch refused the job ({said}). See `scontrol ping`, or launcher=local.")
+
+
+def _value(config: Config, key: str) -> object:
+    section, _, name = key.partition(".")
+    value = getattr(getattr(config, section), name)
+    return f"[{','.join(value)}]" if isinstance(value, tuple) else value

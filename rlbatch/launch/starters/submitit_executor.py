@@ -17,7 +17,7 @@ from submitit.slurm.slurm import SlurmExecutor
 
 from rlbatch.api import ConfigError
 from rlbatch.config.schema import Config
-from rlbatch.launch.starters.sbatch_rejections import explain_rejection
+from rlbatch.launch.starters.sbatch import explain_rejection
 
 FOLDER = "submitit"
 """In the run folder; mode 0700, because what lies in it is unpickled."""
@@ -28,20 +28,21 @@ _OF_THE_CLUSTER = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_J
 
 
 class RankTask:
-    """What a rank runs: the same as ``python -m rlbatch.run``, in the process that submitit started.
+    """What a rank runs: the same as ``python -m <module> --run-dir <run_dir>``, in the process that submitit started.
 
     Preemption and the time limit are rlbatch's: this has no ``checkpoint``, with which submitit would requeue by itself.
 
     Args:
+        module: Its ``run_process`` gets the run folder.
         run_dir: Run folder.
     """
 
-    def __init__(self, run_dir: Path) -> None:
-        self.run_dir = str(run_dir)
+    def __init__(self, module: str, run_dir: Path) -> None:
+        self.module, self.run_dir = module, str(run_dir)
 
     def __call__(self) -> None:
         """Runs the rank to the end."""
-        importlib.import_module("rlbatch.run").run_process(Path(self.run_dir))  # by name: the module of a rank is above this one
+        importlib.import_module(self.module).run_process(Path(self.run_dir))
 
 
 class _Executor(SlurmExecutor):
@@ -74,13 +75,14 @@ def task_command(python: str, run_dir: Path) -> list[str]:
     return [python, "-u", "-m", "submitit.core._submit", str(run_dir / FOLDER)]
 
 
-def submit_batch(script: str, run_dir: Path, config: Config) -> str:
+def submit_batch(script: str, run_dir: Path, config: Config, module: str) -> str:
     """Gives the script to sbatch.
 
     Args:
         script: Text of a batch script whose ranks run ``task_command``.
         run_dir: Run folder.
         config: The job's.
+        module: As ``RankTask``.
 
     Returns:
         The job's id.
@@ -93,7 +95,7 @@ def submit_batch(script: str, run_dir: Path, config: Config) -> str:
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said), _outside_of_jobs():  # submitit prints what it raises
-            return str(_Executor(folder, script).submit(RankTask(run_dir)).job_id)
+            return str(_Executor(folder, script).submit(RankTask(module, run_dir)).job_id)
     except (FailedJobError, FailedSubmissionError) as error:
         raise explain_rejection(str(error) or said.getvalue(), config) from None
 

@@ -9,9 +9,8 @@ import pytest
 
 from rlbatch.api import ConfigError
 from rlbatch.config.structured import from_mapping, key_docs
-from rlbatch.engines.backend.checks import check_options
-from rlbatch.engines.backend.hosted import HostedOptions
-from rlbatch.engines.host.option_names import refusal
+from rlbatch.engines.backend.hosted import HostedOptions, check_options
+from rlbatch.engines.host.inventory import refusal
 
 
 def test_the_defaults_are_accepted() -> None:

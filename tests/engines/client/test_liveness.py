@@ -43,7 +43,7 @@ def test_work_of_a_known_kind_has_a_shorter_limit(host: EngineHost, monkeypatch:
     """A process that waits for a GPU for ever is busy: a later sync is not waited for as long as a first one."""
     monkeypatch.setattr(engine_process, "PATIENCE", 2)
     assert host.call("work", {"seconds": 2.0}, limit_s=LIMIT_S)["worked"]  # longer than the hang limit: nobody knows how long it takes
-    host.settled()
+    host.mark_warmed_up()
     assert host.call("work", {"seconds": 2.5}, limit_s=LIMIT_S)["worked"]
     watch = Stopwatch()
     with pytest.raises(EngineLost, match=r"`work`: (it works, but|a part of it) answers nothing for [\d.]+ s"):

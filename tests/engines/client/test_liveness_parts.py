@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from rlbatch.api import EngineLost
-from rlbatch.engines.client import idle_watch, liveness
+from rlbatch.engines.client import liveness
 from rlbatch.engines.client.engine_process import EngineHost
 from tests.engines.host.test_server import LIMIT_S, start
 from tests.stopwatch import Stopwatch
@@ -67,7 +67,7 @@ def test_an_error_of_an_engine_that_lost_one(host: EngineHost) -> None:
 
 def test_one_that_ends_while_nothing_is_awaited(host: EngineHost, monkeypatch: pytest.MonkeyPatch) -> None:
     """As while the model trains: the loss is known before the next call, and the log says when it was."""
-    monkeypatch.setattr(idle_watch, "WATCH_S", 0.05)
+    monkeypatch.setattr(liveness, "WATCH_S", 0.05)
     needed = spawned(host)
     host.started([needed], LIMIT_S)
     os.kill(needed, signal.SIGKILL)
@@ -81,7 +81,7 @@ def test_one_that_ends_while_nothing_is_awaited(host: EngineHost, monkeypatch: p
 
 def test_closing_is_no_loss(host: EngineHost, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that is asked to end may be watched until it has."""
-    monkeypatch.setattr(idle_watch, "WATCH_S", 0.01)
+    monkeypatch.setattr(liveness, "WATCH_S", 0.01)
     host.started([spawned(host)], LIMIT_S)
     host.close()
     time.sleep(0.1)

@@ -45,10 +45,10 @@ def test_packed_tensors_come_back(dtype: torch.dtype) -> None:
     """Names, shapes, dtypes and bytes, of views and scalars too; no two tensors touch."""
     whole = torch.arange(12.0).view(3, 4).to(dtype)
     tensors = [whole, whole.t()[1:], whole[0, 0], torch.ones(5, dtype=torch.uint8)]
-    sent = Staging("cpu", lends=True)
-    sent.add(sent.sort(WeightBucket(["a", "b", "c", "d"], tensors, 0)))
+    sent = Staging("cpu", can_share=True)
+    sent.add(sent.stage(WeightBucket(["a", "b", "c", "d"], tensors, 0)))
     content, memory = sent.take()
-    starts = [place["start"] for place in content["places"]]
+    starts = [place["start"] for place in content["locations"]]
     assert starts == sorted(set(starts))
     assert all(start % ALIGNMENT == 0 for start in starts)
     assert len(memory) == starts[-1] + ALIGNMENT
@@ -119,8 +119,8 @@ def test_without_turns_one_memory_is_enough(host: EngineHost) -> None:
     """An engine that reads late still gets the tensors of every bucket, and the second memory is not made; of the next sync it is."""
     buckets = [WeightBucket([str(i)], [torch.full((1000,), 1.0 + i)], 1) for i in range(4)]
     sender = WeightSender(host, "cpu", lambda content: [content], limit_s=60.0)
-    for in_turns, memories in ((False, 1), (True, 2)):
-        assert sender.send(buckets, in_turns=in_turns) == 1
+    for double_buffered, memories in ((False, 1), (True, 2)):
+        assert sender.send(buckets, double_buffered=double_buffered) == 1
         said = host.call("sums", limit_s=60.0)
         assert said["sums"] == [1000.0, 2000.0, 3000.0, 4000.0]
         assert len([memory for memory in sender._staging._memories if memory]) == memories
@@ -128,7 +128,7 @@ def test_without_turns_one_memory_is_enough(host: EngineHost) -> None:
 
 def test_engines_begin_while_the_rest_is_looked_up(host: EngineHost, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what is read in place a small part is told at once, larger ones later; the same in every sync, and nothing is asked twice."""
-    monkeypatch.setattr(staging, "AHEAD", 400)
+    monkeypatch.setattr(staging, "FIRST_CALL_BYTES", 400)
     memory, asked = HostMemory(100 * 256), []
     tensors = [memory.tensor[256 * i : 256 * i + 200].fill_(i + 1) for i in range(100)]
     buckets = [WeightBucket([str(i)], [tensor], 1, [True]) for i, tensor in enumerate(tensors)]
@@ -159,29 +159,29 @@ def test_memory_that_cannot_be_shared_is_told(monkeypatch: pytest.MonkeyPatch) -
 
 def test_memory_in_the_place_of_other_memory_is_asked_for() -> None:
     """A storage at an address where another one was in the last sync is told with its own handle."""
-    memory, sent = HostMemory(1000), Staging("cpu", lends=True)
+    memory, sent = HostMemory(1000), Staging("cpu", can_share=True)
     bucket = WeightBucket(["a"], [memory.tensor[:100]], 0, [True])
-    sent.add(sent.sort(bucket))
+    sent.add(sent.stage(bucket))
     sent.take()
     sent.release()
     memory.shared = ("other", {"path": "/elsewhere"}, 0)
-    sent.add(sent.sort(bucket))
+    sent.add(sent.stage(bucket))
     assert sent.take()[0]["memories"] == {"other": {"path": "/elsewhere"}}
 
 
 def test_a_bucket_that_was_lent_is_sorted_anew_when_it_changed() -> None:
     """The same tensors again are found at once; others at their address, moved ones, or the same without lasting are looked at again."""
-    memory, sent = HostMemory(4096), Staging("cpu", lends=True)
+    memory, sent = HostMemory(4096), Staging("cpu", can_share=True)
     tensors = [memory.tensor[0:8], memory.tensor[256:264]]
-    first = sent.sort(WeightBucket(["a", "b"], tensors, 0, [True, True]))
-    assert sent.sort(WeightBucket(["a", "b"], tensors, 1, [True, True])) is first
-    assert sent.sort(WeightBucket(["a", "b"], tensors, 1)).size == 512
-    assert sent.sort(WeightBucket(["a", "b"], tensors, 1, [True, False])).size == 256
-    short = sent.sort(WeightBucket(["a", "b"], [memory.tensor[0:4], tensors[1]], 1, [True, True]))
-    assert [place["shape"] for place in short.lent] == [[4], [8]]
-    assert sent.sort(WeightBucket(["a", "c"], tensors, 1, [True, True])).lent[1]["name"] == "c"
+    first = sent.stage(WeightBucket(["a", "b"], tensors, 0, [True, True]))
+    assert sent.stage(WeightBucket(["a", "b"], tensors, 1, [True, True])) is first
+    assert sent.stage(WeightBucket(["a", "b"], tensors, 1)).size == 512
+    assert sent.stage(WeightBucket(["a", "b"], tensors, 1, [True, False])).size == 256
+    short = sent.stage(WeightBucket(["a", "b"], [memory.tensor[0:4], tensors[1]], 1, [True, True]))
+    assert [place["shape"] for place in short.in_place] == [[4], [8]]
+    assert sent.stage(WeightBucket(["a", "c"], tensors, 1, [True, True])).in_place[1]["name"] == "c"
     tensors[1].set_(memory.tensor[512:520])
-    assert [place["start"] for place in sent.sort(WeightBucket(["a", "b"], tensors, 1, [True, True])).lent] == [0, 512]
+    assert [place["start"] for place in sent.stage(WeightBucket(["a", "b"], tensors, 1, [True, True])).in_place] == [0, 512]
 
 
 def test_memory_leaves_nothing_behind() -> None:
@@ -220,11 +220,11 @@ def test_tensors_that_last_are_read_in_place() -> None:
     bucket = WeightBucket(
         ["a", "b", "c", "d", "e"], [own, own[3:5], own[:2], own.view(8, 8).t(), other], 0, [True, True, False, True, True]
     )
-    sent, receiver = Staging("cpu", lends=True), WeightReceiver(torch.device("cpu"))
+    sent, receiver = Staging("cpu", can_share=True), WeightReceiver(torch.device("cpu"))
     said: list[Any] = []
     for scale in (1.0, 2.0):
         own.copy_(torch.arange(64.0))
-        sent.add(sent.sort(bucket))
+        sent.add(sent.stage(bucket))
         said.append(json.loads(json.dumps(sent.take()[0])))
         own.mul_(scale)  # after it was sent
         received = dict(receiver.tensors({"cpu": {"key": "k", **said[-1]}})[1])

@@ -22,7 +22,7 @@ from rlbatch.launch.ranks.interfaces import addresses_of, interface_of, listen, 
 from rlbatch.launch.ranks.rank_info import RankInfo
 from rlbatch.launch.records.attempt import Attempt, is_superseded, read_attempt, write_attempt
 from rlbatch.launch.records.failures import FirstError, claim, read_first_error
-from rlbatch.launch.records.lock import ATTEMPT_LOCK, Lock, run_folder_lock
+from rlbatch.launch.records.ownership import ATTEMPT_LOCK, Lock, run_folder_lock
 from tests.launch import watched
 from tests.listeners import listening
 
@@ -281,7 +281,7 @@ def test_second_job_in_a_run_folder(tmp_path: Path, meetings: list[Meeting], mon
 def test_lock_ends_with_its_process(tmp_path: Path) -> None:
     """Also with one that is killed."""
     hold = (
-        "from rlbatch.launch.records.lock import *; "
+        "from rlbatch.launch.records.ownership import *; "
         f"lock = Lock(Path({str(tmp_path / ATTEMPT_LOCK)!r})); print(lock.try_for(0), flush=True); input()"
     )
     with subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:

@@ -25,7 +25,7 @@ HOSTS = ("n1", "n2", "n2")
 def stores() -> Iterator[list[JobStore]]:
     """The stores of three ranks, each with a connection of its own."""
     listening = listen("127.0.0.1", 0, 8)
-    info = RankInfo(0, RANKS, 0, 1, 0, "n1", "127.0.0.1", listening.getsockname()[1])
+    info = RankInfo(0, RANKS, 0, 1, 0, "n1", master_addr="127.0.0.1", master_port=listening.getsockname()[1])
     yield [open_store(replace(info, rank=rank), 20.0, HOSTS, None if rank else listening) for rank in range(RANKS)]
 
 
@@ -103,7 +103,7 @@ def test_ipv6() -> None:
     """The store may be at an IPv6 address."""
     listening = listen("::1", 0, 8)
     assert listening.family == socket.AF_INET6
-    info = RankInfo(0, 2, 0, 2, 0, "n1", "::1", listening.getsockname()[1])
+    info = RankInfo(0, 2, 0, 2, 0, "n1", master_addr="::1", master_port=listening.getsockname()[1])
     first, second = open_store(info, 20.0, (), listening), open_store(replace(info, rank=1), 20.0)
     first.set("key", b"value")
     assert second.get("key", 5.0) == b"value"

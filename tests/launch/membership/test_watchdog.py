@@ -185,7 +185,7 @@ WAITS, WORKS = StackLocation(("step.py:1 f",), True), StackLocation(("reward.py:
 
 
 @pytest.mark.parametrize(
-    ("places", "culprit"),
+    ("locations", "culprit"),
     [
         ({0: WAITS, 1: WAITS, 2: WORKS}, 2),
         ({0: WAITS, 1: None, 2: WORKS}, 1),
@@ -194,9 +194,9 @@ WAITS, WORKS = StackLocation(("step.py:1 f",), True), StackLocation(("reward.py:
         ({0: WAITS, 1: WAITS}, 0),
     ],
 )
-def test_culprit(places: dict[int, StackLocation | None], culprit: int) -> None:
+def test_culprit(locations: dict[int, StackLocation | None], culprit: int) -> None:
     """A rank without answer, then one that waits for nobody, then one where the fewest are."""
-    assert find_culprit(places) == culprit
+    assert find_culprit(locations) == culprit
 
 
 def test_what_may_follow() -> None:

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from rlbatch.config.schema import ClusterConfig
-from rlbatch.launch.preflight.checks import blamed
-from rlbatch.launch.preflight.link_check import Links
+from rlbatch.launch.preflight.checks import blamed, one_line
+from rlbatch.launch.preflight.link_check import LinkSpeeds
 from rlbatch.launch.preflight.node_facts import SOURCES, Gpu, NodeFacts
 from rlbatch.launch.preflight.rules import (
     Finding,
@@ -20,7 +20,6 @@ from rlbatch.launch.preflight.rules import (
     check_versions,
     check_visibility,
 )
-from rlbatch.launch.preflight.table import one_line
 from rlbatch.plan.memory import GIB, PHASES, MemoryFloor, RankMemory
 
 NODES = 4
@@ -51,7 +50,7 @@ def test_equal_nodes_pass() -> None:
 
 def test_one_line_counts_ranks() -> None:
     """All is well on one node: its ranks in one line, also if there is but one."""
-    links = [Links(gbs=300.0, node_gbs=300.0)] * 8
+    links = [LinkSpeeds(gbs=300.0, node_gbs=300.0)] * 8
     assert one_line(job()[:8], FLOOR, links, 1.25).startswith("preflight: 8 ranks on n0, NVIDIA H100 80GB HBM3, 78.5 GiB free (at least ")
     assert one_line(job()[:1], FLOOR, links[:1], 1.25).startswith("preflight: 1 rank on n0, ")
 

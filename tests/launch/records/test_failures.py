@@ -10,7 +10,7 @@ import pytest
 
 from rlbatch.api import RewardError
 from rlbatch.launch.records import failures
-from rlbatch.launch.records.failures import FIRST_ERROR, WORD_VARIABLE, read_first_error, report_failure, reporting_failures
+from rlbatch.launch.records.failures import CLAIM_VARIABLE, FIRST_ERROR, read_first_error, report_failure, reporting_failures
 
 
 def test_only_the_first_is_kept(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -49,7 +49,7 @@ def test_processes_of_a_launcher_decide_together(
     """Who takes the byte was first, and is told alone."""
     reading, writing = os.pipe2(os.O_NONBLOCK)
     os.write(writing, b"!")
-    monkeypatch.setenv(WORD_VARIABLE, str(reading))
+    monkeypatch.setenv(CLAIM_VARIABLE, str(reading))
     claimed = [report_failure(tmp_path / name, 0, RewardError("reward=x: raised")) for name in ("gone", "gone", "other")]
     assert claimed == [True, False, False]
     assert report_failure(tmp_path, 0, RewardError("where there is a record it decides"))

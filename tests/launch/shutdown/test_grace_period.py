@@ -9,7 +9,7 @@ import pytest
 
 from rlbatch.api import ConfigError
 from rlbatch.config.schema import ClusterConfig, Config, LaunchConfig, TrainConfig
-from rlbatch.launch.records.attempts import ATTEMPTS
+from rlbatch.launch.records.history import ATTEMPTS
 from rlbatch.launch.shutdown.grace_period import MARGIN_S, SLOWER, checkpoint_bytes, notice_s, time_limit_s
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlbatch.config.schema import Config
-from rlbatch.launch.records.attempts import begin_attempt, end_attempt, read_history
+from rlbatch.launch.records.history import begin_attempt, end_attempt, read_history
 from rlbatch.launch.shutdown.requeue import go_on_later
 from rlbatch.launch.shutdown.signals import Ending
 from tests.launch.scontrol import CANCELLED, PREEMPTED, REQUEUED, TIME_LIMIT, FakeSlurm, fake_slurm, job

@@ -158,7 +158,7 @@ def test_hang_up(tmp_path: Path) -> None:
     assert not [pid for pid in pids if alive(pid)]
 
 
-@pytest.mark.parametrize("behaviour", ["wait", "stubborn"])
+@pytest.mark.parametrize("behaviour", ["guarded_wait", "guarded_stubborn"])
 def test_killed_launcher(tmp_path: Path, behaviour: str) -> None:
     """No rank and no child of a rank outlives a launcher that was killed with SIGKILL."""
     job = start(tmp_path, behaviour)
@@ -179,7 +179,7 @@ def test_threads_and_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     from rlbatch.launch.ranks.rank_info import RankInfo
     from rlbatch.launch.starters.local import rank_environment
 
-    info = RankInfo(1, 2, 1, 2, 0, "host", "127.0.0.1", 1234)
+    info = RankInfo(1, 2, 1, 2, 0, "host", master_addr="127.0.0.1", master_port=1234)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     environment = rank_environment(info, terminal=2)

@@ -34,7 +34,7 @@ def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(mpirun, "own_address", lambda peer: "10.0.0.9")
+    monkeypatch.setattr(mpirun, "address_towards", lambda peer: "10.0.0.9")
 
 
 def job(config: Config, mpi: Mpi) -> MpiJob:

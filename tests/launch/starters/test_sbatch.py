@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlbatch.config.schema import ClusterConfig, Config, LaunchConfig, LayoutConfig, ModelConfig
-from rlbatch.launch.starters.sbatch import batch_script
-from rlbatch.launch.starters.sbatch_rejections import explain_rejection
+from rlbatch.launch.starters.sbatch import batch_script, explain_rejection
 from rlbatch.plan.nodes import Placement
 
 RUN_DIR = Path("/runs/mine")

@@ -21,10 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.model_loader.reload import layerwise
+from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
-from .copy_plan import Copy, Held, Plan, Slice
-from .materialize import use_old_memory
-from .ties import Ties
+from .copy_plan import Copy, Plan, Slice, TargetParameter, TiedLayers
 
 COPY = torch.ops.aten.copy_.default
 FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
@@ -90,7 +89,7 @@ class Target:
 
 
 class Recorder(TorchDispatchMode):
-    """Of one update of one worker's model.
+    """Records what one update does to one worker's model.
 
     Args:
         model: Prepared for the update by vLLM.
@@ -101,8 +100,8 @@ class Recorder(TorchDispatchMode):
         self._model = model
         self._shapes: dict[str, tuple[torch.dtype, torch.Size]] = {}
         self._sent: dict[int, tuple[str, int, StorageWeakRef]] = {}
-        self._odd: set[str] = set()
-        self._slow: set[torch.nn.Module] = set()
+        self._unexplained: set[str] = set()
+        self._loader_layers: set[torch.nn.Module] = set()
         self._opened: dict[torch.nn.Module, list[Target]] = {}
         self._attributes: dict[torch.nn.Module, dict[str, Any]] = {}
         self._closed: dict[torch.nn.Module, list[tuple[str, Tensor, Target]]] = {}
@@ -151,7 +150,7 @@ class Recorder(TorchDispatchMode):
             processed = dict(layerwise.get_layer_tensors(layer))
             with self._pausing():
                 restore(layer, info)
-                if layer not in self._slow:
+                if layer not in self._loader_layers:
                     self._close(layer, processed, *info.kernel_tensors)
 
         def finalize_attention_layer(layer: torch.nn.Module, info: Any, *rest: Any) -> None:
@@ -167,7 +166,7 @@ class Recorder(TorchDispatchMode):
                 or layer.kv_cache_dtype != "auto"
                 or self._read & (weights | self._sent.keys())
             ):
-                self._slow.add(layer)
+                self._loader_layers.add(layer)
 
         layerwise.materialize_layer = materialize_layer
         layerwise._copy_and_restore_kernel_tensors = restore_layer
@@ -204,11 +203,11 @@ class Recorder(TorchDispatchMode):
                 name = self._sent[storage_identity(value)][0]
                 raise ValueError(f"weight sync: the engine's loader would change {name} itself, which is the trainer's.")
 
-    def plan(self, ties: Ties) -> Plan | None:
+    def plan(self, ties: TiedLayers) -> Plan | None:
         """After vLLM has finished the update; None: something was loaded and not seen to the end."""
         if any(target.is_written() for targets in self._opened.values() for target in targets):
             return None
-        plan = Plan(self._shapes, ties, loaded=self._odd)
+        plan = Plan(self._shapes, ties, loaded=self._unexplained)
         for layer, found in self._closed.items():
             in_place = [target for each, _, _, target in self._in_place if each is layer]
             if all(target.is_clear for target in in_place) and all(self._is_untouched(parameter) for _, parameter, _ in found):
@@ -217,14 +216,14 @@ class Recorder(TorchDispatchMode):
             else:
                 self._give_up(layer, [target for _, _, target in found])
         for layer, name, parameter, target in self._in_place:
-            if target.is_written() and layer not in self._slow and target.explains(parameter):
+            if target.is_written() and layer not in self._loader_layers and target.explains(parameter):
                 _add(plan, layer, name, parameter, target)
             else:
-                self._odd.update(_names(target))
+                self._unexplained.update(_names(target))
         # Who looked at a tensor without copying it may have done anything with it.
         looked = {name for storage, (name, _, _) in self._sent.items() if storage in self._viewed}
         plan.loaded |= looked - plan.copies.keys()
-        plan.layers = [module for module in self._model.modules() if module in self._slow]
+        plan.layers = [module for module in self._model.modules() if module in self._loader_layers]
         return plan
 
     @contextmanager
@@ -255,7 +254,7 @@ class Recorder(TorchDispatchMode):
             if isinstance(tensor, Tensor) and not tensor.is_meta:
                 storage = storage_identity(tensor)
                 if storage in self._sent:
-                    self._odd.add(self._sent[storage][0])
+                    self._unexplained.add(self._sent[storage][0])
                 if storage in self._targets:
                     self._targets[storage].is_clear = False
 
@@ -294,13 +293,44 @@ class Recorder(TorchDispatchMode):
 
     def _give_up(self, layer: torch.nn.Module, targets: list[Target]) -> None:
         """The layer goes vLLM's way."""
-        self._slow.add(layer)
+        self._loader_layers.add(layer)
         for target in targets:
-            self._odd.update(_names(target))
+            self._unexplained.update(_names(target))
+
+
+def use_old_memory(layer: torch.nn.Module, info: Any) -> None:
+    """Gives a layer that vLLM loads anew the memory of the parameters which it computes with, where the two are alike.
+
+    vLLM makes new tensors beside the old ones and copies them in the end, so that a layer's memory is there twice. In the old one's place
+    the last copy is one to itself; what vLLM's processing makes of them, also in place, ends where it did. To be called before
+    ``materialize_layer``, which leaves alone what is no meta tensor any more.
+
+    Args:
+        layer: Prepared by vLLM for loading.
+        info: vLLM's, of it.
+    """
+    parameters, _ = info.kernel_tensors or ({}, {})
+    for name, tensor in layerwise.get_layer_tensors(layer).items():
+        old = parameters.get(name)
+        if name in SKIP_TENSORS or not tensor.is_meta or old is None:
+            continue
+        if old.device.type == info.restore_device.type and _are_alike(tensor, old):
+            new = old.data.view(old.shape)
+            new.__class__, new.__dict__ = tensor.__class__, tensor.__dict__.copy()  # as vLLM's materialize_meta_tensor
+            setattr(layer, name, new)
+
+
+def _are_alike(tensor: Tensor, old: Tensor) -> bool:
+    """Whether a tensor without memory could be where the other one is, which has all of its storage to itself."""
+    return (
+        (tensor.dtype, tensor.shape, tensor.stride()) == (old.dtype, old.shape, old.stride())
+        and old.is_contiguous()
+        and old.untyped_storage().nbytes() == old.nbytes
+    )
 
 
 def _add(plan: Plan, layer: torch.nn.Module, name: str, parameter: Tensor, target: Target) -> None:
-    plan.held.append(Held(layer, name, parameter, parameter.data_ptr()))
+    plan.parameters.append(TargetParameter(layer, name, parameter, parameter.data_ptr()))
     plan.fills += [(parameter, part, value) for part, value in target.fills.items()]
     for part, (sent, source, _) in target.copies.items():
         plan.copies.setdefault(sent, []).append(Copy(source, parameter, part))
@@ -319,7 +349,7 @@ def _names(target: Target) -> set[str]:
 
 
 def storage_identity(tensor: Tensor) -> int:
-    """Of its storage, which other storages have only after it is gone and nobody refers to it."""
+    """Identity of a tensor's storage, which other storages have only after it is gone and nobody refers to it."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -343,7 +373,7 @@ def _is_dense(part: Slice) -> bool:
 
 
 def _storages(values: Any) -> set[int]:
-    """Of all tensors among them."""
+    """Storages of all tensors among some values."""
     return {storage_identity(value) for value in tree_leaves(values) if isinstance(value, Tensor) and not value.is_meta}
 
 

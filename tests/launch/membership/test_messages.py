@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlbatch.launch.membership import overseer
-from rlbatch.launch.membership.authentication import Guest, introduce
-from rlbatch.launch.membership.messages import Link
+from rlbatch.launch.membership.messages import Handshake, Link, authenticate
 from rlbatch.launch.membership.rendezvous import Meeting
 from tests.launch import watched
 from tests.launch.membership.test_rendezvous import HANG_S, config_of, hosts_of, join, meetings, rank_of  # noqa: F401  # a fixture
@@ -23,23 +22,23 @@ def together(guest_token: str) -> tuple[bool, bool]:
     """Whether each side takes the other for one of its job."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         link = Link(socket.create_connection(server.getsockname()))
-        guest = Guest(server.accept()[0], TOKEN, HANG_S)
+        handshake = Handshake(server.accept()[0], TOKEN, HANG_S)
 
     def serve() -> None:
         try:
-            while not guest.is_known:
-                guest.hear()
+            while not handshake.is_known:
+                handshake.receive()
         except ConnectionError:
-            guest.link.close()
+            handshake.link.close()
 
     thread, is_known = threading.Thread(target=serve), False
     thread.start()
     with suppress(ConnectionError):
-        is_known = introduce(link, guest_token, HANG_S)
+        is_known = authenticate(link, guest_token, HANG_S)
     thread.join()
     link.close()
-    guest.link.close()
-    return guest.is_known, is_known
+    handshake.link.close()
+    return handshake.is_known, is_known
 
 
 def test_both_prove_themselves() -> None:
@@ -55,7 +54,7 @@ def test_who_does_not_know_the_token_learns_and_proves_nothing() -> None:
         link = Link(socket.create_connection(server.getsockname()))
         false = server.accept()[0]
     false.sendall(bytes(32) + bytes(32))
-    assert not introduce(link, TOKEN, HANG_S)
+    assert not authenticate(link, TOKEN, HANG_S)
     assert TOKEN.encode() not in false.recv(4096)
     link.close()
     false.close()
@@ -79,10 +78,10 @@ def test_no_guest_keeps_ranks_from_meeting(
 ) -> None:
     """What is sent without proof is never parsed: the guest is refused, and the ranks meet."""
     meetings.append(join(rank_of(0), tmp_path, config_of(), ""))
-    with socket.create_connection(("127.0.0.1", meetings[0].attempt.port), HANG_S) as guest, suppress(OSError):
-        guest.sendall(garbage)
-        guest.shutdown(socket.SHUT_WR)
-        while guest.recv(4096):
+    with socket.create_connection(("127.0.0.1", meetings[0].attempt.port), HANG_S) as handshake, suppress(OSError):
+        handshake.sendall(garbage)
+        handshake.shutdown(socket.SHUT_WR)
+        while handshake.recv(4096):
             pass
     assert "rendezvous: refused a process at 127.0.0.1: it is of another job" in capfd.readouterr().err
     meetings.append(join(rank_of(1), tmp_path, config_of(), ""))
@@ -91,23 +90,23 @@ def test_no_guest_keeps_ranks_from_meeting(
 
 def test_a_crowd_at_the_door(tmp_path: Path, meetings: list[Meeting], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """Those that have been there longest without proof go; a rank gets in."""
-    monkeypatch.setattr(overseer, "SPARE_GUESTS", 4)
+    monkeypatch.setattr(overseer, "SPARE_HANDSHAKES", 4)
     meetings.append(join(rank_of(0), tmp_path, config_of(), ""))
     crowd = [socket.create_connection(("127.0.0.1", meetings[0].attempt.port)) for _ in range(40)]
     meetings.append(join(rank_of(1), tmp_path, config_of(), ""))
     assert hosts_of(meetings[0]) == ["n1", "n2"]
-    for guest in crowd:
-        guest.close()
+    for handshake in crowd:
+        handshake.close()
 
 
 def test_the_port_is_closed_once_all_have_met(tmp_path: Path, meetings: list[Meeting]) -> None:  # noqa: F811
     """Nobody can connect any more, and who waited at the door is sent away."""
     meetings.append(join(rank_of(0), tmp_path, config_of(), ""))
-    with socket.create_connection(("127.0.0.1", meetings[0].attempt.port), HANG_S) as guest:
+    with socket.create_connection(("127.0.0.1", meetings[0].attempt.port), HANG_S) as handshake:
         meetings.append(join(rank_of(1), tmp_path, config_of(), ""))
         assert hosts_of(meetings[0]) == ["n1", "n2"]
         received = b""
-        while part := guest.recv(64):
+        while part := handshake.recv(64):
             received += part
     assert len(received) == 32
     with pytest.raises(ConnectionRefusedError):

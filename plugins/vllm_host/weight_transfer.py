@@ -20,11 +20,9 @@ from rlbatch.engines.transfer.receiver import WeightReceiver
 from rlbatch.engines.transfer.shared_memory import device_identity
 from rlbatch.engines.transfer.weight_group import WeightGroup
 
-from .held_experts import held_experts
 from .replay.borrowed_tensors import BorrowedTensors, refuse_kept
-from .replay.copy_plan import Plan, Ready, Replay
-from .replay.record import Recorder
-from .replay.ties import Ties
+from .replay.copy_plan import Plan, PreparedCall, Replay, TiedLayers
+from .replay.recorder import Recorder
 from .versions import loading_parts
 from .write_audit import SCALES, WriteAudit, check_values
 
@@ -66,9 +64,9 @@ class SharedMemoryTransfer(WeightTransferEngine):  # type: ignore[misc]
         self._recorder: Recorder | None = None
         self._replay: Replay | None = None
         self._plan: Plan | None = None
-        self._ties = Ties(frozenset(), ())
-        self._ready: dict[str, Ready] = {}
-        self._lent: dict[str, StorageWeakRef] = {}
+        self._ties = TiedLayers(frozenset(), ())
+        self._prepared: dict[str, PreparedCall] = {}
+        self._borrowed: dict[str, StorageWeakRef] = {}
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
         """Nothing to do."""
@@ -76,15 +74,15 @@ class SharedMemoryTransfer(WeightTransferEngine):  # type: ignore[misc]
     def start_weight_update(self) -> None:
         """Nothing to do yet: the first call says how."""
         self._audit = self._recorder = self._replay = None
-        self._lent = {}
+        self._borrowed = {}
 
     def _start(self, *, may_replay: bool) -> None:
         """By the plan, or the parameters are taken out of the model until each layer's weights have come."""
         is_draft = self.model is not self._default_model
         if may_replay and not is_draft and self._plan is not None and self._plan.is_valid():
-            self._replay, self._ties = Replay(self._plan, self._ready), self._plan.ties
+            self._replay, self._ties = Replay(self._plan, self._prepared), self._plan.ties
             return
-        self._ties = Ties.of(self.model)
+        self._ties = TiedLayers.of(self.model)
         initialize_layerwise_reload(self.model)
         if not (is_draft or self.parallel_config.enable_eplb):  # else vLLM moves experts between workers
             self._recorder = Recorder(self.model)
@@ -114,12 +112,12 @@ class SharedMemoryTransfer(WeightTransferEngine):  # type: ignore[misc]
     def _load(self, tensors: Sequence[tuple[str, torch.Tensor]], *, audit: bool) -> None:
         """By vLLM's loaders; it may keep tensors until the whole layer has come, which may be in a later call."""
         assert self._audit is not None
-        passing = None if self._recorder is None else BorrowedTensors(self._recorder)
-        lent = ((name, tensor.clone() if passing is None else passing.lend(name, tensor)) for name, tensor in tensors)
+        call = None if self._recorder is None else BorrowedTensors(self._recorder)
+        borrowed = ((name, tensor.clone() if call is None else call.borrow(name, tensor)) for name, tensor in tensors)
         with loading_parts(), self._recording(), self._audit.counting(enabled=audit):
-            self.model.load_weights(self._audit.watch(lent))
-        if passing is not None:
-            self._lent |= passing.end(self.receiver.lasting)
+            self.model.load_weights(self._audit.watch(borrowed))
+        if call is not None:
+            self._borrowed |= call.end(self.receiver.lasting)
 
     def _recording(self) -> AbstractContextManager[None]:
         return nullcontext() if self._recorder is None else self._recorder.recording()
@@ -136,20 +134,20 @@ class SharedMemoryTransfer(WeightTransferEngine):  # type: ignore[misc]
                 self._start(may_replay=False)
             if self._replay is not None:
                 self._replay.finish(self.model_config)
-                self._ready = self._replay.ready
+                self._prepared = self._replay.prepared
             else:
                 with self._recording():
                     finalize_layerwise_reload(self.model, self.model_config)
                 if self._audit is not None and self._audit.is_counting:
                     check_values((name, parameter) for name, parameter in self.model.named_parameters() if name.endswith(SCALES))
                 if self.model is self._default_model:
-                    self._plan, self._ready = None if self._recorder is None else self._recorder.plan(self._ties), {}
+                    self._plan, self._prepared = None if self._recorder is None else self._recorder.plan(self._ties), {}
                     init_logger("vllm.rlbatch").info("rlbatch: later weight syncs %s", self._plan or "go through vLLM's loaders")
             self._ties.finish()
         _wait()
         self._recorder = self._replay = None
-        refuse_kept(self._lent)
-        self._lent = {}
+        refuse_kept(self._borrowed)
+        self._borrowed = {}
         self.receiver.finish()
 
     def shutdown(self) -> None:
@@ -201,3 +199,20 @@ class WorkerExtension:
         transfer = self.weight_transfer_engine
         processes = [os.getppid(), os.getpid()]  # the scheduler's too; where that is the worker itself, the host's
         return {"device": device_identity(transfer.device), "experts": held_experts(transfer.model), "processes": processes}
+
+
+def held_experts(model: Any) -> list[int] | None:
+    """Numbers of the routed experts that a worker's model has in every layer, ascending.
+
+    Returns:
+        None: there are none, or one list does not say it, because layers differ or vLLM moves experts between workers.
+    """
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    held: set[tuple[int, ...]] = set()
+    for module in model.modules():
+        if isinstance(module, RoutedExperts):
+            if module.moe_config.moe_parallel_config.enable_eplb:
+                return None
+            held.add(tuple(module.expert_map_manager.get_local_expert_ids()))
+    return sorted(held.pop()) if len(held) == 1 else None

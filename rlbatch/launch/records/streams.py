@@ -15,15 +15,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+TERMINAL_VARIABLE = "RLBATCH_TERMINAL_FD"
+"""File descriptor of the user's terminal, where the launcher sends a rank's own output elsewhere."""
 PATIENCE_S = 5.0
 """Longest time that a write waits for a reader; once one waited in vain, later ones do not until there is room again."""
 PIECE = select.PIPE_BUF
 """Bytes that a pipe with room takes at once."""
 ESCAPE = b"\x1b"
 """Begins what only a terminal understands, such as the drawing of a progress bar."""
+LOGS = "logs"
+MERGED_LOG = "logs/job.log"
+"""Of a batch job, in its run folder: the batch script's output, with rank 0's and the first error."""
 
 
-class Output(io.RawIOBase):
+class ResilientStream(io.RawIOBase):
     """A file descriptor that can always be written to.
 
     Attributes:
@@ -107,14 +112,14 @@ def keep_output(log: Path | None = None) -> None:
             with suppress(OSError):
                 stream.flush()
         encoding = stream.encoding if stream else "utf-8"
-        output = io.TextIOWrapper(Output(descriptor, log), encoding=encoding, errors="backslashreplace", write_through=True)  # type: ignore[type-var]
+        output = io.TextIOWrapper(ResilientStream(descriptor, log), encoding=encoding, errors="backslashreplace", write_through=True)  # type: ignore[type-var]
         setattr(sys, name, output)
 
 
 def fall_back_to(log: Path) -> None:
     """Names the file that gets what cannot be written, once there is one."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(output := getattr(stream, "buffer", None), Output):
+        if isinstance(output := getattr(stream, "buffer", None), ResilientStream):
             output.log = log
 
 
@@ -123,16 +128,16 @@ def end_with_reader() -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
-def shown(code: int) -> int:
+def exit_code_of_display(code: int) -> int:
     """The exit code of such a command: 1 if what it was to show could not be written."""
     output = getattr(sys.stdout, "buffer", None)
-    if not isinstance(output, Output) or output.lost is None:
+    if not isinstance(output, ResilientStream) or output.lost is None:
         return code
     print(f"stdout: cannot be written ({output.lost.strerror}).", file=sys.stderr)
     return code or 1
 
 
-def relay(source: int, output: Output) -> threading.Thread:
+def relay(source: int, output: ResilientStream) -> threading.Thread:
     """Copies what comes from a pipe, on a thread, until its end."""
 
     def copy() -> None:
@@ -143,3 +148,35 @@ def relay(source: int, output: Output) -> threading.Thread:
     thread = threading.Thread(target=copy, daemon=True, name="rlbatch-relay")
     thread.start()
     return thread
+
+
+def rank_log(run_dir: Path, rank: int) -> Path:
+    """The file with a rank's output; of rank 0 what the output of whoever started it did not take."""
+    return run_dir / LOGS / f"rank{rank}.log"
+
+
+def output_hint(rank: int) -> str:
+    """Where a user finds a rank's output, for messages in the merged log."""
+    return f"See logs/rank{rank}.log." if rank else "Its output is above."
+
+
+def open_rank_log(run_dir: Path, rank: int) -> int:
+    """A file descriptor that appends to a rank's file."""
+    (run_dir / LOGS).mkdir(exist_ok=True)
+    return os.open(rank_log(run_dir, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+
+def redirect_output(run_dir: Path, rank: int) -> None:
+    """Sends this process's output to its rank's file, unless it is rank 0 or its launcher did that already.
+
+    What rank 0's output does not take goes to ``logs/rank0.log``. The first error of another rank still goes where its output went before.
+    That descriptor is not inherited: a process that a rank leaves behind keeps no launcher waiting for the end of the output.
+    """
+    keep_output(rank_log(run_dir, 0) if rank == 0 else None)
+    if rank == 0 or TERMINAL_VARIABLE in os.environ:
+        return
+    os.environ[TERMINAL_VARIABLE] = str(os.dup(2))
+    log = open_rank_log(run_dir, rank)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlbatch.launch.records.attempts import ATTEMPTS, begin_attempt, end_attempt, read_history, record_write
+from rlbatch.launch.records.history import ATTEMPTS, begin_attempt, end_attempt, read_history, record_write
 from tests.launch.scontrol import job
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from rlbatch.api import ConfigError
-from rlbatch.engines.client import installed
-from rlbatch.engines.client.installed import look
+from rlbatch.engines.client import interpreter
+from rlbatch.engines.client.interpreter import inspect_interpreter
 from tests.stopwatch import Stopwatch
 
 
@@ -25,9 +25,9 @@ def test_it_tells_version_and_options(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "toy_cpu-1.2.3.dist-info").mkdir()
     (tmp_path / "toy_cpu-1.2.3.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: toy-cpu\nVersion: 1.2.3\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    found = look("", ("toy", "toy-cpu"), "toy/arguments.py", ("Base", "More"))
+    found = inspect_interpreter("", ("toy", "toy-cpu"), "toy/arguments.py", ("Base", "More"))
     assert (found.version, found.options, found.python) == ("1.2.3", ["depth", "length"], sys.executable)
-    elsewhere = look("", ("nothing_such",), "nothing_such/arguments.py", ("Base",))
+    elsewhere = inspect_interpreter("", ("nothing_such",), "nothing_such/arguments.py", ("Base",))
     assert (elsewhere.version, elsewhere.options) == ("", [])
 
 
@@ -43,12 +43,12 @@ def test_it_tells_version_and_options(tmp_path: Path, monkeypatch: pytest.Monkey
 )
 def test_what_is_no_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, said: str) -> None:
     """It is refused with the key, and with its own last words."""
-    monkeypatch.setattr(installed, "LIMIT_S", 0.5)
+    monkeypatch.setattr(interpreter, "LIMIT_S", 0.5)
     path = tmp_path / "python"
     if script is not None:
         path.write_text(f"#!/bin/sh\n{script}\n")
         path.chmod(stat.S_IRWXU)
     watch = Stopwatch()
     with pytest.raises(ConfigError, match=rf"^rollout\.engine\.python={path}: {said}"):
-        look(str(path), (), "toy/arguments.py", ())
+        inspect_interpreter(str(path), (), "toy/arguments.py", ())
     watch.assert_within(20.0)

@@ -1,15 +1,59 @@
-"""One job a run folder: two would delete each other's checkpoints and first errors."""
+"""Whose a run folder is: by the id in ``run.json`` its run's, which deletes nothing but its own; by locks one job's at a time."""
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from rlbatch.api import ConfigError
+import rlbatch
+from rlbatch.api import ConfigError, LaunchError, RlbatchError
+from rlbatch.config.compose import CONFIG_FILE, load_config
+from rlbatch.config.foreign import read_own
+from rlbatch.launch.records.attempt import read_attempt
+
+RUN_ID_FILE = "run.json"
+
+
+def read_run_id(run_dir: Path) -> str:
+    """The id of the run whose folder it is; empty: it has none."""
+    with suppress(OSError, ValueError, KeyError):
+        return str(read_own(run_dir / RUN_ID_FILE)["run"])
+    return ""
+
+
+def ensure_run_id(run_dir: Path) -> str:
+    """As ``read_run_id``, of a folder that exists; one without an id gets one.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    run = read_run_id(run_dir)
+    if not run:
+        run = secrets.token_hex(16)
+        draft = run_dir / f".{RUN_ID_FILE}.{run[:8]}"
+        draft.write_text(json.dumps({"run": run, "rlbatch": rlbatch.__version__}) + "\n", encoding="utf-8")
+        os.replace(draft, run_dir / RUN_ID_FILE)
+    return run
+
+
+def is_run_folder(folder: Path) -> bool:
+    """Whether a run is in it, also one that was begun before there were marks."""
+    if read_run_id(folder):
+        return True
+    with suppress(OSError, LaunchError):
+        if read_attempt(folder):
+            return True
+    try:
+        return bool(load_config(folder / CONFIG_FILE).run_dir)
+    except RlbatchError:
+        return False
+
 
 ATTEMPT_LOCK = "attempt.lock"
 

@@ -1,26 +1,33 @@
-"""Which jobs were started from here: a record in the run folder, and a list of all of them."""
+"""Which jobs were started from here (a record in the run folder, and a list of all of them), and following a batch job's merged log."""
 
 from __future__ import annotations
 
 import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rlbatch.api import ConfigError, LaunchError
+from rlbatch.api.exit_codes import FAILED
 from rlbatch.config.foreign import read_own
 from rlbatch.launch.records.attempt import ATTEMPT, read_attempt
+from rlbatch.launch.records.failures import read_first_error
 from rlbatch.launch.slurm.queue import UNKNOWN, JobState, cancel_job, job_state
 
 RECORD = "job.json"
 _PROCESS = "pid"
 _ENDED = {"finished": ("COMPLETED", 0), "failed": ("FAILED", 1), "interrupted": ("CANCELLED", 143)}
 """``status`` in summary.json -> Slurm's word and the exit code."""
+LOG_POLL_S = 0.5
+STATE_POLL_S = 3.0
+FORGOTTEN_S = 60.0
+"""A controller that does not answer for a while is no end of the job."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +142,7 @@ def read_record(run_dir: Path) -> JobRecord | None:
     return None
 
 
-def read_records() -> list[JobRecord]:
+def read_jobs() -> list[JobRecord]:
     """All jobs whose run folder still exists, the newest last; a job that was requeued is listed once."""
     try:
         lines = index_path().read_text(encoding="utf-8").splitlines()
@@ -145,14 +152,14 @@ def read_records() -> list[JobRecord]:
     return [record for record in records.values() if Path(record.run_dir).is_dir()]
 
 
-def find_record(text: str) -> JobRecord:
+def find_job(text: str) -> JobRecord:
     """The job with this id, or the last one of this run folder.
 
     Raises:
         ConfigError: there is none.
     """
     record = read_record(Path(text)) or _local_record(Path(text).resolve()) if Path(text).is_dir() else None
-    records = [record] if record else read_records()
+    records = [record] if record else read_jobs()
     found = [record] if record else [record for record in records if record.job_id == text]
     if tasks := [] if found else [record.job_id for record in records if record.job_id.startswith(f"{text}_")]:
         raise ConfigError(f"job {text}: is an array, each of its tasks a job of its own. Name one: {', '.join(tasks)}.")
@@ -162,7 +169,7 @@ def find_record(text: str) -> JobRecord:
 
 
 def _local_record(run_dir: Path) -> JobRecord | None:
-    """Of a run that was started by no command that records jobs: rank 0's process."""
+    """The job of a run that was started by no command that records jobs: rank 0's process."""
     with suppress(OSError, LaunchError):
         attempt, began = read_attempt(run_dir), (run_dir / ATTEMPT).stat().st_mtime
         return JobRecord(f"{_PROCESS}{attempt.pid}", "local", run_dir.name, str(run_dir), "", attempt.host, began) if attempt else None
@@ -177,3 +184,66 @@ def _parse(line: str) -> JobRecord | None:
 
 def _record(values: Mapping[str, Any]) -> JobRecord:
     return JobRecord(**{field.name: values[field.name] for field in fields(JobRecord)})
+
+
+def follow(record: JobRecord, out: TextIO | None = None) -> int:
+    """Copies the log to the terminal until the job has ended; changes of its state go to stderr.
+
+    Args:
+        record: The job.
+        out: Where to; None: stdout.
+
+    Returns:
+        The job's exit code.
+    """
+    tail = _Tail(Path(record.log), out or sys.stdout)
+    shown = ""
+    known = time.monotonic()
+    while True:
+        state = record.state()
+        if state.state != "UNKNOWN":
+            known = time.monotonic()
+        if _words(state) != shown:
+            shown = _words(state)
+            tail.copy()
+            print(f"job {record.job_id}: {shown}", file=sys.stderr, flush=True)
+        if state.ended and (state.state != "UNKNOWN" or time.monotonic() - known > FORGOTTEN_S):
+            break
+        until = time.monotonic() + STATE_POLL_S
+        while time.monotonic() < until:
+            tail.copy()
+            time.sleep(LOG_POLL_S)
+    tail.copy()
+    error = read_first_error(Path(record.run_dir))
+    if error is not None and state.exit_code and str(error) not in tail.last:
+        print(error, file=sys.stderr)
+    return FAILED if state.exit_code is None else state.exit_code
+
+
+class _Tail:
+    """What was appended to a file since the last look; the file may not exist yet."""
+
+    def __init__(self, path: Path, out: TextIO) -> None:
+        self._path, self._out, self._position = path, out, 0
+        self.last = ""
+
+    def copy(self) -> None:
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._position)
+                data = file.read()
+        except OSError:
+            return
+        if data:
+            self._position += len(data)
+            text = data.decode(errors="replace")
+            self.last = (self.last + text)[-100_000:]
+            self._out.write(text)
+            self._out.flush()
+
+
+def _words(state: JobState) -> str:
+    where = f" on {state.nodes}" if state.nodes and not state.ended else ""
+    why = f" ({state.reason})" if state.reason else ""
+    again = f", requeued {state.restarts} x" if state.restarts else ""
+    return f"{state.state}{where}{why}{again}"

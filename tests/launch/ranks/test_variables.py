@@ -11,23 +11,23 @@ import pytest
 
 from rlbatch.api import ConfigError
 from rlbatch.config.compose import compose
-from rlbatch.engines.client.import_path import scrubbed
-from rlbatch.launch.ranks.allocator import VARIABLES, set_allocator
+from rlbatch.engines.client.interpreter import engine_environment
+from rlbatch.launch.ranks.variables import ALLOCATOR_VARIABLES, set_allocator
 
 
 def test_options_become_torchs_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     """In torch's words, instead of what the environment says; without options that stays."""
-    monkeypatch.setenv(VARIABLES[0], "backend:native")
-    monkeypatch.delenv(VARIABLES[1], raising=False)
+    monkeypatch.setenv(ALLOCATOR_VARIABLES[0], "backend:native")
+    monkeypatch.delenv(ALLOCATOR_VARIABLES[1], raising=False)
     set_allocator(compose([]).train.allocator)
-    assert (os.environ[VARIABLES[0]], VARIABLES[1] in os.environ) == ("backend:native", False)
+    assert (os.environ[ALLOCATOR_VARIABLES[0]], ALLOCATOR_VARIABLES[1] in os.environ) == ("backend:native", False)
     set_allocator(compose(["train.allocator.max_split_size_mb=64", "train.allocator.expandable_segments=true"]).train.allocator)
-    assert {os.environ[name] for name in VARIABLES} == {"max_split_size_mb:64,expandable_segments:True"}
+    assert {os.environ[name] for name in ALLOCATOR_VARIABLES} == {"max_split_size_mb:64,expandable_segments:True"}
 
 
 def test_ranks_read_their_config_before_they_import_torch() -> None:
     """torch reads the variables when it is loaded, as far as the backend is concerned."""
-    code = "import sys, rlbatch.run, rlbatch.launch.ranks.allocator; print('torch' in sys.modules)"
+    code = "import sys, rlbatch.run, rlbatch.launch.ranks.variables; print('torch' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert done.stdout == "False\n"
@@ -35,8 +35,8 @@ def test_ranks_read_their_config_before_they_import_torch() -> None:
 
 def test_engines_have_an_allocator_of_their_own(tmp_path: Path) -> None:
     """The trainer's options do not reach them: sleep mode refuses some."""
-    environment = dict.fromkeys(VARIABLES, "expandable_segments:True") | {"OTHER": "1"}
-    assert set(scrubbed(environment, tmp_path, keep_path=True)) == {"OTHER", "PYTHONPATH", "PYTHONSAFEPATH"}
+    environment = dict.fromkeys(ALLOCATOR_VARIABLES, "expandable_segments:True") | {"OTHER": "1"}
+    assert set(engine_environment(environment, tmp_path, keep_path=True)) == {"OTHER", "PYTHONPATH", "PYTHONSAFEPATH"}
 
 
 @pytest.mark.parametrize(

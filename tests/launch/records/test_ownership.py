@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from rlbatch.api import ConfigError
-from rlbatch.launch.records.lock import run_folder_lock
+from rlbatch.launch.records.ownership import run_folder_lock
 
 HOLD = """
 import pathlib, sys
-from rlbatch.launch.records.lock import run_folder_lock
+from rlbatch.launch.records.ownership import run_folder_lock
 with run_folder_lock(pathlib.Path(sys.argv[1])):
     print('held', flush=True)
     sys.stdin.read()

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rlbatch.engines.host.sample_deadline import SampleDeadline
+from rlbatch.engines.host.generation import SampleDeadline
 
 
 def run(seconds: list[float], at_once: int, limit_s: float) -> list[float]:

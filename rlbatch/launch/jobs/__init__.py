@@ -1,1 +1,0 @@
-"""The jobs that were started from here: their records, and following their logs."""
