@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 START_TIMEOUT_S = 300.0
-MAX_THREADS = 400
+MAX_THREADS = 1000
 """Threads of a worker after which the pool is replaced: gloo keeps 48 for every model that was trained."""
 PR_SET_PDEATHSIG = 1
 LAUNCH = "from rlbatch.testing.ranks import work; work()"
