@@ -59,7 +59,13 @@ ON_TWO_RANKS = {
     "llama": ("tp2 dense", "pp2"),
     "llama tied": ("tp2 dense", "pp2"),
 }
-CASES = [(model, layout) for model in MODELS for layout in ("1 rank", *ON_TWO_RANKS.get(model, ()))]
+OTHERS = {"qwen3_moe tied", "moonlight", "mixtral", "llama"}
+"""On two ranks they differ in nothing from another family that is tried there."""
+CASES = [
+    pytest.param(model, layout, marks=pytest.mark.long("models") if layout != "1 rank" and model in OTHERS else ())
+    for model in MODELS
+    for layout in ("1 rank", *ON_TWO_RANKS.get(model, ()))
+]
 
 
 @pytest.fixture(scope="module")

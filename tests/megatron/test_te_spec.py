@@ -54,7 +54,9 @@ def te_pool() -> Iterator[StandInPools]:
     pools.pools.close()
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=pytest.mark.long("models") if name == "moonlight" else ()) for name in MODELS]
+)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_models.saved(MODELS[request.param](), tmp_path_factory.mktemp(request.param))
 
