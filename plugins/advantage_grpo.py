@@ -3,36 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from rlbatch.api import AdvantageInputs, AdvantageSpec, hookimpl
+from rlbatch.api import AdvantageEstimator, AdvantageInputs, AdvantageSpec, always, hookimpl
+from rlbatch.api.values import Range, option
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-STD_EPS = 1e-6
+
+@dataclass(frozen=True)
+class GrpoOptions:
+    """``algorithm.advantage_options.*`` of ``grpo``."""
+
+    eps: Annotated[float, Range(least=0, most=1e6)] = option(1e-6, "Added to the std (verl, slime 1e-6; TRL 1e-4; OpenRLHF 1e-9).")
+    std: Literal["group", "batch"] = option("group", "Whose standard deviation: of the sample's group, or of all rewards of the step.")
 
 
-def grpo(inputs: AdvantageInputs) -> Tensor:
-    """``A_i = (r_i - mean(group)) / (std(group) + 1e-6)``, std with ddof 1 (Shao et al. 2024, arXiv 2402.03300, section 4.1.2).
+def build_grpo(options: GrpoOptions) -> AdvantageEstimator:
+    """``A_i = (r_i - mean(group)) / (std + eps)``, std with ddof 1 (Shao et al. 2024, arXiv 2402.03300, section 4.1.2).
 
-    A group of one sample keeps its raw reward. A group of equal rewards gets exactly 0.
-
-    Returns:
-        [N] float64.
+    A group of one sample has mean 0 and std 1, as in verl. A group of equal rewards gets exactly 0. Returns [N] float64.
     """
-    centred, group, sizes = _centred(inputs)
-    squares = centred.new_zeros(len(sizes)).index_add(0, group, centred.square())
-    std = (squares / (sizes - 1).clamp(min=1)).sqrt()
-    normalised = centred / (std[group] + STD_EPS)
-    return normalised.where(sizes[group] > 1, centred)
+
+    def grpo(inputs: AdvantageInputs) -> Tensor:
+        centred, group, sizes = _centred(inputs)
+        if options.std == "batch":
+            shifted = inputs.rewards - inputs.rewards[0]
+            spread = (shifted - shifted.mean()).square().sum()
+            return centred / ((spread / max(len(shifted) - 1, 1)).sqrt() + options.eps)
+        squares = centred.new_zeros(len(sizes)).index_add(0, group, centred.square())
+        std = (squares / (sizes - 1).clamp(min=1)).sqrt().where(sizes > 1, 1.0)
+        # With eps 0 equal rewards are 0 / 0.
+        return (centred / (std[group] + options.eps)).where(centred != 0, 0.0)
+
+    return grpo
 
 
 def dr_grpo(inputs: AdvantageInputs) -> Tensor:
     """``A_i = r_i - mean(group)``, without the std (Liu et al. 2025, arXiv 2503.20783).
 
-    Dividing by the std gives more weight to prompts that are almost always or almost never solved.
-    A group of one sample keeps its raw reward.
+    Dividing by the std gives more weight to prompts that are almost always or almost never solved. A group of one sample keeps its raw
+    reward. Its loss is ``algorithm.loss_aggregation=sequence_sum_norm``.
 
     Returns:
         [N] float64.
@@ -50,4 +63,7 @@ def _centred(inputs: AdvantageInputs) -> tuple[Tensor, Tensor, Tensor]:
 @hookimpl
 def rlbatch_register_advantage_estimators() -> Mapping[str, AdvantageSpec]:
     """Names of this module."""
-    return {"grpo": AdvantageSpec(grpo, min_group_size=2), "dr_grpo": AdvantageSpec(dr_grpo, min_group_size=2)}
+    return {
+        "grpo": AdvantageSpec(build_grpo, GrpoOptions, min_group_size=2),
+        "dr_grpo": AdvantageSpec(always(dr_grpo), min_group_size=2),
+    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from rlbatch.api import AdvantageInputs, AdvantageSpec, hookimpl
+from rlbatch.api import AdvantageInputs, AdvantageSpec, always, hookimpl
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,4 +29,4 @@ def opo(inputs: AdvantageInputs) -> Tensor:
 @hookimpl
 def rlbatch_register_advantage_estimators() -> Mapping[str, AdvantageSpec]:
     """Names of this module."""
-    return {"opo": AdvantageSpec(opo, min_group_size=2)}
+    return {"opo": AdvantageSpec(always(opo), min_group_size=2)}

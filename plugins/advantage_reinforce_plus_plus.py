@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
 
-from rlbatch.api import AdvantageEstimator, AdvantageInputs, AdvantageSpec, hookimpl
+from rlbatch.api import AdvantageEstimator, AdvantageInputs, AdvantageSpec, always, hookimpl
+from rlbatch.api.values import Range, option
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -13,19 +15,36 @@ if TYPE_CHECKING:
 VARIANCE_EPS = 1e-8
 
 
-def reinforce_plus_plus(inputs: AdvantageInputs) -> Tensor:
-    """``A_t = whiten(R_t)``, ``R_t`` the undiscounted sum (gamma 1) of the token rewards from t to the end of the sample.
+@dataclass(frozen=True)
+class ReinforceOptions:
+    """``algorithm.advantage_options.*`` of ``reinforce_plus_plus``."""
 
-    Without a KL penalty in the reward every token of a sample has the sample's reward as its return.
+    gamma: Annotated[float, Range(least=0, most=1)] = option(1.0, "Discount of a reward for each sampled token before it.")
 
-    Returns:
-        [T] float64.
+
+def build_reinforce_plus_plus(options: ReinforceOptions) -> AdvantageEstimator:
+    """``A_t = whiten(R_t)``, ``R_t = r_t + gamma R_(t+1)`` over the sampled tokens of a sample.
+
+    With gamma 1 and without a KL penalty in the reward every token of a sample has the sample's reward as its return. Returns [T] float64.
     """
-    from torch import cat
 
-    # Sample by sample: differences of sums over the whole step would have the rounding of its largest reward.
-    samples = inputs.token_rewards.split(inputs.lengths.tolist())
-    return _whiten(cat([rewards.flip(0).cumsum(0).flip(0) for rewards in samples]))
+    def reinforce_plus_plus(inputs: AdvantageInputs) -> Tensor:
+        from torch import cat
+
+        # Sample by sample: differences of sums over the whole step would have the rounding of its largest reward.
+        samples = inputs.token_rewards.split(inputs.lengths.tolist())
+        return _whiten(cat([_returns(rewards, options.gamma) for rewards in samples]))
+
+    return reinforce_plus_plus
+
+
+def _returns(rewards: Tensor, gamma: float) -> Tensor:
+    """[R] ``sum_k gamma^k r_(t+k)``: sums over windows that double, so log2(R) operations and no quotient of powers."""
+    returns, window = rewards.clone(), 1
+    while window < len(rewards):
+        returns[:-window] += gamma**window * returns[window:].clone()
+        window *= 2
+    return returns
 
 
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> Tensor:
@@ -54,6 +73,6 @@ def _whiten(values: Tensor) -> Tensor:
 def rlbatch_register_advantage_estimators() -> Mapping[str, AdvantageEstimator | AdvantageSpec]:
     """Names of this module."""
     return {
-        "reinforce_plus_plus": reinforce_plus_plus,
-        "reinforce_plus_plus_baseline": AdvantageSpec(reinforce_plus_plus_baseline, min_group_size=2),
+        "reinforce_plus_plus": AdvantageSpec(build_reinforce_plus_plus, ReinforceOptions),
+        "reinforce_plus_plus_baseline": AdvantageSpec(always(reinforce_plus_plus_baseline), min_group_size=2),
     }

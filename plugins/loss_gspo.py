@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rlbatch.api import PolicyLoss, PolicyLossInputs, PolicyLossOutputs, hookimpl
+from rlbatch.api import LossSpec, PolicyLossInputs, PolicyLossOutputs, always, hookimpl
 
 MAX_LOG_RATIO = 20.0
 
@@ -23,6 +23,6 @@ def gspo(inputs: PolicyLossInputs) -> PolicyLossOutputs:
 
 
 @hookimpl
-def rlbatch_register_policy_losses() -> Mapping[str, PolicyLoss]:
+def rlbatch_register_policy_losses() -> Mapping[str, LossSpec]:
     """Names of this module."""
-    return {"gspo": gspo}
+    return {"gspo": LossSpec(always(gspo), aggregations=("sequence_mean",))}

@@ -144,7 +144,7 @@ def _check_model(config: Config, registry: Registry, run_dir: Path) -> None:
             f"({family.max_sequence_length} tokens). Use less."
         )
     checkpoint = config.checkpoint
-    is_elsewhere = checkpoint.ref_load or (checkpoint.load and not _needs_reference(config))
+    is_elsewhere = checkpoint.ref_load or (checkpoint.load and not registry.needs_reference(config.algorithm))
     if config.model.hf == EMBEDDED or is_elsewhere:
         return
     if not list(folder.glob("*.safetensors")):
@@ -243,11 +243,6 @@ def _check_memory(config: Config, registry: Registry, run_dir: Path) -> None:
         check_fit(job, registry, partial(node_ranks, registry))
 
 
-def _needs_reference(config: Config) -> bool:
-    """Whether there is a reference model."""
-    return config.algorithm.kl_loss or config.algorithm.kl_reward_coef != 0
-
-
 def _check_paths(config: Config, registry: Registry, run_dir: Path) -> None:
     """Those that no other check reads."""
     for key, path, _ in paths_of(config):
@@ -257,7 +252,8 @@ def _check_paths(config: Config, registry: Registry, run_dir: Path) -> None:
         if path and not Path(path).is_dir():
             raise ConfigError(f"{key}={path}: there is no such folder. Correct the path.")
     if (family := known_family(config, registry, run_dir)) is not None:
-        check_first_weights(config, registry, family, model_folder(config, run_dir), needs_reference=_needs_reference(config))
+        needs_reference = registry.needs_reference(config.algorithm)
+        check_first_weights(config, registry, family, model_folder(config, run_dir), needs_reference=needs_reference)
     folder = run_dir_path(config)
     root = checkpoint_root(config.checkpoint.save, folder)
     if config.resume != "auto":

@@ -48,7 +48,7 @@ from rlbatch.config.paths import absolute, files_there, here, paths_of, with_abs
 from rlbatch.config.schema import AlgorithmConfig, Config
 from rlbatch.config.structured import key_docs, to_plain
 from rlbatch.plugin_files import load_plugin_file
-from rlbatch.tables import KINDS, Entry, Kind, Supplier, Table, check_callable, spec_of
+from rlbatch.tables import KINDS, Entry, Kind, Supplier, Table, check_callable, options_key, spec_of
 
 ENTRY_POINT_GROUP = "rlbatch"
 DISTRIBUTION = "rlbatch"
@@ -105,9 +105,10 @@ class Registry:
             PluginError: an unknown name.
             ConfigError: an unknown option or a value of the wrong type, or samples that an estimator cannot compare.
         """
-        _ = self.losses[config.algorithm.loss], self.ranks_per_engine(config)
+        self.ranks_per_engine(config)
         self._check_group_size(config.algorithm)
-        rollout = config.rollout
+        self._check_aggregation(config.algorithm)
+        rollout, algorithm = config.rollout, config.algorithm
         return dataclasses.replace(
             config,
             rollout=dataclasses.replace(
@@ -115,42 +116,61 @@ class Registry:
             ),
             reward=dataclasses.replace(config.reward, options=_completed(self.rewards, config.reward.name, config.reward.options)),
             offload=dataclasses.replace(config.offload, options=_completed(self.offloads, config.offload.name, config.offload.options)),
+            algorithm=dataclasses.replace(
+                algorithm,
+                advantage_options=_completed(self.advantages, algorithm.advantage, algorithm.advantage_options),
+                loss_options=_completed(self.losses, algorithm.loss, algorithm.loss_options),
+            ),
         )
 
     def _check_group_size(self, algorithm: AlgorithmConfig) -> None:
         least, size = self.advantages[algorithm.advantage].value.min_group_size, algorithm.group_size
         if size < least:
             others = "".join(
-                f", or algorithm.advantage={other.name}" for other in self.advantages.values() if other.value.min_group_size <= size
+                f", or algorithm.advantage={other.name}"
+                for other in self.advantages.values()
+                if other.value.min_group_size <= size and not other.value.needs_reference
             )
             raise ConfigError(
                 f"algorithm.group_size={size}: algorithm.advantage={algorithm.advantage} compares the samples of a prompt, "
                 f"so it needs at least {least}. Use e.g. {max(8, least)}{others}."
             )
 
+    def _check_aggregation(self, algorithm: AlgorithmConfig) -> None:
+        allowed = self.losses[algorithm.loss].value.aggregations
+        if allowed and algorithm.loss_aggregation not in allowed:
+            raise ConfigError(
+                f"algorithm.loss_aggregation={algorithm.loss_aggregation}: algorithm.loss={algorithm.loss} has one value for a whole "
+                f"response, so only {' or '.join(allowed)} is what it is defined by. Use algorithm.loss_aggregation={allowed[0]}."
+            )
+
     def text_options(self, config: Config) -> frozenset[str]:
         """Keys of the chosen plugins' options that are text."""
-        types = {table.key: table[choice.name].options for table, choice in self._chosen(config) if choice.name in table}
-        docs = chain.from_iterable(key_docs(options, f"{key}.options.") for key, options in types.items())
+        types = ((table.key, table[name].options) for table, name, _ in self._chosen(config) if name in table)
+        docs = chain.from_iterable(key_docs(options, f"{options_key(key)}.") for key, options in types)
         return frozenset(doc.name for doc in docs if doc.is_text)
 
     def paths_for_ranks(self, config: Config) -> Iterator[tuple[str, str]]:
         """Key and path of all files and folders that ranks read or write, beside the run folder."""
-        chosen = [(table, choice) for table, choice in self._chosen(config) if choice.name]
-        parsed = [(table.key, table[choice.name].parse(choice.options, table.key)) for table, choice in chosen]
-        typed = (paths_of(options, f"{key}.options.") for key, options in parsed)
+        chosen = [(options_key(table.key), table[name].parse(options, table.key), options) for table, name, options in self._chosen(config)]
+        typed = (paths_of(parsed, f"{key}.") for key, parsed, _ in chosen)
         yield from ((key, path) for key, path, rule in chain(paths_of(config), *typed) if rule.is_for_ranks)
-        for table, choice in chosen:
-            yield from files_there(choice.options, f"{table.key}.options")
+        for key, _, options in chosen:
+            yield from files_there(options, key)
         yield from files_there({**config.rollout.engine, PYTHON: ""}, "rollout.engine")
         if draft := self.draft(config):
             yield "rollout.engine", draft
         if folder := module_folder(config.plugins):
             yield "plugins", folder
 
-    def _chosen(self, config: Config) -> Iterator[tuple[Table, Any]]:
-        """What has options: its table, and its name and options in the config."""
-        return ((table, getattr(config, table.key)) for table in (self.rollouts, self.rewards, self.offloads))
+    def _chosen(self, config: Config) -> Iterator[tuple[Table, str, Mapping[str, Any]]]:
+        """Each table, with the name that is chosen from it and its options; without a reward that is still to be named."""
+        algorithm = config.algorithm
+        for table in (self.rollouts, self.rewards, self.offloads):
+            if (choice := getattr(config, table.key)).name:
+                yield table, choice.name, choice.options
+        yield self.advantages, algorithm.advantage, algorithm.advantage_options
+        yield self.losses, algorithm.loss, algorithm.loss_options
 
     def _engine_with_paths(self, config: Config) -> Mapping[str, Any]:
         """The engine's options. Its interpreter is a path if it looks like one: others are found by ``PATH``."""
@@ -161,13 +181,13 @@ class Registry:
         own = {PYTHON: absolute(python) if os.sep in python else python} if isinstance(python, str) else {}
         return {**with_paths_there(engine, (known,)), **own}
 
-    def advantage(self, name: str) -> AdvantageEstimator:
-        """An advantage estimator."""
-        return cast(AdvantageEstimator, self.advantages[name].value.estimate)
+    def build_advantage(self, algorithm: AlgorithmConfig) -> AdvantageEstimator:
+        """The advantage estimator, ready to be called; raises as ``build_reward``."""
+        return cast(AdvantageEstimator, self._function(self.advantages, algorithm.advantage, algorithm.advantage_options, "inputs"))
 
-    def loss(self, name: str) -> PolicyLoss:
-        """A policy loss."""
-        return cast(PolicyLoss, self.losses[name].value)
+    def build_loss(self, algorithm: AlgorithmConfig) -> PolicyLoss:
+        """The policy loss, ready to be called; raises as ``build_reward``."""
+        return cast(PolicyLoss, self._function(self.losses, algorithm.loss, algorithm.loss_options, "inputs"))
 
     def build_reward(self, name: str, options: Mapping[str, Any]) -> Reward:
         """A reward, ready to be called.
@@ -175,16 +195,25 @@ class Registry:
         Raises:
             PluginError: what builds it raised, or returned no function.
         """
-        entry = self.rewards[name]
-        parsed = entry.parse(options, "reward")
+        return cast(Reward, self._function(self.rewards, name, options, "samples"))
+
+    def needs_reference(self, algorithm: AlgorithmConfig) -> bool:
+        """Whether log-probs of the reference model are computed."""
+        specs = self.advantages[algorithm.advantage].value, self.losses[algorithm.loss].value
+        return algorithm.kl_loss or algorithm.kl_reward_coef != 0 or any(spec.needs_reference for spec in specs)
+
+    def _function(self, table: Table, name: str, options: Mapping[str, Any], argument: str) -> Any:
+        """What a name's ``build`` makes of its options: a function of one argument."""
+        entry, what = table[name], f"{table.key}={name}"
+        parsed = entry.parse(options, table.key)
         try:
-            reward = entry.value.build(parsed)
+            function = entry.value.build(parsed)
         except RlbatchError:
             raise
-        except Exception as error:  # foreign code: whatever it raises must name the reward
-            raise PluginError(f"reward={name}: its build raised {type(error).__name__}: {error}. Correct the reward.") from error
-        check_callable(f"reward={name}: what its build returns", reward, ("samples",))
-        return cast(Reward, reward)
+        except Exception as error:  # foreign code: whatever it raises must name the plugin
+            raise PluginError(f"{what}: its build raised {type(error).__name__}: {error}. Correct its options, or the plugin.") from error
+        check_callable(f"{what}: what its build returns", function, (argument,))
+        return function
 
     def check_builds(self, config: Config) -> None:
         """Builds what is built from options alone, as each rank will: what it refuses is told before anything starts.
@@ -194,18 +223,24 @@ class Registry:
         Raises:
             RlbatchError: what ``build`` raised, with the key.
         """
-        for key, build in (("reward", self.build_reward), ("offload", self.build_offload)):
-            chosen = getattr(config, key)
+        algorithm, reward, offload = config.algorithm, config.reward, config.offload
+        builds: list[tuple[str, Callable[[], Any]]] = [
+            (f"offload={offload.name}", lambda: self.build_offload(offload.name, offload.options)),
+            (f"algorithm.advantage={algorithm.advantage}", lambda: self.build_advantage(algorithm)),
+            (f"algorithm.loss={algorithm.loss}", lambda: self.build_loss(algorithm)),
+        ]
+        if reward.name:
+            builds.append((f"reward={reward.name}", lambda: self.build_reward(reward.name, reward.options)))
+        for key, build in builds:
             try:
-                if chosen.name:
-                    build(chosen.name, chosen.options)
+                build()
             except RlbatchError as error:
                 if not isinstance(error.__cause__, (ImportError, OSError)):
                     raise
             except (ImportError, OSError):
                 continue
             except Exception as error:  # foreign code: whatever it raises must name the plugin
-                raise PluginError(f"{key}={chosen.name}: its build raised {type(error).__name__}: {error}. Correct its options.") from error
+                raise PluginError(f"{key}: its build raised {type(error).__name__}: {error}. Correct its options.") from error
 
     def label_check(self, name: str, options: Mapping[str, Any]) -> Callable[[Any], None]:
         """What refuses labels that a reward does not take: raises ``DataError``, which names the reward."""

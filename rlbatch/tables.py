@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any
 
 from rlbatch.api import (
@@ -14,6 +13,7 @@ from rlbatch.api import (
     ConfigError,
     Configurable,
     LabelChecker,
+    LossSpec,
     NoOptions,
     OffloadSpec,
     OffloadStrategyFactory,
@@ -22,6 +22,7 @@ from rlbatch.api import (
     RewardSpec,
     RolloutBackendFactory,
     RolloutSpec,
+    always,
 )
 from rlbatch.config.structured import closest, from_mapping, key_docs
 
@@ -47,7 +48,7 @@ class Entry:
 
     Attributes:
         name: What the config says.
-        value: What the plugin returned for it, as the ``Spec`` of its kind; a policy loss itself.
+        value: What the plugin returned for it, as the ``Spec`` of its kind.
         options: The options dataclass.
         supplier: Who registered it.
     """
@@ -60,13 +61,17 @@ class Entry:
     def parse(self, options: Mapping[str, Any], key: str) -> Any:
         """The options as an instance of the options dataclass.
 
+        Args:
+            options: By name.
+            key: The config key that chooses the name.
+
         Raises:
             ConfigError: an unknown option or a value of the wrong type.
         """
         try:
-            return from_mapping(self.options, options, f"{key}.options.")
+            return from_mapping(self.options, options, f"{options_key(key)}.")
         except (ValueError, TypeError) as error:  # of its __post_init__
-            raise ConfigError(f"{key}.options of {key}={self.name}: {error}. Correct them.") from error
+            raise ConfigError(f"{options_key(key)} of {key}={self.name}: {error}. Correct them.") from error
 
 
 class Table(Mapping[str, Entry]):
@@ -108,6 +113,11 @@ class Table(Mapping[str, Entry]):
         return f"`{name}` ({self._entries[name].supplier.module})"
 
 
+def options_key(key: str) -> str:
+    """The key of the options of what a key chooses: ``reward.options``, but ``algorithm.loss_options``."""
+    return f"{key}_options" if "." in key else f"{key}.options"
+
+
 @dataclass(frozen=True)
 class Kind:
     """What a hook registers.
@@ -115,7 +125,7 @@ class Kind:
     Attributes:
         key: The config key that chooses among its names.
         called: What a registered function is called with.
-        built: What the ``build`` of a ``Configurable`` is called with; empty: there are no options.
+        built: What the ``build`` of a ``Configurable`` is called with.
         spec: What each name stands for in its table, made of whatever was registered.
         wrapped: Makes that of a function.
     """
@@ -130,8 +140,8 @@ class Kind:
 def _reward(reward: Reward) -> RewardSpec:
     if isinstance(reward, LabelChecker):
         check = reward.check_label
-        return RewardSpec(lambda options: reward, NoOptions, lambda options, label: check(label))
-    return RewardSpec(lambda options: reward, NoOptions)
+        return RewardSpec(always(reward), NoOptions, lambda options, label: check(label))
+    return RewardSpec(always(reward), NoOptions)
 
 
 def _rollout(factory: RolloutBackendFactory) -> RolloutSpec:
@@ -145,8 +155,10 @@ def _offload(factory: OffloadStrategyFactory) -> OffloadSpec:
 KINDS: Mapping[str, Kind] = {
     "rlbatch_register_rollout_backends": Kind("rollout", ("context",), ("context", "options"), RolloutSpec, _rollout),
     "rlbatch_register_rewards": Kind("reward", ("samples",), ("options",), RewardSpec, _reward),
-    "rlbatch_register_advantage_estimators": Kind("algorithm.advantage", ("inputs",), (), AdvantageSpec, AdvantageSpec),
-    "rlbatch_register_policy_losses": Kind("algorithm.loss", ("inputs",), (), FunctionType, lambda loss: loss),
+    "rlbatch_register_advantage_estimators": Kind(
+        "algorithm.advantage", ("inputs",), ("options",), AdvantageSpec, lambda estimator: AdvantageSpec(always(estimator))
+    ),
+    "rlbatch_register_policy_losses": Kind("algorithm.loss", ("inputs",), ("options",), LossSpec, lambda loss: LossSpec(always(loss))),
     "rlbatch_register_offload_strategies": Kind("offload", (), ("options",), OffloadSpec, _offload),
 }
 """By hook."""
@@ -163,19 +175,13 @@ def spec_of(what: str, value: Any, kind: Kind) -> Any:
     Raises:
         PluginError: it cannot be used as what it was registered for.
     """
-    if not isinstance(value, (Configurable, AdvantageSpec)):
+    if not isinstance(value, Configurable):
         check_callable(what, value, kind.called)
         return kind.wrapped(value)
-    if isinstance(value, Configurable) and not kind.built:
-        raise PluginError(f"{what} cannot have options. Register the function itself.")
     if type(value) is Configurable:
         value = kind.spec(value.build, value.options)
     if not isinstance(value, kind.spec):
-        known = f" or {_article(kind.spec)}" if kind.spec is not FunctionType else ""
-        raise PluginError(f"{what} is {_article(type(value))}. Register a function{known}.")
-    if isinstance(value, AdvantageSpec):
-        check_callable(f"{what}: its estimate", value.estimate, kind.called)
-        return value
+        raise PluginError(f"{what} is {_article(type(value))}. Register a function or {_article(kind.spec)}.")
     assert isinstance(value, Configurable)
     if not dataclasses.is_dataclass(value.options):
         raise PluginError(f"{what}: options must be a dataclass. Decorate it with @dataclass(frozen=True).")

@@ -13,7 +13,15 @@ FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 def advantage_inputs(
-    rewards: Tensor, group_ids: Tensor, lengths: Tensor, kl: Tensor | None = None, kl_reward_coef: float = 0.0
+    rewards: Tensor,
+    group_ids: Tensor,
+    lengths: Tensor,
+    kl: Tensor | None = None,
+    kl_reward_coef: float = 0.0,
+    *,
+    truncated: Tensor | None = None,
+    old_logprobs: Tensor | None = None,
+    ref_logprobs: Tensor | None = None,
 ) -> AdvantageInputs:
     """Inputs of an estimator, which may write into them. The KL penalty ``kl_reward_coef x kl`` is subtracted from the reward, by token.
 
@@ -23,6 +31,9 @@ def advantage_inputs(
         lengths: [N] int64, response tokens of each sample, at least 1.
         kl: [T] float32 nats, one a response token, samples concatenated in order; None: no penalty.
         kl_reward_coef: ``algorithm.kl_reward_coef``.
+        truncated: [N] bool, cut at the length limit; None: none was.
+        old_logprobs: [T] float64 nats; None: not needed.
+        ref_logprobs: As ``old_logprobs``, of the reference model.
     """
     sample = torch.arange(len(lengths)).repeat_interleave(lengths)
     penalties = rewards.new_zeros(len(sample)) if kl is None else -kl_reward_coef * kl.detach().to(rewards.dtype)
@@ -31,6 +42,9 @@ def advantage_inputs(
         group_ids=group_ids.clone(),
         lengths=lengths.clone(),
         token_rewards=penalties.index_add(0, lengths.cumsum(0) - 1, rewards),
+        truncated=torch.zeros(len(lengths), dtype=torch.bool) if truncated is None else truncated.clone(),
+        old_logprobs=old_logprobs,
+        ref_logprobs=ref_logprobs,
     )
 
 

@@ -15,7 +15,7 @@ from rlbatch.api import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-AGGREGATIONS = ("token_mean", "sequence_mean")
+AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "sequence_sum_norm")
 
 
 def loss_weights(loss_mask: Tensor, sequence_ids: Tensor, sampled_tokens: Tensor, aggregation: str) -> Tensor:
@@ -25,7 +25,8 @@ def loss_weights(loss_mask: Tensor, sequence_ids: Tensor, sampled_tokens: Tensor
         loss_mask: [T] float32, of a microbatch or of any slice of it.
         sequence_ids: [T] int64, the token's sequence.
         sampled_tokens: [N] float32, unmasked tokens of each whole sequence.
-        aggregation: ``token_mean``: every unmasked token weighs 1. ``sequence_mean``: every sequence weighs 1, shared by its tokens.
+        aggregation: ``token_mean``, ``sequence_sum``, ``sequence_sum_norm``: every unmasked token weighs 1. ``sequence_mean``: every
+            sequence weighs 1, shared by its tokens.
 
     Returns:
         [T] float32; 0 where masked.
@@ -33,26 +34,27 @@ def loss_weights(loss_mask: Tensor, sequence_ids: Tensor, sampled_tokens: Tensor
     Raises:
         ConfigError: an unknown aggregation.
     """
-    if aggregation == "token_mean":
+    if aggregation in ("token_mean", "sequence_sum", "sequence_sum_norm"):
         return loss_mask
     if aggregation == "sequence_mean":
         return loss_mask / sampled_tokens.clamp(min=1.0)[sequence_ids]
     raise _unknown(aggregation)
 
 
-def denominator(loss_mask: Tensor, cu_seqlens: Tensor, aggregation: str) -> float:
+def denominator(loss_mask: Tensor, cu_seqlens: Tensor, aggregation: str, norm_constant: float = 1.0) -> float:
     """What a microbatch adds to the update's denominator: unmasked tokens, or sequences with at least one unmasked token.
 
-    A fully masked sequence counts for nothing. Count whole sequences: before context parallelism slices them, and once for each
-    data-parallel rank.
+    Of ``sequence_sum_norm`` it is these sequences times a constant, so the loss is their mean of a sum divided by it. A fully masked
+    sequence counts for nothing. Count whole sequences: before context parallelism slices them, and once for each data-parallel rank.
 
     Args:
         loss_mask: [T] float32.
         cu_seqlens: [N+1] integers, where each sequence starts; the last entry is T.
-        aggregation: ``token_mean`` or ``sequence_mean``.
+        aggregation: One of ``AGGREGATIONS``.
+        norm_constant: Of ``sequence_sum_norm``: ``algorithm.loss_norm_constant``.
 
     Returns:
-        A whole number; 0 for a dummy.
+        0 for a dummy.
 
     Raises:
         ConfigError: an unknown aggregation.
@@ -60,12 +62,15 @@ def denominator(loss_mask: Tensor, cu_seqlens: Tensor, aggregation: str) -> floa
     unmasked = loss_mask > 0
     if aggregation == "token_mean":
         return float(unmasked.sum())
-    if aggregation == "sequence_mean":
+    if aggregation in AGGREGATIONS:
         before = unmasked.new_zeros(len(unmasked) + 1, dtype=cu_seqlens.dtype)
         before[1:] = unmasked.cumsum(0)
-        return float((before[cu_seqlens].diff() > 0).sum())
+        sequences = float((before[cu_seqlens].diff() > 0).sum())
+        return sequences * norm_constant if aggregation == "sequence_sum_norm" else sequences
     raise _unknown(aggregation)
 
 
 def _unknown(aggregation: str) -> ConfigError:
-    return ConfigError(f"algorithm.loss_aggregation={aggregation}: no such aggregation. Use {' or '.join(AGGREGATIONS)}.")
+    return ConfigError(
+        f"algorithm.loss_aggregation={aggregation}: no such aggregation. Use {', '.join(AGGREGATIONS[:-1])} or {AGGREGATIONS[-1]}."
+    )

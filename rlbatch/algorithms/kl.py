@@ -9,7 +9,7 @@ from rlbatch.api import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-KL_KINDS = ("k1", "k2", "k3", "low_var_kl")
+KL_KINDS = ("k1", "abs", "k2", "k3", "low_var_kl")
 
 MAX_LOG_RATIO = 20.0
 MAX_LOW_VARIANCE_KL = 10.0
@@ -21,6 +21,7 @@ def kl_penalty(kind: str, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     With ``d = logprob - ref_logprob``:
 
     - ``k1``: ``d``. Unbiased, of any sign. As a loss its gradient is zero in expectation: use it in the reward, or to measure.
+    - ``abs``: ``|d|``. Biased; its gradient has the same size wherever the two differ.
     - ``k2``: ``d^2 / 2``. As a loss its expected gradient is the gradient of the KL.
     - ``k3`` and ``low_var_kl``: ``exp(-d) - 1 + d``. Unbiased and not negative; ``d`` is clamped to +-20, the result to +-10 (verl).
       Where a clamp is active the gradient is 0.
@@ -39,6 +40,8 @@ def kl_penalty(kind: str, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     difference = logprobs - ref_logprobs.detach()
     if kind == "k1":
         return difference
+    if kind == "abs":
+        return difference.abs()
     if kind == "k2":
         return 0.5 * difference.square()
     if kind in ("k3", "low_var_kl"):

@@ -117,6 +117,7 @@ class Objective:
                 sequences=Sequences(
                     microbatch.sequence_ids, microbatch.loss_mask > 0, microbatch.sampled_tokens, microbatch.truncated, over_ranks
                 ),
+                ref_logprobs=None if microbatch.ref_logprobs is None else microbatch.ref_logprobs.where(microbatch.loss_mask > 0, 0.0),
             )
         )
         if not isinstance(answer, PolicyLossOutputs):

@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rlbatch.api.protocols import AdvantageEstimator
-
 
 @dataclass(frozen=True)
 class NoOptions:
@@ -16,8 +14,8 @@ class NoOptions:
 
 @dataclass(frozen=True)
 class Configurable:
-    """A reward, rollout backend or offload strategy with options of its own: they become config keys under its group
-    (``reward.options.my_option``). The types below also say what only one kind can.
+    """An extension with options of its own: they become config keys under its group (``reward.options.my_option``; of estimators and losses
+    ``algorithm.advantage_options.*`` and ``algorithm.loss_options.*``). The types below also say what only one kind can.
 
     Attributes:
         build: Called once a rank with an instance of ``options`` (after the context, where the extension's factory takes one).
@@ -26,6 +24,11 @@ class Configurable:
 
     build: Callable[..., Any]
     options: type
+
+
+def always(extension: Any) -> Callable[[Any], Any]:
+    """The ``build`` of what has no options."""
+    return lambda options: extension
 
 
 def any_label(options: Any, label: Any) -> None:
@@ -44,16 +47,31 @@ class RewardSpec(Configurable):
 
 
 @dataclass(frozen=True)
-class AdvantageSpec:
-    """An advantage estimator, and what it needs.
+class AdvantageSpec(Configurable):
+    """An advantage estimator, and what it needs; ``AdvantageSpec(always(estimator), min_group_size=2)`` if it has no options.
 
     Attributes:
-        estimate: The estimator.
         min_group_size: Least ``algorithm.group_size``: 2 of one that compares the samples of a prompt.
+        needs_reference: Whether it reads ``AdvantageInputs.old_logprobs`` and ``ref_logprobs``.
     """
 
-    estimate: AdvantageEstimator
+    options: type = NoOptions
     min_group_size: int = 1
+    needs_reference: bool = False
+
+
+@dataclass(frozen=True)
+class LossSpec(Configurable):
+    """A policy loss, and what it needs; ``LossSpec(always(loss), aggregations=("sequence_mean",))`` if it has no options.
+
+    Attributes:
+        aggregations: Values of ``algorithm.loss_aggregation`` that its definition allows, others are refused; empty: any.
+        needs_reference: Whether it reads ``PolicyLossInputs.ref_logprobs``.
+    """
+
+    options: type = NoOptions
+    aggregations: tuple[str, ...] = ()
+    needs_reference: bool = False
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pluggy
 
-from rlbatch.api.declarations import AdvantageSpec, Configurable
+from rlbatch.api.declarations import Configurable
 from rlbatch.api.mapping import ModelFamily
 from rlbatch.api.protocols import (
     AdvantageEstimator,
@@ -70,14 +70,15 @@ def rlbatch_resolve_model_family(hf_config: Mapping[str, Any]) -> ModelFamily | 
 
 
 @hookspec
-def rlbatch_register_advantage_estimators() -> Mapping[str, AdvantageEstimator | AdvantageSpec]:
+def rlbatch_register_advantage_estimators() -> Mapping[str, AdvantageEstimator | Configurable]:
     """Advantage estimators, by name: ``algorithm.advantage=<name>``.
 
     Called: on the login node and on every rank, at start. Collectives: not allowed.
     The estimator runs on every rank alike, on all samples of the step (``AdvantageInputs``).
 
     Returns:
-        Name -> function of ``AdvantageInputs`` to a tensor [N] or [T]; in an ``AdvantageSpec`` if it needs groups of more than one sample.
+        Name -> function of ``AdvantageInputs`` to a tensor [N] or [T], or a ``Configurable`` whose ``build`` makes one of its options. An
+        ``AdvantageSpec`` also says that it needs groups of more than one sample, or the reference model.
 
     Example::
 
@@ -88,14 +89,15 @@ def rlbatch_register_advantage_estimators() -> Mapping[str, AdvantageEstimator |
 
 
 @hookspec
-def rlbatch_register_policy_losses() -> Mapping[str, PolicyLoss]:
+def rlbatch_register_policy_losses() -> Mapping[str, PolicyLoss | Configurable]:
     """Policy losses, by name: ``algorithm.loss=<name>``.
 
     Called: on the login node and on every rank, at start. Collectives: not allowed.
     The loss runs on the ranks of the last pipeline stage, for every pack (``PolicyLossInputs``).
 
     Returns:
-        Name -> function of ``PolicyLossInputs`` to ``PolicyLossOutputs``.
+        Name -> function of ``PolicyLossInputs`` to ``PolicyLossOutputs``, or a ``Configurable`` whose ``build`` makes one of its options. A
+        ``LossSpec`` also says which aggregations its definition allows, and that it needs the reference model.
 
     Example::
 

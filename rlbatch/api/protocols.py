@@ -188,12 +188,19 @@ class AdvantageInputs:
         group_ids: [N] int64, equal for samples of one prompt; groups are contiguous.
         lengths: [N] int64, response tokens of each sample.
         token_rewards: [T] float64: the KL penalty of each token, and the reward on the last token of each sample.
+        truncated: [N] bool, whether the response was cut at the length limit. With ``algorithm.mask_truncated`` none is: such samples are
+            left out.
+        old_logprobs: [T] float64 nats, by the policy before this step's first update; None unless the estimator ``needs_reference``.
+        ref_logprobs: [T] float64 nats, by the reference model; None unless the estimator ``needs_reference``.
     """
 
     rewards: Tensor
     group_ids: Tensor
     lengths: Tensor
     token_rewards: Tensor
+    truncated: Tensor
+    old_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
 
     def in_groups(self) -> tuple[Tensor, Tensor, Tensor]:
         """Rewards for estimators that compare within a group.
@@ -203,10 +210,11 @@ class AdvantageInputs:
             from 0, and the samples of each group [G]. The differences of equal rewards are exactly 0, and those of large ones exact: sums
             of them lose nothing to what the rewards have in common.
         """
-        from torch import unique_consecutive
+        from torch import arange, unique
 
-        _, group, sizes = unique_consecutive(self.group_ids, return_inverse=True, return_counts=True)
-        first = self.rewards[sizes.cumsum(0) - sizes]
+        _, group, sizes = unique(self.group_ids, return_inverse=True, return_counts=True)
+        place = arange(len(group), device=group.device)
+        first = self.rewards[sizes.new_full(sizes.shape, len(group)).scatter_reduce(0, group, place, "amin")]
         return self.rewards - first.where(sizes > 1, 0.0)[group], group, sizes
 
 
@@ -268,6 +276,7 @@ class PolicyLossInputs:
         eps_clip: Lower clip range.
         eps_clip_high: Upper clip range.
         sequences: Whose tokens these are: ``sequences.mean(values)`` and ``sequences.sum(values)``.
+        ref_logprobs: By the reference model; None where no key and no plugin needs one.
     """
 
     logprobs: Tensor
@@ -277,6 +286,7 @@ class PolicyLossInputs:
     eps_clip: float
     eps_clip_high: float
     sequences: Sequences
+    ref_logprobs: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -286,7 +296,7 @@ class PolicyLossOutputs:
     Attributes:
         losses: What is minimised, float32 (or float64), with a gradient by the log-probs; aggregated over tokens or sequences by the
             trainer with one global denominator.
-        clipped: 1 where the clip removed the gradient, else 0.
+        clipped: 1 where a bound of the loss is active, so that the gradient is not that of the ratio, else 0.
     """
 
     losses: Tensor

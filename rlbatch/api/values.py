@@ -6,10 +6,15 @@ Checked at submit, for every key and option alike.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 INT32, INT64 = 2**31 - 1, 2**63 - 1
+
+
+def option(default: Any, doc: str) -> Any:
+    """A documented field of an options dataclass."""
+    return field(default=default, metadata={"doc": doc})
 
 
 @dataclass(frozen=True)

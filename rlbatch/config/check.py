@@ -48,7 +48,7 @@ def check_config(config: Config) -> None:
     _check_allocator(config.train.allocator)
     _check_optimizer(config.optimizer)
     _check_recompute(config.layout)
-    _check_algorithm(config.algorithm)
+    _check_algorithm(config.algorithm, config.rollout.max_response_tokens)
     _check_rollout(config.rollout)
     _check_checkpoint(config.checkpoint)
     check_cluster(config.cluster)
@@ -132,7 +132,22 @@ def _check_recompute(layout: LayoutConfig) -> None:
             )
 
 
-def _check_algorithm(algorithm: AlgorithmConfig) -> None:
+def _check_algorithm(algorithm: AlgorithmConfig, most: int) -> None:
+    if algorithm.loss_norm_constant is not None and algorithm.loss_aggregation != "sequence_sum_norm":
+        raise ConfigError(
+            f"algorithm.loss_norm_constant={algorithm.loss_norm_constant}: has an effect only with algorithm.loss_aggregation="
+            f"sequence_sum_norm, which is {algorithm.loss_aggregation}. Set that, or leave this key out."
+        )
+    if algorithm.overlong_buffer_tokens is not None and not algorithm.overlong_penalty:
+        raise ConfigError(
+            f"algorithm.overlong_buffer_tokens={algorithm.overlong_buffer_tokens}: has an effect only with algorithm.overlong_penalty. "
+            "Set algorithm.overlong_penalty=1.0, or leave this key out."
+        )
+    if (algorithm.overlong_buffer_tokens or 0) > most:
+        raise ConfigError(
+            f"algorithm.overlong_buffer_tokens={algorithm.overlong_buffer_tokens}: must be at most rollout.max_response_tokens ({most}). "
+            f"Use e.g. {max(most // 5, 1)}."
+        )
     if algorithm.kl_loss_coef and not algorithm.kl_loss:
         raise ConfigError(
             f"algorithm.kl_loss_coef={algorithm.kl_loss_coef}: has an effect only with algorithm.kl_loss=true. "

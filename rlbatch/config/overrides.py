@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 PLUGIN_GROUPS = ("rollout", "reward", "offload")
 """Groups whose choices are plugins: any registered name is a choice, with or without a yaml file."""
 
-_OPTIONS = tuple(f"{group}.options." for group in PLUGIN_GROUPS)
+_OPTIONS = (*(f"{group}.options." for group in PLUGIN_GROUPS), "algorithm.advantage_options.", "algorithm.loss_options.")
 _ANY_KEY = ("cluster.environment.", "rollout.engine.", "train.allocator.", *_OPTIONS)
 """Mappings: what begins so is a key."""
 _LITERAL = re.compile(

@@ -1,7 +1,8 @@
 """Every config key, its unit and its default. The composed config is checked against these dataclasses; nothing else is a key.
 
 ``rollout``, ``reward`` and ``offload`` are config groups: ``rollout=transformers`` chooses a plugin, and the plugin's own options become
-keys under the group's ``options`` (``reward.options.my_option``).
+keys under the group's ``options`` (``reward.options.my_option``); those of the algorithm's under ``algorithm.advantage_options`` and
+``algorithm.loss_options``.
 """
 
 from __future__ import annotations
@@ -166,18 +167,31 @@ class AlgorithmConfig:
     """``algorithm.*``"""
 
     advantage: str = key("grpo", "The advantage estimator.")
+    advantage_options: Mapping[str, Any] = key({}, "The estimator's own options.")
     loss: str = key("clip", "The policy loss.")
-    loss_aggregation: Literal["token_mean", "sequence_mean"] = key(
-        "token_mean", "Mean over all sampled tokens of an update, or over sequences of each one's token mean."
+    loss_options: Mapping[str, Any] = key({}, "The loss's own options.")
+    loss_aggregation: Literal["token_mean", "sequence_mean", "sequence_sum", "sequence_sum_norm"] = key(
+        "token_mean",
+        "Mean over all sampled tokens of an update, or over sequences: of their tokens' mean, sum, or sum / loss_norm_constant.",
+    )
+    loss_norm_constant: Annotated[float, Range(above=0, most=1e9)] | None = key(
+        None, "With sequence_sum_norm: what a sequence's sum is divided by; null: rollout.max_response_tokens."
     )
     group_size: Annotated[int, Range(above=0, most=2**20)] = key(8, "Samples a prompt.")
     eps_clip: Annotated[float, Range(above=0, below=1)] = key(0.2, "Lower clip range of the importance ratio.")
     eps_clip_high: Annotated[float, Range(above=0, most=1e15)] = key(0.2, "Upper clip range of the importance ratio.")
-    kl_kind: Literal["k1", "k2", "k3", "low_var_kl"] = key("low_var_kl", "Estimator of the KL divergence to the reference model.")
+    kl_kind: Literal["k1", "abs", "k2", "k3", "low_var_kl"] = key("low_var_kl", "Estimator of the KL divergence to the reference model.")
     kl_loss: bool = key(False, "Measure the KL to the reference model and add kl_loss_coef x KL to the loss.")
     kl_loss_coef: Scale = key(0.0, "Coefficient of the KL in the loss; 0 with kl_loss=true only measures it.")
     kl_reward_coef: Scale = key(0.0, "Coefficient of the KL subtracted from the reward.")
     entropy_coef: Scale = key(0.0, "Coefficient of the entropy bonus.")
+    mask_truncated: bool = key(
+        False, "Leave responses that the length limit cut out of the loss, of its denominator and of their group's statistics."
+    )
+    overlong_penalty: Scale = key(0.0, "What a response of full length loses of its reward (DAPO's soft overlong penalty: 1.0); 0: none.")
+    overlong_buffer_tokens: Count | None = key(
+        None, "With overlong_penalty: over how many tokens before rollout.max_response_tokens it grows from 0; null: a fifth of them."
+    )
 
 
 @dataclass(frozen=True)

@@ -165,12 +165,13 @@ def _example(limits: Range, default: Any) -> Any:
     """A number that a message can offer."""
     if isinstance(default, (int, float)) and not limits.violated(default):
         return default
-    return next(number for number in (1, 0, limits.least, limits.most, limits.above / 2 + limits.below / 2) if not limits.violated(number))
+    return next(
+        number for number in (1, 0, 2, limits.least, limits.most, limits.above / 2 + limits.below / 2) if not limits.violated(number)
+    )
 
 
 def _checked(hint: Any, value: Any, key: str) -> Any:
-    if get_origin(hint) is Annotated:
-        hint = get_args(hint)[0]
+    hint = _plain(hint)
     if isinstance(value, str) and _NO_TEXT.search(value):
         raise ConfigError(f"{key}={value!a}: must be text in UTF-8, without NUL. Rename what it names.")
     if value == MISSING_VALUE:
@@ -184,7 +185,7 @@ def _checked(hint: Any, value: Any, key: str) -> Any:
     if get_origin(hint) in (Union, types.UnionType):
         return _checked_union(hint, value, key)
     if not _fits(hint, value):
-        raise ConfigError(f"{key}={show_value(value)}: must be {_words(hint)}, not {_kind(value)}.{_quoting(hint, key, value)}")
+        raise ConfigError(f"{key}={show_value(value)}: must be {_words(hint)}, not {_kind(value)}.{_fix(hint, key, value)}")
     if hint is float:
         try:
             return float(value)
@@ -202,7 +203,12 @@ def _checked_union(hint: Any, value: Any, key: str) -> Any:
     for member in get_args(hint):
         if dataclasses.is_dataclass(member) or _fits(member, value):
             return _checked(member, value, key)
-    raise ConfigError(f"{key}={show_value(value)}: must be {_words(hint)}, not {_kind(value)}.")
+    number = next((member for member in map(_plain, get_args(hint)) if member in (int, float)), None)
+    raise ConfigError(f"{key}={show_value(value)}: must be {_words(hint)}, not {_kind(value)}.{_fix(number, key, value)}")
+
+
+def _plain(hint: Any) -> Any:
+    return get_args(hint)[0] if get_origin(hint) is Annotated else hint
 
 
 def _fits(hint: Any, value: Any) -> bool:
@@ -248,7 +254,11 @@ def _kind(value: Any) -> str:
     return _TYPE_WORDS.get(type(value)) or ("a list" if isinstance(value, (list, tuple)) else "a mapping")
 
 
-def _quoting(hint: Any, key: str, value: Any) -> str:
+def _fix(hint: Any, key: str, value: Any) -> str:
+    """What was rather meant: of a text with a number in it that number, of what is no text its quotation."""
+    if hint in (int, float) and isinstance(value, str):
+        found = re.search(r"-?[0-9]+" if hint is int else r"-?[0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?", value)
+        return f" Use one number, e.g. {found[0]}." if found else ""
     is_typed = isinstance(value, (int, float, bool, list, Mapping))
     return f""" Quote it: '{key}="{show_value(value)}"'.""" if hint is str and is_typed and "[" not in key else ""
 

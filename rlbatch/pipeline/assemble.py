@@ -81,7 +81,7 @@ def assemble(
     announce(f"building {family.name}: {family.num_layers} layers, {family.num_experts} experts")
     offload = registry.build_offload(config.offload.name, config.offload.options)
     trainer = Trainer(config, family, offload)
-    needs_reference = config.algorithm.kl_loss or config.algorithm.kl_reward_coef != 0
+    needs_reference = registry.needs_reference(config.algorithm)
     load_policy(config, trainer, hf_folder, announce, needs_reference=needs_reference)
     announce(f"starting the {config.rollout.name} engine")
     engine = engine_ranks(info, registry.ranks_per_engine(config), registry.rollout(config))
@@ -136,12 +136,13 @@ def assemble(
         ),
         offload=offload,
         rewards=_rewards(config, registry, [*train, *held_out]),
-        estimator=registry.advantage(config.algorithm.advantage),
-        objective=Objective(config.algorithm, registry.loss(config.algorithm.loss)),
+        estimator=registry.build_advantage(config.algorithm),
+        objective=Objective(config.algorithm, registry.build_loss(config.algorithm)),
         prompts=train,
         order=PromptOrder(len(train), config.seed),
         eval_prompts=held_out,
         needs_reference=needs_reference,
+        needs_logprobs=registry.advantages[config.algorithm.advantage].value.needs_reference,
         health=Health(config.train, announce),
         quantises=quantization == "fp8",
     )

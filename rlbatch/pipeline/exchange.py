@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -43,6 +43,11 @@ class Batch:
     def response_lengths(self) -> Tensor:
         """[N] int64, sampled tokens of each sample."""
         return torch.tensor([int(mask.sum()) for mask in self.loss_mask])
+
+    def without_truncated(self) -> Batch:
+        """The batch with responses that the length limit cut masked: they count for no loss, denominator or advantage."""
+        masks = [torch.zeros_like(mask) if cut else mask for mask, cut in zip(self.loss_mask, self.truncated.tolist(), strict=True)]
+        return replace(self, loss_mask=masks)
 
     def name(self, index: int, prompts: Sequence[Prompt]) -> str:
         """What messages call a sample, e.g. ``prompt 17 sample 3``.

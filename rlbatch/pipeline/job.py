@@ -42,6 +42,7 @@ class Job:
         order: Which prompts a step takes.
         eval_prompts: Held-out prompts; may be empty.
         needs_reference: Whether log-probs of the reference model are computed.
+        needs_logprobs: Whether the estimator reads them, and the old policy's.
         health: Ends a run that would go on with values that are not finite, or learn nothing.
         quantises: Whether engines hold the family's fp8 weights quantised.
     """
@@ -65,6 +66,7 @@ class Job:
     order: PromptOrder
     eval_prompts: list[Prompt]
     needs_reference: bool
+    needs_logprobs: bool
     health: Health
     quantises: bool = False
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from zlib import crc32
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rlbatch.algorithms.advantages import advantage_inputs, token_advantages
 from rlbatch.algorithms.kl import kl_penalty
+from rlbatch.algorithms.overlong import overlong_penalties
 from rlbatch.api import Microbatch, PluginError, SampleGroup, StepResult
 from rlbatch.megatron import parallel
 from rlbatch.megatron.finite import NotFinite
@@ -52,8 +53,9 @@ def train_step(job: Job, step: int) -> tuple[StepResult, list[SampleGroup], list
 
     with clock.phase("exchange"):
         batch = exchange(groups, mine)
-        updates = plan_updates(batch, config, parallel.dp_rank(), parallel.dp_size())
-        finder = SampleFinder(batch, partial(batch.name, prompts=prompts))
+        trained = batch.without_truncated() if config.algorithm.mask_truncated else batch
+        updates = plan_updates(trained, config, parallel.dp_rank(), parallel.dp_size())
+        finder = SampleFinder(trained, partial(trained.name, prompts=prompts))
 
     with job.offload.training():
         with clock.phase("logprobs"):
@@ -118,9 +120,21 @@ def _advantages(job: Job, finder: SampleFinder, updates: Sequence[Update]) -> li
         PluginError: on every rank, the estimator's answer is no advantage, or not the same on all ranks.
     """
     algorithm, batch, lengths = job.config.algorithm, finder.batch, finder.batch.response_lengths
-    kl = _response_kl(job, batch, updates) if algorithm.kl_reward_coef else None
-    inputs = advantage_inputs(batch.rewards, batch.group_ids, lengths, kl, algorithm.kl_reward_coef)
-    advantages = token_advantages(algorithm.advantage, job.estimator, inputs, finder.name)
+    kept = lengths.nonzero().flatten()
+    if not len(kept):
+        return [torch.empty(0) for _ in lengths]
+    needs_logprobs = job.needs_logprobs
+    inputs = advantage_inputs(
+        (batch.rewards + _overlong_penalties(job, lengths))[kept],
+        batch.group_ids[kept],
+        lengths[kept],
+        _responses(batch, updates, partial(_kl, algorithm.kl_kind)) if algorithm.kl_reward_coef else None,
+        algorithm.kl_reward_coef,
+        truncated=batch.truncated[kept],
+        old_logprobs=_responses(batch, updates, lambda microbatch: microbatch.old_logprobs) if needs_logprobs else None,
+        ref_logprobs=_responses(batch, updates, lambda microbatch: microbatch.ref_logprobs) if needs_logprobs else None,
+    )
+    advantages = token_advantages(algorithm.advantage, job.estimator, inputs, lambda index: finder.name(int(kept[index])))
     checksum = crc32(advantages.numpy().tobytes())
     least_and_most = torch.tensor([-checksum, checksum])
     dist.all_reduce(least_and_most, dist.ReduceOp.MAX)
@@ -132,15 +146,22 @@ def _advantages(job: Job, finder: SampleFinder, updates: Sequence[Update]) -> li
     return list(advantages.split(lengths.tolist()))
 
 
-def _response_kl(job: Job, batch: Batch, updates: Sequence[Update]) -> Tensor:
-    """[T] KL to the reference at every response token of the step; each data-parallel rank measures its own samples."""
+def _overlong_penalties(job: Job, lengths: Tensor) -> Tensor:
+    """[N] float64, of the whole step."""
+    algorithm, most = job.config.algorithm, job.config.rollout.max_response_tokens
+    return overlong_penalties(lengths, most, algorithm.overlong_buffer_tokens or max(most // 5, 1), algorithm.overlong_penalty)
+
+
+def _responses(batch: Batch, updates: Sequence[Update], values: Callable[[Microbatch], Tensor | None]) -> Tensor:
+    """[T] float64: a value of every response token of the step; each data-parallel rank has those of its own samples."""
     mine: dict[int, Tensor] = {}
     for update in updates:
-        mine |= update.by_sample([_kl(job.config.algorithm.kl_kind, pack.microbatch) for pack in update.packs])
+        found = (values(pack.microbatch) for pack in update.packs)
+        mine |= update.by_sample([value.double() for value in found if value is not None])
     group = parallel.dp_group()
     owned = torch.cat(all_gather_ragged(torch.tensor(list(mine), dtype=torch.int64), group)).tolist()
-    values = torch.cat(all_gather_ragged(torch.cat([torch.empty(0, dtype=torch.float64), *mine.values()]), group))
-    by_sample = dict(zip(owned, values.split([batch.lengths[i] for i in owned]), strict=True))
+    gathered = torch.cat(all_gather_ragged(torch.cat([torch.empty(0, dtype=torch.float64), *mine.values()]), group))
+    by_sample = dict(zip(owned, gathered.split([batch.lengths[i] for i in owned]), strict=True))
     return torch.cat([by_sample[i][batch.loss_mask[i] > 0] for i in range(len(batch.lengths))])
 
 

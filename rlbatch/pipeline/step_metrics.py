@@ -39,6 +39,7 @@ def samples(batch: Batch, advantages: Sequence[Tensor] | None) -> dict[str, floa
     if advantages is None:
         return metrics
     flat = torch.cat(list(advantages)).double()
+    flat = flat if len(flat) else torch.zeros(1)  # all are left out
     return metrics | {"advantage/mean": float(flat.mean()), "advantage/abs_mean": float(flat.abs().mean())}
 
 
@@ -53,7 +54,7 @@ def updates(made: Sequence[tuple[Update, Mapping[str, float]]], planned: int, *,
     skipped = {"train/skipped_updates": float(planned - len(made))}
     if not made:
         return skipped
-    tokens, results = float(sum(update.tokens for update, _ in made)), [result for _, result in made]
+    tokens, results = float(sum(update.tokens for update, _ in made)) or 1.0, [result for _, result in made]
 
     def per_token(name: str) -> float:
         return sum(result[name] for result in results) / tokens
@@ -83,7 +84,7 @@ def logprob_difference(job: Job, planned: Sequence[Update]) -> dict[str, float]:
     dist.all_reduce(sums, group=parallel.dp_group())
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=parallel.dp_group())
     return {
-        "train/rollout_logprob_diff_mean": float(sums[0] / sums[1]),
+        "train/rollout_logprob_diff_mean": float(sums[0] / sums[1].clamp(min=1.0)),
         "train/rollout_logprob_diff_max": float(largest),
     }
 

@@ -103,5 +103,6 @@ def _plan(batch: Batch, samples: list[int], config: Config, dp_rank: int, dp_siz
     )
     masks = torch.cat([batch.loss_mask[i] for i in samples])
     bounds = pad(torch.tensor(lengths).cumsum(0), (1, 0))
-    total = denominator(masks, bounds, config.algorithm.loss_aggregation)
+    constant = config.algorithm.loss_norm_constant or config.rollout.max_response_tokens
+    total = denominator(masks, bounds, config.algorithm.loss_aggregation, constant) or 1.0  # all are left out: a loss of 0
     return Update(tuple(mine), tuple(pad_with_dummies(packs, most_packs, multiple)), total, int(masks.sum()))

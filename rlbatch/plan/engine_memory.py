@@ -31,6 +31,7 @@ class Demand:
         is_fp8: Whether their matrices are, as model families have them: all but vocabulary, routers and norms.
         draft: Whose weights they speculate with; see ``RolloutSpec``.
         on_gpu: Whether ranks have GPUs.
+        has_reference: Whether ranks keep a reference model.
     """
 
     config: Config
@@ -42,6 +43,7 @@ class Demand:
     is_fp8: bool
     draft: str | None
     on_gpu: bool
+    has_reference: bool
 
 
 def demand(config: Config, registry: Registry, family: ModelFamily | None, *, on_gpu: bool) -> Demand:
@@ -60,6 +62,7 @@ def demand(config: Config, registry: Registry, family: ModelFamily | None, *, on
         has_fp8_engines(config, registry, family),
         registry.draft(config),
         on_gpu,
+        registry.needs_reference(config.algorithm),
     )
 
 

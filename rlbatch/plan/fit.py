@@ -183,7 +183,7 @@ def _spare(job: Demand, registry: Registry) -> list[Changes]:
     algorithm, shape = job.config.algorithm, job.shape
     is_kept = shape.is_colocated and shape.asleep != "gone"
     asleep = [{f"rollout.options.{key}": value for key, value in shape.gone_options.items()}] if is_kept and shape.gone_options else []
-    is_only_measured = algorithm.kl_loss and not (algorithm.kl_loss_coef or algorithm.kl_reward_coef)
+    is_only_measured = algorithm.kl_loss and not (algorithm.kl_loss_coef or registry.needs_reference(replace(algorithm, kl_loss=False)))
     unmeasured = [{"algorithm.kl_loss": False}] if is_only_measured else []
     choices = product([{}, *_offloads(job, registry)], [{}, *unmeasured], [{}, *asleep])
     return [

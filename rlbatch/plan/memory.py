@@ -221,7 +221,7 @@ def _host(job: Demand, share: Share) -> Mapping[str, Parts]:
     config, offload, shape = job.config, job.offload or UNKNOWN, job.shape
     process = PROCESS_GIB["gpu" if job.on_gpu else "cpu"] * GIB
     always = {"processes": process * (2 if job.has_process else 1)}
-    if config.algorithm.kl_loss or config.algorithm.kl_reward_coef:
+    if job.has_reference:
         always["reference model"] = WEIGHT_BYTES[config.train.precision] * share.held
     hosted = {"optimizer": offload.hosted_bytes * offload.hosted_share * share.owned}
     moved = {"optimizer state that left the GPU": sum(size for name, size in _trainer(job, share)["log-probs"].items() if name in STATE)}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -82,10 +83,14 @@ def gradients(
     return gradients_of(build_trainer(Path(folder), layout, **train), my_packs(layout, max_tokens), aggregation, loss)
 
 
-def gradients_of(trainer: Trainer, packs: list[Pack], aggregation: str, loss: str = "clip") -> dict[str, torch.Tensor]:
+def gradients_of(
+    trainer: Trainer, packs: list[Pack], aggregation: str, loss: str = "clip", options: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, torch.Tensor]:
     """The same for a trainer that exists."""
-    algorithm = AlgorithmConfig(loss_aggregation=cast(Any, aggregation), kl_loss=True, kl_loss_coef=0.3, entropy_coef=0.1)
-    objective = Objective(algorithm, plugins_of().loss(loss))
+    algorithm = AlgorithmConfig(
+        loss=loss, loss_aggregation=cast(Any, aggregation), loss_options=options, kl_loss=True, kl_loss_coef=0.3, entropy_coef=0.1
+    )
+    objective = Objective(algorithm, plugins_of().build_loss(algorithm))
     batches = [pack.microbatch for pack in packs]
     for batch, old in zip(batches, trainer.logprobs(batches), strict=True):
         batch.old_logprobs, batch.ref_logprobs = old - 0.05 * batch.loss_mask, 0.9 * old

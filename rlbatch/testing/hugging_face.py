@@ -39,7 +39,7 @@ def gradients_of(model: torch.nn.Module, folder: Path, aggregation: str, vocab: 
     batch.old_logprobs, batch.ref_logprobs = old - 0.05 * batch.loss_mask, 0.9 * old
     algorithm = AlgorithmConfig(loss_aggregation=cast(Any, aggregation), kl_loss=True, kl_loss_coef=0.3, entropy_coef=0.1)
     total = denominator(batch.loss_mask, batch.cu_seqlens, aggregation)
-    loss, *_ = Objective(algorithm, plugins_of().loss("clip"))(ours, torch.cat(entropies), batch, float(total))
+    loss, *_ = Objective(algorithm, plugins_of().build_loss(algorithm))(ours, torch.cat(entropies), batch, float(total))
     loss.backward()
     for param in model.parameters():
         param.data = torch.zeros_like(param) if param.grad is None else param.grad

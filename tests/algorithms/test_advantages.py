@@ -114,5 +114,5 @@ def test_rewards_in_groups() -> None:
     inputs = advantage_inputs(torch.tensor([1e15, 1e15 + 1, 7.5], dtype=torch.float64), GROUPS, LENGTHS)
     rewards, group, sizes = inputs.in_groups()
     assert rewards.tolist() == [0, 1, 7.5]
-    assert group.tolist() == [0, 0, 1]
-    assert sizes.tolist() == [2, 1]
+    assert group.tolist() == [1, 1, 0]
+    assert sizes.tolist() == [1, 2]

@@ -54,7 +54,8 @@ def test_denominators_are_counts() -> None:
     mask = torch.tensor([0, 1, 1, 0, 0, 0, 0, 1, 0, 0.0])
     starts = torch.tensor([0, 3, 6, 8, 10], dtype=torch.int32)
     assert denominator(mask, starts, "token_mean") == 3
-    assert denominator(mask, starts, "sequence_mean") == 2
+    assert denominator(mask, starts, "sequence_mean") == denominator(mask, starts, "sequence_sum") == 2
+    assert denominator(mask, starts, "sequence_sum_norm", 12.5) == 25
     (dummy,) = pad_with_dummies([], 1)
     for aggregation in AGGREGATIONS:
         assert denominator(dummy.microbatch.loss_mask, dummy.microbatch.cu_seqlens, aggregation) == 0
@@ -67,13 +68,14 @@ def test_known_numbers() -> None:
     sequence, sampled = torch.arange(4).repeat_interleave(4), mask.view(4, 4).sum(1)
     starts = torch.tensor([0, 4, 8, 12, 16])
     totals = {name: float((losses * loss_weights(mask, sequence, sampled, name)).sum()) for name in AGGREGATIONS}
-    means = {name: total / denominator(mask, starts, name) for name, total in totals.items()}
-    assert means == pytest.approx({"token_mean": 1.0195758, "sequence_mean": 1.2520290}, abs=1e-6)
+    means = {name: total / denominator(mask, starts, name, 8.0) for name, total in totals.items()}
+    sums = {"sequence_sum": 10.195758 / 3, "sequence_sum_norm": 10.195758 / 3 / 8}
+    assert means == pytest.approx({"token_mean": 1.0195758, "sequence_mean": 1.2520290, **sums}, abs=1e-6)
 
 
 def test_unknown_aggregation() -> None:
     """An unknown aggregation is refused with the names that exist."""
-    ids, refused = torch.zeros(1, dtype=torch.int64), r"algorithm\.loss_aggregation=sum: .*token_mean or sequence_mean"
+    ids, refused = torch.zeros(1, dtype=torch.int64), r"algorithm\.loss_aggregation=sum: .*token_mean, .* or sequence_sum_norm"
     with pytest.raises(ConfigError, match=refused):
         loss_weights(torch.zeros(1), ids, torch.zeros(1), "sum")
     with pytest.raises(ConfigError, match=refused):

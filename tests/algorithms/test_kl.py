@@ -15,6 +15,8 @@ def expected(kind: str) -> np.ndarray:
     d = np.subtract(LOGPROBS, REFERENCE)
     if kind == "k1":
         return d
+    if kind == "abs":
+        return abs(d)
     if kind == "k2":
         return d**2 / 2
     clamped = np.clip(-d, -20, 20)
@@ -46,7 +48,7 @@ def test_gradient(kind: str) -> None:
     kl_penalty(kind, logprobs, reference).sum().backward()
     d = np.subtract(LOGPROBS, REFERENCE)
     active = np.array([1, 1, 1, 1, 0, 1, 0, 0])
-    derivative = {"k1": np.ones(8), "k2": d}.get(kind, active * (1 - np.exp(-d)))
+    derivative = {"k1": np.ones(8), "abs": np.sign(d), "k2": d}.get(kind, active * (1 - np.exp(-d)))
     assert logprobs.grad is not None
     np.testing.assert_allclose(logprobs.grad.numpy(), derivative, rtol=1e-12)
     assert reference.grad is None
@@ -76,5 +78,5 @@ def test_expected_gradients_as_a_loss() -> None:
 
 def test_unknown_kind() -> None:
     """An unknown kind is refused with the names that exist."""
-    with pytest.raises(ConfigError, match=r"algorithm\.kl_kind=k4: .*k1, k2, k3, low_var_kl"):
+    with pytest.raises(ConfigError, match=r"algorithm\.kl_kind=k4: .*k1, abs, k2, k3, low_var_kl"):
         kl_penalty("k4", torch.zeros(1), torch.zeros(1))

@@ -91,7 +91,7 @@ def test_plugin_without_yaml() -> None:
         ("optimizer.lr=inf", "optimizer.lr=inf: must be a finite number."),
         ("algorithm.kl_loss=1", "algorithm.kl_loss=1: must be true or false, not an integer."),
         ("train.precision=fp16", "train.precision=fp16: must be `fp32` or `bf16`, not `fp16`."),
-        ("algorithm.kl_kind=k4", "must be `k1`, `k2`, `k3` or `low_var_kl`, not `k4`."),
+        ("algorithm.kl_kind=k4", "must be `k1`, `abs`, `k2`, `k3` or `low_var_kl`, not `k4`."),
         ("layout.recompute_granularity=some", "must be `full` or `selective` or null, not `some`."),
         ("layout.first_stage_layers=1.5", "must be an integer or null, not a number."),
         ("train.steps=null", "train.steps=null: must be an integer, not null."),

@@ -57,7 +57,7 @@ def test_plain_reads_back() -> None:
         ({"inner": 3}, "p.inner=3: is a group of keys. Set one of `p.inner.size`."),
         ({"count": True}, "p.count=true: must be an integer, not true or false."),
         ({"count": 1.0}, "p.count=1.0: must be an integer, not a number."),
-        ({"share": "1"}, "p.share=1: must be a number, not `1`."),
+        ({"share": "1"}, "p.share=1: must be a number, not `1`. Use one number, e.g. 1."),
         ({"kind": "2"}, "p.kind=2: must be `a` or `2`, not `2`."),
         ({"names": "x"}, "p.names=x: must be a list, not `x`."),
         ({"names": ["x", 1]}, "p.names[1]=1: must be text, not an integer."),

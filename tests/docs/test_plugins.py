@@ -7,11 +7,15 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 import rlbatch.api
 from rlbatch.api import DataError, Prompt, Sample, decoder, hookspecs
+from rlbatch.config.schema import AlgorithmConfig
 from rlbatch.registry import KINDS, load_plugins
+from tests.algorithms.loss_tables import Pack
 from tests.megatron.real_models import CONFIGS
 
 HOOKS = {name: function for name, function in inspect.getmembers(hookspecs, inspect.isfunction) if name.startswith("rlbatch_")}
@@ -122,3 +126,21 @@ def test_engines_modules_are_documented(page: str, repository: Path) -> None:
     }
     used = {name for name in modules if "." in name} | {".".join(names) for names in packages}
     assert used == named
+
+
+def test_gspo_from_the_page(page: str, repository: Path) -> None:
+    """The page's GSPO is examples/loss_plugin.py, has at most 15 lines, and gives what the built-in one gives, value and gradient."""
+    code = next(block for block in blocks(page) if "my_gspo" in block)
+    path = repository / "examples/loss_plugin.py"
+    assert path.read_text().endswith(code)
+    assert len(code.splitlines()) <= 15
+    registry = load_plugins([str(path)])
+    mine, ours = (registry.build_loss(AlgorithmConfig(loss=name)) for name in ("my_gspo", "gspo"))
+    random = np.random.default_rng(0)
+    tables = {name: random.normal(-1, 0.3, (4, 5)).tolist() for name in ("logprobs", "old_logprobs")}
+    advantages = [[value] * 5 for value in (0.5, -1.0, 2.0, -0.1)]
+    pack = Pack([[1] * 5, [0, 1, 1, 0, 0], [0] * 5, [0, 0, 1, 1, 1]], tables | {"advantages": advantages})
+    (loss, gradient), (expected, expected_gradient) = (pack.loss_and_gradient(policy, "sequence_mean") for policy in (mine, ours))
+    assert loss == expected
+    assert gradient.any()
+    assert torch.equal(gradient, expected_gradient)

@@ -39,7 +39,8 @@ def job(*overrides: str, model: ModelSize | None = SIZE, on_gpu: bool = True, **
     """Qwen3-30B on 8 GPUs, with engines of 4 that are of this shape."""
     config = configured("layout.world_size=8", "layout.tp_size=2", "layout.ep_size=8", "train.precision=bf16", *overrides)
     shape = replace(EngineShape(4), **engine)
-    return Demand(config, model, REGISTRY.offload_memory(config), shape, 4, True, False, None, on_gpu)
+    has_reference = REGISTRY.needs_reference(config.algorithm)
+    return Demand(config, model, REGISTRY.offload_memory(config), shape, 4, True, False, None, on_gpu, has_reference)
 
 
 def gpu(job: Demand) -> Mapping[str, Mapping[str, float]]:

@@ -27,7 +27,7 @@ class Case:
         token_rewards[lengths.cumsum(0) - 1] = rewards
         # Ids that do not start at 0, are not consecutive and not sorted.
         ids = torch.tensor([(97 - 7 * index) for index in range(len(self.sizes))])
-        return AdvantageInputs(rewards, ids.repeat_interleave(torch.tensor(self.sizes)), lengths, token_rewards)
+        return AdvantageInputs(rewards, ids.repeat_interleave(torch.tensor(self.sizes)), lengths, token_rewards, lengths < 0)
 
     def by_group(self, advantages: Callable[[Any, Any], Any]) -> np.ndarray:
         """[N] ``advantages(rewards, lengths)`` of each group, in float64."""

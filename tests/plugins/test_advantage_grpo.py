@@ -3,8 +3,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rlbatch_plugins.advantage_grpo import dr_grpo, grpo
+from rlbatch_plugins.advantage_grpo import GrpoOptions, build_grpo, dr_grpo
 from tests.plugins.advantage_cases import CASES, Case
+
+grpo = build_grpo(GrpoOptions())
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

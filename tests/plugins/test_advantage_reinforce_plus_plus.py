@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from rlbatch_plugins.advantage_reinforce_plus_plus import reinforce_plus_plus, reinforce_plus_plus_baseline
+from rlbatch_plugins.advantage_reinforce_plus_plus import ReinforceOptions, build_reinforce_plus_plus, reinforce_plus_plus_baseline
 from tests.plugins.advantage_cases import CASES, Case
+
+reinforce_plus_plus = build_reinforce_plus_plus(ReinforceOptions())
 
 
 def whiten(tokens: np.ndarray) -> np.ndarray:
@@ -29,6 +31,20 @@ def test_returns_sum_token_rewards_to_the_end_of_the_sample() -> None:
     expected = whiten(np.concatenate([sample[::-1].cumsum()[::-1] for sample in samples]))
     inputs = dataclasses.replace(case.inputs(), token_rewards=torch.tensor(rewards))
     np.testing.assert_allclose(reinforce_plus_plus(inputs).numpy(), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 0.95, 1.0])
+def test_returns_are_discounted_by_token(gamma: float) -> None:
+    """A reward k tokens on counts gamma^k, whatever the length of the sample."""
+    case = Case([0.3, 2.0, -1.0, 0.7], [2, 2], [33, 1, 2, 64])
+    rewards = np.random.default_rng(2).normal(size=sum(case.lengths))
+    returns = rewards.copy()
+    for sample in np.split(returns, np.cumsum(case.lengths)[:-1]):
+        for token in range(len(sample) - 2, -1, -1):
+            sample[token] += gamma * sample[token + 1]
+    inputs = dataclasses.replace(case.inputs(), token_rewards=torch.tensor(rewards))
+    got = build_reinforce_plus_plus(ReinforceOptions(gamma))(inputs)
+    np.testing.assert_allclose(got.numpy(), whiten(returns), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

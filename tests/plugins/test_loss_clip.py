@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from rlbatch.api import PolicyLossInputs, PolicyLossOutputs
-from rlbatch_plugins.loss_clip import clip
+from rlbatch_plugins.loss_clip import ClipOptions, build_clip
 from tests.plugins.loss_cases import one_sequence
 
 OLD = [-1.0, -0.5, -2.0, -0.3, -0.7, -1.5, -0.2, -3.0, -0.1, -1.1]
@@ -15,7 +15,7 @@ ADVANTAGES = [1.0, 1.0, 1.0, 1.0, -0.8, -0.8, -0.8, -1.3, -1.3, -1.3]
 
 def loss(logprobs: torch.Tensor, old: list[float], advantages: list[float], low: float = 0.2, high: float = 0.2) -> PolicyLossOutputs:
     before = torch.tensor(old)
-    return clip(
+    return build_clip(ClipOptions())(
         PolicyLossInputs(logprobs, before, torch.full_like(before, 7.0), torch.tensor(advantages), low, high, one_sequence(logprobs))
     )
 

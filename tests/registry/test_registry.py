@@ -44,6 +44,14 @@ WITH_OPTIONS = """
     @hookimpl
     def rlbatch_register_offload_strategies():
         return {"mover": Configurable(lambda options: options, Options)}
+
+    @hookimpl
+    def rlbatch_register_policy_losses():
+        return {"my_loss": Configurable(lambda options: lambda inputs: options, Options)}
+
+    @hookimpl
+    def rlbatch_register_advantage_estimators():
+        return {"mine": Configurable(lambda options: lambda inputs: options, Options)}
 """
 
 Write = Callable[..., str]
@@ -101,7 +109,7 @@ def test_unknown_name_lists_what_exists() -> None:
     assert message.startswith("reward=squence: unknown. Did you mean `sequence` (rlbatch_plugins.reward_sequence)? Known: ")
     with pytest.raises(PluginError, match=r"^algorithm\.advantage=gpro: unknown\. Did you mean `grpo` \(rlbatch_plugins\.advantage_grpo\)"):
         compose_job(["algorithm.advantage=gpro"])
-    with pytest.raises(PluginError, match=r"^algorithm\.loss=zzz: unknown\. Known: `clip` \(rlbatch_plugins\.loss_clip\)"):
+    with pytest.raises(PluginError, match=r"^algorithm\.loss=zzz: unknown\. Known: `cispo` .*, `clip` \(rlbatch_plugins\.loss_clip\)"):
         compose_job(["algorithm.loss=zzz"])
     with pytest.raises(PluginError, match=r"^rollout=vlm: unknown\. Did you mean `vllm` \(rlbatch_plugins\.rollout_vllm\)"):
         compose_job(["rollout=vlm"])
@@ -176,16 +184,16 @@ def test_two_plugins_with_one_name(plugin: Write) -> None:
         ),
         (
             "@dataclass\nclass Options:\n    a: int = 1\n\n@hookimpl\ndef rlbatch_register_policy_losses():\n"
-            "    return {'x': Configurable(print, Options)}",
-            "cannot have options.",
+            "    return {'x': Configurable(lambda: 0, Options)}",
+            "its build must take (options), takes ().",
         ),
         (
-            "@hookimpl\ndef rlbatch_register_advantage_estimators():\n    return {'x': AdvantageSpec(lambda samples, more: 0)}",
-            "its estimate must take (inputs), takes (samples, more).",
+            "@hookimpl\ndef rlbatch_register_advantage_estimators():\n    return {'x': AdvantageSpec(lambda options, more: 0)}",
+            "its build must take (options), takes (options, more).",
         ),
         (
-            "@hookimpl\ndef rlbatch_register_policy_losses():\n    return {'x': AdvantageSpec(lambda inputs: 0)}",
-            "`x` of rlbatch_register_policy_losses is an AdvantageSpec. Register a function.",
+            "@hookimpl\ndef rlbatch_register_policy_losses():\n    return {'x': AdvantageSpec(lambda options: 0)}",
+            "`x` of rlbatch_register_policy_losses is an AdvantageSpec. Register a function or a LossSpec.",
         ),
         (
             "@hookimpl\ndef rlbatch_register_offload_strategies():\n    return {'x': RewardSpec(lambda options: 0, NoOptions)}",
@@ -282,6 +290,23 @@ def test_options_become_config_keys(plugin: Write) -> None:
     assert moved.kind == "b"
 
 
+def test_options_of_the_algorithm_become_config_keys(plugin: Write, tmp_path: Path) -> None:
+    """As those of a reward: defaults in the config, overridden by `algorithm.loss_options.*`, texts as they were typed."""
+    chosen = [
+        "algorithm.loss=my_loss",
+        "algorithm.advantage=mine",
+        "algorithm.loss_options.limit=3",
+        "algorithm.advantage_options.kind=007",
+    ]
+    config, registry = compose_job([f"plugins=['{plugin(WITH_OPTIONS)}']", *chosen])
+    save_config(config, tmp_path / "config.yaml")
+    algorithm = load_config(tmp_path / "config.yaml").algorithm
+    assert (algorithm.loss_options, algorithm.advantage_options) == ({"limit": 3, "kind": "a"}, {"limit": 20, "kind": "007"})
+    loss, estimator = registry.build_loss(algorithm), registry.build_advantage(algorithm)
+    assert loss(None).limit == 3  # type: ignore[arg-type, attr-defined]
+    assert estimator(None).kind == "007"  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("text", ["007", "1e5", "true", "off", "0.10", "2026-01-01", "a,b", "a=b", "{x}: y", "[x]=y", "é  ½", "(a"])
 def test_options_that_are_text_take_what_was_typed(plugin: Write, text: str, tmp_path: Path) -> None:
     """The command line makes no number, list or truth value of it, and it comes back from the run folder's config as it was."""
@@ -302,10 +327,23 @@ def test_options_that_map_to_text_take_what_was_typed(plugin: Write) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("reward.options.limit=1,2", "reward.options.limit=1,2: must be an integer, not `1,2`."),
+        ("reward.options.limit=1,2", "reward.options.limit=1,2: must be an integer, not `1,2`. Use one number, e.g. 1."),
         ("reward.options.limt=3", "reward.options.limt: unknown key. Did you mean `reward.options.limit`?"),
         ("reward.options.limit=x", "reward.options.limit=x: must be an integer, not `x`."),
         ("offload.options.limit=3", "offload.options.limit: unknown key. Known: none; --help lists all."),
+        (
+            "algorithm.loss_options.dual_clp=3",
+            "algorithm.loss_options.dual_clp: unknown key. Did you mean `algorithm.loss_options.dual_clip`?",
+        ),
+        ("algorithm.loss_options.dual_clip=1", "algorithm.loss_options.dual_clip=1.0: must be greater than 1. Use e.g. 2."),
+        (
+            "algorithm.loss_options.dual_clip=0.5_5.0",
+            "algorithm.loss_options.dual_clip=0.5_5.0: must be a number or null, not `0.5_5.0`. Use one number, e.g. 0.5.",
+        ),
+        ("algorithm.eps_clip=0.5_5.0", "algorithm.eps_clip=0.5_5.0: must be a number, not `0.5_5.0`. Use one number, e.g. 0.5."),
+        ("algorithm.eps_clip=[0.2,0.28]", "algorithm.eps_clip=[0.2,0.28]: must be a number, not a list."),
+        ("algorithm.advantage_options.std=step", "algorithm.advantage_options.std=step: must be `group` or `batch`, not `step`."),
+        ("algorithm.advantage_options.eps=-1", "algorithm.advantage_options.eps=-1.0: must be 0 or more. Use e.g. 1e-06."),
     ],
 )
 def test_refused_options(plugin: Write, override: str, message: str) -> None:
