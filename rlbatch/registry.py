@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib import metadata
 from itertools import chain
 from pathlib import Path
@@ -47,6 +48,7 @@ from rlbatch.config.compose import compose
 from rlbatch.config.paths import absolute, files_there, here, paths_of, with_absolute_paths, with_paths_there
 from rlbatch.config.schema import AlgorithmConfig, Config
 from rlbatch.config.structured import key_docs, to_plain
+from rlbatch.foreign_code import foreign_code, state_kept, told
 from rlbatch.plugin_files import load_plugin_file
 from rlbatch.tables import KINDS, Entry, Kind, Supplier, Table, check_callable, options_key, spec_of
 
@@ -206,12 +208,8 @@ class Registry:
         """What a name's ``build`` makes of its options: a function of one argument."""
         entry, what = table[name], f"{table.key}={name}"
         parsed = entry.parse(options, table.key)
-        try:
+        with foreign_code(what, "its build"):
             function = entry.value.build(parsed)
-        except RlbatchError:
-            raise
-        except Exception as error:  # foreign code: whatever it raises must name the plugin
-            raise PluginError(f"{what}: its build raised {type(error).__name__}: {error}. Correct its options, or the plugin.") from error
         check_callable(f"{what}: what its build returns", function, (argument,))
         return function
 
@@ -224,23 +222,19 @@ class Registry:
             RlbatchError: what ``build`` raised, with the key.
         """
         algorithm, reward, offload = config.algorithm, config.reward, config.offload
-        builds: list[tuple[str, Callable[[], Any]]] = [
-            (f"offload={offload.name}", lambda: self.build_offload(offload.name, offload.options)),
-            (f"algorithm.advantage={algorithm.advantage}", lambda: self.build_advantage(algorithm)),
-            (f"algorithm.loss={algorithm.loss}", lambda: self.build_loss(algorithm)),
+        builds: list[Callable[[], Any]] = [
+            lambda: self.build_offload(offload.name, offload.options),
+            lambda: self.build_advantage(algorithm),
+            lambda: self.build_loss(algorithm),
         ]
         if reward.name:
-            builds.append((f"reward={reward.name}", lambda: self.build_reward(reward.name, reward.options)))
-        for key, build in builds:
+            builds.append(lambda: self.build_reward(reward.name, reward.options))
+        for build in builds:
             try:
                 build()
             except RlbatchError as error:
                 if not isinstance(error.__cause__, (ImportError, OSError)):
                     raise
-            except (ImportError, OSError):
-                continue
-            except Exception as error:  # foreign code: whatever it raises must name the plugin
-                raise PluginError(f"{key}: its build raised {type(error).__name__}: {error}. Correct its options.") from error
 
     def label_check(self, name: str, options: Mapping[str, Any]) -> Callable[[Any], None]:
         """What refuses labels that a reward does not take: raises ``DataError``, which names the reward."""
@@ -253,16 +247,15 @@ class Registry:
             except RlbatchError as error:
                 raise DataError(f"reward={name}: {error}") from error
             except Exception as error:  # foreign code: whatever it raises must name the reward
-                raise DataError(
-                    f"reward={name}: check_label raised {type(error).__name__}: {error}. Correct the label or the reward."
-                ) from error
+                raise DataError(f"reward={name}: check_label raised {told(error)}. Correct the label or the reward.") from error
 
         return checked
 
     def build_rollout(self, name: str, options: Mapping[str, Any], context: RolloutContext) -> RolloutBackend:
         """An engine on this rank."""
         entry = self.rollouts[name]
-        return cast(RolloutBackend, entry.value.build(context, entry.parse(options, "rollout")))
+        with state_kept(f"rollout={name}"):
+            return cast(RolloutBackend, entry.value.build(context, entry.parse(options, "rollout")))
 
     def rollout(self, config: Config) -> RolloutSpec:
         """What the chosen rollout backend says of itself."""
@@ -316,7 +309,9 @@ class Registry:
     def build_offload(self, name: str, options: Mapping[str, Any]) -> OffloadStrategy:
         """This rank's offload strategy."""
         entry = self.offloads[name]
-        return cast(OffloadStrategy, entry.value.build(entry.parse(options, "offload")))
+        parsed = entry.parse(options, "offload")
+        with foreign_code(f"offload={name}", "its build"):
+            return cast(OffloadStrategy, entry.value.build(parsed))
 
     def offload_memory(self, config: Config) -> OffloadMemory | None:
         """What the offload strategy does with memory; None: it does not say.
@@ -416,7 +411,7 @@ def _installed() -> Iterator[tuple[ModuleType, Supplier]]:
     for distribution, point in sorted(found, key=lambda item: (item[0] != DISTRIBUTION, item[0], item[1].name)):
         supplier = Supplier(point.value, distribution, point.dist.version if point.dist else "")
         try:
-            yield cast(ModuleType, point.load()), supplier
+            yield _imported(supplier, point.load), supplier
         except (Exception, SystemExit) as error:  # whatever a plugin raises while it is imported must name the plugin
             raise _import_error(supplier, error) from error
 
@@ -425,23 +420,28 @@ def _extra(name: str) -> tuple[ModuleType, Supplier]:
     """A plugin named in the config: a python file or a module."""
     if not name.endswith(".py"):
         try:
-            return importlib.import_module(name), Supplier(name)
+            return _imported(Supplier(name), partial(importlib.import_module, name)), Supplier(name)
         except (Exception, SystemExit) as error:  # see _installed
             raise _import_error(Supplier(name), error) from error
     path = Path(name).resolve()
     if not path.is_file():
         raise PluginError(f"plugins=[{name}]: there is no such file ({path}). Correct the path.")
     try:
-        return load_plugin_file(path), Supplier(name)
+        return _imported(Supplier(name), partial(load_plugin_file, path)), Supplier(name)
     except (Exception, SystemExit) as error:  # see _installed
         raise _import_error(Supplier(name), error) from error
+
+
+def _imported(supplier: Supplier, load: Callable[[], ModuleType]) -> ModuleType:
+    with state_kept(f"plugin {supplier.module}"):
+        return load()
 
 
 def _import_error(supplier: Supplier, error: BaseException) -> PluginError:
     if isinstance(error, SystemExit) and type(error) is not SystemExit:  # a signal ends this process: no fault of the plugin
         raise error
     origin = f" of {supplier.distribution} {supplier.version}" if supplier.distribution else ""
-    return PluginError(f"plugin {supplier.module}{origin}: does not import: {type(error).__name__}: {error}. Correct it, or do without it.")
+    return PluginError(f"plugin {supplier.module}{origin}: does not import: {told(error)}. Correct it, or do without it.")
 
 
 def _register(manager: pluggy.PluginManager, module: ModuleType, supplier: Supplier) -> None:
@@ -465,12 +465,8 @@ def _register(manager: pluggy.PluginManager, module: ModuleType, supplier: Suppl
 
 
 def _registered(function: Any, hook: str, supplier: Supplier) -> Mapping[str, Any]:
-    try:
+    with foreign_code(f"plugin {supplier.module}", hook):
         names = function()
-    except (Exception, SystemExit) as error:  # plugins run foreign code: whatever it raises must name the plugin
-        if isinstance(error, SystemExit) and type(error) is not SystemExit:  # see _import_error
-            raise
-        raise PluginError(f"plugin {supplier.module}: {hook} raised {type(error).__name__}: {error}. Correct it.") from error
     if not isinstance(names, Mapping) or not all(isinstance(name, str) and name for name in names):
         raise PluginError(
             f"plugin {supplier.module}: {hook} must return a mapping from names, returned {type(names).__name__}. Correct it."

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rlbatch.api import AdvantageEstimator, AdvantageInputs, ModelError, PluginError
+from rlbatch.foreign_code import foreign_code
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
@@ -73,7 +74,8 @@ def token_advantages(
             f"algorithm.kl_reward_coef: the reward of {sample_name(first)} less its KL must be finite, is {float(rewards[first])}. "
             "The policy is too far from its reference: lower optimizer.lr, or use algorithm.kl_kind=k1."
         )
-    answer = estimator(inputs)
+    with foreign_code(f"algorithm.advantage={name}", on=f"{len(lengths)} samples"):
+        answer = estimator(inputs)
     samples, tokens = len(lengths), int(lengths.sum())
     asked = f"Return a real tensor [{samples}] or [{tokens}]."
     if not isinstance(answer, Tensor) or answer.is_complex() or answer.layout != torch.strided or answer.is_meta:

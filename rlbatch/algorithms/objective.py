@@ -13,6 +13,7 @@ from rlbatch.algorithms.aggregate import loss_weights
 from rlbatch.algorithms.kl import kl_penalty
 from rlbatch.api import Microbatch, PluginError, PolicyLoss, PolicyLossInputs, PolicyLossOutputs, Sequences, of_one_rank
 from rlbatch.config.schema import AlgorithmConfig
+from rlbatch.foreign_code import foreign_code
 
 SUMS = ("loss", "policy_loss", "ppo_kl", "kl", "entropy", "clip_fraction")
 """What ``Part.sums`` holds, in this order; all but the first two are sums over unmasked tokens."""
@@ -106,20 +107,24 @@ class Objective:
         self, logprobs: Tensor, old: Tensor, microbatch: Microbatch, over_ranks: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor]:
         """What the plugin answers, checked; its inputs are its own, to write into."""
-        answer: Any = self.policy_loss(
-            PolicyLossInputs(
-                logprobs=logprobs.clone(),
-                old_logprobs=old.clone(),
-                rollout_logprobs=microbatch.rollout_logprobs.clone(),
-                advantages=microbatch.advantages.clone(),
-                eps_clip=self.algorithm.eps_clip,
-                eps_clip_high=self.algorithm.eps_clip_high,
-                sequences=Sequences(
-                    microbatch.sequence_ids, microbatch.loss_mask > 0, microbatch.sampled_tokens, microbatch.truncated, over_ranks
-                ),
-                ref_logprobs=None if microbatch.ref_logprobs is None else microbatch.ref_logprobs.where(microbatch.loss_mask > 0, 0.0),
-            )
+        given = PolicyLossInputs(
+            logprobs=logprobs.clone(),
+            old_logprobs=old.clone(),
+            rollout_logprobs=microbatch.rollout_logprobs.clone(),
+            advantages=microbatch.advantages.clone(),
+            eps_clip=self.algorithm.eps_clip,
+            eps_clip_high=self.algorithm.eps_clip_high,
+            sequences=Sequences(
+                microbatch.sequence_ids.clone(),
+                microbatch.loss_mask > 0,
+                microbatch.sampled_tokens.clone(),
+                microbatch.truncated.clone(),
+                over_ranks,
+            ),
+            ref_logprobs=None if microbatch.ref_logprobs is None else microbatch.ref_logprobs.where(microbatch.loss_mask > 0, 0.0),
         )
+        with foreign_code(f"algorithm.loss={self.algorithm.loss}", on=f"a pack of {len(logprobs)} tokens"):
+            answer: Any = self.policy_loss(given)
         if not isinstance(answer, PolicyLossOutputs):
             raise self._error(f"returned {type(answer).__name__}", "Return PolicyLossOutputs(losses, clipped).")
         shape, device = list(logprobs.shape), logprobs.device

@@ -20,6 +20,7 @@ from torch import Tensor
 from rlbatch.algorithms.objective import SUMS, Objective, Part
 from rlbatch.api import Microbatch, ModelError, ModelFamily, OffloadStrategy, PluginError
 from rlbatch.config.schema import Config
+from rlbatch.foreign_code import foreign_code
 from rlbatch.megatron import parallel
 from rlbatch.megatron.finite import MAX_GRADIENT_NORM, FiniteCheck, NotFinite, any_rank, find_token, norm_of_all
 from rlbatch.megatron.gradients import GradientMemory
@@ -56,16 +57,18 @@ class Trainer:
         self.params = canonical_tensors(self.stages)
         wrapped = [Float16Module(megatron_config, stage) if megatron_config.bf16 else stage for stage in self.stages]
         self._chunks = wrap_data_parallel(megatron_config, wrapped)
-        self.optimizer = build_optimizer(
-            offload.configure_optimizer(optimizer_spec(config.optimizer, config.train.precision)), self._chunks
-        )
+        strategy = f"offload={config.offload.name}"
+        with foreign_code(strategy):
+            spec = offload.configure_optimizer(optimizer_spec(config.optimizer, config.train.precision))
+        self.optimizer = build_optimizer(spec, self._chunks)
         self.schedule = build_schedule(self.optimizer, config.optimizer, config.train.steps)
         self._map = ParameterMap(family, parallel.weight_groups())
         self._gradients = GradientMemory(self._chunks, self.optimizer)
         self._finite = FiniteCheck(self.params, self._map.origin, self.optimizer)
         self._reference: dict[str, Tensor] = {}
         self.policy_version = 0
-        offload.attach(self)
+        with foreign_code(strategy):
+            offload.attach(self)
 
     def optimizer_state(self) -> Iterable[Tensor]:
         """This rank's fp32 main weights (where the model's are bf16) and moments (``MemoryHandles``)."""

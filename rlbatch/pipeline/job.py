@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlbatch.algorithms.objective import Objective
 from rlbatch.api import AdvantageEstimator, ModelFamily, OffloadStrategy, Prompt, Reward
 from rlbatch.config.schema import Config
+from rlbatch.foreign_code import foreign_context
 from rlbatch.launch.membership.store import JobStore
 from rlbatch.launch.membership.watchdog import Watchdog
 from rlbatch.megatron.trainer import Trainer
@@ -69,6 +71,14 @@ class Job:
     needs_logprobs: bool
     health: Health
     quantises: bool = False
+
+    def generating(self) -> AbstractContextManager[None]:
+        """The offload strategy's, around weight sync and generation."""
+        return foreign_context(f"offload={self.config.offload.name}", self.offload.generating)
+
+    def training(self) -> AbstractContextManager[None]:
+        """The offload strategy's, around log-probs and updates."""
+        return foreign_context(f"offload={self.config.offload.name}", self.offload.training)
 
     def sync_weights(self, *, is_taken: bool = True) -> None:
         """Sends the policy to the engines, in the form in which they hold it; a collective.

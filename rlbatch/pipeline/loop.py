@@ -163,7 +163,7 @@ def evaluate(job: Job) -> dict[str, float] | None:
     """Mean reward of one response to each held-out prompt, under the current weights; None, on every rank, if the job has to stop."""
     started = time.perf_counter()
     mine = job.rollout.share(len(job.eval_prompts))
-    with job.stopping.generating(may_finish=False), job.offload.generating():
+    with job.stopping.generating(may_finish=False), job.generating():
         with job.watchdog.phase("training"):
             job.sync_weights()
         scored = partial(score, rewards=job.rewards, default=job.config.reward.name)

@@ -33,6 +33,7 @@ from rlbatch.api import (
 )
 from rlbatch.checkpoint.carried import Carried
 from rlbatch.config.schema import Config
+from rlbatch.foreign_code import state_kept
 from rlbatch.launch.shutdown.signals import Interrupted, StopNotice
 from rlbatch.pipeline.finished_groups import FinishedGroups, WeightsProbe
 from rlbatch.weights.sync import buckets
@@ -107,6 +108,7 @@ class Rollout:
         self._rank, self._num_engines = rank, num_engines
         self._run_dir, self._notice, self.announce = run_dir, notice, announce
         self._weights, self._was_interrupted = "", False
+        self._name = f"rollout={config.rollout.name}"
         self._version: int | None = None
         self._carried, self._experts, self._sampler = carried, experts, sampler
         self.engine, self.work = engine, Work()
@@ -140,7 +142,7 @@ class Rollout:
         probe = WeightsProbe(self._experts)
         watched = probe.watch(tensors)
         if is_taken:
-            with self._noticing_loss():
+            with self._noticing_loss(), state_kept(self._name):
                 self._backend.update_weights(self._buckets(watched, policy_version, lasting, wanted))
         for _ in watched:
             pass
@@ -160,7 +162,8 @@ class Rollout:
         assert isinstance(self._backend, RestartableBackend)
         self.lost = None
         try:
-            self._backend.restart()
+            with state_kept(self._name):
+                self._backend.restart()
         except EngineLost as error:
             self.lost = error
         except RolloutError as error:  # it did start before, so this is no mistake of its options
@@ -247,10 +250,10 @@ class Rollout:
         self._was_interrupted = False
         try:
             with self._noticing_loss():
-                with self._notice.interruptible():
+                with state_kept(self._name), self._notice.interruptible():
                     answers = iter(self._backend.generate(prompts, params))
                 while True:
-                    with self._notice.interruptible():
+                    with state_kept(self._name), self._notice.interruptible():
                         answer = next(answers, None)
                     if answer is None:
                         return
@@ -310,7 +313,8 @@ class Rollout:
         parts of an engine on several nodes work in lockstep.
         """
         if isinstance(self._backend, SleepingBackend):
-            self._backend.sleep()
+            with state_kept(self._name):
+                self._backend.sleep()
 
     def close(self) -> None:
         """Ends the engine."""

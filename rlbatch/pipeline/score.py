@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 import reprlib
-import traceback
 from collections.abc import Collection, Coroutine, Iterable, Mapping, Set
+from copy import deepcopy
 from dataclasses import replace
 from decimal import Decimal
 from itertools import islice
 from numbers import Integral, Real
-from pathlib import Path
 from typing import Any
 
 from rlbatch.api import Reward, RewardError, Sample, SampleGroup
-from rlbatch.launch.records.failures import StoppedBySignal
-from rlbatch.launch.shutdown.signals import Interrupted
+from rlbatch.foreign_code import foreign_code
 
 FLOAT32_MAX = 3.4028234663852886e38
 """Advantages become float32, rewards stay float64 until then."""
@@ -50,21 +48,12 @@ def score(groups: list[SampleGroup], rewards: Mapping[str, Reward], default: str
 
 
 def _call(name: str, reward: Reward, samples: list[Sample]) -> list[Any]:
-    try:
-        returned: Any = reward([_copied(sample) for sample in samples])
+    with foreign_code(f"reward={name}", error_type=RewardError, on=_span(samples)):
+        returned: Any = reward(_copied(samples))
         problem = _no_list(returned)
         if not problem:
             values = returned.tolist() if hasattr(returned, "tolist") else returned
             return list(values) if isinstance(values, Collection) else list(islice(values, len(samples) + 1))  # it may never end
-    # The reward is the user's code: it may raise anything, and all of it must reach the user with the reward's name.
-    except (StoppedBySignal, Interrupted):
-        raise
-    except BaseException as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        raise RewardError(
-            f"reward={name}: raised {type(error).__name__}: {error} ({Path(frame.filename).name}:{frame.lineno}) on {_span(samples)}. "
-            "Correct the reward."
-        ) from error
     raise RewardError(f"reward={name}: returned {problem} for {_span(samples)}. {LIST_OF_FLOATS}")
 
 
@@ -83,10 +72,18 @@ def _no_list(returned: Any) -> str:
     return ""
 
 
-def _copied(sample: Sample) -> Sample:
-    """What a reward writes into a sample must not reach the trainer."""
-    tensors = {name: getattr(sample, name).clone() for name in ("token_ids", "loss_mask", "rollout_logprobs")}
-    return replace(sample, **tensors)
+def _copied(samples: list[Sample]) -> list[Sample]:
+    """What a reward writes into a sample, or its prompt's label, must reach neither the trainer nor the next step."""
+    prompts = {id(sample.prompt): sample.prompt for sample in samples}
+    prompts = {key: replace(prompt, label=deepcopy(prompt.label), metadata=deepcopy(prompt.metadata)) for key, prompt in prompts.items()}
+    return [
+        replace(
+            sample,
+            prompt=prompts[id(sample.prompt)],
+            **{name: getattr(sample, name).clone() for name in ("token_ids", "loss_mask", "rollout_logprobs")},
+        )
+        for sample in samples
+    ]
 
 
 def _checked_values(name: str, samples: list[Sample], values: list[Any]) -> list[float]:

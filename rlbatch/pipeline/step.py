@@ -42,7 +42,7 @@ def train_step(job: Job, step: int) -> tuple[StepResult, list[SampleGroup], list
     prompts = [job.prompts[i] for i in job.order.take(config.train.prompts_per_step)]
     mine = job.rollout.share(len(prompts))
 
-    with job.stopping.generating(may_finish=True), job.offload.generating():
+    with job.stopping.generating(may_finish=True), job.generating():
         with clock.phase("sync"), job.watchdog.phase("training"):
             job.sync_weights()
         sample = partial(job.rollout.generate, step=step)
@@ -57,7 +57,7 @@ def train_step(job: Job, step: int) -> tuple[StepResult, list[SampleGroup], list
         updates = plan_updates(trained, config, parallel.dp_rank(), parallel.dp_size())
         finder = SampleFinder(trained, partial(trained.name, prompts=prompts))
 
-    with job.offload.training():
+    with job.training():
         with clock.phase("logprobs"):
             _add_logprobs(job, updates)
             broken = finder.broken_logprobs(updates)

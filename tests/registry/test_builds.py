@@ -52,8 +52,8 @@ def rlbatch_register_offload_strategies():
     [
         (["reward=mine", "reward.options.limit=101"], "reward.options of reward=mine: limit 101 is above 100. Correct them."),
         (["reward=mine", "reward.options.mode=config"], "reward.options.limit=1: must be 1. Use 1."),
-        (["reward=mine", "reward.options.mode=value"], "reward=mine: its build raised ValueError: no such mode. "),
-        (["offload=mine", "offload.options.mode=value"], "offload=mine: its build raised ValueError: no such mode. "),
+        (["reward=mine", "reward.options.mode=value"], "reward=mine: its build raised ValueError: no such mode ("),
+        (["offload=mine", "offload.options.mode=value"], "offload=mine: its build raised ValueError: no such mode ("),
         (["reward=mine", "reward.options.mode=import"], ""),
         (["offload=mine", "offload.options.mode=file"], ""),
         (["reward=mine"], ""),

@@ -20,10 +20,13 @@ from pathlib import Path
 from rlbatch.api import RlbatchError
 from rlbatch.api.exit_codes import FAILED
 from rlbatch.config.foreign import read_own
+from rlbatch.foreign_code import text
 from rlbatch.launch.records.disk import write_problem
 from rlbatch.launch.records.streams import TERMINAL_VARIABLE, ResilientStream
 
 FIRST_ERROR = "first_error.json"
+MOST_CHARACTERS = 20_000
+"""Of each end of a traceback that is longer."""
 LAUNCHER = -1
 """In the place of a rank: no rank said what happened, nor does its launcher say which one failed."""
 CLOCK_S = 3.0
@@ -81,7 +84,7 @@ def reporting_failures(run_dir: Path, rank: int) -> Iterator[None]:
     except (StoppedBySignal, Reported):
         raise
     except BaseException as error:  # the outermost frame of a rank: nothing may pass unrecorded, KeyboardInterrupt neither
-        if not isinstance(error, RlbatchError):
+        if not isinstance(error.__cause__ or error, RlbatchError):
             time.sleep(PATIENCE_S)
         report_failure(run_dir, rank, error)
         raise SystemExit(FAILED) from None
@@ -101,15 +104,19 @@ def failure_of(error: BaseException, rank: int, host: str, run_dir: Path) -> Fir
     if is_of_system(error) and (found := write_problem(run_dir)):
         said = " ".join(str(error).split())
         return FirstError(rank, host, "ConfigError", f"run_dir={run_dir}: {found}, then start again. ({said})", "", time.time())
-    lines = "" if isinstance(error, RlbatchError) else "".join(traceback.format_exception(error))
-    message = f"code called sys.exit({error.code})" if isinstance(error, SystemExit) else str(error) or type(error).__name__
+    if isinstance(error, RlbatchError):
+        return FirstError(rank, host, type(error).__name__, str(error) or type(error).__name__, "", time.time())
+    lines = "".join(traceback.format_exception(error))
+    if len(lines) > MOST_CHARACTERS:
+        lines = f"{lines[:MOST_CHARACTERS]}\n... ({len(lines)} characters) ...\n{lines[-MOST_CHARACTERS:]}"
+    message = f"code called sys.exit({error.code})" if isinstance(error, SystemExit) else text(error) or type(error).__name__
     return FirstError(rank, host, type(error).__name__, message, lines, time.time())
 
 
 def is_of_system(error: BaseException) -> bool:
     """Whether it is the system's and nobody has told it yet, also where a library has put it into words of its own."""
     is_told = isinstance(error, RlbatchError) or not isinstance(error, Exception)
-    return not is_told and (isinstance(error, OSError) or any(word in str(error) for word in _SYSTEM))
+    return not is_told and (isinstance(error, OSError) or any(word in text(error) for word in _SYSTEM))
 
 
 _claims: dict[Path, FirstError] = {}
