@@ -137,7 +137,7 @@ def _check_model(config: Config, registry: Registry, run_dir: Path) -> None:
     check_model_folder(folder, read_config(folder), family.vocab_size)
     check_expert_widths(family, config.train.precision, on_gpu=on_gpu(config))
     check_layout(config.layout, family, on_gpu=on_gpu(config))
-    _check_precision(config, registry, family, folder)
+    check_device(config, engine_quantization(config, registry, family, read_config(folder)), on_gpu=on_gpu(config))
     if config.rollout.max_response_tokens >= family.max_sequence_length:
         raise ConfigError(
             f"rollout.max_response_tokens={config.rollout.max_response_tokens}: must leave room for a prompt in the model's context "
@@ -151,10 +151,6 @@ def _check_model(config: Config, registry: Registry, run_dir: Path) -> None:
         fix = "set checkpoint.ref_load" if checkpoint.load else "set checkpoint.load or checkpoint.ref_load"
         raise DataError(f"model.hf={folder}: has no *.safetensors. Download the weights, or {fix}.")
     read_headers(folder)
-
-
-def _check_precision(config: Config, registry: Registry, family: ModelFamily, folder: Path) -> None:
-    check_device(config, engine_quantization(config, registry, family, read_config(folder)), on_gpu=on_gpu(config))
 
 
 def mpi_hosts(config: Config, registry: Registry) -> tuple[Host, ...]:
