@@ -152,22 +152,36 @@ class Exporter:
     def _routed(self, entry: _Prepared, local: Tensor | None, routes: Routes, device: torch.device) -> Iterator[NamedTensor]:
         """The experts that this rank wants; where others want more, empty tensors (``meta``) without a name in their place."""
         wire, own = entry.wire, None if local is None else self._own_views(entry, local)
-        for slot in range(routes.slots):
-            kept = routes.kept(entry.stage, slot)
-            if own is not None and kept is not None:
-                yield from own[kept]
-                continue
-            shards: dict[int, Tensor] = {}
-            for step in routes.rounds(entry.stage, slot):
-                mine = wire.encode(local[step.index]) if local is not None and step.index is not None else None
-                memory = {shard: wire.empty(device) for shard, sender in step.shards.items() if sender != dist.get_rank()}
-                shards |= exchange(step, mine, memory)
-            expert = routes.wanted(slot)
-            if expert is None:
-                nothing = wire.decode(entry.names[0], [wire.empty("meta")] * routes.shards)
-                yield from (("", tensor) for _, tensor in nothing)
-            else:
-                yield from wire.decode(entry.names[expert], [shards[shard] for shard in range(routes.shards)])
+        most = max(1, AT_ONCE_BYTES // (wire.nbytes * routes.shards))
+        for slots in routes.batches(entry.stage, most):
+            kept = {slot: None if own is None else routes.kept(entry.stage, slot) for slot in slots}
+            shards = self._exchanged(entry, local, routes, [slot for slot in slots if kept[slot] is None], most, device)
+            for slot in slots:
+                index, expert = kept[slot], routes.wanted(slot)
+                if own is not None and index is not None:
+                    yield from own[index]
+                elif expert is None:
+                    nothing = wire.decode(entry.names[0], [wire.empty("meta")] * routes.shards)
+                    yield from (("", tensor) for _, tensor in nothing)
+                else:
+                    yield from wire.decode(entry.names[expert], [shards.pop((slot, shard)) for shard in range(routes.shards)])
+
+    def _exchanged(
+        self, entry: _Prepared, local: Tensor | None, routes: Routes, slots: Sequence[int], most: int, device: torch.device
+    ) -> dict[tuple[int, int], Tensor]:
+        """(slot, shard) -> what came of it, of some slots; at most ``most`` rounds of them travel together."""
+        shards: dict[tuple[int, int], Tensor] = {}
+        steps = [(slot, step) for slot in slots for step in routes.rounds(entry.stage, slot)]
+        for first in range(0, len(steps), most):
+            together = steps[first : first + most]
+            mine = [entry.wire.encode(local[step.index]) if local is not None and step.index is not None else None for _, step in together]
+            memory: list[dict[int, Tensor]] = []
+            for (slot, step), sent in zip(together, mine, strict=True):
+                memory.append({shard: entry.wire.empty(device) for shard, sender in step.shards.items() if sender != dist.get_rank()})
+                own = {shard: sent for shard, sender in step.shards.items() if sender == dist.get_rank() and sent is not None}
+                shards |= {(slot, shard): tensor for shard, tensor in (*memory[-1].items(), *own.items())}
+            exchange([step for _, step in together], mine, memory)
+        return shards
 
     def _alone(self, entry: _Prepared, local: Tensor) -> Iterator[NamedTensor]:
         """All experts, of the only rank."""

@@ -1,13 +1,13 @@
 """Each expert to the ranks that want it, point to point over all ranks of the trainer.
 
 In slot ``k`` every rank gets the ``k``-th of the experts that it wants: one expert's tensors a rank, whatever the number of experts. A slot
-is done in rounds, in each of which a rank sends at most one of its experts (to all that want it in this slot), so that one of them is in
-memory. All ranks compute all rounds from the same table: there is one order, and a message has its receiver waiting.
+is done in rounds, in each of which a rank sends at most one of its experts (to all that want it in this slot). All ranks compute all rounds
+from the same table: there is one order, and a message has its receiver waiting. Rounds of small experts travel together, many at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -83,6 +83,19 @@ class Routes:
             self._kept[stage] = [self._kept_of(number, rounds) for number, rounds in enumerate(self._made[stage])]
         return self._made[stage][slot]
 
+    def batches(self, stage: int, most: int) -> Iterator[list[int]]:
+        """All slots in their order, in runs that have at most ``most`` rounds together, or are a slot with more; the same on every rank."""
+        run: list[int] = []
+        held = 0
+        for slot in range(self.slots):
+            count = len(self.rounds(stage, slot))
+            if run and held + count > most:
+                yield run
+                run, held = [], 0
+            run.append(slot)
+            held += count
+        yield run
+
     def _kept_of(self, slot: int, rounds: Sequence[Round]) -> int | None:
         expert = self.wanted(slot)
         if expert is None or self._shards > 1:
@@ -134,22 +147,19 @@ def gathered_routes(place: Place, wanted: Sequence[int] | None, num_experts: int
     return Routes(places, [theirs for _, theirs in told], num_experts, dist.get_rank())
 
 
-def exchange(step: Round, mine: Tensor | None, memory: dict[int, Tensor]) -> dict[int, Tensor]:
-    """Takes part in a round.
+def exchange(rounds: Sequence[Round], mine: Sequence[Tensor | None], memory: Sequence[Mapping[int, Tensor]]) -> None:
+    """Takes part in rounds that travel together.
 
     Args:
-        step: The round.
-        mine: What this rank sends, contiguous.
-        memory: For each shard that comes from another rank.
-
-    Returns:
-        The shards that came; one of this rank's own is ``mine``.
+        rounds: In the same order on every rank.
+        mine: For each round what this rank sends in it, contiguous.
+        memory: For each round shard -> where it goes, of the shards that come from other ranks.
     """
     rank = dist.get_rank()
     operations = []
-    if mine is not None:
-        operations += [dist.P2POp(dist.isend, mine, receiver) for receiver in step.to if receiver != rank]
-    operations += [dist.P2POp(dist.irecv, memory[shard], sender) for shard, sender in step.shards.items() if sender != rank]
+    for step, sent, coming in zip(rounds, mine, memory, strict=True):
+        if sent is not None:
+            operations += [dist.P2POp(dist.isend, sent, receiver) for receiver in step.to if receiver != rank]
+        operations += [dist.P2POp(dist.irecv, coming[shard], sender) for shard, sender in step.shards.items() if sender != rank]
     for work in dist.batch_isend_irecv(operations) if operations else ():
         work.wait()
-    return {shard: mine if sender == rank and mine is not None else memory[shard] for shard, sender in step.shards.items()}
