@@ -88,7 +88,7 @@ def make(folder: Path, gigabytes: float) -> int:
         tensors.append(HfTensor(name, torch.bfloat16, shape, lambda nbytes=nbytes, number=number: parts(nbytes, number)))
     files, index = outputs(tensors, 4e9)
     draft = Draft(folder, {})
-    with draft.locked():
+    with draft.opened():
         for file in files:
             draft.write(file, lambda nbytes: None)
         draft.publish({}, index | {"config.json": json.dumps(CONFIG | {"num_hidden_layers": layers}).encode()})

@@ -62,7 +62,7 @@ def main(arguments: list[str]) -> None:
     from benchmarks.models import random_model
     from rlbatch.api import Prompt, RolloutContext, SamplingParams
     from rlbatch.engines.backend.hosted import HostedRollout
-    from rlbatch.weights.sync import buckets
+    from rlbatch.weights.export import buckets
     from rlbatch_plugins.rollout_vllm import VllmOptions, program
 
     said = dict(argument.split("=", 1) for argument in arguments)

@@ -27,7 +27,7 @@ import torch
 from benchmarks.models import RandomModel, random_model
 from rlbatch.api import RolloutContext
 from rlbatch.engines.backend.hosted import HostedRollout
-from rlbatch.weights.sync import buckets
+from rlbatch.weights.export import buckets
 from rlbatch_plugins.rollout_vllm import VllmOptions, vllm_rollout
 
 MIB, GB = 2**20, 1e9

@@ -1,117 +1,82 @@
-"""One tensor as the zip archive that ``torch.save`` writes and ``torch.load`` reads, written and read in place inside a larger file.
+"""One tensor as the archive that ``torch.save`` writes and ``torch.load`` reads, inside a larger file: written in parts, and read in part.
 
-``torch.save`` itself computes its checksum at a third of a gigabyte a second, and ``torch.load`` can only read a whole tensor; here writing
-costs one pass of zlib's, and any run of a tensor's bytes can be read without the rest.
+``torch.load`` can only read a whole tensor; here any run of a tensor's bytes is read without the rest.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-import struct
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from rlbatch.checkpoint.crc import Checked
 from rlbatch.checkpoint.reading import read_into
 
-STORAGES = {
-    torch.float32: "FloatStorage",
-    torch.float64: "DoubleStorage",
-    torch.float16: "HalfStorage",
-    torch.bfloat16: "BFloat16Storage",
-    torch.int64: "LongStorage",
-    torch.int32: "IntStorage",
-    torch.uint8: "ByteStorage",
-    torch.bool: "BoolStorage",
+DTYPES = {
+    "FloatStorage": torch.float32,
+    "DoubleStorage": torch.float64,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
 }
 """torch's names of typed storages, of the types that checkpoints hold."""
-DTYPES = {name: dtype for dtype, name in STORAGES.items()}
-
-_NAME = "archive"
-_ALIGNMENT = 64
-_LOCAL, _CENTRAL, _END = 0x04034B50, 0x02014B50, 0x06054B50
-LARGEST_TENSOR_BYTES = 2**31
-"""Of an archive without zip64; larger tensors are stored in several."""
+SMALL_BYTES = 4096
+"""Less is copied; what torch writes around a tensor is less."""
 
 
-class _Storage:
-    """Stands for a tensor's storage in its pickle."""
-
-    def __init__(self, dtype: torch.dtype, length: int) -> None:
-        self.reference = ("storage", getattr(torch, STORAGES[dtype]), "0", "cpu", length)
-
-
-class _Rebuilt:
-    """Pickles as a contiguous tensor does."""
-
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
-        self._shape, self._dtype = tuple(shape), dtype
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        strides, step = [], 1
-        for size in reversed(self._shape):
-            strides.append(step)
-            step *= size
-        length = torch.Size(self._shape).numel()
-        arguments: tuple[Any, ...] = (_Storage(self._dtype, length), 0, self._shape, tuple(reversed(strides)), False, OrderedDict())
-        return torch._utils._rebuild_tensor_v2, arguments
-
-
-class _Pickler(pickle.Pickler):
-    def persistent_id(self, value: Any) -> Any:
-        return value.reference if isinstance(value, _Storage) else None
-
-
-def parts(tensor: Tensor) -> Iterator[bytes | Checked]:
-    """The archive of a tensor, to be written one part after the other; its values are read once, for their checksum.
+def parts(tensor: Tensor) -> Iterator[bytes | memoryview]:
+    """The archive of a tensor, to be written one part after the other; its values are not copied.
 
     Args:
-        tensor: Contiguous, on the host, of a type in ``STORAGES``, smaller than ``LARGEST_TENSOR_BYTES``.
+        tensor: Contiguous, on the host.
     """
-    values = Checked.of(raw_bytes(tensor))
-    position, central, records = 0, b"", _records(tensor.shape, tensor.dtype)
-    for record, small in records.items():
-        content = values if small is None else Checked.of(memoryview(small))
-        header = _local_header(record, position)
-        checked = struct.pack("<III", content.crc32, len(content.data), len(content.data))
-        yield header[:14] + checked + header[26:]
-        yield values if small is None else small
-        name = f"{_NAME}/{record}".encode()
-        central += struct.pack("<IHHHHHH", _CENTRAL, 0, 0, 0, 0, 0, 0) + checked
-        central += struct.pack("<HHHHHII", len(name), 0, 0, 0, 0, 0, position) + name
-        position += len(header) + len(content.data)
-    yield central + struct.pack("<IHHHHIIH", _END, 0, 0, len(records), len(records), len(central), position, 0)
+    # A storage of its own: torch saves whole storages.
+    if tensor.numel():
+        yield from _saved(torch.frombuffer(raw_bytes(tensor), dtype=tensor.dtype).view(tensor.shape))
+    else:
+        yield from _saved(torch.empty_like(tensor))
 
 
-def length(shape: Sequence[int], dtype: torch.dtype) -> int:
-    """Bytes of a tensor's archive."""
-    position = 22
-    for record, small in _records(shape, dtype).items():
-        content = torch.Size(shape).numel() * dtype.itemsize if small is None else len(small)
-        position += len(_local_header(record, position - 22)) + content
-    return position + sum(46 + len(f"{_NAME}/{record}") for record in _records(shape, dtype))
+@lru_cache(maxsize=4096)
+def length(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Bytes of a tensor's archive. Nothing is written, and memory that is not touched costs nothing."""
+    return sum(map(len, _saved(torch.empty(shape, dtype=dtype))))
 
 
-def _records(shape: Sequence[int], dtype: torch.dtype) -> dict[str, bytes | None]:
-    """Name -> content of the archive's files; None for the tensor's values."""
-    pickled = io.BytesIO()
-    _Pickler(pickled, protocol=2).dump(_Rebuilt(shape, dtype))
-    return {"data.pkl": pickled.getvalue(), "byteorder": b"little", "data/0": None, "version": b"3\n"}
+class _Parts(list[bytes | memoryview]):
+    """Takes what ``torch.save`` writes: the tensor's own memory as it is, and copies of all else, which does not last."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+        self._nbytes = tensor.nbytes
+
+    def write(self, data: memoryview) -> int:
+        self.append(data if len(data) == self._nbytes >= SMALL_BYTES else bytes(data))
+        return len(data)
+
+    def flush(self) -> None:
+        pass
 
 
-def _local_header(record: str, position: int) -> bytes:
-    """With checksum and sizes 0; padded so that the content is aligned in the archive."""
-    name = f"{_NAME}/{record}".encode()
-    padding = -(position + 30 + len(name) + 4) % _ALIGNMENT
-    extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding
-    return struct.pack("<IHHHHHIIIHH", _LOCAL, 0, 0, 0, 0, 0, 0, 0, 0, len(name), len(extra)) + name + extra
+def _saved(tensor: Tensor) -> list[bytes | memoryview]:
+    # The archive's own checksums take torch 5 s a GB, and nothing that reads checkpoints looks at them.
+    computes = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(tensor, cast("IO[bytes]", made := _Parts(tensor)))
+    finally:
+        torch.serialization.set_crc32_options(computes)
+    return made
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:

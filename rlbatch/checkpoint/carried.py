@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlbatch.api import DataError, ModelFamily
-from rlbatch.checkpoint.export import ExportForm
+from rlbatch.checkpoint.export_form import ExportForm
 from rlbatch.checkpoint.hf import HfSource, HfTensors
 from rlbatch.checkpoint.reading import Reading
 from rlbatch.weights.coverage import expert_names, fp8_names, passthrough_names

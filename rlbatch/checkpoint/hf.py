@@ -15,13 +15,10 @@ import torch
 from torch import Tensor
 
 from rlbatch.api import CheckpointError, DataError
-from rlbatch.checkpoint.finite import check_finite
-from rlbatch.checkpoint.hf_index import INDEX, read_headers
+from rlbatch.checkpoint.hf_index import INDEX, Entry, read_headers
 from rlbatch.checkpoint.model_files import model_files, open_found
-from rlbatch.checkpoint.reading import Reading
-from rlbatch.checkpoint.safetensors_file import DTYPES, SafetensorsFile
-from rlbatch.checkpoint.safetensors_header import Entry
-from rlbatch.checkpoint.safetensors_writer import SafetensorsWriter
+from rlbatch.checkpoint.reading import Reading, check_finite
+from rlbatch.checkpoint.safetensors_file import DTYPES, SafetensorsFile, SafetensorsWriter
 from rlbatch.weights.quantize import BLOCK, SCALE_SUFFIX, check_scales, dequantize, scales_shape
 
 FLOATING = ("F32", "BF16", "F16")

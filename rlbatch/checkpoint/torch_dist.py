@@ -30,9 +30,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from rlbatch.api import DataError
 from rlbatch.checkpoint import archive
-from rlbatch.checkpoint.finite import check_finite
 from rlbatch.checkpoint.origin import FORMAT, METADATA
-from rlbatch.checkpoint.reading import Reading
+from rlbatch.checkpoint.reading import Reading, check_finite
 from rlbatch.checkpoint.unpickle import read_metadata
 
 COMMON = "common.pt"

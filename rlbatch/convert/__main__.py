@@ -17,7 +17,7 @@ if __name__ == "__main__":
 
 from rlbatch.api import CheckpointError, RlbatchError
 from rlbatch.api.exit_codes import FAILED, REFUSED
-from rlbatch.convert.options import Options, help_text, parse
+from rlbatch.convert.arguments import Options, help_text, parse
 from rlbatch.launch.ranks.rank_info import RankInfo, check_trainer
 from rlbatch.launch.records.streams import end_with_reader, exit_code_of_display, keep_output
 
@@ -63,7 +63,7 @@ def _convert(options: Options, info: RankInfo) -> int:
 
 def _check(options: Options) -> int:
     from rlbatch.config.hf_config import read_config
-    from rlbatch.convert.check import check, read_table, wrong_values
+    from rlbatch.convert.completeness import check, read_table, wrong_values
     from rlbatch.convert.conversion import family_of
 
     table = read_table(Path(options.hf), Path(options.names) if options.names else None)

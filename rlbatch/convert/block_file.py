@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from rlbatch.checkpoint.crc import Checked, joined
-
 BLOCK_BYTES = 8 * 2**20
 """Of a write."""
 BLOCKS = 3
@@ -23,7 +21,7 @@ BLOCKS = 3
 ALIGNMENT = 4096
 """Of memory, lengths and places in a file, for writes around the page cache."""
 
-Part = bytes | memoryview | Checked
+Part = bytes | memoryview
 """Some of a file's bytes."""
 
 
@@ -31,7 +29,7 @@ class BlockFile:
     """A new file that is written from its first byte to its last, with its CRC-32.
 
     A second thread writes, with ``O_DIRECT`` where the file system can: to find and fill pages of the page cache takes more processor time
-    than everything else about a copy, and they throw out what others need. Of parts whose CRC-32 is known, the bytes are not read for it.
+    than everything else about a copy, and they throw out what others need.
 
     Args:
         path: To be made.
@@ -63,18 +61,15 @@ class BlockFile:
 
     def write(self, part: Part) -> None:
         """Appends bytes; their memory may be used for others afterwards."""
-        data = np.frombuffer(part.data if isinstance(part, Checked) else part, dtype=np.uint8)
+        data = np.frombuffer(part, dtype=np.uint8)
         rest = data
         while len(rest):
             room = self._block[self._filled :][: len(rest)]
             room[:], rest = rest[: len(room)], rest[len(room) :]
-            if not isinstance(part, Checked):
-                self._thread.submit(self._check, room)
+            self._thread.submit(self._check, room)
             self._filled += len(room)
             if self._filled == BLOCK_BYTES:
                 self._hand_over(BLOCK_BYTES)
-        if isinstance(part, Checked):
-            self._thread.submit(self._join, part.crc32, len(data))
         self.nbytes += len(data)
 
     def finish(self) -> None:
@@ -103,9 +98,6 @@ class BlockFile:
 
     def _check(self, data: Any) -> None:
         self.crc32 = zlib.crc32(data, self.crc32)
-
-    def _join(self, crc32: int, length: int) -> None:
-        self.crc32 = joined(self.crc32, crc32, length)
 
     def _write(self, block: memoryview) -> None:
         while block:

@@ -11,7 +11,7 @@ import torch
 
 from rlbatch.api import DataError, ModelFamily
 from rlbatch.checkpoint import run_folder
-from rlbatch.checkpoint.export import ExportForm
+from rlbatch.checkpoint.export_form import ExportForm
 from rlbatch.checkpoint.hf import HfTensors
 from rlbatch.checkpoint.identity import model_identity
 from rlbatch.checkpoint.model_files import model_files
@@ -20,17 +20,17 @@ from rlbatch.checkpoint.reading import Reading
 from rlbatch.checkpoint.torch_dist import TorchDist, small_files
 from rlbatch.config.hf_config import read_config
 from rlbatch.convert import hf_output, to_dist, to_hf
-from rlbatch.convert.check import check, table_of
-from rlbatch.convert.options import Options, layout_config
+from rlbatch.convert.arguments import Options, layout_config
+from rlbatch.convert.completeness import check, table_of
 from rlbatch.convert.output import Draft, Output
-from rlbatch.convert.progress import ConversionProgress
-from rlbatch.convert.team import Team
+from rlbatch.convert.progress_bar import ConversionProgress
+from rlbatch.convert.sharing import to_be_made
 from rlbatch.launch.ranks.rank_info import RankInfo
 from rlbatch.plan.layout import check_layout
 from rlbatch.registry import load_plugins
 from rlbatch.weights.coverage import check_names, passthrough_names
 
-PLAN_FORMAT = 1
+PLAN_FORMAT = 2
 """Of what decides the bytes of an output; a draft of another one is not taken up."""
 
 
@@ -65,53 +65,34 @@ def convert(options: Options, info: RankInfo, say: Callable[[str], None]) -> Non
         draft.tidy()
         say(f"{options.out}: is complete already.")
         return
-    team = Team(info, draft)
-    with team.reporting_failures():
-        if not team.is_first:
-            with team.present():
-                work = prepare(options)
-                _make(team, draft, work.outputs, team.wait_for_start(), options, say)
-            return
-        with draft.locked(), team.present():
-            work = prepare(options)
-            draft.check_room(work.outputs)
-            if work.note:
-                say(work.note)
-            finished = draft.finished(verified=options.verify)
-            team.begin([output.name for output in work.outputs if output.name not in finished])
-            if finished:
-                say(f"{draft.folder}: going on, {len(finished)} of {len(work.outputs)} files are finished.")
-            _make(team, draft, work.outputs, [output.name for output in work.outputs if output.name not in finished], options, say)
-            team.wait_for_all(work.outputs, verified=options.verify)
+    draft.check_out()
+    work = prepare(options)
+    with draft.opened(info.rank, info.world_size):
+        draft.check_room(work.outputs)
+        if work.note:
+            say(work.note)
+        if finished := draft.finished(verified=options.verify):
+            say(f"{draft.folder}: going on, {len(finished)} of {len(work.outputs)} files are finished.")
+        _make(draft, work.outputs, info, verified=False)
+        if options.verify:
+            _make(draft, work.outputs, info, verified=True)
+        if info.rank == 0:
             draft.publish({"mode": options.mode, "model": model_identity(read_config(Path(options.hf)))}, work.small())
     say(f"{options.out}: {len(work.outputs)} files, {sum(output.nbytes for output in work.outputs) / 1e9:.3f} GB.")
 
 
-def _make(
-    team: Team, draft: Draft, outputs: Sequence[Output], unfinished: Sequence[str], options: Options, say: Callable[[str], None]
-) -> None:
-    """This process's share; the first process then shows the others' progress until all is there."""
-    share, sizes = team.share(outputs, unfinished), {output.name: output.nbytes for output in outputs}
+def _make(draft: Draft, outputs: Sequence[Output], info: RankInfo, *, verified: bool) -> None:
+    """Writes files, or reads them again and compares, until this process and the others have done all."""
+    sizes = {output.name: output.nbytes for output in outputs}
 
-    def done(verified: bool) -> int:
+    def done() -> int:
         return sum(sizes.get(name, 0) for name in draft.finished(verified=verified))
 
-    written = draft.finished()
-    with ConversionProgress("writing", sum(sizes.values()), lambda: done(False), is_shown=team.is_first) as progress:
-
-        def advance(nbytes: int) -> None:
-            team.look()
-            progress.advance(nbytes)
-
-        for output in share:
-            if output.name not in written:
-                draft.write(output, advance)
-                progress.file_done()
-    if options.verify:
-        with ConversionProgress("verifying", sum(sizes.values()), lambda: done(True), is_shown=team.is_first) as progress:
-            for output in share:
-                draft.verify(output, advance)
-                progress.file_done()
+    title, make = ("verifying", draft.verify) if verified else ("writing", draft.write)
+    with ConversionProgress(title, sum(sizes.values()), done, is_shown=info.rank == 0) as progress:
+        for output in to_be_made(draft, outputs, info, progress.refresh, verified=verified):
+            make(output, progress.advance)
+            progress.file_done()
 
 
 def plan(options: Options) -> dict[str, Any]:
@@ -119,7 +100,8 @@ def plan(options: Options) -> dict[str, Any]:
     chosen = asdict(options)
     kept = {name: chosen[name] for name in ("mode", "export", "file_gb", "layout")}
     sources = {name: _files(Path(chosen[name])) for name in ("hf", "dist") if chosen[name]}
-    return {"format": PLAN_FORMAT, **kept, **sources}
+    writer = {"torch": str(torch.__version__)} if options.mode == "hf_to_dist" else {}  # whose archives they are
+    return {"format": PLAN_FORMAT, **kept, **writer, **sources}
 
 
 def _files(folder: Path) -> dict[str, list[int]]:
@@ -215,7 +197,6 @@ def _bf16_to_fp8(options: Options) -> Work:
 
 
 def _to_hf(options: Options, tensors: Sequence[hf_output.HfTensor], config: Mapping[str, Any]) -> Work:
-    threads = 0 if options.mode == "dist_to_hf" else torch.get_num_threads()
-    outputs, index = hf_output.outputs(tensors, options.file_gb * 1e9, threads)
+    outputs, index = hf_output.outputs(tensors, options.file_gb * 1e9)
     beside = model_files(Path(options.hf))
     return Work(outputs, lambda: hf_output.small_files(beside, config) | index)

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from rlbatch.checkpoint.model_files import open_found
 from rlbatch.checkpoint.safetensors_file import DTYPES
 from rlbatch.convert.block_file import Part
 from rlbatch.convert.output import Output
-from rlbatch.convert.prefetch import Job, made_ahead
 from rlbatch.weights.codec import Source
 from rlbatch.weights.quantize import BLOCK, SCALE_SUFFIX, check_scales, quantize, scales_shape
 
@@ -88,13 +86,12 @@ def quantised(name: str, source: Source) -> list[HfTensor]:
     ]
 
 
-def outputs(tensors: Sequence[HfTensor], file_bytes: float, threads: int = 0) -> tuple[list[Output], dict[str, bytes]]:
+def outputs(tensors: Sequence[HfTensor], file_bytes: float) -> tuple[list[Output], dict[str, bytes]]:
     """Files for tensors, in their order.
 
     Args:
         tensors: All of the checkpoint.
         file_bytes: Most bytes of a file; a larger tensor has one of its own.
-        threads: That make tensors ahead of their turn, if their sources can be read by several threads.
 
     Returns:
         The files, and the index (name -> content; empty for a single file).
@@ -112,7 +109,7 @@ def outputs(tensors: Sequence[HfTensor], file_bytes: float, threads: int = 0) ->
         if len(groups) == 1
         else [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
     )
-    files = [_file(name, group, threads) for name, group in zip(names, groups, strict=True)]
+    files = [_file(name, group) for name, group in zip(names, groups, strict=True)]
     if len(groups) == 1:
         return files, {}
     weight_map = {tensor.name: name for name, group in zip(names, groups, strict=True) for tensor in group}
@@ -140,7 +137,7 @@ def small_files(beside: Mapping[str, Path], config: Mapping[str, Any]) -> dict[s
     return named | {"config.json": json.dumps(config, indent=2).encode()}
 
 
-def _file(name: str, group: Iterable[HfTensor], threads: int) -> Output:
+def _file(name: str, group: Iterable[HfTensor]) -> Output:
     # Tensors must begin at multiples of their item size; only odd numbers of one-byte values stand in the way of that.
     tensors = list(group)
     if any(tensor.nbytes % 8 for tensor in tensors):
@@ -156,30 +153,9 @@ def _file(name: str, group: Iterable[HfTensor], threads: int) -> Output:
 
     def parts() -> Iterator[Part]:
         yield start
-        if threads:
-            yield from made_ahead(_jobs(tensors), threads)
-        else:
-            yield from chain.from_iterable(tensor.parts() for tensor in tensors)
+        yield from chain.from_iterable(tensor.parts() for tensor in tensors)
 
     return Output(name, len(start) + end, parts)
-
-
-def _jobs(tensors: Iterable[HfTensor]) -> Iterator[Job]:
-    """Each tensor, scales together with their weight: it gives both."""
-    groups: list[list[HfTensor]] = []
-    for tensor in tensors:
-        if groups and tensor.name == groups[-1][0].name + SCALE_SUFFIX:
-            groups[-1].append(tensor)
-        else:
-            groups.append([tensor])
-    for group in groups:
-        parts = [tensor.parts for tensor in group]
-        yield Job(sum(tensor.nbytes for tensor in group), partial(_one_after_the_other, parts))
-
-
-def _one_after_the_other(makers: Sequence[Callable[[], Iterator[Part]]]) -> Iterator[Part]:
-    for parts in makers:
-        yield from parts()
 
 
 def strips(source: Source) -> Iterator[Tensor]:

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from rlbatch.api import CheckpointError, ConfigError, DataError, RlbatchError
-from rlbatch.checkpoint.crc import Checked
 from rlbatch.checkpoint.origin import MARKER
 from rlbatch.checkpoint.run_folder import sync
 from rlbatch.convert.block_file import BLOCK_BYTES, BlockFile, Part
@@ -25,9 +24,7 @@ from rlbatch.convert.block_file import BLOCK_BYTES, BlockFile, Part
 PLAN = ".plan.json"
 SPARE_BYTES = 2**20
 """For metadata, folders and what else is small."""
-_DONE = ".done"
-TEAM = ".team"
-"""Where processes meet."""
+_DONE, _CLAIMS = ".done", ".claims"
 
 Advance = Callable[[int], None]
 
@@ -68,57 +65,97 @@ class Draft:
         except (OSError, ValueError):
             return False
 
+    def check_out(self) -> None:
+        """Refuses to overwrite anything.
+
+        Raises:
+            ConfigError: the output exists.
+        """
+        if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
+            raise ConfigError(f"out={self.out}: exists and is not empty. Remove it, or choose another.")
+
     @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Makes the draft, or takes one up that was left behind, and holds it. Of one process only.
+    def opened(self, rank: int = 0, world_size: int = 1) -> Iterator[None]:
+        """Makes the draft, or takes one up that was left behind. The first process of a conversion holds it.
+
+        Args:
+            rank: This process's in its conversion.
+            world_size: Processes of the conversion.
 
         Raises:
             ConfigError: the output exists, somebody else is converting to it, or the draft is of another conversion.
         """
-        if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
-            raise ConfigError(f"out={self.out}: exists and is not empty. Remove it, or choose another.")
+        self.check_out()
         try:
-            (self.folder / _DONE).mkdir(parents=True, exist_ok=True)
+            for hidden in (_DONE, _CLAIMS):
+                (self.folder / hidden).mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
         except OSError as error:
             raise ConfigError(f"out={self.out}: {error.filename} cannot be made ({error.strerror}). Choose another folder.") from error
         try:
-            self._lock(descriptor)
-            self._check_plan()
-            for leftover in self.folder.rglob("*.part"):  # of a start that was killed
-                leftover.unlink(missing_ok=True)
+            if rank == 0:
+                self._lock(descriptor)
+                self._remove_leftovers()
+            if self.is_complete():  # by the others, just before this one made the folder again
+                shutil.rmtree(self.folder, ignore_errors=True)
+            else:
+                self._check_plan()
             try:
                 yield
             except RlbatchError:
-                if not self.finished() and not (self.folder / TEAM).exists():  # nothing for another start, nor for other processes
+                if world_size == 1 and not self.finished():  # nothing for another start
                     shutil.rmtree(self.folder, ignore_errors=True)
                 raise
         finally:
             os.close(descriptor)
 
     def _lock(self, descriptor: int) -> None:
-        with contextlib.suppress(OSError):  # a file system that cannot lock a folder is taken as it is
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ConfigError(f"out={self.out}: another conversion is writing it. Wait for its end, or choose another.") from None
+        if _try_lock(descriptor) is False:
+            raise ConfigError(f"out={self.out}: another conversion is writing it. Wait for its end, or choose another.")
         if not self.folder.exists() or os.fstat(descriptor).st_ino != self.folder.stat().st_ino:
             raise ConfigError(f"out={self.out}: another conversion has just ended there. Start again, or choose another.")
 
-    def has_plan(self) -> bool:
-        """Whether the draft is there and of this conversion."""
-        try:
-            return bool(json.loads((self.folder / PLAN).read_text(encoding="utf-8")) == self._plan)
-        except (OSError, ValueError):
-            return False
-
     def _check_plan(self) -> None:
         path = self.folder / PLAN
-        if path.exists() and self.finished():
-            changed = _difference(json.loads(path.read_text(encoding="utf-8")), self._plan)
-            if changed:
-                raise ConfigError(f"{self.folder}: was left by another conversion ({changed}). Remove it, or give the same arguments.")
-        write_file(path, json.dumps(self._plan).encode())
+        try:
+            before = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            before = None
+        if before is not None and self.finished() and (changed := _difference(before, self._plan)):
+            raise ConfigError(f"{self.folder}: was left by another conversion ({changed}). Remove it, or give the same arguments.")
+        if before != self._plan:
+            write_file(path, json.dumps(self._plan).encode())
+
+    def _remove_leftovers(self) -> None:
+        """Of a start on this machine that was killed; what is of another machine goes when the output is complete."""
+        for leftover in self.folder.glob(f"[!.]*.{socket.gethostname()}.*.part"):
+            with self.claimed(leftover.name.partition(f".{socket.gethostname()}.")[0]) as is_free:
+                if is_free:
+                    leftover.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def claimed(self, name: str) -> Iterator[bool | None]:
+        """Whether a file is this process's to make, and no other's; None: the file system has no locks."""
+        try:
+            descriptor = os.open(self.folder / _CLAIMS / name, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError:  # the output has been completed
+            yield False
+            return
+        try:
+            yield _try_lock(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def growth(self) -> tuple[int, int]:
+        """Changes while any process makes something: finished files, and bytes of those that are being written."""
+        return len(list((self.folder / _DONE).glob("*.json"))), self._being_written()
+
+    def _being_written(self) -> int:
+        nbytes = 0
+        for path in self.folder.glob("*.part"):
+            with contextlib.suppress(OSError):
+                nbytes += path.stat().st_size
+        return nbytes
 
     def finished(self, *, verified: bool = False) -> dict[str, tuple[int, int]]:
         """Size and CRC-32 of the files that are whole.
@@ -140,10 +177,9 @@ class Draft:
         Raises:
             ConfigError: with both numbers.
         """
-        done = self.finished()
+        free, done = shutil.disk_usage(self.folder).free, self.finished()
         need = sum(output.nbytes for output in outputs if output.name not in done) + SPARE_BYTES
-        free = shutil.disk_usage(self.folder).free
-        if free < need:
+        if free + self._being_written() < need:
             raise ConfigError(
                 f"out={self.out}: needs {need / 1e9:.3f} GB, {free / 1e9:.3f} GB are free. Free space, or choose another disk."
             )
@@ -174,6 +210,8 @@ class Draft:
             sync(self.folder)
             self._record(output.name, file.nbytes, file.crc32, verified=False)
         except OSError as error:
+            if self.is_complete():  # others made the file too, where there are no locks
+                return
             draft.unlink(missing_ok=True)
             free = shutil.disk_usage(self.folder).free
             why = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else str(error.strerror)
@@ -192,7 +230,7 @@ class Draft:
         nbytes, checksum = self.finished()[output.name]
         with path.open("rb", buffering=0) as file:
             for part in output.parts():
-                made = memoryview(part.data if isinstance(part, Checked) else part)
+                made = memoryview(part)
                 for piece in (made[start : start + BLOCK_BYTES] for start in range(0, len(made), BLOCK_BYTES)):
                     position, found = file.tell(), file.read(len(piece))
                     if not np.array_equal(np.frombuffer(found, np.uint8), np.frombuffer(piece, np.uint8)):
@@ -231,9 +269,20 @@ class Draft:
 
     def tidy(self) -> None:
         """Removes what a complete output does not need: last, or by the next start if this one is killed before."""
-        for hidden in (_DONE, TEAM):
+        for hidden in (_DONE, _CLAIMS):
             shutil.rmtree(self.out / hidden, ignore_errors=True)
         (self.out / PLAN).unlink(missing_ok=True)
+
+
+def _try_lock(descriptor: int) -> bool | None:
+    """Whether nobody else holds the file or folder; None: the file system has no locks, and is taken as it is."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
 
 
 def _unfinished(path: Path) -> str:

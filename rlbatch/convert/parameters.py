@@ -9,7 +9,7 @@ import torch
 
 from rlbatch.api import ModelFamily, ParamMapping
 from rlbatch.config.schema import LayoutConfig
-from rlbatch.megatron.checkpoint_chunks import Piece, placements
+from rlbatch.megatron.checkpoint_chunks import ParameterChunk, rank_chunks
 from rlbatch.weights.codec import Geometry, hf_names, is_expert, unshard
 from rlbatch.weights.coverage import layers_of
 
@@ -48,25 +48,25 @@ def by_name(family: ModelFamily) -> dict[str, tuple[ParamMapping, int | None]]:
 
 def parameters(family: ModelFamily) -> Iterator[Parameter]:
     """All of a model, in ``by_name``'s order."""
-    pieces: dict[str, list[Piece]] = {}
-    for piece in next(iter(placements(family, LayoutConfig(world_size=1)))).pieces:
-        pieces.setdefault(piece.name, []).append(piece)
+    chunks: dict[str, list[ParameterChunk]] = {}
+    for chunk in next(iter(rank_chunks(family, LayoutConfig(world_size=1)))).chunks:
+        chunks.setdefault(chunk.name, []).append(chunk)
     geometry = Geometry.of(family)
     for name, (mapping, layer) in by_name(family).items():
-        first = pieces[name][0]
-        places = len(first.global_shape) - len(first.shape)
-        start = tuple(map(min, zip(*(piece.global_start for piece in pieces[name]), strict=True)))
+        first = chunks[name][0]
+        lead = len(first.global_shape) - len(first.shape)
+        start = tuple(map(min, zip(*(chunk.global_start for chunk in chunks[name]), strict=True)))
         if not is_expert(mapping):
             yield _parameter(mapping, hf_names(mapping, layer), first.shape, first, start, geometry)
             continue
         for expert in range(first.shape[0]):
-            place = (*start[:places], expert, *start[places + 1 :])
+            place = (*start[:lead], expert, *start[lead + 1 :])
             yield _parameter(mapping, hf_names(mapping, layer, expert), first.shape[1:], first, place, geometry)
 
 
 def _parameter(
-    mapping: ParamMapping, names: tuple[str, ...], shape: tuple[int, ...], piece: Piece, start: tuple[int, ...], geometry: Geometry
+    mapping: ParamMapping, names: tuple[str, ...], shape: tuple[int, ...], chunk: ParameterChunk, start: tuple[int, ...], geometry: Geometry
 ) -> Parameter:
     made = unshard(mapping, [torch.empty(shape, device="meta")], geometry)
     size = (*(1 for _ in range(len(start) - len(shape))), *shape)
-    return Parameter(mapping, names, tuple(tuple(tensor.shape) for tensor in made), shape, piece.key, piece.global_shape, start, size)
+    return Parameter(mapping, names, tuple(tuple(tensor.shape) for tensor in made), shape, chunk.key, chunk.global_shape, start, size)

@@ -19,8 +19,8 @@ from rlbatch.config.schema import LayoutConfig
 from rlbatch.convert.block_file import Part
 from rlbatch.convert.output import Output
 from rlbatch.convert.parameters import by_name
-from rlbatch.megatron.checkpoint_chunks import Placement, placements
-from rlbatch.megatron.stock_names import extra_states, local_name
+from rlbatch.megatron.checkpoint_chunks import RankChunks, rank_chunks
+from rlbatch.megatron.names import extra_states, local_name
 from rlbatch.weights.codec import Geometry, Source, fill, hf_names, is_expert, shard_shape
 
 CHUNK_BYTES = 2**30
@@ -90,18 +90,18 @@ def outputs(family: ModelFamily, hf: HfTensors, layout: LayoutConfig, file_bytes
     """
     files: list[Output] = []
     chunks: list[Chunk] = []
-    for placement in placements(family, layout):
+    for of_rank in rank_chunks(family, layout):
         cuts: list[tuple[_Cut, int]] = []
         held = number = 0
-        for cut in _cuts(family, hf, placement):
+        for cut in _cuts(family, hf, of_rank):
             nbytes = archive.length(cut.stored, cut.shard.dtype)
             if cuts and held + nbytes > file_bytes:
-                files.append(_file(f"__{placement.rank}_{number}{CHUNK_SUFFIX}", cuts, chunks))
+                files.append(_file(f"__{of_rank.rank}_{number}{CHUNK_SUFFIX}", cuts, chunks))
                 cuts, held, number = [], 0, number + 1
             cuts.append((cut, nbytes))
             held += nbytes
         if cuts:
-            files.append(_file(f"__{placement.rank}_{number}{CHUNK_SUFFIX}", cuts, chunks))
+            files.append(_file(f"__{of_rank.rank}_{number}{CHUNK_SUFFIX}", cuts, chunks))
     return files, [*chunks, *_under_other_names(chunks)]
 
 
@@ -137,26 +137,26 @@ def _file(name: str, cuts: Sequence[tuple[_Cut, int]], chunks: list[Chunk]) -> O
     return Output(name, end, parts)
 
 
-def _cuts(family: ModelFamily, hf: HfTensors, placement: Placement) -> Iterator[_Cut]:
+def _cuts(family: ModelFamily, hf: HfTensors, of_rank: RankChunks) -> Iterator[_Cut]:
     mappings = by_name(family)
     geometry = Geometry.of(family)
-    for name, group in groupby(placement.pieces, key=lambda piece: piece.name):
-        pieces = list(group)
+    for name, group in groupby(of_rank.chunks, key=lambda chunk: chunk.name):
+        chunks = list(group)
         if name not in mappings:
             raise ModelError(f"model family {family.name}: no mapping covers {name}. Add one.")
         mapping, layer = mappings[name]
         if not is_expert(mapping):
-            shard = _shard(hf, mapping, hf_names(mapping, layer), geometry, placement.tp, pieces[0].shape)
-            for piece in pieces:
-                yield from _divided(_Cut(shard, piece.start, piece.size, piece.key, piece.global_shape, piece.global_start))
+            shard = _shard(hf, mapping, hf_names(mapping, layer), geometry, of_rank.tp, chunks[0].shape)
+            for chunk in chunks:
+                yield from _divided(_Cut(shard, chunk.start, chunk.size, chunk.key, chunk.global_shape, chunk.global_start))
             continue
-        places = len(pieces[0].global_shape) - len(pieces[0].shape)
-        for local in range(pieces[0].shape[0]):
-            expert = placement.ep[1] * pieces[0].shape[0] + local
-            shard = _shard(hf, mapping, hf_names(mapping, layer, expert), geometry, placement.etp, pieces[0].shape[1:])
-            for piece in pieces:
-                offset = (*piece.global_start[:places], piece.global_start[places] + local, *piece.global_start[places + 1 :])
-                yield from _divided(_Cut(shard, piece.start[1:], piece.size[1:], piece.key, piece.global_shape, offset))
+        lead = len(chunks[0].global_shape) - len(chunks[0].shape)
+        for local in range(chunks[0].shape[0]):
+            expert = of_rank.ep[1] * chunks[0].shape[0] + local
+            shard = _shard(hf, mapping, hf_names(mapping, layer, expert), geometry, of_rank.etp, chunks[0].shape[1:])
+            for chunk in chunks:
+                offset = (*chunk.global_start[:lead], chunk.global_start[lead] + local, *chunk.global_start[lead + 1 :])
+                yield from _divided(_Cut(shard, chunk.start[1:], chunk.size[1:], chunk.key, chunk.global_shape, offset))
 
 
 def _shard(

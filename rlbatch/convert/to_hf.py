@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlbatch.api import DataError, ModelFamily, Vocab
-from rlbatch.checkpoint.export import ExportForm
+from rlbatch.checkpoint.export_form import ExportForm
 from rlbatch.checkpoint.hf import HfTensors
 from rlbatch.checkpoint.torch_dist import TorchDist
 from rlbatch.convert.hf_output import HfTensor, plain, quantised

@@ -13,10 +13,14 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories, is_main_replica
+from megatron.core.dist_checkpointing.strategies import torch as strategies
+from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from rlbatch.api import DataError
-from rlbatch.megatron import safe_load  # noqa: F401  (in its place from now on)
+from rlbatch.checkpoint.unpickle import read_metadata
 from rlbatch.megatron.state_writer import Writing
 from rlbatch.megatron.trainer import Trainer
 
@@ -145,3 +149,25 @@ def sharding_metadata() -> dict[str, Any]:
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,
     }
+
+
+class _Reader(CachedMetadataFileSystemReader):
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._cached_metadata is None:
+            self._cached_metadata = read_metadata(Path(self.path))
+            self._cached_metadata.storage_meta = self._cached_metadata.storage_meta or StorageMeta()
+            self._cached_metadata.storage_meta.load_id = self.load_id
+        return self._cached_metadata
+
+
+class _Planner(strategies.MCoreLoadPlanner):
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        loaded = torch.load(value, weights_only=True)
+        if self.flatten_state_dict:
+            set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)
+        else:
+            self.state_dict[read_item.dest_index.fqn] = loaded
+
+
+strategies._get_filesystem_reader = lambda checkpoint_dir, cache_metadata=False: _Reader(checkpoint_dir)
+strategies.MCoreLoadPlanner = _Planner

@@ -1,6 +1,6 @@
 """Which part of which checkpoint tensor a rank of a layout holds, found without ranks: its model is built on the meta device.
 
-The answer comes from the same ``sharded_state_dict`` as training's, in a process that plays one rank after the other.
+The answer comes from the same ``sharded_state_dict`` as training's, in a process that simulates one rank after the other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlbatch.megatron.simulated_rank import on_meta, simulated_rank, stages
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParameterChunk:
     """A box of one of a rank's parameters, and its place in the checkpoint.
 
     Attributes:
@@ -45,7 +45,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Placement:
+class RankChunks:
     """What a rank writes into a checkpoint.
 
     Attributes:
@@ -53,18 +53,18 @@ class Placement:
         tp: Tensor-parallel size and rank.
         etp: The same of experts.
         ep: Expert-parallel size and rank.
-        pieces: In the model's order; none that another rank writes.
+        chunks: In the model's order; none that another rank writes.
     """
 
     rank: int
     tp: tuple[int, int]
     etp: tuple[int, int]
     ep: tuple[int, int]
-    pieces: tuple[Piece, ...]
+    chunks: tuple[ParameterChunk, ...]
 
 
-def placements(family: ModelFamily, layout: LayoutConfig, ranks: Iterable[int] | None = None) -> Iterator[Placement]:
-    """Plays ranks of a layout. No process group may exist.
+def rank_chunks(family: ModelFamily, layout: LayoutConfig, ranks: Iterable[int] | None = None) -> Iterator[RankChunks]:
+    """Simulates ranks of a layout, one after the other. No process group may exist.
 
     Args:
         family: The model.
@@ -73,9 +73,9 @@ def placements(family: ModelFamily, layout: LayoutConfig, ranks: Iterable[int] |
     """
     for rank in range(layout.world_size) if ranks is None else ranks:
         with simulated_rank(layout, rank):
-            pieces = tuple(_pieces(family, layout)) if _may_write() else ()
+            chunks = tuple(_chunks(family, layout)) if _may_write() else ()
             groups = parallel.weight_groups()
-            yield Placement(rank, _place(groups.tp), _place(groups.etp), _place(groups.ep), pieces)
+            yield RankChunks(rank, _place(groups.tp), _place(groups.etp), _place(groups.ep), chunks)
 
 
 def _place(group: dist.ProcessGroup) -> tuple[int, int]:
@@ -87,7 +87,7 @@ def _may_write() -> bool:
     return parallel.dp_cp_group().rank() == 0 or parallel_state.get_expert_data_parallel_group().rank() == 0
 
 
-def _pieces(family: ModelFamily, layout: LayoutConfig) -> Iterator[Piece]:
+def _chunks(family: ModelFamily, layout: LayoutConfig) -> Iterator[ParameterChunk]:
     with on_meta():
         for stage in stages(family, layout):
             names = {id(tensor): name for name, tensor in canonical_tensors([stage]).items()}
@@ -97,15 +97,15 @@ def _pieces(family: ModelFamily, layout: LayoutConfig) -> Iterator[Piece]:
             for name, value in state.items():
                 for sharded in value if isinstance(value, list) else [value]:
                     if isinstance(sharded, ShardedTensor) and is_main_replica(sharded.replica_id):
-                        yield _piece(names[id(tensors[name])], tensors[name], sharded)
+                        yield _chunk(names[id(tensors[name])], tensors[name], sharded)
 
 
-def _piece(name: str, parameter: torch.Tensor, sharded: ShardedTensor) -> Piece:
+def _chunk(name: str, parameter: torch.Tensor, sharded: ShardedTensor) -> ParameterChunk:
     offset, start = sharded.data.storage_offset(), []
     for stride in parameter.stride():
         start.append(offset // stride)
         offset %= stride
-    return Piece(
+    return ParameterChunk(
         name=name,
         shape=tuple(parameter.shape),
         start=tuple(start),

@@ -1,4 +1,4 @@
-"""Faults of Megatron-core 0.16 that this project meets on any device, repaired in place; each says what happens without the repair."""
+"""Faults of Megatron-core 0.16 that this project meets on any device, patched in place; each patch says what happens without it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def install() -> None:
-    """Applies all repairs; may be called again."""
+    """Applies all patches; may be called again."""
     _fix_hybrid_optimizer()
     _judge_groups_of_experts_by_two()
     _gather_state_in_pieces()

@@ -1,4 +1,4 @@
-"""A rank of any layout, played by one process: process groups without peers, and modules on the meta device, which have no memory."""
+"""A rank of any layout, simulated by one process: process groups without peers, and modules on the meta device, which have no memory."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class _OnMeta(TorchFunctionMode):
 
 
 def stages(family: ModelFamily, layout: LayoutConfig) -> list[PolicyModel]:
-    """The played rank's part of the model, in bf16; to be called and used ``on_meta``."""
+    """The simulated rank's part of the model, in bf16; to be called and used ``on_meta``."""
     return build_model(transformer_config(family, layout, "bf16"), family)
 
 

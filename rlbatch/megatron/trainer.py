@@ -160,7 +160,7 @@ class Trainer:
         def keep(output: Tensor) -> tuple[Tensor, Tensor, Any]:
             return output.sum(), torch.tensor(0, dtype=torch.int), output[0].float()
 
-        packs = self._shifted(microbatches)
+        packs = self._inputs(microbatches)
         outputs = self._run(packs, [keep] * len(packs), forward_only=True)
         whole = [pack.restore(self._from_last_stage(outputs[i] if outputs else None, pack.local_tokens)) for i, pack in enumerate(packs)]
         return [values[: len(mb.token_ids)].where(mb.loss_mask.cpu() > 0, 0.0) for values, mb in zip(whole, microbatches, strict=True)]
@@ -217,7 +217,7 @@ class Trainer:
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        packs = self._shifted(microbatches)
+        packs = self._inputs(microbatches)
 
         def loss_of(pack: MicrobatchInputs, output: Tensor) -> tuple[Tensor, Tensor, Any]:
             part = objective(output[0], output[1], pack.microbatch, denominator, pack.over_ranks)
@@ -247,7 +247,7 @@ class Trainer:
         """Advances the schedule by one step; its updates share the rate."""
         self.schedule.step(1)
 
-    def _shifted(self, microbatches: Sequence[Microbatch]) -> list[MicrobatchInputs]:
+    def _inputs(self, microbatches: Sequence[Microbatch]) -> list[MicrobatchInputs]:
         group = parallel_state.get_context_parallel_group()
         if self._config.layout.vpp_size > 1:
             longest = max(len(microbatch.token_ids) for microbatch in microbatches)

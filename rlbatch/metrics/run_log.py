@@ -10,7 +10,6 @@ from typing import Any, TextIO
 from rlbatch.api import ConfigError, StepResult
 from rlbatch.metrics.progress import RunProgress, format_seconds
 from rlbatch.metrics.report import RunReport, Status, Summary, remove_samples_after, write_samples
-from rlbatch.metrics.tensorboard import TensorBoard
 
 
 def finished_line(summary: Summary, run_dir: Path) -> str:
@@ -105,3 +104,39 @@ class RunLog:
         if self._report and self._progress and status == "finished":
             with suppress(OSError):  # nobody may read it any more
                 self._progress.phase(finished_line(self._report.summary, self._run_dir))
+
+
+class TensorBoard:
+    """Writes every metric of every step as a scalar; NaN and infinity are kept, so that a broken value shows."""
+
+    def __init__(self, folder: Path) -> None:
+        """Args:
+        folder: Of the event files; created with the first of them.
+        """
+        self._folder = folder
+        self._purge_step: int | None = None
+        self._open: Any = None
+
+    def begin(self, done: int) -> None:
+        """Hides what earlier event files have of steps after ``done`` (0: of all). Before the first ``record``."""
+        if any(self._folder.glob("events.*")):
+            self._purge_step = done + 1 if done else 0
+
+    def record(self, result: StepResult) -> None:
+        """Adds the step's metrics; they are on disk on return, so that a killed run loses none."""
+        for tag, value in result.metrics.items():
+            self._writer.add_scalar(tag, value, result.step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Ends the event file."""
+        if self._open:
+            self._open.close()
+
+    @property
+    def _writer(self) -> Any:
+        if self._open is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._open = SummaryWriter(str(self._folder), purge_step=self._purge_step)
+        return self._open

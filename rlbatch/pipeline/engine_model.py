@@ -8,7 +8,7 @@ from codecs import BOM_UTF8
 from pathlib import Path
 
 from rlbatch.api import ConfigError, ModelFamily
-from rlbatch.checkpoint.export import quantization_config
+from rlbatch.checkpoint.export_form import quantization_config
 from rlbatch.checkpoint.model_files import model_files
 from rlbatch.config.hf_config import read_config
 from rlbatch.plan.engine_precision import Quantization

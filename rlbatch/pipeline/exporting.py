@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from rlbatch.api import CheckpointError
-from rlbatch.checkpoint.export import ExportForm, NamedTensor
-from rlbatch.checkpoint.finite import count_not_finite
+from rlbatch.checkpoint.export_form import ExportForm, NamedTensor
 from rlbatch.checkpoint.hf import HfTensors, HfWriter
+from rlbatch.checkpoint.reading import count_not_finite
 from rlbatch.config.hf_config import read_config
 from rlbatch.pipeline.job import Job
 from rlbatch.pipeline.loading import weights_source

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from rlbatch.api import Prompt, RolloutError, SampleGroup
-from rlbatch.metrics.clock import PhaseClock
+from rlbatch.metrics.phases import PhaseClock
 from rlbatch.pipeline.job import Job
 from rlbatch.pipeline.rollout import Rollout
 

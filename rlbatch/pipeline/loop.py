@@ -14,8 +14,8 @@ import torch.distributed as dist
 from rlbatch.api import LaunchError, SampleGroup, StepResult
 from rlbatch.launch.records.history import ATTEMPTS, begin_attempt
 from rlbatch.launch.shutdown.signals import Ending
-from rlbatch.metrics.clock import PhaseClock
 from rlbatch.metrics.names import check_tags
+from rlbatch.metrics.phases import PhaseClock
 from rlbatch.metrics.report import sample_rows
 from rlbatch.metrics.run_log import RunLog
 from rlbatch.pipeline.exchange import gather_bytes

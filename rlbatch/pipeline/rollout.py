@@ -36,7 +36,7 @@ from rlbatch.config.schema import Config
 from rlbatch.foreign_code import state_kept
 from rlbatch.launch.shutdown.signals import Interrupted, StopNotice
 from rlbatch.pipeline.finished_groups import FinishedGroups, WeightsProbe
-from rlbatch.weights.sync import buckets
+from rlbatch.weights.export import buckets
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -17,7 +17,7 @@ from rlbatch.algorithms.overlong import overlong_penalties
 from rlbatch.api import Microbatch, PluginError, SampleGroup, StepResult
 from rlbatch.megatron import parallel
 from rlbatch.megatron.finite import NotFinite
-from rlbatch.metrics.clock import PhaseClock
+from rlbatch.metrics.phases import PhaseClock
 from rlbatch.pipeline import step_metrics
 from rlbatch.pipeline.exchange import Batch, all_gather_ragged, exchange
 from rlbatch.pipeline.generation import generate

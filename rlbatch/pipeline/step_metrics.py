@@ -13,7 +13,7 @@ from rlbatch.api import PluginError, RolloutError
 from rlbatch.config.schema import Config
 from rlbatch.megatron import parallel
 from rlbatch.metrics import mfu
-from rlbatch.metrics.clock import PhaseClock
+from rlbatch.metrics.phases import PhaseClock
 from rlbatch.pipeline.exchange import Batch
 from rlbatch.pipeline.job import Job
 from rlbatch.pipeline.rollout import Work

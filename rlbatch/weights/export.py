@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlbatch.api import ModelError, ModelFamily, ParamMapping
+from rlbatch.api import ModelError, ModelFamily, ParamMapping, WeightBucket
 from rlbatch.collectives import gathered
 from rlbatch.weights.codec import Geometry, hf_names, is_expert
 from rlbatch.weights.coverage import fp8_names
 from rlbatch.weights.routing import Routes, exchange, gathered_routes
-from rlbatch.weights.shards import NamedTensor, Wire
+from rlbatch.weights.shard_format import NamedTensor, ShardFormat
 
 AT_ONCE_BYTES = 64 * 2**20
 """Experts of several ranks are gathered at once up to this size together, else one after the other."""
@@ -49,20 +49,20 @@ Described = Mapping[str, tuple[torch.Size, torch.dtype]]
 
 
 @dataclass(frozen=True)
-class _Prepared:
+class _EntryPlan:
     """An entry, and all of it that is the same in every export.
 
     Attributes:
         name: In Megatron's model.
         stage: First pipeline rank that holds it.
-        wire: What its shards travel as; one expert's.
+        form: What its shards travel as; one expert's.
         names: Of its Hugging Face tensors, for every expert (or once).
         per_rank: Experts of an expert-parallel rank; 0 if it is none's.
     """
 
     name: str
     stage: int
-    wire: Wire
+    form: ShardFormat
     names: list[tuple[str, ...]]
     per_rank: int
 
@@ -87,7 +87,7 @@ class Exporter:
         self._family, self._groups = family, groups
         owners = self._stage_owners(entries, described)
         geometry, fp8 = Geometry.of(family), fp8_names(family) if quantize else set()
-        self._prepared: list[_Prepared] = []
+        self._plans: list[_EntryPlan] = []
         for entry in entries:
             mapping, (stage, shape, dtype) = entry.mapping, owners[entry.name]
             experts = is_expert(mapping)
@@ -98,8 +98,9 @@ class Exporter:
                     f"model family {family.name}: {', '.join(names[0])} and the layer's other experts must all be quantised or none. "
                     "Correct modules_to_not_convert in config.json."
                 )
-            wire = Wire(mapping, geometry, (groups.etp if experts else groups.tp).size(), shape[1:] if experts else shape, dtype, quantised)
-            self._prepared.append(_Prepared(entry.name, stage, wire, names, shape[0] if experts else 0))
+            size, shard_shape = (groups.etp.size(), shape[1:]) if experts else (groups.tp.size(), shape)
+            form = ShardFormat(mapping, geometry, size, shard_shape, dtype, quantised)
+            self._plans.append(_EntryPlan(entry.name, stage, form, names, shape[0] if experts else 0))
         self._views: dict[str, tuple[Hashable, Sequence[Sequence[NamedTensor]] | None]] = {}
         self._is_alone = groups.ep.size() == groups.etp.size() == groups.pp.size() == 1
 
@@ -107,24 +108,24 @@ class Exporter:
         """See ``ParameterMap.export``; every rank iterates to the end."""
         groups, device = self._groups, next(iter(params.values())).device
         place, routes = (groups.pp.rank(), groups.ep.rank(), groups.etp.rank()), None
-        if any(entry.per_rank for entry in self._prepared):
+        if any(entry.per_rank for entry in self._plans):
             routes = gathered_routes(place, wanted, self._family.num_experts, device)
-        for entry in self._prepared:
+        for entry in self._plans:
             local = params[entry.name].detach() if groups.pp.rank() == entry.stage else None
             if routes is not None and entry.per_rank:
                 yield from self._routed(entry, local, routes, device)
             elif not entry.per_rank:
                 part = self._from_stage(entry, local, device)
-                yield from entry.wire.decode(entry.names[0], _gathered(part, groups.tp))
+                yield from entry.form.decode(entry.names[0], _gathered(part, groups.tp))
             elif self._is_alone and local is not None:
                 yield from self._alone(entry, local)
             else:
-                expert_bytes = entry.wire.nbytes * groups.etp.size() * groups.ep.size()
+                expert_bytes = entry.form.nbytes * groups.etp.size() * groups.ep.size()
                 step = max(1, AT_ONCE_BYTES // expert_bytes)
                 for first in range(0, entry.per_rank, step):
                     yield from self._of_all_ranks(entry, range(first, min(first + step, entry.per_rank)), local, device)
 
-    def _of_all_ranks(self, entry: _Prepared, experts: range, local: Tensor | None, device: torch.device) -> Iterator[NamedTensor]:
+    def _of_all_ranks(self, entry: _EntryPlan, experts: range, local: Tensor | None, device: torch.device) -> Iterator[NamedTensor]:
         """Some of the experts of every expert-parallel rank, to every rank: gathered together, or one large expert rank after rank."""
         stack = None if local is None else local[experts.start : experts.stop]
         shards, ep = _gathered(self._from_stage(entry, stack, device, len(experts)), self._groups.etp), self._groups.ep
@@ -139,20 +140,20 @@ class Exporter:
         for same_place in zip(*by_rank, strict=True):
             yield from chain.from_iterable(same_place)
 
-    def _experts(self, entry: _Prepared, rank: int, experts: range, travelled: Sequence[Tensor]) -> Iterator[Iterable[NamedTensor]]:
+    def _experts(self, entry: _EntryPlan, rank: int, experts: range, travelled: Sequence[Tensor]) -> Iterator[Iterable[NamedTensor]]:
         """Each of an expert-parallel rank's experts, of which the shards have come, stacked."""
         first = rank * entry.per_rank + experts.start
-        views = entry.wire.views(travelled[0])
+        views = entry.form.views(travelled[0])
         for index, names in enumerate(entry.names[first : first + len(experts)]):
             if views is not None:
                 yield zip(names, views[index], strict=True)
             else:
-                yield entry.wire.decode(names, [shard[index] for shard in travelled])
+                yield entry.form.decode(names, [shard[index] for shard in travelled])
 
-    def _routed(self, entry: _Prepared, local: Tensor | None, routes: Routes, device: torch.device) -> Iterator[NamedTensor]:
+    def _routed(self, entry: _EntryPlan, local: Tensor | None, routes: Routes, device: torch.device) -> Iterator[NamedTensor]:
         """The experts that this rank wants; where others want more, empty tensors (``meta``) without a name in their place."""
-        wire, own = entry.wire, None if local is None else self._own_views(entry, local)
-        most = max(1, AT_ONCE_BYTES // (wire.nbytes * routes.shards))
+        form, own = entry.form, None if local is None else self._own_views(entry, local)
+        most = max(1, AT_ONCE_BYTES // (form.nbytes * routes.shards))
         for slots in routes.batches(entry.stage, most):
             kept = {slot: None if own is None else routes.kept(entry.stage, slot) for slot in slots}
             shards = self._exchanged(entry, local, routes, [slot for slot in slots if kept[slot] is None], most, device)
@@ -161,38 +162,38 @@ class Exporter:
                 if own is not None and index is not None:
                     yield from own[index]
                 elif expert is None:
-                    nothing = wire.decode(entry.names[0], [wire.empty("meta")] * routes.shards)
+                    nothing = form.decode(entry.names[0], [form.empty("meta")] * routes.shards)
                     yield from (("", tensor) for _, tensor in nothing)
                 else:
-                    yield from wire.decode(entry.names[expert], [shards.pop((slot, shard)) for shard in range(routes.shards)])
+                    yield from form.decode(entry.names[expert], [shards.pop((slot, shard)) for shard in range(routes.shards)])
 
     def _exchanged(
-        self, entry: _Prepared, local: Tensor | None, routes: Routes, slots: Sequence[int], most: int, device: torch.device
+        self, entry: _EntryPlan, local: Tensor | None, routes: Routes, slots: Sequence[int], most: int, device: torch.device
     ) -> dict[tuple[int, int], Tensor]:
         """(slot, shard) -> what came of it, of some slots; at most ``most`` rounds of them travel together."""
         shards: dict[tuple[int, int], Tensor] = {}
         steps = [(slot, step) for slot in slots for step in routes.rounds(entry.stage, slot)]
         for first in range(0, len(steps), most):
             together = steps[first : first + most]
-            mine = [entry.wire.encode(local[step.index]) if local is not None and step.index is not None else None for _, step in together]
+            mine = [entry.form.encode(local[step.index]) if local is not None and step.index is not None else None for _, step in together]
             memory: list[dict[int, Tensor]] = []
             for (slot, step), sent in zip(together, mine, strict=True):
-                memory.append({shard: entry.wire.empty(device) for shard, sender in step.shards.items() if sender != dist.get_rank()})
+                memory.append({shard: entry.form.empty(device) for shard, sender in step.shards.items() if sender != dist.get_rank()})
                 own = {shard: sent for shard, sender in step.shards.items() if sender == dist.get_rank() and sent is not None}
                 shards |= {(slot, shard): tensor for shard, tensor in (*memory[-1].items(), *own.items())}
             exchange([step for _, step in together], mine, memory)
         return shards
 
-    def _alone(self, entry: _Prepared, local: Tensor) -> Iterator[NamedTensor]:
+    def _alone(self, entry: _EntryPlan, local: Tensor) -> Iterator[NamedTensor]:
         """All experts, of the only rank."""
         own = self._own_views(entry, local)
         if own is not None:
             yield from chain.from_iterable(own)
             return
         for names, expert in zip(entry.names, local.unbind(0), strict=True):
-            yield from entry.wire.decode(names, [entry.wire.encode(expert)])
+            yield from entry.form.decode(names, [entry.form.encode(expert)])
 
-    def _own_views(self, entry: _Prepared, local: Tensor) -> Sequence[Sequence[NamedTensor]] | None:
+    def _own_views(self, entry: _EntryPlan, local: Tensor) -> Sequence[Sequence[NamedTensor]] | None:
         """This rank's experts, if they are views of their stack: the same objects as long as that stays where it is.
 
         A storage that its parameter has left for another is held until the next export.
@@ -201,7 +202,7 @@ class Exporter:
         # Which storage, as what one is emptied of may now be another's; and where, as that is what readers of the views remember.
         place = storage._cdata, storage.data_ptr(), local.storage_offset(), local.stride()
         if entry.name not in self._views or self._views[entry.name][0] != place:
-            first, views = self._groups.ep.rank() * entry.per_rank, entry.wire.views(local)
+            first, views = self._groups.ep.rank() * entry.per_rank, entry.form.views(local)
             names = entry.names[first : first + entry.per_rank]
             own = None if views is None else [tuple(zip(*expert, strict=True)) for expert in zip(names, views, strict=True)]
             self._views[entry.name] = place, own
@@ -221,9 +222,9 @@ class Exporter:
             )
         return owners
 
-    def _from_stage(self, entry: _Prepared, local: Tensor | None, device: torch.device, experts: int | None = None) -> Tensor:
+    def _from_stage(self, entry: _EntryPlan, local: Tensor | None, device: torch.device, experts: int | None = None) -> Tensor:
         """What the owner stage's shard, or a stack of shards of so many experts, travels as, on every stage."""
-        tensor = entry.wire.empty(device, experts) if local is None else entry.wire.encode(local, is_stack=experts is not None)
+        tensor = entry.form.empty(device, experts) if local is None else entry.form.encode(local, is_stack=experts is not None)
         return _broadcast(tensor, entry.stage, self._groups.pp)
 
 
@@ -240,3 +241,46 @@ def _gathered(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     gathered = tensor.new_empty((group.size() * len(tensor), *tensor.shape[1:]) if tensor.dim() else group.size())
     dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=group)
     return list(gathered.chunk(group.size()) if tensor.dim() else gathered.unbind(0))
+
+
+MIB = 2**20
+
+
+def buckets(
+    tensors: Iterable[NamedTensor], bucket_mib: int, policy_version: int, *, lasting: Container[int] = (), is_carried: bool = False
+) -> Iterator[WeightBucket]:
+    """Groups tensors into buckets of at most ``bucket_mib`` MiB; a larger tensor travels alone.
+
+    Empty tensors (device ``meta``) count and stay out: ranks that get different experts cut their buckets at the same places, and have the
+    same number of them, some maybe empty.
+
+    Args:
+        tensors: Names and full tensors, streamed.
+        bucket_mib: Limit of a bucket, MiB.
+        policy_version: Stamped on every bucket.
+        lasting: Addresses of the storages that stay as they are until the sync is over, e.g. of parameters: ``WeightBucket.lasting``.
+        is_carried: As ``WeightBucket``.
+
+    Yields:
+        Buckets; taking the next one may free or overwrite the last one's tensors.
+    """
+    held: list[NamedTensor] = []
+    size = 0
+
+    def bucket() -> WeightBucket:
+        named, content = [name for name, _ in held], [tensor for _, tensor in held]
+        return WeightBucket(
+            named, content, policy_version, [tensor.untyped_storage().data_ptr() in lasting for tensor in content], is_carried
+        )
+
+    limit = bucket_mib * MIB
+    for named in tensors:
+        nbytes = named[1].nbytes
+        if (held or size) and size + nbytes > limit:
+            yield bucket()
+            held, size = [], 0
+        if not named[1].is_meta:
+            held.append(named)
+        size += nbytes
+    if held or size:
+        yield bucket()

@@ -15,7 +15,7 @@ from rlbatch.api import Buffer, DataError, ModelError, ModelFamily, ParamMapping
 from rlbatch.weights.codec import Geometry, Source, fill, hf_names, is_expert, shard_shape
 from rlbatch.weights.coverage import check_names, layers_of, trained_names
 from rlbatch.weights.export import Entry, Exporter, ParallelGroups
-from rlbatch.weights.shards import NamedTensor
+from rlbatch.weights.shard_format import NamedTensor
 
 __all__ = ["NamedTensor", "ParallelGroups", "ParameterMap", "ReadTensor"]
 

@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 
 from rlbatch.api import DataError, ExpertDown, ModelFamily, Passthrough, Vocab
 from rlbatch.checkpoint.carried import carried_layers, draft_model
+from rlbatch.weights.export import buckets
 from rlbatch.weights.quantize import dequantize, quantize
-from rlbatch.weights.sync import buckets
 
 FAMILY = ModelFamily(
     name="toy",

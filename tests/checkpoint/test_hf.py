@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from rlbatch.api import CheckpointError, DataError
 from rlbatch.checkpoint.hf import HfTensors, HfWriter
 from rlbatch.checkpoint.hf_index import INDEX
-from rlbatch.checkpoint.safetensors_writer import SafetensorsWriter
+from rlbatch.checkpoint.safetensors_file import SafetensorsWriter
 from rlbatch.weights.quantize import quantize
 
 

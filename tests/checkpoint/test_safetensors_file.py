@@ -12,9 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlbatch.api import DataError
-from rlbatch.checkpoint import safetensors_writer
-from rlbatch.checkpoint.safetensors_file import PAGE, SafetensorsFile
-from rlbatch.checkpoint.safetensors_writer import SafetensorsWriter
+from rlbatch.checkpoint import safetensors_file
+from rlbatch.checkpoint.safetensors_file import PAGE, SafetensorsFile, SafetensorsWriter
 
 TENSORS = {
     "rank 3": torch.arange(105.0).view(7, 5, 3),
@@ -159,7 +158,7 @@ def test_the_library_reads_what_is_written(tmp_path: Path) -> None:
 
 def test_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A header that would become too long, and a tensor that would begin at an odd place."""
-    monkeypatch.setattr(safetensors_writer, "HEADER_ROOM", 200)
+    monkeypatch.setattr(safetensors_file, "HEADER_ROOM", 200)
     writer = SafetensorsWriter(tmp_path / "out.safetensors")
     writer.write("odd", torch.zeros(3, dtype=torch.uint8))
     assert not writer.fits("a", torch.zeros(1))

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from rlbatch.checkpoint.crc import Checked
 from rlbatch.convert import block_file
 from rlbatch.convert.block_file import BLOCK_BYTES, BlockFile, Part
 
@@ -18,12 +17,12 @@ CONTENT = random.Random(0).randbytes(2 * BLOCK_BYTES + 12_345)
 
 
 def cut(lengths: list[int]) -> list[Part]:
-    """The content in parts, every second one with its checksum."""
+    """The content in parts."""
     parts: list[Part] = []
     start = 0
-    for number, length in enumerate([*lengths, len(CONTENT)]):
+    for length in [*lengths, len(CONTENT)]:
         part = memoryview(CONTENT)[start : start + length]
-        parts.append(Checked.of(part) if number % 2 else part)
+        parts.append(part)
         start += length
     return parts
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlbatch.convert.__main__ import main
-from rlbatch.convert.options import parse
+from rlbatch.convert.arguments import parse
 from tests import tiny_models
 from tests.convert.test_dist import run
 

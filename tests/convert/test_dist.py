@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from rlbatch.config.schema import LayoutConfig
+from rlbatch.convert.arguments import parse
 from rlbatch.convert.conversion import convert
-from rlbatch.convert.options import parse
 from rlbatch.launch.ranks.rank_info import RankInfo
 from rlbatch.testing.parity import sequences
 from tests import tiny_models

@@ -17,12 +17,10 @@ import pytest
 
 from rlbatch.api import CheckpointError, ConfigError, DataError
 from rlbatch.checkpoint.origin import MARKER
-from rlbatch.convert import conversion
 from rlbatch.convert import output as outputs_module
+from rlbatch.convert.arguments import parse
 from rlbatch.convert.conversion import convert
-from rlbatch.convert.options import Options, parse
 from rlbatch.convert.output import Draft, Output
-from rlbatch.launch.ranks.rank_info import RankInfo
 from tests import tiny_models
 from tests.convert.test_dist import ALONE, run
 
@@ -57,7 +55,7 @@ def test_files_appear_whole(tmp_path: Path) -> None:
         yield b"123"
         raise DataError("source is damaged")
 
-    with draft.locked():
+    with draft.opened():
         draft.write(output("one", b"content"), ignore)
         with pytest.raises(DataError, match="source is damaged"):
             draft.write(Output("two", 6, failing), ignore)
@@ -92,11 +90,11 @@ def test_a_process_of_a_killed_start_spoils_nothing(tmp_path: Path) -> None:
             except BaseException as error:
                 errors.append(error)
 
-    with draft.locked():
+    with draft.opened():
         thread = threading.Thread(target=old)
         thread.start()
         is_half.wait(60)
-    with draft.locked():
+    with draft.opened():
         is_new.set()
         thread.join()
         assert draft.finished() == {}
@@ -108,7 +106,7 @@ def test_a_process_of_a_killed_start_spoils_nothing(tmp_path: Path) -> None:
 def test_verification_sees_a_flipped_bit(tmp_path: Path) -> None:
     """What was written is compared with what the source gives."""
     draft = Draft(tmp_path / "out", {})
-    with draft.locked():
+    with draft.opened():
         draft.write(output("one", b"content"), ignore)
         draft.verify(output("one", b"content"), ignore)
         assert draft.finished(verified=True) == draft.finished()
@@ -120,29 +118,29 @@ def test_verification_sees_a_flipped_bit(tmp_path: Path) -> None:
 def test_one_conversion_an_output(tmp_path: Path) -> None:
     """A second converter is refused while the first runs, another conversion's draft is not taken up, nothing existing is overwritten."""
     draft = Draft(tmp_path / "out", {"mode": "a"})
-    with draft.locked():
+    with draft.opened():
         draft.write(output("one", b"content"), ignore)
     with (
-        draft.locked(),
+        draft.opened(),
         pytest.raises(ConfigError, match="another conversion is writing it"),
-        Draft(tmp_path / "out", {"mode": "a"}).locked(),
+        Draft(tmp_path / "out", {"mode": "a"}).opened(),
     ):
         pass
     with (
         pytest.raises(ConfigError, match=r'was left by another conversion \(mode was "a", is "b"\)'),
-        Draft(tmp_path / "out", {"mode": "b"}).locked(),
+        Draft(tmp_path / "out", {"mode": "b"}).opened(),
     ):
         pass
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").touch()
-    with pytest.raises(ConfigError, match="exists and is not empty"), Draft(tmp_path / "full", {}).locked():
+    with pytest.raises(ConfigError, match="exists and is not empty"), Draft(tmp_path / "full", {}).opened():
         pass
 
 
 def test_room_is_checked_first(hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Too little free space is refused with both numbers before anything is written."""
     monkeypatch.setattr(outputs_module.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1_200_000}))
-    with pytest.raises(ConfigError, match=r"needs 0\.001 GB, 0\.001 GB are free\. Free space"):
+    with pytest.raises(ConfigError, match=r"needs 0\.002 GB, 0\.001 GB are free\. Free space"):
         run("mode=hf_to_dist", f"hf={hf}", f"out={tmp_path / 'out'}", "layout.ep_size=2")
     assert list(tmp_path.iterdir()) == []
 
@@ -198,69 +196,6 @@ def test_killed_and_started_again(hf: Path, tmp_path: Path) -> None:
     assert contents(out) == contents(tmp_path / "fresh")
 
 
-@pytest.fixture
-def prepared_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads play processes here, and Megatron's state, on which shapes are found, is one for all threads."""
-    prepare, turn = conversion.prepare, threading.Lock()
-
-    def in_turn(options: Options) -> conversion.Work:
-        with turn:
-            return prepare(options)
-
-    monkeypatch.setattr(conversion, "prepare", in_turn)
-
-
-@pytest.mark.usefixtures("prepared_in_turn")
-def test_several_processes_share(hf: Path, tmp_path: Path) -> None:
-    """Three processes (threads here) divide the files among them, and give what one gives."""
-    arguments = ["mode=bf16_to_fp8", f"hf={hf}", "file_gb=0.00003", "verify=true"]
-    errors: list[BaseException] = []
-
-    def member(rank: int) -> None:
-        try:
-            convert(parse([*arguments, f"out={tmp_path / 'out'}"]), RankInfo(rank, 3, rank, 3, 0, "here", job_id="7"), lambda text: None)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=member, args=(rank,)) for rank in (2, 1, 0)]
-    for thread in threads:
-        thread.start()
-        time.sleep(0.1)
-    for thread in threads:
-        thread.join(120)
-    assert errors == []
-    run(*arguments, f"out={tmp_path / 'alone'}")
-    assert contents(tmp_path / "out") == contents(tmp_path / "alone")
-
-
-@pytest.mark.usefixtures("prepared_in_turn")
-def test_a_failing_process_is_named(hf: Path, tmp_path: Path) -> None:
-    """If a process fails, the first one ends too, saying which and why."""
-    other = RankInfo(1, 2, 1, 2, 0, "here", job_id="8")
-    arguments = ["mode=bf16_to_fp8", f"hf={hf}", f"out={tmp_path / 'out'}", "file_gb=0.00003"]
-
-    def fail(self: Draft, output: Output, advance: object) -> None:
-        if threading.current_thread().name == "other":
-            raise CheckpointError("this disk is broken")
-        writing(self, output, advance)
-
-    writing = Draft.write
-
-    def member() -> None:
-        with pytest.raises(CheckpointError, match="this disk is broken"):
-            convert(parse(arguments), other, lambda text: None)
-
-    thread = threading.Thread(target=member, name="other")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Draft, "write", fail)
-        thread.start()
-        with pytest.raises(CheckpointError, match="process 1: this disk is broken"):
-            convert(parse(arguments), RankInfo(0, 2, 0, 2, 0, "here", job_id="8"), lambda text: None)
-        thread.join()
-    assert not (tmp_path / "out").exists()
-    assert [path.name for path in (tmp_path / "out.part" / ".team").glob("failed.*")] == ["failed.1"], "said once, by the process itself"
-
-
 def test_done_is_done(hf: Path, tmp_path: Path) -> None:
     """The same command again says that the output is complete, and removes what a kill right after that moment has left; another one does
     not touch it, and so does the same one if a file is not there as it was.
@@ -269,7 +204,7 @@ def test_done_is_done(hf: Path, tmp_path: Path) -> None:
     arguments = ["mode=fp8_to_bf16", f"hf={hf}", f"out={tmp_path / 'out'}"]
     convert(parse(arguments), ALONE, said.append)
     whole = {path.name for path in (tmp_path / "out").iterdir()}
-    for hidden in (".done", ".team"):
+    for hidden in (".done", ".claims"):
         (tmp_path / "out" / hidden).mkdir()
     (tmp_path / "out" / ".plan.json").touch()
     convert(parse(arguments), ALONE, said.append)

@@ -12,7 +12,7 @@ from rlbatch.config.compose import compose
 from rlbatch.config.foreign_keys import PROGRAMS, answer
 from rlbatch.config.schema import Config
 from rlbatch.config.structured import key_docs
-from rlbatch.convert.options import MODES, Options
+from rlbatch.convert.arguments import MODES, Options
 from rlbatch.metrics.names import TAGS
 from rlbatch.registry import load_plugins
 

@@ -110,7 +110,7 @@ def _theirs(model: Any, scratch: Path) -> None:
 
 def _ours(model: Any, scratch: Path, python: str, *, loses: bool) -> None:
     from rlbatch.api import EngineLost, Prompt, RolloutContext, SamplingParams
-    from rlbatch.weights.sync import buckets
+    from rlbatch.weights.export import buckets
     from rlbatch_plugins.rollout_sglang import SglangOptions, sglang_rollout
     from tests.leftovers import process_called
 

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
 
 from rlbatch.api import Prompt, RolloutContext, SamplingParams
 from rlbatch.engines.backend.hosted import ExpertParallelRollout
-from rlbatch.weights.sync import buckets
+from rlbatch.weights.export import buckets
 from rlbatch_plugins.rollout_sglang import SglangOptions, sglang_rollout
 from rlbatch_plugins.vllm_host.engine import is_held
 from tests.gpu.random_moe import SHAPE, checkpoint

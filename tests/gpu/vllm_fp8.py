@@ -29,7 +29,7 @@ from rlbatch.config.schema import LayoutConfig
 from rlbatch.engines.backend.hosted import HostedRollout
 from rlbatch.pipeline.engine_model import write_engine_folder
 from rlbatch.registry import load_plugins
-from rlbatch.weights.sync import buckets
+from rlbatch.weights.export import buckets
 from rlbatch_plugins.rollout_vllm import VllmOptions, vllm_rollout
 from tests.gpu.torchrun import process_group
 

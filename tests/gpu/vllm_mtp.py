@@ -26,7 +26,7 @@ from rlbatch.config.hf_config import read_config
 from rlbatch.engines.backend.hosted import HostedRollout
 from rlbatch.registry import load_plugins
 from rlbatch.weights.coverage import passthrough_names, trained_names
-from rlbatch.weights.sync import buckets
+from rlbatch.weights.export import buckets
 from rlbatch_plugins.rollout_vllm import VllmOptions, vllm_rollout
 from tests.gpu.vllm_fp8 import COMMON, ENGINE, PROMPTS, deepseek_v3
 

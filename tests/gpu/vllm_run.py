@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from rlbatch.api import Prompt, RolloutContext, SamplingParams
 from rlbatch.engines.backend.hosted import HostedRollout
-from rlbatch.weights.sync import buckets
+from rlbatch.weights.export import buckets
 from rlbatch_plugins.rollout_vllm import VllmOptions, vllm_rollout
 from tests.gpu.random_moe import SHAPE, checkpoint
 

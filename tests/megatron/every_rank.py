@@ -1,4 +1,4 @@
-"""Every rank of every layout, played on the meta device: what it holds, and that all of them together hold the model.
+"""Every rank of every layout, simulated on the meta device: what it holds, and that all of them together hold the model.
 
     python -m tests.megatron.every_rank [case ...]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from rlbatch.checkpoint.export import ExportForm
+from rlbatch.checkpoint.export_form import ExportForm
 from rlbatch.checkpoint.hf import HfTensors, HfWriter
 from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import LayoutConfig

@@ -24,7 +24,7 @@ from rlbatch.api import Prompt, RolloutContext, RolloutError
 from rlbatch.engines.backend.hosted import HostedOptions, HostedRollout
 from rlbatch.engines.client.engine_process import EngineHost
 from rlbatch.engines.protocol.shared_names import remove_leftovers
-from rlbatch.weights.sync import buckets
+from rlbatch.weights.export import buckets
 from rlbatch_plugins.rollout_transformers import TransformersOptions, TransformersRollout
 from tests.leftovers import no_memory_left, process_called, processes_of, wait_until_gone
 from tests.plugins.vllm_cases import LIMIT, PARAMS, PROMPTS, Pair, gathers_of_threads, tensors, tokens_of

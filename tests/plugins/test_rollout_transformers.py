@@ -12,7 +12,7 @@ import torch
 
 from rlbatch.api import Prompt, RolloutContext, RolloutError, SamplingParams
 from rlbatch.checkpoint.hf import HfTensors
-from rlbatch.weights.sync import buckets
+from rlbatch.weights.export import buckets
 from rlbatch_plugins.rollout_transformers import TransformersOptions, TransformersRollout
 from tests import tiny_models
 

@@ -13,7 +13,7 @@ import pytest
 
 from rlbatch.api import RolloutContext, RolloutError
 from rlbatch.engines.backend.hosted import ExpertParallelRollout
-from rlbatch.weights.sync import buckets
+from rlbatch.weights.export import buckets
 from rlbatch_plugins.rollout_sglang import SglangOptions, sglang_rollout
 from rlbatch_plugins.sglang_host.engine import _judge
 from tests.plugins.sglang_cases import said_by_calls, sglang_python, write_model

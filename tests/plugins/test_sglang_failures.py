@@ -15,7 +15,7 @@ import torch
 
 from rlbatch.api import EngineLost, Prompt, RolloutContext, RolloutError
 from rlbatch.engines.backend.hosted import HostedRollout
-from rlbatch.weights.sync import buckets
+from rlbatch.weights.export import buckets
 from rlbatch_plugins.rollout_sglang import SglangOptions, sglang_rollout
 from tests.leftovers import process_called, shared_memory, wait_until_gone
 from tests.plugins.sglang_cases import sglang_python, write_model

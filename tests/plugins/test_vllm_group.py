@@ -16,7 +16,7 @@ import torch
 
 from rlbatch.api import EngineLost, RolloutContext, RolloutError
 from rlbatch.engines.backend.hosted import HostedRollout
-from rlbatch.weights.sync import buckets
+from rlbatch.weights.export import buckets
 from rlbatch_plugins.rollout_vllm import VllmOptions, vllm_rollout
 from tests.leftovers import processes_of
 from tests.listeners import reachable

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlbatch.api import RolloutContext
-from rlbatch.weights.sync import buckets
+from rlbatch.weights.export import buckets
 from rlbatch_plugins.rollout_transformers import TransformersOptions, TransformersRollout
 from tests.plugins import vllm_cases
 from tests.plugins.vllm_cases import PARAMS, PROMPTS, Pair, tensors, vllm_python, write_model

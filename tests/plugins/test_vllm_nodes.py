@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from rlbatch.api import ConfigError, EngineLost, EngineShape, Prompt, RolloutContext, RolloutError
-from rlbatch.weights.sync import buckets
+from rlbatch.weights.export import buckets
 from rlbatch_plugins.rollout_transformers import TransformersOptions, TransformersRollout
 from rlbatch_plugins.rollout_vllm import VllmOptions, VllmRollout, engine_shape, program
 from rlbatch_plugins.vllm_host.engine_options import CPU_HEAD_SIZES

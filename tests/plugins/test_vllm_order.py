@@ -16,7 +16,7 @@ from rlbatch.api import ConfigError, RolloutContext, RolloutError
 from rlbatch.engines.backend import hosted
 from rlbatch.engines.backend.hosted import HostedRollout, visible_devices
 from rlbatch.engines.protocol.frames import pack_ints
-from rlbatch.weights.sync import buckets
+from rlbatch.weights.export import buckets
 from rlbatch_plugins import rollout_vllm
 from rlbatch_plugins.rollout_vllm import VllmOptions, vllm_rollout
 from tests.plugins.vllm_cases import PARAMS, PROMPTS

@@ -17,7 +17,7 @@ from rlbatch.config.hf_config import read_config
 from rlbatch.engines.backend.hosted import HostedRollout
 from rlbatch.registry import load_plugins
 from rlbatch.weights.coverage import passthrough_names, trained_names
-from rlbatch.weights.sync import buckets
+from rlbatch.weights.export import buckets
 from rlbatch_plugins.rollout_transformers import TransformersOptions, TransformersRollout
 from rlbatch_plugins.rollout_vllm import VllmOptions, draft, vllm_rollout
 from tests.plugins.vllm_cases import LIMIT, PARAMS, PROMPTS, Pair, tensors, tokens_of, vllm_python, write_model

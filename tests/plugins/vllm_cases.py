@@ -14,7 +14,7 @@ import torch
 from rlbatch.api import Completion, Prompt, SamplingParams
 from rlbatch.checkpoint.hf import HfTensors
 from rlbatch.engines.backend.hosted import HostedRollout
-from rlbatch.weights.sync import buckets
+from rlbatch.weights.export import buckets
 from rlbatch_plugins.rollout_transformers import TransformersRollout
 from tests import tiny_models
 from tests.cluster.processes import cannot_run

@@ -13,8 +13,8 @@ from torch import Tensor
 from rlbatch.checkpoint.hf import HfTensors
 from rlbatch.weights import export as module
 from rlbatch.weights.coverage import fp8_names, trained_names
+from rlbatch.weights.export import buckets
 from rlbatch.weights.quantize import SCALE_SUFFIX, quantize
-from rlbatch.weights.sync import buckets
 from tests import tiny_models
 from tests.weights.sharded import Exported, Layout, digest, export, exports, family_of
 

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from rlbatch.api import Direct, ExpertDown, ExpertGated, ModelFamily, Vocab
 from rlbatch.weights import export
+from rlbatch.weights.export import buckets
 from rlbatch.weights.params import ParallelGroups, ParameterMap
-from rlbatch.weights.sync import buckets
 from tests.weights.test_load_memory import MIB, peak_memory
 
 EXPERTS, WIDTH, HIDDEN, VOCAB = 32, 512, 2048, 4096

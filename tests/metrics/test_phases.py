@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlbatch.metrics.gpu_memory import GIB, SHOWN, GpuMemory
+from rlbatch.metrics.phases import GIB, SHOWN, GpuMemory
 
 
 class Counters:

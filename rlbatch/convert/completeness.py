@@ -13,10 +13,9 @@ from typing import Any
 import torch
 
 from rlbatch.api import DataError, ModelFamily
-from rlbatch.checkpoint.finite import count_not_finite
 from rlbatch.checkpoint.hf import FLOATING, HfTensors
 from rlbatch.checkpoint.hf_index import INDEX
-from rlbatch.checkpoint.reading import Reading
+from rlbatch.checkpoint.reading import Reading, count_not_finite
 from rlbatch.config.foreign import LARGE_BYTES, parse_json, read_text
 from rlbatch.convert.hf_output import strips
 from rlbatch.convert.parameters import parameters

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from rlbatch.weights.sync import MIB, buckets
+from rlbatch.weights.export import MIB, buckets
 
 
 def tensors(*mib: float) -> list[tuple[str, torch.Tensor]]:

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from rlbatch.api import Buffer, DataError, Direct, ModelFamily, Passthrough, Vocab
-from rlbatch.checkpoint.export import ExportForm
+from rlbatch.checkpoint.export_form import ExportForm
 from rlbatch.checkpoint.hf import HfTensors
 from rlbatch.weights.quantize import quantize
 

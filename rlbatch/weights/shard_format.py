@@ -32,8 +32,8 @@ class _Piece:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-class Wire:
-    """Of one mapping; every rank makes the same one.
+class ShardFormat:
+    """What one mapping's shards travel as. Every rank makes the same one.
 
     Args:
         mapping: Kind and names.
