@@ -15,6 +15,7 @@ import rlbatch.registry
 from rlbatch.api import API_VERSION, ConfigError, ModelError, ModelFamily, PluginError, RolloutContext
 from rlbatch.config.compose import load_config, save_config
 from rlbatch.launch.records.failures import StoppedBySignal
+from rlbatch.plan.nodes import place
 from rlbatch.registry import compose_job, load_plugins
 
 HEADER = "from dataclasses import dataclass, field\n\nfrom rlbatch.api import *\n"
@@ -387,6 +388,27 @@ def test_refused_choices(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         compose_job(["experiment=embedded", *overrides])
     assert str(caught.value).startswith(message)
+
+
+def test_a_backend_names_its_own_options(plugin: Write) -> None:
+    """What another's options mean is checked as of ours, and told by their names."""
+    body = """
+        @dataclass
+        class Options:
+            gpus: int = 1
+            apart: int = 0
+
+        @hookimpl
+        def rlbatch_register_rollout_backends():
+            return {"mine": RolloutSpec(lambda context, options: 0, Options, ranks_option="gpus", separate_option="apart")}
+        """
+    job = [f"plugins=['{plugin(body)}']", "rollout=mine", "layout.world_size=4"]
+    with pytest.raises(ConfigError, match=r"^rollout\.options\.gpus=3: must be at least 1 and divide layout\.world_size=4\."):
+        compose_job([*job, "rollout.options.gpus=3"])
+    config, registry = compose_job([*job, "rollout.options.gpus=2", "rollout.options.apart=8"])
+    assert registry.ranks_per_engine(config) == 2
+    with pytest.raises(ConfigError, match=r"^rollout\.options\.apart=8: as many of a node's GPUs have ranks, and a node has 8 "):
+        place(config, registry)
 
 
 def test_options_of_an_engine_pass_through() -> None:
