@@ -23,7 +23,9 @@ from typing import Any
 
 START_TIMEOUT_S = 300.0
 MAX_THREADS = 1000
-"""Threads of a worker after which the pool is replaced: gloo keeps 48 for every model that was trained."""
+"""Threads of a worker after which the pool is replaced: gloo keeps 48 for every model that was trained, a third of which never rest."""
+ENDING_S = 0.2
+"""From the end of a rank's connections to its own."""
 PR_SET_PDEATHSIG = 1
 LAUNCH = "from rlbatch.testing.ranks import work; work()"
 
@@ -82,9 +84,11 @@ class RankPool:
             if any(_threads(worker.process.pid) > MAX_THREADS for worker in self._workers):
                 self._kill()
             self._start()
+            self._signal(signal.SIGCONT)
             for rank in range(self.world_size):
                 self._send(rank, call)
             results = self._gather(timeout_s)
+            self._signal(signal.SIGSTOP)  # its threads would take a part of a processor from whatever runs until the next call
             finished = True
             return results
         finally:
@@ -93,6 +97,7 @@ class RankPool:
 
     def close(self) -> None:
         """Ends the processes."""
+        self._signal(signal.SIGCONT)
         for worker in self._workers:
             worker.pipe.close()
         for worker in self._workers:
@@ -109,6 +114,10 @@ class RankPool:
         for rank in range(1, self.world_size):
             self._send(rank, pickle.dumps(port))
         self._gather(START_TIMEOUT_S)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for worker in self._workers:
+            worker.process.send_signal(number)
 
     def _send(self, rank: int, message: bytes) -> None:
         try:
@@ -139,6 +148,10 @@ class RankPool:
         except (EOFError, ConnectionError):
             raise self._ended(rank) from None
         if failure:
+            for other in range(self.world_size):  # one that ended is why others raise
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._workers[other].process.wait(ENDING_S)
+                    raise self._ended(other)
             raise RankFailure(f"rank {rank} of {self.world_size} raised\n{failure}")
         return result
 

@@ -73,6 +73,16 @@ def test_every_rank_answers_in_order_and_stays_warm(rank_pool: RankPools) -> Non
     assert [answer[2] for answer in first] == [answer[2] for answer in second]
 
 
+def test_ranks_rest_between_calls(rank_pool: RankPools) -> None:
+    """They are stopped, so that gloo's threads take no processor from other tests, and go on with the next call."""
+    pids = rank_pool(2).run(os.getpid)
+    watch = Stopwatch()
+    while {Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in pids} != {"T"}:
+        assert watch.passed_s < 60
+        time.sleep(0.01)
+    assert rank_pool(2).run(os.getpid) == pids
+
+
 def test_tensors_come_back_without_shared_memory(rank_pool: RankPools) -> None:
     """A tensor result is a copy in this process; /dev/shm is not used."""
     before = shared_by(os.getpid())
