@@ -13,7 +13,7 @@ from ipaddress import IPv6Address
 from typing import NoReturn
 
 from rlbatch.api import ConfigError
-from rlbatch.launch.ranks.nodelist import expand_nodelist, is_host_name, shown
+from rlbatch.launch.ranks.nodelist import MAX_NODES, expand_nodelist, is_host_name, shown
 
 MAX_SLOTS = 4096
 """More ranks than any node takes: what is above is a typing error."""
@@ -69,6 +69,8 @@ def parse_hostfile(text: str, source: str = "hostfile", gpus_per_node: int | Non
         same = entries.setdefault(_identity(entry.host), [])
         if same and (entry.slots is not None or same[0].slots is not None):
             _refuse(source, entry.line, f"{entry.host} is also in line {same[0].line}. Write a host once, with all its slots")
+        if len(entries) > MAX_NODES:
+            _refuse(source, entry.line, f"more than {MAX_NODES} hosts. Give a file of the hosts of this job")
         same.append(entry)
     if not entries:
         _refuse(source, 1, "names no host. Write one a line, `host slots=8`")

@@ -94,6 +94,7 @@ def test_unknown_slots() -> None:
         ("n1\x00 slots=8", 1, r"`n1\x00` is no host"),
         ("/* open\nn1 slots=8", 1, "`/*` is no host"),
         ("@n1 slots=8", 1, "`@n1` has no user before the @"),
+        ("n[1-40000]\nm[1-40000]", 2, "more than 65536 hosts"),
     ],
 )
 def test_refusals(text: str, line: int, reason: str) -> None:
