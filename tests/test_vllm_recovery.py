@@ -1,6 +1,6 @@
 """Whole jobs whose vLLM engine is lost, or which are asked to stop, in mid-generation, on CPU; beside an undisturbed run.
 
-Other faults, and other places: ``tests/pipeline/test_recovery.py``, with a fake engine.
+Other faults, and other places: ``tests/pipeline/test_generation.py``, with a fake engine.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ SCENARIOS = {
     "megatron/test_released.py",
     "pipeline/test_call_order.py",
     "pipeline/test_engine_sync.py",
+    "pipeline/test_sampler.py",
 }
 """Test files of what several modules do together."""
 

@@ -118,6 +118,7 @@ def test_ranks_that_share_an_engine(undisturbed: Path, tmp_path: Path, monkeypat
     assert state(tmp_path / "run") == state(undisturbed)
 
 
+@pytest.mark.long("jobs")
 def test_too_many_losses_end_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After max_restarts the job ends: once, with rank, host, key, and the last lines of the engine's log."""
     faults = [(1, "group", number, "SIGKILL") for number in (1, 2)]
