@@ -93,13 +93,21 @@ def gradients_of(
     objective = Objective(algorithm, plugins_of().build_loss(algorithm))
     batches = [pack.microbatch for pack in packs]
     for batch, old in zip(batches, trainer.logprobs(batches), strict=True):
-        batch.old_logprobs, batch.ref_logprobs = old - 0.05 * batch.loss_mask, 0.9 * old
-    total = torch.tensor(sum(denominator(b.loss_mask, b.cu_seqlens, aggregation) for b in batches))
+        batch.old_logprobs, batch.ref_logprobs, batch.rollout_logprobs = old - 0.05 * batch.loss_mask, 0.9 * old, 0.95 * old
+    total = torch.tensor(sum(denominator(b.loss_mask, b.cu_seqlens, aggregation, 7.0) for b in batches))
     dist.all_reduce(total, group=parallel.dp_group())
     sums = trainer.backward(batches, objective, float(total))
     named = {name: grad.clone() for name, grad in trainer.export_gradients()}
     named["loss"] = torch.tensor(sums["loss"])
     return named if dist.get_rank() == 0 else {}
+
+
+def gradients_of_each(
+    folder: str, layout: LayoutConfig, max_tokens: int, cases: Sequence[tuple[str, str, Mapping[str, Any]]]
+) -> list[dict[str, torch.Tensor]]:
+    """``gradients`` for several losses: aggregation, name and options of each."""
+    trainer, packs = build_trainer(Path(folder), layout), my_packs(layout, max_tokens)
+    return [gradients_of(trainer, packs, *case) for case in cases]
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:

@@ -62,6 +62,8 @@ def keys() -> set[str]:
 
 ENGINE = (
     "`rollout.engine.",
+    "`algorithm.loss_options.dual_clip",
+    "`algorithm.advantage_options.gamma",
     *(f"`rollout.options.{name}" for name in ("gpus_per_engine", "max_concurrency_per_replica", "separate_gpus")),
 )
 """vLLM's own options, and three of its plugin."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlbatch.config.schema import LayoutConfig
-from rlbatch.testing.gradients import gradients, worst
+from rlbatch.testing.gradients import gradients, gradients_of_each, plugins_of, worst
 from tests import tiny_models
 
 TOLERANCE = 1e-5
@@ -115,10 +115,31 @@ def test_uneven_stages_of_a_deep_pipeline(rank_pool, tmp_path: Path) -> None:
     assert error <= TOLERANCE, f"{name}: {error:.2e}"
 
 
-@pytest.mark.parametrize("layout", ["dp2", "cp2", "pp2 cp2", "tp2 cp2 ep2"])
-def test_losses_of_whole_sequences(layout: str, folder: Path, rank_pool) -> None:
-    """A loss that compares whole responses has the gradient of one process, also where a response's tokens are on several ranks."""
-    want = rank_pool(1).run(gradients, str(folder), LayoutConfig(world_size=1), 1000, "sequence_mean", "gspo")[0]
+LOSSES = [
+    ("sequence_mean", "gspo", {}),
+    ("sequence_mean", "gspo_token", {}),
+    ("sequence_mean", "gmpo", {}),
+    ("sequence_sum", "clip", {"dual_clip": 1.02}),
+    ("sequence_sum_norm", "cispo", {}),
+    ("token_mean", "sapo", {}),
+    ("sequence_sum", "dppo", {}),
+    ("token_mean", "dppo", {"divergence": "kl"}),
+    ("sequence_mean", "reinforce", {}),
+    ("sequence_sum_norm", "distill", {"mask_low": 0.2, "regulariser": 0.001}),
+]
+
+
+@pytest.fixture(scope="module")
+def losses_of_one_process(folder: Path, rank_pool) -> list[dict[str, torch.Tensor]]:
+    assert {name for _, name, _ in LOSSES} == set(plugins_of().losses)
+    return rank_pool(1).run(gradients_of_each, str(folder), LayoutConfig(world_size=1), 1000, LOSSES)[0]
+
+
+@pytest.mark.parametrize("layout", ["dp2", "cp2", "pp2", "tp2 ep2", "tp2 cp2 ep2"])
+def test_every_loss_has_the_gradient_of_one_process(layout: str, folder: Path, losses_of_one_process, rank_pool) -> None:
+    """Each loss, with each aggregation among them: also one of whole responses whose tokens are on several ranks."""
     spread = LAYOUTS[layout]
-    error, name = worst(rank_pool(spread.world_size).run(gradients, str(folder), spread, 40, "sequence_mean", "gspo")[0], want)
-    assert error <= TOLERANCE, f"{name}: {error:.2e}"
+    got = rank_pool(spread.world_size).run(gradients_of_each, str(folder), spread, 40, LOSSES)[0]
+    for (aggregation, loss, _), ours, wanted in zip(LOSSES, got, losses_of_one_process, strict=True):
+        error, name = worst(ours, wanted)
+        assert error <= TOLERANCE, f"{loss} {aggregation} {name}: {error:.2e}"

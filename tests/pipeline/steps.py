@@ -250,3 +250,16 @@ def not_finite(config: Config, run_dir: str, what: str, count: int) -> tuple[lis
     except RlbatchError as raised:
         error = str(raised)
     return metrics, told, error, not job.trainer.not_finite()
+
+
+def cut_step(config: Config, run_dir: str, is_all_cut: bool) -> tuple[dict[str, float], list[tuple[float, int, bool, float]]]:
+    """Metrics of a step whose advantage is the estimator's reward, and reward, response tokens, whether it was cut, and advantage (NaN of
+    what is left out) of each of this rank's samples.
+    """
+    job = replace(job_of(config, run_dir), estimator=lambda inputs: inputs.rewards)
+    if is_all_cut:
+        job.rollout._stops = ()
+    done, groups, advantages = train_step(job, 1)
+    samples = [(reward, sample) for group in groups for reward, sample in zip(group.rewards, group.samples, strict=True)]
+    rows = [(reward, sample.response_length, sample.finish_reason == "length") for reward, sample in samples]
+    return dict(done.metrics), [(*row, advantage) for row, advantage in zip(rows, advantages, strict=True)]

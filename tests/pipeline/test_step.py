@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -193,3 +194,44 @@ def expected_kl(tokens: list[int], policy: Path, reference: Path) -> float:
             logprobs = _LOADED[folder](torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
         scores.append(logprobs.gather(-1, torch.tensor(tokens[1:])[:, None])[3:, 0].sum())
     return float(scores[0] - scores[1])
+
+
+@pytest.mark.parametrize("layout", ["1 rank", "dp2"])
+def test_truncated_responses_are_left_out(layout: str, run_dir: Path, rank_pool) -> None:
+    """They have no advantage and no part in the loss; the others lose reward over the last tokens before the limit."""
+    length = (
+        "rollout.max_response_tokens=4",
+        "algorithm.mask_truncated=true",
+        "algorithm.overlong_penalty=0.5",
+        "algorithm.overlong_buffer_tokens=2",
+    )
+    ranks = rank_pool(world_size(layout)).run(steps.cut_step, small_config(layout, *length), str(run_dir), False)
+    rows = [row for _, rows in ranks for row in rows]
+    assert {is_cut for _, _, is_cut, _ in rows} == {True, False}
+    assert [math.isnan(advantage) for *_, advantage in rows] == [is_cut for _, _, is_cut, _ in rows]
+    kept = [(reward, tokens, advantage) for reward, tokens, is_cut, advantage in rows if not is_cut]
+    penalty = {1: 0.0, 2: 0.0, 3: -0.25, 4: -0.5}
+    assert [advantage for *_, advantage in kept] == pytest.approx([reward + penalty[tokens] for reward, tokens, _ in kept], abs=1e-6)
+    assert ranks[0][0]["reward/mean"] == pytest.approx(sum(reward for reward, *_ in rows) / len(rows))
+
+
+def test_a_step_whose_responses_are_all_cut_goes_on(run_dir: Path, rank_pool) -> None:
+    """Its loss is 0, its advantages are none, and every metric is a number."""
+    config = small_config("dp2", "rollout.max_response_tokens=2", "algorithm.mask_truncated=true")
+    (metrics, rows), _ = rank_pool(2).run(steps.cut_step, config, str(run_dir), True)
+    assert all(is_cut for _, _, is_cut, _ in rows)
+    assert all(map(math.isfinite, metrics.values())), metrics
+    assert metrics["train/loss"] == metrics["train/grad_norm"] == metrics["advantage/abs_mean"] == 0
+
+
+@pytest.mark.parametrize("loss", ["clip", "distill"])
+def test_the_teacher_is_the_reference(loss: str, run_dir: Path, rank_pool, other_model: Path) -> None:
+    """Distillation's advantage is what the reference's log-probs are above the policy's: minus the mean KL that is measured."""
+    overrides = (f"checkpoint.load={run_dir}/{EMBEDDED}/model", f"checkpoint.ref_load={other_model}", "train.updates_per_step=1")
+    config = small_config(
+        "dp2", *overrides, "algorithm.advantage=distill", f"algorithm.loss={loss}", "algorithm.kl_kind=k1", "algorithm.group_size=1"
+    )
+    [metrics] = rank_pool(2).run(steps.steps, config, str(run_dir), 1)[0].metrics
+    assert abs(metrics["train/kl"]) > 1e-3
+    assert metrics["advantage/mean"] == pytest.approx(-metrics["train/kl"], rel=1e-4)
+    assert metrics["train/grad_norm"] > 0

@@ -372,6 +372,27 @@ def test_failed_file_leaves_no_module(plugin: Write) -> None:
             "rollout.options.gpus_per_engine=3: must be at least 1 and divide layout.world_size=2. "
             "Give it 3 ranks or more: layout.world_size=3, or ",
         ),
+        *(
+            (
+                [f"algorithm.loss={name}", f"algorithm.loss_aggregation={aggregation}"],
+                f"algorithm.loss_aggregation={aggregation}: algorithm.loss={name} has one value for a whole response, so only "
+                "sequence_mean is what it is defined by. Use algorithm.loss_aggregation=sequence_mean.",
+            )
+            for name, aggregation in (("gspo", "token_mean"), ("gspo_token", "sequence_sum"), ("gmpo", "sequence_sum_norm"))
+        ),
+        (
+            ["algorithm.loss=sapo", "algorithm.loss_options.tau_neg=0"],
+            "algorithm.loss_options.tau_neg=0.0: must be 0.001 or more. Use e.g. 1.05.",
+        ),
+        (["algorithm.loss_norm_constant=8"], "algorithm.loss_norm_constant=8.0: has an effect only with algorithm.loss_aggregation="),
+        (
+            ["algorithm.overlong_buffer_tokens=2"],
+            "algorithm.overlong_buffer_tokens=2: has an effect only with algorithm.overlong_penalty. ",
+        ),
+        (
+            ["algorithm.overlong_penalty=1", "algorithm.overlong_buffer_tokens=99", "rollout.max_response_tokens=10"],
+            "algorithm.overlong_buffer_tokens=99: must be at most rollout.max_response_tokens (10). Use e.g. 2.",
+        ),
         (["rollout=vllm", "rollout.options.gpus_per_engine=0"], "rollout.options.gpus_per_engine=0: must be greater than 0. "),
         *(
             (
@@ -379,7 +400,7 @@ def test_failed_file_leaves_no_module(plugin: Write) -> None:
                 f"algorithm.group_size=1: algorithm.advantage={name} compares the samples of a prompt, so it needs at least 2. "
                 "Use e.g. 8, or algorithm.advantage=reinforce_plus_plus.",
             )
-            for name in ("grpo", "dr_grpo", "opo", "rloo", "reinforce_plus_plus_baseline")
+            for name in ("grpo", "dr_grpo", "opo", "rloo", "maxrl", "reinforce_plus_plus_baseline")
         ),
     ],
 )
