@@ -21,7 +21,7 @@ import atexit, ctypes, os, signal, subprocess, sys, threading, time
 from rlbatch.launch.shutdown import guardian
 from rlbatch.launch.shutdown.signals import StopNotice
 
-guardian.CLOSING_S = guardian.EXEC_S = 0.5
+guardian.CLOSING_S = guardian.EXEC_S = float(sys.argv[2])
 notice = StopNotice()
 notice.install()
 died = lambda how, told: print(f"died: {how} {told}", flush=True)
@@ -32,6 +32,8 @@ with guardian.guarded(notice, died, lambda held: print(f"held: {held}", flush=Tr
     exec(sys.argv[1])
 """
 FOREVER = "time.sleep(600)"
+PATIENT, IMPATIENT = "60", "2"
+"""Seconds in which a rank must end, for one that does and for one that does not."""
 NO_VARIABLES = "subprocess.Popen(['setsid', '-f', 'sh', '-c', 'echo $$; exec sleep 600'], env={'PATH': os.environ['PATH']})"
 FORKED_TWICE = """
 if not os.fork():
@@ -43,8 +45,8 @@ if not os.fork():
 """
 
 
-def start(body: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", RANK, body], stdout=subprocess.PIPE, text=True)
+def start(body: str, limit_s: str = PATIENT) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", RANK, body, limit_s], stdout=subprocess.PIPE, text=True)
 
 
 def finish(rank: subprocess.Popen[str]) -> tuple[int, list[str]]:
@@ -63,7 +65,7 @@ def test_a_fork_that_comes_back() -> None:
 def test_killed_with_what_started_it(tmp_path: Path) -> None:
     """The upper process and its parent at once, as a launcher is killed: the lower one ends the rank, and says so."""
     said = tmp_path / "said"
-    shell = f"{sys.executable} -c '{RANK}' '{FOREVER}' > {said} & echo $!; exec sleep 600"
+    shell = f"{sys.executable} -c '{RANK}' '{FOREVER}' {PATIENT} > {said} & echo $!; exec sleep 600"
     with subprocess.Popen(["sh", "-c", shell], stdout=subprocess.PIPE, text=True) as launcher:
         assert launcher.stdout
         upper = int(launcher.stdout.readline())
@@ -92,7 +94,7 @@ def test_killed_with_what_started_it(tmp_path: Path) -> None:
 )
 def test_an_end_that_nobody_announced(body: str, code: int, how: str) -> None:
     """It is told with what the rank said before, and is no success, whatever its exit code."""
-    ended, lines = finish(start(body))
+    ended, lines = finish(start(body, IMPATIENT if "sleep'" in body else PATIENT))
     assert ended == code
     assert lines[1].startswith(f"died: {how}")
     assert lines[1].endswith("{'phase': 'training'}")
@@ -117,13 +119,13 @@ def test_an_end_as_it_should_be(body: str, code: int) -> None:
 @pytest.mark.parametrize("code", [0, 75])
 def test_what_holds_a_process_at_its_end(body: str, held: str, code: int) -> None:
     """It ends all the same, with the exit code that it has said, and a line names what held it."""
-    ended, lines = finish(start(f"{body}; sys.exit({code})"))
+    ended, lines = finish(start(f"{body}; sys.exit({code})", IMPATIENT))
     assert (ended, lines[1:]) == (code, [f"held: {held}"])
 
 
 def test_a_process_that_takes_its_time_to_free_memory() -> None:
     """Once threads and exit handlers are done there is nothing to blame, also on a machine that is busy."""
-    ended, lines = finish(start("class Slow:\n    def __del__(self, sleep=time.sleep): sleep(2)\nsys.slow = Slow()"))
+    ended, lines = finish(start("class Slow:\n    def __del__(self, sleep=time.sleep): sleep(3)\nsys.slow = Slow()", IMPATIENT))
     assert (ended, lines[1:]) == (0, [])
 
 
@@ -132,7 +134,7 @@ def test_a_process_that_takes_its_time_to_free_memory() -> None:
 def test_all_that_a_rank_started_ends_with_it(child: str, end: str) -> None:
     """Also what left group, session and environment behind, and whichever of the three processes is killed."""
     body = f"{child}\ninput() if {end == '0'} else {FOREVER}"
-    rank = subprocess.Popen([sys.executable, "-c", RANK, body], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    rank = subprocess.Popen([sys.executable, "-c", RANK, body, PATIENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert rank.stdin
     assert rank.stdout
     lowest, lower = map(int, rank.stdout.readline().split())
