@@ -120,7 +120,7 @@ def _reading(folder: Path) -> Iterator[None]:
         causes = [str(cause) for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [str(error)]
         text = (causes or ["another rank failed"])[0].strip().splitlines()[0]
         if text.startswith("Weights only load failed"):  # torch goes on to advise how to run it
-            text = "a file holds more than tensors and plain values; nothing of it was run"
+            text = "a file is damaged, or holds more than tensors and plain values; nothing of it was run"
         raise DataError(f"{folder}: cannot be read ({text}). Name another checkpoint in latest.json, or restore the folder.") from error
 
 

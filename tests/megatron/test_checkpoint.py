@@ -130,8 +130,8 @@ def dist(hf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("place", "message"),
     [
         (in_metadata, "it names posix.system, which no checkpoint's metadata needs"),
-        (in_common, "a file holds more than tensors and plain values; nothing of it was run"),
-        (in_a_tensor, "a file holds more than tensors and plain values; nothing of it was run"),
+        (in_common, "a file is damaged, or holds more than tensors and plain values; nothing of it was run"),
+        (in_a_tensor, "a file is damaged, or holds more than tensors and plain values; nothing of it was run"),
     ],
 )
 def test_a_trap_does_not_spring(place, message: str, hf: Path, dist: Path, tmp_path: Path, rank_pool) -> None:

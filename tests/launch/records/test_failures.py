@@ -83,3 +83,20 @@ def test_success_leaves_nothing(tmp_path: Path) -> None:
     with reporting_failures(tmp_path, 0):
         pass
     assert read_first_error(tmp_path) is None
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def test_errors_without_a_text_and_with_a_long_one(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Whatever foreign code raises is recorded, in a bounded size."""
+    for number, (error, told) in enumerate([(Mute(), "that raises RuntimeError"), (ValueError("x" * 10**6), "(1000000 characters)")]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        assert report_failure(folder, 3, error)
+        first = read_first_error(folder)
+        assert first is not None
+        assert told in first.message
+        assert len(capfd.readouterr().err) < 50_000
