@@ -28,15 +28,18 @@ def build_grpo(options: GrpoOptions) -> AdvantageEstimator:
     """
 
     def grpo(inputs: AdvantageInputs) -> Tensor:
+        import torch
+
         centred, group, sizes = _centred(inputs)
         if options.std == "batch":
             shifted = inputs.rewards - inputs.rewards[0]
-            spread = (shifted - shifted.mean()).square().sum()
-            return centred / ((spread / max(len(shifted) - 1, 1)).sqrt() + options.eps)
-        squares = centred.new_zeros(len(sizes)).index_add(0, group, centred.square())
-        std = (squares / (sizes - 1).clamp(min=1)).sqrt().where(sizes > 1, 1.0)
-        # With eps 0 equal rewards are 0 / 0.
-        return (centred / (std[group] + options.eps)).where(centred != 0, 0.0)
+            squares, degrees = (shifted - shifted.mean()).square().sum()[None], sizes.sum()[None] - 1
+            of_sample = torch.zeros_like(group)
+        else:
+            squares, degrees, of_sample = centred.new_zeros(len(sizes)).index_add(0, group, centred.square()), sizes - 1, group
+        std = (squares / degrees.clamp(min=1)).sqrt().where(degrees > 0, 0.0)
+        # Of equal rewards, and of one alone.
+        return centred / (std.where(std > 0, 1.0)[of_sample] + options.eps)
 
     return grpo
 

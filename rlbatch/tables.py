@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlbatch.algorithms.aggregate import AGGREGATIONS
 from rlbatch.api import (
     AdvantageSpec,
     ConfigError,
@@ -197,6 +198,8 @@ def spec_of(what: str, value: Any, kind: Kind) -> Any:
         for said in ("ranks_option", "separate_option", "shortest_option"):
             if (name := getattr(value, said)) and name not in fields:
                 raise PluginError(f"{what}: {said}={name} is none of its options. Correct it.")
+    if isinstance(value, LossSpec) and set(value.aggregations) - set(AGGREGATIONS):
+        raise PluginError(f"{what}: aggregations={value.aggregations!r}: must be a tuple of {', '.join(AGGREGATIONS)}. Correct it.")
     check_callable(f"{what}: its build", value.build, kind.built)
     return value
 

@@ -27,3 +27,11 @@ def test_known_numbers() -> None:
     """The convention does not move: literal values of one small step."""
     expected = [0.8660239, -0.8660239, -0.8660239, 0.8660239, 0.1463847, -0.4391540, -1.0246927, 1.3174621]
     np.testing.assert_allclose(grpo(CASES["two_groups"].inputs()).numpy(), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("std", ["group", "batch"])
+def test_without_an_eps(std: str) -> None:
+    """Equal rewards and a sample that is alone are divided by nothing small, also where everything is equal."""
+    estimator = build_grpo(GrpoOptions(eps=0.0, std=std))  # type: ignore[arg-type]
+    assert estimator(Case([1.0, 1.0, 1.0], [2, 1], [1, 2, 3]).inputs()).tolist() == [0, 0, 1]
+    assert estimator(Case([2.0], [1], [3]).inputs()).tolist() == [2]

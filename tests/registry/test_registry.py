@@ -197,6 +197,10 @@ def test_two_plugins_with_one_name(plugin: Write) -> None:
             "`x` of rlbatch_register_policy_losses is an AdvantageSpec. Register a function or a LossSpec.",
         ),
         (
+            "@hookimpl\ndef rlbatch_register_policy_losses():\n    return {'x': LossSpec(lambda options: 0, aggregations='sequence_mean')}",
+            "aggregations='sequence_mean': must be a tuple of token_mean, sequence_mean, sequence_sum, sequence_sum_norm.",
+        ),
+        (
             "@hookimpl\ndef rlbatch_register_offload_strategies():\n    return {'x': RewardSpec(lambda options: 0, NoOptions)}",
             "`x` of rlbatch_register_offload_strategies is a RewardSpec. Register a function or an OffloadSpec.",
         ),
