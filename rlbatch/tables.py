@@ -6,9 +6,8 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
-from rlbatch.algorithms.aggregate import AGGREGATIONS
 from rlbatch.api import (
     AdvantageSpec,
     ConfigError,
@@ -25,7 +24,10 @@ from rlbatch.api import (
     RolloutSpec,
     always,
 )
+from rlbatch.config.schema import AlgorithmConfig
 from rlbatch.config.structured import closest, from_mapping, key_docs
+
+AGGREGATIONS = get_args(get_type_hints(AlgorithmConfig)["loss_aggregation"])
 
 
 @dataclass(frozen=True)
