@@ -14,7 +14,7 @@ import pytest
 from rlbatch.api import CheckpointError, DataError
 from rlbatch.checkpoint import run_folder
 from rlbatch.checkpoint.newest import newest
-from rlbatch.checkpoint.run_folder import FORMAT, LATEST, PROGRESS, STATE, begin, check_places, complete, draft_folder
+from rlbatch.checkpoint.run_folder import FORMAT, LATEST, PROGRESS, STATE, TENSOR_SUFFIX, begin, check_places, complete, draft_folder
 
 
 def save(root: Path, step: int, run: str = "this", keep: int = 0, **progress: object) -> Path:
@@ -191,3 +191,16 @@ def test_what_is_read_is_what_was_written(damage: Callable[[Path], object], mess
     damage(folder)
     with pytest.raises(DataError, match=message):
         newest(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["another step's", "half zeros"])
+def test_a_file_of_tensors_is_that_of_its_step(damage: str, tmp_path: Path) -> None:
+    """Of the right size, but of another step or half zeros, it is refused, though it is not read as a whole."""
+    path = tmp_path / f"0{TENSOR_SUFFIX}"
+    written = os.urandom(200_000)
+    path.write_bytes(written)
+    before = run_folder._listing(path)
+    path.write_bytes(os.urandom(200_000) if damage == "another step's" else written[:100_000] + bytes(100_000))
+    size, digest = run_folder._listing(path)
+    assert size == before[0]
+    assert digest != before[1]
