@@ -1,4 +1,7 @@
-"""What an update minimises: policy loss + kl_loss_coef x KL - entropy_coef x entropy, every term with the same weights and denominator."""
+"""What an update minimises: policy loss + kl_loss_coef x KL - entropy_coef x entropy, every term with the same weights and denominator.
+
+Only the policy loss is corrected for what engine and trainer disagree on (``rlbatch.algorithms.correction``).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from rlbatch.api import Microbatch, PluginError, PolicyLoss, PolicyLossInputs, P
 from rlbatch.config.schema import AlgorithmConfig
 from rlbatch.foreign_code import foreign_code
 
-SUMS = ("loss", "policy_loss", "ppo_kl", "kl", "entropy", "clip_fraction")
+SUMS = ("loss", "policy_loss", "ppo_kl", "kl", "entropy", "clip_fraction", "rollout_difference")
 """What ``Part.sums`` holds, in this order; all but the first two are sums over unmasked tokens."""
 
 
@@ -76,7 +79,7 @@ class Objective:
         own = logprobs.detach().requires_grad_(logprobs.requires_grad)
         losses, clipped = self._policy(own, old, microbatch, over_ranks)
         losses, clipped = losses.where(keep, 0.0).float(), clipped.where(keep, 0).float()
-        policy_loss = (losses * weights).sum()
+        policy_loss = (_corrected(losses, microbatch.correction) * weights).sum()
         derivatives = self._derivatives(policy_loss, own).where(keep, 0.0)
         total = -self.algorithm.entropy_coef * entropy
         kl = torch.zeros_like(entropy)
@@ -86,7 +89,8 @@ class Objective:
                 total = total + self.algorithm.kl_loss_coef * kl
         # Value and gradient of the policy loss, without its graph.
         loss = policy_loss.detach() + ((logprobs - logprobs.detach()) * derivatives).sum() + (total * weights).sum()
-        per_token = [values.where(keep, 0.0).sum(dtype=torch.float64) for values in (old - logprobs, kl, entropy, clipped)]
+        difference = (logprobs - microbatch.rollout_logprobs).abs()
+        per_token = [values.where(keep, 0.0).sum(dtype=torch.float64) for values in (old - logprobs, kl, entropy, clipped, difference)]
         values = {
             "log-prob": logprobs,
             "entropy": entropy,
@@ -152,3 +156,8 @@ class Objective:
 
     def _error(self, found: str, fix: str) -> PluginError:
         return PluginError(f"algorithm.loss={self.algorithm.loss}: {found}. {fix}")
+
+
+def _corrected(losses: Tensor, correction: Tensor | None) -> Tensor:
+    """What has weight 0 is replaced, not multiplied with it: an infinite loss there is none."""
+    return losses if correction is None else losses.where(correction > 0, 0.0) * correction

@@ -134,6 +134,7 @@ class Microbatch:
         truncated: [N] bool, whether the sequence was cut at the length limit.
         old_logprobs: [T] float32 nats, by the policy before this step's first update; None before they are computed.
         ref_logprobs: [T] float32 nats, by the reference model; None if nothing needs them.
+        correction: [T] float32, what the policy loss of each token is multiplied with (``correction.*``); None: nothing is.
     """
 
     token_ids: Tensor
@@ -146,6 +147,7 @@ class Microbatch:
     truncated: Tensor
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
+    correction: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 from rlbatch.api import ConfigError, RolloutSpec
 from rlbatch.config.check_cluster import check_cluster
+from rlbatch.config.check_correction import check_correction
 from rlbatch.config.schema import AlgorithmConfig, CheckpointConfig, Config, LayoutConfig, OptimizerConfig, RolloutConfig, TrainConfig
 from rlbatch.config.structured import closest
 
@@ -49,6 +50,7 @@ def check_config(config: Config) -> None:
     _check_optimizer(config.optimizer)
     _check_recompute(config.layout)
     _check_algorithm(config.algorithm, config.rollout.max_response_tokens)
+    check_correction(config.correction, config.algorithm)
     _check_rollout(config.rollout)
     _check_checkpoint(config.checkpoint)
     check_cluster(config.cluster)

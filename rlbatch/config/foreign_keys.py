@@ -52,7 +52,7 @@ VERL: Mapping[str, Ours] = {
     f"{_ACTOR}.strategy": Ours("none", "Megatron-core always trains."),
     f"{_ACTOR}.grad_clip": Ours("optimizer.clip_grad"),
     f"{_ACTOR}.optim.clip_grad": Ours("optimizer.clip_grad"),
-    f"{_ACTOR}.ppo_epochs": Ours("none", "Each sample is trained on once."),
+    f"{_ACTOR}.ppo_epochs": Ours("train.epochs"),
     f"{_ACTOR}.clip_ratio": Ours("algorithm.eps_clip", "And `algorithm.eps_clip_high`."),
     f"{_ACTOR}.clip_ratio_low": Ours("algorithm.eps_clip"),
     f"{_ACTOR}.clip_ratio_high": Ours("algorithm.eps_clip_high"),
@@ -102,6 +102,12 @@ VERL: Mapping[str, Ours] = {
     "algorithm.kl_ctrl.kl_coef": Ours("algorithm.kl_reward_coef"),
     "algorithm.kl_penalty": Ours("algorithm.kl_kind"),
     "algorithm.norm_adv_by_std_in_grpo": Ours("algorithm.advantage", "`grpo` divides by the standard deviation, `dr_grpo` does not."),
+    "algorithm.rollout_correction.rollout_is": Ours("correction.weights"),
+    "algorithm.rollout_correction.rollout_is_threshold": Ours("correction.weight_high", "Of `0.5_5.0`: `band`, and two keys."),
+    "algorithm.rollout_correction.rollout_rs": Ours(
+        "correction.reject.k1_mean", "Or another rule: one key each; bounds on old over engine."
+    ),
+    "algorithm.rollout_correction.bypass_mode": Ours("algorithm.old_logprobs", "`rollout`."),
     "algorithm.gamma": Ours("algorithm.advantage_options.gamma", "Of `algorithm.advantage=reinforce_plus_plus`. There is no critic."),
     "algorithm.lam": Ours("none", _CRITIC),
     "custom_reward_function.path": Ours("plugins", _REWARD),

@@ -12,6 +12,7 @@ import yaml  # type: ignore[import-untyped]
 
 from rlbatch.api import ConfigError
 from rlbatch.config.check_cluster import check_variable
+from rlbatch.config.check_correction import check_band
 from rlbatch.config.choices import AUTO
 from rlbatch.config.foreign_keys import answer
 from rlbatch.config.schema import Config
@@ -157,6 +158,9 @@ def _typed(key: str, value: str) -> str:
 
 def _line(text: str, keys: Sequence[str], groups: Mapping[str, Sequence[str]]) -> str:
     """Of a key that is not text."""
+    typed, _, value = text.partition("=")
+    if typed.strip().lstrip("+") in keys:
+        check_band(typed.strip().lstrip("+"), value)
     override = _parse(text)
     if override.is_sweep_override():
         raise ConfigError(f"{text}: has several values. Give one; a list is written [a,b].")

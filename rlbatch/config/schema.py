@@ -28,6 +28,8 @@ OwnPath = Annotated[str, PathRule(is_for_ranks=False)]
 
 Scale = Annotated[float, Range(least=0, most=1e15)]
 """Of what is computed in float32: products with it, and its square, are far from infinite."""
+Band = tuple[Scale, ...] | None
+"""Two numbers, [low,high], both in it."""
 
 
 def key(default: Any, doc: str) -> Any:
@@ -44,6 +46,9 @@ class TrainConfig:
     steps: Count = key(100, "Steps of the run; each generates, scores and updates.")
     prompts_per_step: Annotated[int, Range(above=0, most=2**20)] = key(32, "Prompts (groups) a step.")
     updates_per_step: Count = key(1, "Optimizer updates a step; the step's groups are divided over them.")
+    epochs: Count = key(
+        1, "Passes over a step's samples; each makes updates_per_step updates, after the first of other groups, shuffled by the seed."
+    )
     max_tokens_per_gpu: Count = key(
         4096, "Most tokens of a pack (x layout.cp_size): memory and speed, never the loss. A longer sample forms its own pack, untruncated."
     )
@@ -192,6 +197,49 @@ class AlgorithmConfig:
     overlong_buffer_tokens: Count | None = key(
         None, "With overlong_penalty: over how many tokens before rollout.max_response_tokens it grows from 0; null: a fifth of them."
     )
+    old_logprobs: Literal["recompute", "rollout"] = key(
+        "recompute", "Old log-probs: the trainer's, by a forward pass of their own, or those of the engine, without that pass."
+    )
+
+
+@dataclass(frozen=True)
+class RejectConfig:
+    """``correction.reject.*``: bounds of ``k1``: on old over engine's probability; of ``k2`` and ``k3``: the largest value."""
+
+    k1_token: Band = key(None, "[low,high] of a token's ratio; the token is rejected.")
+    k1_max: Band = key(None, "[low,high] of each token's ratio; else the sequence is rejected, as by all keys below.")
+    k1_mean: Band = key(None, "[low,high] of the geometric mean of a sequence's ratios, e.g. [0.99,1.01].")
+    k1_sum: Band = key(None, "[low,high] of a sequence's ratio, the product over its tokens.")
+    k2_token: Scale | None = key(None, "Most of a token's k2 = log(ratio)^2 / 2; the token is rejected.")
+    k2_max: Scale | None = key(None, "Most of any token's k2.")
+    k2_mean: Scale | None = key(None, "Most of the mean of a sequence's k2.")
+    k2_sum: Scale | None = key(None, "Most of the sum of a sequence's k2.")
+    k3_token: Scale | None = key(None, "Most of a token's k3 = ratio - 1 - log(ratio); the token is rejected.")
+    k3_max: Scale | None = key(None, "Most of any token's k3.")
+    k3_mean: Scale | None = key(None, "Most of the mean of a sequence's k3, e.g. 0.01.")
+    k3_sum: Scale | None = key(None, "Most of the sum of a sequence's k3.")
+
+
+@dataclass(frozen=True)
+class CorrectionConfig:
+    """``correction.*``: of what engine and trainer disagree on, before the first update. Off by default."""
+
+    weights: Literal["none", "token", "sequence"] = key(
+        "none", "Multiply the policy loss with old over engine's probability, of each token or of the whole response."
+    )
+    weight_limit: Literal["truncate", "band", "raw"] = key(
+        "truncate", "Weights: at most weight_high, 0 outside [weight_low, weight_high] (IcePop), or as they are."
+    )
+    weight_low: Scale | None = key(None, "Lower bound of weight_limit=band, e.g. 0.5.")
+    weight_high: Annotated[float, Range(above=0, most=1e15)] | None = key(None, "Upper bound of weights, e.g. 2.0.")
+    reject: RejectConfig = field(default_factory=RejectConfig)
+    veto: Annotated[float, Range(above=0, below=1)] | None = key(
+        None, "Reject a sequence if the ratio of any of its tokens is below this, e.g. 1e-4."
+    )
+    opsm_delta: Scale | None = key(
+        None, "Reject tokens of negative advantage where the mean of engine's less old log-prob of the sequence is above this, e.g. 1e-4."
+    )
+    denominator: Literal["all", "kept"] = key("all", "Mean of the policy loss over what was there before rejection, or over what is kept.")
 
 
 @dataclass(frozen=True)
@@ -308,6 +356,7 @@ class Config:
     reward: RewardConfig = field(default_factory=RewardConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

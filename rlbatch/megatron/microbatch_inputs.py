@@ -26,6 +26,7 @@ PER_TOKEN = (
     "sequence_ids",
     "old_logprobs",
     "ref_logprobs",
+    "correction",
 )
 """Of a ``Microbatch``: what concerns single tokens, and what the loss sees of them."""
 

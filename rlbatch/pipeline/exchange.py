@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -75,6 +75,24 @@ def all_gather_ragged(values: Tensor, group: Any = None) -> list[Tensor]:
     gathered = values.new_empty(size * len(padded))
     dist.all_gather_into_tensor(gathered, padded, group=group)
     return [gathered[rank * len(padded) :][: int(length)] for rank, length in enumerate(lengths)]
+
+
+def all_gather_samples(mine: Mapping[int, Tensor], lengths: Sequence[int], group: Any) -> list[Tensor]:
+    """Gathers one tensor a sample, each from the rank that has it.
+
+    Args:
+        mine: [L_i] float32 or float64 for each of this rank's samples, by index.
+        lengths: L_i of all N samples.
+        group: Process group, whose ranks together have every sample once.
+
+    Returns:
+        N tensors float64.
+    """
+    owned = torch.cat(all_gather_ragged(torch.tensor(list(mine), dtype=torch.int64), group)).tolist()
+    # A rank without samples has no dtype to go by: doubles hold every float32.
+    values = torch.cat(all_gather_ragged(torch.cat([torch.empty(0, dtype=torch.float64), *(v.double() for v in mine.values())]), group))
+    by_sample = dict(zip(owned, values.split([lengths[i] for i in owned]), strict=True))
+    return [by_sample[i] for i in range(len(lengths))]
 
 
 def all_gather_bytes(content: bytes, group: Any = None) -> list[bytes]:

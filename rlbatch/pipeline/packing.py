@@ -180,15 +180,28 @@ def with_advantages(packs: Sequence[Pack], advantages: Sequence[Tensor]) -> list
         packs: From ``build_microbatches``; dummies are left alone.
         advantages: [R_i] float32 for each sample, on its last R_i tokens (R_i = L_i: on all); ignored where masked.
     """
+    filled = spread_over_packs(packs, advantages)
+    return [replace(item, microbatch=replace(item.microbatch, advantages=values)) for item, values in zip(packs, filled, strict=True)]
 
-    def fill(item: Pack) -> Pack:
-        values = torch.zeros_like(item.microbatch.advantages)
+
+def spread_over_packs(packs: Sequence[Pack], values: Sequence[Tensor]) -> list[Tensor]:
+    """Per-token values of samples as those of packs.
+
+    Args:
+        packs: From ``build_microbatches``, with or without dummies.
+        values: [R_i] float32 for each sample, of its last R_i tokens.
+
+    Returns:
+        [T] float32 for each pack, 0 where masked.
+    """
+
+    def fill(item: Pack) -> Tensor:
+        flat = torch.zeros_like(item.microbatch.loss_mask)
         starts = item.microbatch.cu_seqlens.tolist()
         for start, length, index in zip(starts, item.lengths, item.sample_indices, strict=False):
             end = start + length
-            values[end - len(advantages[index]) : end] = advantages[index]
-        masked = values.masked_fill(item.microbatch.loss_mask == 0, 0.0)
-        return replace(item, microbatch=replace(item.microbatch, advantages=masked))
+            flat[end - len(values[index]) : end] = values[index]
+        return flat.masked_fill(item.microbatch.loss_mask == 0, 0.0)
 
     return [fill(item) for item in packs]
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from operator import attrgetter
 from zlib import crc32
 
 import torch
@@ -19,12 +20,13 @@ from rlbatch.megatron import parallel
 from rlbatch.megatron.finite import NotFinite
 from rlbatch.metrics.phases import PhaseClock
 from rlbatch.pipeline import step_metrics
-from rlbatch.pipeline.exchange import Batch, all_gather_ragged, exchange
+from rlbatch.pipeline.corrected import corrected
+from rlbatch.pipeline.exchange import Batch, all_gather_samples, exchange
 from rlbatch.pipeline.generation import generate
 from rlbatch.pipeline.job import Job
 from rlbatch.pipeline.sample_finder import SampleFinder
 from rlbatch.pipeline.score import score
-from rlbatch.pipeline.updates import Update, plan_updates
+from rlbatch.pipeline.updates import Update, plan_updates, shuffled_groups
 
 
 def train_step(job: Job, step: int) -> tuple[StepResult, list[SampleGroup], list[float]] | None:
@@ -55,6 +57,7 @@ def train_step(job: Job, step: int) -> tuple[StepResult, list[SampleGroup], list
         batch = exchange(groups, mine)
         trained = batch.without_truncated() if config.algorithm.mask_truncated else batch
         updates = plan_updates(trained, config, parallel.dp_rank(), parallel.dp_size())
+        planned = len(updates) * config.train.epochs
         finder = SampleFinder(trained, partial(trained.name, prompts=prompts))
 
     with job.training():
@@ -66,13 +69,13 @@ def train_step(job: Job, step: int) -> tuple[StepResult, list[SampleGroup], list
         with clock.phase("update"):
             job.trainer.next_learning_rate()
             if advantages is None:
-                job.health.pass_over(f"log-probs of step {step} must be finite: {broken}", len(updates))
-            made = [] if advantages is None else _update(job, step, [update.with_advantages(advantages) for update in updates], finder)
+                job.health.pass_over(f"log-probs of step {step} must be finite: {broken}", planned)
+            made = [] if advantages is None else _update(job, step, _epochs(job, step, updates, trained, advantages), finder, planned)
 
     metrics = (
         step_metrics.samples(batch, advantages)
-        | step_metrics.updates(made, len(updates), with_kl=job.needs_reference)
-        | ({} if advantages is None else step_metrics.logprob_difference(job, updates))
+        | step_metrics.updates(made, planned, with_kl=job.needs_reference)
+        | ({} if advantages is None else step_metrics.rollout_mismatch(config, updates, advantages, made))
         | step_metrics.generation(job)
         | step_metrics.speed(job, batch, clock)
         | step_metrics.memory(clock)
@@ -85,16 +88,32 @@ def train_step(job: Job, step: int) -> tuple[StepResult, list[SampleGroup], list
     return StepResult(step, job.trainer.policy_version, metrics), groups, shown
 
 
-def _update(job: Job, step: int, updates: Sequence[Update], finder: SampleFinder) -> list[tuple[Update, dict[str, float]]]:
+def _epochs(job: Job, step: int, updates: Sequence[Update], batch: Batch, advantages: Sequence[Tensor]) -> Iterator[Update]:
+    """The updates of all passes over the step's samples, which share advantages and log-probs of before the first."""
+    yield from (update.with_advantages(advantages) for update in updates)
+    if job.config.train.epochs == 1:
+        return
+    names = ("old_logprobs", "ref_logprobs") if job.needs_reference else ("old_logprobs",)
+    logprobs = {name: _of_all(batch, updates, attrgetter(name)) for name in names}
+    for epoch in range(1, job.config.train.epochs):
+        order = shuffled_groups(job.config, step, epoch)
+        for update in plan_updates(batch, job.config, parallel.dp_rank(), parallel.dp_size(), order):
+            for name, values in logprobs.items():
+                update = update.with_logprobs(name, values)
+            yield update.with_advantages(advantages)
+
+
+def _update(job: Job, step: int, updates: Iterator[Update], finder: SampleFinder, planned: int) -> list[tuple[Update, dict[str, float]]]:
     """Each update that was made, with what ``Trainer.update`` returned. One whose values are not finite is not made: the run ends, or
     passes over it.
     """
     made = []
     for number, update in enumerate(updates, start=1):
+        packs = corrected([pack.microbatch for pack in update.packs], job.config.correction, job.config.algorithm.loss_aggregation)
         try:
-            result = job.trainer.update([pack.microbatch for pack in update.packs], job.objective, update.denominator)
+            result = job.trainer.update(packs, job.objective, update.denominator)
         except NotFinite as error:
-            which = f"update {number} of {len(updates)} of step {step} must be finite, {error.found}"
+            which = f"update {number} of {planned} of step {step} must be finite, {error.found}"
             job.health.pass_over(f"{which}: {finder.first(update, error.token)}")
         else:
             job.health.updated()
@@ -105,8 +124,12 @@ def _update(job: Job, step: int, updates: Sequence[Update], finder: SampleFinder
 def _add_logprobs(job: Job, updates: Sequence[Update]) -> None:
     """Old log-probs into all packs, by the policy before the first update, and the reference's where something needs them."""
     microbatches = [pack.microbatch for update in updates for pack in update.packs]
-    for microbatch, values in zip(microbatches, job.trainer.logprobs(microbatches), strict=True):
-        microbatch.old_logprobs = values
+    if job.config.algorithm.old_logprobs == "rollout":
+        for microbatch in microbatches:
+            microbatch.old_logprobs = microbatch.rollout_logprobs
+    else:
+        for microbatch, values in zip(microbatches, job.trainer.logprobs(microbatches), strict=True):
+            microbatch.old_logprobs = values
     if job.needs_reference:
         with job.trainer.reference():
             for microbatch, values in zip(microbatches, job.trainer.logprobs(microbatches), strict=True):
@@ -153,16 +176,18 @@ def _overlong_penalties(job: Job, lengths: Tensor) -> Tensor:
 
 
 def _responses(batch: Batch, updates: Sequence[Update], values: Callable[[Microbatch], Tensor | None]) -> Tensor:
-    """[T] float64: a value of every response token of the step; each data-parallel rank has those of its own samples."""
+    """[T] float64: a value of every response token of the step."""
+    by_sample = _of_all(batch, updates, values)
+    return torch.cat([of_tokens[mask > 0] for of_tokens, mask in zip(by_sample, batch.loss_mask, strict=True)])
+
+
+def _of_all(batch: Batch, updates: Sequence[Update], values: Callable[[Microbatch], Tensor | None]) -> list[Tensor]:
+    """[L_i] float64 for each of the N samples: a value of each token; each data-parallel rank has those of its own samples."""
     mine: dict[int, Tensor] = {}
     for update in updates:
         found = (values(pack.microbatch) for pack in update.packs)
-        mine |= update.by_sample([value.double() for value in found if value is not None])
-    group = parallel.dp_group()
-    owned = torch.cat(all_gather_ragged(torch.tensor(list(mine), dtype=torch.int64), group)).tolist()
-    gathered = torch.cat(all_gather_ragged(torch.cat([torch.empty(0, dtype=torch.float64), *mine.values()]), group))
-    by_sample = dict(zip(owned, gathered.split([batch.lengths[i] for i in owned]), strict=True))
-    return torch.cat([by_sample[i][batch.loss_mask[i] > 0] for i in range(len(batch.lengths))])
+        mine |= update.by_sample([value for value in found if value is not None])
+    return all_gather_samples(mine, batch.lengths, parallel.dp_group())
 
 
 def _kl(kind: str, microbatch: Microbatch) -> Tensor:

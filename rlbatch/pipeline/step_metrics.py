@@ -14,6 +14,7 @@ from rlbatch.config.schema import Config
 from rlbatch.megatron import parallel
 from rlbatch.metrics import mfu
 from rlbatch.metrics.phases import PhaseClock
+from rlbatch.pipeline import corrected
 from rlbatch.pipeline.exchange import Batch
 from rlbatch.pipeline.job import Job
 from rlbatch.pipeline.rollout import Work
@@ -73,17 +74,30 @@ def updates(made: Sequence[tuple[Update, Mapping[str, float]]], planned: int, *,
     return skipped | metrics | ({"train/kl": per_token("kl")} if with_kl else {})
 
 
-def logprob_difference(job: Job, planned: Sequence[Update]) -> dict[str, float]:
-    """How far the engine's log-probs are from the trainer's, on the sampled tokens of all ranks."""
+def rollout_mismatch(
+    config: Config, planned: Sequence[Update], advantages: Sequence[Tensor], made: Sequence[tuple[Update, Mapping[str, float]]]
+) -> dict[str, float]:
+    """How far the engine's log-probs are from the trainer's, on the sampled tokens of all ranks, and what was corrected of it.
+
+    Args:
+        config: Of the job.
+        planned: The step's updates, of one epoch.
+        advantages: Of each sample.
+        made: As for ``updates``. With ``algorithm.old_logprobs=rollout`` only the first of them is computed by the weights that sampled: of
+            its tokens the mean difference is known, and nothing else.
+    """
+    if config.algorithm.old_logprobs == "rollout":
+        return {"train/rollout_logprob_diff_mean": made[0][1]["rollout_difference"] / max(made[0][0].tokens, 1)} if made else {}
+    microbatches = [pack.microbatch for update in planned for pack in update.with_advantages(advantages).packs]
     sums, largest = torch.zeros(2, dtype=torch.float64), torch.zeros(1)
-    for microbatch in (pack.microbatch for update in planned for pack in update.packs):
+    for microbatch in microbatches:
         assert microbatch.old_logprobs is not None
         difference = (microbatch.old_logprobs - microbatch.rollout_logprobs).abs() * microbatch.loss_mask
         sums += torch.stack([difference.sum(), microbatch.loss_mask.sum()])
         largest = torch.maximum(largest, difference.max())
     dist.all_reduce(sums, group=parallel.dp_group())
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=parallel.dp_group())
-    return {
+    return corrected.measured(microbatches, config.correction) | {
         "train/rollout_logprob_diff_mean": float(sums[0] / sums[1].clamp(min=1.0)),
         "train/rollout_logprob_diff_max": float(largest),
     }
@@ -121,8 +135,8 @@ def speed(job: Job, batch: Batch, clock: PhaseClock) -> dict[str, float]:
     """Times, throughput and model FLOPs utilisation."""
     seconds, world_size, lengths = clock.total(), job.config.layout.world_size, batch.lengths
     per_second = sum(lengths) / seconds
-    forwards = 2 if job.needs_reference else 1
-    flops = mfu.training_flops(job.family, lengths) + forwards * mfu.forward_flops(job.family, lengths)
+    forwards = job.needs_reference + (job.config.algorithm.old_logprobs == "recompute")
+    flops = job.config.train.epochs * mfu.training_flops(job.family, lengths) + forwards * mfu.forward_flops(job.family, lengths)
     trained = clock.seconds("logprobs", "update")
     return clock.tags() | {
         "time/step_s": seconds,

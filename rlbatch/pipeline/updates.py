@@ -5,6 +5,7 @@ Every rank has the lengths of all samples, so every rank computes the same divis
 
 from __future__ import annotations
 
+import random
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from rlbatch.pipeline.packing import (
     pad_with_dummies,
     sequence_multiple,
     split_by_sample,
+    spread_over_packs,
     with_advantages,
 )
 
@@ -49,6 +51,12 @@ class Update:
         """The update with the advantages (N tensors, of the whole batch) in its packs."""
         return replace(self, packs=tuple(with_advantages(self.packs, [advantages[i] for i in self.samples])))
 
+    def with_logprobs(self, name: str, logprobs: Sequence[Tensor]) -> Update:
+        """The update with log-probs ([L_i] for each of the N samples of the batch) in its packs, as ``Microbatch.<name>``."""
+        filled = spread_over_packs(self.packs, [logprobs[i] for i in self.samples])
+        packs = [replace(pack, microbatch=replace(pack.microbatch, **{name: v})) for pack, v in zip(self.packs, filled, strict=True)]
+        return replace(self, packs=tuple(packs))
+
     def sample_at(self, pack: int, position: int) -> tuple[int, int] | None:
         """Whose token it is, by index in the batch, and the token's place in the sample; None: a dummy's."""
         item = self.packs[pack]
@@ -63,20 +71,29 @@ class Update:
         return dict(zip(self.samples, split_by_sample(self.packs, values), strict=True))
 
 
-def plan_updates(batch: Batch, config: Config, dp_rank: int, dp_size: int) -> list[Update]:
-    """Divides the step's groups, in prompt order, over ``train.updates_per_step`` updates.
+def shuffled_groups(config: Config, step: int, epoch: int) -> list[int]:
+    """Order in which an epoch after the first takes the step's groups: depends on the seed, the step and the epoch alone."""
+    order = list(range(config.train.prompts_per_step))
+    random.Random(f"group order {config.seed} {step} {epoch}").shuffle(order)
+    return order
+
+
+def plan_updates(batch: Batch, config: Config, dp_rank: int, dp_size: int, order: Sequence[int] | None = None) -> list[Update]:
+    """Divides the step's groups over ``train.updates_per_step`` updates.
 
     Args:
         batch: All samples.
         config: Packing, layout and aggregation.
         dp_rank: This rank's share.
         dp_size: Shares.
+        order: Of the groups, by their position in the step; None: prompt order.
 
     Returns:
         The updates, each with this rank's packs.
     """
     per_update = config.train.prompts_per_step // config.train.updates_per_step
-    number = batch.group_ids // per_update
+    place = torch.arange(config.train.prompts_per_step) if order is None else torch.tensor(order).argsort()
+    number = place[batch.group_ids] // per_update
     return [
         _plan(batch, torch.nonzero(number == update).flatten().tolist(), config, dp_rank, dp_size)
         for update in range(config.train.updates_per_step)

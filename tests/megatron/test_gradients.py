@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlbatch.config.schema import LayoutConfig
+from rlbatch.config.schema import CorrectionConfig, LayoutConfig, RejectConfig
 from rlbatch.testing.gradients import gradients, gradients_of_each, plugins_of, worst
 from tests import tiny_models
 
@@ -143,3 +143,35 @@ def test_every_loss_has_the_gradient_of_one_process(layout: str, folder: Path, l
     for (aggregation, loss, _), ours, wanted in zip(LOSSES, got, losses_of_one_process, strict=True):
         error, name = worst(ours, wanted)
         assert error <= TOLERANCE, f"{loss} {aggregation} {name}: {error:.2e}"
+
+
+CORRECTIONS = {
+    "kept": CorrectionConfig(
+        weights="sequence",
+        weight_high=1.2,
+        reject=RejectConfig(k1_mean=(0.9, 1.1), k3_token=0.05),
+        opsm_delta=0.02,
+        denominator="kept",
+    ),
+    "all": CorrectionConfig(weights="token", weight_limit="band", weight_low=0.75, weight_high=1.3, reject=RejectConfig(k2_sum=0.6)),
+}
+
+
+@pytest.fixture(scope="module")
+def corrected_references(folder: Path, rank_pool) -> dict[str, dict[str, torch.Tensor]]:
+    arguments = (gradients, str(folder), LayoutConfig(world_size=1), 1000, "sequence_mean", "clip")
+    return {name: rank_pool(1).run(*arguments, correction)[0] for name, correction in CORRECTIONS.items()}
+
+
+@pytest.mark.parametrize(
+    ("layout", "max_tokens", "name"),
+    [("dp2", 1, "kept"), ("cp2", 40, "kept"), ("tp2 ep2", 23, "kept"), ("pp2", 40, "kept"), ("dp2", 23, "all"), ("cp2", 1, "all")],
+)
+def test_corrections(layout: str, max_tokens: int, name: str, folder: Path, corrected_references, reference, rank_pool) -> None:
+    """What is corrected of the engine's log-probs, and over how many tokens, is the same however samples are packed and spread."""
+    want = corrected_references[name]
+    assert worst(want, reference["sequence_mean"])[0] > 0.01
+    spread = LAYOUTS[layout]
+    got = rank_pool(2).run(gradients, str(folder), spread, max_tokens, "sequence_mean", "clip", CORRECTIONS[name])[0]
+    error, where = worst(got, want)
+    assert error <= TOLERANCE, f"{where}: {error:.2e}"

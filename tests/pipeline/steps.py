@@ -128,6 +128,45 @@ def ratios(config: Config, run_dir: str) -> tuple[list[float], list[float], dict
     return (*(torch.cat([torch.empty(0), *part]).tolist() for part in (first, later)), dict(done.metrics))
 
 
+@dataclass
+class Passes:
+    """What the updates of one step got on this rank.
+
+    Attributes:
+        tokens: Of each update: (advantage, old, engine's, reference log-prob, weight) at each unmasked token, sorted.
+        scored: How often the trainer was asked for log-probs.
+        metrics: Of the step.
+    """
+
+    tokens: list[list[tuple[float, ...]]]
+    scored: int
+    metrics: dict[str, float]
+
+
+def passes(config: Config, run_dir: str) -> Passes:
+    """One step."""
+    job, calls, seen = job_of(config, run_dir), count(), Passes([], 0, {})
+    trainer_update, logprobs = job.trainer.update, job.trainer.logprobs
+
+    def update(microbatches: Any, *arguments: Any) -> dict[str, float]:
+        tokens: list[tuple[float, ...]] = []
+        for m in microbatches:
+            of_token = (m.advantages, m.old_logprobs, m.rollout_logprobs, m.ref_logprobs, m.correction)
+            values = [torch.zeros_like(m.loss_mask) if value is None else value for value in of_token]
+            tokens += map(tuple, torch.stack(values)[:, m.loss_mask > 0].T.tolist())
+        seen.tokens.append(sorted(tokens))
+        return trainer_update(microbatches, *arguments)
+
+    def scoring(microbatches: Any) -> list[torch.Tensor]:
+        next(calls)
+        return logprobs(microbatches)
+
+    job.trainer.update, job.trainer.logprobs = update, scoring
+    seen.metrics = run_steps(job, 1).metrics[0]
+    seen.scored = next(calls)
+    return seen
+
+
 def reference_is_the_first_policy(config: Config, run_dir: str) -> dict[str, Any]:
     """Measures, with the policy as its own reference, what the reference gives before and after updates."""
     from rlbatch.testing.gradients import my_packs

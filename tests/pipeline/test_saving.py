@@ -45,7 +45,12 @@ def config_for(layout: str, *overrides: str):
 
 @pytest.mark.parametrize(
     ("layout", "overrides"),
-    [("ep2", ()), ("tp2 ep2", ()), ("ep2", ("train.precision=bf16", "rollout.max_logprob_diff=null", "offload=gradients"))],
+    [
+        ("ep2", ()),
+        ("ep2", ("train.updates_per_step=1", "train.epochs=2", "algorithm=icepop")),
+        ("tp2 ep2", ()),
+        ("ep2", ("train.precision=bf16", "rollout.max_logprob_diff=null", "offload=gradients")),
+    ],
 )
 def test_a_resumed_job_is_the_one_that_went_on(layout: str, overrides: tuple[str, ...], run_dir: Path, tmp_path: Path, rank_pool) -> None:
     """N+M steps equal N steps, save, a new job, resume, M steps, bitwise: weights, main weights, moments, step counts, learning rate,

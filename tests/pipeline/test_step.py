@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlbatch.config.choices import group_choices
 from rlbatch.config.schema import EMBEDDED
 from tests.pipeline import steps
 from tests.pipeline.steps import LAYOUTS, merged, prepared, small_config
@@ -235,3 +236,34 @@ def test_the_teacher_is_the_reference(loss: str, run_dir: Path, rank_pool, other
     assert abs(metrics["train/kl"]) > 1e-3
     assert metrics["advantage/mean"] == pytest.approx(-metrics["train/kl"], rel=1e-4)
     assert metrics["train/grad_norm"] > 0
+
+
+@pytest.mark.parametrize(("layout", "old"), [("dp2", "recompute"), ("ep2", "rollout")])
+def test_epochs_share_log_probs_and_advantages(layout: str, old: str, run_dir: Path, rank_pool) -> None:
+    """Each pass has every token once, with the same old, engine's and reference log-probs, advantage and correction, whatever rank it is
+    on; in other updates. With the engine's log-probs as old ones only the reference's forward pass is run.
+    """
+    correction = ["correction.weights=token", "correction.weight_high=2"] if old == "recompute" else ["algorithm.old_logprobs=rollout"]
+    config = small_config(layout, "train.epochs=2", "algorithm.kl_loss=true", *correction)
+    ranks = rank_pool(2).run(steps.passes, config, str(run_dir))
+    updates = [sorted(token for rank in ranks for token in rank.tokens[number]) for number in range(4)]
+    assert all(len(rank.tokens) == 4 for rank in ranks)
+    assert sorted(updates[0] + updates[1]) == sorted(updates[2] + updates[3])
+    assert updates[0] not in updates[2:]
+    for rank in ranks:
+        assert rank.scored == (2 if old == "recompute" else 1)
+        assert all(before == engines for tokens in rank.tokens for _, before, engines, _, _ in tokens) == (old == "rollout")
+        assert ("mismatch/kl_k3" in rank.metrics) == (old == "recompute")
+        assert 0 < rank.metrics["train/rollout_logprob_diff_mean"] < TOLERANCE
+        assert rank.metrics["train/skipped_updates"] == 0
+
+
+@pytest.mark.parametrize("recipe", group_choices()["algorithm"])
+def test_recipes_run(recipe: str, run_dir: Path, rank_pool) -> None:
+    """Every file of configs/algorithm makes a step with finite metrics; engine and trainer agree, so corrections hardly change anything."""
+    [metrics] = rank_pool(1).run(steps.steps, small_config("1 rank", f"algorithm={recipe}"), str(run_dir), 1)[0].metrics
+    assert all(map(math.isfinite, metrics.values()))
+    assert metrics["train/grad_norm"] > 0
+    assert abs(metrics["mismatch/kl_k3"]) < TOLERANCE
+    assert metrics["mismatch/ess_corrected"] == pytest.approx(1, abs=TOLERANCE)
+    assert metrics["mismatch/masked_sequences"] == 0

@@ -9,7 +9,7 @@ import torch
 
 from rlbatch.config.schema import AlgorithmConfig, Config, LayoutConfig, TrainConfig
 from rlbatch.pipeline.exchange import Batch
-from rlbatch.pipeline.updates import Update, plan_updates
+from rlbatch.pipeline.updates import Update, plan_updates, shuffled_groups
 
 PROMPTS, SAMPLES = 6, 3
 LENGTHS = [4 + (7 * index) % 11 for index in range(PROMPTS * SAMPLES)]
@@ -97,3 +97,22 @@ def test_advantages_reach_their_tokens() -> None:
         filled = update.with_advantages(advantages)
         for index, values in filled.by_sample([pack.microbatch.advantages for pack in filled.packs]).items():
             assert torch.equal(values, torch.cat([torch.zeros(PROMPT_TOKENS), advantages[index]]))
+
+
+def test_later_epochs_have_the_groups_in_another_order() -> None:
+    """Whole groups, each once, by seed, step and epoch alone; log-probs of the batch land on the tokens of their samples."""
+    job = config(3)
+    orders = [shuffled_groups(job, step, epoch) for step in (1, 2) for epoch in (1, 2)]
+    assert all(sorted(order) == list(range(PROMPTS)) for order in orders)
+    assert len(set(map(tuple, orders))) == 4
+    assert orders[0] == shuffled_groups(job, 1, 1) != shuffled_groups(replace(job, seed=1), 1, 1)
+    logprobs = [-index - torch.arange(length) / 100 for index, length in enumerate(LENGTHS)]
+    for dp_size in (1, 2):
+        ranks = [plan_updates(batch(), job, rank, dp_size, orders[0]) for rank in range(dp_size)]
+        for number in range(3):
+            samples = sorted(sample for rank in ranks for sample in rank[number].samples)
+            assert {sample // SAMPLES for sample in samples} == set(orders[0][2 * number : 2 * number + 2])
+            assert len(samples) == 2 * SAMPLES
+            for update in (rank[number].with_logprobs("old_logprobs", logprobs) for rank in ranks):
+                for index, values in update.by_sample([pack.microbatch.old_logprobs for pack in update.packs]).items():
+                    assert torch.equal(values, logprobs[index] * batch().loss_mask[index])
