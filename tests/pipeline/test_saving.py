@@ -163,14 +163,15 @@ def flip(root: Path) -> None:
 
 
 def test_a_damaged_state_is_named(saved, run_dir: Path, tmp_path: Path, rank_pool) -> None:
-    """Truncated: the file, with both sizes. Overwritten, the sizes being right: the folder, with the cause."""
+    """Truncated: the file, with both sizes. Overwritten, the sizes being right: the file."""
     root, _ = saved("ep2")
     copy = tmp_path / "checkpoints"
     subprocess.run(["cp", "-r", str(root), str(copy)], check=True)
     config = saving_to(config_for("ep2"), copy)
     state = copy / "step_000002" / STATE
     [overwritten, _] = rank_pool(2).run(saving.corrupted, config, str(run_dir), flip)
-    assert overwritten.startswith(f"DataError: {state}: cannot be read (")
+    assert overwritten.startswith(f"DataError: {state}/__")
+    assert ".distcp: was changed after it was written" in overwritten
     os.truncate(state / "__1_0.distcp", 100)
     [truncated, _] = rank_pool(2).run(saving.refusal, config, str(run_dir))
     assert truncated.startswith(f"DataError: {state / '__1_0.distcp'}: has 100 bytes, ")
