@@ -42,7 +42,7 @@ _DEFINED = (
     Tag("train/ppo_kl", "nats", "Mean of old less current log-prob: how far the step's updates moved the policy."),
     Tag("train/kl", "nats", "KL to the reference model (algorithm.kl_kind), mean over sampled tokens; only if the reference is loaded."),
     Tag("train/entropy", "nats", "Entropy of the policy, mean over sampled tokens."),
-    Tag("train/clip_fraction", "share", "Sampled tokens whose gradient the clipped objective removed."),
+    Tag("train/clip_fraction", "share", "Sampled tokens where a bound of the policy loss is active."),
     Tag("train/grad_norm", "1", "Global gradient norm before clipping, mean over the step's updates."),
     Tag("train/lr", "1", "Learning rate of the step's last update."),
     Tag(
