@@ -65,10 +65,10 @@ def convert(options: Options, info: RankInfo, say: Callable[[str], None]) -> Non
         draft.tidy()
         say(f"{options.out}: is complete already.")
         return
-    draft.check_out()
+    if info.rank == 0:
+        draft.check_out()
     work = prepare(options)
-    with draft.opened(info.rank, info.world_size):
-        draft.check_room(work.outputs)
+    with draft.opened(work.outputs, info.rank, info.world_size):
         if work.note:
             say(work.note)
         if finished := draft.finished(verified=options.verify):

@@ -9,19 +9,23 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rlbatch.api import CheckpointError, ConfigError, DataError, RlbatchError
+from rlbatch.api import CheckpointError, ConfigError, DataError, LaunchError, RlbatchError
 from rlbatch.checkpoint.origin import MARKER
 from rlbatch.checkpoint.run_folder import sync
 from rlbatch.convert.block_file import BLOCK_BYTES, BlockFile, Part
 
 PLAN = ".plan.json"
+START_S = 600.0
+"""Longest wait for the first process to begin."""
+POLL_S = 0.1
 SPARE_BYTES = 2**20
 """For metadata, folders and what else is small."""
 _DONE, _CLAIMS = ".done", ".claims"
@@ -75,16 +79,22 @@ class Draft:
             raise ConfigError(f"out={self.out}: exists and is not empty. Remove it, or choose another.")
 
     @contextlib.contextmanager
-    def opened(self, rank: int = 0, world_size: int = 1) -> Iterator[None]:
-        """Makes the draft, or takes one up that was left behind. The first process of a conversion holds it.
+    def opened(self, outputs: Sequence[Output] = (), rank: int = 0, world_size: int = 1) -> Iterator[None]:
+        """The first process of a conversion makes the draft, or takes one up that was left behind, and holds it; others wait for that.
 
         Args:
+            outputs: What there must be room for.
             rank: This process's in its conversion.
             world_size: Processes of the conversion.
 
         Raises:
-            ConfigError: the output exists, somebody else is converting to it, or the draft is of another conversion.
+            ConfigError: the output exists, somebody else is converting to it, the draft is of another conversion, or there is no room.
+            LaunchError: the first process did not begin.
         """
+        if rank:
+            self._wait_for_first()
+            yield
+            return
         self.check_out()
         try:
             for hidden in (_DONE, _CLAIMS):
@@ -93,21 +103,39 @@ class Draft:
         except OSError as error:
             raise ConfigError(f"out={self.out}: {error.filename} cannot be made ({error.strerror}). Choose another folder.") from error
         try:
-            if rank == 0:
-                self._lock(descriptor)
-                self._remove_leftovers()
-            if self.is_complete():  # by the others, just before this one made the folder again
-                shutil.rmtree(self.folder, ignore_errors=True)
-            else:
-                self._check_plan()
+            self._lock(descriptor)
+            self._check_plan()
             try:
+                self._remove_leftovers()
+                self.check_room(outputs)
+                write_file(self.folder / PLAN, json.dumps(self._plan).encode())
                 yield
             except RlbatchError:
-                if world_size == 1 and not self.finished():  # nothing for another start
+                if not self.finished() and (world_size == 1 or not self.has_plan()):  # nothing for other starts or processes
                     shutil.rmtree(self.folder, ignore_errors=True)
                 raise
         finally:
             os.close(descriptor)
+
+    def _wait_for_first(self) -> None:
+        until = time.monotonic() + START_S
+        while not (self.has_plan() or self.is_complete()):
+            self._check_plan()
+            if time.monotonic() > until:
+                raise LaunchError(
+                    f"out={self.out}: process 0 did not begin within {START_S:g} s. Do all processes see {self.folder.parent}?"
+                )
+            time.sleep(POLL_S)
+
+    def has_plan(self) -> bool:
+        """Whether the draft is there and of this conversion."""
+        return bool(self._found_plan() == self._plan)
+
+    def _found_plan(self) -> Any:
+        try:
+            return json.loads((self.folder / PLAN).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
 
     def _lock(self, descriptor: int) -> None:
         if _try_lock(descriptor) is False:
@@ -116,15 +144,9 @@ class Draft:
             raise ConfigError(f"out={self.out}: another conversion has just ended there. Start again, or choose another.")
 
     def _check_plan(self) -> None:
-        path = self.folder / PLAN
-        try:
-            before = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            before = None
-        if before is not None and self.finished() and (changed := _difference(before, self._plan)):
+        found = self._found_plan()
+        if found is not None and self.finished() and (changed := _difference(found, self._plan)):
             raise ConfigError(f"{self.folder}: was left by another conversion ({changed}). Remove it, or give the same arguments.")
-        if before != self._plan:
-            write_file(path, json.dumps(self._plan).encode())
 
     def _remove_leftovers(self) -> None:
         """Of a start on this machine that was killed; what is of another machine goes when the output is complete."""
@@ -206,6 +228,8 @@ class Draft:
                 file.finish()
             if file.nbytes != output.nbytes:
                 raise RuntimeError(f"{output.name}: {file.nbytes} bytes were made, {output.nbytes} announced")
+            if not self.has_plan() and not self.is_complete():
+                raise CheckpointError(f"out={self.out}: another conversion has taken {self.folder}. Wait for its end, or choose another.")
             os.replace(draft, path)
             sync(self.folder)
             self._record(output.name, file.nbytes, file.crc32, verified=False)
@@ -213,7 +237,7 @@ class Draft:
             if self.is_complete():  # others made the file too, where there are no locks
                 return
             draft.unlink(missing_ok=True)
-            free = shutil.disk_usage(self.folder).free
+            free = shutil.disk_usage(self.out.parent).free
             why = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else str(error.strerror)
             raise CheckpointError(
                 f"out={self.out}: {output.name} ({output.nbytes / 1e9:.3f} GB) cannot be written: {why}, {free / 1e9:.3f} GB are free. "

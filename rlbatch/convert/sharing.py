@@ -9,12 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from rlbatch.convert.output import Draft, Output
+from rlbatch.convert.output import POLL_S, Draft, Output
 from rlbatch.launch.ranks.rank_info import RankInfo
 
 STALLED_S = 600.0
 """After so long in which no file grew, those that are missing are made whoever holds them: a process may hang, or its machine be gone."""
-_POLL_S = 0.1
 
 
 def to_be_made(
@@ -44,7 +43,7 @@ def to_be_made(
         if draft.growth() != before:
             before, since = draft.growth(), time.monotonic()
         waiting()
-        time.sleep(_POLL_S)
+        time.sleep(POLL_S)
 
 
 def in_turn(outputs: Sequence[Output], info: RankInfo) -> list[Output]:

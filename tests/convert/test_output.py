@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from rlbatch.api import CheckpointError, ConfigError, DataError
+from rlbatch.api import CheckpointError, ConfigError, DataError, LaunchError
 from rlbatch.checkpoint.origin import MARKER
 from rlbatch.convert import output as outputs_module
 from rlbatch.convert.arguments import parse
@@ -135,6 +135,27 @@ def test_one_conversion_an_output(tmp_path: Path) -> None:
     (tmp_path / "full" / "mine").touch()
     with pytest.raises(ConfigError, match="exists and is not empty"), Draft(tmp_path / "full", {}).opened():
         pass
+
+
+def test_processes_join_their_own_conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others wait for the first one's plan, touch no draft of another conversion, and find a complete output complete."""
+    monkeypatch.setattr(outputs_module, "START_S", 0.2)
+    one, other = Draft(tmp_path / "out", {"mode": "a"}), Draft(tmp_path / "out", {"mode": "b"})
+    with (
+        pytest.raises(LaunchError, match=r"process 0 did not begin within 0\.2 s\. Do all"),
+        one.opened(rank=1, world_size=2),
+    ):
+        pass
+    assert list(tmp_path.iterdir()) == []
+    with one.opened(), pytest.raises(LaunchError), other.opened(rank=1, world_size=2):
+        pass
+    with other.opened(), pytest.raises(CheckpointError, match="another conversion has taken "):
+        one.write(output("one", b"content"), ignore)
+    with other.opened():
+        other.write(output("one", b"content"), ignore)
+        other.publish({}, {})
+    with other.opened(rank=1, world_size=2):
+        assert not other.folder.exists()
 
 
 def test_room_is_checked_first(hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
