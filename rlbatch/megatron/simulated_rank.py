@@ -17,7 +17,6 @@ from rlbatch.api import ModelFamily
 from rlbatch.config.schema import LayoutConfig
 from rlbatch.megatron import parallel
 from rlbatch.megatron.model import PolicyModel, build_model, transformer_config
-from rlbatch.megatron.names import canonical_tensors
 
 
 @contextmanager
@@ -71,18 +70,3 @@ class _OnMeta(TorchFunctionMode):
 def stages(family: ModelFamily, layout: LayoutConfig) -> list[PolicyModel]:
     """The simulated rank's part of the model, in bf16; to be called and used ``on_meta``."""
     return build_model(transformer_config(family, layout, "bf16"), family)
-
-
-def simulated_shapes(family: ModelFamily, layout: LayoutConfig, rank: int) -> dict[str, tuple[int, ...]]:
-    """What a rank of a layout holds.
-
-    Args:
-        family: The model.
-        layout: Already checked; DeepEP is not needed.
-        rank: Of the layout.
-
-    Returns:
-        Canonical name of each parameter and persistent buffer -> its shape on the rank.
-    """
-    with simulated_rank(layout, rank), on_meta():
-        return {name: tuple(tensor.shape) for name, tensor in canonical_tensors(stages(family, layout)).items()}
