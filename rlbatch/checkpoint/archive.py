@@ -61,7 +61,12 @@ class _Parts(list[bytes | memoryview]):
         self._nbytes = tensor.nbytes
 
     def write(self, data: memoryview) -> int:
-        self.append(data if len(data) == self._nbytes >= SMALL_BYTES else bytes(data))
+        if len(data) == self._nbytes >= SMALL_BYTES:
+            self.append(data)
+        elif self and isinstance(self[-1], bytes):
+            self[-1] += bytes(data)
+        else:
+            self.append(bytes(data))
         return len(data)
 
     def flush(self) -> None:
