@@ -85,14 +85,14 @@ def test_lost_engines_change_nothing(undisturbed: Path, tmp_path: Path, monkeypa
         (1, "start", 3, "SIGKILL"),  # when it is started after the next one
         (1, "load", 5, "SIGKILL"),
         (0, "group", 8, "SIGSTOP"),
-        overrides=("rollout.options.hang_limit_s=2", "rollout.options.max_restarts=4"),
+        overrides=("rollout.options.hang_limit_s=8", "rollout.options.max_restarts=4"),
     )
     assert (ended.code, ended.stderr) == (0, "")
     found = restarts(ended)
     assert [(engine, number) for engine, _, number in found if engine == "0"] == [("0", f"{n} of 4") for n in (1, 2, 3)]
     assert [(engine, number) for engine, _, number in found if engine == "1"] == [("1", "1 of 4"), ("1", "3 of 4")]
     reasons = " ".join(reason for _, reason, _ in found)
-    for reason in ("ended by SIGKILL", "the engine is dead (`generate`: it is told to dead)", "`generate`: no sign of life for 2 s"):
+    for reason in ("ended by SIGKILL", "the engine is dead (`generate`: it is told to dead)", "`generate`: no sign of life for 8 s"):
         assert reason in reasons
     assert scalars(tmp_path / "run", without=("time/", "perf/", "memory/"))["rollout/engine_restarts"][-1][1] >= 5
     assert scalars(tmp_path / "run", without=())["time/restart_s"]  # of their own, so that they do not count as syncs

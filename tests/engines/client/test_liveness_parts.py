@@ -124,8 +124,8 @@ def test_one_that_is_stopped_while_the_engine_starts(host: EngineHost, monkeypat
 def test_one_that_was_stopped_for_a_moment(host: EngineHost) -> None:
     """Goes on, and so does the engine."""
     child = spawned(host)
-    host.hang_limit_s = 2.0
-    call = host.begin("echo", {"text": "lives", "after_s": 4.0})
+    host.hang_limit_s = 4.0
+    call = host.begin("echo", {"text": "lives", "after_s": 6.0})
     os.kill(child, signal.SIGSTOP)
     time.sleep(0.5)
     os.kill(child, signal.SIGCONT)

@@ -135,9 +135,10 @@ def test_a_crash_is_noticed(number: signal.Signals, host: EngineHost) -> None:
 
 def test_a_hang_is_noticed(host: EngineHost) -> None:
     """An engine that neither answers nor gives a sign of life is given up; one that works in silence is not."""
-    host.hang_limit_s = 1.0
-    silent = host.begin("echo", {"text": "done", "after_s": 3.0})
+    host.hang_limit_s = 4.0
+    silent = host.begin("echo", {"text": "done", "after_s": 6.0})
     assert [header.get("text") for header, _ in silent.frames(LIMIT_S)] == [None, "done"]
+    host.hang_limit_s = 1.0
     with pytest.raises(EngineLost, match=r"`hang`: no sign of life for 1 s\."):
         list(host.begin("hang").frames(LIMIT_S))
 
