@@ -345,7 +345,10 @@ def test_options_that_map_to_text_take_what_was_typed(plugin: Write) -> None:
             "algorithm.loss_options.dual_clip=0.5_5.0",
             "algorithm.loss_options.dual_clip=0.5_5.0: must be a number or null, not `0.5_5.0`. Use one number, e.g. 0.5.",
         ),
-        ("algorithm.eps_clip=0.5_5.0", "algorithm.eps_clip=0.5_5.0: must be a number, not `0.5_5.0`. Use one number, e.g. 0.5."),
+        (
+            "algorithm.eps_clip=0.5_5.0",
+            "algorithm.eps_clip=0.5_5.0: must be one number, without `_`. Use algorithm.eps_clip=0.5 algorithm.eps_clip_high=5.0.",
+        ),
         ("algorithm.eps_clip=[0.2,0.28]", "algorithm.eps_clip=[0.2,0.28]: must be a number, not a list."),
         ("algorithm.advantage_options.std=step", "algorithm.advantage_options.std=step: must be `group` or `batch`, not `step`."),
         ("algorithm.advantage_options.eps=-1", "algorithm.advantage_options.eps=-1.0: must be 0 or more. Use e.g. 1e-06."),
