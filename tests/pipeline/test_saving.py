@@ -172,9 +172,9 @@ def test_a_damaged_state_is_named(saved, run_dir: Path, tmp_path: Path, rank_poo
     [overwritten, _] = rank_pool(2).run(saving.corrupted, config, str(run_dir), flip)
     assert overwritten.startswith(f"DataError: {state}/__")
     assert ".distcp: was changed after it was written" in overwritten
-    os.truncate(state / "__1_0.distcp", 100)
+    os.truncate(state / "__0_0.distcp", 100)
     [truncated, _] = rank_pool(2).run(saving.refusal, config, str(run_dir))
-    assert truncated.startswith(f"DataError: {state / '__1_0.distcp'}: has 100 bytes, ")
+    assert truncated.startswith(f"DataError: {state / '__0_0.distcp'}: has 100 bytes, ")
 
 
 def test_weights_start_from_a_checkpoint(saved, run_dir: Path, tmp_path: Path, rank_pool) -> None:
