@@ -62,8 +62,8 @@ def test_ranges_have_ends(key: str) -> None:
 
 def nested(key: str, value: Any) -> dict[str, Any]:
     """A tree with one key."""
-    section, _, name = key.rpartition(".")
-    return {section: {name: value}} if section else {name: value}
+    section, _, rest = key.partition(".")
+    return {section: nested(rest, value) if rest else value}
 
 
 @pytest.mark.parametrize(
