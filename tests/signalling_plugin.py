@@ -18,7 +18,8 @@ from collections.abc import Iterator, Sequence
 import psutil
 
 from rlbatch.api import Configurable, PolicyLossInputs, PolicyLossOutputs, Prompt, SamplingParams, hookimpl
-from rlbatch_plugins import loss_clip, rollout_transformers
+from rlbatch_plugins import rollout_transformers
+from rlbatch_plugins.loss_clip import ClipOptions, build_clip
 
 SLEEP_S = float(os.environ.get("RLBATCH_TEST_SLEEP_S", "0"))
 EVAL_SEED = 2**31
@@ -79,7 +80,7 @@ class SignallingRollout(rollout_transformers.TransformersRollout):
 
 def signalling_loss(inputs: PolicyLossInputs) -> PolicyLossOutputs:
     reach(count("update"))
-    return loss_clip.clip(inputs)
+    return build_clip(ClipOptions())(inputs)
 
 
 @hookimpl
