@@ -156,7 +156,7 @@ def _run(fields: dict[str, Any], strategy: str, *, updates: int, is_compared: bo
     before = _memory()
     trainer = Trainer(Config(layout=layout, train=train, optimizer=OptimizerConfig(lr=1e-4)), family, offload)
     _randomise(trainer)
-    batches, objective = _batches(family), Objective(AlgorithmConfig(), registry.loss("clip"))
+    batches, objective = _batches(family), Objective(AlgorithmConfig(), registry.build_loss(AlgorithmConfig()))
     run = Run()
     for step in range(STEPS):
         started = time.perf_counter()

@@ -79,7 +79,7 @@ def _time(case: str, layers: int, layout: LayoutConfig, spec: str) -> None:
     batches = [pack.microbatch for pack in packs]
     for batch in batches:
         batch.old_logprobs = batch.rollout_logprobs
-    objective = Objective(AlgorithmConfig(), registry.loss("clip"))
+    objective = Objective(AlgorithmConfig(), registry.build_loss(AlgorithmConfig()))
     seconds = []
     for _ in range(STEPS):
         torch.cuda.synchronize()

@@ -20,7 +20,7 @@ RATE = 1e-3
 
 def update(trainer: Trainer, layout: LayoutConfig) -> dict[str, float]:
     """One optimizer step on the test batch, at a rate that moves the weights far more than rounding does."""
-    objective = Objective(AlgorithmConfig(), plugins_of().loss("clip"))
+    objective = Objective(AlgorithmConfig(), plugins_of().build_loss(AlgorithmConfig()))
     batches = [pack.microbatch for pack in my_packs(layout, 40)]
     for batch, old in zip(batches, trainer.logprobs(batches), strict=True):
         batch.old_logprobs = old

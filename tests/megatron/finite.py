@@ -25,7 +25,7 @@ def update(trainer: Trainer, layout: LayoutConfig) -> str:
     for batch, old in zip(batches, trainer.logprobs(batches), strict=True):
         batch.old_logprobs = old
     try:
-        trainer.update(batches, Objective(AlgorithmConfig(), load_plugins().loss("clip")), DENOMINATOR)
+        trainer.update(batches, Objective(AlgorithmConfig(), load_plugins().build_loss(AlgorithmConfig())), DENOMINATOR)
     except NotFinite as error:
         return error.found
     except ModelError as error:

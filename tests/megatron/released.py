@@ -52,7 +52,7 @@ def updated(folder: str, layout: LayoutConfig, precision: str, offload: str) -> 
     """Some updates under an offload strategy, with a phase of generation before each."""
     trainer, strategy = trainer_of(folder, layout, precision, offload)
     result = Updates([], [], [], [("start", trainer.gradient_bytes)])
-    objective = Objective(AlgorithmConfig(), load_plugins().loss("clip"))
+    objective = Objective(AlgorithmConfig(), load_plugins().build_loss(AlgorithmConfig()))
     batches = [pack.microbatch for pack in my_packs(layout, 40)]
     total = torch.tensor(sum(denominator(b.loss_mask, b.cu_seqlens, "token_mean") for b in batches))
     torch.distributed.all_reduce(total, group=parallel.dp_group())
@@ -95,7 +95,7 @@ def exported_after_release(folder: str) -> tuple[float, float]:
     batches = [pack.microbatch for pack in my_packs(layout, 1000)]
     for batch, values in zip(batches, trainer.logprobs(batches), strict=True):
         batch.old_logprobs = values
-    trainer.backward(batches, Objective(AlgorithmConfig(), load_plugins().loss("clip")), 1.0)
+    trainer.backward(batches, Objective(AlgorithmConfig(), load_plugins().build_loss(AlgorithmConfig())), 1.0)
     before = sum(float(gradient.abs().sum()) for _, gradient in trainer.export_gradients())
     trainer.release_gradients()
     trainer.release_gradients()
