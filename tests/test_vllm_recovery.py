@@ -128,9 +128,12 @@ def test_a_job_that_is_asked_to_stop_while_its_engines_generate(undisturbed: Pat
     run_dir = tmp_path / "run"
     with no_memory_left():
         process = begin(run_dir, repository, SAVED, "launch.notice_s=1")
-        wait_for("groups/step_000002/prompt_*", run_dir, process)
+        wait_for("groups/step_000001/prompt_*", run_dir, process)
+        # Found before they are needed: looking through all processes may take as long as the rest of a generation.
         engines = processes_of(run_dir / "engines")
-        for one in [one for rank in map(psutil.Process, ranks_of(run_dir)) for one in (rank, *rank.children(recursive=True))]:
+        started = [one for rank in map(psutil.Process, ranks_of(run_dir)) for one in (rank, *rank.children(recursive=True))]
+        wait_for("groups/step_000002/prompt_*", run_dir, process)
+        for one in started:
             with suppress(psutil.NoSuchProcess):  # an engine ends its processes
                 one.send_signal(signal.SIGTERM)
         ended = end(process, run_dir)
