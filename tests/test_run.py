@@ -259,7 +259,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("trian.steps=3", "trian.steps: unknown key. Did you mean `train.steps` or `train.spec`?"),
+        ("trian.steps=3", "trian.steps: unknown key. Did you mean `train.steps` or `train.epochs` or `train.spec`?"),
         ("plugins=[plugin.py]", "/plugin.py: does not import: ZeroDivisionError: division by zero. Correct it"),
         ("data.train=prompts.jsonl", "/prompts.jsonl:2: not JSON"),
     ],

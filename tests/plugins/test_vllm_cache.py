@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from rlbatch.engines.host.generation import Sampled
 from rlbatch.engines.protocol.frames import pack_ints
 from rlbatch_plugins.vllm_host import engine
 from rlbatch_plugins.vllm_host.engine import VllmEngine
@@ -57,12 +58,12 @@ def served(front_end: FrontEnd) -> VllmEngine:
     hosted = VllmEngine()
     hosted._llm = front_end
 
-    async def sample(*_: Any) -> tuple[list[int], list[float], str, float]:
+    async def draw(*_: Any) -> Sampled:
         front_end.did.append("sample")
         await asyncio.sleep(0.01)
-        return [7], [-1.0], "stop", 0.0
+        return Sampled([7], [-1.0], "stop", 0.0)
 
-    hosted._sample = sample  # type: ignore[method-assign,assignment]
+    hosted.draw = draw  # type: ignore[method-assign]
     return hosted
 
 
