@@ -84,7 +84,7 @@ def test_the_cache_is_forgotten_before_the_next_request() -> None:
         hosted = served(FrontEnd(held=3))
         await updated(hosted)
         await hosted.op_generate(ONE, PROMPT, nothing_sent)
-        assert hosted._version == 4
+        assert hosted.version == 4
         return hosted._llm  # type: ignore[no-any-return]
 
     did = asyncio.run(run()).did
