@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,7 @@ from rlbatch.launch.ranks.rank_info import RankInfo
 from tests import tiny_models
 from tests.convert.test_dist import run
 from tests.convert.test_output import contents, output
+from tests.launch.watched import rank_variables, wait_for
 
 HANGING = """
 import sys, time
@@ -105,6 +108,43 @@ def test_what_a_failing_process_leaves_the_others_make(hf: Path, alone: dict[str
         patch.setattr(Draft, "write", fail)
         errors = convert_together(["mode=bf16_to_fp8", f"hf={hf}", f"out={tmp_path / 'out'}", "file_gb=0.00003"], 2)
     assert [str(error) for error in errors] == ["this disk is broken"]
+    assert contents(tmp_path / "out") == alone
+
+
+def test_what_a_killed_process_held_the_others_make(
+    hf: Path, alone: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that is at a file holds it against all others until it is killed; then they make the file and complete the output."""
+    arguments = ["mode=bf16_to_fp8", f"hf={hf}", f"out={tmp_path / 'out'}", "file_gb=0.00003"]
+    victim = subprocess.Popen([sys.executable, "-c", HANGING, *arguments], env={**os.environ, **rank_variables(1, 2)})
+    claims = tmp_path / "out.part" / ".claims"
+    errors: list[BaseException] = []
+    write = Draft.write
+
+    def write_beside_the_victim(draft: Draft, output: Output, advance: Callable[[int], None]) -> None:
+        wait_for(lambda: len(list(claims.iterdir())) > 1)
+        write(draft, output, advance)
+
+    monkeypatch.setattr(Draft, "write", write_beside_the_victim)
+
+    def first() -> None:
+        try:
+            convert(parse(arguments), process(0, 2), lambda text: None)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=first)
+    try:
+        thread.start()
+        done = tmp_path / "out.part" / ".done"
+        wait_for(lambda: len(list(done.glob("*.json"))) == len([name for name in alone if name.startswith("model-")]) - 1)
+        thread.join(0.5)
+        assert thread.is_alive()
+    finally:
+        victim.kill()
+        victim.wait()
+        thread.join(120)
+    assert errors == []
     assert contents(tmp_path / "out") == alone
 
 
