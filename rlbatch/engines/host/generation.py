@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ class Sampled:
     seconds: float
 
 
-class SamplingEngine:
+class SamplingEngine(ABC):
     """Answers to the calls ``generate`` and ``experts``; an engine says how one sample is drawn.
 
     Attributes:
@@ -44,6 +45,7 @@ class SamplingEngine:
         self.version = -1
         self.workers: list[dict[str, Any]] = []
 
+    @abstractmethod
     async def draw(self, name: str, prompt: Sequence[int], header: dict[str, Any], seed: int) -> Sampled:
         """One sample; where it is cancelled the engine gives it up.
 
@@ -53,7 +55,6 @@ class SamplingEngine:
             header: Of the call: ``temperature``, ``max_tokens``, ``min_tokens`` and ``stop_token_ids``.
             seed: 62 bits.
         """
-        raise NotImplementedError
 
     async def op_generate(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
         """Samples for prompts; each prompt's samples are sent when they are complete."""
