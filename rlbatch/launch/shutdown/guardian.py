@@ -74,7 +74,7 @@ def guarded(notice: StopNotice, on_death: Callable[[str, RankFacts], None], on_h
     Call it before there are threads. The other two processes do not return from here.
 
     Args:
-        notice: RankFacts of the signals that ask the rank to stop, whatever became of the handlers in its process.
+        notice: Told of the signals that ask the rank to stop, whatever became of the handlers in its process.
         on_death: Called above the rank if it ended without having said so, and nobody else is left who would: how, and what it told before.
         on_hang: Called above the rank if it said so and did not end: what held it.
     """
