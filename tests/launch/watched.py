@@ -21,6 +21,7 @@ from rlbatch.launch.membership import overseer
 from rlbatch.launch.membership import watchdog as watchdog_module
 from rlbatch.launch.membership.rendezvous import Meeting, join, launch_id
 from rlbatch.launch.membership.watchdog import Watchdog
+from rlbatch.launch.ranks.children import END_SIGNAL
 from rlbatch.launch.ranks.rank_info import RankInfo
 from rlbatch.launch.records.failures import reporting_failures
 from rlbatch.launch.shutdown.guardian import end, guarded, report_death, report_remains
@@ -112,6 +113,8 @@ def behave(behaviour: str, watchdog: Watchdog, meeting: Meeting) -> None:
         if what == "abort":  # as NCCL ends processes whose collective gave up
             time.sleep(COLLECTIVE_S + 1)
             os.abort()
+        if what == "end":
+            return time.sleep(overseer.STOPPING_S + 2)
         if what == "follow" and rank == 0:
             raise ConnectionError("gloo/transport: connection closed by peer")
         time.sleep(FOREVER_S)
@@ -184,8 +187,8 @@ def misbehave(what: str) -> None:
         os._exit(0)
     if what in ("sleep", "abort"):
         time.sleep(FOREVER_S)
-    if what == "term":
-        os.kill(os.getpid(), signal.SIGTERM)
+    if what in ("term", "end"):
+        os.kill(os.getpid(), signal.SIGTERM if what == "term" else END_SIGNAL)
         time.sleep(FOREVER_S)
 
 

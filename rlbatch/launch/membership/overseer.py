@@ -16,6 +16,7 @@ from rlbatch.config.schema import LaunchConfig
 from rlbatch.launch.membership.messages import PROBE_S, Handshake, Link, MachineLost, Message
 from rlbatch.launch.membership.stack_locations import StackLocation, find_culprit
 from rlbatch.launch.membership.store_port import End, StorePort
+from rlbatch.launch.ranks.children import END_SIGNAL
 from rlbatch.launch.ranks.rank_info import RankInfo
 from rlbatch.launch.records.attempt import Attempt, is_superseded
 from rlbatch.launch.records.failures import FirstError, claim, read_first_error
@@ -258,8 +259,9 @@ class Overseer(threading.Thread):
             if message["left"]:
                 self._evidence.stopped = self._evidence.stopped or (rank, message["left"])
                 self._excuse(rank)
-            within = STOPPING_S if message["left"] else LEAVING_S
-            self._leave_until = min(self._leave_until or float("inf"), time.monotonic() + within)
+            if message["left"] != END_SIGNAL.name:  # that one comes from a launcher which ends every rank, and kills those that take long
+                within = STOPPING_S if message["left"] else LEAVING_S
+                self._leave_until = min(self._leave_until or float("inf"), time.monotonic() + within)
 
     def _seal(self) -> None:
         """All ranks are at the store: nobody else comes there any more."""

@@ -12,6 +12,7 @@ import pytest
 from rlbatch.launch.membership.overseer import STOPPING_S
 from rlbatch.launch.membership.stack_locations import StackLocation, find_culprit
 from rlbatch.launch.membership.watchdog import SUCCESSION_S, may_follow
+from rlbatch.launch.ranks.children import END_SIGNAL
 from rlbatch.launch.records.attempt import Attempt, write_attempt
 from rlbatch.launch.records.failures import FirstError, read_first_error
 from tests.launch import watched
@@ -116,6 +117,14 @@ def test_one_rank_is_stopped_by_a_signal(tmp_path: Path) -> None:
     assert ended.codes == [1, 1, 128 + signal.SIGTERM]
     error = first_error(tmp_path)
     assert (error.rank, error.message) == (2, "was stopped by SIGTERM, and other ranks were not.")
+
+
+def test_a_launcher_ends_ranks_one_by_one(tmp_path: Path) -> None:
+    """Ctrl-C on a busy machine: ranks that end long after the first one of them are no failure. The launcher waits, and kills."""
+    ended = watched.run(tmp_path, "end")
+    assert ended.codes == [0, 0, 128 + END_SIGNAL]
+    assert read_first_error(tmp_path) is None
+    assert not any("[rank " in output for output in ended.outputs)
 
 
 @pytest.mark.parametrize("where", ["children", "sessions"])
