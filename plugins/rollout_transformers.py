@@ -41,7 +41,7 @@ class TransformersOptions:
 @hookimpl
 def rlbatch_register_rollout_backends() -> Mapping[str, RolloutSpec]:
     """Offers ``rollout=transformers``."""
-    return {"transformers": RolloutSpec(TransformersRollout, TransformersOptions, engine_shape=engine_shape)}
+    return {"transformers": RolloutSpec(TransformersRollout, TransformersOptions, engine_shape=engine_shape, returns_kept_tokens=True)}
 
 
 def engine_shape(options: TransformersOptions, engine: Mapping[str, Any]) -> EngineShape:
@@ -112,14 +112,19 @@ class TransformersRollout:
         stops = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=self._device)
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         alive = torch.ones(len(wanted), dtype=torch.bool, device=self._device)
-        chosen, logprobs, ends, cache = [], [], [], None
+        chosen, logprobs, keeps, ends, cache = [], [], [], [], None
         started = time.perf_counter()
         with torch.inference_mode():
             for step in range(params.max_response_tokens):
                 options = {self._cache_argument: cache, "use_cache": True, "logits_to_keep": 1}
                 output = self._model(input_ids=tokens, attention_mask=mask, position_ids=positions, **options)
                 cache = output[self._cache_argument]
-                token, logprob = _sample(output.logits[:, -1].float(), params.temperature, draws[:, step])
+                logits = output.logits[:, -1].float() / (params.temperature or 1.0)
+                if params.is_truncated:
+                    kept = kept_tokens(logits, params.top_p, params.top_k)
+                    logits = logits.masked_fill(~kept, -torch.inf)
+                    keeps.append(kept.cpu())
+                token, logprob = _sample(logits, params.temperature == 0, draws[:, step])
                 chosen.append(torch.where(alive, token, -1))
                 logprobs.append(logprob)
                 alive = alive & ~torch.isin(token, stops)
@@ -129,12 +134,8 @@ class TransformersRollout:
                     break
                 tokens, positions = token.unsqueeze(-1), positions[:, -1:] + 1
                 mask = torch.cat([mask, mask.new_ones(len(wanted), 1)], dim=-1)
-        return [
-            _completion(ids, values, stopped, ends)
-            for ids, values, stopped in zip(
-                torch.stack(chosen, 1).tolist(), torch.stack(logprobs, 1).tolist(), (~alive).tolist(), strict=True
-            )
-        ]
+        rows = zip(torch.stack(chosen, 1).tolist(), torch.stack(logprobs, 1).tolist(), (~alive).tolist(), strict=True)
+        return [_completion(ids, values, stopped, ends, [kept[row] for kept in keeps]) for row, (ids, values, stopped) in enumerate(rows)]
 
     def close(self) -> None:
         """Drops the model."""
@@ -186,14 +187,36 @@ def _left_padded(rows: Sequence[Sequence[int]], device: Any) -> tuple[Tensor, Te
     return tokens, mask
 
 
-def _sample(logits: Tensor, temperature: float, draws: Tensor) -> tuple[Tensor, Tensor]:
-    """[B, V] logits -> [B] tokens by inversion of the cumulative distribution, and [B] their log-probs; temperature 0: the most likely."""
+def kept_tokens(logits: Tensor, top_p: float, top_k: int) -> Tensor:
+    """Tokens that may be chosen; see ``SamplingParams``. Of equally likely ones those with lower ids come first.
+
+    Args:
+        logits: [B, V], at the sampling temperature.
+        top_p: Sum of their probabilities.
+        top_k: Their number; 0: any.
+
+    Returns:
+        [B, V] bool.
+    """
     import torch
 
-    scaled = logits / (temperature or 1.0)
-    logprobs = scaled.log_softmax(-1)
-    if temperature == 0:
-        tokens = scaled.argmax(-1)
+    order = logits.sort(dim=-1, descending=True, stable=True)
+    is_kept = torch.ones_like(order.values, dtype=torch.bool)
+    if top_k:
+        is_kept[:, top_k:] = False
+    if top_p < 1:
+        probabilities = order.values.double().masked_fill(~is_kept, -torch.inf).softmax(-1)
+        is_kept &= probabilities.cumsum(-1) - probabilities < top_p
+    return torch.zeros_like(is_kept).scatter(-1, order.indices, is_kept)
+
+
+def _sample(logits: Tensor, is_greedy: bool, draws: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, V] logits -> [B] tokens by inversion of the cumulative distribution, and [B] their log-probs; or the most likely ones."""
+    import torch
+
+    logprobs = logits.log_softmax(-1)
+    if is_greedy:
+        tokens = logits.argmax(-1)
     else:
         cumulative = logprobs.double().exp().cumsum(-1)
         tokens = torch.searchsorted(cumulative, (draws * cumulative[:, -1]).unsqueeze(-1), right=True).squeeze(-1)
@@ -201,6 +224,7 @@ def _sample(logits: Tensor, temperature: float, draws: Tensor) -> tuple[Tensor, 
     return tokens, logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
 
-def _completion(ids: list[int], logprobs: list[float], stopped: bool, ends: list[float]) -> Completion:
+def _completion(ids: list[int], logprobs: list[float], stopped: bool, ends: list[float], keeps: Sequence[Tensor]) -> Completion:
     length = ids.index(-1) if -1 in ids else len(ids)
-    return Completion(ids[:length], logprobs[:length], "stop" if stopped else "length", seconds=ends[length - 1])
+    kept = [row.nonzero().flatten().tolist() for row in keeps[:length]] or None
+    return Completion(ids[:length], logprobs[:length], "stop" if stopped else "length", seconds=ends[length - 1], kept=kept)

@@ -46,7 +46,7 @@ from rlbatch.api import (
 from rlbatch.config.check import check_engines
 from rlbatch.config.compose import compose
 from rlbatch.config.paths import absolute, files_there, here, paths_of, with_absolute_paths, with_paths_there
-from rlbatch.config.schema import AlgorithmConfig, Config
+from rlbatch.config.schema import AlgorithmConfig, Config, RolloutConfig
 from rlbatch.config.structured import key_docs, to_plain
 from rlbatch.foreign_code import foreign_code, state_kept, told
 from rlbatch.plugin_files import load_plugin_file
@@ -110,6 +110,7 @@ class Registry:
         self.ranks_per_engine(config)
         self._check_group_size(config.algorithm)
         self._check_aggregation(config.algorithm)
+        self._check_kept_tokens(config.rollout)
         rollout, algorithm = config.rollout, config.algorithm
         return dataclasses.replace(
             config,
@@ -144,6 +145,15 @@ class Registry:
             raise ConfigError(
                 f"algorithm.loss_aggregation={algorithm.loss_aggregation}: algorithm.loss={algorithm.loss} has one value for a whole "
                 f"response, so only {' or '.join(allowed)} is what it is defined by. Use algorithm.loss_aggregation={allowed[0]}."
+            )
+
+    def _check_kept_tokens(self, rollout: RolloutConfig) -> None:
+        said = f"top_p={rollout.top_p:g}" if rollout.top_p < 1 else f"top_k={rollout.top_k}" if rollout.top_k else ""
+        if said and not self.rollouts[rollout.name].value.returns_kept_tokens:
+            others = "".join(f", or rollout={entry.name}" for entry in self.rollouts.values() if entry.value.returns_kept_tokens)
+            raise ConfigError(
+                f"rollout.{said}: rollout={rollout.name} does not say which tokens each one was chosen from, and the trainer's log-probs "
+                f"must be of the same. Use rollout.top_p=1 rollout.top_k=0{others}."
             )
 
     def text_options(self, config: Config) -> frozenset[str]:

@@ -55,6 +55,7 @@ from rlbatch.api.protocols import (
 )
 from rlbatch.api.types import (
     FinishReason,
+    KeptTokens,
     Microbatch,
     Prompt,
     Sample,
@@ -90,6 +91,7 @@ __all__ = [
     "ForeignBackend",
     "Gated",
     "HfFields",
+    "KeptTokens",
     "LabelChecker",
     "LaunchError",
     "LossSpec",

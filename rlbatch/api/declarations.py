@@ -182,6 +182,8 @@ class RolloutSpec(Configurable):
         check_engine: Whether this machine has its engine, given the same; called at submit where ranks start on the same machine, and on
             each node before the model is built; raises ``ConfigError``.
         has_fp8: Whether its engine, on GPUs, takes weights that are quantised in blocks (``rollout.quantization``).
+        returns_kept_tokens: Whether its samples say what each token was chosen from (``Completion.kept``); without that ``rollout.top_p``
+            and ``rollout.top_k`` are refused.
         draft: Whose weights its engine speculates with, given ``rollout.engine.*``: a Hugging Face folder, empty for the layers that the
             model's family carries, None for none; may raise ``ConfigError``.
     """
@@ -195,4 +197,5 @@ class RolloutSpec(Configurable):
     engine_shape: Callable[[Any, Mapping[str, Any]], EngineShape] | None = None
     check_engine: Callable[[Any, Mapping[str, Any]], None] = any_engine
     has_fp8: bool = False
+    returns_kept_tokens: bool = False
     draft: Callable[[Mapping[str, Any]], str | None] = no_draft

@@ -39,6 +39,8 @@ class Completion:
         finish_reason: ``stop`` or ``length``.
         policy_version: Of the weights that sampled it, as the engine recorded it; None: it records none.
         seconds: From its beginning to its end in the engine; None: not measured.
+        kept: The tokens that each one was chosen from, itself among them; None: the whole vocabulary. Needed where
+            ``SamplingParams.is_truncated``, by a backend that ``returns_kept_tokens``; evaluation does without.
     """
 
     token_ids: Sequence[int]
@@ -46,6 +48,7 @@ class Completion:
     finish_reason: FinishReason
     policy_version: int | None = None
     seconds: float | None = field(default=None, compare=False)
+    kept: Sequence[Sequence[int]] | None = None
 
 
 def alone(content: bytes) -> list[bytes]:

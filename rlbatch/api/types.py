@@ -36,6 +36,19 @@ class Prompt:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class KeptTokens:
+    """The tokens that an engine chose from, where that was not the whole vocabulary (``rollout.top_p``, ``rollout.top_k``).
+
+    Attributes:
+        ids: [K] int32 token ids, position after position, ascending at each.
+        counts: [L] int64, how many of ``ids`` belong to each position; 0: the whole vocabulary.
+    """
+
+    ids: Tensor
+    counts: Tensor
+
+
 @dataclass
 class Sample:
     """One response to one prompt. L = prompt tokens + response tokens.
@@ -49,6 +62,7 @@ class Sample:
         response: The response as text, without special tokens.
         finish_reason: ``stop`` if a stop token ended it, ``length`` if the limit did.
         policy_version: Of the weights that sampled it; -1: unknown.
+        kept: What each of its L tokens was chosen from; None: the whole vocabulary.
     """
 
     prompt: Prompt
@@ -59,6 +73,7 @@ class Sample:
     response: str
     finish_reason: FinishReason
     policy_version: int = -1
+    kept: KeptTokens | None = None
 
     @property
     def response_length(self) -> int:
@@ -91,6 +106,8 @@ class SamplingParams:
         stop_token_ids: Tokens that end a sample (kept in it).
         samples_per_prompt: Samples of each prompt.
         seed: (run seed, step): with the prompt id and the sample index it determines a sample.
+        top_p: Tokens are chosen from the fewest, most likely first, whose probabilities reach this sum; 1: from all.
+        top_k: Tokens are chosen from this many, the most likely; 0: from all. With both, ``top_p`` counts among these.
     """
 
     temperature: float
@@ -98,6 +115,13 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...]
     samples_per_prompt: int
     seed: tuple[int, int]
+    top_p: float = 1.0
+    top_k: int = 0
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether some tokens cannot be chosen."""
+        return self.top_p < 1 or self.top_k > 0
 
 
 @dataclass(frozen=True)
@@ -135,6 +159,7 @@ class Microbatch:
         old_logprobs: [T] float32 nats, by the policy before this step's first update; None before they are computed.
         ref_logprobs: [T] float32 nats, by the reference model; None if nothing needs them.
         correction: [T] float32, what the policy loss of each token is multiplied with (``correction.*``); None: nothing is.
+        kept: What each of the T tokens was chosen from: all log-probs are of the distribution over these alone; None: the whole vocabulary.
     """
 
     token_ids: Tensor
@@ -148,6 +173,7 @@ class Microbatch:
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     correction: Tensor | None = None
+    kept: KeptTokens | None = None
 
 
 @dataclass(frozen=True)

@@ -131,6 +131,10 @@ class RolloutConfig:
     temperature: Annotated[float, Range(least=0.01, most=100)] = key(
         1.0, "Sampling temperature; log-probs are scored at it on both sides. At least 0.01: vLLM samples at no lower one."
     )
+    top_p: Annotated[float, Range(above=0, most=1)] = key(
+        1.0, "Below 1: tokens are chosen from the fewest, most likely first, whose probabilities reach it; log-probs are of these alone."
+    )
+    top_k: Annotated[int, Range(least=0, most=2**31 - 1)] = key(0, "Above 0: tokens are chosen from this many, the most likely.")
     max_response_tokens: Count = key(1024, "Limit of sampled tokens a sample.")
     sync_weights: bool = key(
         True, "Send the policy's weights to the engine before each step; false only to test that the log-prob check sees it."

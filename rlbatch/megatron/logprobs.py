@@ -15,8 +15,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from rlbatch.api import KeptTokens
+from rlbatch.megatron.kept_tokens import KeptColumns
+
 PADDING = -1e30
-"""Logit of a column that is no token, at temperatures of 1 or more: no probability. Below, it is as much smaller, to be finite then."""
+"""Logit of a column that is no token, or could not be chosen, at temperatures of 1 or more: no probability. Below, it is as much smaller,
+to be finite then.
+"""
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
@@ -90,7 +95,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, layer: _OutputLayer) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(hidden, weight, targets)
         ctx.layer = layer
-        parts = [layer.score(layer.logits(part, weight), chosen) for part, chosen in layer.chunks(hidden, targets)]
+        chunks = layer.chunks(hidden, targets)
+        parts = [layer.score(layer.logits(part, weight, start), chosen) for start, (part, chosen) in chunks]
         logprobs, entropies = zip(*parts, strict=True)
         return torch.cat(logprobs), torch.cat(entropies)
 
@@ -99,8 +105,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
         (hidden, weight, targets), layer = ctx.saved_tensors, ctx.layer
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-        for part, chosen, *upstream, target in layer.chunks(hidden, targets, grad_logprobs, grad_entropy, grad_hidden):
-            logits = layer.logits(part, weight).requires_grad_()
+        for start, (part, chosen, *upstream, target) in layer.chunks(hidden, targets, grad_logprobs, grad_entropy, grad_hidden):
+            logits = layer.logits(part, weight, start).requires_grad_()
             with torch.enable_grad():
                 outputs = layer.score(logits, chosen)
             (grad,) = torch.autograd.grad(outputs, logits, upstream)
@@ -119,16 +125,18 @@ class _OutputLayer:
     valid: int
     first: int
     group: Any
+    kept: KeptColumns | None
 
-    def chunks(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Of each tensor, side by side."""
-        return zip(*(tensor.split(self.chunk_tokens) for tensor in tensors), strict=True)
+    def chunks(self, *tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+        """Where each chunk begins, and its part of each tensor."""
+        parts = zip(*(tensor.split(self.chunk_tokens) for tensor in tensors), strict=True)
+        return zip(range(0, len(tensors[0]), self.chunk_tokens), parts, strict=True)
 
-    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """[C, padded V / TP]."""
-        logits = F.linear(hidden, weight)
-        logits[:, self.valid :] = PADDING * min(self.temperature, 1.0)
-        return logits
+    def logits(self, hidden: Tensor, weight: Tensor, start: int) -> Tensor:
+        """[C, padded V / TP], of the positions from ``start`` on."""
+        logits, nothing = F.linear(hidden, weight), PADDING * min(self.temperature, 1.0)
+        logits[:, self.valid :] = nothing
+        return logits if self.kept is None else logits.masked_fill_(self.kept.left_out(start, logits.shape), nothing)
 
     def score(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """``vocab_parallel_logprobs``."""
@@ -144,7 +152,16 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def chunked_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float, chunk_tokens: int, vocab_size: int, first: int, group: Any
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float,
+    chunk_tokens: int,
+    vocab_size: int,
+    first: int,
+    group: Any,
+    kept: KeptTokens | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output layer, softmax and selection, ``chunk_tokens`` at a time.
 
@@ -159,10 +176,13 @@ def chunked_logprobs(
         vocab_size: Real vocabulary; columns beyond it take no probability.
         first: Id of this rank's first row.
         group: Tensor-parallel group.
+        kept: What each target was chosen from; both results are of the distribution over these. None: the whole vocabulary.
 
     Returns:
         [T] log-probability and [T] entropy, float32 nats.
     """
     valid = max(0, min(weight.shape[0], vocab_size - first))
-    logprobs, entropy = _ChunkedLogprobs.apply(hidden, weight, targets, _OutputLayer(temperature, chunk_tokens, valid, first, group))
+    columns = None if kept is None else KeptColumns.of(kept, first, hidden.device)
+    layer = _OutputLayer(temperature, chunk_tokens, valid, first, group, columns)
+    logprobs, entropy = _ChunkedLogprobs.apply(hidden, weight, targets, layer)
     return logprobs, entropy

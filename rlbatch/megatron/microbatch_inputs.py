@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 
 from rlbatch.api import Microbatch
 from rlbatch.megatron.attention import zigzag_indices
+from rlbatch.megatron.kept_tokens import at_positions
 
 PER_TOKEN = (
     "loss_mask",
@@ -40,8 +41,10 @@ def padded_to(microbatch: Microbatch, tokens: int) -> Microbatch:
     values = {name: getattr(microbatch, name) for name in flat}
     padded = {name: None if value is None else pad(value, (0, missing)) for name, value in values.items()}
     padded["sequence_ids"] = pad(microbatch.sequence_ids, (0, missing), value=len(microbatch.truncated))
+    kept = microbatch.kept
     return replace(
         microbatch,
+        kept=kept and replace(kept, counts=pad(kept.counts, (0, missing))),
         cu_seqlens=pad(microbatch.cu_seqlens, (0, 1), value=tokens),
         sampled_tokens=pad(microbatch.sampled_tokens, (0, 1)),
         truncated=pad(microbatch.truncated, (0, 1)),
@@ -94,6 +97,7 @@ class MicrobatchInputs:
         def shifted(values: Tensor | None) -> Tensor | None:
             return None if values is None else local(values.roll(-1, 0))
 
+        kept = microbatch.kept
         return cls(
             token_ids=local(microbatch.token_ids),
             position_ids=local(positions),
@@ -104,6 +108,7 @@ class MicrobatchInputs:
                 microbatch,
                 sampled_tokens=microbatch.sampled_tokens.to(device),
                 truncated=microbatch.truncated.to(device),
+                kept=kept and at_positions(kept, (select + 1) % bounds[-1]),
                 **{name: shifted(getattr(microbatch, name)) for name in PER_TOKEN},
             ),
             select=select,

@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
-from rlbatch.api import ConfigError, ModelFamily
+from rlbatch.api import ConfigError, KeptTokens, ModelFamily
 from rlbatch.config.schema import LayoutConfig
 from rlbatch.megatron import local_spec, te_spec
 from rlbatch.megatron.logprobs import chunked_logprobs
@@ -39,11 +39,13 @@ class PolicyModel(GPTModel):
         temperature: Divides the logits.
         chunk_tokens: Tokens whose logits exist at once.
         unpadded_vocab_size: Columns of the output layer that are real.
+        kept: What each label of the next forward pass was chosen from; None: the whole vocabulary.
     """
 
     temperature: float = 1.0
     chunk_tokens: int = 4096
     unpadded_vocab_size: int
+    kept: KeptTokens | None = None
 
     def _set_attention_backend(self) -> None:
         """Nothing: Transformer Engine reads NVTE_FLASH_ATTN, NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN itself; Megatron fixes their values."""
@@ -78,6 +80,7 @@ class PolicyModel(GPTModel):
             vocab_size=self.unpadded_vocab_size,
             first=tp_group.rank() * weight.shape[0],
             group=tp_group,
+            kept=self.kept,
         )
         return torch.stack([logprobs, entropy])
 

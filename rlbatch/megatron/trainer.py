@@ -259,6 +259,8 @@ class Trainer:
 
         def forward_step(iterator: Iterator[tuple[MicrobatchInputs, LossFunction]], model: Any) -> tuple[Tensor, LossFunction]:
             pack, loss = next(iterator)
+            for stage in self.stages:
+                stage.kept = pack.microbatch.kept
             return _forward(pack, model), loss
 
         with torch.set_grad_enabled(not forward_only):

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlbatch.api import Prompt, SampleGroup
+from rlbatch.api import KeptTokens, Prompt, SampleGroup
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class Batch:
         rewards: [N] float64.
         group_ids: [N] int64, position of the prompt in the step.
         truncated: [N] bool, cut at the length limit.
+        kept: N times what the tokens were chosen from; empty: the whole vocabulary.
     """
 
     token_ids: list[Tensor]
@@ -33,6 +34,7 @@ class Batch:
     rewards: Tensor
     group_ids: Tensor
     truncated: Tensor
+    kept: Sequence[KeptTokens] = ()
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -122,12 +124,13 @@ def _as_tensor(content: bytes) -> Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
 
 
-def exchange(groups: Sequence[SampleGroup], positions: Sequence[int]) -> Batch:
+def exchange(groups: Sequence[SampleGroup], positions: Sequence[int], *, with_kept: bool = False) -> Batch:
     """Gives every rank the samples of all ranks; a collective.
 
     Args:
         groups: This rank's scored groups.
         positions: Of their prompts in the step.
+        with_kept: Whether tokens were chosen from a part of the vocabulary.
     """
     mine = [
         (position, sample, reward)
@@ -148,6 +151,12 @@ def exchange(groups: Sequence[SampleGroup], positions: Sequence[int]) -> Batch:
     loss_mask = flat([s.loss_mask for _, s, _ in mine], torch.float32).split(sizes)
     logprobs = flat([s.rollout_logprobs for _, s, _ in mine], torch.float32).split(sizes)
     rewards = flat([torch.tensor([reward for _, _, reward in mine], dtype=torch.float64)], torch.float64)
+    kept: Sequence[KeptTokens] = ()
+    if with_kept:
+        own = [sample.kept for _, sample, _ in mine if sample.kept is not None]
+        counts = flat([of_sample.counts for of_sample in own], torch.int64).split(sizes)
+        ids = flat([of_sample.ids for of_sample in own], torch.int32).split([int(of_sample.sum()) for of_sample in counts])
+        kept = list(map(KeptTokens, ids, counts))
     order = sorted(range(len(sizes)), key=lambda i: (int(position[i]), int(index[i])))
     return Batch(
         token_ids=[token_ids[i] for i in order],
@@ -156,4 +165,5 @@ def exchange(groups: Sequence[SampleGroup], positions: Sequence[int]) -> Batch:
         rewards=rewards[order],
         group_ids=position[order],
         truncated=truncated[order].bool(),
+        kept=[kept[i] for i in order] if with_kept else (),
     )

@@ -14,6 +14,7 @@ import os
 import shutil
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import astuple
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,9 @@ class FinishedGroups:
             for name, dtype in (("token_ids", torch.int32), ("logprobs", torch.float32))
         )
         tensors = {"token_ids": tokens, "logprobs": logprobs}
+        if kept := [ids for completion in completions for ids in completion.kept or ()]:
+            tensors["kept_counts"] = torch.tensor(list(map(len, kept)), dtype=torch.int32)
+            tensors["kept_ids"] = torch.tensor([token for ids in kept for token in ids], dtype=torch.int32)
         ends = json.dumps([[len(completion.token_ids), completion.finish_reason] for completion in completions])
         path = self._path(prompt)
         draft = path.with_name(f".{path.name}.part")
@@ -121,8 +125,13 @@ class FinishedGroups:
             raise ValueError("it is damaged")
         ends = json.loads(said["ends"])
         sizes = [int(size) for size, _ in ends]
-        parts = (tensors[name].split(sizes) for name in ("token_ids", "logprobs"))
-        return [Completion(tokens.tolist(), logprobs.tolist(), reason) for tokens, logprobs, (_, reason) in zip(*parts, ends, strict=True)]
+        parts = [[part.tolist() for part in tensors[name].split(sizes)] for name in ("token_ids", "logprobs")]
+        kept = [None] * len(sizes)
+        if "kept_counts" in tensors:
+            by_token = iter(tensors["kept_ids"].split(tensors["kept_counts"].tolist()))
+            kept = [[ids.tolist() for ids in islice(by_token, size)] for size in sizes]
+        reasons = [reason for _, reason in ends]
+        return [Completion(*values, kept=ids) for *values, ids in zip(*parts, reasons, kept, strict=True)]
 
     def _path(self, prompt: Prompt) -> Path:
         return self._folder / f"prompt_{prompt.prompt_id:06d}.safetensors"

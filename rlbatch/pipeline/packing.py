@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rlbatch.api import Microbatch
+from rlbatch.api import KeptTokens, Microbatch
 from rlbatch.config.schema import LayoutConfig
 
 
@@ -101,6 +101,7 @@ def build_microbatches(
     max_tokens: int,
     pad_multiple: int = 1,
     truncated: Sequence[bool] = (),
+    kept: Sequence[KeptTokens] = (),
 ) -> list[Pack]:
     """Packs this rank's samples. Advantages are 0 until ``with_advantages``.
 
@@ -113,6 +114,7 @@ def build_microbatches(
         max_tokens: ``train.max_tokens_per_gpu`` x cp_size, padding included.
         pad_multiple: See ``sequence_multiple``.
         truncated: Whether each sample was cut at the length limit; empty: none was.
+        kept: What each sample's tokens were chosen from; empty: the whole vocabulary.
 
     Returns:
         No pack for no samples.
@@ -127,6 +129,8 @@ def build_microbatches(
         sizes = [padded[i] for i in indices]
         cut = [bool(truncated) and truncated[i] for i in indices]
         microbatch = _microbatch(flat(token_ids), sizes, flat(loss_mask), flat(rollout_logprobs), cut)
+        if kept:
+            microbatch.kept = KeptTokens(torch.cat([kept[i].ids for i in indices]), flat([of_sample.counts for of_sample in kept]))
         return Pack(microbatch, tuple(indices), tuple(lengths[i] for i in indices))
 
     return [build(indices) for indices in pack(padded, max_tokens)]

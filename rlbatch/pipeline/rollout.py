@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from rlbatch.api import (
     Completion,
     EngineLost,
     ExpertParallelBackend,
+    KeptTokens,
     Prompt,
     RestartableBackend,
     RolloutBackend,
@@ -204,7 +205,9 @@ class Rollout:
         Returns:
             One group a prompt, in order; fewer if it was interrupted, or the engine is lost.
         """
-        params = self._params(self._config.rollout.temperature, self._config.algorithm.group_size, step)
+        rollout = self._config.rollout
+        params = self._params(rollout.temperature, self._config.algorithm.group_size, step)
+        params = replace(params, top_p=rollout.top_p, top_k=rollout.top_k)
         kept = FinishedGroups(self._run_dir, step, self._weights, params, self._sampler, self.announce)
         found = {prompt.prompt_id: answer for prompt in prompts if self._weights and (answer := kept.load(prompt))}
         if found:
@@ -297,7 +300,19 @@ class Rollout:
             response=text,
             finish_reason=completion.finish_reason,
             policy_version=self._checked_version(prompt, completion),
+            kept=self._kept(which, before, completion),
         )
+
+    def _kept(self, which: str, before: int, completion: Completion) -> KeptTokens | None:
+        """What each token was chosen from, ``before`` tokens of the prompt included."""
+        if completion.kept is None:
+            return None
+        pairs = enumerate(zip(completion.token_ids, completion.kept, strict=True))
+        wrong = next((place for place, (token, kept) in pairs if token not in kept), None)
+        if wrong is not None:
+            raise RolloutError(f"{which} at token {wrong} one that is not among those it was chosen from. Fix the backend.")
+        ids = [token for kept in completion.kept for token in sorted(kept)]
+        return KeptTokens(torch.tensor(ids, dtype=torch.int32), torch.tensor([0] * before + [len(kept) for kept in completion.kept]))
 
     def _checked_version(self, prompt: Prompt, completion: Completion) -> int:
         known = [version for version in (completion.policy_version, self._version) if version is not None]

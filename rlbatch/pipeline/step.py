@@ -54,7 +54,7 @@ def train_step(job: Job, step: int) -> tuple[StepResult, list[SampleGroup], list
         return None
 
     with clock.phase("exchange"):
-        batch = exchange(groups, mine)
+        batch = exchange(groups, mine, with_kept=config.rollout.top_p < 1 or config.rollout.top_k > 0)
         trained = batch.without_truncated() if config.algorithm.mask_truncated else batch
         updates = plan_updates(trained, config, parallel.dp_rank(), parallel.dp_size())
         planned = len(updates) * config.train.epochs

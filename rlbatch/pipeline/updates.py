@@ -117,6 +117,7 @@ def _plan(batch: Batch, samples: list[int], config: Config, dp_rank: int, dp_siz
         max_tokens=max_tokens,
         pad_multiple=multiple,
         truncated=[bool(batch.truncated[i]) for i in mine],
+        kept=[batch.kept[i] for i in mine] if batch.kept else (),
     )
     masks = torch.cat([batch.loss_mask[i] for i in samples])
     bounds = pad(torch.tensor(lengths).cumsum(0), (1, 0))

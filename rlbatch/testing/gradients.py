@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from rlbatch.algorithms.aggregate import denominator
 from rlbatch.algorithms.objective import Objective
+from rlbatch.api import KeptTokens
 from rlbatch.checkpoint.hf import HfTensors
 from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import AlgorithmConfig, Config, CorrectionConfig, LayoutConfig, TrainConfig
@@ -59,7 +60,18 @@ def build_trainer(folder: Path, layout: LayoutConfig, plugins: tuple[str, ...] =
     return trainer
 
 
-def my_packs(layout: LayoutConfig, max_tokens: int, lengths: Sequence[int] = LENGTHS, vocab: int = VOCAB) -> list[Pack]:
+def chosen_from(tokens: torch.Tensor, vocab: int) -> KeptTokens:
+    """Each token and up to six others, by position; every fourth one was chosen from the whole vocabulary."""
+    rows = [
+        sorted({token, *((7 * token + 11 * i + place) % vocab for i in range(place % 7))}) if place % 4 else []
+        for place, token in enumerate(tokens.tolist())
+    ]
+    return KeptTokens(torch.tensor([token for row in rows for token in row], dtype=torch.int32), torch.tensor([len(row) for row in rows]))
+
+
+def my_packs(
+    layout: LayoutConfig, max_tokens: int, lengths: Sequence[int] = LENGTHS, vocab: int = VOCAB, *, is_truncated: bool = False
+) -> list[Pack]:
     """This rank's microbatches of the test batch, as many as on every other rank."""
     tokens, masks, advantages = samples(lengths, vocab)
     mine = assign_to_ranks(lengths, parallel.dp_size())[parallel.dp_rank()]
@@ -70,6 +82,7 @@ def my_packs(layout: LayoutConfig, max_tokens: int, lengths: Sequence[int] = LEN
         [torch.zeros(lengths[i]) for i in mine],
         max_tokens=max_tokens * layout.cp_size,
         pad_multiple=multiple,
+        kept=[chosen_from(tokens[i], vocab) for i in mine] if is_truncated else (),
     )
     count = torch.tensor(len(packs))
     dist.all_reduce(count, dist.ReduceOp.MAX)
@@ -84,6 +97,7 @@ def gradients(
     aggregation: str,
     loss: str = "clip",
     correction: CorrectionConfig | None = None,
+    is_truncated: bool = False,
     **train: Any,
 ) -> dict[str, torch.Tensor]:
     """Gradient of a policy loss with KL and entropy terms by Hugging Face name, and the loss as ``loss``; rank 0 only.
@@ -91,7 +105,11 @@ def gradients(
     With a correction the engine's log-probs are up to 0.4 nats off, by the token.
     """
     return gradients_of(
-        build_trainer(Path(folder), layout, **train), my_packs(layout, max_tokens), aggregation, loss, correction=correction
+        build_trainer(Path(folder), layout, **train),
+        my_packs(layout, max_tokens, is_truncated=is_truncated),
+        aggregation,
+        loss,
+        correction=correction,
     )
 
 

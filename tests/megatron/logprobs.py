@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from rlbatch.api import KeptTokens
 from rlbatch.config.schema import LayoutConfig
 from rlbatch.megatron.logprobs import chunked_logprobs, vocab_parallel_logprobs
 from rlbatch.testing.gradients import gradients
@@ -25,12 +26,28 @@ def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     return hidden, weight, targets, grads[0], grads[1]
 
 
-def plain(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Log-probs, entropy, and gradients of hidden states and output layer by log_softmax over all logits."""
+def chosen_from() -> torch.Tensor:
+    """[T, V] bool: tokens that each target was chosen from, itself among them; every third one from all, and some from itself alone."""
+    is_kept = torch.rand(TOKENS, VOCAB, generator=torch.Generator().manual_seed(4)) < torch.linspace(0, 0.7, TOKENS)[:, None]
+    is_kept[torch.arange(TOKENS), inputs(torch.float32)[2]] = True
+    is_kept[::3] = True
+    return is_kept
+
+
+def kept_tokens() -> KeptTokens:
+    """The same as the trainer gets it."""
+    rows = chosen_from()
+    counts = rows.sum(-1).where(torch.arange(TOKENS) % 3 > 0, 0)
+    return KeptTokens(torch.cat([row.nonzero().flatten() for row, count in zip(rows, counts, strict=True) if count]).int(), counts)
+
+
+def plain(dtype: torch.dtype, *, is_truncated: bool = False) -> tuple[torch.Tensor, ...]:
+    """Log-probs, entropy, and gradients of hidden states and output layer by log_softmax over all logits, or over those that were kept."""
     hidden, weight, targets, grad_logprobs, grad_entropy = inputs(dtype)
     hidden.requires_grad_()
     weight.requires_grad_()
-    everything = (hidden @ weight.T / TEMPERATURE).log_softmax(-1)
+    logits = hidden @ weight.T / TEMPERATURE
+    everything = (logits.masked_fill(~chosen_from(), -1e9) if is_truncated else logits).log_softmax(-1)
     logprobs, entropy = everything.gather(-1, targets[:, None])[:, 0], -(everything.exp() * everything).sum(-1)
     torch.autograd.backward([logprobs, entropy], [grad_logprobs, grad_entropy])
     return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad
@@ -53,7 +70,7 @@ def by_columns() -> tuple[torch.Tensor, ...]:
     return _whole(logprobs, entropy, hidden, mine)
 
 
-def by_chunks(chunk_tokens: int) -> tuple[torch.Tensor, ...]:
+def by_chunks(chunk_tokens: int, kept: KeptTokens | None = None) -> tuple[torch.Tensor, ...]:
     """As ``plain``, by chunks of tokens, with rows that pad the vocabulary and would take all of the probability."""
     hidden, weight, targets, grad_logprobs, grad_entropy = inputs(torch.float32)
     padded = VOCAB + VOCAB % dist.get_world_size()
@@ -69,6 +86,7 @@ def by_chunks(chunk_tokens: int) -> tuple[torch.Tensor, ...]:
         vocab_size=VOCAB,
         first=first,
         group=dist.group.WORLD,
+        kept=kept,
     )
     torch.autograd.backward([logprobs, entropy], [grad_logprobs, grad_entropy])
     return _whole(logprobs, entropy, hidden, mine)

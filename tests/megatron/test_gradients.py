@@ -145,6 +145,24 @@ def test_every_loss_has_the_gradient_of_one_process(layout: str, folder: Path, l
         assert error <= TOLERANCE, f"{loss} {aggregation} {name}: {error:.2e}"
 
 
+TRUNCATED = "token_mean", "clip", None, True
+
+
+@pytest.fixture(scope="module")
+def truncated_reference(folder: Path, rank_pool) -> dict[str, torch.Tensor]:
+    return rank_pool(1).run(gradients, str(folder), LayoutConfig(world_size=1), 1000, *TRUNCATED)[0]
+
+
+@pytest.mark.parametrize("layout", ["cp2", "vpp2 pp2", "tp2 cp2 ep2"])
+def test_tokens_chosen_from_a_part_of_the_vocabulary(layout: str, folder: Path, truncated_reference, reference, rank_pool) -> None:
+    """Each position finds its own kept tokens however packs, stages and context-parallel ranks divide them; they are in the gradient."""
+    spread = LAYOUTS[layout]
+    got = rank_pool(spread.world_size).run(gradients, str(folder), spread, 40, *TRUNCATED)[0]
+    error, name = worst(got, truncated_reference)
+    assert error <= TOLERANCE, f"{name}: {error:.2e}"
+    assert worst(got, reference["token_mean"])[0] > 0.01
+
+
 CORRECTIONS = {
     "kept": CorrectionConfig(
         weights="sequence",

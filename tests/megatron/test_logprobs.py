@@ -9,7 +9,7 @@ import torch
 
 from rlbatch.config.schema import LayoutConfig
 from tests import tiny_models
-from tests.megatron.logprobs import TOKENS, bf16_errors, bf16_gradients, by_chunks, by_columns, plain
+from tests.megatron.logprobs import TOKENS, bf16_errors, bf16_gradients, by_chunks, by_columns, kept_tokens, plain
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -26,6 +26,15 @@ def test_any_chunk_size(ranks: int, chunk_tokens: int, rank_pool) -> None:
     """The same in float32 for chunks of one token to more than all; padded columns take no probability and no gradient."""
     for results in rank_pool(ranks).run(by_chunks, chunk_tokens):
         for ours, theirs in zip(results, plain(torch.float32), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 1000])
+def test_tokens_that_were_chosen_from_some_alone(ranks: int, chunk_tokens: int, rank_pool) -> None:
+    """Log-prob, entropy and gradients are of the distribution over the kept tokens, also where a rank has none of them in its columns."""
+    for results in rank_pool(ranks).run(by_chunks, chunk_tokens, kept_tokens()):
+        for ours, theirs in zip(results, plain(torch.float32, is_truncated=True), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)
 
 

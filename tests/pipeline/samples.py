@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rlbatch.api import Prompt, Sample, SampleGroup
+from rlbatch.api import KeptTokens, Prompt, Sample, SampleGroup
 from rlbatch.pipeline.exchange import Batch, all_gather_bytes, all_gather_ragged, exchange, gather_bytes
 
 LARGE = 2**24 + 1
@@ -27,15 +27,22 @@ def group(position: int) -> SampleGroup:
                 rollout_logprobs=torch.tensor([0.0] * before + [-(position + index / 8.0)] * after),
                 response="",
                 finish_reason="length" if (position + index) % 2 else "stop",
+                kept=kept(position, index, before, after),
             )
         )
     return SampleGroup(prompt, made, rewards=[1e8 + position + index / 10 for index in range(SAMPLES)])
 
 
+def kept(position: int, index: int, before: int, after: int) -> KeptTokens:
+    """What a sample's tokens were chosen from: as many as the place of the token in the response, from 0."""
+    counts = torch.tensor([0] * before + list(range(after)))
+    return KeptTokens((torch.arange(int(counts.sum())) + 10 * position + index).int(), counts)
+
+
 def exchanged(distribution: list[list[int]]) -> Batch:
     """The batch on this rank, which generated the groups at ``distribution[rank]``."""
     mine = distribution[torch.distributed.get_rank()]
-    return exchange([group(position) for position in mine], mine)
+    return exchange([group(position) for position in mine], mine, with_kept=True)
 
 
 def gathered(lengths: list[int]) -> list[list[int]]:

@@ -29,6 +29,9 @@ def assert_complete(batch: Batch) -> None:
     assert batch.truncated.tolist() == [sample.finish_reason == "length" for sample in samples]
     assert batch.lengths == [len(sample.token_ids) for sample in samples]
     assert batch.response_lengths.tolist() == [sample.response_length for sample in samples]
+    kept = [sample.kept for sample in samples if sample.kept is not None]
+    assert [of_sample.ids.tolist() for of_sample in batch.kept] == [of_sample.ids.tolist() for of_sample in kept]
+    assert [of_sample.counts.tolist() for of_sample in batch.kept] == [of_sample.counts.tolist() for of_sample in kept]
     assert batch.truncated.dtype == torch.bool
 
 

@@ -48,6 +48,14 @@ def test_a_group_comes_back_exactly(path: Path, tmp_path: Path) -> None:
     assert told == []
 
 
+def test_what_tokens_were_chosen_from_comes_back(tmp_path: Path) -> None:
+    """Token by token, of every sample."""
+    kept = [[[5], [0, 6, 9], [1, 2]], [[5, 7]], [[2**30], [0, 1]]]
+    answer = [replace(completion, kept=ids) for completion, ids in zip(float32(ANSWER), kept, strict=True)]
+    groups(tmp_path, []).save(PROMPT, answer)
+    assert groups(tmp_path, []).load(PROMPT) == answer
+
+
 @pytest.mark.parametrize(
     "other",
     [
@@ -56,6 +64,7 @@ def test_a_group_comes_back_exactly(path: Path, tmp_path: Path) -> None:
         {"params": replace(PARAMS, seed=(6, 12))},
         {"params": replace(PARAMS, samples_per_prompt=4)},
         {"params": replace(PARAMS, max_response_tokens=5)},
+        {"params": replace(PARAMS, top_p=0.9)},
         {"sampler": "other"},
     ],
 )

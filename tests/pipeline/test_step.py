@@ -65,6 +65,18 @@ def test_trainer_and_engine_agree(temperature: float, run_dir: Path, rank_pool) 
         assert max(abs(metrics["train/ppo_kl"]) for metrics in rank.metrics) > 100 * TOLERANCE
 
 
+@pytest.mark.parametrize(
+    ("layout", "override"), [("ep2", "rollout.top_p=0.6"), ("tp2 ep2", "rollout.top_k=5"), ("pp2", "rollout.top_p=0.8")]
+)
+def test_trainer_and_engine_agree_on_a_part_of_the_vocabulary(layout: str, override: str, run_dir: Path, rank_pool) -> None:
+    """The same where tokens are chosen from the most likely alone; the entropy is of these too."""
+    config = small_config(layout, override, "rollout.temperature=0.6", "optimizer.lr=2e-2")
+    for rank in rank_pool(2).run(steps.steps, config, str(run_dir), 3):
+        assert max(metrics["train/rollout_logprob_diff_max"] for metrics in rank.metrics) < TOLERANCE
+        assert max(abs(metrics["train/ppo_kl"]) for metrics in rank.metrics) > 100 * TOLERANCE
+        assert 0.0 < rank.metrics[0]["train/entropy"] < math.log(64)
+
+
 def test_the_agreement_check_sees_a_missing_weight_sync(run_dir: Path, rank_pool) -> None:
     """With rollout.sync_weights=false the difference is far above 1e-4, and rollout.max_logprob_diff ends the run."""
     message = rank_pool(2).run(steps.refused_step, small_config("ep2", "rollout.sync_weights=false"), str(run_dir), 1)[0]

@@ -13,7 +13,7 @@ import torch
 from rlbatch.api import Prompt, RolloutContext, RolloutError, SamplingParams
 from rlbatch.checkpoint.hf import HfTensors
 from rlbatch.weights.export import buckets
-from rlbatch_plugins.rollout_transformers import TransformersOptions, TransformersRollout
+from rlbatch_plugins.rollout_transformers import TransformersOptions, TransformersRollout, kept_tokens
 from tests import tiny_models
 
 PROMPTS = [Prompt(4, "", (3, 1, 4, 1, 5)), Prompt(11, "", (9,)), Prompt(2, "", (2, 6, 5))]
@@ -116,6 +116,28 @@ def test_samples_follow_the_distribution(model: torch.nn.Module, engine: Transfo
     expected = (logits / temperature).softmax(-1)
     frequency = torch.bincount(drawn, minlength=len(expected)) / count
     assert ((frequency - expected).abs() <= 5 * (expected * (1 - expected) / count).sqrt() + 1 / count).all()
+
+
+@pytest.mark.parametrize(
+    ("top_p", "top_k", "want"), [(0.5, 0, [0, 1]), (0.4, 0, [1]), (1.0, 3, [0, 1, 3]), (0.7, 3, [0, 1]), (1e-9, 0, [1])]
+)
+def test_kept_tokens(top_p: float, top_k: int, want: list[int]) -> None:
+    """The fewest whose probabilities reach top_p, at least one; of the top_k, whose probabilities then sum to 1; lower ids first."""
+    probabilities = torch.tensor([[0.15, 0.45, 0.1, 0.15, 0.15]])
+    assert kept_tokens(probabilities.log(), top_p, top_k)[0].nonzero().flatten().tolist() == want
+
+
+def test_samples_say_what_they_were_chosen_from(model: torch.nn.Module, engine: TransformersRollout) -> None:
+    """Log-probs are of the distribution over the kept tokens, which are those of the model's."""
+    for prompt, completions in zip(PROMPTS, engine.generate(PROMPTS, params(temperature=0.8, top_p=0.7, top_k=9)), strict=True):
+        for completion in completions:
+            ids = torch.tensor([*prompt.token_ids, *completion.token_ids])
+            with torch.no_grad():
+                logits = model(ids[None]).logits[0, len(prompt.token_ids) - 1 : -1] / 0.8
+            is_kept = kept_tokens(logits, 0.7, 9)
+            assert completion.kept == [row.nonzero().flatten().tolist() for row in is_kept]
+            expected = logits.masked_fill(~is_kept, -torch.inf).log_softmax(-1).gather(-1, ids[len(prompt.token_ids) :, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=2e-5, rtol=0)
 
 
 def test_the_stop_token_ends_a_sample_and_is_kept(engine: TransformersRollout) -> None:
