@@ -17,6 +17,7 @@ PATHS = {
     "jobs": ("rlbatch/launch/", "rlbatch/pipeline/", "rlbatch/metrics/", "rlbatch/checkpoint/", "rlbatch/run.py", "tests/test_"),
     "clusters": ("rlbatch/launch/", "rlbatch/submit.py", "rlbatch/run.py", "rlbatch/start.py", "slurm/", "tests/cluster/"),
     "models": ("rlbatch/megatron/", "rlbatch/weights/", "rlbatch/testing/", "plugins/model_", "tests/megatron/", "tests/weights/"),
+    "losses": ("rlbatch/megatron/", "rlbatch/algorithms/", "rlbatch/testing/", "plugins/loss_", "tests/megatron/"),
     "configs": ("rlbatch/plan/", "configs/"),
 }
 """Beginnings of paths by name: what changes the result of a test with this name."""

@@ -125,13 +125,13 @@ class FinishedGroups:
             raise ValueError("it is damaged")
         ends = json.loads(said["ends"])
         sizes = [int(size) for size, _ in ends]
-        parts = [[part.tolist() for part in tensors[name].split(sizes)] for name in ("token_ids", "logprobs")]
-        kept = [None] * len(sizes)
+        tokens, logprobs = ([part.tolist() for part in tensors[name].split(sizes)] for name in ("token_ids", "logprobs"))
+        kept: list[list[list[int]] | None] = [None] * len(sizes)
         if "kept_counts" in tensors:
             by_token = iter(tensors["kept_ids"].split(tensors["kept_counts"].tolist()))
             kept = [[ids.tolist() for ids in islice(by_token, size)] for size in sizes]
-        reasons = [reason for _, reason in ends]
-        return [Completion(*values, kept=ids) for *values, ids in zip(*parts, reasons, kept, strict=True)]
+        rows = zip(tokens, logprobs, ends, kept, strict=True)
+        return [Completion(ids, values, reason, kept=chosen_from) for ids, values, (_, reason), chosen_from in rows]
 
     def _path(self, prompt: Prompt) -> Path:
         return self._folder / f"prompt_{prompt.prompt_id:06d}.safetensors"

@@ -9,6 +9,7 @@ import random
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,7 +55,8 @@ class Update:
     def with_logprobs(self, name: str, logprobs: Sequence[Tensor]) -> Update:
         """The update with log-probs ([L_i] for each of the N samples of the batch) in its packs, as ``Microbatch.<name>``."""
         filled = spread_over_packs(self.packs, [logprobs[i] for i in self.samples])
-        packs = [replace(pack, microbatch=replace(pack.microbatch, **{name: v})) for pack, v in zip(self.packs, filled, strict=True)]
+        changes: list[dict[str, Any]] = [{name: values} for values in filled]
+        packs = [replace(pack, microbatch=replace(pack.microbatch, **new)) for pack, new in zip(self.packs, changes, strict=True)]
         return replace(self, packs=tuple(packs))
 
     def sample_at(self, pack: int, position: int) -> tuple[int, int] | None:

@@ -143,9 +143,9 @@ def gradients_of(
 
 
 def gradients_of_each(
-    folder: str, layout: LayoutConfig, max_tokens: int, cases: Sequence[tuple[str, str, Mapping[str, Any]]]
+    folder: str, layout: LayoutConfig, max_tokens: int, cases: Sequence[tuple[str, str, Mapping[str, Any], CorrectionConfig | None]]
 ) -> list[dict[str, torch.Tensor]]:
-    """``gradients`` for several losses: aggregation, name and options of each."""
+    """``gradients`` for several losses: aggregation, name and options of each, and its correction."""
     trainer, packs = build_trainer(Path(folder), layout), my_packs(layout, max_tokens)
     return [gradients_of(trainer, packs, *case) for case in cases]
 

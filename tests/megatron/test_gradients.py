@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -115,34 +116,61 @@ def test_uneven_stages_of_a_deep_pipeline(rank_pool, tmp_path: Path) -> None:
     assert error <= TOLERANCE, f"{name}: {error:.2e}"
 
 
-LOSSES = [
-    ("sequence_mean", "gspo", {}),
-    ("sequence_mean", "gspo_token", {}),
-    ("sequence_mean", "gmpo", {}),
-    ("sequence_sum", "clip", {"dual_clip": 1.02}),
-    ("sequence_sum_norm", "cispo", {}),
-    ("token_mean", "sapo", {}),
-    ("sequence_sum", "dppo", {}),
-    ("token_mean", "dppo", {"divergence": "kl"}),
-    ("sequence_mean", "reinforce", {}),
-    ("sequence_sum_norm", "distill", {"mask_low": 0.2, "regulariser": 0.001}),
+ANY = "token_mean", "sequence_mean", "sequence_sum", "sequence_sum_norm"
+OPTIONS = {"clip": {"dual_clip": 1.02}, "distill": {"mask_low": 0.2, "regulariser": 0.001}}
+PLAIN = CorrectionConfig()
+KEPT = CorrectionConfig(reject=RejectConfig(k1_mean=(0.95, 1.02), k3_token=0.05))
+REJECTIONS = [
+    *({f"k1_{name}": (0.8, 1.25)} for name in ("token", "max")),
+    {"k1_mean": (0.95, 1.02)},
+    {"k1_sum": (0.5, 1.5)},
+    *({f"{kind}_{name}": most} for kind in ("k2", "k3") for name, most in (("token", 0.05), ("max", 0.07), ("mean", 0.04), ("sum", 0.5))),
+]
+CASES_OF_LOSSES = [
+    *((of, loss, OPTIONS.get(loss, {}), None) for loss, entry in plugins_of().losses.items() for of in entry.value.aggregations or ANY),
+    ("token_mean", "dppo", {"divergence": "kl"}, None),
+    *(("token_mean", "clip", OPTIONS["clip"], CorrectionConfig(reject=RejectConfig(**bounds))) for bounds in REJECTIONS),
+    *(
+        (of, loss, OPTIONS.get(loss, {}), replace(PLAIN, weights=unit, **limit))
+        for of, loss in (("sequence_sum_norm", "clip"), ("sequence_mean", "gspo"))
+        for unit in ("token", "sequence")
+        for limit in ({"weight_high": 1.2}, {"weight_limit": "band", "weight_low": 0.8, "weight_high": 1.25}, {"weight_limit": "raw"})
+    ),
+    ("sequence_sum", "clip", OPTIONS["clip"], replace(PLAIN, veto=0.7)),
+    ("token_mean", "clip", OPTIONS["clip"], replace(PLAIN, opsm_delta=0.02)),
+    *(
+        (of, "clip", OPTIONS["clip"], replace(PLAIN, reject=RejectConfig(k1_mean=(0.95, 1.02), k3_token=0.05), denominator="kept"))
+        for of in ANY
+    ),
 ]
 
 
 @pytest.fixture(scope="module")
 def losses_of_one_process(folder: Path, rank_pool) -> list[dict[str, torch.Tensor]]:
-    assert {name for _, name, _ in LOSSES} == set(plugins_of().losses)
-    return rank_pool(1).run(gradients_of_each, str(folder), LayoutConfig(world_size=1), 1000, LOSSES)[0]
+    return rank_pool(1).run(gradients_of_each, str(folder), LayoutConfig(world_size=1), 1000, CASES_OF_LOSSES)[0]
 
 
-@pytest.mark.parametrize("layout", ["dp2", "cp2", "pp2", "tp2 ep2", "tp2 cp2 ep2"])
-def test_every_loss_has_the_gradient_of_one_process(layout: str, folder: Path, losses_of_one_process, rank_pool) -> None:
-    """Each loss, with each aggregation among them: also one of whole responses whose tokens are on several ranks."""
+OTHERS = [pytest.param(*case, marks=pytest.mark.long("losses")) for case in (("dp2", 23), ("pp2", 40), ("tp2 ep2", 1), ("tp2 cp2 ep2", 40))]
+
+
+@pytest.mark.parametrize(("layout", "max_tokens"), [("cp2", 40), *OTHERS])
+def test_every_loss_has_the_gradient_of_one_process(layout: str, max_tokens: int, folder: Path, losses_of_one_process, rank_pool) -> None:
+    """Each loss with each aggregation that it has, and each part of a correction: also of whole responses whose tokens are on several
+    ranks.
+    """
     spread = LAYOUTS[layout]
-    got = rank_pool(spread.world_size).run(gradients_of_each, str(folder), spread, 40, LOSSES)[0]
-    for (aggregation, loss, _), ours, wanted in zip(LOSSES, got, losses_of_one_process, strict=True):
+    got = rank_pool(spread.world_size).run(gradients_of_each, str(folder), spread, max_tokens, CASES_OF_LOSSES)[0]
+    for case, ours, wanted in zip(CASES_OF_LOSSES, got, losses_of_one_process, strict=True):
         error, name = worst(ours, wanted)
-        assert error <= TOLERANCE, f"{loss} {aggregation} {name}: {error:.2e}"
+        assert error <= TOLERANCE, f"{case} {name}: {error:.2e}"
+
+
+def test_each_correction_changes_the_gradient(losses_of_one_process) -> None:
+    """Or the test above says nothing of it."""
+    plain = {case[:2]: gradient for case, gradient in zip(CASES_OF_LOSSES, losses_of_one_process, strict=True) if case[3] is None}
+    for case, gradient in zip(CASES_OF_LOSSES, losses_of_one_process, strict=True):
+        if case[3] is not None:
+            assert worst(gradient, plain[case[:2]])[0] > 1e-3, case
 
 
 TRUNCATED = "token_mean", "clip", None, True
@@ -161,35 +189,3 @@ def test_tokens_chosen_from_a_part_of_the_vocabulary(layout: str, folder: Path, 
     error, name = worst(got, truncated_reference)
     assert error <= TOLERANCE, f"{name}: {error:.2e}"
     assert worst(got, reference["token_mean"])[0] > 0.01
-
-
-CORRECTIONS = {
-    "kept": CorrectionConfig(
-        weights="sequence",
-        weight_high=1.2,
-        reject=RejectConfig(k1_mean=(0.9, 1.1), k3_token=0.05),
-        opsm_delta=0.02,
-        denominator="kept",
-    ),
-    "all": CorrectionConfig(weights="token", weight_limit="band", weight_low=0.75, weight_high=1.3, reject=RejectConfig(k2_sum=0.6)),
-}
-
-
-@pytest.fixture(scope="module")
-def corrected_references(folder: Path, rank_pool) -> dict[str, dict[str, torch.Tensor]]:
-    arguments = (gradients, str(folder), LayoutConfig(world_size=1), 1000, "sequence_mean", "clip")
-    return {name: rank_pool(1).run(*arguments, correction)[0] for name, correction in CORRECTIONS.items()}
-
-
-@pytest.mark.parametrize(
-    ("layout", "max_tokens", "name"),
-    [("dp2", 1, "kept"), ("cp2", 40, "kept"), ("tp2 ep2", 23, "kept"), ("pp2", 40, "kept"), ("dp2", 23, "all"), ("cp2", 1, "all")],
-)
-def test_corrections(layout: str, max_tokens: int, name: str, folder: Path, corrected_references, reference, rank_pool) -> None:
-    """What is corrected of the engine's log-probs, and over how many tokens, is the same however samples are packed and spread."""
-    want = corrected_references[name]
-    assert worst(want, reference["sequence_mean"])[0] > 0.01
-    spread = LAYOUTS[layout]
-    got = rank_pool(2).run(gradients, str(folder), spread, max_tokens, "sequence_mean", "clip", CORRECTIONS[name])[0]
-    error, where = worst(got, want)
-    assert error <= TOLERANCE, f"{where}: {error:.2e}"
