@@ -16,7 +16,7 @@ from rlbatch.api import ConfigError, OffloadMemory, OffloadSpec, OptimizerSpec, 
 from .offload_gradients import ReleasedGradients
 
 HOST_BYTES = 16
-"""Of each parameter on the host: fp32 main weight, gradient and moments."""
+"""What each parameter takes on the host: fp32 main weight, gradient and moments."""
 
 
 @dataclass(frozen=True)

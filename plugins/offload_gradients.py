@@ -24,7 +24,7 @@ class ReleasedGradients(OffloadStrategy):
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """Without gradients, which the next backward pass makes anew."""
+        """Releases gradients, which the next backward pass makes anew."""
         assert self._handles is not None
         self._handles.release_gradients()
         yield

@@ -56,7 +56,7 @@ BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
 SHARE, CONTEXT = "mem_fraction_static", "context_length"
 """What submit checks of SGLang's options."""
 ORIGINAL = "SGLANG_RETURN_ORIGINAL_LOGPROB"
-"""With this variable SGLang tells log-probs before the temperature."""
+"""Variable with which SGLang tells log-probs before the temperature."""
 VARIABLES = {
     "HF_HUB_OFFLINE": "1",
     ORIGINAL: "false",

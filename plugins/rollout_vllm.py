@@ -36,7 +36,7 @@ ENTRY_POINTS = {"vllm.general_plugins": ["rlbatch = rlbatch_plugins.vllm_host.pl
 CPU_DEFAULTS = {"enforce_eager": True, "kv_cache_memory_bytes": 256 * 2**20}
 CPU_VARIABLES = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 EAGER_VARIABLES = {"TORCHDYNAMO_DISABLE": "1"}
-"""On CPUs: small functions that vLLM compiles even where it is told to be eager cost 45 s at the first token."""
+"""Variables for CPUs: small functions that vLLM compiles even where it is told to be eager cost 45 s at the first token."""
 VARIABLES = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 """A job's engine talks to nobody."""
 SHARED_MIB = 16

@@ -58,7 +58,7 @@ class Line:
     text: str
 
     def __str__(self) -> str:
-        """For people."""
+        """Shows the line to people."""
         return f"{self.level:<8} {self.what:<14} {self.text}"
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from rlbatch.api import PluginError, RlbatchError
 
 MOST_CHARACTERS = 4000
-"""Of an exception's text in a message."""
+"""Longest text of an exception in a message."""
 _OWN = Path(__file__).parent
 
 
@@ -177,7 +177,7 @@ def text(error: BaseException) -> str:
 
 
 def place(error: BaseException) -> str:
-    """Where foreign code was, e.g. `` (mine.py:12, in decoder.py:355)``: its first frame, and the one that raised."""
+    """Says where foreign code was, e.g. `` (mine.py:12, in decoder.py:355)``: its first frame, and the one that raised."""
     frames = traceback.extract_tb(error.__traceback__)
     foreign = [frame for frame in frames if _OWN not in Path(frame.filename).parents] or frames
     if not foreign:

@@ -108,7 +108,7 @@ def _log(record: JobRecord, until_end: bool) -> int:
 
 
 def _state(state: JobState) -> str:
-    """With the exit code of a failed job, and why a waiting one waits."""
+    """Shows a state with the exit code of a failed job, and why a waiting one waits."""
     detail = str(state.exit_code) if state.exit_code else state.reason if state.state == "PENDING" else ""
     return f"{state.state} ({detail})" if detail else state.state
 

@@ -39,7 +39,7 @@ from rlbatch.registry import Registry
 from rlbatch.run_dir import check_run_dir, run_dir_path, taken_run_dir
 
 RANKS_PER_CORE = 8
-"""Of a machine without GPUs."""
+"""Most ranks a core on a machine without GPUs."""
 
 
 @contextmanager
@@ -179,7 +179,7 @@ def node_ranks(registry: Registry, config: Config) -> tuple[int, ...] | None:
 
 
 def placement(config: Config, registry: Registry) -> Placement | None:
-    """Where ranks will be; None: the hostfile's hosts take differently many, or there is no such file.
+    """Tells where ranks will be; None: the hostfile's hosts take differently many, or there is no such file.
 
     Raises:
         ConfigError: nodes that would not all be full.
@@ -233,7 +233,7 @@ def _check_rollout(config: Config, registry: Registry, run_dir: Path) -> None:
 
 
 def _check_memory(config: Config, registry: Registry, run_dir: Path) -> None:
-    """Of GPUs and nodes, in every phase."""
+    """Checks the memory of GPUs and nodes, in every phase."""
     job = memory_demand(config, registry, known_family(config, registry, run_dir))
     if job is not None:
         check_fit(job, registry, partial(node_ranks, registry))

@@ -55,7 +55,7 @@ from rlbatch.tables import KINDS, Entry, Kind, Supplier, Table, check_callable, 
 ENTRY_POINT_GROUP = "rlbatch"
 DISTRIBUTION = "rlbatch"
 PYTHON = "python"
-"""Of ``rollout.engine``: its interpreter, in a container one of the image."""
+"""Key of ``rollout.engine``: its interpreter, in a container one of the image."""
 
 
 class Registry:
@@ -287,7 +287,7 @@ class Registry:
         return self.rollout_number(config, self.rollout(config).separate_option)
 
     def draft(self, config: Config) -> str | None:
-        """Whose weights an engine speculates with; see ``RolloutSpec``.
+        """Tells whose weights an engine speculates with; see ``RolloutSpec``.
 
         Raises:
             ConfigError: options of the engine that do not say it.

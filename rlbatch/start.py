@@ -139,7 +139,7 @@ def _start_nothing(config: Config, registry: Registry) -> int:
 
 
 def _check_allocation(config: Config, registry: Registry) -> None:
-    """In a batch script: as many tasks as ranks, on as many nodes as they fill."""
+    """Checks a batch script's allocation: as many tasks as ranks, on as many nodes as they fill."""
     where, ranks = place(config, registry), config.layout.world_size
     for name, wanted in (("SLURM_NTASKS", ranks), ("SLURM_JOB_NUM_NODES", where.nodes)):
         found = os.environ.get(name, "")

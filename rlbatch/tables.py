@@ -164,7 +164,7 @@ KINDS: Mapping[str, Kind] = {
     "rlbatch_register_policy_losses": Kind("algorithm.loss", ("inputs",), ("options",), LossSpec, lambda loss: LossSpec(always(loss))),
     "rlbatch_register_offload_strategies": Kind("offload", (), ("options",), OffloadSpec, _offload),
 }
-"""By hook."""
+"""Kinds of plugins, by hook."""
 
 
 def spec_of(what: str, value: Any, kind: Kind) -> Any:

@@ -24,7 +24,7 @@ from .out_of_memory import too_small
 from .plugin import CALL
 
 IDLE_LIMIT_S = 60.0
-"""For samples that were given up to end."""
+"""Longest wait for samples that were given up."""
 
 
 class SglangEngine(SamplingEngine):
@@ -67,7 +67,7 @@ class SglangEngine(SamplingEngine):
         return {"version": version, "max_model_len": self._longest(), "processes": processes}
 
     def _take_signals(self) -> None:
-        """As the host treats them: SGLang would end at SIGTERM, and wait for core dumps after a failure, which SIGQUIT tells it."""
+        """Treats signals as the host does: SGLang would end at SIGTERM, and wait for core dumps after a failure, which SIGQUIT tells it."""
         self._engine.tokenizer_manager.auto_create_handle_loop()
         loop = asyncio.get_running_loop()
         for number in IGNORED:
@@ -102,7 +102,7 @@ class SglangEngine(SamplingEngine):
         return {}
 
     async def op_generate(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
-        """As ``SamplingEngine``."""
+        """Generates as ``SamplingEngine`` does, once the engine has weights."""
         if not self._has_weights:
             raise RuntimeError("the engine has no weights: they are random until the first sync, and after sleep level 2. Sync them first.")
         return await super().op_generate(header, payload, send)

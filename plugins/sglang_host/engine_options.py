@@ -1,4 +1,4 @@
-"""Which SGLang is supported, and its options: where its source has them, and those that are not the user's. Imports no SGLang."""
+"""Knows which SGLang is supported, where its source has its options, and those that are not the user's. Imports no SGLang."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def unsafe(values: Mapping[str, Any]) -> str:
 
 
 def installed_version() -> str:
-    """As its distribution says, e.g. ``0.5.15.post1``; empty: there is none."""
+    """What its distribution says, e.g. ``0.5.15.post1``; empty: there is none."""
     return inventory.installed_version(("sglang",))
 
 

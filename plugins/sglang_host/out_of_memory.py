@@ -1,4 +1,4 @@
-"""Why SGLang had not enough memory: its schedulers say so in the log, each fault in its own words."""
+"""Finds why SGLang had not enough memory: its schedulers say so in the log, each fault in its own words."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class _NoTokenizer:
 
 
 def prepare_min_tokens(original: Any, penalizer: Any) -> None:
-    """With the stop tokens of the requests alone."""
+    """Prepares the penalty of early ends with the stop tokens of the requests alone."""
     requests = [request for request in penalizer.orchestrator.reqs() if request.tokenizer is None]
     for request in requests:
         request.tokenizer = _NoTokenizer(penalizer.orchestrator.vocab_size)

@@ -33,7 +33,7 @@ def draw_tokens(probs: Tensor, sampling_seed: Tensor | None = None, positions: T
 
 
 def draw_among(probs: Tensor, top_ks: Tensor, sampling_seed: Tensor | None, positions: Tensor | None) -> Tensor:
-    """As ``draw_tokens``, and the most likely token where ``top_ks`` ([B]) is 1, as of a request with temperature 0; else it is all tokens.
+    """Draws as ``draw_tokens``, or takes the most likely token where ``top_ks`` ([B]) is 1, as of a request with temperature 0.
 
     In the place of SGLang's ``top_k_top_p_min_p_sampling_from_probs_torch``, which a batch goes on asking for when its last greedy request
     is over, and whose seeded draw has the same fault.

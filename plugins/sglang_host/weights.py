@@ -1,4 +1,4 @@
-"""Weights out of memory that the trainer shares, or a broadcast, into one of SGLang's scheduler processes: what their calls do."""
+"""Loads weights into one of SGLang's scheduler processes, out of memory that the trainer shares, or a broadcast."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class WorkerWeights:
         return {}
 
     def _received(self, devices: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
-        """As ``WeightReceiver.tensors``."""
+        """Opens what the ranks sent; see ``WeightReceiver.tensors``."""
         try:
             return self._receiver.tensors(devices)[1]
         except REFUSALS as error:

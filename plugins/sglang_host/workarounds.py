@@ -40,7 +40,7 @@ class Hook:
     why: str = ""
 
     def register(self) -> None:
-        """Before SGLang makes the changes."""
+        """Names the change to SGLang, which makes it later."""
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
         _targets.append(self.target)

@@ -1,4 +1,4 @@
-"""Whether a sync wrote every parameter of the engine exactly once, with numbers, and of all that was sent nothing was left out.
+"""Counts whether a sync wrote every parameter of the engine exactly once, with numbers, and of all that was sent nothing was left out.
 
 SGLang's models copy weights into their parameters and pass over names that they do not know. So every value of every parameter is made NaN
 before the sync; what is NaN after it was not written, or is not finite. Their loaders take as much of a tensor as they have room for, and

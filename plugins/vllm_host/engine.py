@@ -80,7 +80,7 @@ class VllmEngine(SamplingEngine):
         return {}
 
     async def op_generate(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
-        """As ``SamplingEngine``; it ends when no worker computes any more."""
+        """Generates as ``SamplingEngine`` does; ends when no worker computes any more."""
         self._is_quiet = False
         answer = await super().op_generate(header, payload, send)
         await self._quieten()
@@ -148,12 +148,12 @@ class VllmEngine(SamplingEngine):
         await self._quieten()
 
     async def _forgotten(self) -> None:
-        """When that is done; whoever waits may be cancelled, it goes on."""
+        """Waits until that is done; whoever waits may be cancelled, it goes on."""
         if self._forgetting is not None:
             await asyncio.shield(self._forgetting)
 
     async def _quieten(self) -> None:
-        """Until no worker computes any more."""
+        """Waits until no worker computes any more."""
         if not self._is_quiet:
             await versions.finish_steps(self._llm)
             self._is_quiet = True
@@ -188,7 +188,7 @@ class VllmEngine(SamplingEngine):
         return {}
 
     async def _finish(self, version: int) -> None:
-        """When all workers have ended the update."""
+        """Ends an update that all workers have ended."""
         await self._forgotten()
         if self._was_paused:
             await self._llm.resume_generation()

@@ -9,7 +9,7 @@ SOURCE, CLASSES = "vllm/engine/arg_utils.py", ("EngineArgs", "AsyncEngineArgs")
 LISTED = "`vllm serve --help`"
 WEIGHT_BACKEND = "rlbatch"
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""For which vLLM has attention kernels on CPUs; of a version with fewer its host says so."""
+"""Sizes of heads for which vLLM has attention kernels on CPUs; of a version with fewer its host says so."""
 FIXED = {
     "skip_tokenizer_init": True,
     "logprobs_mode": "processed_logprobs",

@@ -1,4 +1,4 @@
-"""Why vLLM had not enough memory: its processes say so in the log, each in its own words."""
+"""Finds why vLLM had not enough memory: its processes say so in the log, each in its own words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which vLLM this is. What differs between the supported versions is here and in the registry of workarounds, nowhere else."""
+"""Knows which vLLM this is. What differs between the supported versions is here and in the registry of workarounds, nowhere else."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def installed() -> tuple[str, str]:
 
 
 def installed_version() -> str:
-    """As its distribution says, e.g. ``0.32.0``; empty: there is none."""
+    """What its distribution says, e.g. ``0.32.0``; empty: there is none."""
     return installed()[1]
 
 
@@ -83,7 +83,7 @@ async def join_workers(llm: Any, path: str, size: int, limit_s: float) -> None:
 
 
 async def finish_steps(llm: Any) -> None:
-    """Until no worker computes: vLLM begins a step before it knows that the one before it ended the last sample.
+    """Waits until no worker computes: vLLM begins a step before it knows that the one before it ended the last sample.
 
     Data-parallel engines, which go on together, are stopped otherwise: ``stop_lockstep``.
     """
@@ -110,7 +110,7 @@ async def name_weights(llm: Any, version: str) -> None:
 
 
 def loading_parts() -> AbstractContextManager[Any]:
-    """In which a model's ``load_weights`` may be given a part of its weights: newer ones miss multi-token-prediction layers otherwise."""
+    """Lets a model's ``load_weights`` be given a part of its weights: newer versions miss multi-token-prediction layers otherwise."""
     try:
         from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
     except ImportError:

@@ -1,4 +1,4 @@
-"""Weights out of memory that the trainer shares, into vLLM's workers; registered with vLLM under the name ``rlbatch``."""
+"""Loads weights into vLLM's workers, out of memory that the trainer shares; registered with vLLM under the name ``rlbatch``."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class SharedMemoryTransfer(WeightTransferEngine):  # type: ignore[misc]
         self._borrowed = {}
 
     def _start(self, *, may_replay: bool) -> None:
-        """By the plan, or the parameters are taken out of the model until each layer's weights have come."""
+        """Begins an update: by the plan, or by taking the parameters out of the model until each layer's weights have come."""
         is_draft = self.model is not self._default_model
         if may_replay and not is_draft and self._plan is not None and self._plan.is_valid():
             self._replay, self._ties = Replay(self._plan, self._prepared), self._plan.ties
@@ -97,7 +97,7 @@ class SharedMemoryTransfer(WeightTransferEngine):  # type: ignore[misc]
             _wait()
 
     def receive_weights(self, update_info: Bucket) -> None:
-        """As ``update_weights``."""
+        """Loads what a call brings; see ``update_weights``."""
         if self._audit is None and self._replay is None:
             self._start(may_replay=update_info.replay)
         key, tensors = self.receiver.tensors(update_info.devices)
@@ -110,7 +110,7 @@ class SharedMemoryTransfer(WeightTransferEngine):  # type: ignore[misc]
             self._load(tensors, audit=update_info.audit)
 
     def _load(self, tensors: Sequence[tuple[str, torch.Tensor]], *, audit: bool) -> None:
-        """By vLLM's loaders; it may keep tensors until the whole layer has come, which may be in a later call."""
+        """Loads by vLLM's loaders, which may keep tensors until the whole layer has come, maybe in a later call."""
         assert self._audit is not None
         call = None if self._recorder is None else BorrowedTensors(self._recorder)
         borrowed = ((name, tensor.clone() if call is None else call.borrow(name, tensor)) for name, tensor in tensors)
@@ -160,7 +160,7 @@ class SharedMemoryTransfer(WeightTransferEngine):  # type: ignore[misc]
 
 
 def _wait() -> None:
-    """For what the device was given to do."""
+    """Waits for what the device was given to do."""
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
 
@@ -180,7 +180,7 @@ class WorkerExtension:
             worker.finish_weight_update()
 
     def rlbatch_written(self) -> dict[str, Any]:
-        """As ``SharedMemoryTransfer.written``."""
+        """Reports what was written; see ``SharedMemoryTransfer.written``."""
         report: dict[str, Any] = self.weight_transfer_engine.written()
         return report
 
@@ -191,7 +191,7 @@ class WorkerExtension:
         transfer.receiver.join(WeightGroup(Path(path), place, size, transfer.device, limit_s))
 
     def rlbatch_wait(self) -> None:
-        """Until the device has done what this worker gave it to do before."""
+        """Waits until the device has done what this worker gave it to do before."""
         _wait()
 
     def rlbatch_experts(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Whether a sync wrote every parameter of the engine exactly once, with values that weights can have."""
+"""Counts whether a sync wrote every parameter of the engine exactly once, with values that weights can have."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ MAX_LOG_RATIO = 20.0
 
 
 class Corrected(NamedTuple):
-    """Of a pack's T tokens.
+    """What a correction makes of a pack's T tokens.
 
     Attributes:
         weights: [T] float64; 0 where masked or rejected.

@@ -32,7 +32,7 @@ def always(extension: Any) -> Callable[[Any], Any]:
 
 
 def any_label(options: Any, label: Any) -> None:
-    """Of a reward that takes every JSON value."""
+    """Accepts every label: a reward's check unless it declares another."""
 
 
 @dataclass(frozen=True)
@@ -157,12 +157,12 @@ class EngineShape:
 
 
 def no_draft(engine: Mapping[str, Any]) -> str | None:
-    """Of an engine that speculates with no weights of its own."""
+    """Names no draft: an engine that speculates with no weights of its own."""
     return None
 
 
 def any_engine(options: Any, engine: Mapping[str, Any]) -> None:
-    """Of a backend whose engine needs nothing that a machine might lack."""
+    """Accepts every machine: a backend whose engine needs nothing that one might lack."""
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from rlbatch.api.hf_fields import HfFields
 from rlbatch.api.mapping import Direct, Gated, ModelFamily, ParamMapping, Passthrough, Qkv, Vocab
 
 LAYER = "decoder.layers.{layer}."
-"""Where Megatron's names of a layer begin."""
+"""Beginning of Megatron's names of a layer."""
 HF_LAYER = "model.layers.{layer}."
-"""Where the checkpoint's names of a layer begin."""
+"""Beginning of the checkpoint's names of a layer."""
 GATED_MLP = ("gate_proj", "up_proj", "down_proj")
 """The matrices of a gated MLP, as most checkpoints name them."""
 
@@ -26,7 +26,7 @@ QKV_BIAS = Qkv(_ATTENTION + "linear_qkv.bias", *(_HF_ATTENTION + f"{name}_proj.b
 QUERY_KEY_NORMS = tuple(Direct(_ATTENTION + f"{name}_layernorm.weight", _HF_ATTENTION + f"{name}_norm.weight") for name in "qk")
 ATTENTION_OUTPUT = Direct(_ATTENTION + "linear_proj.weight", _HF_ATTENTION + "o_proj.weight", tp_dim=1)
 ATTENTION_FP8 = frozenset(_HF_ATTENTION + f"{name}_proj.weight" for name in "qkvo")
-"""Of ``QKV`` and ``ATTENTION_OUTPUT``: what block-quantised checkpoints hold in fp8."""
+"""Weights of ``QKV`` and ``ATTENTION_OUTPUT`` that block-quantised checkpoints hold in fp8."""
 
 
 def dense_mlp(layers: Sequence[int] | None = None) -> tuple[ParamMapping, ...]:

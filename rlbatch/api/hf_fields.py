@@ -1,4 +1,4 @@
-"""Reading a config.json so that no field that changes the arithmetic is passed over.
+"""Reads a config.json so that no field that changes the arithmetic is passed over.
 
 A family reads the fields that it implements, names the values of those that it implements in one form only, and names those without
 effect. ``close`` then refuses what is left and could have one. Nothing here imports torch.
@@ -36,11 +36,11 @@ SUSPICIOUS = (
 """Parts of names: an unknown field that has one, and a value other than null, false, zero or empty, is refused."""
 
 NEVER_EMPTY = ("quantization_config", "sliding_window")
-"""Of any model: another value than null is one, also 0 and false."""
+"""Fields of any model in which another value than null is one, also 0 and false."""
 MOST = {"layers": 1024, "experts": 8192}
-"""Of counts with these parts of names: what is above is no model but a mistake, and each one is gone through."""
+"""Most of counts with these parts of names: what is above is no model but a mistake, and each one is gone through."""
 MAX_COUNT = 2**31 - 1
-"""Of other counts."""
+"""Most of other counts."""
 
 _FP8_BLOCK = [128, 128]
 

@@ -166,7 +166,7 @@ class ModelFamily:
 
     @property
     def head_sizes(self) -> tuple[int, int]:
-        """Of queries and keys, and of values."""
+        """Sizes of a head's queries and keys, and of its values."""
         model = self.transformer
         if model.get("multi_latent_attention"):
             return int(model["qk_head_dim"]) + int(model["qk_pos_emb_head_dim"]), int(model["v_head_dim"])

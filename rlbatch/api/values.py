@@ -64,7 +64,7 @@ class PathRule:
 
 
 FilePath = Annotated[str, PathRule()]
-"""Of a file or folder that every rank sees; empty: none."""
+"""Path of a file or folder that every rank sees; empty: none."""
 Count = Annotated[int, Range(above=0, most=INT32)]
 """How many, at least one."""
 CountOrZero = Annotated[int, Range(least=0, most=INT32)]

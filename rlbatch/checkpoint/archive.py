@@ -92,7 +92,7 @@ def raw_bytes(tensor: Tensor) -> memoryview:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where an archive keeps its tensor.
+    """The places in an archive that keep its tensor.
 
     Attributes:
         start: Of the storage, bytes from the file's start.

@@ -1,4 +1,4 @@
-"""In which form a Hugging Face folder is written: the dtype of each tensor, what is carried from the source, and config.json."""
+"""The form in which a Hugging Face folder is written: the dtype of each tensor, what is carried from the source, and config.json."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class ExportForm:
         return name in self._fp8
 
     def dtype(self, name: str, given: torch.dtype) -> torch.dtype:
-        """Of a tensor that is not quantised.
+        """The dtype in which a tensor that is not quantised is written.
 
         Args:
             name: Of the tensor.
@@ -99,7 +99,7 @@ class ExportForm:
 
 
 def quantization_config(family: ModelFamily) -> dict[str, Any]:
-    """Of a config.json: with the modules that engines, which quantise all linear layers, must leave out."""
+    """Makes config.json's entry: with the modules that engines, which quantise all linear layers, must leave out."""
     named, quantised = trained_names(family) | passthrough_names(family, is_dropped=False), fp8_names(family)
     return {
         "quant_method": "fp8",

@@ -46,7 +46,7 @@ class HfSource:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the tensor."""
+        """The tensor's shape."""
         return self.entry.shape
 
     @property
@@ -101,7 +101,7 @@ class HfTensors:
 
     @property
     def bytes_read(self) -> int:
-        """Of tensors, so far."""
+        """Bytes of tensors that were read so far."""
         return sum(file.bytes_read for file in {id(file): file for file in self._where.values()}.values())
 
     def names(self) -> list[str]:

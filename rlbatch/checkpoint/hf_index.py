@@ -1,4 +1,4 @@
-"""Which file of a Hugging Face folder holds which tensor: its safetensors files' headers, checked against the index. Imports no torch."""
+"""Finds which file of a Hugging Face folder holds which tensor: its headers, checked against the index. Imports no torch."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ ITEM_BYTES = {
     **{"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1},
     **{"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1},
 }
-"""Of the format's dtypes that are read."""
+"""The format's dtypes that are read."""
 HEADER_LIMIT = 100 * 10**6
 """Bytes; the format's."""
 AGAIN = "Download it again."
@@ -88,7 +88,7 @@ AGAIN = "Download it again."
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a tensor lies.
+    """The place and form of a tensor in a file.
 
     Attributes:
         dtype: Name in the header.

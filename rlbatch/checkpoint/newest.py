@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from: the one that ``latest.json`` names, or without that file the newest whole one that is there.
+"""Finds the checkpoint that a run goes on from: the one that ``latest.json`` names, or without that file the newest whole one.
 
 That there is none is concluded from the folder alone, never from one small file. Imports no torch.
 """

@@ -1,4 +1,4 @@
-"""Where a run's first weights lie, and whether they are of its model. Imports no torch: submit asks before any rank does."""
+"""Finds where a run's first weights lie, and whether they are of its model. Imports no torch: submit asks before any rank does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MARKER = "conversion.json"
 
 
 def state_folder(key: str, folder: Path, hf_config: Mapping[str, Any]) -> Path | None:
-    """Where a checkpoint (a run's, or a converted one) has its tensors; None: it is a Hugging Face folder.
+    """Finds where a checkpoint (a run's, or a converted one) has its tensors; None: it is a Hugging Face folder.
 
     Args:
         key: The config key that names it, for messages.

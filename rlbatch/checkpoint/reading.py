@@ -1,4 +1,4 @@
-"""Reading a file's bytes at a place, into memory that is there."""
+"""Reads a file's bytes at a place, into memory that is there."""
 
 from __future__ import annotations
 

@@ -31,9 +31,9 @@ FORMAT = 3
 STEP_FOLDER = re.compile(r"step_[0-9]+")
 DRAFT = re.compile(r"step_[0-9]+(\.deleted)?\.part")
 PIECES, PIECE_BYTES = 8, 4096
-"""Of a file of tensors, that its digest is of: login nodes and ranks look at every file."""
+"""Pieces of a file of tensors that its digest is made of: login nodes and ranks look at every file."""
 TENSOR_SUFFIX = ".distcp"
-"""Of the files whose writers have synced them, too large to be read as a whole for a digest."""
+"""Ending of files whose writers have synced them, too large to be read as a whole for a digest."""
 
 
 def checkpoint_root(save: str, run_dir: Path) -> Path:
@@ -42,12 +42,12 @@ def checkpoint_root(save: str, run_dir: Path) -> Path:
 
 
 def step_folder(root: Path, step: int) -> Path:
-    """Where a step's checkpoint is."""
+    """The folder of a step's checkpoint."""
     return root / f"step_{step:06d}"
 
 
 def draft_folder(root: Path, step: int) -> Path:
-    """Where a checkpoint is written before it is complete."""
+    """The folder in which a checkpoint is written before it is complete."""
     return root / f"step_{step:06d}.part"
 
 
@@ -135,7 +135,7 @@ def check_places(root: Path, run: str, steps: range) -> None:
 
 
 def _saved_by(run: str, folder: Path) -> float:
-    """When a run saved a checkpoint; 0: it did not, or somebody has moved, renamed or damaged it since."""
+    """Tells when a run saved a checkpoint; 0: it did not, or somebody has moved, renamed or damaged it since."""
     try:
         said = read_json(folder / PROGRESS, _FIX, LARGE_BYTES)
     except DataError:

@@ -39,7 +39,7 @@ DTYPES = {
 PAGE = 4096
 """Bytes that a file system reads at least."""
 SPAN_BYTES = 16 * 2**20
-"""At most so much is read at once beyond what is asked for."""
+"""Most that is read at once beyond what is asked for."""
 
 
 class SafetensorsFile:
@@ -77,7 +77,7 @@ class SafetensorsFile:
         return target
 
     def read_into(self, target: Tensor, entry: Entry, ranges: Sequence[range]) -> None:
-        """As ``read``, into a contiguous host tensor of the entry's type and the ranges' lengths."""
+        """Reads, as ``read``, into a contiguous host tensor of the entry's type and the ranges' lengths."""
         if target.numel():
             self._read_runs(entry, ranges, target.itemsize, target.view(-1).view(torch.uint8))
 

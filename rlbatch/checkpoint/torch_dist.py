@@ -130,7 +130,7 @@ class TorchDist:
         return {key: tuple(stored.size) for key, stored in self._tensors.items()}
 
     def dtype(self, key: str) -> torch.dtype:
-        """Of a tensor that is there."""
+        """The dtype of a tensor that is there."""
         return self._tensors[key].properties.dtype
 
     def read(self, key: str, starts: Sequence[int], sizes: Sequence[int]) -> Tensor:

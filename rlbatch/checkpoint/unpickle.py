@@ -1,4 +1,4 @@
-"""Reading a torch_dist checkpoint's ``.metadata``, which is a pickle, without letting it name anything but the classes of metadata."""
+"""Reads a torch_dist checkpoint's ``.metadata``, which is a pickle, without letting it name anything but the classes of metadata."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from rlbatch.config.schema import AlgorithmConfig, CheckpointConfig, Config, Lay
 from rlbatch.config.structured import closest
 
 SMALLEST = 1e-30
-"""Of rates that float32 multiplies with."""
+"""Least rate that float32 multiplies with."""
 COLDEST = 1e-3
 """Temperature above 0: below, differences of logits are certainties."""
 DEFAULTS = {"lr": OptimizerConfig().lr, "clip_grad": OptimizerConfig().clip_grad}

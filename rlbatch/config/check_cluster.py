@@ -24,7 +24,7 @@ OURS = (
 )
 """Options of sbatch that follow from other keys, or that would break what rlbatch relies on."""
 SHORTEST = len("--sig")
-"""Of the beginnings of an option that sbatch takes for it: those of several options it refuses."""
+"""Length of the shortest beginning of an option that sbatch takes for it: what begins several options it refuses."""
 _WORDS = ("name", "partition", "account", "qos", "time_limit", "constraint", "gres", "container_image", "hostfile", "interface")
 
 _OF_LAUNCHERS = re.compile(

@@ -111,7 +111,7 @@ def _check_weights(correction: CorrectionConfig) -> None:
 
 
 def _check_bounds(key: str, typed: str, bounds: tuple[float, ...]) -> None:
-    """Of ratios: two, in order, around 1, where engine and trainer agree."""
+    """Checks bounds of ratios: two, in order, around 1, where engine and trainer agree."""
     if len(bounds) != 2:
         single = bounds[0] if len(bounds) == 1 else 1.01
         high = single if single > 1 else 1 / single if single else 2.0

@@ -20,7 +20,7 @@ from rlbatch.config.structured import from_mapping, to_plain
 from rlbatch.config.yaml_files import read_yaml, write_yaml
 
 CONFIG_FILE = "config.yaml"
-"""In the run folder."""
+"""The resolved config, in the run folder."""
 
 
 def compose(overrides: Sequence[str], text_options: Collection[str] = ()) -> Config:

@@ -18,11 +18,11 @@ from typing import IO, Any, Protocol
 from rlbatch.api import DataError
 
 SMALL_BYTES = 16 * 2**20
-"""Of a config or a template; published ones have less than a hundredth."""
+"""Most of a config or a template; published ones have less than a hundredth."""
 LARGE_BYTES = 128 * 2**20
-"""Of a tokenizer, or of the names of a checkpoint's tensors."""
+"""Most of a tokenizer, or of the names of a checkpoint's tensors."""
 MAX_DEPTH = 64
-"""Of lists and objects in each other."""
+"""Most lists and objects in each other."""
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
 

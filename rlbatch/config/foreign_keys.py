@@ -266,7 +266,7 @@ _SECTIONS = {
 
 
 def answer(key: str) -> str:
-    """Whose key it is and what says the same here, two sentences; empty: not known."""
+    """Tells whose key it is and what says the same here, in two sentences; empty: not known."""
     if key == "hydra.searchpath":
         return "Hydra's search path is not rlbatch's. Use cluster_dir=<folder> for clusters of your own."
     for is_meant in (str.__eq__, _is_by_habit):

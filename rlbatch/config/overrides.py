@@ -32,7 +32,7 @@ _ANY_KEY = ("cluster.environment.", "rollout.engine.", "train.allocator.", *_OPT
 _LITERAL = re.compile(
     r"""("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|(?<![^\[{,:\s])([-+]?[0-9.][-+\w.]*|true|false|null|nan|inf)(?=\s*[,\]}])""", re.IGNORECASE
 )
-"""In a list or mapping: a quoted text, or what Hydra would make a number, a truth value or null of."""
+"""Parts of a list or mapping: a quoted text, or what Hydra would make a number, a truth value or null of."""
 
 
 @dataclass
@@ -137,7 +137,7 @@ def _text_line(key: str, value: str) -> str:
 
 
 def _yaml_list(key: str, value: str) -> list[str]:
-    """Of a list that Hydra's grammar does not know, e.g. because of a `=` in it."""
+    """Reads the items of a list that Hydra's grammar does not know, e.g. because of a `=` in it."""
     with suppress(yaml.YAMLError):
         items = yaml.load(value, yaml.BaseLoader)
         if isinstance(items, list) and all(isinstance(item, str) for item in items):
@@ -157,7 +157,7 @@ def _typed(key: str, value: str) -> str:
 
 
 def _line(text: str, keys: Sequence[str], groups: Mapping[str, Sequence[str]]) -> str:
-    """Of a key that is not text."""
+    """Writes an override of a key that is not text as Hydra reads it."""
     typed, _, value = text.partition("=")
     if typed.strip().lstrip("+") in keys:
         check_band(typed.strip().lstrip("+"), value)

@@ -19,7 +19,7 @@ from rlbatch.config.structured import marks
 T = TypeVar("T")
 
 NO_PATHS = ("environment",)
-"""Of an engine's options: variables are passed on as they are typed."""
+"""Options of an engine in which nothing is a path: variables are passed on as they are typed."""
 _VARIABLE = re.compile(r"\$\{?(\w+)")
 
 

@@ -1,4 +1,4 @@
-"""Reading yaml: what the schema calls text stays the text that was typed, whatever YAML would make of it.
+"""Reads yaml: what the schema calls text stays the text that was typed, whatever YAML would make of it.
 
 To YAML 1.1 ``on``, ``007``, ``0.10``, ``1e3``, ``12:30:00`` and ``2026-01-01`` are a truth value, numbers and a date.
 """
@@ -19,7 +19,7 @@ from rlbatch.config.text_keys import in_text_map, is_text
 
 CORRECT = "Correct it."
 MOST_VALUES = 100_000
-"""Of a file, those behind aliases counted wherever they are used: a dozen lines of aliases may stand for more than any memory."""
+"""Most values of a file. Those behind aliases count wherever they are used: a dozen lines of aliases may stand for more than any memory."""
 DEEPEST = 32
 """Mappings and lists in each other."""
 _PLAIN = frozenset(f"tag:yaml.org,2002:{name}" for name in ("str", "null", "bool", "int", "float", "merge", "map", "seq"))
@@ -27,7 +27,7 @@ _TEXT, _NULL, _MERGE, _DATE = (f"tag:yaml.org,2002:{name}" for name in ("str", "
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """With ``1e-6`` a number and dates text."""
+    """PyYAML's loader, to which ``1e-6`` is a number and a date is text."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - as in its base
         first: [(tag, pattern) for tag, pattern in resolvers if tag != _DATE]

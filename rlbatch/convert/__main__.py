@@ -1,4 +1,4 @@
-"""``python -m rlbatch.convert``: see ``--help``."""
+"""The command ``python -m rlbatch.convert``; see ``--help``."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _check(options: Options) -> int:
 
 
 def _prepare_libraries(info: RankInfo) -> None:
-    """Before they are imported. No GPU is used, also where there is one; missing GPU libraries are no news; cores are shared."""
+    """Tells libraries, before they are imported, that no GPU is used, that missing GPU libraries are no news, and how cores are shared."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // info.local_size)))
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # torch's threads have little to do, and else spin until there is more

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 BLOCK_BYTES = 8 * 2**20
-"""Of a write."""
+"""Size of a write."""
 BLOCKS = 3
-"""In memory: one is filled, one is written, one waits."""
+"""Blocks in memory: one is filled, one is written, one waits."""
 ALIGNMENT = 4096
-"""Of memory, lengths and places in a file, for writes around the page cache."""
+"""What memory, lengths and places in a file must be multiples of, for writes around the page cache."""
 
 Part = bytes | memoryview
 """Some of a file's bytes."""

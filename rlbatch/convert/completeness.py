@@ -1,4 +1,4 @@
-"""Whether a checkpoint has every tensor of its model exactly once, from config.json and a list of names, with shapes and types if known."""
+"""Tells whether a checkpoint has every tensor of its model exactly once, from config.json and names, with shapes and types if known."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Report:
         return self.audit.is_complete and not self.table.twice and not self.wrong
 
     def lines(self) -> Iterable[str]:
-        """For people."""
+        """Shows what was found, for people."""
         yield f"{self.table.origin}: {len(self.table.names)} tensors"
         counted = {
             "trained": self.audit.trained,

@@ -31,7 +31,7 @@ from rlbatch.registry import load_plugins
 from rlbatch.weights.coverage import check_names, passthrough_names
 
 PLAN_FORMAT = 2
-"""Of what decides the bytes of an output; a draft of another one is not taken up."""
+"""Version of what decides the bytes of an output; a draft of another one is not taken up."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from rlbatch.weights.quantize import BLOCK, SCALE_SUFFIX, check_scales, quantize
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 STRIP_BYTES = 16 * 2**20
-"""Of a source that is read at once."""
+"""Most bytes of a source that are read at once."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class HfTensor:
 
     @property
     def nbytes(self) -> int:
-        """Of its values."""
+        """Size of its values."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

@@ -27,7 +27,7 @@ START_S = 600.0
 """Longest wait for the first process to begin."""
 POLL_S = 0.1
 SPARE_BYTES = 2**20
-"""For metadata, folders and what else is small."""
+"""Room for metadata, folders and what else is small."""
 _DONE, _CLAIMS = ".done", ".claims"
 
 Advance = Callable[[int], None]
@@ -149,7 +149,7 @@ class Draft:
             raise ConfigError(f"{self.folder}: was left by another conversion ({changed}). Remove it, or give the same arguments.")
 
     def _remove_leftovers(self) -> None:
-        """Of a start on this machine that was killed; what is of another machine goes when the output is complete."""
+        """Removes drafts of a start on this machine that was killed; another machine's go when the output is complete."""
         for leftover in self.folder.glob(f"[!.]*.{socket.gethostname()}.*.part"):
             with self.claimed(leftover.name.partition(f".{socket.gethostname()}.")[0]) as is_free:
                 if is_free:

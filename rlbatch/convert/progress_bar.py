@@ -1,4 +1,4 @@
-"""How far a conversion is: bytes, GB/s and ETA; a bar on a terminal, a line now and then elsewhere."""
+"""Shows how far a conversion is: bytes, GB/s and ETA; a bar on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 

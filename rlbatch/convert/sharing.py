@@ -13,7 +13,7 @@ from rlbatch.convert.output import POLL_S, Draft, Output
 from rlbatch.launch.ranks.rank_info import RankInfo
 
 STALLED_S = 600.0
-"""After so long in which no file grew, those that are missing are made whoever holds them: a process may hang, or its machine be gone."""
+"""Time without a file that grows after which missing ones are made whoever holds them: a process may hang, or its machine be gone."""
 
 
 def to_be_made(

@@ -1,4 +1,4 @@
-"""Which jobs were started from here (a record in the run folder, and a list of all of them), and following a batch job's merged log."""
+"""Knows which jobs were started from here (a record in the run folder, and a list of all), and follows a batch job's merged log."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from rlbatch.megatron.state_writer import Writing
 from rlbatch.megatron.trainer import Trainer
 
 TENSOR_OVERHEAD_BYTES = 4096
-"""At most what a tensor costs on disk beyond its values: its archive's headers and its entry in the metadata."""
+"""Most that a tensor costs on disk beyond its values: its archive's headers and its entry in the metadata."""
 
 
 class TrainerState:

@@ -1,4 +1,4 @@
-"""Which part of which checkpoint tensor a rank of a layout holds, found without ranks: its model is built on the meta device.
+"""Finds which part of which checkpoint tensor a rank of a layout holds, without ranks: its model is built on the meta device.
 
 The answer comes from the same ``sharded_state_dict`` as training's, in a process that simulates one rank after the other.
 """

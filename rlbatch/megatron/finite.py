@@ -42,7 +42,7 @@ class Token:
 
     @property
     def rank(self) -> tuple[float, ...]:
-        """Whose is smaller was rather the cause, of tokens of all ranks."""
+        """Orders tokens of all ranks: the one whose rank is smaller was rather the cause."""
         return (0.0,) if self.broken else (1.0, -max(map(abs, self.values.values())))
 
 
@@ -127,7 +127,7 @@ class FiniteCheck:
         return next(found for found in gathered(mine) if found)
 
     def first_gradient(self) -> str:
-        """Of the parameter to which the backward pass came first, in words; if all are finite, of the one with the largest."""
+        """Names the parameter to which the backward pass came first, in words; if all gradients are finite, the one with the largest."""
         found: list[tuple[tuple[float, ...], str]] = [((-1.0,), "")]
         for order, (name, param) in enumerate(self._params.items()):
             gradient = getattr(param, "main_grad", None)

@@ -19,7 +19,7 @@ GATHERED = 2**24
 
 
 def gathered_state(optimizer: Any, *, empty_data: bool = False, **_: Any) -> dict[Any, Any]:
-    """In the place of Megatron's ``get_parameter_state_dp_zero``: the whole state to all ranks, each parameter where its buffer has it.
+    """Replaces Megatron's ``get_parameter_state_dp_zero``: all ranks get the whole state, each parameter where its buffer has it.
 
     Args:
         optimizer: A ``DistributedOptimizer``.

@@ -16,7 +16,7 @@ from rlbatch.megatron.names import checkpoint_names
 from rlbatch.megatron.router import Router
 
 LATENT_EPSILON = 1e-6
-"""Of the two norms inside multi-latent attention: DeepSeek's code (and transformers') leaves it there, whatever ``rms_norm_eps`` says."""
+"""Epsilon of both norms in multi-latent attention: DeepSeek's code (and transformers') leaves it there, whatever ``rms_norm_eps`` says."""
 
 
 class RMSNorm(torch.nn.RMSNorm):

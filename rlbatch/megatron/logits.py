@@ -16,7 +16,7 @@ from rlbatch.megatron.trainer import Trainer
 
 
 def logits(trainer: Trainer, microbatch: Microbatch) -> Tensor:
-    """Of a whole pack, without context parallelism and interleaving; a collective.
+    """Computes the logits of a whole pack, without context parallelism and interleaving; a collective.
 
     Args:
         trainer: Whose model.

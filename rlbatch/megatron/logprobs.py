@@ -128,7 +128,7 @@ class _OutputLayer:
     kept: KeptColumns | None
 
     def chunks(self, *tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-        """Where each chunk begins, and its part of each tensor."""
+        """Cuts tensors into chunks: where each begins, and its part of each tensor."""
         parts = zip(*(tensor.split(self.chunk_tokens) for tensor in tensors), strict=True)
         return zip(range(0, len(tensors[0]), self.chunk_tokens), parts, strict=True)
 

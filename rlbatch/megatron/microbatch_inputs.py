@@ -29,7 +29,7 @@ PER_TOKEN = (
     "ref_logprobs",
     "correction",
 )
-"""Of a ``Microbatch``: what concerns single tokens, and what the loss sees of them."""
+"""Fields of a ``Microbatch`` that concern single tokens, and what the loss sees of them."""
 
 
 def padded_to(microbatch: Microbatch, tokens: int) -> Microbatch:

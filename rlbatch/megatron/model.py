@@ -51,12 +51,12 @@ class PolicyModel(GPTModel):
         """Nothing: Transformer Engine reads NVTE_FLASH_ATTN, NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN itself; Megatron fixes their values."""
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Without Transformer Engine's extra states: they are empty without fp8, and a checkpoint must load under either layer spec."""
+        """Leaves out Transformer Engine's extra states: they are empty without fp8, and a checkpoint must load under either layer spec."""
         state = super().sharded_state_dict(*args, **kwargs)
         return {name: value for name, value in state.items() if not name.endswith(EXTRA_STATE)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As torch's, of what ``sharded_state_dict`` gives."""
+        """Loads what ``sharded_state_dict`` gives, as torch's does."""
         extra = {name: value for name, value in self.state_dict().items() if name.endswith(EXTRA_STATE)}
         return super().load_state_dict({**extra, **state_dict}, strict, assign)
 

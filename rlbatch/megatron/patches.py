@@ -91,7 +91,7 @@ def _live_without_transformer_engine() -> None:
 
 
 def _let_torch_adam_load() -> None:
-    """Without Apex, Adam keeps its step count as a tensor beside the moments; Megatron's loader expects it among the loaded tensors."""
+    """Loads torch's Adam, which keeps its step count as a tensor beside the moments; Megatron's loader expects it among the loaded ones."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     original = DistributedOptimizer._set_main_param_and_optimizer_states

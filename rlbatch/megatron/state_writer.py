@@ -1,4 +1,4 @@
-"""Writing the tensors of a torch_dist checkpoint: in this process, or in a forked child that writes the state of that moment.
+"""Writes the tensors of a torch_dist checkpoint: in this process, or in a forked child that writes the state of that moment.
 
 Megatron's own way starts a manager process, and one more process for every file, which outlive a rank that is killed. Here a rank has at
 most one child, which dies with it.
@@ -69,7 +69,7 @@ class _PartsPlanner:
         self._planner = planner
 
     def resolve_data(self, item: Any) -> Any:
-        """Of an item to write."""
+        """Gives the data of an item to write."""
         data = self._planner.resolve_data(item)
         return _Part(data.detach()) if isinstance(data, Tensor) and data.device.type == "cpu" else data
 

@@ -84,12 +84,12 @@ class Trainer:
 
     @property
     def gradient_bytes(self) -> int:
-        """Of this rank's gradients now."""
+        """Size of this rank's gradients now."""
         return self._gradients.num_bytes
 
     @property
     def weight_bytes(self) -> int:
-        """Of this rank's parameters and buffers."""
+        """Size of this rank's parameters and buffers."""
         return sum(tensor.nbytes for tensor in self.params.values())
 
     def load(self, read: ReadTensor, names: Iterable[str] | None = None, loaded: Callable[[int], None] = lambda nbytes: None) -> None:

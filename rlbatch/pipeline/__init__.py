@@ -1,1 +1,1 @@
-"""From prompts to updated weights: the step, the loop around it, and what they need."""
+"""Makes updated weights of prompts: the step, the loop around it, and what they need."""

@@ -16,7 +16,7 @@ from rlbatch.pipeline.first_rank import on_first_rank
 
 MIB = 2**20
 SPARE_BYTES = MIB // 4
-"""For progress.json, metadata and folders."""
+"""Room for progress.json, metadata and folders."""
 
 
 def size(num_bytes: float) -> str:

@@ -14,7 +14,7 @@ from rlbatch.config.hf_config import read_config
 from rlbatch.plan.engine_precision import Quantization
 
 FOLDER = Path("engines/model")
-"""In the run folder."""
+"""The engine's own model folder, in the run folder."""
 
 
 def write_engine_folder(hf_folder: Path, run_dir: Path, family: ModelFamily, quantization: Quantization) -> Path:

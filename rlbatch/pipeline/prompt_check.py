@@ -99,7 +99,7 @@ def check_tokens(config: Config, family: ModelFamily, model_folder: Path, path: 
 
 
 def _likeliest(rows: Sequence[PromptRow]) -> list[PromptRow]:
-    """At most ``MOST_TOKENIZED`` rows, in file order: a chat template refuses by roles and fields, a limit by length."""
+    """Picks at most ``MOST_TOKENIZED`` rows, in file order: a chat template refuses by roles and fields, a limit by length."""
     if len(rows) <= MOST_TOKENIZED:
         return list(rows)
     forms: dict[Any, int] = {}

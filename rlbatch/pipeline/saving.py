@@ -41,7 +41,7 @@ class Boundary:
 
     @classmethod
     def of(cls, job: Job) -> Boundary:
-        """As it is now."""
+        """Notes where the job is now."""
         return cls(job.order.cursor, rng_states())
 
     def restore(self, job: Job) -> None:
@@ -84,7 +84,7 @@ class Checkpoints:
         self._pending: _Pending | None = None
 
     def _take_folder(self) -> str:
-        """On rank 0: returns the run's id."""
+        """Makes the folder for checkpoints, on rank 0; returns the run's id."""
         run, steps = ensure_run_id(self._job.run_dir), range(self._saved_step + 1, self._job.config.train.steps + 1)
         run_folder.make_root(self._root)
         self._lock = lock = Lock(self._root)

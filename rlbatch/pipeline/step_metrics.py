@@ -22,7 +22,7 @@ from rlbatch.pipeline.updates import Update
 
 GIB = 2**30
 TOLERANCE = 1e-6
-"""Of a mean of zeros and ones."""
+"""Rounding of a mean of zeros and ones."""
 
 
 def samples(batch: Batch, advantages: Sequence[Tensor] | None) -> dict[str, float]:
@@ -162,5 +162,5 @@ def generation(job: Job) -> dict[str, float]:
 
 
 def memory(clock: PhaseClock) -> dict[str, float]:
-    """Of this process, and of its GPU."""
+    """Memory of this process, and of its GPU."""
     return {"memory/rss_gib": psutil.Process().memory_info().rss / GIB} | clock.memory.tags()

@@ -25,7 +25,7 @@ RECENT_STEPS = 5
 """Steps whose longest tells how long the next one may take."""
 Place = Literal["generation", "ended", "restart", "step"]
 PHASES: Mapping[Place, Phase] = {"generation": "generation", "ended": "training", "restart": "start", "step": "training"}
-"""Where ranks meet, and what the others may still be at."""
+"""Places where ranks meet, and what the others may still be at."""
 NOTICED, ENDING = "stop/noticed", "stop/ending"
 """Keys of the job's store: the signal that a rank got, and what rank 0 found out about it."""
 
@@ -120,7 +120,7 @@ class Stopping:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """From here on signals end nothing at once: a thread learns what other ranks know, and interrupts generation if it must."""
+        """Keeps signals from ending anything at once: a thread learns what other ranks know, and interrupts generation if it must."""
         self._notice.started()
         over = threading.Event()
         thread = threading.Thread(target=self._listen, args=(self._store.clone(), over), name="rlbatch-stopping", daemon=True)
@@ -200,7 +200,7 @@ class Stopping:
         return words
 
     def _local_deadline(self) -> float:
-        """Until rank 0 knows better."""
+        """When this rank must be done, as far as it knows before rank 0 knows better."""
         return find_ending(self._notice.number, self._notice.time, None, self._limits.notice_s).deadline
 
     def _find(self, number: int, received: float) -> None:

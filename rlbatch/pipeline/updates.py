@@ -60,7 +60,7 @@ class Update:
         return replace(self, packs=tuple(packs))
 
     def sample_at(self, pack: int, position: int) -> tuple[int, int] | None:
-        """Whose token it is, by index in the batch, and the token's place in the sample; None: a dummy's."""
+        """Finds whose token it is, by index in the batch, and the token's place in the sample; None: a dummy's."""
         item = self.packs[pack]
         starts = item.microbatch.cu_seqlens.tolist()
         sequence = bisect_right(starts, position) - 1

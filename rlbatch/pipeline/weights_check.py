@@ -17,7 +17,7 @@ from rlbatch.config.schema import Config
 from rlbatch.registry import Registry
 
 COMPARED = ("transformer", "vocab_size", "rotary_base", "tie_embeddings", "rope", "mappings")
-"""Of families: what makes another model of the same weights, or cannot take them."""
+"""What families are compared by: what makes another model of the same weights, or cannot take them."""
 
 
 def check_first_weights(config: Config, registry: Registry, family: ModelFamily, hf_folder: Path, *, needs_reference: bool) -> None:
@@ -61,7 +61,7 @@ def check_resumed(config: Config, hf_config: Mapping[str, Any], folder: Path, pr
 
 
 def _check_family(key: str, folder: Path, registry: Registry, family: ModelFamily) -> None:
-    """By what config.jsons come to: exports by other programs write the same model in other words."""
+    """Compares what config.jsons come to: exports by other programs write the same model in other words."""
     try:
         other = registry.resolve_model_family(read_config(folder))
     except MissingFileError:

@@ -99,7 +99,7 @@ def engine_memory(job: Demand) -> EngineMemory:
 
 
 def cache_bytes(family: ModelFamily, shape: EngineShape, value_bytes: float) -> float:
-    """Of an engine's keys and values, for one token on each GPU.
+    """Counts an engine's keys and values, for one token on each GPU.
 
     Args:
         family: The model.
@@ -120,5 +120,5 @@ def _weights(part: Part, job: Demand, full: float) -> float:
 
 
 def _folder_bytes(folder: Path) -> int:
-    """Of a model's weights."""
+    """Size of a model's weights on disk."""
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))

@@ -15,7 +15,7 @@ from rlbatch.registry import Registry
 
 LARGER = "Use larger GPUs or more of them, or keep more of the trainer on the host"
 FREE_GIB = 2.0
-"""Of each GPU, for CUDA and NCCL of both sides, in what messages advise; less is not refused."""
+"""Free memory of each GPU for CUDA and NCCL of both sides, in what messages advise; less is not refused."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ Quantization = Literal["none", "fp8"]
 
 
 def engine_quantization(config: Config, registry: Registry, family: ModelFamily, hf_config: Mapping[str, Any]) -> Quantization:
-    """In which form engines hold the weights.
+    """Decides in which form engines hold the weights.
 
     Args:
         config: ``rollout.quantization``: ``auto`` is the form of model.hf, where the backend can have it.

@@ -25,7 +25,7 @@ GROWTH = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """So many times as many GPUs are tried, and as large sizes."""
 SHOWN_PHASES = 3
 SIZES = ("ep_size", "pp_size", "tp_size")
-"""Of a layout, what divides the model; the cheaper first."""
+"""The parts of a layout that divide the model; the cheaper first."""
 Nodes = Callable[[Config], Sequence[int] | None]
 """The ranks of each of a job's nodes, where they are known; raises ``ConfigError`` if there are not so many."""
 Changes = Mapping[str, Any]
@@ -147,7 +147,7 @@ def _layouts(job: Demand) -> Iterator[LayoutConfig]:
 
 
 def _balanced(layout: LayoutConfig, model: ModelSize) -> Iterator[LayoutConfig]:
-    """With a first and a last stage whose ranks have no more than they must; none if the pipeline cannot be."""
+    """Gives the layout a first and a last stage whose ranks have no more than they must; yields none if the pipeline cannot be."""
     layers, stages = model.family.num_layers, layout.pp_size
     ends: list[tuple[int | None, int | None]] = [(None, None)]
     if stages > 1 and layout.vpp_size == 1:

@@ -31,7 +31,7 @@ WHEN = {
 PROCESS_GIB = {"cpu": 0.25, "gpu": 2.0}
 """Host memory of a rank's process, or an engine's of one GPU: Python, torch and, on GPUs, the libraries of CUDA and NCCL."""
 NODE_SHM_GIB = 1.0
-"""Of /dev/shm on a node with several GPUs: NCCL and engines exchange data there. A container has 64 MiB unless told otherwise."""
+"""What a node with several GPUs needs of /dev/shm: NCCL and engines exchange data there. A container has 64 MiB unless told otherwise."""
 GRADIENT_BYTES = 4
 MAIN_WEIGHT_BYTES = {"bf16": 4, "fp32": 0}
 MOMENT_BYTES = 8
@@ -39,7 +39,7 @@ SAVED_BYTES = 12
 """fp32 main weights and moments, which every data-parallel rank has whole on the host before a checkpoint is written."""
 STATE = ("main weights", "moments")
 UNKNOWN = OffloadMemory(releases_gradients=True, hosted_share=1.0)
-"""Of an offload strategy that does not say what it does: all that could leave the GPU, to nowhere."""
+"""What is taken of an offload strategy that does not say what it does: all that could leaves the GPU, to nowhere."""
 
 Parts = Mapping[str, float]
 """Name -> bytes."""
@@ -48,7 +48,7 @@ _NOTHING: Mapping[str, Parts] = {phase: {} for phase in PHASES}
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Of a rank of a pipeline stage; phase -> parts.
+    """What a rank of a pipeline stage takes; phase -> parts.
 
     Attributes:
         gpu: On its GPU; nothing on the CPU, where the host has it.
@@ -77,7 +77,7 @@ class Peak:
         return sum(self.parts.values()) / GIB
 
     def told(self) -> str:
-        """As ``117.2 GiB in updates (gradients 78.1, weights 39.1)``."""
+        """Shows it as ``117.2 GiB in updates (gradients 78.1, weights 39.1)``."""
         return f"{self.gib:.1f} GiB {WHEN[self.phase]} ({self.shown()})"
 
     def shown(self) -> str:
@@ -101,7 +101,7 @@ class MemoryFloor:
     shm_gib: float = 0.0
 
     def gpu(self, ranks: Iterable[int] | None = None, phases: Iterable[str] = PHASES) -> Peak:
-        """Of the fullest GPU.
+        """What the fullest GPU takes.
 
         Args:
             ranks: Whose GPUs; None: everyone's.
@@ -111,12 +111,12 @@ class MemoryFloor:
         return _largest(Peak(phase, stage.gpu[phase]) for stage in stages for phase in phases)
 
     def host(self, ranks: Iterable[int], phases: Iterable[str] = PHASES) -> Peak:
-        """Of a node with these ranks."""
+        """What a node with these ranks takes of its host memory."""
         stages = self._stages(ranks)
         return _largest(self._host(stages, phase) for phase in phases)
 
     def fullest_host(self, nodes: Iterable[int], phases: Iterable[str] = PHASES) -> Peak:
-        """Of the node that needs most.
+        """What the node that needs most takes of its host memory.
 
         Args:
             nodes: Ranks of each node.
@@ -173,7 +173,7 @@ def _shares(job: Demand) -> tuple[Share, ...]:
 
 
 def _trainer(job: Demand, share: Share) -> Mapping[str, Parts]:
-    """On a rank's GPU, or in its host memory where it has none."""
+    """What the trainer takes on a rank's GPU, or in its host memory where it has none."""
     config, offload, precision = job.config, job.offload or UNKNOWN, job.config.train.precision
     own = share.owned * (1 - offload.hosted_share) - (share.largest if 0 < offload.hosted_share < 1 else 0)
     weights = {"weights": WEIGHT_BYTES[precision] * share.held}
@@ -197,7 +197,7 @@ def _trainer(job: Demand, share: Share) -> Mapping[str, Parts]:
 
 
 def _engine(job: Demand) -> Mapping[str, Parts]:
-    """On a rank's GPU, or in its host memory."""
+    """What the engine takes on a rank's GPU, or in its host memory."""
     memory, shape = engine_memory(job), job.shape
     if not shape.is_colocated:
         return _NOTHING

@@ -86,7 +86,7 @@ def _place_beside_engines(config: Config, engines: int, key: str) -> Placement:
 
 
 def stages(stage_layers: tuple[int, ...], world_size: int, ranks_per_node: int) -> list[Stage]:
-    """Where each pipeline stage is.
+    """Finds where each pipeline stage is.
 
     Args:
         stage_layers: Layers of each stage (``rlbatch.plan.layout.degrees``).

@@ -94,7 +94,7 @@ class ModelSize:
 
     @property
     def carried(self) -> Part:
-        """Of layers that are not trained and that an engine may speculate with: each taken as the model's last, with a projection of two
+        """Counts layers that are not trained, with which an engine may speculate: each taken as the model's last, with a projection of two
         hidden states into one. Embedding and output layer are the model's own.
         """
         behind = {layer for other in self.family.passthrough if not other.is_dropped for layer in other.layers or ()}

@@ -15,7 +15,7 @@ from rlbatch.testing.gradients import build_trainer, gradients_of, my_packs
 from rlbatch.testing.hugging_face import scrambled
 
 MAX_TOKENS = 40
-"""Of a pack: several on each rank."""
+"""Tokens of a pack: several packs on each rank."""
 
 
 def random_model(config: Mapping[str, Any], folder: Path) -> torch.nn.Module:
@@ -37,5 +37,5 @@ def random_model(config: Mapping[str, Any], folder: Path) -> torch.nn.Module:
 
 
 def layout_gradients(folder: str, layout: LayoutConfig, vocab: int, plugins: tuple[str, ...]) -> dict[str, Tensor]:
-    """Of the batch in packs, by Hugging Face name; rank 0 only."""
+    """Gradients of the batch in packs, by Hugging Face name; rank 0 only."""
     return gradients_of(build_trainer(Path(folder), layout, plugins), my_packs(layout, MAX_TOKENS, vocab=vocab), "token_mean")

@@ -1,4 +1,4 @@
-"""``python -m rlbatch.testing.family``: whether a model family computes what transformers computes. See ``--help``."""
+"""The command ``python -m rlbatch.testing.family``: tells whether a model family computes what transformers computes. See ``--help``."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ TINY = {
 }
 """The largest sizes of a tiny model."""
 DROPPED = ("quantization_config", "torch_dtype", "dtype", "pad_token_id", "bos_token_id", "eos_token_id")
-"""Of the file's weights and tokens, which a tiny model has not."""
+"""Fields about the file's weights and tokens, which a tiny model has not."""
 TOLERANCE, LAYOUT_TOLERANCE = 1e-4, 1e-5
 ONE = LayoutConfig(world_size=1)
 LAYOUTS = {
@@ -231,7 +231,7 @@ def _listed(name: str, wrong: Sequence[str], right: str) -> Row:
 
 
 def _first_line(error: Exception) -> str:
-    """Of a rank's traceback the last line, which says what it was."""
+    """Shows the last line of a rank's traceback, which says what it was."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[-1].strip() if lines else ''}"
 

@@ -25,7 +25,7 @@ START_TIMEOUT_S = 300.0
 MAX_THREADS = 1000
 """Threads of a worker after which the pool is replaced: gloo keeps 48 for every model that was trained, a third of which never rest."""
 ENDING_S = 0.2
-"""From the end of a rank's connections to its own."""
+"""Time from the end of a rank's connections to its own."""
 PR_SET_PDEATHSIG = 1
 LAUNCH = "from rlbatch.testing.ranks import work; work()"
 

@@ -1,4 +1,4 @@
-"""What each kind of parameter mapping means for tensors: Hugging Face tensors -> this rank's shard, and all shards -> Hugging Face tensors.
+"""Does what each kind of parameter mapping means: Hugging Face tensors -> this rank's shard, and all shards -> Hugging Face tensors.
 
 Pure functions of tensors; who holds which shard, and how shards meet, is ``rlbatch.weights.params``.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from rlbatch.api import Buffer, DataError, Direct, ExpertDown, ExpertGated, Gated, ModelFamily, ParamMapping, Qkv, Vocab
 
 CHUNK_BYTES = 16 * 2**20
-"""At most so much of a source is in memory at once; the C library reuses blocks of up to 32 MiB without asking the kernel for new pages."""
+"""Most of a source in memory at once; the C library reuses blocks of up to 32 MiB without asking the kernel for new pages."""
 _CHUNK_ROWS = 128
 """Chunks end where a quantised source's blocks do."""
 
@@ -25,11 +25,11 @@ class Source(Protocol):
 
     @property
     def shape(self) -> Sequence[int]:
-        """As in the checkpoint."""
+        """Its shape in the checkpoint."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its slices."""
+        """The dtype of its slices."""
 
     def __getitem__(self, index: tuple[slice, ...], /) -> Tensor:
         """A part, on the host (or where the tensor is); one slice of step 1 for each leading dimension."""
@@ -151,7 +151,7 @@ def fill(target: Tensor, mapping: ParamMapping, sources: Sequence[Source], geome
 
 
 def shard(mapping: ParamMapping, sources: Sequence[Source], geometry: Geometry, size: int, rank: int) -> Tensor:
-    """As ``fill``, into a new tensor of the first source's dtype."""
+    """Makes a rank's shard as ``fill`` does, in a new tensor of the first source's dtype."""
     device = sources[0].device if isinstance(sources[0], Tensor) else "cpu"
     target = torch.empty(shard_shape(mapping, sources, geometry, size), dtype=sources[0].dtype, device=device)
     fill(target, mapping, sources, geometry, size, rank)

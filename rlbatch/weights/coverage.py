@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint are used, carried or left out, by name alone: every one exactly once."""
+"""Tells which tensors of a checkpoint are used, carried or left out, by name alone: every one exactly once."""
 
 from __future__ import annotations
 

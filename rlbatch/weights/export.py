@@ -1,4 +1,4 @@
-"""Streaming full Hugging Face tensors out of a sharded model, one after the other: from all pipeline, tensor and expert parallel ranks."""
+"""Streams full Hugging Face tensors out of a sharded model, one after the other: from all pipeline, tensor and expert parallel ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """In Megatron's model."""
+        """Its name in Megatron's model."""
         return self.mapping.megatron.format(layer=self.layer)
 
 

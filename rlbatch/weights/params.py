@@ -1,4 +1,4 @@
-"""Applying a family's mappings to a sharded model: loading each rank's shards, and streaming full Hugging Face tensors out of them.
+"""Applies a family's mappings to a sharded model: loads each rank's shards, and streams full Hugging Face tensors out of them.
 
 Megatron names here are global: layer indices count from the first pipeline stage.
 """
@@ -23,7 +23,7 @@ ReadTensor = Callable[[str], Source]
 
 
 def _ignore(nbytes: int) -> None:
-    """For whoever shows no progress."""
+    """Shows no progress."""
 
 
 class ParameterMap:
@@ -94,7 +94,7 @@ class ParameterMap:
         return list(trained_names(self._family))
 
     def check_names(self, names: Iterable[str]) -> None:
-        """As ``audit.check_names``."""
+        """Refuses names that are not the family's; see ``coverage.check_names``."""
         check_names(self._family, names)
 
     def _fill(self, target: Tensor, mapping: ParamMapping, names: tuple[str, ...], read: ReadTensor, group: dist.ProcessGroup) -> None:

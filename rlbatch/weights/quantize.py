@@ -35,7 +35,7 @@ _STRIP = 2**17
 _SMALL = 2**20
 """Elements from which on several threads are worth it."""
 _MOST_THREADS = 8
-"""Of a conversion: Python is between their operations."""
+"""Most threads of a conversion: Python is between their operations."""
 _AT_ONCE = 2**24
 """Elements that a GPU converts at once: 64 MiB as float32."""
 
@@ -97,7 +97,7 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_at_once(weight: Tensor, values: Tensor, scales: Tensor) -> None:
-    """As ``quantize`` into ``values`` and ``scales``, many blocks an operation: for devices where each operation has to be launched.
+    """Quantises into ``values`` and ``scales``, many blocks an operation: for devices where each operation has to be launched.
 
     At most three times ``_AT_ONCE`` float32 elements exist at once, or those of one row of blocks.
     """

@@ -1,4 +1,4 @@
-"""Each expert to the ranks that want it, point to point over all ranks of the trainer.
+"""Sends each expert to the ranks that want it, point to point over all ranks of the trainer.
 
 In slot ``k`` every rank gets the ``k``-th of the experts that it wants: one expert's tensors a rank, whatever the number of experts. A slot
 is done in rounds, in each of which a rank sends at most one of its experts (to all that want it in this slot). All ranks compute all rounds
@@ -17,7 +17,7 @@ from torch import Tensor
 from rlbatch.collectives import gathered
 
 Place = tuple[int, int, int]
-"""Where a rank stands: pipeline stage, expert-parallel and expert-tensor-parallel rank."""
+"""A rank's pipeline stage, expert-parallel and expert-tensor-parallel rank."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Routes:
         return self._kept[stage][slot]
 
     def rounds(self, stage: int, slot: int) -> list[Round]:
-        """Of a slot, for layers of a pipeline stage."""
+        """The rounds of a slot, for layers of a pipeline stage."""
         if stage not in self._made:
             self._made[stage] = [self._rounds(stage, number) for number in range(self.slots)]
             self._kept[stage] = [self._kept_of(number, rounds) for number, rounds in enumerate(self._made[stage])]

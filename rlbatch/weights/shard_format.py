@@ -68,7 +68,7 @@ class ShardFormat:
 
     @property
     def nbytes(self) -> int:
-        """Of one rank's shard on its way."""
+        """Size of one rank's shard on its way."""
         return sum(piece.nbytes for piece in self._pieces.values()) if self._is_packed else self._whole.nbytes
 
     def encode(self, shard: Tensor, *, is_stack: bool = False) -> Tensor:
@@ -117,7 +117,7 @@ class ShardFormat:
             yield name + SCALE_SUFFIX, scale
 
     def _unpacked(self, travelled: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Of each Hugging Face tensor one rank's part, and its scales; an empty tensor where there are none."""
+        """Unpacks one rank's part of each Hugging Face tensor, and its scales; an empty tensor where there are none."""
         if not self._is_packed:
             whole = parts(self._mapping, travelled, self._geometry, self._size)
             return whole, [travelled.new_empty(0, 0)] * len(whole)

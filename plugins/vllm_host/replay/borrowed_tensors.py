@@ -65,7 +65,7 @@ class BorrowedTensors:
 
 
 def refuse_kept(names: Mapping[str, StorageWeakRef]) -> None:
-    """When memory is about to be written again.
+    """Refuses that something kept a part of memory which is about to be written again.
 
     Raises:
         ValueError: somebody keeps one of these tensors.

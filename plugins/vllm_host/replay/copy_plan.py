@@ -85,7 +85,7 @@ class TiedLayers:
         return cls(frozenset(names), tuple(layers))
 
     def finish(self) -> None:
-        """After a sync: what a layer derives from another's parameter, as packed matrices on CPUs, is of the one before."""
+        """Ends a sync: what a layer derives from another's parameter, as packed matrices on CPUs, is still of the one before."""
         for layer in self.layers:
             method: Any = getattr(layer, "quant_method", None)
             if hasattr(method, "process_weights_after_loading"):
@@ -115,7 +115,7 @@ class Plan:
     parameters: list[TargetParameter] = field(default_factory=list)
 
     def __str__(self) -> str:
-        """For logs."""
+        """Shows the plan in logs."""
         size, kinds = sum(each.parameter.nbytes for each in self.parameters), sorted({type(layer).__name__ for layer in self.layers})
         rest = f"{len(self.loaded)} tensors go through vLLM's loaders, it processes {', '.join(kinds) or 'no layer'}"
         return f"copy {size / 2**30:.2f} GiB; {rest}"
@@ -188,7 +188,7 @@ class Replay:
         return prepared.loaded
 
     def finish(self, model_config: Any) -> None:
-        """After the last call.
+        """Ends a sync after its last call.
 
         Raises:
             ValueError: a tensor did not come.

@@ -204,7 +204,7 @@ class Recorder(TorchDispatchMode):
                 raise ValueError(f"weight sync: the engine's loader would change {name} itself, which is the trainer's.")
 
     def plan(self, ties: TiedLayers) -> Plan | None:
-        """After vLLM has finished the update; None: something was loaded and not seen to the end."""
+        """Makes the plan, after vLLM has finished the update; None: something was loaded and not seen to the end."""
         if any(target.is_written() for targets in self._opened.values() for target in targets):
             return None
         plan = Plan(self._shapes, ties, loaded=self._unexplained)
@@ -354,7 +354,7 @@ def storage_identity(tensor: Tensor) -> int:
 
 
 def _part(tensor: Tensor, start: int) -> Slice:
-    """Where a tensor lies in its storage, from ``start`` on."""
+    """Tells where a tensor lies in its storage, from ``start`` on."""
     return Slice(int(tensor.storage_offset()) - start, tuple(tensor.shape), tuple(tensor.stride()))
 
 

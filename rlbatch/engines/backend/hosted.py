@@ -230,7 +230,7 @@ class HostedRollout:
         return dict.fromkeys(NETWORK_VARIABLES, LOOPBACK_INTERFACE) if self._context.engine_nodes == 1 else {}
 
     def restart(self) -> None:
-        """As ``RestartableBackend``. The log of the engine that was lost stays beside the new one's, with a number."""
+        """Starts a lost engine anew; see ``RestartableBackend``. The lost engine's log stays beside the new one's, with a number."""
         self._restarts += 1
         self._asleep, self._has_weights, self._has_answered, self.lacks_carried = 0, False, False, True
         if self._program and self._host is not None:
@@ -314,7 +314,7 @@ class HostedRollout:
             call.cancel()
 
     def _awake(self) -> None:
-        """With its weights and its cache."""
+        """Makes sure that the engine has its weights and its cache."""
         if self._asleep == 2:
             raise RolloutError("rollout.options.sleep_level=2: the engine has dropped its weights. Sync them before generating.")
         if self._asleep:

@@ -1,4 +1,4 @@
-"""Whether /dev/shm has room for an engine of several processes; if not, what is in it, and whose that is."""
+"""Checks whether /dev/shm has room for an engine of several processes; if not, says what is in it, and whose that is."""
 
 from __future__ import annotations
 

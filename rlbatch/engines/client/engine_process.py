@@ -61,7 +61,7 @@ SEND_LIMIT_S = 20
 PATIENCE = 4
 """How much longer than ever before a call may take whose kind is known."""
 KEPT = {"TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"}
-"""Where the next engine finds what this one compiled. All else that it leaves in the folder for temporary files goes with it."""
+"""Folder in which the next engine finds what this one compiled. All else that it leaves in the folder for temporary files goes with it."""
 _RUN = "from rlbatch.engines.host.server import main; main()"
 
 
@@ -175,7 +175,7 @@ class EngineHost:
 
     @contextmanager
     def outlasting(self) -> Iterator[None]:
-        """In here the loss of the engine ends nothing: calls have an empty answer, and ``lost`` says why.
+        """Keeps the loss of the engine from ending anything in here: calls have an empty answer, and ``lost`` says why.
 
         For what ranks do together: one of them must not leave the others alone.
         """

@@ -1,5 +1,5 @@
-"""Whether an engine lives. While something is awaited of it, it answers a ping or its processes work; else the processes that it needs are
-there.
+"""Tells whether an engine lives. While something is awaited of it, it answers a ping or its processes work; else the processes that it
+needs are there.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from rlbatch.launch.records.disk import as_rollout_errors
 PING_S = 5.0
 """Longest time between two checks of an engine that is awaited."""
 WATCH_S = 5.0
-"""Between two checks of one that is not. Each asks the kernel for the state of the few processes that the engine needs."""
+"""Time between two checks of one that is not. Each asks the kernel for the state of the few processes that the engine needs."""
 WORKING_SHARE = 0.03
-"""Of a core: an engine of which no process uses as much does nothing but wait. (Those of an idle vLLM use less than 0.01 together.)"""
+"""Share of a core: an engine of which no process uses as much only waits. (Those of an idle vLLM use less than 0.01 together.)"""
 GUARD_S = 2.0
 POLL_S = 0.05
 STOPPED_S = 25.0
@@ -154,7 +154,7 @@ class Liveness:
         self._ping: PendingAnswer | None = None
 
     def wait_s(self) -> float:
-        """Until the next check."""
+        """Seconds until the next check."""
         left = self._hang_limit_s - (time.monotonic() - self._last())
         return min(PING_S, self._hang_limit_s / 4, max(left, 0.05))
 

@@ -72,7 +72,7 @@ class Server:
         self._failures: dict[int, Exception] = {}
 
     async def serve(self, reader: asyncio.StreamReader) -> None:
-        """Until the rank hangs up."""
+        """Serves until the rank hangs up."""
         while True:
             try:
                 header_bytes, payload_bytes = LENGTHS.unpack(await reader.readexactly(LENGTHS.size))
@@ -123,7 +123,7 @@ class Server:
         return {"software": software()}
 
     async def _past(self, number: int | None) -> None:
-        """Until a call is over, behind others that wait for it; raises what it failed with."""
+        """Waits until a call is over, behind others that wait for it; raises what it failed with."""
         if number is None:
             return
         if self._turn[0] != number:

@@ -37,7 +37,7 @@ class Workaround:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """What messages call it."""
         return self.apply.__name__
 
 

@@ -25,7 +25,7 @@ ZOMBIE = "Z"
 
 
 def name_shared_memory() -> None:
-    """From here on this process names its shared memory and semaphores after its engine's host."""
+    """Makes this process name its shared memory and semaphores after its engine's host from here on."""
     owner = os.environ.setdefault(OWNER, str(os.getpid()))
     names = vars(shared_memory)
     names["_SHM_NAME_PREFIX"] = f"/{PREFIX}{_namespace()}-{owner}-"

@@ -16,7 +16,7 @@ TensorLocation = dict[str, Any]
 
 
 def tensor_location(name: str, tensor: Tensor, memory: str, start: int) -> TensorLocation:
-    """Where a contiguous tensor is, or goes."""
+    """Describes where a contiguous tensor is, or goes."""
     return {
         "name": name,
         "dtype": str(tensor.dtype).removeprefix("torch."),

@@ -38,7 +38,7 @@ class WeightReceiver:
         self._buffer: Tensor | None = None
 
     def join(self, group: WeightGroup) -> None:
-        """From here on weights come over a group."""
+        """Takes weights over a group from here on."""
         self._group = group
 
     def tensors(self, devices: Mapping[str, Mapping[str, Any]]) -> tuple[str, list[tuple[str, Tensor]]]:
@@ -73,7 +73,7 @@ class WeightReceiver:
         return f"{key} {where}", self._views[key][1]
 
     def finish(self) -> None:
-        """At the end of a sync: forgets what came before it, and gives back the memory for broadcasts."""
+        """Ends a sync: forgets what came before it, and gives back the memory for broadcasts."""
         self._known = {key: content for key, content in self._known.items() if key in self._came}
         self._views = {key: found for key, found in self._views.items() if key in self._came and "broadcast" not in self._known[key]}
         self._memories.keep({memory for content in self._known.values() for memory in content["memories"]})

@@ -155,7 +155,7 @@ class WeightSender:
         return before[1]
 
     def _await(self, loading: Call | None) -> dict[str, Any]:
-        """Until the engine has loaded it, on every rank; what it said."""
+        """Waits, on every rank, until the engine has loaded it; returns what it said."""
         answer: dict[str, Any] = {}
         if loading is not None:
             answer = loading.result(self._limit_s)

@@ -53,7 +53,7 @@ class HostMemory:
 
 
 _host_memories: weakref.WeakValueDictionary[int, HostMemory] = weakref.WeakValueDictionary()
-"""By their addresses."""
+"""What was made here, by its address."""
 
 
 def share(tensor: Tensor) -> Shared | None:

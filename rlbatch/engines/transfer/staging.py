@@ -184,7 +184,7 @@ class Staging:
         return content, part
 
     def release(self) -> None:
-        """At the end of a sync: a GPU's memory goes back to the trainer. Host memory stays: making it takes longer than using it."""
+        """Ends a sync: a GPU's memory goes back to the trainer. Host memory stays, since making it takes longer than using it."""
         self._shared_memory = {storage: self._shared_memory[storage] for storage in self._checked}
         self._checked.clear()
         # Every sync starts with the same memory: what lies where is then what the workers know from the last one.
@@ -197,7 +197,7 @@ class Staging:
         self._used, self._in_place_bytes, self._locations, self._handles, self._lasting = 0, 0, [], {}, set()
 
     def _location(self, name: str, tensor: Tensor, memory: str, start: int) -> TensorLocation:
-        """Where a tensor is that is read in place: the same object as in the last sync if it is still there, which is quick to compare."""
+        """Describes where a tensor is that is read in place, by the object of the last sync if it is still there: quick to compare."""
         dtype, shape, before = self._last_locations.get(name, (None, None, {}))
         if tensor.dtype is dtype and tensor.shape == shape and before["start"] == start and before["memory"] == memory:
             return before
@@ -206,7 +206,7 @@ class Staging:
         return now
 
     def _shared(self, tensor: Tensor) -> Shared | None:
-        """As ``shared_memory.share``, which is asked once for every storage; in later syncs only whether that holds."""
+        """Shares a tensor by ``shared_memory.share``, which is asked once for every storage; later syncs ask only whether that holds."""
         storage = tensor.untyped_storage().data_ptr()
         known = self._shared_memory.get(storage)
         if storage not in self._checked:

@@ -77,7 +77,7 @@ class WeightGroup:
 
 
 def join_in_background(path: Path, rank: int, size: int, device: Any, limit_s: float) -> Future[WeightGroup]:
-    """As ``WeightGroup``, made by a thread: its maker need not wait for members that do not come any more."""
+    """Makes a ``WeightGroup`` in a thread: its maker need not wait for members that do not come any more."""
     made: Future[WeightGroup] = Future()
 
     def make() -> None:

@@ -67,7 +67,7 @@ class Link:
         return self.send_bytes(json.dumps(message).encode() + b"\n")
 
     def send_bytes(self, content: bytes) -> bool:
-        """As ``send``, of bytes as they are."""
+        """Sends bytes as they are; see ``send``."""
         with self._sending:
             try:
                 self._socket.sendall(content)
@@ -131,7 +131,7 @@ class Link:
         self._socket.settimeout(seconds)
 
     def fileno(self) -> int:
-        """For ``select``; -1 once closed."""
+        """The file descriptor for ``select``; -1 once closed."""
         return self._socket.fileno()
 
     def local_address(self) -> str:

@@ -358,7 +358,7 @@ class Overseer(threading.Thread):
         return [node for node in self._info.nodes if node not in came]
 
     def _expected_host(self, rank: int) -> str:
-        """Where a rank should run, if ranks fill equal nodes one after the other."""
+        """Tells where a rank should run, if ranks fill equal nodes one after the other."""
         info = self._info
         is_even = info.nodes and len(info.nodes) * info.local_size == info.world_size
         return info.nodes[rank // info.local_size] if is_even else ""

@@ -1,4 +1,4 @@
-"""How the ranks of a job meet: through ``attempt.json`` in the run folder, which all of them see, at rank 0's address.
+"""Lets the ranks of a job meet: through ``attempt.json`` in the run folder, which all of them see, at rank 0's address.
 
 Rank 0 listens, at a port that follows from the job id, and writes where. The others read that (or, where somebody's own mpirun started
 them, are told by MPI) and prove with its token that they are of the same attempt of the same job; a rank that ends up elsewhere, because a
@@ -147,7 +147,7 @@ def _open(info: RankInfo, run_dir: Path, config: Config, launch: str) -> tuple[O
 
 
 def _candidates(info: RankInfo, interface: str) -> list[str]:
-    """Where rank 0 may be reached, the most likely address first: the others take the first one that leads to it.
+    """Lists where rank 0 may be reached, the most likely address first: the others take the first one that leads to it.
 
     One address: rank 0 listens there alone. Several: at all addresses of its machine; a wrong one does no harm, because who answers there
     does not know the token.

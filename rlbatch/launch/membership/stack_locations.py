@@ -1,4 +1,4 @@
-"""Where ranks are when a job hangs, and which of them the others wait for."""
+"""Finds where ranks are when a job hangs, and which of them the others wait for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_FRAMES = 12
 
 @dataclass(frozen=True)
 class StackLocation:
-    """Where a rank's main thread is.
+    """The place in the code where a rank's main thread is.
 
     Attributes:
         frames: ``plugins/reward.py:12 score``, the innermost first; those of torch.distributed left out.
@@ -33,7 +33,7 @@ class StackLocation:
 
 
 def main_thread_location() -> StackLocation:
-    """Where this process's main thread is right now; asked by another thread."""
+    """Finds where this process's main thread is right now; called by another thread."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     frames: list[FrameType] = []
     while frame is not None:

@@ -1,4 +1,4 @@
-"""Whether a launcher's ranks find each other: ``srun python -m rlbatch.launch.membership.table --run-dir DIR``, without torch or a config.
+"""Shows whether ranks find each other: ``srun python -m rlbatch.launch.membership.table --run-dir DIR``, without torch or a config.
 
 Every rank reads its launcher's variables, meets the others as the ranks of a run do, and prints one line::
 

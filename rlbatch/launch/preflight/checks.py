@@ -177,7 +177,7 @@ class Preflight:
 
 
 def blamed(wrong: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """Whose fault wrong numbers are: (rank, ranks that see it).
+    """Finds whose fault wrong numbers are: (rank, ranks that see it).
 
     Args:
         wrong: What each rank saw wrong. If only one rank saw anything, it is that rank that cannot receive.
@@ -245,7 +245,7 @@ def _gpu_cells(node: Sequence[NodeFacts]) -> list[str]:
 
 
 def one_line(facts: Sequence[NodeFacts], floor: MemoryFloor, links: Sequence[LinkSpeeds], seconds: float) -> str:
-    """For one node on which all is well."""
+    """Reports one node on which all is well."""
     first = facts[0]
     gpus = f", {first.gpu.name}, {first.gpu.free_gib:.1f} GiB free (at least {floor.gpu().gib:.1f} needed)" if first.gpu else ""
     speed = f", all-reduce {links[0].gbs:.1f} GB/s" if len(facts) > 1 else ""

@@ -1,4 +1,4 @@
-"""Whether an all-reduce between the ranks gives the right numbers, and how fast."""
+"""Checks whether an all-reduce between the ranks gives the right numbers, and how fast."""
 
 from __future__ import annotations
 

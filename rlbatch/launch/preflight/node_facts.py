@@ -74,12 +74,12 @@ class NodeFacts:
     problems: Sequence[str] = ()
 
     def to_json(self) -> str:
-        """For the store."""
+        """Writes them for the store."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> NodeFacts:
-        """From the store."""
+        """Reads them from the store."""
         values = json.loads(text)
         return cls(**{**values, "gpu": Gpu(**values["gpu"]) if values["gpu"] else None})
 

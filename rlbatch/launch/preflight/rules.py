@@ -18,13 +18,13 @@ SKEW_WARNING_S = 5.0
 SKEW_LIMIT_S = 60.0
 """Beyond it credentials (munge, Kerberos) and what compares file times fail."""
 MEMORY_SHARE = 0.95
-"""Of what the cluster's config says a GPU or a node has, that it must have."""
+"""What a GPU or a node must have of what the cluster's config says."""
 FREE_SHARE = 0.9
-"""Of a GPU's memory that is free when only this job uses it."""
+"""Part of a GPU's memory that is free when only this job uses it."""
 SLOW_SHARE = 0.5
-"""Of the nodes' median bandwidth below which a node is told apart."""
+"""Part of the nodes' median bandwidth below which a node is told apart."""
 LINK_SHARE = 0.2
-"""Of the GPUs' link bandwidth that a node's all-reduce reaches at least."""
+"""Part of the GPUs' link bandwidth that a node's all-reduce reaches at least."""
 
 Value = TypeVar("Value", bound=Hashable)
 
@@ -46,7 +46,7 @@ class Finding:
     is_error: bool = True
 
     def __str__(self) -> str:
-        """For the log."""
+        """Shows it in the log."""
         return f"host {self.host} (rank {self.rank}): {self.text}."
 
 

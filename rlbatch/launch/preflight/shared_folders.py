@@ -1,4 +1,4 @@
-"""Whether every node sees and may write the run's folders: a file written on one node is read on others."""
+"""Checks whether every node sees and may write the run's folders: a file written on one node is read on others."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from rlbatch.api import ConfigError
 
 LOOPBACK, LOOPBACK_INTERFACE = "127.0.0.1", "lo"
 PORTS = range(20000, 30000)
-"""Where the ranks of a job meet: below the range from which Linux hands ports to other connections."""
+"""Ports at which ranks of a job meet: below the range from which Linux hands ports to other connections."""
 _BRIDGES = ("docker", "br-", "virbr", "veth", "cni", "flannel", "podman")
 """Interfaces that lead to containers of this machine; other machines have some of the same address."""
 

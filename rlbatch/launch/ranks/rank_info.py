@@ -1,4 +1,4 @@
-"""Who this process is in its job, from the variables of whoever started it."""
+"""Finds out who this process is in its job, from the variables of whoever started it."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class RankInfo(RankPosition):
         return variables
 
     def init_method(self) -> str:
-        """Where torch.distributed meets, as a URL.
+        """Tells where torch.distributed meets, as a URL.
 
         Raises:
             ConfigError: the launcher named no address.

@@ -73,7 +73,7 @@ class Attempt:
         return bool(self.job_id) and self.job_id == info.job_id and self.restart_count < info.restart_count
 
     def name(self) -> str:
-        """For messages."""
+        """What messages call it."""
         job = f"job {self.job_id}" if self.job_id else "a job without id"
         return f"{job}, restart {self.restart_count}" if self.restart_count else job
 

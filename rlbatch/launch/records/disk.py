@@ -1,4 +1,4 @@
-"""Why nothing can be written into a folder, in words. Error paths must not need what they report the lack of."""
+"""Says why nothing can be written into a folder. Error paths must not need what they report the lack of."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _words(error: OSError) -> str:
 
 @contextmanager
 def as_config_errors(run_dir: Path) -> Iterator[None]:
-    """For what writes into a run folder that nothing runs in.
+    """Turns errors of writing into a run folder that nothing runs in into refusals.
 
     Raises:
         ConfigError: instead of the system's error, where it is the folder's.

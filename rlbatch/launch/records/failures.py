@@ -26,9 +26,9 @@ from rlbatch.launch.records.streams import TERMINAL_VARIABLE, ResilientStream
 
 FIRST_ERROR = "first_error.json"
 MOST_CHARACTERS = 20_000
-"""Of each end of a traceback that is longer."""
+"""What is kept of each end of a traceback that is longer."""
 LAUNCHER = -1
-"""In the place of a rank: no rank said what happened, nor does its launcher say which one failed."""
+"""Stands for the rank where no rank said what happened, nor does its launcher say which one failed."""
 CLOCK_S = 3.0
 """Difference of clocks within which a record counts as of this start."""
 CLAIM_VARIABLE = "RLBATCH_CLAIM_FD"
@@ -201,13 +201,13 @@ def mark_unfinished(run_dir: Path) -> None:
 
 
 def mark_finished(run_dir: Path) -> None:
-    """On rank 0, before what may start the run's next attempt. It needs no room on a disk."""
+    """Records, on rank 0, that this attempt is at its end, before what may start the next one. It needs no room on a disk."""
     with suppress(OSError):
         (run_dir / UNFINISHED).unlink(missing_ok=True)
 
 
 def claim_unfinished(run_dir: Path) -> bool:
-    """For a launcher whose ranks all ended with 0: whether the run is not at its end all the same, which is recorded as its first error."""
+    """Whether the run is not at its end although all ranks ended with 0, as a launcher asks; that is recorded as its first error."""
     if not (run_dir / UNFINISHED).exists():
         return False
     text = "all ranks ended with exit code 0 before the run did: os._exit, or exit() in C code. Their output is above, or in logs/."

@@ -1,4 +1,4 @@
-"""Whose a run folder is: by the id in ``run.json`` its run's, which deletes nothing but its own; by locks one job's at a time."""
+"""Says whose a run folder is: by the id in ``run.json`` its run's, which deletes nothing but its own; by locks one job's at a time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def read_run_id(run_dir: Path) -> str:
 
 
 def ensure_run_id(run_dir: Path) -> str:
-    """As ``read_run_id``, of a folder that exists; one without an id gets one.
+    """Reads the id of a folder that exists, as ``read_run_id``; one without an id gets one.
 
     Raises:
         OSError: it cannot be written.

@@ -25,7 +25,7 @@ ESCAPE = b"\x1b"
 """Begins what only a terminal understands, such as the drawing of a progress bar."""
 LOGS = "logs"
 MERGED_LOG = "logs/job.log"
-"""Of a batch job, in its run folder: the batch script's output, with rank 0's and the first error."""
+"""Log of a batch job, in its run folder: the batch script's output, with rank 0's and the first error."""
 
 
 class ResilientStream(io.RawIOBase):
@@ -124,7 +124,7 @@ def fall_back_to(log: Path) -> None:
 
 
 def end_with_reader() -> None:
-    """For a command that only shows something: `| head` ends it without a word."""
+    """Lets a command that only shows something end without a word at `| head`."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
@@ -156,7 +156,7 @@ def rank_log(run_dir: Path, rank: int) -> Path:
 
 
 def output_hint(rank: int) -> str:
-    """Where a user finds a rank's output, for messages in the merged log."""
+    """Tells where a user finds a rank's output, for messages in the merged log."""
     return f"See logs/rank{rank}.log." if rank else "Its output is above."
 
 

@@ -1,4 +1,4 @@
-"""How long before the time limit a job has to be told: long enough to write a checkpoint."""
+"""Counts how long before the time limit a job has to be told: long enough to write a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BYTES_PER_PARAMETER = {"bf16": 14, "fp32": 16}
 SLOWER = 1.25
 """A file system that others use too is at times slower than it was measured."""
 MARGIN_S = 120
-"""For what is under way when the notice comes, and for ending."""
+"""Time for what is under way when the notice comes, and for ending."""
 LONGEST_S = 65535
 """Slurm's limit of ``--signal``; ``launch.notice_s`` is within it."""
 

@@ -135,7 +135,7 @@ class _Guardian:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
 
     def watch(self) -> NoReturn:
-        """Until the child has ended; then so does this process, in the same way."""
+        """Watches until the child has ended; then this process ends in the same way."""
         try:
             while not self._has_ended():
                 self._wait([])

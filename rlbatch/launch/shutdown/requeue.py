@@ -1,4 +1,4 @@
-"""How a job goes on after it was asked to stop: Slurm is asked to queue it again, or its user is told what to do."""
+"""Lets a job go on after it was asked to stop: Slurm is asked to queue it again, or its user is told what to do."""
 
 from __future__ import annotations
 

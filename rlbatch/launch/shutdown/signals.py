@@ -19,7 +19,7 @@ from rlbatch.launch.slurm.scontrol import find_current_job, kill_wait_s, slurm_j
 
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGHUP)
 INTERRUPT = signal.SIGRTMAX
-"""From a thread of this process to its main thread, which may be anywhere: a signal that nobody else has a use for."""
+"""Sent by a thread of this process to its main thread, which may be anywhere: a signal that nobody else has a use for."""
 REPEAT_S = 10.0
 """Seconds for what is interrupted to clean up; code that goes on instead is interrupted again."""
 LOOK_S, STUCK_S = 0.5, 1.0
@@ -82,7 +82,7 @@ class StopNotice:
             self.install()
 
     def end_start(self, leave: Callable[[int], None]) -> None:
-        """Until ``started`` a signal ends this process also if the main thread waits in C code, where it does not get to it.
+        """Lets a signal end this process, until ``started``, also if the main thread waits in C code, where it does not get to it.
 
         Args:
             leave: Called with the signal, on a thread, where the main thread did nothing for ``STUCK_S``; does not return.
@@ -102,7 +102,7 @@ class StopNotice:
                 return
 
     def started(self) -> None:
-        """From here on this process has something to save: signals are noticed, and end nothing."""
+        """Tells that this process has something to save from here on: signals are noticed, and end nothing."""
         self._ends_at_once, self._pid = False, os.getpid()
 
     def wait(self, seconds: float) -> bool:
@@ -171,7 +171,7 @@ def _heeded() -> Iterator[signal.Signals]:
 
 @contextmanager
 def received_signals() -> Iterator[list[int]]:
-    """For a launcher: a list that Ctrl-C and the signals that ask the job to stop append their number to."""
+    """Gives a launcher a list to which Ctrl-C and the signals that ask the job to stop append their number."""
     received: list[int] = []
 
     def receive(number: int, frame: FrameType | None) -> None:
@@ -191,7 +191,7 @@ def signal_name(number: int) -> str:
 
 
 def ignore_signals() -> None:
-    """For a process that has nothing left to end: a signal would only put a traceback into the interpreter's own end."""
+    """Ignores signals in a process that has nothing left to end: one would only put a traceback into the interpreter's own end."""
     for number in (*STOP_SIGNALS, signal.SIGINT, END_SIGNAL):
         signal.signal(number, signal.SIG_IGN)
 

@@ -55,7 +55,7 @@ def job_state(job_id: str) -> JobState:
 
 
 def queued_state(job_id: str) -> JobState:
-    """As ``job_state``, of a job that was submitted just now: waits a moment for the reason why it waits."""
+    """Asks for the state of a job that was submitted just now, as ``job_state``, and waits a moment for the reason why it waits."""
     deadline = time.monotonic() + REASON_S
     while True:
         state = job_state(job_id)

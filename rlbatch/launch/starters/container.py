@@ -82,7 +82,7 @@ class _Mount(NamedTuple):
 
 
 def _is_seen(path: Path, mounts: Sequence[_Mount], *, is_written: bool) -> bool:
-    """Of several mounts the innermost counts."""
+    """Whether a path is mounted; of several mounts the innermost counts."""
     above = [mount for mount in mounts if path.is_relative_to(mount.inside)]
     mount = max(above, key=lambda mount: len(mount.inside.parts), default=None)
     return mount is not None and mount.host == mount.inside and not (is_written and mount.is_read_only)

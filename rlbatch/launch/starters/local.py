@@ -189,7 +189,7 @@ def _end(ranks: Sequence[Rank]) -> None:
 
 
 def _exit_error(rank: int, code: int, run_dir: Path) -> FirstError:
-    """For a rank that ended without saying why."""
+    """Makes the error of a rank that ended without saying why."""
     how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
     hint = " (out of memory?)" if code == -signal.SIGKILL else ""
     log = "its output is above" if rank == 0 else f"its output is in {rank_log(run_dir, rank)}"

@@ -1,4 +1,4 @@
-"""Starting ranks with mpirun: which one it is, its own kind of hostfile, its own options.
+"""Starts ranks with mpirun: finds which one it is, writes its own kind of hostfile and options.
 
 Launchers disagree on both, and some drop what they cannot read (docs/use/mpi.md): so each is given a file that it reads, with exactly as
 many slots as the job has ranks, filled node after node.
@@ -34,7 +34,7 @@ from rlbatch.launch.starters.container import cluster_variables
 from rlbatch.launch.starters.hostfile import Host, parse_hostfile
 
 HOSTFILE = "hostfile"
-"""In the run folder: the hosts of the job, in the form of its mpirun."""
+"""File in the run folder: the hosts of the job, in the form of its mpirun."""
 VERSION_TIMEOUT_S = 30.0
 PASSED = signal.SIGUSR1
 """What each mpirun hands to its ranks, ending nothing: Open MPI kills them a second after SIGTERM, USR2 ends MPICH's mpirun itself."""

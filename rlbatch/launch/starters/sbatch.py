@@ -18,13 +18,13 @@ SRUN = ("--export=ALL", "--kill-on-bad-exit=1", "--wait=30", "--cpu-bind=none", 
 """Ranks get the script's variables, also where sbatch had ``--export=NONE``, which srun takes over. A failed rank ends the step at once,
 one that ended early ends it after 30 s; every rank sees all GPUs and CPUs of its node."""
 BEGINNING = "touch {run}/unfinished # until rank 0 has come to an end that it means"
-"""Before ``srun``."""
+"""Lines before ``srun``."""
 ENDING = """\
 case $code in 0 | 143) [ ! -e {run}/unfinished ] || code=1 ;; esac
 case $code in 0) exit ;; 2 | 75 | 129 | 130 | 138 | 140 | 143) [ -e {run}/first_error.json ] || exit $code ;; esac
 [ -e {run}/first_error.json ] || echo "No rank said why: srun names the task above, or all ended with 0." >&2
 exit 1 # srun's code is the highest of all ranks: 137 if one was killed. See docs/use/troubleshooting.md#exit-codes"""
-"""After ``srun ... && code=0 || code=$?``: the job's exit code."""
+"""Lines after ``srun ... && code=0 || code=$?``: the job's exit code."""
 _SHAPE = ("layout.world_size", "cluster.gpus_per_node", "cluster.gres", "cluster.constraint", "cluster.cpus_per_task")
 _LIMITS = "`sinfo -o '%P %l'` lists the limits of the partitions"
 # Slurm's messages (src/common/slurm_errno.c, and those of sbatch itself), the more special ones first.

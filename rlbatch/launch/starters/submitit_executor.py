@@ -1,4 +1,4 @@
-"""Submitting a job to Slurm through submitit: the batch script is ours, the task that every rank unpickles is ``RankTask``.
+"""Submits a job to Slurm through submitit: the batch script is ours, the task that every rank unpickles is ``RankTask``.
 
 Imported only to submit: submitit takes a tenth of a second.
 """
@@ -20,7 +20,7 @@ from rlbatch.config.schema import Config
 from rlbatch.launch.starters.sbatch import explain_rejection
 
 FOLDER = "submitit"
-"""In the run folder; mode 0700, because what lies in it is unpickled."""
+"""Folder in the run folder; mode 0700, because what lies in it is unpickled."""
 _PLACEHOLDERS = ("%j", "%t", "%A", "%a")
 _OF_A_JOB = ("SLURM_", "SLURMD_", "SRUN_")
 _OF_THE_SCRIPT = ("SBATCH_ARRAY_INX", "SBATCH_ERROR", "SBATCH_OPEN_MODE", "SBATCH_OUTPUT", "SBATCH_SIGNAL")
