@@ -35,7 +35,7 @@ def rng_states() -> Tensor:
 
 def set_rng_states(data: Tensor) -> None:
     """Restores what ``rng_states`` returned; the GPU's only where there is one."""
-    states = torch.load(io.BytesIO(bytes(data.tolist())), weights_only=True)
+    states = torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
     random.setstate(states["python"])
     name, keys, *rest = states["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))

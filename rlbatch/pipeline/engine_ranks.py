@@ -10,9 +10,9 @@ from typing import Any
 import torch.distributed as dist
 
 from rlbatch.api import ConfigError, RolloutSpec
+from rlbatch.collectives import all_gather_bytes
 from rlbatch.launch.ranks.interfaces import LOOPBACK, own_address
 from rlbatch.launch.ranks.rank_info import RankInfo
-from rlbatch.pipeline.exchange import all_gather_bytes
 
 Gather = Callable[[bytes], list[bytes]]
 

@@ -8,10 +8,10 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rlbatch.api import KeptTokens, Prompt, SampleGroup
+from rlbatch.collectives import all_gather_ragged
 
 
 @dataclass(frozen=True)
@@ -62,23 +62,6 @@ class Batch:
         return f"prompt {prompts[int(position)].prompt_id} sample {index - int((self.group_ids < position).sum())}"
 
 
-def all_gather_ragged(values: Tensor, group: Any = None) -> list[Tensor]:
-    """Gathers one-dimensional host tensors of different lengths from all ranks, in rank order.
-
-    Args:
-        values: [n] on the host; the same dtype on every rank.
-        group: Process group; None: all ranks.
-    """
-    size = dist.get_world_size(group)
-    lengths = torch.zeros(size, dtype=torch.int64)
-    dist.all_gather_into_tensor(lengths, torch.tensor([len(values)]), group=group)
-    padded = values.new_zeros(int(lengths.max()))
-    padded[: len(values)] = values
-    gathered = values.new_empty(size * len(padded))
-    dist.all_gather_into_tensor(gathered, padded, group=group)
-    return [gathered[rank * len(padded) :][: int(length)] for rank, length in enumerate(lengths)]
-
-
 def all_gather_samples(mine: Mapping[int, Tensor], lengths: Sequence[int], group: Any) -> list[Tensor]:
     """Gathers one tensor a sample, each from the rank that has it.
 
@@ -95,33 +78,6 @@ def all_gather_samples(mine: Mapping[int, Tensor], lengths: Sequence[int], group
     values = torch.cat(all_gather_ragged(torch.cat([torch.empty(0, dtype=torch.float64), *(v.double() for v in mine.values())]), group))
     by_sample = dict(zip(owned, values.split([lengths[i] for i in owned]), strict=True))
     return [by_sample[i] for i in range(len(lengths))]
-
-
-def all_gather_bytes(content: bytes, group: Any = None) -> list[bytes]:
-    """Gathers bytes from all ranks, in rank order; also a barrier.
-
-    Args:
-        content: Maybe of another length on every rank.
-        group: Process group; None: all ranks.
-    """
-    return [part.numpy().tobytes() for part in all_gather_ragged(_as_tensor(content), group)]
-
-
-def gather_bytes(content: bytes) -> list[bytes]:
-    """Gathers bytes from all ranks on rank 0, in rank order; the others get nothing."""
-    size, is_first = dist.get_world_size(), dist.get_rank() == 0
-    lengths = torch.zeros(size, dtype=torch.int64)
-    dist.all_gather_into_tensor(lengths, torch.tensor([len(content)]))
-    padded = torch.zeros(int(lengths.max()), dtype=torch.uint8)
-    padded[: len(content)] = _as_tensor(content)
-    parts = [torch.empty_like(padded) for _ in range(size)] if is_first else None
-    dist.gather(padded, parts)
-    return [part[: int(length)].numpy().tobytes() for part, length in zip(parts or (), lengths, strict=False)]
-
-
-def _as_tensor(content: bytes) -> Tensor:
-    """[n] uint8; ``frombuffer`` knows no empty one."""
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
 
 
 def exchange(groups: Sequence[SampleGroup], positions: Sequence[int], *, with_kept: bool = False) -> Batch:

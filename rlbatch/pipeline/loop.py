@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 
 from rlbatch.api import LaunchError, SampleGroup, StepResult
+from rlbatch.collectives import gather_bytes
 from rlbatch.launch.records.history import ATTEMPTS, begin_attempt
 from rlbatch.launch.shutdown.signals import Ending
 from rlbatch.metrics.names import check_tags
 from rlbatch.metrics.phases import PhaseClock
 from rlbatch.metrics.report import sample_rows
 from rlbatch.metrics.run_log import RunLog
-from rlbatch.pipeline.exchange import gather_bytes
 from rlbatch.pipeline.exporting import export_hf
 from rlbatch.pipeline.finished_groups import delete_other_steps
 from rlbatch.pipeline.first_rank import on_first_rank

@@ -17,6 +17,7 @@ from torch import Tensor
 from rlbatch.api import CheckpointError, ConfigError
 from rlbatch.checkpoint import run_folder
 from rlbatch.checkpoint.identity import identity
+from rlbatch.collectives import all_gather_ragged
 from rlbatch.config.hf_config import read_config
 from rlbatch.launch.records.history import record_write
 from rlbatch.launch.records.ownership import Lock, ensure_run_id
@@ -24,7 +25,6 @@ from rlbatch.megatron.checkpoint import TrainerState
 from rlbatch.megatron.rng import rng_states, set_rng_states
 from rlbatch.megatron.state_writer import Writing
 from rlbatch.pipeline import checkpoint_space
-from rlbatch.pipeline.exchange import all_gather_ragged
 from rlbatch.pipeline.first_rank import on_first_rank
 from rlbatch.pipeline.job import Job
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from rlbatch.api import KeptTokens, Prompt, Sample, SampleGroup
-from rlbatch.pipeline.exchange import Batch, all_gather_bytes, all_gather_ragged, exchange, gather_bytes
+from rlbatch.pipeline.exchange import Batch, exchange
 
 LARGE = 2**24 + 1
 """The first integer that float32 does not have."""
@@ -43,15 +43,3 @@ def exchanged(distribution: list[list[int]]) -> Batch:
     """The batch on this rank, which generated the groups at ``distribution[rank]``."""
     mine = distribution[torch.distributed.get_rank()]
     return exchange([group(position) for position in mine], mine, with_kept=True)
-
-
-def gathered(lengths: list[int]) -> list[list[int]]:
-    """All ranks' tensors: rank r has ``lengths[r]`` elements of value LARGE + r."""
-    rank = torch.distributed.get_rank()
-    return [values.tolist() for values in all_gather_ragged(torch.full((lengths[rank],), LARGE + rank))]
-
-
-def gathered_bytes(contents: list[bytes]) -> tuple[list[bytes], list[bytes]]:
-    """Of this rank: what came by ``all_gather_bytes`` and by ``gather_bytes``."""
-    mine = contents[torch.distributed.get_rank()]
-    return all_gather_bytes(mine), gather_bytes(mine)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlbatch.pipeline.exchange import Batch
-from tests.pipeline.samples import GROUPS, LARGE, SAMPLES, exchanged, gathered, gathered_bytes, group
+from tests.pipeline.samples import GROUPS, SAMPLES, exchanged, group
 
 DISTRIBUTIONS = {
     "dealt out": [[0, 2, 4], [1, 3]],
@@ -54,16 +54,3 @@ def test_samples_have_names(rank_pool) -> None:
     [batch] = rank_pool(1).run(exchanged, [list(range(GROUPS))])
     assert batch.name(0, prompts) == "prompt 100 sample 0"
     assert batch.name(2 * SAMPLES + 1, prompts) == "prompt 102 sample 1"
-
-
-@pytest.mark.parametrize("lengths", [[2, 3], [0, 3], [3, 0], [0, 0]])
-def test_ragged_gather(lengths: list[int], rank_pool) -> None:
-    """Tensors of different lengths, also of none, arrive in rank order with exact integers."""
-    expected = [[LARGE + rank] * length for rank, length in enumerate(lengths)]
-    assert rank_pool(2).run(gathered, lengths) == [expected, expected]
-
-
-@pytest.mark.parametrize("contents", [[b"\x00\xff", b"abc"], [b"", b"abc"], [b"abc", b""], [b"", b""]])
-def test_bytes(contents: list[bytes], rank_pool) -> None:
-    """Bytes of any length arrive whole and in rank order: everywhere, or on rank 0 alone."""
-    assert rank_pool(2).run(gathered_bytes, contents) == [(contents, contents), (contents, [])]
