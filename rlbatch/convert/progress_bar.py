@@ -11,11 +11,12 @@ from typing import TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from rlbatch.metrics.progress import GB, format_seconds
+
 LINE_S = 10.0
 """Seconds between lines where there is no terminal."""
 LOOK_S = 2.0
 """Seconds between looks at what the other processes finished."""
-GB = 1e9
 
 
 class ConversionProgress:
@@ -77,12 +78,12 @@ class ConversionProgress:
             self._show()
 
     def numbers(self) -> str:
-        """E.g. ``12.3 of 61.1 GB, 0.85 GB/s, 0:00:57 left``."""
+        """E.g. ``12.3 of 61.1 GB, 0.85 GB/s, 57s left``."""
         done, seconds = min(self._total, self._finished + self._own), time.monotonic() - self._started
         rate = (done - self._before) / seconds if seconds > 0 else 0.0
-        left = f"{_clock((self._total - done) / rate)} left" if rate > 0 else "-:--:-- left"
+        left = f"{format_seconds((self._total - done) / rate)} left" if rate > 0 else "- left"
         if done == self._total:
-            left = f"{_clock(seconds)} in all"
+            left = f"{format_seconds(seconds)} in all"
         digits = 2 if self._total >= GB else 6
         return f"{done / GB:.{digits}f} of {self._total / GB:.{digits}f} GB, {rate / GB:.2f} GB/s, {left}"
 
@@ -91,8 +92,3 @@ class ConversionProgress:
             self._bar.update(self._bar.task_ids[0], completed=min(self._total, self._finished + self._own), numbers=self.numbers())
         else:
             print(f"{self._title}: {self.numbers()}", file=self._stream, flush=True)
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
