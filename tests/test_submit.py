@@ -242,3 +242,61 @@ def test_help_is_complete(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (*choices, "runs/<date>-<time>", "python -m rlbatch.plugins"):
         assert words in text
     assert f"layout.ep_size={compose([]).layout.ep_size}" in text.partition("the default, sets")[2].partition("Keys")[0]
+
+
+REFUSING_PLUGIN = """
+from dataclasses import dataclass
+
+from rlbatch.api import ConfigError, Configurable, hookimpl
+
+
+@dataclass(frozen=True)
+class Options:
+    limit: int = 1
+    mode: str = "none"
+
+    def __post_init__(self):
+        if self.limit > 100:
+            raise ValueError(f"limit {self.limit} is above 100")
+
+
+def build(options):
+    if options.mode == "config":
+        raise ConfigError(f"reward.options.limit={options.limit}: must be 1. Use 1.")
+    if options.mode == "value":
+        raise ValueError("no such mode")
+    if options.mode == "import":
+        import torch_that_is_not_here
+    if options.mode == "file":
+        open("/there/is/none")
+    return lambda samples: [0.0 for _ in samples]
+
+
+@hookimpl
+def rlbatch_register_rewards():
+    return {"mine": Configurable(build, Options)}
+
+
+@hookimpl
+def rlbatch_register_offload_strategies():
+    return {"mine": Configurable(build, Options)}
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["reward=mine", "reward.options.limit=101"], "reward.options of reward=mine: limit 101 is above 100. Correct them."),
+        (["reward=mine", "reward.options.mode=config"], "reward.options.limit=1: must be 1. Use 1."),
+        (["reward=mine", "reward.options.mode=value"], "reward=mine: its build raised ValueError: no such mode ("),
+        (["offload=mine", "offload.options.mode=value"], "offload=mine: its build raised ValueError: no such mode ("),
+        (["reward=mine", "reward.options.mode=import"], ""),
+        (["offload=mine", "offload.options.mode=file"], ""),
+        (["reward=mine"], ""),
+    ],
+)
+def test_what_options_or_a_build_refuse(options: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not what the machine lacks: the nodes may have it."""
+    (tmp_path / "mine.py").write_text(REFUSING_PLUGIN)
+    assert rlbatch.submit.main(["dry_run=true", "plugins=[mine.py]", *options]) == (2 if said else 0)
+    assert said in capsys.readouterr().err

@@ -10,6 +10,7 @@ import pytest
 from rlbatch.api import RolloutContext
 from rlbatch.weights.export import buckets
 from rlbatch_plugins.rollout_transformers import TransformersOptions, TransformersRollout
+from rlbatch_plugins.rollout_vllm import VllmOptions, vllm_rollout
 from tests.plugins import vllm_cases
 from tests.plugins.vllm_cases import PARAMS, PROMPTS, Pair, tensors, vllm_python, write_model
 from tests.plugins.vllm_layouts import LIMIT, draw, engine_of, tried
@@ -36,5 +37,19 @@ def test_tensor_data_and_expert_parallel(repository: Path, tmp_path: Path) -> No
     try:
         assert pair.worst_difference(PARAMS) < vllm_cases.LIMIT
         assert pair.worst_difference(replace(PARAMS, samples_per_prompt=1), PROMPTS[1:2]) < vllm_cases.LIMIT
+    finally:
+        pair.engine.close()
+
+
+def test_a_tied_head_follows_its_embedding(repository: Path, tmp_path: Path) -> None:
+    """Nothing is sent for the head, no sync calls it unwritten, and after each it computes with the new embedding."""
+    folder = write_model("qwen2", tmp_path / "model", tie_word_embeddings=True)
+    engine = {"python": vllm_python(repository)}
+    context = RolloutContext(folder, "cpu", "float32", engine=engine, folder=tmp_path / "engine", audit_sync="always")
+    pair = Pair(folder, vllm_rollout(context, VllmOptions()), TransformersRollout(context, TransformersOptions()))
+    try:
+        for version, scale in enumerate((1.0, 0.8)):
+            pair.sync(version, scale)
+            assert pair.worst_difference(PARAMS) < vllm_cases.LIMIT
     finally:
         pair.engine.close()

@@ -21,7 +21,7 @@ from tests.plugins.vllm_cases import LIMIT, PARAMS, Pair, vllm_python, write_mod
 
 NAMED = re.compile(r"vllm_dist_.*-cpushm_\d")
 """Of the memory in which tensor-parallel ranks on CPUs exchange activations."""
-SCRIPT = Path(__file__).with_name("vllm_faults.py")
+SCRIPT = Path(__file__).parent.with_name("vllm_faults.py")
 
 
 @pytest.fixture(scope="module")
