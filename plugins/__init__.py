@@ -1,1 +1,1 @@
-"""The built-in plugins. Of rlbatch they import `rlbatch.api`, those for engines `rlbatch.engines` and `rlbatch.collectives` too; torch inside functions."""
+"""The built-in plugins. Of rlbatch they import `rlbatch.api`, those for engines two more (docs/use/plugins.md); torch inside functions."""

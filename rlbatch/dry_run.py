@@ -18,14 +18,14 @@ from rlbatch.launch.starters.container import cluster_variables
 from rlbatch.launch.starters.hostfile import Host
 from rlbatch.launch.starters.mpirun import Mpi, find_mpi, mpi_job, mpirun_variables
 from rlbatch.launch.starters.sbatch import NOTICE_SIGNAL, job_name
-from rlbatch.plan.engine_memory import Demand
+from rlbatch.plan.engine_memory import MemoryInputs
 from rlbatch.plan.layout import degrees
 from rlbatch.plan.memory import PHASES, Peak, memory_floor
-from rlbatch.plan.nodes import place, stages
+from rlbatch.plan.nodes import place_ranks, stages
 from rlbatch.prepare import (
     engine_plan,
     find_problems,
-    memory_demand,
+    job_memory_inputs,
     mpi_hosts,
     names_engine_here,
     node_ranks,
@@ -132,15 +132,15 @@ def _engines(config: Config, registry: Registry, family: ModelFamily | None) -> 
     form = {"auto": "", "none": "", "fp8": ", fp8 weights"}[rollout.quantization]
     each = "one a rank" if gpus == 1 else f"each on {gpus} ranks{divided}"
     yield f"Engines     {config.layout.world_size // gpus} of {rollout.name}, {each}{share}{form}"
-    if job := memory_demand(config, registry, family):
+    if job := job_memory_inputs(config, registry, family):
         if config.cluster.gpu_memory_gib:
-            yield f"Memory      {engine_plan(config, registry).told_memory(job)}"
+            yield f"Memory      {engine_plan(config, registry).memory_line(job)}"
         yield from _floor(job, registry)
     if registry.rollout(config).has_engine:
         yield f"Interpreter {_interpreter(config, registry)}"
 
 
-def _floor(job: Demand, registry: Registry) -> Iterator[str]:
+def _floor(job: MemoryInputs, registry: Registry) -> Iterator[str]:
     """The least memory of each phase, where it is said how much there is."""
     floor, nodes, cluster = memory_floor(job), node_ranks(registry, job.config), job.config.cluster
     title = "At least"
@@ -154,7 +154,7 @@ def _floor(job: Demand, registry: Registry) -> Iterator[str]:
 def _phases(peaks: Sequence[Peak]) -> str:
     """Each phase, and the parts of the largest."""
     largest = max(peaks, key=lambda peak: peak.gib)
-    return ", ".join(f"{peak.phase} {peak.gib:.1f}{f' ({peak.shown()})' if peak is largest else ''}" for peak in peaks)
+    return ", ".join(f"{peak.phase} {peak.gib:.1f}{f' ({peak.parts_listed()})' if peak is largest else ''}" for peak in peaks)
 
 
 def _interpreter(config: Config, registry: Registry) -> str:
@@ -179,7 +179,7 @@ def _span(word: str, numbers: range) -> str:
 
 def _launch(config: Config, registry: Registry, run_dir: Path, parameters: float) -> Iterator[str]:
     if config.launcher == "slurm":
-        yield f"Hosts       {_nodes(place(config, registry).nodes)}, chosen by Slurm"
+        yield f"Hosts       {_nodes(place_ranks(config, registry).nodes)}, chosen by Slurm"
         yield f"Slurm       {_slurm_settings(config)}"
         yield "Command     sbatch <the script below>, submitted by submitit; its task is rlbatch.run of the run folder"
         yield "Environment that of the shell which submits, and the script's exports"

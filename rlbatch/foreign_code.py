@@ -146,8 +146,8 @@ def foreign_code(what: str, part: str = "", *, error_type: type[RlbatchError] = 
             is_message = isinstance(error, RlbatchError)
             if (is_message and not on) or (not is_message and type(error).__module__.startswith("rlbatch.")):
                 raise
-            at = f"{place(error)}{on and f' on {on}'}"
-            raise error_type(f"{what}: {part and f'{part} '}raised {told(error)}{at}. Correct it.") from error
+            at = f"{error_location(error)}{on and f' on {on}'}"
+            raise error_type(f"{what}: {part and f'{part} '}raised {error_text(error)}{at}. Correct it.") from error
 
 
 @contextmanager
@@ -161,7 +161,7 @@ def foreign_context(what: str, make: Callable[[], AbstractContextManager[None]])
             stack.close()
 
 
-def told(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """An exception's type and ``text``."""
     name, said = type(error).__name__, text(error)
     return f"{name}: {said}" if said else name
@@ -176,7 +176,7 @@ def text(error: BaseException) -> str:
     return said if len(said) <= MOST_CHARACTERS else f"{said[:MOST_CHARACTERS]}... ({len(said)} characters)"
 
 
-def place(error: BaseException) -> str:
+def error_location(error: BaseException) -> str:
     """Says where foreign code was, e.g. `` (mine.py:12, in decoder.py:355)``: its first frame, and the one that raised."""
     frames = traceback.extract_tb(error.__traceback__)
     foreign = [frame for frame in frames if _OWN not in Path(frame.filename).parents] or frames

@@ -13,7 +13,7 @@ from rlbatch.config.compose import compose
 from rlbatch.config.structured import key_docs, show_value
 from rlbatch.launch.records.streams import end_with_reader, exit_code_of_display, keep_output
 from rlbatch.registry import Registry, load_plugins
-from rlbatch.tables import Entry, Supplier, options_key
+from rlbatch.tables import Registered, Supplier, options_key
 
 PIPE_COLUMNS = 160
 NAME_COLUMNS, OPTION_COLUMNS = 50, 52
@@ -55,7 +55,7 @@ def _supplied(supplier: Supplier) -> str:
     return f"{supplier.module}, {f'{supplier.distribution} {supplier.version}'.strip() or 'plugins=[...]'}"
 
 
-def _options(key: str, entry: Entry, width: int) -> Iterator[str]:
+def _options(key: str, entry: Registered, width: int) -> Iterator[str]:
     for doc in key_docs(entry.options, f"{options_key(key)}."):
         first, *rest = wrap(doc.doc, max(width - OPTION_COLUMNS - 1, 20)) or [""]
         yield f"{f'    {doc.name}={show_value(doc.default)}':<{OPTION_COLUMNS}} {first}".rstrip()

@@ -28,12 +28,12 @@ from rlbatch.launch.starters.hostfile import Host
 from rlbatch.launch.starters.mpirun import read_hosts
 from rlbatch.pipeline.model_folder import check_model_folder
 from rlbatch.pipeline.weights_check import check_first_weights, check_resumed
-from rlbatch.plan.engine_memory import Demand, demand
+from rlbatch.plan.engine_memory import MemoryInputs, memory_inputs
 from rlbatch.plan.engine_plan import EnginePlan
 from rlbatch.plan.engine_precision import check_device, engine_quantization
 from rlbatch.plan.fit import check_fit
 from rlbatch.plan.layout import check_expert_widths, check_layout
-from rlbatch.plan.nodes import Placement, place
+from rlbatch.plan.nodes import Placement, place_ranks
 from rlbatch.plan.parameters import ModelSize
 from rlbatch.registry import Registry
 from rlbatch.run_dir import check_run_dir, run_dir_path, taken_run_dir
@@ -171,7 +171,7 @@ def node_ranks(registry: Registry, config: Config) -> tuple[int, ...] | None:
     if config.launcher == "local":
         return (config.layout.world_size,)
     if config.launcher != "mpi":
-        where = place(config, registry)
+        where = place_ranks(config, registry)
         return (where.ranks_per_node,) * where.nodes
     with suppress(RlbatchError):  # told where the hosts are shown
         return tuple(host.slots or 1 for host in mpi_hosts(config, registry))
@@ -197,7 +197,7 @@ def engine_plan(config: Config, registry: Registry) -> EnginePlan:
     return EnginePlan(config, registry, registry.ranks_per_engine(config), registry.engine_shape(config), placement(config, registry))
 
 
-def memory_demand(config: Config, registry: Registry, family: ModelFamily | None) -> Demand | None:
+def job_memory_inputs(config: Config, registry: Registry, family: ModelFamily | None) -> MemoryInputs | None:
     """What takes memory; None: the model cannot be divided so, which another check tells.
 
     Raises:
@@ -208,7 +208,7 @@ def memory_demand(config: Config, registry: Registry, family: ModelFamily | None
             check_layout(config.layout, family, on_gpu=on_gpu(config))
         except ConfigError:
             return None
-    return demand(config, registry, family, on_gpu=on_gpu(config))
+    return memory_inputs(config, registry, family, on_gpu=on_gpu(config))
 
 
 def names_engine_here(config: Config) -> bool:
@@ -234,7 +234,7 @@ def _check_rollout(config: Config, registry: Registry, run_dir: Path) -> None:
 
 def _check_memory(config: Config, registry: Registry, run_dir: Path) -> None:
     """Checks the memory of GPUs and nodes, in every phase."""
-    job = memory_demand(config, registry, known_family(config, registry, run_dir))
+    job = job_memory_inputs(config, registry, known_family(config, registry, run_dir))
     if job is not None:
         check_fit(job, registry, partial(node_ranks, registry))
 

@@ -48,9 +48,9 @@ from rlbatch.config.compose import compose
 from rlbatch.config.paths import absolute, files_there, here, paths_of, with_absolute_paths, with_paths_there
 from rlbatch.config.schema import AlgorithmConfig, Config, RolloutConfig
 from rlbatch.config.structured import key_docs, to_plain
-from rlbatch.foreign_code import foreign_code, state_kept, told
+from rlbatch.foreign_code import error_text, foreign_code, state_kept
 from rlbatch.plugin_files import load_plugin_file
-from rlbatch.tables import KINDS, Entry, Kind, Supplier, Table, check_callable, options_key, spec_of
+from rlbatch.tables import KINDS, Kind, Registered, Supplier, Table, check_callable, options_key, spec_of
 
 ENTRY_POINT_GROUP = "rlbatch"
 DISTRIBUTION = "rlbatch"
@@ -257,7 +257,7 @@ class Registry:
             except RlbatchError as error:
                 raise DataError(f"reward={name}: {error}") from error
             except Exception as error:  # foreign code: whatever it raises must name the reward
-                raise DataError(f"reward={name}: check_label raised {told(error)}. Correct the label or the reward.") from error
+                raise DataError(f"reward={name}: check_label raised {error_text(error)}. Correct the label or the reward.") from error
 
         return checked
 
@@ -345,13 +345,13 @@ class Registry:
                     f"{key}={entry.name}: needs GPUs, the ranks would run on CPUs here. Choose another {key}, or a GPU machine."
                 )
 
-    def _entries(self, hook: str, kind: Kind) -> dict[str, Entry]:
-        entries: dict[str, Entry] = {}
+    def _entries(self, hook: str, kind: Kind) -> dict[str, Registered]:
+        entries: dict[str, Registered] = {}
         for impl in getattr(self._manager.hook, hook).get_hookimpls():
             supplier = self._suppliers[impl.plugin_name]
             for name, value in _registered(impl.function, hook, supplier).items():
                 spec = spec_of(f"plugin {supplier.module}: `{name}` of {hook}", value, kind)
-                entry = Entry(name, spec, getattr(spec, "options", NoOptions), supplier)
+                entry = Registered(name, spec, getattr(spec, "options", NoOptions), supplier)
                 if name in entries:
                     raise PluginError(
                         f"{kind.key}={name}: registered twice, by {entries[name].supplier.module} and {supplier.module}. "
@@ -451,7 +451,7 @@ def _import_error(supplier: Supplier, error: BaseException) -> PluginError:
     if isinstance(error, SystemExit) and type(error) is not SystemExit:  # a signal ends this process: no fault of the plugin
         raise error
     origin = f" of {supplier.distribution} {supplier.version}" if supplier.distribution else ""
-    return PluginError(f"plugin {supplier.module}{origin}: does not import: {told(error)}. Correct it, or do without it.")
+    return PluginError(f"plugin {supplier.module}{origin}: does not import: {error_text(error)}. Correct it, or do without it.")
 
 
 def _register(manager: pluggy.PluginManager, module: ModuleType, supplier: Supplier) -> None:

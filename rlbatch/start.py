@@ -26,7 +26,7 @@ from rlbatch.launch.starters.local import run_local
 from rlbatch.launch.starters.mpirun import DRY_RUN, find_mpi, mpi_job, run_mpi
 from rlbatch.launch.starters.sbatch import SRUN, batch_script, job_name
 from rlbatch.metrics.report import record_end
-from rlbatch.plan.nodes import place
+from rlbatch.plan.nodes import place_ranks
 from rlbatch.prepare import model_family, mpi_hosts, parameter_count, prepared_run
 from rlbatch.registry import Registry
 
@@ -64,7 +64,7 @@ def slurm_script(config: Config, registry: Registry, run_dir: Path, parameters: 
 
     notice = notice_s(config, parameters, run_dir)
     command = in_container(config.cluster, task_command(python(config.cluster), run_dir))
-    return batch_script(config, place(config, registry), run_dir, notice, TASK_VARIABLES, command)
+    return batch_script(config, place_ranks(config, registry), run_dir, notice, TASK_VARIABLES, command)
 
 
 def _start_local(config: Config, registry: Registry) -> int:
@@ -80,7 +80,7 @@ def _start_local(config: Config, registry: Registry) -> int:
 def _start_slurm(config: Config, registry: Registry) -> int:
     if shutil.which("sbatch") is None:
         raise ConfigError(f"launcher=slurm: there is no sbatch on this machine. Submit from a login node of the cluster. {DRY_RUN}")
-    place(config, registry)
+    place_ranks(config, registry)
     with prepared_run(config, registry) as (config, run_dir):
         from rlbatch.launch.starters.submitit_executor import submit_batch
 
@@ -140,7 +140,7 @@ def _start_nothing(config: Config, registry: Registry) -> int:
 
 def _check_allocation(config: Config, registry: Registry) -> None:
     """Checks a batch script's allocation: as many tasks as ranks, on as many nodes as they fill."""
-    where, ranks = place(config, registry), config.layout.world_size
+    where, ranks = place_ranks(config, registry), config.layout.world_size
     for name, wanted in (("SLURM_NTASKS", ranks), ("SLURM_JOB_NUM_NODES", where.nodes)):
         found = os.environ.get(name, "")
         if found.isdecimal() and int(found) != wanted:

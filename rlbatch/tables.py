@@ -46,7 +46,7 @@ class Supplier:
 
 
 @dataclass(frozen=True)
-class Entry:
+class Registered:
     """A registered name.
 
     Attributes:
@@ -77,10 +77,10 @@ class Entry:
             raise ConfigError(f"{options_key(key)} of {key}={self.name}: {error}. Correct them.") from error
 
 
-class Table(Mapping[str, Entry]):
+class Table(Mapping[str, Registered]):
     """Names of one kind. Looking up an unknown name explains what there is."""
 
-    def __init__(self, key: str, entries: Mapping[str, Entry]) -> None:
+    def __init__(self, key: str, entries: Mapping[str, Registered]) -> None:
         """Args:
         key: The config key that chooses a name, e.g. ``reward``.
         entries: Name -> entry.
@@ -88,7 +88,7 @@ class Table(Mapping[str, Entry]):
         self.key = key
         self._entries = dict(entries)
 
-    def __getitem__(self, name: str) -> Entry:
+    def __getitem__(self, name: str) -> Registered:
         """The entry of a name.
 
         Raises:

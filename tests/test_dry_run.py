@@ -17,7 +17,7 @@ import rlbatch.submit
 from rlbatch.api import ConfigError, EngineShape
 from rlbatch.config.compose import compose
 from rlbatch.launch.starters import mpirun
-from rlbatch.plan.engine_memory import demand
+from rlbatch.plan.engine_memory import memory_inputs
 from rlbatch.plan.engine_plan import EnginePlan
 from rlbatch.plan.nodes import Placement
 from rlbatch.registry import compose_job, load_plugins
@@ -354,7 +354,7 @@ def test_gpus_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     for is_colocated in (False, True):
         shape = EngineShape(8, 2, 0.9, separate_gpus=0 if is_colocated else 8)
         plan = EnginePlan(config, registry, 16, shape, Placement(12, 8))
-        job = replace(demand(config, registry, family, on_gpu=True), shape=shape, gpus=16)
+        job = replace(memory_inputs(config, registry, family, on_gpu=True), shape=shape, gpus=16)
         with pytest.raises(ConfigError, match=r"takes 85\.5 of a GPU.s 95 GiB .* trainer keeps 16\.5") if is_colocated else nullcontext():
             plan.check_memory(job)
 

@@ -15,7 +15,7 @@ import rlbatch.registry
 from rlbatch.api import API_VERSION, ConfigError, ModelError, ModelFamily, PluginError, RolloutContext
 from rlbatch.config.compose import load_config, save_config
 from rlbatch.launch.records.failures import StoppedBySignal
-from rlbatch.plan.nodes import place
+from rlbatch.plan.nodes import place_ranks
 from rlbatch.registry import compose_job, load_plugins
 
 HEADER = "from dataclasses import dataclass, field\n\nfrom rlbatch.api import *\n"
@@ -443,7 +443,7 @@ def test_a_backend_names_its_own_options(plugin: Write) -> None:
     config, registry = compose_job([*job, "rollout.options.gpus=2", "rollout.options.apart=8"])
     assert registry.ranks_per_engine(config) == 2
     with pytest.raises(ConfigError, match=r"^rollout\.options\.apart=8: as many of a node's GPUs have ranks, and a node has 8 "):
-        place(config, registry)
+        place_ranks(config, registry)
 
 
 def test_options_of_an_engine_pass_through() -> None:

@@ -19,10 +19,10 @@ from rlbatch.config.schema import AlgorithmConfig
 from rlbatch.foreign_code import foreign_code
 
 SUMS = ("loss", "policy_loss", "ppo_kl", "kl", "entropy", "clip_fraction", "rollout_difference")
-"""What ``Part.sums`` holds, in this order; all but the first two are sums over unmasked tokens."""
+"""What ``LossPart.sums`` holds, in this order; all but the first two are sums over unmasked tokens."""
 
 
-class Part(NamedTuple):
+class LossPart(NamedTuple):
     """A microbatch's part of an update's loss.
 
     Attributes:
@@ -55,7 +55,7 @@ class Objective:
         microbatch: Microbatch,
         denominator: float,
         over_ranks: Callable[[Tensor], Tensor] = of_one_rank,
-    ) -> Part:
+    ) -> LossPart:
         """This microbatch's part of the update's loss.
 
         Nothing at a masked position gets into it, or into its gradient, also not NaN: those positions are replaced, not multiplied with 0.
@@ -101,7 +101,7 @@ class Objective:
             "derivative of the loss": derivatives,
             "clipped": clipped,
         }
-        return Part(
+        return LossPart(
             loss,
             torch.stack([value.detach().double() for value in (loss, policy_loss, *per_token)]),
             {name: value.detach() for name, value in values.items()},

@@ -91,7 +91,7 @@ def raw_bytes(tensor: Tensor) -> memoryview:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ArchiveLayout:
     """The places in an archive that keep its tensor.
 
     Attributes:
@@ -131,7 +131,7 @@ class _LayoutUnpickler(pickle.Unpickler):
         return reference[1], reference[2]
 
 
-def find(file: IO[bytes], offset: int, length: int) -> Layout:
+def find(file: IO[bytes], offset: int, length: int) -> ArchiveLayout:
     """Reads an archive's directory.
 
     Args:
@@ -155,10 +155,10 @@ def find(file: IO[bytes], offset: int, length: int) -> Layout:
         raise pickle.UnpicklingError(f"the archive at byte {offset} is damaged ({type(error).__name__}: {text})") from error
     if 0 not in shape and not is_inside:
         raise pickle.UnpicklingError(f"the archive at byte {offset} holds less than its tensor of shape {tuple(shape)}")
-    return Layout(offset + start, nbytes, dtype, first, tuple(shape), tuple(strides))
+    return ArchiveLayout(offset + start, nbytes, dtype, first, tuple(shape), tuple(strides))
 
 
-def read_box(descriptor: int, layout: Layout, starts: Sequence[int], sizes: Sequence[int], *, once: bool = False) -> Tensor:
+def read_box(descriptor: int, layout: ArchiveLayout, starts: Sequence[int], sizes: Sequence[int], *, once: bool = False) -> Tensor:
     """Part of a tensor; reads from its first to its last element and nothing else.
 
     Args:

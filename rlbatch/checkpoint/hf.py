@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlbatch.api import CheckpointError, DataError
-from rlbatch.checkpoint.hf_index import INDEX, Entry, read_headers
+from rlbatch.checkpoint.hf_index import INDEX, TensorEntry, read_headers
 from rlbatch.checkpoint.model_files import model_files, open_found
 from rlbatch.checkpoint.reading import Reading, check_finite
 from rlbatch.checkpoint.safetensors_file import DTYPES, SafetensorsFile, SafetensorsWriter
@@ -40,7 +40,7 @@ class HfSource:
 
     file: SafetensorsFile
     name: str
-    entry: Entry
+    entry: TensorEntry
     dtype: torch.dtype
     scales: HfSource | None = None
 

@@ -17,7 +17,7 @@ INDEX = "model.safetensors.index.json"
 SHARD_FILE = re.compile(r"model-\d+-of-\d+\.safetensors")
 
 
-def read_headers(folder: Path) -> dict[Path, dict[str, Entry]]:
+def read_headers(folder: Path) -> dict[Path, dict[str, TensorEntry]]:
     """The tensors of each file, by name.
 
     Args:
@@ -87,7 +87,7 @@ AGAIN = "Download it again."
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """The place and form of a tensor in a file.
 
     Attributes:
@@ -103,7 +103,7 @@ class Entry:
     nbytes: int
 
 
-def read_header(path: Path) -> dict[str, Entry]:
+def read_header(path: Path) -> dict[str, TensorEntry]:
     """The tensors of a file, by name.
 
     Raises:
@@ -127,7 +127,7 @@ def damaged(path: Path, what: str) -> DataError:
     return DataError(f"{path}: is truncated or damaged ({what}). {AGAIN}")
 
 
-def _entries(path: Path, header: Any, data_start: int, size: int) -> dict[str, Entry]:
+def _entries(path: Path, header: Any, data_start: int, size: int) -> dict[str, TensorEntry]:
     if not isinstance(header, dict):
         raise damaged(path, "its header is no object")
     entries = {name: _entry(path, name, described, data_start) for name, described in header.items() if name != "__metadata__"}
@@ -141,7 +141,7 @@ def _entries(path: Path, header: Any, data_start: int, size: int) -> dict[str, E
     return entries
 
 
-def _entry(path: Path, name: str, described: Any, data_start: int) -> Entry:
+def _entry(path: Path, name: str, described: Any, data_start: int) -> TensorEntry:
     try:
         (start, stop), shape, dtype = described["data_offsets"], tuple(described["shape"]), str(described["dtype"])
     except (TypeError, KeyError, ValueError) as error:
@@ -152,4 +152,4 @@ def _entry(path: Path, name: str, described: Any, data_start: int) -> Entry:
     wanted = math.prod(shape) * ITEM_BYTES.get(dtype, 0) if dtype in ITEM_BYTES else nbytes
     if nbytes != wanted:
         raise damaged(path, f"{name}: {dtype} {list(shape)} has {wanted} bytes, the header gives it {nbytes}")
-    return Entry(dtype, shape, data_start + start, nbytes)
+    return TensorEntry(dtype, shape, data_start + start, nbytes)

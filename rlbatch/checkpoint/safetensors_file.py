@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rlbatch.api import DataError
-from rlbatch.checkpoint.hf_index import Entry, damaged, read_header
+from rlbatch.checkpoint.hf_index import TensorEntry, damaged, read_header
 from rlbatch.checkpoint.reading import Reading, read_into
 
 DTYPES = {
@@ -58,12 +58,12 @@ class SafetensorsFile:
         DataError: not a whole safetensors file.
     """
 
-    def __init__(self, path: Path, reading: Reading | None = None, entries: Mapping[str, Entry] | None = None) -> None:
+    def __init__(self, path: Path, reading: Reading | None = None, entries: Mapping[str, TensorEntry] | None = None) -> None:
         self.path, self.reading = path, reading or Reading()
         self.bytes_read = 0
         self.entries = read_header(path) if entries is None else entries
 
-    def read(self, entry: Entry, ranges: Sequence[range]) -> Tensor:
+    def read(self, entry: TensorEntry, ranges: Sequence[range]) -> Tensor:
         """A part of a tensor, in memory of its own.
 
         Only its bytes are read; but where it has gaps of less than a page, they are read with it, as the disk does anyway.
@@ -76,12 +76,12 @@ class SafetensorsFile:
         self.read_into(target, entry, ranges)
         return target
 
-    def read_into(self, target: Tensor, entry: Entry, ranges: Sequence[range]) -> None:
+    def read_into(self, target: Tensor, entry: TensorEntry, ranges: Sequence[range]) -> None:
         """Reads, as ``read``, into a contiguous host tensor of the entry's type and the ranges' lengths."""
         if target.numel():
             self._read_runs(entry, ranges, target.itemsize, target.view(-1).view(torch.uint8))
 
-    def _read_runs(self, entry: Entry, ranges: Sequence[range], itemsize: int, data: Tensor) -> None:
+    def _read_runs(self, entry: TensorEntry, ranges: Sequence[range], itemsize: int, data: Tensor) -> None:
         split = len(ranges)  # from this dimension on, all is wanted: it lies in one run
         while split and len(ranges[split - 1]) == entry.shape[split - 1]:
             split -= 1

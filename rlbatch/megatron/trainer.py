@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
-from rlbatch.algorithms.objective import SUMS, Objective, Part
+from rlbatch.algorithms.objective import SUMS, LossPart, Objective
 from rlbatch.api import Microbatch, ModelError, ModelFamily, OffloadStrategy, PluginError
 from rlbatch.config.schema import Config
 from rlbatch.foreign_code import foreign_code
@@ -223,7 +223,7 @@ class Trainer:
             part = objective(output[0], output[1], pack.microbatch, denominator, pack.over_ranks)
             return part.loss, torch.tensor(0, dtype=torch.int), part
 
-        parts: list[Part] = self._run(packs, [partial(loss_of, pack) for pack in packs], forward_only=False)
+        parts: list[LossPart] = self._run(packs, [partial(loss_of, pack) for pack in packs], forward_only=False)
         sums = (
             torch.stack([part.sums for part in parts]).sum(0) if parts else torch.zeros(len(SUMS), dtype=torch.float64, device=self._device)
         )

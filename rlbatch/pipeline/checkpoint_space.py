@@ -52,7 +52,7 @@ def check_disk(root: Path, need: int, step: int) -> None:
 
 
 @contextmanager
-def telling_what_was_needed(root: Path, need: int, step: int) -> Iterator[None]:
+def explaining_write_errors(root: Path, need: int, step: int) -> Iterator[None]:
     """Turns what writing raises, also where the disk has become full, into an error with path, need and free space."""
     try:
         yield

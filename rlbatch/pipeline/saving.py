@@ -134,7 +134,7 @@ class Checkpoints:
             need = torch.tensor(state.write_bytes)
             dist.all_reduce(need)
             checkpoint_space.check_disk(self._root, int(need), step)
-            with checkpoint_space.telling_what_was_needed(self._root, int(need), step):
+            with checkpoint_space.explaining_write_errors(self._root, int(need), step):
                 self._save_rng(draft)
                 progress = self._progress(step) | {"is_followed_up": is_followed_up}
                 if self._may_write_later(step, state.write_bytes):
@@ -151,7 +151,7 @@ class Checkpoints:
         if pending:
             with (
                 self._removing(run_folder.draft_folder(self._root, pending.step)),
-                checkpoint_space.telling_what_was_needed(self._root, pending.need, pending.step),
+                checkpoint_space.explaining_write_errors(self._root, pending.need, pending.step),
             ):
                 pending.writing.finish()
                 self._complete(pending.step, pending.progress)

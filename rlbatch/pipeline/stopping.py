@@ -83,7 +83,7 @@ class _Word:
 
 
 @dataclass(frozen=True)
-class Met:
+class Agreement:
     """What all ranks know alike once they have met in a generation.
 
     Attributes:
@@ -154,7 +154,7 @@ class Stopping:
             return False
         return True
 
-    def meet(self, place: Place, *, is_complete: bool, engine: int = -1, lost_by: str = "") -> Met:
+    def meet(self, place: Place, *, is_complete: bool, engine: int = -1, lost_by: str = "") -> Agreement:
         """Waits for all ranks, on the store; a collective.
 
         Args:
@@ -172,7 +172,7 @@ class Stopping:
         now, rest = max(word.now for word in words), max(word.rest_s for word in words)
         self._met = time.monotonic()
         was_interrupted = not all(word.is_complete or word.engine >= 0 for word in words)
-        return Met(was_interrupted or (bool(deadlines) and (bool(lost) or now + rest > min(deadlines))), lost)
+        return Agreement(was_interrupted or (bool(deadlines) and (bool(lost) or now + rest > min(deadlines))), lost)
 
     def step_done(self) -> None:
         """Keeps how long the step took, for the next ones."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from rlbatch.api import EngineShape, ModelFamily, OffloadMemory
 from rlbatch.config.schema import Config
 from rlbatch.plan.engine_precision import has_fp8_engines
-from rlbatch.plan.parameters import ModelSize, Part
+from rlbatch.plan.parameters import ModelSize, PartSize
 from rlbatch.registry import Registry
 
 GIB = 2**30
@@ -18,7 +18,7 @@ FP8_COMPUTES_IN = 2
 
 
 @dataclass(frozen=True)
-class Demand:
+class MemoryInputs:
     """What the memory of a job follows from.
 
     Attributes:
@@ -46,13 +46,13 @@ class Demand:
     has_reference: bool
 
 
-def demand(config: Config, registry: Registry, family: ModelFamily | None, *, on_gpu: bool) -> Demand:
+def memory_inputs(config: Config, registry: Registry, family: ModelFamily | None, *, on_gpu: bool) -> MemoryInputs:
     """Asks the plugins of a job.
 
     Raises:
         RlbatchError: options that cannot be.
     """
-    return Demand(
+    return MemoryInputs(
         config,
         ModelSize(family) if family else None,
         registry.offload_memory(config),
@@ -84,14 +84,14 @@ class EngineMemory:
         return self.weights + self.cache
 
 
-def engine_memory(job: Demand) -> EngineMemory:
+def engine_memory(job: MemoryInputs) -> EngineMemory:
     """The floor of an engine."""
     shape, config = job.shape, job.config
     full = shape.value_bytes or (FP8_COMPUTES_IN if job.is_fp8 else WEIGHT_BYTES[config.train.precision])
     if job.model is None:
         weights, cache = config.model.parameters * (1 if job.is_fp8 else full) / job.gpus, 0.0
     else:
-        part = job.model.total + (job.model.carried if job.draft == "" else Part())
+        part = job.model.total + (job.model.carried if job.draft == "" else PartSize())
         weights = _weights(part, job, full) + (_folder_bytes(Path(job.draft)) / job.gpus if job.draft else 0)
         tokens = shape.context_tokens or config.rollout.max_response_tokens
         cache = tokens * cache_bytes(job.model.family, shape, shape.cached_bytes or full)
@@ -113,7 +113,7 @@ def cache_bytes(family: ModelFamily, shape: EngineShape, value_bytes: float) -> 
     return float(layers * 2 * max(groups * shape.stages / shape.replica_gpus, 1) * family.head_sizes[0] * value_bytes)
 
 
-def _weights(part: Part, job: Demand, full: float) -> float:
+def _weights(part: PartSize, job: MemoryInputs, full: float) -> float:
     """Bytes on each GPU."""
     small, plain = 1 if job.is_fp8 else full, part.vocabulary + part.unquantised
     return ((part.dense - plain) * small + plain * full) / job.shape.replica_gpus + part.experts * small / job.gpus

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from rlbatch.api import ConfigError, EngineShape, ModelFamily, RolloutSpec
 from rlbatch.config.schema import Config
 from rlbatch.config.structured import show_value
-from rlbatch.plan.engine_memory import Demand, EngineMemory, engine_memory
+from rlbatch.plan.engine_memory import EngineMemory, MemoryInputs, engine_memory
 from rlbatch.plan.memory import engine_share_gib, trainer_gib
 from rlbatch.plan.nodes import Placement
 from rlbatch.registry import Registry
@@ -143,7 +143,7 @@ class EnginePlan:
                 f"{', '.join(map(str, sizes))}. Use another model or another rollout."
             )
 
-    def check_memory(self, job: Demand, fix: Callable[[], str] = lambda: LARGER) -> None:
+    def check_memory(self, job: MemoryInputs, fix: Callable[[], str] = lambda: LARGER) -> None:
         """Refuses engines that have no room on their GPUs, which the trainer may share.
 
         Args:
@@ -177,7 +177,7 @@ class EnginePlan:
                 f"{total:g} GiB (cluster.gpu_memory_gib), and the trainer keeps {trainer:.1f} there. {less}."
             )
 
-    def told_memory(self, job: Demand) -> str:
+    def memory_line(self, job: MemoryInputs) -> str:
         """How engine and trainer divide each GPU, in words; ``check_memory`` says whether that can be."""
         total, trainer, need = self.config.cluster.gpu_memory_gib, trainer_gib(job), engine_memory(job)
         cache = f", cache of one longest sample {need.cache:.1f}" if job.model else "; its cache is unknown until model.hf is there"
@@ -195,7 +195,7 @@ class EnginePlan:
             if world % size == 0 and (node % size == 0 or (spans_nodes and size % node == 0)):
                 yield size
 
-    def _larger(self, job: Demand, room: float) -> str:
+    def _larger(self, job: MemoryInputs, room: float) -> str:
         """A larger engine that fits; empty: none does."""
         node = self.place.ranks_per_node if self.place else self.config.cluster.gpus_per_node
         for size in self._sizes(spans_nodes=job.model is None or bool(job.model.family.num_experts)):

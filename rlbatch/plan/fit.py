@@ -13,7 +13,7 @@ from typing import Any
 from rlbatch.api import ConfigError, ModelFamily, RlbatchError
 from rlbatch.config.schema import Config, LayoutConfig, OffloadConfig
 from rlbatch.config.structured import show_value
-from rlbatch.plan.engine_memory import GIB, WEIGHT_BYTES, Demand, demand
+from rlbatch.plan.engine_memory import GIB, WEIGHT_BYTES, MemoryInputs, memory_inputs
 from rlbatch.plan.engine_plan import EnginePlan
 from rlbatch.plan.layout import check_layout
 from rlbatch.plan.memory import BESIDE_ENGINES, GRADIENT_BYTES, PHASES, SAVED_BYTES, WHEN, MemoryFloor, memory_floor
@@ -32,7 +32,7 @@ Changes = Mapping[str, Any]
 """Config key -> value."""
 
 
-def excesses(job: Demand, floor: MemoryFloor, nodes: Sequence[int] | None) -> list[str]:
+def excesses(job: MemoryInputs, floor: MemoryFloor, nodes: Sequence[int] | None) -> list[str]:
     """What is too small, in words and with both numbers. What engines need beside the trainer is not looked at: see ``EnginePlan``.
 
     Args:
@@ -52,11 +52,11 @@ def excesses(job: Demand, floor: MemoryFloor, nodes: Sequence[int] | None) -> li
         over = sorted((peak for peak in peaks if 0 < has < peak.gib), key=lambda peak: -peak.gib)
         if over:
             others = "".join(f", {peak.gib:.1f} {WHEN[peak.phase]}" for peak in over[1:SHOWN_PHASES])
-            found.append(f"{what} needs at least {over[0].told()}{others}, and has {has:g} (cluster.{key})")
+            found.append(f"{what} needs at least {over[0].described()}{others}, and has {has:g} (cluster.{key})")
     return found
 
 
-def check_fit(job: Demand, registry: Registry, nodes: Nodes) -> None:
+def check_fit(job: MemoryInputs, registry: Registry, nodes: Nodes) -> None:
     """Refuses a job that needs more memory than there is, in any phase.
 
     Args:
@@ -75,12 +75,12 @@ def check_fit(job: Demand, registry: Registry, nodes: Nodes) -> None:
         raise ConfigError(f"layout.world_size={job.config.layout.world_size}: {'; '.join(found)}. {_fix(job, registry, nodes)}.")
 
 
-def _engines(job: Demand, registry: Registry, nodes: Sequence[int] | None) -> EnginePlan:
+def _engines(job: MemoryInputs, registry: Registry, nodes: Sequence[int] | None) -> EnginePlan:
     place = Placement(len(nodes), nodes[0]) if nodes and len(set(nodes)) == 1 else None
     return EnginePlan(job.config, registry, job.gpus, job.shape, place)
 
 
-def _fix(job: Demand, registry: Registry, nodes: Nodes) -> str:
+def _fix(job: MemoryInputs, registry: Registry, nodes: Nodes) -> str:
     """The first of all candidates, cheapest first, that fits."""
     for layout in filter(partial(_may_fit, job), _layouts(job)):
         for changes in _spare(job, registry):
@@ -90,7 +90,7 @@ def _fix(job: Demand, registry: Registry, nodes: Nodes) -> str:
     return next(_more_gpus(job, nodes), "Use GPUs or nodes with more memory, or a smaller model")
 
 
-def _more_gpus(job: Demand, nodes: Nodes) -> Iterator[str]:
+def _more_gpus(job: MemoryInputs, nodes: Nodes) -> Iterator[str]:
     """How many would do if they divided the model evenly."""
     config, layout = job.config, job.config.layout
     count = job.model.total.total if job.model else config.model.parameters
@@ -105,7 +105,7 @@ def _more_gpus(job: Demand, nodes: Nodes) -> Iterator[str]:
                 yield f"Use {more}sizes that divide the model further"
 
 
-def _may_fit(job: Demand, layout: LayoutConfig) -> bool:
+def _may_fit(job: MemoryInputs, layout: LayoutConfig) -> bool:
     """Whether weights and gradients alone have room, and the layout is one."""
     config, total = job.config, job.config.cluster.gpu_memory_gib * GIB
     if job.model is None:
@@ -118,14 +118,14 @@ def _may_fit(job: Demand, layout: LayoutConfig) -> bool:
     return not 0 < total < needed
 
 
-def _parameters(job: Demand) -> float:
+def _parameters(job: MemoryInputs) -> float:
     return job.model.total.total if job.model else job.config.model.parameters
 
 
-def _fits(job: Demand, config: Config, registry: Registry, nodes: Nodes) -> bool:
+def _fits(job: MemoryInputs, config: Config, registry: Registry, nodes: Nodes) -> bool:
     try:
         where = nodes(config)
-        changed = replace(demand(config, registry, None, on_gpu=job.on_gpu), model=job.model, is_fp8=job.is_fp8)
+        changed = replace(memory_inputs(config, registry, None, on_gpu=job.on_gpu), model=job.model, is_fp8=job.is_fp8)
         plan = _engines(changed, registry, where)
         plan.check_nodes()
         plan.check_separate_gpus()
@@ -135,7 +135,7 @@ def _fits(job: Demand, config: Config, registry: Registry, nodes: Nodes) -> bool
     return not excesses(changed, memory_floor(changed), where)
 
 
-def _layouts(job: Demand) -> Iterator[LayoutConfig]:
+def _layouts(job: MemoryInputs) -> Iterator[LayoutConfig]:
     """The job's own, and those that divide the model further, or over more GPUs: few changes first."""
     layout = job.config.layout
     for growth in GROWTH:
@@ -178,7 +178,7 @@ def _layout_changes(before: LayoutConfig, after: LayoutConfig) -> Changes:
     return {f"layout.{name}": getattr(after, name) for name in names}
 
 
-def _spare(job: Demand, registry: Registry) -> list[Changes]:
+def _spare(job: MemoryInputs, registry: Registry) -> list[Changes]:
     """Changes that need no other layout, and their combinations: few first, and those that take less host memory."""
     algorithm, shape = job.config.algorithm, job.shape
     is_kept = shape.is_colocated and shape.asleep != "gone"
@@ -192,7 +192,7 @@ def _spare(job: Demand, registry: Registry) -> list[Changes]:
     ]
 
 
-def _offloads(job: Demand, registry: Registry) -> list[Changes]:
+def _offloads(job: MemoryInputs, registry: Registry) -> list[Changes]:
     """Other strategies that say what they do, and this one with its default options; those first that take less host memory."""
     found = []
     for name in registry.offloads:

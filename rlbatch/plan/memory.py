@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from rlbatch.api import OffloadMemory
 from rlbatch.config.schema import Config
-from rlbatch.plan.engine_memory import GIB, WEIGHT_BYTES, Demand, engine_memory
+from rlbatch.plan.engine_memory import GIB, WEIGHT_BYTES, MemoryInputs, engine_memory
 from rlbatch.plan.parameters import Share, least_share
 
 PHASES = ("load", "start", "sync", "generate", "log-probs", "update", "save")
@@ -76,11 +76,11 @@ class Peak:
         """All of it, GiB."""
         return sum(self.parts.values()) / GIB
 
-    def told(self) -> str:
+    def described(self) -> str:
         """Shows it as ``117.2 GiB in updates (gradients 78.1, weights 39.1)``."""
-        return f"{self.gib:.1f} GiB {WHEN[self.phase]} ({self.shown()})"
+        return f"{self.gib:.1f} GiB {WHEN[self.phase]} ({self.parts_listed()})"
 
-    def shown(self) -> str:
+    def parts_listed(self) -> str:
         """The parts in GiB, largest first."""
         parts = sorted(((size / GIB, name) for name, size in self.parts.items()), reverse=True)
         return ", ".join(f"{name} {gib:.1f}" for gib, name in parts if gib >= 0.05)
@@ -136,7 +136,7 @@ class MemoryFloor:
         return Counter(rank * len(self.stages) // self.world_size for rank in ranks)
 
 
-def memory_floor(job: Demand) -> MemoryFloor:
+def memory_floor(job: MemoryInputs) -> MemoryFloor:
     """Trainer, and engines beside it.
 
     Args:
@@ -153,7 +153,7 @@ def memory_floor(job: Demand) -> MemoryFloor:
     return MemoryFloor(stages, job.config.layout.world_size, NODE_SHM_GIB if job.on_gpu else 0.0)
 
 
-def trainer_gib(job: Demand) -> float:
+def trainer_gib(job: MemoryInputs) -> float:
     """What the trainer keeps on each of an engine's GPUs when that starts or generates, GiB."""
     if not job.shape.is_colocated:
         return 0.0
@@ -161,18 +161,18 @@ def trainer_gib(job: Demand) -> float:
     return max(sum(parts.values()) for parts in phases) / GIB
 
 
-def engine_share_gib(job: Demand, trainer: float) -> float:
+def engine_share_gib(job: MemoryInputs, trainer: float) -> float:
     """What an engine takes of each of its GPUs, weights and cache, beside a trainer that keeps so much there; GiB."""
     total, shape = job.config.cluster.gpu_memory_gib, job.shape
     return shape.memory_share * (total - trainer if shape.is_share_of_free else total)
 
 
-def _shares(job: Demand) -> tuple[Share, ...]:
+def _shares(job: MemoryInputs) -> tuple[Share, ...]:
     layout = job.config.layout
     return job.model.shares(layout) if job.model else (least_share(job.config.model.parameters, layout),)
 
 
-def _trainer(job: Demand, share: Share) -> Mapping[str, Parts]:
+def _trainer(job: MemoryInputs, share: Share) -> Mapping[str, Parts]:
     """What the trainer takes on a rank's GPU, or in its host memory where it has none."""
     config, offload, precision = job.config, job.offload or UNKNOWN, job.config.train.precision
     own = share.owned * (1 - offload.hosted_share) - (share.largest if 0 < offload.hosted_share < 1 else 0)
@@ -196,7 +196,7 @@ def _trainer(job: Demand, share: Share) -> Mapping[str, Parts]:
     }
 
 
-def _engine(job: Demand) -> Mapping[str, Parts]:
+def _engine(job: MemoryInputs) -> Mapping[str, Parts]:
     """What the engine takes on a rank's GPU, or in its host memory."""
     memory, shape = engine_memory(job), job.shape
     if not shape.is_colocated:
@@ -216,7 +216,7 @@ def _engine(job: Demand) -> Mapping[str, Parts]:
     }
 
 
-def _host(job: Demand, share: Share) -> Mapping[str, Parts]:
+def _host(job: MemoryInputs, share: Share) -> Mapping[str, Parts]:
     """A rank's part of its node's memory, beside what a GPU would have."""
     config, offload, shape = job.config, job.offload or UNKNOWN, job.shape
     process = PROCESS_GIB["gpu" if job.on_gpu else "cpu"] * GIB

@@ -39,7 +39,7 @@ class Stage:
     nodes: range
 
 
-def place(config: Config, registry: Registry) -> Placement:
+def place_ranks(config: Config, registry: Registry) -> Placement:
     """The nodes that ``layout.world_size`` ranks take.
 
     Raises:

@@ -12,7 +12,7 @@ from rlbatch.plan.layout import degrees, stage_chunks
 
 
 @dataclass(frozen=True)
-class Part:
+class PartSize:
     """Parameters of a part of a model, by how ranks share them.
 
     Attributes:
@@ -33,9 +33,9 @@ class Part:
     largest: int = 0
     largest_stack: int = 0
 
-    def __add__(self, other: Part) -> Part:
+    def __add__(self, other: PartSize) -> PartSize:
         """Both together."""
-        return Part(
+        return PartSize(
             self.vocabulary + other.vocabulary,
             self.divided + other.divided,
             self.whole + other.whole,
@@ -87,21 +87,21 @@ class ModelSize:
     def __init__(self, family: ModelFamily) -> None:
         self.family = family
         table, norm = family.vocab_size * int(family.transformer["hidden_size"]), _norm(family)
-        self._embedding = Part(vocabulary=table, largest=table)
+        self._embedding = PartSize(vocabulary=table, largest=table)
         self._layers = tuple(_layer(family, has_experts=is_sparse) for is_sparse in family.has_experts)
-        self._output = (Part() if family.tie_embeddings else self._embedding) + Part(whole=norm, unquantised=norm)
+        self._output = (PartSize() if family.tie_embeddings else self._embedding) + PartSize(whole=norm, unquantised=norm)
         self.total = _sum([self._embedding, *self._layers, self._output])
 
     @property
-    def carried(self) -> Part:
+    def carried(self) -> PartSize:
         """Counts layers that are not trained, with which an engine may speculate: each taken as the model's last, with a projection of two
         hidden states into one. Embedding and output layer are the model's own.
         """
         behind = {layer for other in self.family.passthrough if not other.is_dropped for layer in other.layers or ()}
-        joint = Part(whole=2 * int(self.family.transformer["hidden_size"]) ** 2)
+        joint = PartSize(whole=2 * int(self.family.transformer["hidden_size"]) ** 2)
         return _sum(self._layers[-1] + joint for layer in behind if layer >= self.family.num_layers)
 
-    def stages(self, layout: LayoutConfig) -> tuple[tuple[Part, ...], ...]:
+    def stages(self, layout: LayoutConfig) -> tuple[tuple[PartSize, ...], ...]:
         """The model chunks of each pipeline stage, before they are divided over ranks.
 
         Args:
@@ -124,7 +124,7 @@ class ModelSize:
         over = degrees(layout, len(self._layers))
         return tuple(self._share(chunks, layout, over.dp_size * layout.cp_size, over.edp_size) for chunks in stages)
 
-    def _share(self, chunks: Iterable[Part], layout: LayoutConfig, replicas: int, expert_replicas: int) -> Share:
+    def _share(self, chunks: Iterable[PartSize], layout: LayoutConfig, replicas: int, expert_replicas: int) -> Share:
         tp, experts, rows = layout.tp_size, layout.ep_size * layout.etp_size, self.family.vocab_size
         padded = -(-rows // tp)  # of a rank
         buffers = []  # parameters, and ranks that hold the same, in the order in which they are made
@@ -153,13 +153,13 @@ def least_share(total: float, layout: LayoutConfig) -> Share:
     return Share(held, total / layout.world_size, 0.0, held)
 
 
-def _sum(parts: Iterable[Part]) -> Part:
-    return reduce(Part.__add__, parts, Part())
+def _sum(parts: Iterable[PartSize]) -> PartSize:
+    return reduce(PartSize.__add__, parts, PartSize())
 
 
-def _layer(family: ModelFamily, *, has_experts: bool) -> Part:
+def _layer(family: ModelFamily, *, has_experts: bool) -> PartSize:
     norms = 2 * _norm(family)
-    return _attention(family) + (_sparse(family) if has_experts else _dense(family)) + Part(whole=norms, unquantised=norms)
+    return _attention(family) + (_sparse(family) if has_experts else _dense(family)) + PartSize(whole=norms, unquantised=norms)
 
 
 def _norm(family: ModelFamily) -> int:
@@ -167,7 +167,7 @@ def _norm(family: ModelFamily) -> int:
     return int(family.transformer["hidden_size"]) * (1 if family.transformer.get("normalization") == "RMSNorm" else 2)
 
 
-def _attention(family: ModelFamily) -> Part:
+def _attention(family: ModelFamily) -> PartSize:
     model, hidden, heads = family.transformer, family.transformer["hidden_size"], family.transformer["num_attention_heads"]
     has_norms = bool(model.get("qk_layernorm"))
     if model.get("multi_latent_attention"):
@@ -175,16 +175,16 @@ def _attention(family: ModelFamily) -> Part:
     width, groups = family.head_sizes[0], model.get("num_query_groups") or heads
     qkv, norms = width * (heads + 2 * groups), 2 * width * has_norms
     bias = qkv if model.get("add_qkv_bias") else 0
-    return Part(divided=hidden * (qkv + heads * width) + bias, whole=norms, unquantised=norms + bias, largest=hidden * qkv)
+    return PartSize(divided=hidden * (qkv + heads * width) + bias, whole=norms, unquantised=norms + bias, largest=hidden * qkv)
 
 
-def _latent_attention(family: ModelFamily) -> Part:
+def _latent_attention(family: ModelFamily) -> PartSize:
     model, hidden, heads = family.transformer, family.transformer["hidden_size"], family.transformer["num_attention_heads"]
     query, value = (heads * size for size in family.head_sizes)
     rank, latent = model.get("q_lora_rank") or 0, model["kv_lora_rank"]
     key_value = latent * (heads * model["qk_head_dim"] + value)
     norms = (rank + latent) * bool(model.get("qk_layernorm"))
-    return Part(
+    return PartSize(
         divided=(rank or hidden) * query + key_value + value * hidden,
         whole=hidden * (rank + latent + model["qk_pos_emb_head_dim"]) + norms,
         unquantised=norms,
@@ -192,20 +192,20 @@ def _latent_attention(family: ModelFamily) -> Part:
     )
 
 
-def _dense(family: ModelFamily) -> Part:
+def _dense(family: ModelFamily) -> PartSize:
     return _mlp(family, int(family.transformer["ffn_hidden_size"]))
 
 
-def _mlp(family: ModelFamily, width: int) -> Part:
+def _mlp(family: ModelFamily, width: int) -> PartSize:
     inwards, hidden = _inwards(family), family.transformer["hidden_size"]
-    return Part(divided=(inwards + 1) * hidden * width, largest=inwards * hidden * width)
+    return PartSize(divided=(inwards + 1) * hidden * width, largest=inwards * hidden * width)
 
 
-def _sparse(family: ModelFamily) -> Part:
+def _sparse(family: ModelFamily) -> PartSize:
     model, hidden, experts = family.transformer, family.transformer["hidden_size"], family.num_experts
     stack = experts * hidden * (model.get("moe_ffn_hidden_size") or model["ffn_hidden_size"])
-    routed = Part(experts=(_inwards(family) + 1) * stack, largest_stack=_inwards(family) * stack)
-    return routed + Part(whole=hidden * experts, unquantised=hidden * experts) + _mlp(family, _shared_width(family))
+    routed = PartSize(experts=(_inwards(family) + 1) * stack, largest_stack=_inwards(family) * stack)
+    return routed + PartSize(whole=hidden * experts, unquantised=hidden * experts) + _mlp(family, _shared_width(family))
 
 
 def _shared_width(family: ModelFamily) -> int:

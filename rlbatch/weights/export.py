@@ -32,7 +32,7 @@ class ParallelGroups:
 
 
 @dataclass(frozen=True)
-class Entry:
+class MappedTensor:
     """One Megatron tensor: a mapping at a layer (None outside the layers)."""
 
     mapping: ParamMapping
@@ -82,7 +82,7 @@ class Exporter:
     """
 
     def __init__(
-        self, family: ModelFamily, groups: ParallelGroups, entries: Sequence[Entry], described: Described, *, quantize: bool
+        self, family: ModelFamily, groups: ParallelGroups, entries: Sequence[MappedTensor], described: Described, *, quantize: bool
     ) -> None:
         self._family, self._groups = family, groups
         owners = self._stage_owners(entries, described)
@@ -208,7 +208,7 @@ class Exporter:
             self._views[entry.name] = place, own
         return self._views[entry.name][1]
 
-    def _stage_owners(self, entries: Sequence[Entry], described: Described) -> dict[str, tuple[int, torch.Size, torch.dtype]]:
+    def _stage_owners(self, entries: Sequence[MappedTensor], described: Described) -> dict[str, tuple[int, torch.Size, torch.dtype]]:
         """Name -> (first pipeline rank that holds it, shape and dtype of a shard)."""
         mine = {name: (list(shape), str(dtype).removeprefix("torch.")) for name, (shape, dtype) in described.items()}
         owners: dict[str, tuple[int, torch.Size, torch.dtype]] = {}

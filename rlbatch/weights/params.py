@@ -14,7 +14,7 @@ from torch import Tensor
 from rlbatch.api import Buffer, DataError, ModelError, ModelFamily, ParamMapping
 from rlbatch.weights.codec import Geometry, Source, fill, hf_names, is_expert, shard_shape
 from rlbatch.weights.coverage import check_names, layers_of, trained_names
-from rlbatch.weights.export import Entry, Exporter, ParallelGroups
+from rlbatch.weights.export import Exporter, MappedTensor, ParallelGroups
 from rlbatch.weights.shard_format import NamedTensor
 
 __all__ = ["NamedTensor", "ParallelGroups", "ParameterMap", "ReadTensor"]
@@ -39,7 +39,7 @@ class ParameterMap:
         self._groups = groups
         self._geometry = Geometry.of(family)
         # One order on all ranks: first what lies outside the layers, then layer by layer.
-        entries = [Entry(mapping, layer) for mapping in family.mappings for layer in layers_of(family, mapping)]
+        entries = [MappedTensor(mapping, layer) for mapping in family.mappings for layer in layers_of(family, mapping)]
         self._entries = sorted(entries, key=lambda entry: -1 if entry.layer is None else entry.layer)
         self._exporters: dict[Hashable, Exporter] = {}
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlbatch.algorithms.objective import SUMS, Objective, Part
+from rlbatch.algorithms.objective import SUMS, LossPart, Objective
 from rlbatch.api import Microbatch, PluginError, PolicyLossInputs, PolicyLossOutputs
 from rlbatch.config.schema import AlgorithmConfig
 
@@ -20,7 +20,7 @@ LOGPROBS = torch.tensor([-1.0, -2.0, -0.5, -3.0, -1.5])
 
 def part_of(
     policy_loss: Callable[[PolicyLossInputs], Any], logprobs: torch.Tensor = LOGPROBS, **algorithm: Any
-) -> tuple[Part, torch.Tensor]:
+) -> tuple[LossPart, torch.Tensor]:
     """The objective's answer for five tokens, two of them masked, and the gradient of the log-probs."""
     leaf = logprobs.clone().requires_grad_()
     batch = Microbatch(

@@ -10,7 +10,7 @@ import pytest
 
 from rlbatch.config.compose import compose
 from rlbatch.launch.starters.sbatch import batch_script
-from rlbatch.plan.nodes import place
+from rlbatch.plan.nodes import place_ranks
 from rlbatch.registry import load_plugins
 from tests.cluster.slurm import Slurm
 
@@ -41,7 +41,7 @@ def test_nodes_with_gpus_for_engines(large_slurm: Slurm, repository: Path, tmp_p
     script = tmp_path / "job.sbatch"
     # No rank of ours runs: the script says itself that the run is at its end.
     tell = f'echo "$SLURM_NODEID $SLURM_LOCALID $SLURM_JOB_GPUS" > {tmp_path}/$SLURM_PROCID; rm -f {tmp_path}/unfinished'
-    script.write_text(batch_script(config, place(config, load_plugins()), tmp_path, 60, {}, ["sh", "-c", tell]))
+    script.write_text(batch_script(config, place_ranks(config, load_plugins()), tmp_path, 60, {}, ["sh", "-c", tell]))
     large_slurm.run("sbatch", "--wait", str(script), cwd=tmp_path, timeout_s=120)
     told = [(tmp_path / str(rank)).read_text().split() for rank in range(8)]
     assert told == [[str(rank // 4), str(rank % 4), "0,1,2,3,4,5,6,7"] for rank in range(8)]

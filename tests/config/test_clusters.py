@@ -13,7 +13,7 @@ from rlbatch.config.choices import group_choices
 from rlbatch.config.compose import compose
 from rlbatch.config.schema import ClusterConfig, LayoutConfig
 from rlbatch.plan.layout import check_layout, degrees
-from rlbatch.plan.nodes import place
+from rlbatch.plan.nodes import place_ranks
 from rlbatch.plan.parameters import ModelSize
 from rlbatch.registry import load_plugins
 from tests.large_models import CONFIGS
@@ -76,7 +76,7 @@ def test_layouts_fit_their_models(name: str) -> None:
     assert (config.offload.name, config.offload.options.get("fraction")) == (offload, fraction)
     assert layout.recompute_granularity == "full"
     assert layout.world_size == int(name.rpartition("_")[2].partition("x")[0])
-    assert place(config, REGISTRY).ranks_per_node == 8
+    assert place_ranks(config, REGISTRY).ranks_per_node == 8
 
 
 def test_the_guides_235b_row_is_impossible() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlbatch.config.choices import group_choices
-from rlbatch.plan.engine_memory import demand
+from rlbatch.plan.engine_memory import memory_inputs
 from rlbatch.plan.memory import memory_floor, trainer_gib
 from rlbatch.registry import compose_job
 from rlbatch.submit import main
@@ -24,7 +24,7 @@ def test_the_memory_of_a_recipe(layout: str, repository: Path, tmp_path: Path) -
     config, registry = compose_job(
         [f"+cluster={gpu}x{gpus}", f"model={model}", f"model.hf={write_model(model, tmp_path / model)}", "data.train=y"]
     )
-    job = demand(config, registry, registry.resolve_model_family(CONFIGS[model]), on_gpu=True)
+    job = memory_inputs(config, registry, registry.resolve_model_family(CONFIGS[model]), on_gpu=True)
     floor, beside = memory_floor(job), trainer_gib(job)
     total, share = config.cluster.gpu_memory_gib, config.rollout.engine["gpu_memory_utilization"]
     left = total - beside - share * total

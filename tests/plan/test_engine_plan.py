@@ -11,7 +11,7 @@ import pytest
 import rlbatch.submit
 from rlbatch.api import ConfigError, EngineShape
 from rlbatch.config.compose import compose
-from rlbatch.plan.engine_memory import demand
+from rlbatch.plan.engine_memory import memory_inputs
 from rlbatch.plan.engine_plan import EnginePlan
 from rlbatch.prepare import find_problems, placement
 from rlbatch.registry import compose_job, load_plugins
@@ -84,7 +84,7 @@ def test_what_is_told_of_a_share_of_what_is_free(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("MODEL_DIR", str(write_model("qwen3_30b", tmp_path / "model")))
     config, registry = compose_job([*JOB, "rollout=sglang", "rollout.engine.mem_fraction_static=0.9", "data.train=x"])
     plan = EnginePlan(config, registry, 4, registry.engine_shape(config), placement(config, registry))
-    told = plan.told_memory(demand(config, registry, registry.resolve_model_family(CONFIGS["qwen3_30b"]), on_gpu=True))
+    told = plan.memory_line(memory_inputs(config, registry, registry.resolve_model_family(CONFIGS["qwen3_30b"]), on_gpu=True))
     assert told.startswith("of 79 GiB a GPU: engine 49.6 (")
     assert told.endswith("trainer 23.8 while it generates, free 5.5")
 

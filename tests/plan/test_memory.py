@@ -14,7 +14,7 @@ import pytest
 from rlbatch.api import EngineShape, OffloadMemory
 from rlbatch.config.compose import compose
 from rlbatch.config.schema import Config, LayoutConfig
-from rlbatch.plan.engine_memory import Demand, demand, engine_memory
+from rlbatch.plan.engine_memory import MemoryInputs, engine_memory, memory_inputs
 from rlbatch.plan.layout import stage_ends
 from rlbatch.plan.memory import GIB, PHASES, PROCESS_GIB, MemoryFloor, memory_floor, trainer_gib
 from rlbatch.plan.parameters import ModelSize
@@ -35,19 +35,19 @@ def configured(*overrides: str) -> Config:
     return REGISTRY.complete(compose(overrides))
 
 
-def job(*overrides: str, model: ModelSize | None = SIZE, on_gpu: bool = True, **engine: Any) -> Demand:
+def job(*overrides: str, model: ModelSize | None = SIZE, on_gpu: bool = True, **engine: Any) -> MemoryInputs:
     """Qwen3-30B on 8 GPUs, with engines of 4 that are of this shape."""
     config = configured("layout.world_size=8", "layout.tp_size=2", "layout.ep_size=8", "train.precision=bf16", *overrides)
     shape = replace(EngineShape(4), **engine)
     has_reference = REGISTRY.needs_reference(config.algorithm)
-    return Demand(config, model, REGISTRY.offload_memory(config), shape, 4, True, False, None, on_gpu, has_reference)
+    return MemoryInputs(config, model, REGISTRY.offload_memory(config), shape, 4, True, False, None, on_gpu, has_reference)
 
 
-def gpu(job: Demand) -> Mapping[str, Mapping[str, float]]:
+def gpu(job: MemoryInputs) -> Mapping[str, Mapping[str, float]]:
     return memory_floor(job).stages[0].gpu
 
 
-def host(job: Demand) -> Mapping[str, Mapping[str, float]]:
+def host(job: MemoryInputs) -> Mapping[str, Mapping[str, float]]:
     return memory_floor(job).stages[0].host
 
 
@@ -237,7 +237,7 @@ def _with_ends(layout: LayoutConfig, num_layers: int) -> LayoutConfig:
 
 
 def _needs(config: Config, size: ModelSize) -> dict[tuple[str, str], float]:
-    floor = memory_floor(replace(demand(config, REGISTRY, None, on_gpu=True), model=size))
+    floor = memory_floor(replace(memory_inputs(config, REGISTRY, None, on_gpu=True), model=size))
     nodes = [8] * (config.layout.world_size // 8)
     return {("gpu", phase): gib for phase, gib in gpu_gib(floor).items()} | {
         ("node", phase): floor.fullest_host(nodes, [phase]).gib for phase in PHASES
@@ -254,7 +254,7 @@ def test_offloading_more_never_needs_more_of_a_gpu(name: str) -> None:
         needs = []
         for strategy in chain:
             config = configured(*f"offload={strategy}".split(), "train.precision=bf16")
-            needs.append(gpu_gib(memory_floor(replace(demand(config, REGISTRY, None, on_gpu=True), model=size))))
+            needs.append(gpu_gib(memory_floor(replace(memory_inputs(config, REGISTRY, None, on_gpu=True), model=size))))
         for before, after in pairwise(needs):
             assert all(after[phase] <= before[phase] * (1 + 1e-9) for phase in PHASES)
 

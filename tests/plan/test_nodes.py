@@ -8,7 +8,7 @@ import pytest
 
 from rlbatch.api import ConfigError
 from rlbatch.config.schema import ClusterConfig, Config, LayoutConfig, RolloutConfig
-from rlbatch.plan.nodes import Placement, Stage, place, stages
+from rlbatch.plan.nodes import Placement, Stage, place_ranks, stages
 from rlbatch.registry import load_plugins
 
 REGISTRY = load_plugins()
@@ -21,7 +21,7 @@ def config(ranks: int, per_node: int = 8, gpus: int = 0) -> Config:
 @pytest.mark.parametrize(("ranks", "nodes", "each"), [(96, 12, 8), (8, 1, 8), (3, 1, 3), (16, 2, 8)])
 def test_nodes_are_filled(ranks: int, nodes: int, each: int) -> None:
     """Whole nodes; a job smaller than a node takes part of one."""
-    assert place(config(ranks), REGISTRY) == Placement(nodes, each)
+    assert place_ranks(config(ranks), REGISTRY) == Placement(nodes, each)
 
 
 @pytest.mark.parametrize(
@@ -34,21 +34,21 @@ def test_nodes_are_filled(ranks: int, nodes: int, each: int) -> None:
 def test_what_does_not_fit(job: Config, message: str) -> None:
     """Half-filled nodes and more ranks than GPUs are refused with both numbers."""
     with pytest.raises(ConfigError) as caught:
-        place(job, REGISTRY)
+        place_ranks(job, REGISTRY)
     assert str(caught.value).startswith(message)
 
 
 def test_nodes_with_gpus_for_engines() -> None:
     """Each has as many ranks as GPUs that only generate; the cluster must have so many nodes."""
     beside = RolloutConfig("vllm", options={"separate_gpus": 4})
-    assert place(dataclasses.replace(config(8), rollout=beside), REGISTRY) == Placement(2, 4, 4)
+    assert place_ranks(dataclasses.replace(config(8), rollout=beside), REGISTRY) == Placement(2, 4, 4)
     with pytest.raises(ConfigError, match=r"world_size=16: takes 4 nodes of 4 ranks and 4 engine GPUs .* cluster has 2\. .* 8 ranks or"):
-        place(dataclasses.replace(config(16, gpus=16), rollout=beside), REGISTRY)
+        place_ranks(dataclasses.replace(config(16, gpus=16), rollout=beside), REGISTRY)
 
 
 def test_fewer_ranks_than_the_cluster_has() -> None:
     """A job may take a part of a cluster."""
-    assert place(dataclasses.replace(config(16, gpus=96)), REGISTRY) == Placement(2, 8)
+    assert place_ranks(dataclasses.replace(config(16, gpus=96)), REGISTRY) == Placement(2, 8)
 
 
 def test_stages_are_consecutive_ranks() -> None:

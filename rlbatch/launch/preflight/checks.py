@@ -28,7 +28,7 @@ from rlbatch.launch.preflight.link_check import LinkSpeeds, check_links
 from rlbatch.launch.preflight.node_facts import NodeFacts, collect_facts
 from rlbatch.launch.preflight.rules import Finding
 from rlbatch.launch.preflight.shared_folders import SharedFolders, unreadable
-from rlbatch.plan.engine_memory import demand
+from rlbatch.plan.engine_memory import memory_inputs
 from rlbatch.plan.memory import MemoryFloor, memory_floor
 from rlbatch.registry import Registry
 
@@ -110,7 +110,7 @@ class Preflight:
                 hosts[rank],
                 f"its numbers arrive wrong in an all-reduce ({count} of {len(hosts)} ranks see it). Take it out of the job",
             )
-            for rank, count in blamed([link.wrong for link in links])
+            for rank, count in faulty_ranks([link.wrong for link in links])
         ]
         self._conclude([*wrong, *rules.check_bandwidth(self._facts, node_gbs, self._config.cluster.gpu_link_gbs)], links)
         self._show(links)
@@ -153,7 +153,7 @@ class Preflight:
         folder = self._run_dir / EMBEDDED / "model" if hf == EMBEDDED else Path(hf)
         family = self._registry.resolve_model_family(read_config(folder))
         on_gpu = any(fact.gpu for fact in self._facts)
-        return memory_floor(demand(self._config, self._registry, family, on_gpu=on_gpu))
+        return memory_floor(memory_inputs(self._config, self._registry, family, on_gpu=on_gpu))
 
     def _hosts(self) -> list[str]:
         return list(dict.fromkeys(fact.host for fact in self._facts))
@@ -176,7 +176,7 @@ class Preflight:
         return [Path(path) for path in dict.fromkeys(paths)]
 
 
-def blamed(wrong: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+def faulty_ranks(wrong: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
     """Finds whose fault wrong numbers are: (rank, ranks that see it).
 
     Args:

@@ -89,7 +89,7 @@ def check_gpus(facts: Sequence[NodeFacts], cluster: ClusterConfig, floor: Memory
             text = f"its GPU has {gpu.total_gib:.1f} GiB, cluster.gpu_memory_gib is {cluster.gpu_memory_gib:g}. Is it divided (MIG)"
             yield Finding(fact.rank, fact.host, text)
         elif gpu.free_gib < (need := floor.gpu([fact.rank])).gib:
-            text = f"{gpu.free_gib:.1f} of {gpu.total_gib:.1f} GiB of its GPU are free, the run takes {need.told()}"
+            text = f"{gpu.free_gib:.1f} of {gpu.total_gib:.1f} GiB of its GPU are free, the run takes {need.described()}"
             yield Finding(fact.rank, fact.host, f"{text}. End what uses it, or spread the model over more GPUs")
         elif gpu.free_gib < FREE_SHARE * gpu.total_gib:
             text = f"{gpu.free_gib:.1f} of {gpu.total_gib:.1f} GiB of its GPU are free: another process uses it"
@@ -101,7 +101,7 @@ def check_memory(facts: Sequence[NodeFacts], cluster: ClusterConfig, floor: Memo
     for fact in _firsts(facts):
         need = floor.host(other.rank for other in facts if other.host == fact.host)
         if fact.host_free_gib < need.gib:
-            text = f"{fact.host_free_gib:.1f} of {fact.host_total_gib:.1f} GiB of its memory are free, the run takes {need.told()}"
+            text = f"{fact.host_free_gib:.1f} of {fact.host_total_gib:.1f} GiB of its memory are free, the run takes {need.described()}"
             yield Finding(fact.rank, fact.host, f"{text}. Free it, ask for more (--mem), or offload less")
         elif fact.host_total_gib < MEMORY_SHARE * cluster.host_memory_gib:
             text = f"it has {fact.host_total_gib:.0f} GiB of memory, cluster.host_memory_gib is {cluster.host_memory_gib:g}"

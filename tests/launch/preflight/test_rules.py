@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from rlbatch.config.schema import ClusterConfig
-from rlbatch.launch.preflight.checks import blamed, one_line
+from rlbatch.launch.preflight.checks import faulty_ranks, one_line
 from rlbatch.launch.preflight.link_check import LinkSpeeds
 from rlbatch.launch.preflight.node_facts import SOURCES, Gpu, NodeFacts
 from rlbatch.launch.preflight.rules import (
@@ -154,4 +154,4 @@ def test_the_odd_folder() -> None:
 )
 def test_whose_numbers_are_wrong(wrong: list[tuple[int, ...]], expected: list[tuple[int, int]]) -> None:
     """The sender that all complain about, or the only one that complains."""
-    assert blamed(wrong) == expected
+    assert faulty_ranks(wrong) == expected
