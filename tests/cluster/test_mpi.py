@@ -1,8 +1,9 @@
-"""Whole runs by mpirun from a hostfile, over real ssh into three hosts, with Open MPI and with MPICH."""
+"""Whole runs by mpirun from a hostfile, over real ssh into three hosts, with Open MPI and MPICH; ranks of a mpirun that is not ours."""
 
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import socket
 import subprocess
@@ -27,6 +28,21 @@ END_S = 15.0
 """From a failure to the end of the last process."""
 HOSTFILE = "# three nodes\n{} slots=1\n{} slots=1  # the second\n{}:1\n"
 """No MPI reads all of these forms; rlbatch does, and writes what the MPI at hand reads."""
+
+OPTIONS = {"openmpi": ["--allow-run-as-root", "--bind-to", "none", "--map-by", "slot:OVERSUBSCRIBE"], "mpich": []}
+RANK = """
+import os
+import sys
+from pathlib import Path
+from rlbatch.config.schema import Config
+from rlbatch.launch.membership.rendezvous import join, launch_id
+from rlbatch.launch.membership.watchdog import Watchdog
+from rlbatch.launch.ranks.rank_info import RankInfo
+config, run_dir = Config(), Path(sys.argv[1])
+meeting = join(RankInfo.from_environment(), run_dir, config, launch_id())
+with Watchdog(config.launch, meeting, run_dir) as watchdog:
+    os.write(1, f"{len(watchdog.wait_for_ranks())} met\\n".encode())  # at once: print's pieces would mingle with the other ranks'
+"""
 
 
 @pytest.fixture(params=["openmpi", pytest.param("mpich", marks=pytest.mark.long("clusters"))])
@@ -85,3 +101,11 @@ def test_failure(mpi: Path, hosts: SshHosts, repository: Path, tmp_path: Path) -
     assert job.returncode == 1
     assert said.count(f"[rank 2 host {hosts.names[2]}]") == 1
     assert "this reward cannot be computed" in said
+
+
+def test_ranks_of_a_mpirun_that_is_not_ours(mpi: Path, tmp_path: Path) -> None:
+    """They meet through the run folder, though nobody gave their start a name."""
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(mpi / "lib")}
+    command = [str(mpi / "bin/mpirun"), *OPTIONS[mpi.name], "-n", "3", sys.executable, "-c", RANK, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout) == (0, "3 met\n" * 3), done.stderr

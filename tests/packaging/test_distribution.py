@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 IMPORT_NAMES = {"hydra-core": "hydra", "megatron-core": "megatron", "pyyaml": "yaml"}
-OPTIONAL = {"mpi4py", "sglang", "transformer_engine", "vllm"}  # used where they are installed
+OPTIONAL = {"sglang", "transformer_engine", "vllm"}  # used where they are installed
 NEEDED_INDIRECTLY = {"tensorboard"}  # by torch.utils.tensorboard
 
 

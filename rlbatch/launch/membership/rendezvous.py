@@ -1,8 +1,8 @@
 """Lets the ranks of a job meet: through ``attempt.json`` in the run folder, which all of them see, at rank 0's address.
 
-Rank 0 listens, at a port that follows from the job id, and writes where. The others read that (or, where somebody's own mpirun started
-them, are told by MPI) and prove with its token that they are of the same attempt of the same job; a rank that ends up elsewhere, because a
-file is old or a port is another job's, is refused and looks again.
+Rank 0 listens, at a port that follows from the job id, and writes where. The others read that and prove with its token that they
+are of the same attempt of the same job; a rank that ends up elsewhere, because a file is old or a port is another job's, is refused and
+looks again.
 Needs no torch.
 """
 
@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rlbatch.api import ConfigError, LaunchError, RlbatchError
+from rlbatch.api import ConfigError, LaunchError
 from rlbatch.config.schema import Config
 from rlbatch.launch.membership.messages import Link, Message, authenticate
 from rlbatch.launch.membership.overseer import Overseer
@@ -36,7 +36,7 @@ from rlbatch.launch.ranks.interfaces import (
 from rlbatch.launch.ranks.rank_info import RankInfo
 from rlbatch.launch.ranks.variables import LAUNCH_VARIABLE
 from rlbatch.launch.records.attempt import Attempt, new_attempt, read_attempt, write_attempt
-from rlbatch.launch.records.failures import CLOCK_S, FIRST_ERROR, is_earlier, read_first_error
+from rlbatch.launch.records.failures import FIRST_ERROR, is_earlier, read_first_error
 from rlbatch.launch.records.ownership import ATTEMPT_LOCK, Lock
 
 MAX_PROBES = 64
@@ -48,7 +48,6 @@ REPLY_S = 10.0
 UNAUTHENTICATED = "who answers there does not know this job's token: another job, another attempt of this one, or another service"
 HANDOVER_S = 5.0
 """Longest wait for an earlier job's last process to end."""
-_MPIRUN = ("OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID")
 
 
 @dataclass(frozen=True)
@@ -90,33 +89,13 @@ def join(info: RankInfo, run_dir: Path, config: Config, launch: str) -> Meeting:
     if interface:
         addresses_of(interface)  # on every rank: names the node that lacks it
     overseer = store_socket = None
-    by_mpi = not launch and is_under_mpirun()
     if info.rank == 0:
-        try:
-            overseer, store_socket = _open(info, run_dir, config, launch)
-        except RlbatchError:
-            if by_mpi:
-                broadcast("", info)
-            raise
-    known = _attempt_by_mpi(info, overseer) if by_mpi else None
-    attempt, link, address, store_port = _find(info, run_dir, timeout_s, launch, known)
+        overseer, store_socket = _open(info, run_dir, config, launch)
+    attempt, link, address, store_port = _find(info, run_dir, timeout_s, launch)
     if overseer:
         address = attempt.addresses[0]
     interface = interface or interface_of(link.local_address())
     return Meeting(replace(info, master_addr=address, master_port=store_port), attempt, link, overseer, store_socket, interface)
-
-
-def _attempt_by_mpi(info: RankInfo, overseer: Overseer | None) -> Attempt | None:
-    """Rank 0's attempt by MPI; None: mpi4py cannot be used, so attempt.json must do.
-
-    Raises:
-        LaunchError: rank 0 failed.
-    """
-    text = broadcast(overseer.attempt.to_json() if overseer else "", info)
-    if text == "":
-        time.sleep(CLOCK_S)  # rank 0 speaks first
-        raise LaunchError(f"rendezvous: rank 0{_on(info)} failed before it could be joined. See its output.")
-    return Attempt.from_json(text) if text else None
 
 
 def launch_id() -> str:
@@ -194,18 +173,18 @@ def _forget_earlier_failure(run_dir: Path) -> None:
         (run_dir / FIRST_ERROR).unlink(missing_ok=True)
 
 
-def _find(info: RankInfo, run_dir: Path, timeout_s: float, launch: str, known: Attempt | None) -> tuple[Attempt, Link, str, int]:
-    """Reads where rank 0 is, unless that was told, until it answers there.
+def _find(info: RankInfo, run_dir: Path, timeout_s: float, launch: str) -> tuple[Attempt, Link, str, int]:
+    """Reads where rank 0 is, until it answers there.
 
     Returns:
         Rank 0's attempt, the link to it, the address that led to it, and the store's port.
     """
     until, pause_s, trouble = time.monotonic() + timeout_s, 0.02, ""
     while True:
-        attempt = known or read_attempt(run_dir)
+        attempt = read_attempt(run_dir)
         if attempt is None:
             trouble = f"rank 0{_on(info)} did not come: it wrote no attempt.json into {run_dir}. Do all nodes see the run folder?"
-        elif not known and not attempt.is_of(info, launch):
+        elif not attempt.is_of(info, launch):
             trouble = f"rank 0{_on(info)} did not come: {run_dir / 'attempt.json'} is of {attempt.name()}, this rank of {_job(info)}."
         else:
             tried = []
@@ -265,36 +244,3 @@ def _on(info: RankInfo) -> str:
 def _job(info: RankInfo) -> str:
     name = f"job {info.job_id}" if info.job_id else "a job without id"
     return f"{name}, restart {info.restart_count}" if info.restart_count else name
-
-
-def is_under_mpirun() -> bool:
-    """Whether mpirun started this process."""
-    return any(name in os.environ for name in _MPIRUN)
-
-
-def broadcast(text: str, info: RankInfo) -> str | None:
-    """Rank 0's text, on all ranks; a collective of MPI, which is begun and ended here: what comes later knows nothing of it.
-
-    Args:
-        text: On rank 0.
-        info: This rank.
-
-    Returns:
-        None: there is no mpi4py, or it belongs to another MPI than this mpirun.
-    """
-    try:
-        import mpi4py
-
-        mpi4py.rc.initialize = mpi4py.rc.finalize = False
-        from mpi4py import MPI
-    except (ImportError, RuntimeError):  # the latter: it finds no library of MPI
-        return None
-    MPI.Init()
-    try:
-        world = MPI.COMM_WORLD
-        if (world.Get_rank(), world.Get_size()) != (info.rank, info.world_size):
-            return None
-        known: str = world.bcast(text, root=0)
-        return known
-    finally:
-        MPI.Finalize()
