@@ -22,6 +22,7 @@ from rlbatch.api import (
     RolloutSpec,
     SamplingParams,
     WeightBucket,
+    draw_key,
     hookimpl,
 )
 
@@ -41,7 +42,11 @@ class TransformersOptions:
 @hookimpl
 def rlbatch_register_rollout_backends() -> Mapping[str, RolloutSpec]:
     """Offers ``rollout=transformers``."""
-    return {"transformers": RolloutSpec(TransformersRollout, TransformersOptions, engine_shape=engine_shape, returns_kept_tokens=True)}
+    return {
+        "transformers": RolloutSpec(
+            TransformersRollout, TransformersOptions, engine_shape=engine_shape, returns_kept_tokens=True, continues=True
+        )
+    }
 
 
 def engine_shape(options: TransformersOptions, engine: Mapping[str, Any]) -> EngineShape:
@@ -173,7 +178,7 @@ def _uniforms(wanted: Sequence[tuple[Prompt, int]], params: SamplingParams) -> T
     import numpy as np
     import torch
 
-    rows = [np.random.default_rng((*params.seed, prompt.prompt_id, index)).random(params.max_response_tokens) for prompt, index in wanted]
+    rows = [np.random.default_rng(draw_key(params, prompt, index)).random(params.max_response_tokens) for prompt, index in wanted]
     return torch.from_numpy(np.stack(rows))
 
 

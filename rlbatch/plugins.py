@@ -13,7 +13,7 @@ from rlbatch.config.compose import compose
 from rlbatch.config.structured import key_docs, show_value
 from rlbatch.launch.records.streams import end_with_reader, exit_code_of_display, keep_output
 from rlbatch.registry import Registry, load_plugins
-from rlbatch.tables import Registered, Supplier, options_key
+from rlbatch.tables import Registered, Supplier, how_chosen, options_key
 
 PIPE_COLUMNS = 160
 NAME_COLUMNS, OPTION_COLUMNS = 50, 52
@@ -45,7 +45,7 @@ def lines(registry: Registry, width: int) -> Iterator[str]:
     yield f"{'choose with':<{NAME_COLUMNS}}supplied by"
     for table in registry.tables:
         for entry in table.values():
-            yield f"{f'{table.key}={entry.name} ':<{NAME_COLUMNS}}{_supplied(entry.supplier)}"
+            yield f"{f'{how_chosen(table.key, entry.name)} ':<{NAME_COLUMNS}}{_supplied(entry.supplier)}"
             yield from _options(table.key, entry, width)
     for supplier in registry.model_families:
         yield f"{'model.hf (by config.json)':<{NAME_COLUMNS}}{_supplied(supplier)}"
@@ -56,7 +56,7 @@ def _supplied(supplier: Supplier) -> str:
 
 
 def _options(key: str, entry: Registered, width: int) -> Iterator[str]:
-    for doc in key_docs(entry.options, f"{options_key(key)}."):
+    for doc in key_docs(entry.options, f"{options_key(key, entry.name)}."):
         first, *rest = wrap(doc.doc, max(width - OPTION_COLUMNS - 1, 20)) or [""]
         yield f"{f'    {doc.name}={show_value(doc.default)}':<{OPTION_COLUMNS}} {first}".rstrip()
         yield from (" " * (OPTION_COLUMNS + 1) + line for line in rest)

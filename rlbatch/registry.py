@@ -28,6 +28,7 @@ from rlbatch.api import (
     ConfigError,
     DataError,
     EngineShape,
+    GroupFilter,
     ModelError,
     ModelFamily,
     NoOptions,
@@ -44,13 +45,14 @@ from rlbatch.api import (
     hookspecs,
 )
 from rlbatch.config.check import check_engines
+from rlbatch.config.check_plugins import check_plugins
 from rlbatch.config.compose import compose
 from rlbatch.config.paths import absolute, files_there, here, paths_of, with_absolute_paths, with_paths_there
-from rlbatch.config.schema import AlgorithmConfig, Config, RolloutConfig
+from rlbatch.config.schema import AlgorithmConfig, Config
 from rlbatch.config.structured import key_docs, to_plain
 from rlbatch.foreign_code import error_text, foreign_code, state_kept
 from rlbatch.plugin_files import load_plugin_file
-from rlbatch.tables import KINDS, Kind, Registered, Supplier, Table, check_callable, options_key, spec_of
+from rlbatch.tables import KINDS, Kind, Registered, Supplier, Table, check_callable, how_chosen, options_key, spec_of
 
 ENTRY_POINT_GROUP = "rlbatch"
 DISTRIBUTION = "rlbatch"
@@ -63,7 +65,7 @@ class Registry:
 
     Attributes:
         tables: All tables, name -> entry.
-        rollouts, rewards, advantages, losses, offloads: Each of them.
+        rollouts, rewards, advantages, losses, offloads, filters: Each of them.
         suppliers: Everything that was loaded, in order.
     """
 
@@ -72,7 +74,7 @@ class Registry:
         self._manager = manager
         self._suppliers = suppliers
         self.tables = tuple(Table(kind.key, self._entries(hook, kind)) for hook, kind in KINDS.items())
-        self.rollouts, self.rewards, self.advantages, self.losses, self.offloads = self.tables
+        self.rollouts, self.rewards, self.advantages, self.losses, self.offloads, self.filters = self.tables
 
     @property
     def model_families(self) -> tuple[Supplier, ...]:
@@ -108,10 +110,8 @@ class Registry:
             ConfigError: an unknown option or a value of the wrong type, or samples that an estimator cannot compare.
         """
         self.ranks_per_engine(config)
-        self._check_group_size(config.algorithm)
-        self._check_aggregation(config.algorithm)
-        self._check_kept_tokens(config.rollout)
-        rollout, algorithm = config.rollout, config.algorithm
+        check_plugins(config, self.rollouts, self.advantages, self.losses, self.filters)
+        rollout, algorithm, sampling = config.rollout, config.algorithm, config.sampling
         return dataclasses.replace(
             config,
             rollout=dataclasses.replace(
@@ -124,47 +124,23 @@ class Registry:
                 advantage_options=_completed(self.advantages, algorithm.advantage, algorithm.advantage_options),
                 loss_options=_completed(self.losses, algorithm.loss, algorithm.loss_options),
             ),
+            sampling=dataclasses.replace(
+                sampling,
+                filter_options={name: _completed(self.filters, name, options) for name, options in _filters(config)},
+            ),
         )
-
-    def _check_group_size(self, algorithm: AlgorithmConfig) -> None:
-        least, size = self.advantages[algorithm.advantage].value.min_group_size, algorithm.group_size
-        if size < least:
-            others = "".join(
-                f", or algorithm.advantage={other.name}"
-                for other in self.advantages.values()
-                if other.value.min_group_size <= size and not other.value.needs_reference
-            )
-            raise ConfigError(
-                f"algorithm.group_size={size}: algorithm.advantage={algorithm.advantage} compares the samples of a prompt, "
-                f"so it needs at least {least}. Use e.g. {max(8, least)}{others}."
-            )
-
-    def _check_aggregation(self, algorithm: AlgorithmConfig) -> None:
-        allowed = self.losses[algorithm.loss].value.aggregations
-        if allowed and algorithm.loss_aggregation not in allowed:
-            raise ConfigError(
-                f"algorithm.loss_aggregation={algorithm.loss_aggregation}: algorithm.loss={algorithm.loss} has one value for a whole "
-                f"response, so only {' or '.join(allowed)} is what it is defined by. Use algorithm.loss_aggregation={allowed[0]}."
-            )
-
-    def _check_kept_tokens(self, rollout: RolloutConfig) -> None:
-        said = f"top_p={rollout.top_p:g}" if rollout.top_p < 1 else f"top_k={rollout.top_k}" if rollout.top_k else ""
-        if said and not self.rollouts[rollout.name].value.returns_kept_tokens:
-            others = "".join(f", or rollout={entry.name}" for entry in self.rollouts.values() if entry.value.returns_kept_tokens)
-            raise ConfigError(
-                f"rollout.{said}: rollout={rollout.name} does not say which tokens each one was chosen from, and the trainer's log-probs "
-                f"must be of the same. Use rollout.top_p=1 rollout.top_k=0{others}."
-            )
 
     def text_options(self, config: Config) -> frozenset[str]:
         """Keys of the chosen plugins' options that are text."""
-        types = ((table.key, table[name].options) for table, name, _ in self._chosen(config) if name in table)
-        docs = chain.from_iterable(key_docs(options, f"{options_key(key)}.") for key, options in types)
+        types = ((options_key(table.key, name), table[name].options) for table, name, _ in self._chosen(config) if name in table)
+        docs = chain.from_iterable(key_docs(options, f"{key}.") for key, options in types)
         return frozenset(doc.name for doc in docs if doc.is_text)
 
     def paths_for_ranks(self, config: Config) -> Iterator[tuple[str, str]]:
         """Key and path of all files and folders that ranks read or write, beside the run folder."""
-        chosen = [(options_key(table.key), table[name].parse(options, table.key), options) for table, name, options in self._chosen(config)]
+        chosen = [
+            (options_key(table.key, name), table[name].parse(options, table.key), options) for table, name, options in self._chosen(config)
+        ]
         typed = (paths_of(parsed, f"{key}.") for key, parsed, _ in chosen)
         yield from ((key, path) for key, path, rule in chain(paths_of(config), *typed) if rule.is_for_ranks)
         for key, _, options in chosen:
@@ -183,6 +159,8 @@ class Registry:
                 yield table, choice.name, choice.options
         yield self.advantages, algorithm.advantage, algorithm.advantage_options
         yield self.losses, algorithm.loss, algorithm.loss_options
+        for name, options in _filters(config):
+            yield self.filters, name, options
 
     def _engine_with_paths(self, config: Config) -> Mapping[str, Any]:
         """The engine's options. Its interpreter is a path if it looks like one: others are found by ``PATH``."""
@@ -209,6 +187,10 @@ class Registry:
         """
         return cast(Reward, self._function(self.rewards, name, options, "samples"))
 
+    def build_filters(self, config: Config) -> dict[str, GroupFilter]:
+        """The group filters in order, ready to be called; raises as ``build_reward``."""
+        return {name: cast(GroupFilter, self._function(self.filters, name, options, "group")) for name, options in _filters(config)}
+
     def needs_reference(self, algorithm: AlgorithmConfig) -> bool:
         """Whether log-probs of the reference model are computed."""
         specs = self.advantages[algorithm.advantage].value, self.losses[algorithm.loss].value
@@ -216,7 +198,7 @@ class Registry:
 
     def _function(self, table: Table, name: str, options: Mapping[str, Any], argument: str) -> Any:
         """What a name's ``build`` makes of its options: a function of one argument."""
-        entry, what = table[name], f"{table.key}={name}"
+        entry, what = table[name], how_chosen(table.key, name)
         parsed = entry.parse(options, table.key)
         with foreign_code(what, "its build"):
             function = entry.value.build(parsed)
@@ -236,6 +218,7 @@ class Registry:
             lambda: self.build_offload(offload.name, offload.options),
             lambda: self.build_advantage(algorithm),
             lambda: self.build_loss(algorithm),
+            lambda: self.build_filters(config),
         ]
         if reward.name:
             builds.append(lambda: self.build_reward(reward.name, reward.options))
@@ -482,6 +465,11 @@ def _registered(function: Any, hook: str, supplier: Supplier) -> Mapping[str, An
             f"plugin {supplier.module}: {hook} must return a mapping from names, returned {type(names).__name__}. Correct it."
         )
     return names
+
+
+def _filters(config: Config) -> list[tuple[str, Mapping[str, Any]]]:
+    """The group filters, each with its options."""
+    return [(name, config.sampling.filter_options.get(name, {})) for name in config.sampling.filters]
 
 
 def _completed(table: Table, name: str, options: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -12,6 +12,7 @@ from rlbatch.api import (
     AdvantageSpec,
     ConfigError,
     Configurable,
+    FilterSpec,
     LabelChecker,
     LossSpec,
     NoOptions,
@@ -27,6 +28,8 @@ from rlbatch.api import (
 from rlbatch.config.schema import AlgorithmConfig
 from rlbatch.config.structured import closest, from_mapping, key_docs
 
+FILTERS = "sampling.filters"
+"""The key that names several, each with options of its own."""
 AGGREGATIONS = get_args(get_type_hints(AlgorithmConfig)["loss_aggregation"])
 
 
@@ -72,9 +75,9 @@ class Registered:
             ConfigError: an unknown option or a value of the wrong type.
         """
         try:
-            return from_mapping(self.options, options, f"{options_key(key)}.")
+            return from_mapping(self.options, options, f"{options_key(key, self.name)}.")
         except (ValueError, TypeError) as error:  # of its __post_init__
-            raise ConfigError(f"{options_key(key)} of {key}={self.name}: {error}. Correct them.") from error
+            raise ConfigError(f"{options_key(key, self.name)} of {how_chosen(key, self.name)}: {error}. Correct them.") from error
 
 
 class Table(Mapping[str, Registered]):
@@ -98,7 +101,7 @@ class Table(Mapping[str, Registered]):
             return self._entries[name]
         meant = " or ".join(self._described(close) for close in closest(name, self._entries))
         known = ", ".join(self._described(known) for known in sorted(self._entries)) or "nothing"
-        raise PluginError(f"{self.key}={name}: unknown. {f'Did you mean {meant}? ' if meant else ''}Known: {known}.")
+        raise PluginError(f"{how_chosen(self.key, name)}: unknown. {f'Did you mean {meant}? ' if meant else ''}Known: {known}.")
 
     def __iter__(self) -> Iterator[str]:
         """The names."""
@@ -116,8 +119,15 @@ class Table(Mapping[str, Registered]):
         return f"`{name}` ({self._entries[name].supplier.module})"
 
 
-def options_key(key: str) -> str:
-    """The key of the options of what a key chooses: ``reward.options``, but ``algorithm.loss_options``."""
+def how_chosen(key: str, name: str) -> str:
+    """How a name is chosen, as one types it."""
+    return f"{key}=[{name}]" if key == FILTERS else f"{key}={name}"
+
+
+def options_key(key: str, name: str) -> str:
+    """The key of the options of a name that a key chooses: ``reward.options``, ``algorithm.loss_options``; of one among several its own."""
+    if key == FILTERS:
+        return f"sampling.filter_options.{name}"
     return f"{key}_options" if "." in key else f"{key}.options"
 
 
@@ -163,6 +173,7 @@ KINDS: Mapping[str, Kind] = {
     ),
     "rlbatch_register_policy_losses": Kind("algorithm.loss", ("inputs",), ("options",), LossSpec, lambda loss: LossSpec(always(loss))),
     "rlbatch_register_offload_strategies": Kind("offload", (), ("options",), OffloadSpec, _offload),
+    "rlbatch_register_group_filters": Kind(FILTERS, ("group",), ("options",), FilterSpec, lambda keeps: FilterSpec(always(keeps))),
 }
 """Kinds of plugins, by hook."""
 

@@ -23,6 +23,7 @@ def advantage_inputs(
     truncated: Tensor | None = None,
     old_logprobs: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
+    lags: Tensor | None = None,
 ) -> AdvantageInputs:
     """Inputs of an estimator, which may write into them. The KL penalty ``kl_reward_coef x kl`` is subtracted from the reward, by token.
 
@@ -35,6 +36,7 @@ def advantage_inputs(
         truncated: [N] bool, cut at the length limit; None: none was.
         old_logprobs: [T] float64 nats; None: not needed.
         ref_logprobs: As ``old_logprobs``, of the reference model.
+        lags: [N] int64, see ``AdvantageInputs``; None: 0.
     """
     sample = torch.arange(len(lengths)).repeat_interleave(lengths)
     penalties = rewards.new_zeros(len(sample)) if kl is None else -kl_reward_coef * kl.detach().to(rewards.dtype)
@@ -46,6 +48,7 @@ def advantage_inputs(
         truncated=torch.zeros(len(lengths), dtype=torch.bool) if truncated is None else truncated.clone(),
         old_logprobs=old_logprobs,
         ref_logprobs=ref_logprobs,
+        lags=torch.zeros_like(lengths) if lags is None else lags.clone(),
     )
 
 

@@ -19,7 +19,7 @@ from rlbatch.config.schema import AlgorithmConfig
 from rlbatch.foreign_code import foreign_code
 
 SUMS = ("loss", "policy_loss", "ppo_kl", "kl", "entropy", "clip_fraction", "rollout_difference")
-"""What ``LossPart.sums`` holds, in this order; all but the first two are sums over unmasked tokens."""
+"""What ``LossPart.sums`` holds, in this order; all but the first two are sums over unmasked tokens, the last of those that are not old."""
 
 
 class LossPart(NamedTuple):
@@ -89,7 +89,7 @@ class Objective:
                 total = total + self.algorithm.kl_loss_coef * kl
         # Value and gradient of the policy loss, without its graph.
         loss = policy_loss.detach() + ((logprobs - logprobs.detach()) * derivatives).sum() + (total * weights).sum()
-        difference = (logprobs - microbatch.rollout_logprobs).abs()
+        difference = (logprobs - microbatch.rollout_logprobs).abs().where(_lags(microbatch) == 0, 0.0)
         per_token = [values.where(keep, 0.0).sum(dtype=torch.float64) for values in (old - logprobs, kl, entropy, clipped, difference)]
         values = {
             "log-prob": logprobs,
@@ -126,6 +126,7 @@ class Objective:
                 over_ranks,
             ),
             ref_logprobs=None if microbatch.ref_logprobs is None else microbatch.ref_logprobs.where(microbatch.loss_mask > 0, 0.0),
+            lags=_lags(microbatch).clone(),
         )
         with foreign_code(f"algorithm.loss={self.algorithm.loss}", on=f"a pack of {len(logprobs)} tokens"):
             answer: Any = self.policy_loss(given)
@@ -156,6 +157,10 @@ class Objective:
 
     def _error(self, found: str, fix: str) -> PluginError:
         return PluginError(f"algorithm.loss={self.algorithm.loss}: {found}. {fix}")
+
+
+def _lags(microbatch: Microbatch) -> Tensor:
+    return torch.zeros_like(microbatch.token_ids) if microbatch.lags is None else microbatch.lags
 
 
 def _corrected(losses: Tensor, correction: Tensor | None) -> Tensor:

@@ -5,6 +5,7 @@ from rlbatch.api.declarations import (
     AdvantageSpec,
     Configurable,
     EngineShape,
+    FilterSpec,
     LossSpec,
     NoOptions,
     OffloadMemory,
@@ -36,6 +37,7 @@ from rlbatch.api.protocols import (
     Completion,
     ExpertParallelBackend,
     ForeignBackend,
+    GroupFilter,
     LabelChecker,
     MemoryHandles,
     OffloadStrategy,
@@ -54,6 +56,7 @@ from rlbatch.api.protocols import (
     of_one_rank,
 )
 from rlbatch.api.types import (
+    Continued,
     FinishReason,
     KeptTokens,
     Microbatch,
@@ -61,8 +64,10 @@ from rlbatch.api.types import (
     Sample,
     SampleGroup,
     SamplingParams,
+    Span,
     StepResult,
     WeightBucket,
+    draw_key,
 )
 from rlbatch.api.values import Count, CountOrZero, FilePath, Range, Seconds
 
@@ -77,6 +82,7 @@ __all__ = [
     "Completion",
     "ConfigError",
     "Configurable",
+    "Continued",
     "Count",
     "CountOrZero",
     "DataError",
@@ -87,9 +93,11 @@ __all__ = [
     "ExpertGated",
     "ExpertParallelBackend",
     "FilePath",
+    "FilterSpec",
     "FinishReason",
     "ForeignBackend",
     "Gated",
+    "GroupFilter",
     "HfFields",
     "KeptTokens",
     "LabelChecker",
@@ -131,11 +139,13 @@ __all__ = [
     "Seconds",
     "Sequences",
     "SleepingBackend",
+    "Span",
     "StepResult",
     "Vocab",
     "WeightBucket",
     "always",
     "decoder",
+    "draw_key",
     "hookimpl",
     "of_one_rank",
 ]

@@ -15,7 +15,8 @@ class NoOptions:
 @dataclass(frozen=True)
 class Configurable:
     """An extension with options of its own: they become config keys under its group (``reward.options.my_option``; of estimators and losses
-    ``algorithm.advantage_options.*`` and ``algorithm.loss_options.*``). The types below also say what only one kind can.
+    ``algorithm.advantage_options.*`` and ``algorithm.loss_options.*``, of filters ``sampling.filter_options.<name>.*``). The types below
+    also say what only one kind can.
 
     Attributes:
         build: Called once a rank with an instance of ``options`` (after the context, where the extension's factory takes one).
@@ -72,6 +73,18 @@ class LossSpec(Configurable):
     options: type = NoOptions
     aggregations: tuple[str, ...] = ()
     needs_reference: bool = False
+
+
+@dataclass(frozen=True)
+class FilterSpec(Configurable):
+    """A group filter, and what it needs; ``FilterSpec(always(keeps), min_group_size=2)`` if it has no options.
+
+    Attributes:
+        min_group_size: Least ``algorithm.group_size``: 2 of one that compares the samples of a prompt.
+    """
+
+    options: type = NoOptions
+    min_group_size: int = 1
 
 
 @dataclass(frozen=True)
@@ -181,6 +194,8 @@ class RolloutSpec(Configurable):
             ranks of an engine hold one copy.
         check_engine: Whether this machine has its engine, given the same; called at submit where ranks start on the same machine, and on
             each node before the model is built; raises ``ConfigError``.
+        continues: Whether it takes ``Continued`` responses in the place of prompts, and seeds all samples by ``draw_key``; without that
+            ``sampling.partial_tokens`` is refused.
         has_fp8: Whether its engine, on GPUs, takes weights that are quantised in blocks (``rollout.quantization``).
         returns_kept_tokens: Whether its samples say what each token was chosen from (``Completion.kept``); without that ``rollout.top_p``
             and ``rollout.top_k`` are refused.
@@ -196,6 +211,7 @@ class RolloutSpec(Configurable):
     over_nodes: Callable[[int], Mapping[str, Any]] | None = None
     engine_shape: Callable[[Any, Mapping[str, Any]], EngineShape] | None = None
     check_engine: Callable[[Any, Mapping[str, Any]], None] = any_engine
+    continues: bool = False
     has_fp8: bool = False
     returns_kept_tokens: bool = False
     draft: Callable[[Mapping[str, Any]], str | None] = no_draft

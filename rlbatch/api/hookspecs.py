@@ -14,6 +14,7 @@ from rlbatch.api.declarations import Configurable
 from rlbatch.api.mapping import ModelFamily
 from rlbatch.api.protocols import (
     AdvantageEstimator,
+    GroupFilter,
     OffloadStrategyFactory,
     PolicyLoss,
     Reward,
@@ -141,4 +142,23 @@ def rlbatch_register_rewards() -> Mapping[str, Reward | Configurable]:
         @hookimpl
         def rlbatch_register_rewards():
             return {"short": lambda samples: [1.0 / s.response_length for s in samples]}
+    """
+
+
+@hookspec
+def rlbatch_register_group_filters() -> Mapping[str, GroupFilter | Configurable]:
+    """Filters of sample groups, by name: ``sampling.filters=[<name>]``.
+
+    Called: on the login node and on every rank, at start. Collectives: not allowed.
+    The filter runs on the rank that generated a group, once it is scored. Groups that it refuses are not trained on.
+
+    Returns:
+        Name -> function of a ``SampleGroup`` to True (keep it) or False, or a ``Configurable`` whose ``build`` makes one of its options. A
+        ``FilterSpec`` also says that it needs groups of more than one sample.
+
+    Example::
+
+        @hookimpl
+        def rlbatch_register_group_filters():
+            return {"short": lambda group: max(s.response_length for s in group.samples) < 100}
     """

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from rlbatch.api.types import FinishReason, Prompt, Sample, SamplingParams, WeightBucket
+from rlbatch.api.types import FinishReason, Prompt, Sample, SampleGroup, SamplingParams, WeightBucket
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,6 +27,13 @@ class LabelChecker(Protocol):
         Raises:
             DataError: what a label must be and what this one is; rlbatch puts file, line and the reward's name before it.
         """
+
+
+GroupFilter = Callable[[SampleGroup], bool]
+"""Whether a step may train on a group, which has all its samples and their rewards. Called on the rank that generated it; no collectives.
+
+Must depend on the group alone: the set of accepted groups is the same for every layout.
+"""
 
 
 @dataclass(frozen=True)
@@ -195,6 +202,8 @@ class AdvantageInputs:
             left out.
         old_logprobs: [T] float64 nats, by the policy before this step's first update; None unless the estimator ``needs_reference``.
         ref_logprobs: [T] float64 nats, by the reference model; None unless the estimator ``needs_reference``.
+        lags: [N] int64, how many policy versions (optimizer updates) before the step's first one the oldest token of each sample was
+            sampled: 0 of all, but with ``sampling.*``. In a run it is always there.
     """
 
     rewards: Tensor
@@ -204,6 +213,7 @@ class AdvantageInputs:
     truncated: Tensor
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
+    lags: Tensor | None = None
 
     def in_groups(self) -> tuple[Tensor, Tensor, Tensor]:
         """Rewards for estimators that compare within a group.
@@ -280,6 +290,8 @@ class PolicyLossInputs:
         eps_clip_high: Upper clip range.
         sequences: Whose tokens these are: ``sequences.mean(values)`` and ``sequences.sum(values)``.
         ref_logprobs: By the reference model; None where no key and no plugin needs one.
+        lags: int64, how many policy versions (optimizer updates) before the step's first one each token was sampled: 0 of all, but with
+            ``sampling.*``. In a run it is always there.
     """
 
     logprobs: Tensor
@@ -290,6 +302,7 @@ class PolicyLossInputs:
     eps_clip_high: float
     sequences: Sequences
     ref_logprobs: Tensor | None = None
+    lags: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,6 +37,17 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class Continued(Prompt):
+    """A response that goes on, for an engine: ``token_ids`` are the prompt's and the response's so far, and one sample is drawn.
+
+    Attributes:
+        draw: What names its random numbers in the place of prompt id and sample index; see ``draw_key``.
+    """
+
+    draw: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class KeptTokens:
     """The tokens that an engine chose from, where that was not the whole vocabulary (``rollout.top_p``, ``rollout.top_k``).
 
@@ -47,6 +58,20 @@ class KeptTokens:
 
     ids: Tensor
     counts: Tensor
+
+
+class Span(NamedTuple):
+    """Tokens of a sample that one policy sampled.
+
+    Attributes:
+        policy_version: Of the policy.
+        start: First of them in ``Sample.token_ids``.
+        end: Behind the last.
+    """
+
+    policy_version: int
+    start: int
+    end: int
 
 
 @dataclass
@@ -61,8 +86,8 @@ class Sample:
         rollout_logprobs: [L] float32 nats at the sampling temperature; 0 where masked.
         response: The response as text, without special tokens.
         finish_reason: ``stop`` if a stop token ended it, ``length`` if the limit did.
-        policy_version: Of the weights that sampled it; -1: unknown.
-        kept: What each of its L tokens was chosen from; None: the whole vocabulary.
+        policy_version: Of the weights that sampled it, or the last part of it; -1: unknown.
+        spans: Who sampled which tokens, from the response's first to its last, where versions are known; empty: ``policy_version`` all.
     """
 
     prompt: Prompt
@@ -74,6 +99,7 @@ class Sample:
     finish_reason: FinishReason
     policy_version: int = -1
     kept: KeptTokens | None = None
+    spans: tuple[Span, ...] = ()
 
     @property
     def response_length(self) -> int:
@@ -105,7 +131,7 @@ class SamplingParams:
         max_response_tokens: Limit of sampled tokens a sample.
         stop_token_ids: Tokens that end a sample (kept in it).
         samples_per_prompt: Samples of each prompt.
-        seed: (run seed, step): with the prompt id and the sample index it determines a sample.
+        seed: (run seed, step): with the prompt id and the sample index it determines a sample; see ``draw_key``.
         top_p: Tokens are chosen from the fewest, most likely first, whose probabilities reach this sum; 1: from all.
         top_k: Tokens are chosen from this many, the most likely; 0: from all. With both, ``top_p`` counts among these.
     """
@@ -122,6 +148,17 @@ class SamplingParams:
     def is_truncated(self) -> bool:
         """Whether some tokens cannot be chosen."""
         return self.top_p < 1 or self.top_k > 0
+
+
+def draw_key(params: SamplingParams, prompt: Prompt, index: int) -> tuple[int, ...]:
+    """What a sample's random numbers follow from, and nothing else: what a backend seeds them with.
+
+    Args:
+        params: Of the call.
+        prompt: A prompt, or a response that goes on (``Continued``).
+        index: Of the sample.
+    """
+    return (*params.seed, *(prompt.draw if isinstance(prompt, Continued) else (prompt.prompt_id, index)))
 
 
 @dataclass(frozen=True)
@@ -160,6 +197,8 @@ class Microbatch:
         ref_logprobs: [T] float32 nats, by the reference model; None if nothing needs them.
         correction: [T] float32, what the policy loss of each token is multiplied with (``correction.*``); None: nothing is.
         kept: What each of the T tokens was chosen from: all log-probs are of the distribution over these alone; None: the whole vocabulary.
+        lags: [T] int64, how many policy versions (optimizer updates) before the step's first one each token was sampled; 0 where masked;
+            None: 0 everywhere.
     """
 
     token_ids: Tensor
@@ -174,6 +213,7 @@ class Microbatch:
     ref_logprobs: Tensor | None = None
     correction: Tensor | None = None
     kept: KeptTokens | None = None
+    lags: Tensor | None = None
 
 
 @dataclass(frozen=True)

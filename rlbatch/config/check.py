@@ -8,6 +8,7 @@ from typing import Any
 from rlbatch.api import ConfigError, RolloutSpec
 from rlbatch.config.check_cluster import check_cluster
 from rlbatch.config.check_correction import check_correction
+from rlbatch.config.check_sampling import check_sampling
 from rlbatch.config.schema import AlgorithmConfig, CheckpointConfig, Config, LayoutConfig, OptimizerConfig, RolloutConfig, TrainConfig
 from rlbatch.config.structured import closest
 
@@ -51,6 +52,7 @@ def check_config(config: Config) -> None:
     _check_recompute(config.layout)
     _check_algorithm(config.algorithm, config.rollout.max_response_tokens)
     check_correction(config.correction, config.algorithm)
+    check_sampling(config)
     _check_rollout(config.rollout)
     _check_checkpoint(config.checkpoint)
     check_cluster(config.cluster)

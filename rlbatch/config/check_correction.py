@@ -35,6 +35,9 @@ def check_band(key: str, value: str) -> None:
         fix = f"Use correction.weight_limit=band correction.weight_low={low} correction.weight_high={high}."
     elif key.startswith("algorithm.eps_clip"):
         fix = f"Use algorithm.eps_clip={low} algorithm.eps_clip_high={high}."
+    elif key.endswith((".low", ".high")):
+        section = key.rpartition(".")[0]
+        fix = f"Use {section}.low={low} {section}.high={high}."
     else:
         fix = f"Use {key}={high}."
     raise ConfigError(f"{key}={value}: must be {'a list of two' if 'k1' in key else 'one number'}, without `_`. {fix}")

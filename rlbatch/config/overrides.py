@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 PLUGIN_GROUPS = ("rollout", "reward", "offload")
 """Groups whose choices are plugins: any registered name is a choice, with or without a yaml file."""
 
-_OPTIONS = (*(f"{group}.options." for group in PLUGIN_GROUPS), "algorithm.advantage_options.", "algorithm.loss_options.")
+_FILTER_OPTIONS = "sampling.filter_options."
+_OPTIONS = (*(f"{group}.options." for group in PLUGIN_GROUPS), "algorithm.advantage_options.", "algorithm.loss_options.", _FILTER_OPTIONS)
 _ANY_KEY = ("cluster.environment.", "rollout.engine.", "train.allocator.", *_OPTIONS)
 """Mappings: what begins so is a key."""
 _LITERAL = re.compile(
@@ -159,8 +160,8 @@ def _typed(key: str, value: str) -> str:
 def _line(text: str, keys: Sequence[str], groups: Mapping[str, Sequence[str]]) -> str:
     """Writes an override of a key that is not text as Hydra reads it."""
     typed, _, value = text.partition("=")
-    if typed.strip().lstrip("+") in keys:
-        check_band(typed.strip().lstrip("+"), value)
+    if (name := typed.strip().lstrip("+")) in keys or name.startswith(_FILTER_OPTIONS):
+        check_band(name, value)
     override = _parse(text)
     if override.is_sweep_override():
         raise ConfigError(f"{text}: has several values. Give one; a list is written [a,b].")

@@ -2,7 +2,7 @@
 
 ``rollout``, ``reward`` and ``offload`` are config groups: ``rollout=transformers`` chooses a plugin, and the plugin's own options become
 keys under the group's ``options`` (``reward.options.my_option``); those of the algorithm's under ``algorithm.advantage_options`` and
-``algorithm.loss_options``.
+``algorithm.loss_options``, those of group filters under ``sampling.filter_options.<filter>``.
 """
 
 from __future__ import annotations
@@ -247,6 +247,32 @@ class CorrectionConfig:
 
 
 @dataclass(frozen=True)
+class SamplingConfig:
+    """``sampling.*``: which groups a step trains on. By default those of its first ``train.prompts_per_step`` prompts, whole."""
+
+    filters: tuple[str, ...] = key((), "Filters of whole groups, in order, e.g. [reward_spread]: a group that one refuses is dropped.")
+    filter_options: Mapping[str, Any] = key({}, "The filters' own options: sampling.filter_options.<filter>.<option>.")
+    oversampling: Annotated[float, Range(least=1, most=1000)] = key(
+        1.0, "New prompts of a round for each group that is missing; accepted groups beyond the step's wait for the next one."
+    )
+    max_rounds: Count = key(10, "Rounds of new prompts in a step; what is missing then is sampling.on_shortage's.")
+    on_shortage: Literal["train", "skip", "stop"] = key(
+        "train", "Too few groups after the last round: train on those that are there, make no update and keep them, or end the run."
+    )
+    max_version_lag: CountOrZero | None = key(
+        None, "Most optimizer updates between the policy that sampled a token and the step's own; null: those of 4 steps."
+    )
+    partial_tokens: CountOrZero = key(
+        0,
+        "Responses are sampled in parts of so many tokens; once there are enough groups, what is not finished goes on in the next step, by "
+        "its policy. 0: to their end. Best a divisor of rollout.max_response_tokens; needs sampling.oversampling.",
+    )
+    old_tokens: Literal["keep", "mask"] = key(
+        "keep", "Tokens that an earlier policy sampled: train on them as on others, or leave them out of the loss."
+    )
+
+
+@dataclass(frozen=True)
 class DataConfig:
     """``data.*``"""
 
@@ -361,6 +387,7 @@ class Config:
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

@@ -28,6 +28,7 @@ PER_TOKEN = (
     "old_logprobs",
     "ref_logprobs",
     "correction",
+    "lags",
 )
 """Fields of a ``Microbatch`` that concern single tokens, and what the loss sees of them."""
 

@@ -22,6 +22,7 @@ class Tag:
     doc: str
 
 
+DROPPED_BY = "dropped_by_"
 _DEFINED = (
     Tag("reward/mean", "reward", "Mean over the step's samples."),
     Tag("reward/std", "reward", "Standard deviation over the step's samples."),
@@ -33,6 +34,24 @@ _DEFINED = (
     Tag("response/length_mean", "tokens", "Mean response length, the stop token included."),
     Tag("response/length_max", "tokens", "Longest response."),
     Tag("response/clip_ratio", "share", "Responses that were cut at rollout.max_response_tokens."),
+    Tag(
+        "sampling/sampled",
+        "groups",
+        "Groups that were sampled to the end and scored in this step; as all of sampling/ only with sampling.*.",
+    ),
+    Tag("sampling/accepted", "groups", "Those of them that passed all filters."),
+    Tag(f"sampling/{DROPPED_BY}<filter>", "groups", "Those that this filter dropped, as the first of those that refuse them."),
+    Tag("sampling/all_right", "groups", "Sampled groups whose rewards are all equal, and above 0."),
+    Tag("sampling/all_wrong", "groups", "Sampled groups whose rewards are all equal, and not above 0."),
+    Tag("sampling/accepted_length", "tokens", "Mean response length of the accepted groups."),
+    Tag("sampling/dropped_length", "tokens", "Mean response length of the dropped groups."),
+    Tag("sampling/rounds", "1", "Rounds of new prompts."),
+    Tag("sampling/carried", "groups", "Accepted groups that wait for the next step."),
+    Tag("sampling/unfinished", "groups", "Groups with responses that go on in the next step (sampling.partial_tokens)."),
+    Tag("sampling/stale", "groups", "Accepted groups that waited so long that they were dropped (sampling.max_version_lag)."),
+    Tag("sampling/skipped_steps", "1", "1: the step made no update, as no group was accepted, or too few (sampling.on_shortage=skip)."),
+    Tag("sampling/lag_max", "policy versions", "Age of the oldest token that an update used."),
+    Tag("sampling/trained_share", "share", "Of the tokens that the run has sampled so far, those that an update used."),
     Tag(
         "train/skipped_updates",
         "1",
@@ -118,7 +137,8 @@ def check_tags(tags: Iterable[str]) -> None:
         ValueError: a tag is not defined here.
     """
     for tag in tags:
-        if tag not in TAGS:
+        group, _, name = tag.partition(DROPPED_BY)
+        if tag not in TAGS and not (group == "sampling/" and name):
             close = difflib.get_close_matches(tag, TAGS, n=3) or sorted(TAGS)
             raise ValueError(
                 f"metric {tag!r} is not defined in rlbatch/metrics/names.py. Define it there, or use one of: {', '.join(close)}."

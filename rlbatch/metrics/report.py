@@ -16,7 +16,9 @@ from typing import Any, Literal
 
 from rlbatch.api import SampleGroup, StepResult
 from rlbatch.config.foreign import read_own
+from rlbatch.metrics.names import DROPPED_BY
 
+COUNTED = tuple(f"sampling/{name}" for name in ("sampled", "accepted", "all_right", "all_wrong", "rounds", "stale", "skipped_steps"))
 Status = Literal["running", "finished", "failed", "interrupted"]
 
 
@@ -37,6 +39,7 @@ class Summary:
         rollout_logprob_diff: ``train/rollout_logprob_diff_mean`` of the last step.
         skipped_updates: Sum of ``train/skipped_updates`` over the steps.
         steps_without_signal: Steps whose advantages were all 0.
+        sampling: With ``sampling.*``: sums over the steps of those ``sampling/`` tags that count, by their names.
         phase_seconds: Sum of each ``time/`` tag over the steps.
         first_error: What ended the run: the failure that was reported first; null if none.
     """
@@ -53,6 +56,7 @@ class Summary:
     rollout_logprob_diff: float | None = None
     skipped_updates: int = 0
     steps_without_signal: int = 0
+    sampling: dict[str, int] = field(default_factory=dict)
     phase_seconds: dict[str, float] = field(default_factory=dict)
     first_error: Mapping[str, Any] | None = None
 
@@ -95,6 +99,10 @@ class RunReport:
         summary.rollout_logprob_diff = metrics.get("train/rollout_logprob_diff_mean", summary.rollout_logprob_diff)
         summary.skipped_updates += int(metrics.get("train/skipped_updates", 0))
         summary.steps_without_signal += metrics.get("advantage/abs_mean") == 0
+        for tag, value in metrics.items():
+            if tag.startswith("sampling/") and (tag in COUNTED or DROPPED_BY in tag):
+                name = tag.removeprefix("sampling/")
+                summary.sampling[name] = summary.sampling.get(name, 0) + int(value)
         self.measure(metrics)
 
     def measure(self, metrics: Mapping[str, float]) -> None:

@@ -145,6 +145,7 @@ def assemble(
         needs_logprobs=registry.advantages[config.algorithm.advantage].value.needs_reference,
         health=Health(config.train, announce),
         quantises=quantization == "fp8",
+        filters=registry.build_filters(config),
     )
 
 

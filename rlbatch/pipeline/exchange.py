@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlbatch.api import KeptTokens, Prompt, SampleGroup
+from rlbatch.api import KeptTokens, Prompt, Sample, SampleGroup, Span
 from rlbatch.collectives import all_gather_ragged
 
 
@@ -25,6 +25,7 @@ class Batch:
         rewards: [N] float64.
         group_ids: [N] int64, position of the prompt in the step.
         truncated: [N] bool, cut at the length limit.
+        lags: N tensors [L_i] int64, how many policy versions before the step's first one each token was sampled; 0 on prompts.
         kept: N times what the tokens were chosen from; empty: the whole vocabulary.
     """
 
@@ -34,6 +35,7 @@ class Batch:
     rewards: Tensor
     group_ids: Tensor
     truncated: Tensor
+    lags: list[Tensor]
     kept: Sequence[KeptTokens] = ()
 
     @cached_property
@@ -50,6 +52,21 @@ class Batch:
         """The batch with responses that the length limit cut masked: they count for no loss, denominator or advantage."""
         masks = [torch.zeros_like(mask) if cut else mask for mask, cut in zip(self.loss_mask, self.truncated.tolist(), strict=True)]
         return replace(self, loss_mask=masks)
+
+    def without_old(self) -> Batch:
+        """The batch with tokens of earlier policies masked; for losses, not for the rewards' statistics."""
+        masks = [mask.where(lags == 0, 0.0) for mask, lags in zip(self.loss_mask, self.lags, strict=True)]
+        return replace(self, loss_mask=masks)
+
+    @cached_property
+    def most_lag(self) -> int:
+        """Of the tokens that are not masked."""
+        return max([0, *(int(lags.where(mask > 0, 0).max()) for lags, mask in zip(self.lags, self.loss_mask, strict=True))])
+
+    @cached_property
+    def num_groups(self) -> int:
+        """Prompts of the step."""
+        return int(self.group_ids[-1]) + 1 if len(self.group_ids) else 0
 
     def name(self, index: int, prompts: Sequence[Prompt]) -> str:
         """What messages call a sample, e.g. ``prompt 17 sample 3``.
@@ -80,12 +97,13 @@ def all_gather_samples(mine: Mapping[int, Tensor], lengths: Sequence[int], group
     return [by_sample[i] for i in range(len(lengths))]
 
 
-def exchange(groups: Sequence[SampleGroup], positions: Sequence[int], *, with_kept: bool = False) -> Batch:
+def exchange(groups: Sequence[SampleGroup], positions: Sequence[int], version: int = -1, *, with_kept: bool = False) -> Batch:
     """Gives every rank the samples of all ranks; a collective.
 
     Args:
         groups: This rank's scored groups.
         positions: Of their prompts in the step.
+        version: Of the step's first policy; -1: not known, then no token is old.
         with_kept: Whether tokens were chosen from a part of the vocabulary.
     """
     mine = [
@@ -106,6 +124,7 @@ def exchange(groups: Sequence[SampleGroup], positions: Sequence[int], *, with_ke
     token_ids = flat([s.token_ids for _, s, _ in mine], torch.int64).split(sizes)
     loss_mask = flat([s.loss_mask for _, s, _ in mine], torch.float32).split(sizes)
     logprobs = flat([s.rollout_logprobs for _, s, _ in mine], torch.float32).split(sizes)
+    lags = flat([lags_of(s, version) for _, s, _ in mine], torch.int64).split(sizes)
     rewards = flat([torch.tensor([reward for _, _, reward in mine], dtype=torch.float64)], torch.float64)
     kept: Sequence[KeptTokens] = ()
     if with_kept:
@@ -121,5 +140,16 @@ def exchange(groups: Sequence[SampleGroup], positions: Sequence[int], *, with_ke
         rewards=rewards[order],
         group_ids=position[order],
         truncated=truncated[order].bool(),
+        lags=[lags[i] for i in order],
         kept=[kept[i] for i in order] if with_kept else (),
     )
+
+
+def lags_of(sample: Sample, version: int) -> Tensor:
+    """[L] int64, how many policy versions before ``version`` each token of a sample was sampled; 0 where one of both is not known."""
+    lags = torch.zeros(len(sample.token_ids), dtype=torch.int64)
+    before = len(sample.prompt.token_ids)
+    for span in sample.spans or [Span(sample.policy_version, before, len(lags))]:
+        if min(version, span.policy_version) >= 0:
+            lags[span.start : span.end] = version - span.policy_version
+    return lags

@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from rlbatch.api import Completion, ForeignBackend, Prompt, RolloutBackend, SamplingParams
+from rlbatch.api import Completion, Continued, ForeignBackend, Prompt, RolloutBackend, SamplingParams
 from rlbatch.config.schema import Config
 from rlbatch.engines.host.inventory import software
 from rlbatch.weights.quantize import SCALE_SUFFIX
@@ -85,18 +85,18 @@ class FinishedGroups:
         self._announce = announce
         self._is_new = not self._folder.exists()
 
-    def load(self, prompt: Prompt) -> list[Completion] | None:
-        """The prompt's completions, if they are there."""
-        path = self._path(prompt)
+    def load(self, prompt: Prompt, parts: Sequence[Continued] = ()) -> list[Completion] | None:
+        """The completions of a prompt, or of responses to it that go on, if they are there."""
+        path = self._path(prompt, parts)
         if self._is_new or not path.exists():
             return None
         try:
-            return self._parsed(path.read_bytes(), prompt)
+            return self._parsed(path.read_bytes(), self._key(prompt, parts))
         except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
             self._announce(f"{path}: ignored, the group is generated again ({error})")
             return None
 
-    def save(self, prompt: Prompt, completions: Sequence[Completion]) -> None:
+    def save(self, prompt: Prompt, completions: Sequence[Completion], parts: Sequence[Continued] = ()) -> None:
         """Writes a group, whole or not at all. A disk that does not take it costs no more than the group's reuse."""
         tokens, logprobs = (
             torch.tensor([value for completion in completions for value in getattr(completion, name)], dtype=dtype)
@@ -107,18 +107,18 @@ class FinishedGroups:
             tensors["kept_counts"] = torch.tensor(list(map(len, kept)), dtype=torch.int32)
             tensors["kept_ids"] = torch.tensor([token for ids in kept for token in ids], dtype=torch.int32)
         ends = json.dumps([[len(completion.token_ids), completion.finish_reason] for completion in completions])
-        path = self._path(prompt)
+        path = self._path(prompt, parts)
         draft = path.with_name(f".{path.name}.part")
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            draft.write_bytes(save(tensors, {"key": self._key(prompt), "ends": ends, "digest": _digest(tensors, ends)}))
+            draft.write_bytes(save(tensors, {"key": self._key(prompt, parts), "ends": ends, "digest": _digest(tensors, ends)}))
             os.replace(draft, path)
         except OSError as error:
             self._announce(f"{path}: not written, a resumed run generates the group again ({error})")
 
-    def _parsed(self, content: bytes, prompt: Prompt) -> list[Completion]:
+    def _parsed(self, content: bytes, key: str) -> list[Completion]:
         said = _metadata(content)
-        if said["key"] != self._key(prompt):
+        if said["key"] != key:
             raise ValueError("it is of other weights, another engine, other settings or prompts")
         tensors = load(content)
         if said["digest"] != _digest(tensors, said["ends"]):
@@ -133,11 +133,13 @@ class FinishedGroups:
         rows = zip(tokens, logprobs, ends, kept, strict=True)
         return [Completion(ids, values, reason, kept=chosen_from) for ids, values, (_, reason), chosen_from in rows]
 
-    def _path(self, prompt: Prompt) -> Path:
-        return self._folder / f"prompt_{prompt.prompt_id:06d}.safetensors"
+    def _path(self, prompt: Prompt, parts: Sequence[Continued]) -> Path:
+        part = "".join(f"_{number}" for number in parts[0].draw) if parts else ""
+        return self._folder / f"prompt_{prompt.prompt_id:06d}{part}.safetensors"
 
-    def _key(self, prompt: Prompt) -> str:
-        return hashlib.sha256(f"{self._by} {prompt.prompt_id} {prompt.token_ids}".encode()).hexdigest()
+    def _key(self, prompt: Prompt, parts: Sequence[Continued]) -> str:
+        before = [(part.draw, part.token_ids) for part in parts] or ""
+        return hashlib.sha256(f"{self._by} {prompt.prompt_id} {prompt.token_ids}{before}".encode()).hexdigest()
 
 
 def delete_other_steps(run_dir: Path, step: int) -> None:

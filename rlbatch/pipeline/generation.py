@@ -25,7 +25,21 @@ def generate(
     sample: Callable[[Sequence[Prompt]], list[SampleGroup]],
     score: Callable[[list[SampleGroup]], None],
 ) -> list[SampleGroup] | None:
-    """Samples with synced engines, scores, and lets the engines sleep once all ranks have; a collective.
+    """``complete``, and lets the engines sleep once all ranks have; a collective."""
+    groups = complete(job, clock, prompts, sample, score)
+    with clock.phase("rollout"):
+        job.rollout.sleep()  # also before the job ends: what the trainer moved away comes back then, and may be saved
+    return groups
+
+
+def complete(
+    job: Job,
+    clock: PhaseClock,
+    prompts: Sequence[Prompt],
+    sample: Callable[[Sequence[Prompt]], list[SampleGroup]],
+    score: Callable[[list[SampleGroup]], None],
+) -> list[SampleGroup] | None:
+    """Samples with synced engines, and scores; a collective, after which the engines are awake.
 
     Args:
         job: This rank's part of the job.
@@ -56,8 +70,6 @@ def generate(
         if lost and not must_leave:
             with clock.phase("restart"):
                 must_leave = not _restart(job, met.lost)
-    with clock.phase("rollout"):
-        job.rollout.sleep()  # also before the job ends: what the trainer moved away comes back then, and may be saved
     return None if must_leave else groups
 
 

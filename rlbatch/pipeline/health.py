@@ -69,6 +69,8 @@ class Health:
         Raises:
             RewardError: ``train.max_steps_without_signal`` steps in a row counted.
         """
+        if "reward/mean" not in metrics:  # the step had no groups, and that was told
+            return
         mean, least, most = (metrics[f"reward/{name}"] for name in ("mean", "min", "max"))
         is_lowest, self.lowest_reward = mean <= self.lowest_reward, min(mean, self.lowest_reward)
         if metrics.get("advantage/abs_mean") != 0:

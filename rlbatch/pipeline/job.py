@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlbatch.algorithms.objective import Objective
-from rlbatch.api import AdvantageEstimator, ModelFamily, OffloadStrategy, Prompt, Reward
+from rlbatch.api import AdvantageEstimator, GroupFilter, ModelFamily, OffloadStrategy, Prompt, Reward
 from rlbatch.config.schema import Config
 from rlbatch.foreign_code import foreign_context
 from rlbatch.launch.membership.store import JobStore
@@ -18,6 +18,7 @@ from rlbatch.pipeline.health import Health
 from rlbatch.pipeline.prompts import PromptOrder
 from rlbatch.pipeline.rollout import Rollout
 from rlbatch.pipeline.stopping import Stopping
+from rlbatch.pipeline.waiting import Waiting
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ class Job:
         needs_logprobs: Whether the estimator reads them, and the old policy's.
         health: Ends a run that would go on with values that are not finite, or learn nothing.
         quantises: Whether engines hold the family's fp8 weights quantised.
+        filters: Of groups, by name, in order.
+        waiting: Groups that the last step left to the next.
     """
 
     config: Config
@@ -71,6 +74,8 @@ class Job:
     needs_logprobs: bool
     health: Health
     quantises: bool = False
+    filters: Mapping[str, GroupFilter] = field(default_factory=dict)
+    waiting: Waiting = field(default_factory=Waiting)
 
     def generating(self) -> AbstractContextManager[None]:
         """The offload strategy's, around weight sync and generation."""

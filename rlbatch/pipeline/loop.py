@@ -179,4 +179,4 @@ def _all_rows(step: int, groups: list[SampleGroup], advantages: list[float]) -> 
     """On rank 0, which writes them, the sample rows of all ranks, in prompt order; a collective."""
     parts = gather_bytes(json.dumps(sample_rows(step, groups, advantages)).encode())
     rows = [row for part in parts for row in json.loads(part)]
-    return sorted(rows, key=lambda row: (row["prompt_id"], row["sample_index"]))
+    return sorted(rows, key=lambda row: (row["prompt_id"], row["sample_index"], row["policy_version"]))

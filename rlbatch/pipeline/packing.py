@@ -102,6 +102,7 @@ def build_microbatches(
     pad_multiple: int = 1,
     truncated: Sequence[bool] = (),
     kept: Sequence[KeptTokens] = (),
+    lags: Sequence[Tensor] = (),
 ) -> list[Pack]:
     """Packs this rank's samples. Advantages are 0 until ``with_advantages``.
 
@@ -115,6 +116,7 @@ def build_microbatches(
         pad_multiple: See ``sequence_multiple``.
         truncated: Whether each sample was cut at the length limit; empty: none was.
         kept: What each sample's tokens were chosen from; empty: the whole vocabulary.
+        lags: [L_i] int64 for each sample, see ``Microbatch``; empty: 0.
 
     Returns:
         No pack for no samples.
@@ -131,6 +133,8 @@ def build_microbatches(
         microbatch = _microbatch(flat(token_ids), sizes, flat(loss_mask), flat(rollout_logprobs), cut)
         if kept:
             microbatch.kept = KeptTokens(torch.cat([kept[i].ids for i in indices]), flat([of_sample.counts for of_sample in kept]))
+        if lags:
+            microbatch.lags = flat(lags).masked_fill(microbatch.loss_mask == 0, 0)
         return Pack(microbatch, tuple(indices), tuple(lengths[i] for i in indices))
 
     return [build(indices) for indices in pack(padded, max_tokens)]
@@ -154,6 +158,7 @@ def _microbatch(
         sequence_ids=sequence,
         sampled_tokens=unmasked,
         truncated=torch.tensor(truncated, dtype=torch.bool, device=token_ids.device),
+        lags=torch.zeros_like(token_ids),
     )
 
 

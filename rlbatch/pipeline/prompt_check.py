@@ -16,6 +16,7 @@ from rlbatch.api import ConfigError, DataError, ModelFamily
 from rlbatch.config.foreign import LARGE_BYTES, read_json
 from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import Config
+from rlbatch.pipeline.acceptance import round_size
 from rlbatch.pipeline.model_folder import TOKENIZER, TOKENIZER_CONFIG, end_tokens, load_tokenizer, unseen_end
 from rlbatch.pipeline.prompt_file import USUAL_LABEL_FIELDS, PromptRow, read_prompt_rows, usual_names, value_names
 from rlbatch.pipeline.prompts import prompt_limit, tokenize_rows
@@ -61,6 +62,13 @@ def check_count(config: Config, rows: Sequence[PromptRow]) -> None:
     Raises:
         ConfigError: both numbers.
     """
+    wanted, factor = config.train.prompts_per_step, config.sampling.oversampling
+    first_round = round_size(wanted, factor)
+    if wanted <= len(rows) < first_round:
+        raise ConfigError(
+            f"sampling.oversampling={factor:g}: a round of train.prompts_per_step={wanted} has {first_round} prompts, data.train has "
+            f"{len(rows)}. Use sampling.oversampling={int(1000 * len(rows) / wanted) / 1000:g} or less, or add prompts."
+        )
     if len(rows) < config.train.prompts_per_step:
         raise ConfigError(
             f"train.prompts_per_step={config.train.prompts_per_step}: must be at most the prompts of data.train ({len(rows)}). "

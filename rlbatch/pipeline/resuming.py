@@ -18,6 +18,7 @@ from rlbatch.megatron.checkpoint import load_state
 from rlbatch.megatron.rng import set_rng_states
 from rlbatch.pipeline.first_rank import on_first_rank
 from rlbatch.pipeline.job import Job
+from rlbatch.pipeline.waiting import restored
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ def _restore(job: Job, folder: Path, progress: dict[str, Any], *, with_rng: bool
     job.trainer.schedule.num_steps = 0
     job.trainer.schedule.step(progress["schedule_steps"])
     job.health.restore(progress.get("signal"))
+    job.waiting.restore(restored(folder, progress.get("waiting"), job.prompts))
     job.order.cursor = (progress["prompt_cursor"][0], progress["prompt_cursor"][1])
     if with_rng:  # else its ranks are others
         set_rng_states(torch.load(folder / run_folder.RNG, weights_only=True)[job.rank])

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from rlbatch.api import (
     CarryingBackend,
     Completion,
+    Continued,
     EngineLost,
     ExpertParallelBackend,
     KeptTokens,
@@ -36,7 +38,9 @@ from rlbatch.checkpoint.carried import Carried
 from rlbatch.config.schema import Config
 from rlbatch.foreign_code import state_kept
 from rlbatch.launch.shutdown.signals import Interrupted, StopNotice
+from rlbatch.pipeline.continuing import joined, parts_of, tokens_so_far, unfinished
 from rlbatch.pipeline.finished_groups import FinishedGroups, WeightsProbe
+from rlbatch.pipeline.waiting import Candidate
 from rlbatch.weights.export import buckets
 
 if TYPE_CHECKING:
@@ -172,6 +176,11 @@ class Rollout:
             self.lost = EngineLost(reason.rstrip("."), rest)
 
     @property
+    def version(self) -> int:
+        """Of the policy that the engine was sent; -1: it was sent none."""
+        return -1 if self._version is None else self._version
+
+    @property
     def generates(self) -> bool:
         """Whether this rank asks an engine for samples."""
         return self._rank is not None
@@ -205,19 +214,66 @@ class Rollout:
         Returns:
             One group a prompt, in order; fewer if it was interrupted, or the engine is lost.
         """
+        found = self._found_or_sampled([(prompt, ()) for prompt in prompts], self._training_params(step), step)
+        return [self._group(prompt, found[place]) for place, prompt in enumerate(prompts) if place in found]
+
+    def extend(self, candidates: Sequence[Candidate], step: int) -> list[SampleGroup]:
+        """Groups with the next part of each response that is not finished: at most ``sampling.partial_tokens``; else as ``generate``.
+
+        Args:
+            candidates: This rank's share; groups without samples are begun.
+            step: Part of the samples' seeds.
+        """
+        size, most, part = self._config.algorithm.group_size, self._config.rollout.max_response_tokens, self._config.sampling.partial_tokens
+        by_limit: dict[int, list[tuple[Candidate, list[Continued]]]] = {}
+        for candidate in candidates:
+            indices = unfinished(candidate.group, size, most)
+            limit = min(part or most, most - tokens_so_far(candidate.group, indices))
+            by_limit.setdefault(limit, []).append((candidate, parts_of(candidate, indices)))
+        done = []
+        for limit, asked in sorted(by_limit.items(), reverse=True):
+            params = replace(self._training_params(step), samples_per_prompt=1, max_response_tokens=limit)
+            found = self._found_or_sampled([(candidate.group.prompt, parts) for candidate, parts in asked], params, step)
+            done += [self._extended(*asked[place], answers) for place, answers in found.items()]
+        return done
+
+    def _extended(self, candidate: Candidate, parts: Sequence[Continued], answers: Sequence[Completion]) -> SampleGroup:
+        prompt, before = candidate.group.prompt, {sample.sample_index: sample for sample in candidate.group.samples}
+        for part, answer in zip(parts, answers, strict=True):
+            index = part.draw[1]
+            own = before.get(index)
+            tokens = [*(own.token_ids[len(prompt.token_ids) :].tolist() if own else ()), *answer.token_ids]
+            text = self._tokenizer.batch_decode([tokens], skip_special_tokens=True)[0]
+            before[index] = joined(prompt, own, self._sample(part, index, answer, ""), text)
+        return SampleGroup(prompt, [before[index] for index in sorted(before)])
+
+    def _training_params(self, step: int) -> SamplingParams:
         rollout = self._config.rollout
         params = self._params(rollout.temperature, self._config.algorithm.group_size, step)
-        params = replace(params, top_p=rollout.top_p, top_k=rollout.top_k)
+        return replace(params, top_p=rollout.top_p, top_k=rollout.top_k)
+
+    def _found_or_sampled(
+        self, asked: Sequence[tuple[Prompt, Sequence[Continued]]], params: SamplingParams, step: int
+    ) -> dict[int, list[Completion]]:
+        """By place in ``asked`` the completions of prompts, or of their parts: from the disk, else from the engine."""
         kept = FinishedGroups(self._run_dir, step, self._weights, params, self._sampler, self.announce)
-        found = {prompt.prompt_id: answer for prompt in prompts if self._weights and (answer := kept.load(prompt))}
+        found = {place: answer for place, each in enumerate(asked) if self._weights and (answer := kept.load(*each))}
         if found:
-            self.announce(f"step {step}: {len(found)} of {len(prompts)} groups were finished before")
-        missing = [prompt for prompt in prompts if prompt.prompt_id not in found]
-        for prompt, answer in self._measured(self._answers(missing, params)):
+            self.announce(f"step {step}: {len(found)} of {len(asked)} groups were finished before")
+        missing = [place for place in range(len(asked)) if place not in found]
+        wanted = [each for place in missing for each in asked[place][1] or asked[place][:1]]
+        answers = self._measured(self._answers(wanted, params))
+        for place in missing:
+            prompt, parts = asked[place]
+            whole = [completion for _, completions in islice(answers, len(parts) or 1) for completion in completions]
+            if len(whole) < (len(parts) or params.samples_per_prompt):  # it was interrupted
+                break
             if self._weights:  # else nobody could tell later by which policy it was sampled
-                kept.save(prompt, answer)
-            found[prompt.prompt_id] = answer
-        return [self._group(prompt, found[prompt.prompt_id]) for prompt in prompts if prompt.prompt_id in found]
+                kept.save(prompt, whole, parts)
+            found[place] = whole
+        for _ in answers:  # to its end, where it is checked
+            pass
+        return found
 
     def evaluate(self, prompts: Sequence[Prompt]) -> list[SampleGroup]:
         """One sample a prompt at the evaluation temperature; fewer if it was interrupted, or the engine is lost."""

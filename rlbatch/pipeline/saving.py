@@ -27,6 +27,8 @@ from rlbatch.megatron.state_writer import Writing
 from rlbatch.pipeline import checkpoint_space
 from rlbatch.pipeline.first_rank import on_first_rank
 from rlbatch.pipeline.job import Job
+from rlbatch.pipeline.waiting import FILE as WAITING
+from rlbatch.pipeline.waiting import Waiting
 
 HANDOVER_S = 5.0
 """Longest wait for what an earlier attempt's rank 0 has left to end."""
@@ -34,19 +36,23 @@ HANDOVER_S = 5.0
 
 @dataclass(frozen=True)
 class Boundary:
-    """What a step changes before its first update: the place in the prompts, and this rank's random numbers (rewards may draw some)."""
+    """What a step changes before its first update: the place in the prompts, which groups wait, and this rank's random numbers (rewards may
+    draw some).
+    """
 
     prompt_cursor: tuple[int, int]
     random_numbers: Tensor
+    waiting: Waiting
 
     @classmethod
     def of(cls, job: Job) -> Boundary:
         """Notes where the job is now."""
-        return cls(job.order.cursor, rng_states())
+        return cls(job.order.cursor, rng_states(), job.waiting.copy())
 
     def restore(self, job: Job) -> None:
         """Takes the step back."""
         job.order.cursor = self.prompt_cursor
+        job.waiting.restore(self.waiting)
         set_rng_states(self.random_numbers)
 
 
@@ -136,6 +142,7 @@ class Checkpoints:
             checkpoint_space.check_disk(self._root, int(need), step)
             with checkpoint_space.explaining_write_errors(self._root, int(need), step):
                 self._save_rng(draft)
+                self._save_waiting(draft)
                 progress = self._progress(step) | {"is_followed_up": is_followed_up}
                 if self._may_write_later(step, state.write_bytes):
                     self._pending = _Pending(step, int(need), progress, state.start_writing(draft / run_folder.STATE))
@@ -201,6 +208,11 @@ class Checkpoints:
         if self._job.rank == 0:
             torch.save([states.clone() for states in ranks], draft / run_folder.RNG)
 
+    def _save_waiting(self, draft: Path) -> None:
+        waiting = self._job.waiting
+        if self._job.rank == 0 and (waiting.accepted or waiting.unfinished):
+            (draft / WAITING).write_bytes(waiting.to_bytes())
+
     def _progress(self, step: int) -> dict[str, Any]:
         job = self._job
         return {
@@ -209,5 +221,6 @@ class Checkpoints:
             "schedule_steps": job.trainer.schedule.num_steps,
             "prompt_cursor": list(job.order.cursor),
             "signal": job.health.state(),
+            "waiting": job.waiting.counts(),
             **self._identity,
         }

@@ -22,10 +22,9 @@ from rlbatch.metrics.phases import PhaseClock
 from rlbatch.pipeline import step_metrics
 from rlbatch.pipeline.corrected import corrected
 from rlbatch.pipeline.exchange import Batch, all_gather_samples, exchange
-from rlbatch.pipeline.generation import generate
 from rlbatch.pipeline.job import Job
 from rlbatch.pipeline.sample_finder import SampleFinder
-from rlbatch.pipeline.score import score
+from rlbatch.pipeline.sampling import count_trained, take_groups, without_update
 from rlbatch.pipeline.updates import Update, plan_updates, shuffled_groups
 
 
@@ -41,24 +40,25 @@ def train_step(job: Job, step: int) -> tuple[StepResult, list[SampleGroup], list
         rank: the job has to stop, and the policy is that of the last step.
     """
     config, clock = job.config, PhaseClock()
-    prompts = [job.prompts[i] for i in job.order.take(config.train.prompts_per_step)]
-    mine = job.rollout.share(len(prompts))
 
     with job.stopping.generating(may_finish=True), job.generating():
         with clock.phase("sync"), job.watchdog.phase("training"):
             job.sync_weights()
-        sample = partial(job.rollout.generate, step=step)
-        scored = partial(score, rewards=job.rewards, default=config.reward.name)
-        groups = generate(job, clock, [prompts[i] for i in mine], sample, scored)
-    if groups is None:
+        taken = take_groups(job, clock, step)
+    if taken is None:
         return None
+    if not taken.prompts:
+        return StepResult(step, job.trainer.policy_version, without_update(job, step, clock, taken)), [], []
 
     with clock.phase("exchange"):
-        batch = exchange(groups, mine, with_kept=config.rollout.top_p < 1 or config.rollout.top_k > 0)
-        trained = batch.without_truncated() if config.algorithm.mask_truncated else batch
+        with_kept = config.rollout.top_p < 1 or config.rollout.top_k > 0
+        batch = exchange(taken.groups, taken.positions, job.rollout.version, with_kept=with_kept)
+        scored = batch.without_truncated() if config.algorithm.mask_truncated else batch
+        trained = scored.without_old() if config.sampling.old_tokens == "mask" else scored
+        of_sampling = count_trained(job, trained)
         updates = plan_updates(trained, config, parallel.dp_rank(), parallel.dp_size())
         planned = len(updates) * config.train.epochs
-        finder = SampleFinder(trained, partial(trained.name, prompts=prompts))
+        finder = SampleFinder(scored, partial(scored.name, prompts=taken.prompts))
 
     with job.training():
         with clock.phase("logprobs"):
@@ -76,6 +76,7 @@ def train_step(job: Job, step: int) -> tuple[StepResult, list[SampleGroup], list
         step_metrics.samples(batch, advantages)
         | step_metrics.updates(made, planned, with_kl=job.needs_reference)
         | ({} if advantages is None else step_metrics.rollout_mismatch(config, updates, advantages, made))
+        | ({**taken.metrics, **of_sampling} if taken.metrics else {})
         | step_metrics.generation(job)
         | step_metrics.speed(job, batch, clock)
         | step_metrics.memory(clock)
@@ -83,9 +84,9 @@ def train_step(job: Job, step: int) -> tuple[StepResult, list[SampleGroup], list
     step_metrics.check_logprob_difference(config, metrics)
     step_metrics.check_clip_fraction(config, metrics)
     job.stopping.step_done()
-    own = torch.isin(batch.group_ids, torch.tensor(list(mine))).nonzero().flatten().tolist()
+    own = torch.isin(batch.group_ids, torch.tensor(taken.positions, dtype=torch.int64)).nonzero().flatten().tolist()
     shown = [math.nan if advantages is None else float(advantages[i].mean()) for i in own]
-    return StepResult(step, job.trainer.policy_version, metrics), groups, shown
+    return StepResult(step, job.trainer.policy_version, metrics), taken.groups, shown
 
 
 def _epochs(job: Job, step: int, updates: Sequence[Update], batch: Batch, advantages: Sequence[Tensor]) -> Iterator[Update]:
@@ -96,7 +97,7 @@ def _epochs(job: Job, step: int, updates: Sequence[Update], batch: Batch, advant
     names = ("old_logprobs", "ref_logprobs") if job.needs_reference else ("old_logprobs",)
     logprobs = {name: _of_all(batch, updates, attrgetter(name)) for name in names}
     for epoch in range(1, job.config.train.epochs):
-        order = shuffled_groups(job.config, step, epoch)
+        order = shuffled_groups(job.config.seed, step, epoch, batch.num_groups)
         for update in plan_updates(batch, job.config, parallel.dp_rank(), parallel.dp_size(), order):
             for name, values in logprobs.items():
                 update = update.with_logprobs(name, values)
@@ -154,6 +155,7 @@ def _advantages(job: Job, finder: SampleFinder, updates: Sequence[Update]) -> li
         _responses(batch, updates, partial(_kl, algorithm.kl_kind)) if algorithm.kl_reward_coef else None,
         algorithm.kl_reward_coef,
         truncated=batch.truncated[kept],
+        lags=torch.tensor([int(lags.max()) for lags in batch.lags])[kept],
         old_logprobs=_responses(batch, updates, lambda microbatch: microbatch.old_logprobs) if needs_logprobs else None,
         ref_logprobs=_responses(batch, updates, lambda microbatch: microbatch.ref_logprobs) if needs_logprobs else None,
     )

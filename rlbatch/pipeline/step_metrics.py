@@ -87,13 +87,14 @@ def rollout_mismatch(
             its tokens the mean difference is known, and nothing else.
     """
     if config.algorithm.old_logprobs == "rollout":
-        return {"train/rollout_logprob_diff_mean": made[0][1]["rollout_difference"] / max(made[0][0].tokens, 1)} if made else {}
+        return {"train/rollout_logprob_diff_mean": made[0][1]["rollout_difference"] / max(made[0][0].new_tokens, 1)} if made else {}
     microbatches = [pack.microbatch for update in planned for pack in update.with_advantages(advantages).packs]
     sums, largest = torch.zeros(2, dtype=torch.float64), torch.zeros(1)
     for microbatch in microbatches:
         assert microbatch.old_logprobs is not None
-        difference = (microbatch.old_logprobs - microbatch.rollout_logprobs).abs() * microbatch.loss_mask
-        sums += torch.stack([difference.sum(), microbatch.loss_mask.sum()])
+        compared = microbatch.loss_mask if microbatch.lags is None else microbatch.loss_mask.where(microbatch.lags == 0, 0.0)
+        difference = (microbatch.old_logprobs - microbatch.rollout_logprobs).abs() * compared
+        sums += torch.stack([difference.sum(), compared.sum()])
         largest = torch.maximum(largest, difference.max())
     dist.all_reduce(sums, group=parallel.dp_group())
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=parallel.dp_group())

@@ -41,12 +41,14 @@ class Update:
         packs: Of these samples; as many on every data-parallel rank, dummies included.
         denominator: Of the loss, over the samples of all ranks.
         tokens: Sampled tokens, of all ranks.
+        new_tokens: Those of them that the step's first policy sampled.
     """
 
     samples: tuple[int, ...]
     packs: tuple[Pack, ...]
     denominator: float
     tokens: int
+    new_tokens: int
 
     def with_advantages(self, advantages: Sequence[Tensor]) -> Update:
         """The update with the advantages (N tensors, of the whole batch) in its packs."""
@@ -73,15 +75,15 @@ class Update:
         return dict(zip(self.samples, split_by_sample(self.packs, values), strict=True))
 
 
-def shuffled_groups(config: Config, step: int, epoch: int) -> list[int]:
-    """Order in which an epoch after the first takes the step's groups: depends on the seed, the step and the epoch alone."""
-    order = list(range(config.train.prompts_per_step))
-    random.Random(f"group order {config.seed} {step} {epoch}").shuffle(order)
+def shuffled_groups(seed: int, step: int, epoch: int, groups: int) -> list[int]:
+    """Order in which an epoch after the first takes the step's groups: depends on nothing but this."""
+    order = list(range(groups))
+    random.Random(f"group order {seed} {step} {epoch}").shuffle(order)
     return order
 
 
 def plan_updates(batch: Batch, config: Config, dp_rank: int, dp_size: int, order: Sequence[int] | None = None) -> list[Update]:
-    """Divides the step's groups over ``train.updates_per_step`` updates.
+    """Divides the step's groups evenly over ``train.updates_per_step`` updates, or over as many as there are groups.
 
     Args:
         batch: All samples.
@@ -93,13 +95,11 @@ def plan_updates(batch: Batch, config: Config, dp_rank: int, dp_size: int, order
     Returns:
         The updates, each with this rank's packs.
     """
-    per_update = config.train.prompts_per_step // config.train.updates_per_step
-    place = torch.arange(config.train.prompts_per_step) if order is None else torch.tensor(order).argsort()
-    number = place[batch.group_ids] // per_update
-    return [
-        _plan(batch, torch.nonzero(number == update).flatten().tolist(), config, dp_rank, dp_size)
-        for update in range(config.train.updates_per_step)
-    ]
+    groups = batch.num_groups
+    updates = min(config.train.updates_per_step, groups)
+    place = torch.arange(groups) if order is None else torch.tensor(order).argsort()
+    number = place[batch.group_ids] * updates // max(groups, 1)
+    return [_plan(batch, torch.nonzero(number == update).flatten().tolist(), config, dp_rank, dp_size) for update in range(updates)]
 
 
 def _plan(batch: Batch, samples: list[int], config: Config, dp_rank: int, dp_size: int) -> Update:
@@ -120,9 +120,10 @@ def _plan(batch: Batch, samples: list[int], config: Config, dp_rank: int, dp_siz
         pad_multiple=multiple,
         truncated=[bool(batch.truncated[i]) for i in mine],
         kept=[batch.kept[i] for i in mine] if batch.kept else (),
+        lags=[batch.lags[i] for i in mine],
     )
-    masks = torch.cat([batch.loss_mask[i] for i in samples])
+    masks, lags = (torch.cat([values[i] for i in samples]) for values in (batch.loss_mask, batch.lags))
     bounds = pad(torch.tensor(lengths).cumsum(0), (1, 0))
     constant = config.algorithm.loss_norm_constant or config.rollout.max_response_tokens
     total = denominator(masks, bounds, config.algorithm.loss_aggregation, constant) or 1.0  # all are left out: a loss of 0
-    return Update(tuple(mine), tuple(pad_with_dummies(packs, most_packs, multiple)), total, int(masks.sum()))
+    return Update(tuple(mine), tuple(pad_with_dummies(packs, most_packs, multiple)), total, int(masks.sum()), int(masks[lags == 0].sum()))

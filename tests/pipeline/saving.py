@@ -58,6 +58,8 @@ def state_of(job: Job) -> State:
                 state[f"{name} main"] = param.detach().clone()
                 state |= {f"{name} {key}": value.clone() for key, value in optimizer.optimizer.state[param].items()}
     state["cursor"], state["schedule"] = torch.tensor(job.order.cursor), torch.tensor(job.trainer.schedule.num_steps)
+    state["waiting"] = torch.frombuffer(bytearray(job.waiting.to_bytes()), dtype=torch.uint8)
+    state["waiting counts"] = torch.tensor(list(job.waiting.counts().values()))
     state["version"] = torch.tensor(job.trainer.policy_version)
     state["random"] = torch.tensor([random.random(), float(np.random.rand()), float(torch.rand(1))], dtype=torch.float64)
     return state

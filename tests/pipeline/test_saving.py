@@ -49,12 +49,13 @@ def config_for(layout: str, *overrides: str):
         ("ep2", ()),
         ("ep2", ("train.updates_per_step=1", "train.epochs=2", "algorithm=icepop")),
         ("tp2 ep2", ()),
+        ("ep2", ("sampling.oversampling=4", "sampling.filters=[length]", "sampling.partial_tokens=4", "rollout.max_response_tokens=16")),
         ("ep2", ("train.precision=bf16", "rollout.max_logprob_diff=null", "offload=gradients")),
     ],
 )
 def test_a_resumed_job_is_the_one_that_went_on(layout: str, overrides: tuple[str, ...], run_dir: Path, tmp_path: Path, rank_pool) -> None:
     """N+M steps equal N steps, save, a new job, resume, M steps, bitwise: weights, main weights, moments, step counts, learning rate,
-    random numbers, place in the prompts; samples, advantages and metrics. Both chained optimizers have moments.
+    random numbers, place in the prompts, groups that wait; samples, advantages and metrics. Both chained optimizers have moments.
     """
     config = saving_to(config_for(layout, *overrides), tmp_path)
     for rank in rank_pool(2).run(saving.continued, config, str(run_dir), 2, 2):

@@ -25,6 +25,7 @@ def batch() -> Batch:
         rewards=torch.zeros(len(LENGTHS)),
         group_ids=torch.arange(PROMPTS).repeat_interleave(SAMPLES),
         truncated=torch.zeros(len(LENGTHS), dtype=torch.bool),
+        lags=[torch.zeros(length, dtype=torch.int64) for length in LENGTHS],
     )
 
 
@@ -102,10 +103,10 @@ def test_advantages_reach_their_tokens() -> None:
 def test_later_epochs_have_the_groups_in_another_order() -> None:
     """Whole groups, each once, by seed, step and epoch alone; log-probs of the batch land on the tokens of their samples."""
     job = config(3)
-    orders = [shuffled_groups(job, step, epoch) for step in (1, 2) for epoch in (1, 2)]
+    orders = [shuffled_groups(job.seed, step, epoch, PROMPTS) for step in (1, 2) for epoch in (1, 2)]
     assert all(sorted(order) == list(range(PROMPTS)) for order in orders)
     assert len(set(map(tuple, orders))) == 4
-    assert orders[0] == shuffled_groups(job, 1, 1) != shuffled_groups(replace(job, seed=1), 1, 1)
+    assert orders[0] == shuffled_groups(job.seed, 1, 1, PROMPTS) != shuffled_groups(1, 1, 1, PROMPTS)
     logprobs = [-index - torch.arange(length) / 100 for index, length in enumerate(LENGTHS)]
     for dp_size in (1, 2):
         ranks = [plan_updates(batch(), job, rank, dp_size, orders[0]) for rank in range(dp_size)]

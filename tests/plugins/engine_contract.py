@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlbatch.api import Prompt, RolloutContext, RolloutError
+from rlbatch.api import Continued, Prompt, RolloutContext, RolloutError
 from rlbatch.engines.backend.hosted import HostedOptions, HostedRollout
 from rlbatch.engines.client.engine_process import EngineHost
 from rlbatch.engines.protocol.shared_names import remove_leftovers
@@ -174,6 +174,26 @@ class SharedEngine:
         for other in (replace(PARAMS, seed=(1, 1)), replace(PARAMS, seed=(0, 2))):
             assert tokens_of(pair.engine.generate(PROMPTS[:1], other)) != [first]
         assert tokens_of(pair.engine.generate([Prompt(5, "", PROMPTS[0].token_ids)], PARAMS)) != [first]
+
+    def test_a_response_goes_on_where_it_was_cut(self, pair: Pair) -> None:
+        """In two parts the most likely tokens are those of the whole, with its log-probs; what names a part's random numbers changes it."""
+        pair.sync(51)
+        greedy = replace(PARAMS, temperature=0.0, samples_per_prompt=1, stop_token_ids=())
+        for engine in (pair.engine, pair.oracle):
+            whole = [answer[0] for answer in engine.generate(PROMPTS, greedy)]
+            first = [answer[0] for answer in engine.generate(PROMPTS, replace(greedy, max_response_tokens=5))]
+            begun = [Continued(p.prompt_id, "", (*p.token_ids, *c.token_ids), draw=(7, 0, 5)) for p, c in zip(PROMPTS, first, strict=True)]
+            rest = [answer[0] for answer in engine.generate(begun, replace(greedy, max_response_tokens=7))]
+            for all_of_it, before, after in zip(whole, first, rest, strict=True):
+                assert [*before.token_ids, *after.token_ids] == list(all_of_it.token_ids)
+                torch.testing.assert_close(
+                    torch.tensor([*before.logprobs, *after.logprobs]), torch.tensor(all_of_it.logprobs), atol=LIMIT, rtol=0
+                )
+            drawn = [
+                tokens_of(engine.generate([replace(begun[0], draw=draw)], PARAMS)) for draw in ((7, 0, 5), (7, 1, 5), (8, 0, 5), (7, 0, 6))
+            ]
+            assert len({str(tokens) for tokens in drawn}) == 4
+            assert tokens_of(engine.generate(begun[:1], PARAMS)) == drawn[0]
 
     def test_the_stop_token_ends_a_sample_and_is_kept(self, pair: Pair) -> None:
         """Nothing follows it, its reason is `stop`; the others have the full length and `length`."""

@@ -28,6 +28,7 @@ from rlbatch.api import (
     RolloutSpec,
     SamplingParams,
     WeightBucket,
+    draw_key,
 )
 from rlbatch.api.values import Count, CountOrZero, Seconds
 from rlbatch.engines.backend.shm_space import check_room
@@ -94,6 +95,7 @@ class HostedSpec(RolloutSpec):
     ranks_option: str = "gpus_per_engine"
     separate_option: str = "separate_gpus"
     shortest_option: str = "min_response_tokens"
+    continues: bool = True
 
 
 def hosted_shape(options: HostedOptions) -> EngineShape:
@@ -410,7 +412,7 @@ def process_start(*, on_cpu: bool) -> str:
 
 def _seed(params: SamplingParams, prompt: Prompt, index: int) -> int:
     """62 bits from all that names a sample."""
-    named = json.dumps([*params.seed, prompt.prompt_id, index]).encode()
+    named = json.dumps(draw_key(params, prompt, index)).encode()
     return int.from_bytes(hashlib.sha256(named).digest()[:8], "big") >> 2
 
 

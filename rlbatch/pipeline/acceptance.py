@@ -1,0 +1,104 @@
+"""Decides which groups a step trains on, by counts and the order of prompts alone: not by who finished first, where, or when.
+
+A round samples a number of new prompts, which follows from how many groups are missing. What passes the filters is accepted. Once there is
+enough, the first groups in the order of prompts are taken; the others wait for the next step, where they come first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fractions import Fraction
+from math import ceil
+from typing import NamedTuple
+
+from rlbatch.config.schema import Config
+
+STEPS_OF_LAG = 4
+"""Whose updates a token may be older than the policy that is trained with it, by default."""
+ACCEPTED, UNFINISHED = "accepted", "unfinished"
+
+
+class Verdict(NamedTuple):
+    """What became of a group in a round.
+
+    Attributes:
+        number: The group's place in the order of all prompts of the run.
+        outcome: ``accepted``, ``unfinished``, or the filter that dropped it.
+        tokens: That were sampled for it in this round.
+        length: Mean response length.
+        equal: Of a scored group whose rewards are all equal, that reward; else None.
+    """
+
+    number: int
+    outcome: str
+    tokens: int
+    length: float
+    equal: float | None = None
+
+
+def updates_of_a_step(config: Config) -> int:
+    """Policy versions that a step goes through, if none of its updates is left out."""
+    return config.train.updates_per_step * config.train.epochs
+
+
+def most_lag(config: Config) -> int:
+    """``sampling.max_version_lag``, or its default."""
+    limit = config.sampling.max_version_lag
+    return STEPS_OF_LAG * updates_of_a_step(config) if limit is None else limit
+
+
+def round_size(missing: int, oversampling: float) -> int:
+    """New prompts of a round in which so many groups are missing; 1.1 is eleven tenths, whatever the float is."""
+    return ceil(missing * Fraction(str(oversampling)))
+
+
+class Acceptance:
+    """Counts a step's groups; the same on every rank.
+
+    Args:
+        config: ``sampling.*`` and ``train.prompts_per_step``.
+        accepted: Numbers of groups that wait since an earlier step.
+        unfinished: Numbers of groups that are to be continued.
+        due: Those of them that cannot wait any longer.
+
+    Attributes:
+        rounds: With new prompts, so far.
+        unfinished: As given, by now.
+        verdicts: All, in order.
+    """
+
+    def __init__(self, config: Config, accepted: Iterable[int] = (), unfinished: Iterable[int] = (), due: Iterable[int] = ()) -> None:
+        self._wanted, self._sampling = config.train.prompts_per_step, config.sampling
+        self._accepted, self.unfinished, self._due = set(accepted), set(unfinished), set(due)
+        self.rounds = 0
+        self.verdicts: list[Verdict] = []
+
+    def new_prompts(self) -> int:
+        """How many the next round begins with; 0: it has none."""
+        missing = self._wanted - len(self._accepted) - len(self.unfinished)
+        if missing <= 0 or self.rounds == self._sampling.max_rounds:
+            return 0
+        self.rounds += 1
+        return round_size(missing, self._sampling.oversampling)
+
+    def continues(self) -> bool:
+        """Whether unfinished groups go on in this step."""
+        return bool(self.unfinished) and (len(self._accepted) < self._wanted or bool(self.unfinished & self._due))
+
+    def record(self, verdicts: Iterable[Verdict]) -> None:
+        """Takes what became of a round's groups, in whatever order."""
+        for verdict in sorted(verdicts):
+            self.verdicts.append(verdict)
+            self.unfinished.discard(verdict.number)
+            if verdict.outcome == ACCEPTED:
+                self._accepted.add(verdict.number)
+            elif verdict.outcome == UNFINISHED:
+                self.unfinished.add(verdict.number)
+
+    def taken(self) -> list[int]:
+        """The groups of the step, in order; fewer than wanted: there are no more."""
+        return sorted(self._accepted)[: self._wanted]
+
+    def surplus(self) -> list[int]:
+        """Accepted groups that the next step begins with, in order."""
+        return sorted(self._accepted)[self._wanted :]

@@ -1,0 +1,273 @@
+"""Samples the groups of a step in rounds until there is enough to train on (``sampling.*``); every rank runs it.
+
+All engines take an equal part in each round, whoever's groups were dropped in the one before. Ranks that have nothing to do wait on the
+job's store, in no collective of the accelerators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import fmean
+
+from rlbatch.api import Prompt, RewardError, RolloutError, SampleGroup
+from rlbatch.collectives import all_gather_bytes, gathered
+from rlbatch.metrics.phases import PhaseClock
+from rlbatch.pipeline import step_metrics
+from rlbatch.pipeline.acceptance import ACCEPTED, UNFINISHED, Acceptance, Verdict, most_lag, updates_of_a_step
+from rlbatch.pipeline.continuing import unfinished
+from rlbatch.pipeline.exchange import Batch
+from rlbatch.pipeline.generation import complete
+from rlbatch.pipeline.group_filters import refused_by
+from rlbatch.pipeline.job import Job
+from rlbatch.pipeline.score import score
+from rlbatch.pipeline.waiting import Candidate, pack_candidates, unpack_candidates
+
+PATIENCE = 100
+"""Prompts that a round draws in vain for each one that the step has, before it does with fewer."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The groups of a step.
+
+    Attributes:
+        prompts: Of all of them, in order.
+        groups: Those that this rank hands over; each is one rank's.
+        positions: Their places in the step.
+        metrics: ``sampling/``, the same on every rank; empty where nothing is filtered or carried over.
+    """
+
+    prompts: list[Prompt]
+    groups: list[SampleGroup]
+    positions: list[int]
+    metrics: Mapping[str, float]
+
+
+def take_groups(job: Job, clock: PhaseClock, step: int) -> Taken | None:
+    """Samples, scores and filters, and lets the engines sleep; a collective.
+
+    Returns:
+        The step's groups. None, on every rank: the job has to stop, and nothing was changed but the place in the prompts.
+
+    Raises:
+        RewardError: too few groups, with ``sampling.on_shortage=stop``.
+    """
+    taking = _Taking(job, clock, step)
+    is_whole = taking.run()
+    with clock.phase("rollout"):
+        job.rollout.sleep()  # also before the job ends: what the trainer moved away comes back then, and may be saved
+    return taking.finish() if is_whole else None
+
+
+class _Taking:
+    """One step's rounds, on this rank."""
+
+    def __init__(self, job: Job, clock: PhaseClock, step: int) -> None:
+        self._job, self._clock, self._step = job, clock, step
+        self._version, waiting = job.rollout.version, job.waiting
+        # Fully masked, what waited would teach nothing.
+        most = 0 if job.config.sampling.old_tokens == "mask" else most_lag(job.config)
+        self._carried = {each.number: each for each in waiting.accepted if self._lag(each) <= most}
+        self._unfinished = {each.number: each for each in waiting.unfinished if self._lag(each) <= most_lag(job.config)}
+        self._stale = len(waiting.accepted) + len(waiting.unfinished) - len(self._carried) - len(self._unfinished)
+        due = [
+            number for number, each in self._unfinished.items() if self._lag(each) + updates_of_a_step(job.config) > most_lag(job.config)
+        ]
+        self._rule = Acceptance(job.config, self._carried, self._unfinished, due)
+        self._is_on = is_on(job)
+        self._own: dict[int, SampleGroup] = {}
+        waits = [*self._carried.values(), *self._unfinished.values()]
+        self._prompts, self._positions = {each.number: each.group.prompt for each in waits}, {each.number: each.position for each in waits}
+        self._drawn = self._before = waiting.drawn
+
+    def _lag(self, candidate: Candidate) -> int:
+        return self._version - candidate.oldest_version if min(self._version, candidate.oldest_version) >= 0 else 0
+
+    def run(self) -> bool:
+        """Rounds until there is enough, or no more; returns whether the job goes on."""
+        job, new = self._job, self._draw()
+        while True:
+            goes_on = bool(new) or self._rule.continues()
+            work = [*(sorted(self._unfinished) if goes_on else ()), *new]
+            mine = [work[place] for place in job.rollout.share(len(work))]
+            groups = complete(job, self._clock, [self._prompts[number] for number in mine], self._sampler(mine), self._score)
+            if groups is None:
+                return False
+            with self._clock.phase("exchange"):
+                self._rule.record(self._judged(mine, groups, work))
+            new = self._draw()
+            if not new and not self._rule.continues():
+                return True
+
+    def _draw(self) -> list[int]:
+        """Numbers of a round's new prompts; fewer than it needs where there are no others: no prompt is in a step, or waits, twice."""
+        job, seen = self._job, set(self._positions.values())
+        count = min(self._rule.new_prompts(), len(job.prompts) - len(seen))
+        found: list[int] = []
+        for _ in range(count + PATIENCE * (1 + len(seen))):  # an epoch may end between two rounds, and some prompts may never be drawn
+            if len(found) == count:
+                break
+            found += [position for position in job.order.take(1 if seen else count) if position not in seen]
+            seen.update(found)
+        numbers = list(range(self._drawn, self._drawn + len(found)))
+        self._positions |= dict(zip(numbers, found, strict=True))
+        self._prompts |= {number: job.prompts[position] for number, position in self._positions.items() if number >= self._drawn}
+        self._drawn += len(found)
+        return numbers
+
+    def _sampler(self, mine: Sequence[int]) -> Callable[[Sequence[Prompt]], list[SampleGroup]]:
+        rollout, step = self._job.rollout, self._step
+        if not self._job.config.sampling.partial_tokens and not self._unfinished:
+            return partial(rollout.generate, step=step)
+        begun = {self._prompts[number].prompt_id: self._candidate(number) for number in mine}
+        return lambda prompts: rollout.extend([begun[prompt.prompt_id] for prompt in prompts], step)
+
+    def _candidate(self, number: int) -> Candidate:
+        return self._unfinished.get(number) or Candidate(number, self._positions[number], SampleGroup(self._prompts[number], []))
+
+    def _score(self, groups: list[SampleGroup]) -> None:
+        score([group for group in groups if self._is_finished(group)], self._job.rewards, self._job.config.reward.name)
+
+    def _is_finished(self, group: SampleGroup) -> bool:
+        config = self._job.config
+        return not unfinished(group, config.algorithm.group_size, config.rollout.max_response_tokens)
+
+    def _judged(self, mine: Sequence[int], groups: Sequence[SampleGroup], work: Sequence[int]) -> Iterable[Verdict]:
+        """What became of a round's groups, of all ranks; those that are not finished go to all."""
+        if not self._is_on:
+            self._own = dict(zip(mine, groups, strict=True))
+            return [Verdict(number, ACCEPTED, 0, 0.0) for number in work]
+        own, kept = [], []
+        for number, group in zip(mine, groups, strict=True):
+            before = self._candidate(number).response_tokens
+            if self._is_finished(group):
+                own.append(judged(self._job, number, group, before))
+                if own[-1].outcome == ACCEPTED:
+                    self._own[number] = group
+            else:
+                kept.append(Candidate(number, self._positions[number], group))
+                own.append(Verdict(number, UNFINISHED, kept[-1].response_tokens - before, 0.0))
+        verdicts = [Verdict(*said) for part in gathered(own) for said in part]
+        self._unfinished = {}
+        if any(verdict.outcome == UNFINISHED for verdict in verdicts):
+            self._unfinished = self._of_all(kept)
+        return verdicts
+
+    def _of_all(self, own: Sequence[Candidate]) -> dict[int, Candidate]:
+        """Groups of all ranks on every rank, in order."""
+        parts = all_gather_bytes(pack_candidates(own))
+        found = {each.number: each for part in parts for each in unpack_candidates(part, self._job.prompts)}
+        return {number: found[number] for number in sorted(found)}
+
+    def finish(self) -> Taken:
+        """Decides, and lets the others wait."""
+        job, rule = self._job, self._rule
+        taken, surplus = rule.taken(), rule.surplus()
+        if len(taken) < job.config.train.prompts_per_step and job.config.sampling.on_shortage != "train":
+            if job.config.sampling.on_shortage == "stop":
+                raise RewardError(self._shortage(len(taken)))
+            taken, surplus = [], taken
+        rank, size = job.rank, job.config.layout.world_size
+        here = {number: candidate.group for place, (number, candidate) in enumerate(self._carried.items()) if place % size == rank}
+        here |= self._own
+        waits = [number for number in surplus if number not in self._carried]
+        if waits:
+            with self._clock.phase("exchange"):
+                self._carried |= self._of_all(
+                    [Candidate(number, self._positions[number], self._own[number]) for number in waits if number in self._own]
+                )
+        waiting = job.waiting
+        waiting.drawn, waiting.accepted = self._drawn, tuple(self._carried[number] for number in surplus)
+        waiting.unfinished = tuple(self._unfinished.values())
+        waiting.generated += sum(verdict.tokens for verdict in rule.verdicts)
+        positions = [place for place, number in enumerate(taken) if number in here]
+        return Taken(
+            [self._prompts[number] for number in taken],
+            [here[taken[place]] for place in positions],
+            positions,
+            self._metrics(taken) if self._is_on else {},
+        )
+
+    def _shortage(self, found: int) -> str:
+        config, verdicts = self._job.config, self._rule.verdicts
+        right, wrong = equal_groups(verdicts)
+        dropped = sum(verdict.outcome not in (ACCEPTED, UNFINISHED) for verdict in verdicts)
+        return (
+            f"sampling.on_shortage=stop: step {self._step} has {found} of {config.train.prompts_per_step} groups after "
+            f"{self._rule.rounds} rounds: of {self._drawn - self._before} new prompts {right} were all right, {wrong} all wrong, {dropped} "
+            "were dropped. Take prompts that are sometimes solved, raise sampling.max_rounds or sampling.oversampling, or use "
+            "sampling.on_shortage=train."
+        )
+
+    def _metrics(self, taken: Sequence[int]) -> dict[str, float]:
+        verdicts, waiting = self._rule.verdicts, self._job.waiting
+        accepted = [verdict for verdict in verdicts if verdict.outcome == ACCEPTED]
+        dropped = [verdict for verdict in verdicts if verdict.outcome not in (ACCEPTED, UNFINISHED)]
+        right, wrong = equal_groups(verdicts)
+        metrics: dict[str, float] = {
+            "sampling/sampled": len(accepted) + len(dropped),
+            "sampling/accepted": len(accepted),
+            "sampling/rounds": self._rule.rounds,
+            "sampling/all_right": right,
+            "sampling/all_wrong": wrong,
+            "sampling/carried": len(waiting.accepted),
+            "sampling/unfinished": len(waiting.unfinished),
+            "sampling/stale": self._stale,
+            "sampling/skipped_steps": not taken,
+        }
+        metrics |= {f"sampling/dropped_by_{name}": sum(v.outcome == name for v in dropped) for name in self._job.filters}
+        for name, some in (("accepted", accepted), ("dropped", dropped)):
+            metrics |= {f"sampling/{name}_length": fmean(verdict.length for verdict in some)} if some else {}
+        return {tag: float(value) for tag, value in metrics.items()}
+
+
+def is_on(job: Job) -> bool:
+    """Whether a step's groups may be others than those of its first prompts."""
+    sampling, waiting = job.config.sampling, job.waiting
+    return bool(job.filters) or sampling.oversampling > 1 or sampling.partial_tokens > 0 or bool(waiting.accepted or waiting.unfinished)
+
+
+def judged(job: Job, number: int, group: SampleGroup, before: int) -> Verdict:
+    """What becomes of a scored group that this rank sampled, and that had so many tokens before the round."""
+    lengths = [sample.response_length for sample in group.samples]
+    equal = group.rewards[0] if len(set(group.rewards)) == 1 else None
+    return Verdict(number, refused_by(group, job.filters) or ACCEPTED, sum(lengths) - before, fmean(lengths), equal)
+
+
+def equal_groups(verdicts: Iterable[Verdict]) -> tuple[int, int]:
+    """How many groups have the same reward for all samples: above 0, and not."""
+    equal = [verdict.equal for verdict in verdicts if verdict.equal is not None]
+    return sum(reward > 0 for reward in equal), sum(reward <= 0 for reward in equal)
+
+
+def count_trained(job: Job, batch: Batch) -> dict[str, float]:
+    """Counts the tokens that this step's updates use.
+
+    Args:
+        job: Its ``waiting`` keeps the sum.
+        batch: As it is trained.
+
+    Raises:
+        RolloutError: one of them is too old, which cannot be.
+    """
+    limit = most_lag(job.config)
+    if batch.most_lag > limit:
+        raise RolloutError(
+            f"sampling.max_version_lag={limit}: a token is {batch.most_lag} policy versions old. This is a fault of rlbatch: report it."
+        )
+    waiting = job.waiting
+    waiting.trained += int(batch.response_lengths.sum()) if batch.num_groups else 0
+    share = {"sampling/trained_share": waiting.trained / waiting.generated} if waiting.generated else {}
+    return share | ({"sampling/lag_max": float(batch.most_lag)} if batch.num_groups else {})
+
+
+def without_update(job: Job, step: int, clock: PhaseClock, taken: Taken) -> dict[str, float]:
+    """Metrics of a step for which no group was accepted, or too few."""
+    job.trainer.next_learning_rate()
+    found, least = int(taken.metrics["sampling/carried"]), job.config.train.prompts_per_step
+    waits = f"{found} of {least} groups were accepted, which wait" if found else "no group was accepted"
+    job.health.announce(f"step {step}: {waits}: no update")
+    job.stopping.step_done()
+    return {**taken.metrics, **step_metrics.generation(job), **clock.tags(), "time/step_s": clock.total(), **step_metrics.memory(clock)}
