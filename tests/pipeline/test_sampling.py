@@ -110,7 +110,9 @@ def test_a_filter_that_drops_everything_ends_no_run(run_dir: Path, rank_pool) ->
 def test_a_shortage_may_skip_the_step_or_end_the_run(run_dir: Path, rank_pool) -> None:
     """skip keeps the accepted groups for the next step; stop says how many prompts were all right and all wrong."""
     short = ("sampling.max_rounds=1", "train.updates_per_step=1")
-    ranks = rank_pool(2).run(sampling_cases.filtered, small_config("ep2", *short, "sampling.on_shortage=skip"), str(run_dir), even, 4)
+    ranks = rank_pool(2).run(
+        sampling_cases.filtered, small_config("ep2", *short, "sampling.on_shortage=skip", "sampling.oversampling=2"), str(run_dir), even, 4
+    )
     steps, _, version = ranks[0]
     [skipped], [carried] = (sampling_cases.numbers_of([steps], name) for name in ("skipped_steps", "carried"))
     assert skipped[0] == 1
