@@ -74,7 +74,8 @@ def _summary(config: Config, registry: Registry, run_dir: Path, parameters: floa
     yield f"Job         {job_name(config)}, launcher={config.launcher}{f', cluster {cluster.name}' if cluster.name else ''}"
     size = f", {parameters / 1e9:.4g} billion parameters" if parameters else ""
     yield f"Model       {config.model.hf}{size}, {config.train.precision}"
-    yield f"Prompts     {config.data.train}{f'; held-out {config.data.eval}' if config.data.eval else ''}"
+    trained = ", ".join(f"{name} {show_value(one.path)}" for name, one in config.data.sets.items()) or show_value(config.data.train)
+    yield f"Prompts     {trained}{f'; held-out {show_value(config.data.eval)}' if config.data.eval else ''}"
     yield f"Run folder  {run_dir} ({'goes on' if run_dir.exists() else 'new'})"
     spread = f" = {_nodes(where.nodes)} x {where.ranks_per_node}" if where else " on the hosts below"
     yield f"Ranks       {config.layout.world_size}{spread}{_hardware(config)}"

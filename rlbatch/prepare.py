@@ -27,6 +27,7 @@ from rlbatch.launch.starters.container import RUN_FOLDER, check_container
 from rlbatch.launch.starters.hostfile import Host
 from rlbatch.launch.starters.mpirun import read_hosts
 from rlbatch.pipeline.model_folder import check_model_folder
+from rlbatch.pipeline.prompt_sets import PromptSet, files_of, training_sets
 from rlbatch.pipeline.weights_check import check_first_weights, check_resumed
 from rlbatch.plan.engine_memory import MemoryInputs, memory_inputs
 from rlbatch.plan.engine_plan import EnginePlan
@@ -55,7 +56,7 @@ def prepared_run(config: Config, registry: Registry) -> Iterator[tuple[Config, P
     """
     with taken_run_dir(config) as run_dir:
         config = dataclasses.replace(config, run_dir=str(run_dir))
-        _write_embedded(config, run_dir)
+        write_embedded(config, run_dir)
         check_all(config, registry, run_dir)
         save_config(config, run_dir / CONFIG_FILE)
         yield config, run_dir
@@ -73,7 +74,7 @@ def find_problems(config: Config, registry: Registry) -> tuple[list[RlbatchError
             check_run_dir(run_dir_path(config), config)
         except RlbatchError as error:
             problems.append(error)
-        _write_embedded(config, Path(scratch))
+        write_embedded(config, Path(scratch))
         for check in CHECKS:
             try:
                 check(config, registry, Path(scratch))
@@ -122,7 +123,8 @@ def on_gpu(config: Config) -> bool:
     return visible_gpus() > 0 if config.launcher == "local" else bool(config.cluster.gres)
 
 
-def _write_embedded(config: Config, run_dir: Path) -> None:
+def write_embedded(config: Config, run_dir: Path) -> None:
+    """Makes the embedded task, if the job uses it."""
     if EMBEDDED in (config.model.hf, config.data.train, config.data.eval):
         from rlbatch.pipeline.embedded import write_embedded_task
 
@@ -329,23 +331,30 @@ def _family_with_tokenizer(config: Config, registry: Registry, run_dir: Path) ->
 def _check_prompts(config: Config, registry: Registry, run_dir: Path) -> None:
     from rlbatch.pipeline.prompt_check import check_count, check_rows, check_tokens
 
-    check_variable("data.train", config.data.train)  # before what is wrong with the reward
+    trained, data = training_sets(config, run_dir), config.data
+    for one in trained:
+        _check_paths_of(one)  # before what is wrong with the reward
     if not config.reward.name:
         known = ", ".join(sorted(registry.rewards))
         raise ConfigError(f"reward=: must be named for a model of your own. Known: {known}; others with plugins=[<file>.py] reward=<name>.")
     family = _family_with_tokenizer(config, registry, run_dir)
-    for name, source in (("train", config.data.train), ("eval", config.data.eval)):
-        if not source:
-            continue
-        check_variable(f"data.{name}", source)
-        if source == EMBEDDED and config.model.hf != EMBEDDED:
-            raise ConfigError(f"data.{name}={EMBEDDED}: its prompts are for model.hf={EMBEDDED}. Give data.{name}=<jsonl file>.")
-        path = run_dir / EMBEDDED / f"{name}.jsonl" if source == EMBEDDED else Path(source)
-        rows = check_rows(config, registry, path)
-        if name == "train":
-            check_count(config, rows)
-        if family is not None and (source, config.model.hf) != (EMBEDDED, EMBEDDED):
-            check_tokens(config, family, model_folder(config, run_dir), path, rows)
+    held_out = [PromptSet("data.eval", "", data.eval, files_of(data.eval, run_dir, "eval"), data)] if data.eval else []
+    counted = []
+    for one in [*trained, *held_out]:
+        _check_paths_of(one)
+        if one.source == EMBEDDED and config.model.hf != EMBEDDED:
+            raise ConfigError(f"{one.key}={EMBEDDED}: its prompts are for model.hf={EMBEDDED}. Give {one.key}=<file>.")
+        rows = check_rows(config, registry, one)
+        counted += [rows] if one in trained else []
+        if len(counted) == len(trained):
+            check_count(config, trained, counted)
+        if family is not None and (one.source, config.model.hf) != (EMBEDDED, EMBEDDED):
+            check_tokens(config, family, model_folder(config, run_dir), one, rows)
+
+
+def _check_paths_of(one: PromptSet) -> None:
+    for path in one.paths:
+        check_variable(one.key, str(path))
 
 
 CHECKS = (_check_model, _check_rollout, _check_memory, _check_builds, _check_paths, _check_container, _check_prompts, _check_machine)

@@ -43,7 +43,8 @@ Examples:
 The run folder is runs/<date>-<time> (or run_dir): config.yaml, TensorBoard events, samples/, summary.json, logs/, checkpoints/.
 Exit codes: 0 done (launcher=slurm: submitted, or with follow=true the job's own), 1 a rank failed, 2 refused before anything started,
 75 asked to stop: saved, to go on later, 130 Ctrl-C, 129, 138, 140, 143 a signal before there was anything to save.
-See also: python -m rlbatch.jobs (batch jobs), python -m rlbatch.plugins (plugins and their options), python -m rlbatch.convert --help.
+See also: python -m rlbatch.data (what a job would train on), python -m rlbatch.jobs (batch jobs),
+python -m rlbatch.plugins (plugins and their options), python -m rlbatch.convert --help.
 """
 
 

@@ -101,6 +101,7 @@ def test_a_good_run_leaves_its_folder(good: Ended) -> None:
     assert {path.name for path in good.run_dir.iterdir()} == {
         "checkpoints",
         "config.yaml",
+        "data",
         "embedded",
         "engines",
         "groups",

@@ -15,7 +15,7 @@ import pytest
 import rlbatch.jobs
 import rlbatch.start
 import rlbatch.submit
-from rlbatch.checkpoint.identity import identity
+from rlbatch.checkpoint.identity import identity, prompts_identity
 from rlbatch.config.compose import compose, load_config
 from rlbatch.config.hf_config import read_config
 from rlbatch.launch.records.ownership import RUN_ID_FILE, read_run_id, run_folder_lock
@@ -204,7 +204,7 @@ def test_checkpoints_are_looked_at_before_the_start(folder: Path, tmp_path: Path
     from tests.checkpoint.test_run_folder import save
 
     write_embedded_task(tmp_path / "task", 0)
-    model = identity(compose(MINE), read_config(tmp_path / "task/model"), [])
+    model = identity(compose(MINE), read_config(tmp_path / "task/model"), prompts_identity([]))
     root = tmp_path / "saves"
     save(root, 3, "other", **model)
     into = [*MINE, f"checkpoint.save={root}", "train.steps=5"]

@@ -25,25 +25,30 @@ LONGEST_VALUE = 40
 """Characters of a value that a message shows."""
 
 
-def identity(config: Config, hf_config: Mapping[str, Any], prompts: Iterable[Prompt]) -> dict[str, Any]:
+def identity(config: Config, hf_config: Mapping[str, Any], prompts: Mapping[str, Any]) -> dict[str, Any]:
     """Plain values to store with a checkpoint.
 
     Args:
         config: The job's.
         hf_config: The model's config.json.
-        prompts: Training prompts, in file order.
+        prompts: What tells the training prompts from others.
+    """
+    values = {"model": model_identity(hf_config), "data.train": prompts, "config": asdict(config)}
+    plain: dict[str, Any] = json.loads(json.dumps(values))
+    return plain
+
+
+def prompts_identity(prompts: Iterable[Prompt]) -> dict[str, Any]:
+    """What tells prompts from others, one by one.
+
+    Args:
+        prompts: In file order.
     """
     rows, digest = 0, hashlib.sha256()
     for rows, prompt in enumerate(prompts, 1):  # noqa: B007 (the count is used)
         row = [prompt.text, prompt.label, prompt.reward_name, dict(prompt.metadata)]
         digest.update(json.dumps(row, sort_keys=True, default=str).encode())
-    values = {
-        "model": model_identity(hf_config),
-        "data.train": {"prompts": rows, "sha256": digest.hexdigest()},
-        "config": asdict(config),
-    }
-    plain: dict[str, Any] = json.loads(json.dumps(values))
-    return plain
+    return {"prompts": rows, "sha256": digest.hexdigest()}
 
 
 def model_identity(hf_config: Mapping[str, Any]) -> dict[str, Any]:

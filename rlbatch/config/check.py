@@ -8,6 +8,7 @@ from typing import Any
 from rlbatch.api import ConfigError, RolloutSpec
 from rlbatch.config.check_cluster import check_cluster
 from rlbatch.config.check_correction import check_correction
+from rlbatch.config.check_data import check_data
 from rlbatch.config.check_sampling import check_sampling
 from rlbatch.config.schema import AlgorithmConfig, CheckpointConfig, Config, LayoutConfig, OptimizerConfig, RolloutConfig, TrainConfig
 from rlbatch.config.structured import closest
@@ -56,7 +57,8 @@ def check_config(config: Config) -> None:
     _check_rollout(config.rollout)
     _check_checkpoint(config.checkpoint)
     check_cluster(config.cluster)
-    for key, value in (("model.hf", config.model.hf), ("data.train", config.data.train)):
+    check_data(config.data)
+    for key, value in (("model.hf", config.model.hf), ("data.train", config.data.train or config.data.sets)):
         if not value:
             raise ConfigError(f"{key}=: must not be empty. Give a path, or `embedded`.")
 

@@ -5,6 +5,7 @@ Only the login node composes; ranks read the resolved config.yaml.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -12,6 +13,7 @@ from typing import Any, cast
 from rlbatch.api import ConfigError
 from rlbatch.config.check import check_config
 from rlbatch.config.choices import complete_choices
+from rlbatch.config.data_files import with_files
 from rlbatch.config.overrides import PLUGIN_GROUPS, parse_arguments, text_value
 from rlbatch.config.paths import with_absolute_paths
 from rlbatch.config.schema import Config
@@ -57,7 +59,7 @@ def compose(overrides: Sequence[str], text_options: Collection[str] = ()) -> Con
             ConfigStore.instance().store(name, {"name": name}, group)
     config = with_absolute_paths(from_mapping(Config, tree(complete_choices(asked.choices, asked.lines, tree))))
     check_config(config)
-    return config
+    return dataclasses.replace(config, data=with_files(config.data))
 
 
 def load_config(path: Path | str) -> Config:

@@ -12,8 +12,9 @@ import stat
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, Protocol, cast
 
 from rlbatch.api import DataError
 
@@ -129,7 +130,7 @@ def parse_json(text: str, path: str, fix: str, *, line: int = 1, pairs: PairsHoo
         DataError: it is not JSON, too deep, or has a number of thousands of digits.
     """
     try:
-        value = json.loads(text, object_pairs_hook=pairs)
+        value = _decoder(cast(Any, pairs)).decode(text)
     except json.JSONDecodeError as error:
         place = f"{path}:{line + error.lineno - 1}"
         raise DataError(f"{place}: not JSON ({error.msg} at column {error.colno}). {fix}") from None
@@ -137,9 +138,15 @@ def parse_json(text: str, path: str, fix: str, *, line: int = 1, pairs: PairsHoo
         raise DataError(f"{path}:{line}: must not have lists and objects more than {MAX_DEPTH} deep. {fix}") from None
     except ValueError as error:  # a number of thousands of digits
         raise DataError(f"{path}:{line}: cannot be read ({error}). {fix}") from None
-    if _is_deep(value):
+    if text.count("[") + text.count("{") > MAX_DEPTH and _is_deep(value):
         raise DataError(f"{path}:{line}: must not have lists and objects more than {MAX_DEPTH} deep. {fix}")
     return value
+
+
+@cache
+def _decoder(pairs: Any) -> json.JSONDecoder:
+    """Making one takes as long as reading a short line."""
+    return json.JSONDecoder(object_pairs_hook=pairs)
 
 
 def _is_deep(value: Any) -> bool:

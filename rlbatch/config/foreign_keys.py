@@ -25,20 +25,22 @@ _NODES = "Follows from `layout.world_size` and `cluster.gpus_per_node`."
 _REWARD = "A file with a hook, `plugins=[my_reward.py]`, and `reward=<its name>`: docs/use/reward.md."
 _LOGS = "TensorBoard events, samples and a summary are always in the run folder."
 _FULL = "`full`, with `layout.recompute_method=uniform layout.recompute_num_layers=1`."
-_LONG = "A prompt that is too long is refused, with its line: nothing is cut or left out."
+_LONG = "`drop` or `refuse`: a prompt that is too long is left out, or refuses the job; none is cut."
 _ENGINE = "Times the data-parallel size of the engine."
 _REF, _CRITIC = "The reference model has the policy's layout.", "There is no critic."
 _OLD = "A name of older versions."
 VERL: Mapping[str, Ours] = {
-    "data.train_files": Ours("data.train", "One jsonl file; parquet must be converted."),
-    "data.val_files": Ours("data.eval", "One jsonl file."),
+    "data.train_files": Ours("data.train", "As it is: its rows are known (data.format=verl)."),
+    "data.val_files": Ours("data.eval", "As data.train."),
     "data.train_batch_size": Ours("train.prompts_per_step"),
-    "data.max_prompt_length": Ours("data.max_prompt_tokens", "A longer prompt is refused, not cut."),
+    "data.max_prompt_length": Ours("data.max_prompt_tokens", "A longer prompt is left out or refused, never cut."),
     "data.max_response_length": Ours("rollout.max_response_tokens"),
-    "data.filter_overlong_prompts": Ours("none", _LONG),
-    "data.truncation": Ours("none", _LONG),
+    "data.filter_overlong_prompts": Ours("data.too_long", _LONG),
+    "data.truncation": Ours("data.too_long", _LONG),
     "data.shuffle": Ours("none", "Always: each epoch in another order, which `seed` determines."),
-    "data.reward_fn_key": Ours("none", "A row may name its reward in a field `reward`; all fields are in `sample.prompt.metadata`."),
+    "data.reward_fn_key": Ours(
+        "none", "A row may name its reward in a column, data.reward_key; all columns are in `sample.prompt.metadata`."
+    ),
     "actor_rollout_ref.model.path": Ours("model.hf"),
     "actor_rollout_ref.model.use_remove_padding": Ours("none", _PACKS),
     "actor_rollout_ref.model.enable_gradient_checkpointing": Ours("layout.recompute_granularity", _FULL),
@@ -158,8 +160,8 @@ SLIME: Mapping[str, Ours] = {
     "--adam-beta2": Ours("optimizer.beta2"),
     "--clip-grad": Ours("optimizer.clip_grad"),
     "--num-epoch": Ours("train.steps", "Epochs x prompts / `train.prompts_per_step`."),
-    "--eval-prompt-data": Ours("data.eval", "One jsonl file, without a name before it."),
-    "--apply-chat-template": Ours("none", "A prompt that is a list of messages goes through the template, a text does not."),
+    "--eval-prompt-data": Ours("data.eval", "Without a name before it."),
+    "--apply-chat-template": Ours("data.text_as_user", "Messages go through the template always; with this, texts do too."),
     "--rollout-shuffle": Ours("none", "Always: each epoch in another order, which `seed` determines."),
     "--balance-data": Ours("none", "Samples are always balanced over data-parallel ranks."),
     "--colocate": Ours("none", "Engines share the ranks' GPUs, unless `rollout.options.separate_gpus` says otherwise."),
@@ -201,7 +203,7 @@ SLIME: Mapping[str, Ours] = {
 }
 OPENRLHF: Mapping[str, Ours] = {
     "--actor.model_name_or_path": Ours("model.hf"),
-    "--data.prompt_dataset": Ours("data.train", "A jsonl file."),
+    "--data.prompt_dataset": Ours("data.train"),
     "--data.input_key": Ours("data.prompt_key"),
     "--data.label_key": Ours("data.label_key"),
     "--rollout.batch_size": Ours("train.prompts_per_step"),
@@ -221,7 +223,7 @@ OPENRLHF: Mapping[str, Ours] = {
     "--vllm.tensor_parallel_size": Ours("rollout.options.gpus_per_engine"),
     "--vllm.gpu_memory_utilization": Ours("rollout.engine.gpu_memory_utilization"),
     "--pretrain": Ours("model.hf", _OLD),
-    "--prompt_data": Ours("data.train", f"A jsonl file. {_OLD}"),
+    "--prompt_data": Ours("data.train", _OLD),
     "--rollout_batch_size": Ours("train.prompts_per_step", _OLD),
     "--n_samples_per_prompt": Ours("algorithm.group_size", _OLD),
     "--generate_max_len": Ours("rollout.max_response_tokens", _OLD),

@@ -28,7 +28,9 @@ PLUGIN_GROUPS = ("rollout", "reward", "offload")
 
 _FILTER_OPTIONS = "sampling.filter_options."
 _OPTIONS = (*(f"{group}.options." for group in PLUGIN_GROUPS), "algorithm.advantage_options.", "algorithm.loss_options.", _FILTER_OPTIONS)
-_ANY_KEY = ("cluster.environment.", "rollout.engine.", "train.allocator.", *_OPTIONS)
+_SETS = ("data.sets.",)
+"""Groups of keys below any name."""
+_ANY_KEY = ("cluster.environment.", "rollout.engine.", "train.allocator.", "data.template_options.", *_SETS, *_OPTIONS)
 """Mappings: what begins so is a key."""
 _LITERAL = re.compile(
     r"""("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|(?<![^\[{,:\s])([-+]?[0-9.][-+\w.]*|true|false|null|nan|inf)(?=\s*[,\]}])""", re.IGNORECASE
@@ -70,7 +72,7 @@ def parse_arguments(texts: Sequence[str], groups: Mapping[str, Sequence[str]], t
             found.choices[key] = _choice(key, value, groups[key])
         elif equals and (is_text(key) or _is_any_of(key, text_options)) and not name.startswith("~"):
             found.lines.append(_text_line(key, value))
-        elif equals and key.startswith(_OPTIONS) and not _is_value(text):
+        elif equals and key.startswith((*_SETS, *_OPTIONS)) and not _is_value(text):
             found.lines.append(f"++{key}={quoted(value.strip())}")  # what no grammar knows can only be text
         else:
             found.lines.append(_line(text, keys, groups))

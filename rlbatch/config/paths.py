@@ -54,6 +54,8 @@ def with_absolute_paths(value: T) -> T:
         rule = _rule(hints[field.name])
         if dataclasses.is_dataclass(item):
             changed[field.name] = with_absolute_paths(item)
+        elif _is_group(item):
+            changed[field.name] = {name: with_absolute_paths(part) for name, part in item.items()}
         elif rule and isinstance(item, str):
             changed[field.name] = absolute(item, rule)
         elif rule and isinstance(item, (list, tuple)):
@@ -68,6 +70,9 @@ def paths_of(value: Any, prefix: str = "") -> Iterator[tuple[str, str, PathRule]
         item, rule = getattr(value, field.name), _rule(hints[field.name])
         if dataclasses.is_dataclass(item):
             yield from paths_of(item, f"{prefix}{field.name}.")
+        elif _is_group(item):
+            for name, part in item.items():
+                yield from paths_of(part, f"{prefix}{field.name}.{name}.")
         elif rule and item is not None:
             for text in [item] if isinstance(item, str) else item:
                 if text and text not in rule.words and text.endswith(rule.suffix):
@@ -116,6 +121,11 @@ def check_variable(key: str, text: str) -> None:
         )
     if found:
         raise ConfigError(f"{key}={text}: the environment variable {found[1]} is not set. Set it, or give {key}=<path>.")
+
+
+def _is_group(value: Any) -> bool:
+    """Whether it is a mapping from names to dataclasses."""
+    return isinstance(value, Mapping) and any(dataclasses.is_dataclass(part) for part in value.values())
 
 
 def _rule(hint: Any) -> PathRule | None:

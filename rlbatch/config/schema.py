@@ -246,6 +246,28 @@ class CorrectionConfig:
     denominator: Literal["all", "kept"] = key("all", "Mean of the policy loss over what was there before rejection, or over what is kept.")
 
 
+RowFormat = Literal["auto", "plain", "verl", "slime", "openrlhf"]
+"""Whose columns rows have."""
+
+
+@dataclass(frozen=True)
+class DataSetConfig:
+    """``data.sets.<name>.*``: one of several training sets. What is null is as ``data.*`` says."""
+
+    path: SourcePath | tuple[SourcePath, ...] = key("", "As data.train.")
+    weight: Annotated[float, Range(above=0, most=1e9)] | None = key(
+        None, "Its share of the prompts, relative to the other sets' weights; null, of all sets: its number of rows."
+    )
+    reward: str = key("", "Reward of its rows that name none; empty: the job's.")
+    format: RowFormat | None = key(None, "As data.format.")
+    prompt_key: str | None = key(None, "As data.prompt_key.")
+    label_key: str | None = key(None, "As data.label_key.")
+    reward_key: str | None = key(None, "As data.reward_key.")
+    text_as_user: bool | None = key(None, "As data.text_as_user.")
+    system_prompt: str | None = key(None, "As data.system_prompt.")
+    template_options: Mapping[str, Any] | None = key(None, "As data.template_options.")
+
+
 @dataclass(frozen=True)
 class SamplingConfig:
     """``sampling.*``: which groups a step trains on. By default those of its first ``train.prompts_per_step`` prompts, whole."""
@@ -276,11 +298,47 @@ class SamplingConfig:
 class DataConfig:
     """``data.*``"""
 
-    train: SourcePath = key(EMBEDDED, "Prompt file (jsonl), one object a line.")
-    eval: SourcePath = key(EMBEDDED, "Held-out prompt file; empty: no evaluation.")
-    prompt_key: str = key("prompt", "Field with the prompt: a string, or a list of {role, content} for the chat template.")
-    label_key: str = key("label", "Field with what the reward compares with.")
+    train: SourcePath | tuple[SourcePath, ...] = key(
+        EMBEDDED,
+        "Training prompts: a file (jsonl, also .gz or .zst, or parquet), a folder of such, a pattern such as 'part-*.parquet', or a list.",
+    )
+    eval: SourcePath | tuple[SourcePath, ...] = key(EMBEDDED, "Held-out prompts, as data.train; empty: no evaluation.")
+    sets: Mapping[str, DataSetConfig] = key(
+        {},
+        "Several training sets, in place of data.train: data.sets.<name>.path=..., and weight, reward, format, *_key, text_as_user, "
+        "system_prompt, template_options of each.",
+    )
+    format: RowFormat = key(
+        "auto",
+        "Columns of prompt and label: plain or slime (prompt, label), verl (prompt, reward_model.ground_truth), openrlhf (input, "
+        "label); auto: the first of these that a row has. slime reads numbers in labels as text.",
+    )
+    prompt_key: str | None = key(
+        None,
+        "Column with the prompt: a string, or a list of {role, content} for the template; dots lead into objects; null: by data.format.",
+    )
+    label_key: str | None = key(None, "Column with what the reward compares with; null: by data.format.")
+    reward_key: str = key("reward", "Column with the name of a row's own reward, which it need not have; empty: none.")
+    metadata_keys: tuple[str, ...] | None = key(
+        None, "Other columns that are read, into sample.prompt.metadata; null: all. Of parquet files no others are read from disk."
+    )
+    text_as_user: bool = key(False, "Put prompts that are strings through the chat template too, as a user's message.")
+    system_prompt: str = key("", "System message before the messages of rows that have none.")
+    template_options: Mapping[str, Any] = key(
+        {}, "Arguments of the chat template by its own names, e.g. data.template_options.enable_thinking=false."
+    )
+    add_special_tokens: bool = key(
+        True, "Of prompts that are strings: with the tokens that the tokenizer adds by itself, e.g. a BOS, which is never doubled."
+    )
+    special_tokens: Literal["keep", "text", "refuse"] = key(
+        "keep",
+        "Where a row's own text spells a special token, e.g. <|im_end|>: it is that token, it is its letters, or the row is refused.",
+    )
     max_prompt_tokens: Count | None = key(None, "Longest prompt; null: the context less rollout.max_response_tokens.")
+    too_long: Literal["drop", "refuse"] = key("drop", "Longer prompts are left out and counted, or the job is refused.")
+    curriculum: str = key(
+        "", "Column by whose values, ascending, each epoch of a set is ordered (equal ones are shuffled); empty: all are shuffled."
+    )
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,9 @@ from rlbatch.pipeline.health import Health
 from rlbatch.pipeline.job import Job
 from rlbatch.pipeline.loading import load_policy, weights_source
 from rlbatch.pipeline.model_folder import end_tokens, load_tokenizer
-from rlbatch.pipeline.prompts import PromptOrder, load_prompts
+from rlbatch.pipeline.prompt_sets import files_of
+from rlbatch.pipeline.prompt_store import open_training
+from rlbatch.pipeline.prompts import load_prompts
 from rlbatch.pipeline.rollout import Rollout
 from rlbatch.pipeline.stopping import Stopping
 from rlbatch.plan.engine_precision import check_device, engine_quantization
@@ -107,7 +109,9 @@ def assemble(
     carried = _carried(config, registry, family, hf_folder, engine_folder)
     backend = registry.build_rollout(config.rollout.name, config.rollout.options, context)
     tokenizer = load_tokenizer(engine_folder, hf_folder)
-    train, held_out = _prompts(config, run_dir, tokenizer, family)
+    tell = announce if info.rank == 0 else lambda told: None
+    train = open_training(config, run_dir, family, tokenizer, registry, tell)
+    held_out = _held_out(config, run_dir, tokenizer, family, tell)
     return Job(
         config=config,
         run_dir=run_dir,
@@ -135,11 +139,12 @@ def assemble(
             sampler=sampler_key(config, backend, engine_folder),
         ),
         offload=offload,
-        rewards=_rewards(config, registry, [*train, *held_out]),
+        rewards=_rewards(config, registry, {*train.rewards, *(prompt.reward_name for prompt in held_out)}),
         estimator=registry.build_advantage(config.algorithm),
         objective=Objective(config.algorithm, registry.build_loss(config.algorithm)),
-        prompts=train,
-        order=PromptOrder(len(train), config.seed),
+        prompts=train.prompts,
+        prompts_identity=train.identity,
+        order=train.order,
         eval_prompts=held_out,
         needs_reference=needs_reference,
         needs_logprobs=registry.advantages[config.algorithm.advantage].value.needs_reference,
@@ -168,19 +173,24 @@ def _model_folder(config: Config, run_dir: Path, rank: int) -> Path:
     return folder
 
 
-def _prompts(config: Config, run_dir: Path, tokenizer: Any, family: ModelFamily) -> tuple[list[Prompt], list[Prompt]]:
-    def load(name: str, source: str) -> list[Prompt]:
-        path = run_dir / EMBEDDED / f"{name}.jsonl" if source == EMBEDDED else Path(source)
-        limits = {"context_tokens": family.max_sequence_length, "max_response_tokens": config.rollout.max_response_tokens}
-        return load_prompts(path, config.data, tokenizer, **limits, vocab_size=family.vocab_size)
+def _held_out(config: Config, run_dir: Path, tokenizer: Any, family: ModelFamily, announce: Callable[[str], object]) -> list[Prompt]:
+    if not config.data.eval:
+        return []
+    prompts = load_prompts(
+        files_of(config.data.eval, run_dir, "eval"),
+        config.data,
+        tokenizer,
+        context_tokens=family.max_sequence_length,
+        max_response_tokens=config.rollout.max_response_tokens,
+        vocab_size=family.vocab_size,
+        announce=announce,
+    )
+    return prompts[: config.train.eval_prompts or None]
 
-    held_out = load("eval", config.data.eval) if config.data.eval else []
-    return load("train", config.data.train), held_out[: config.train.eval_prompts or None]
 
-
-def _rewards(config: Config, registry: Registry, prompts: list[Prompt]) -> dict[str, Reward]:
-    """The job's reward, and those that prompts name (with their default options)."""
+def _rewards(config: Config, registry: Registry, named: Collection[str]) -> dict[str, Reward]:
+    """The job's reward, and those that sets and prompts name (with their default options)."""
     rewards = {config.reward.name: registry.build_reward(config.reward.name, config.reward.options)}
-    for name in sorted({prompt.reward_name for prompt in prompts} - {"", config.reward.name}):
+    for name in sorted({*named} - {"", config.reward.name}):
         rewards[name] = registry.build_reward(name, {})
     return rewards

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rlbatch.algorithms.objective import Objective
 from rlbatch.api import AdvantageEstimator, GroupFilter, ModelFamily, OffloadStrategy, Prompt, Reward
@@ -15,7 +16,7 @@ from rlbatch.launch.membership.store import JobStore
 from rlbatch.launch.membership.watchdog import Watchdog
 from rlbatch.megatron.trainer import Trainer
 from rlbatch.pipeline.health import Health
-from rlbatch.pipeline.prompts import PromptOrder
+from rlbatch.pipeline.prompt_order import PromptOrder
 from rlbatch.pipeline.rollout import Rollout
 from rlbatch.pipeline.stopping import Stopping
 from rlbatch.pipeline.waiting import Waiting
@@ -41,7 +42,8 @@ class Job:
         rewards: By name: the job's, and those that prompts name.
         estimator: Advantages.
         objective: Loss.
-        prompts: Training prompts.
+        prompts: Training prompts, by their positions.
+        prompts_identity: Tells them from another run's.
         order: Which prompts a step takes.
         eval_prompts: Held-out prompts; may be empty.
         needs_reference: Whether log-probs of the reference model are computed.
@@ -67,7 +69,8 @@ class Job:
     rewards: Mapping[str, Reward]
     estimator: AdvantageEstimator
     objective: Objective
-    prompts: list[Prompt]
+    prompts: Sequence[Prompt]
+    prompts_identity: Mapping[str, Any]
     order: PromptOrder
     eval_prompts: list[Prompt]
     needs_reference: bool

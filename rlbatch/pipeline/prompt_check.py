@@ -5,9 +5,13 @@ Imports no torch, unless a prompt is about as long as is allowed, or no class of
 
 from __future__ import annotations
 
+import heapq
+import math
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,107 +19,179 @@ from typing import TYPE_CHECKING, Any
 from rlbatch.api import ConfigError, DataError, ModelFamily
 from rlbatch.config.foreign import LARGE_BYTES, read_json
 from rlbatch.config.hf_config import read_config
-from rlbatch.config.schema import Config
+from rlbatch.config.schema import Config, DataConfig
+from rlbatch.datasets.jsonl import json_type
 from rlbatch.pipeline.acceptance import round_size
 from rlbatch.pipeline.model_folder import TOKENIZER, TOKENIZER_CONFIG, end_tokens, load_tokenizer, unseen_end
-from rlbatch.pipeline.prompt_file import USUAL_LABEL_FIELDS, PromptRow, read_prompt_rows, usual_names, value_names
-from rlbatch.pipeline.prompts import prompt_limit, tokenize_rows
+from rlbatch.pipeline.prompt_file import USUAL_LABEL_FIELDS, PromptRow, RowReader, usual_names, value_names
+from rlbatch.pipeline.prompt_sets import PromptSet
+from rlbatch.pipeline.prompts import LongPrompts, prompt_limit, tokenize_rows
 from rlbatch.registry import Registry
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+READ_S = 3.0
+"""Of computing: how long rows are read at submit."""
 MOST_TOKENIZED = 4096
 """Rows of a file; they take about a second."""
 MOST_SPECIAL = 8
 """Tokens that the model's own tokenizer class may add to a plain text, or cut otherwise."""
 
 
-def check_rows(config: Config, registry: Registry, path: Path) -> list[PromptRow]:
-    """Reads a prompt file; every row's reward must exist and take its label.
+class RowChecks:
+    """Checks rows against their rewards: each must exist, take the row's label, and get labels of one type.
 
-    Raises:
-        DataError: see ``read_prompt_rows``; or ``path:line``, and what the reward says.
+    Args:
+        config: The job's reward, and its options.
+        registry: The job's plugins.
     """
-    rows = read_prompt_rows(path, config.data)
 
-    @cache
-    def label_check(name: str) -> Callable[[Any], None]:
-        return registry.label_check(name, config.reward.options if name == config.reward.name else {})
+    def __init__(self, config: Config, registry: Registry) -> None:
+        self._config, self._registry = config, registry
+        self._kinds: dict[str, tuple[str, str]] = {}
+        self._label_check = cache(self._label_check_of)
 
-    for row in rows:
-        if row.reward_name and row.reward_name not in registry.rewards:
+    def check(self, row: PromptRow, data: DataConfig) -> None:
+        """Raises DataError with the row's place, and what its reward says."""
+        known, name = self._registry.rewards, row.reward_name or self._config.reward.name
+        if row.reward_name and row.reward_name not in known:
             raise DataError(
-                f"{path}:{row.line}: reward `{row.reward_name}` is unknown. "
-                f"Known: {', '.join(sorted(registry.rewards))}; others need plugins=[...]."
+                f"{row.place}: reward `{row.reward_name}` is unknown. Known: {', '.join(sorted(known))}; others need plugins=[...]."
             )
         try:
-            label_check(row.reward_name or config.reward.name)(row.label)
+            self._label_check(name)(row.label)
         except DataError as error:
-            raise DataError(f"{path}:{row.line}: {error}{_inner_label(config.data.label_key, row.label)}") from error
-    return rows
+            raise DataError(f"{row.place}: {error}{_inner_label(data.label_key or 'label', row.label)}") from error
+        kind, place = self._kinds.setdefault(name, (json_type(row.label), row.place))
+        if kind != json_type(row.label):
+            raise DataError(
+                f"{row.place}: the label is {json_type(row.label)}, and {kind} at {place}, both for reward={name}. Write all labels of a "
+                "reward as one type, e.g. as strings."
+            )
+
+    def _label_check_of(self, name: str) -> Callable[[Any], None]:
+        return self._registry.label_check(name, self._config.reward.options if name == self._config.reward.name else {})
 
 
-def check_count(config: Config, rows: Sequence[PromptRow]) -> None:
+@dataclass(frozen=True)
+class CheckedRows:
+    """What was looked at of a data set.
+
+    Attributes:
+        rows: Those to tokenise: all, or of many those that are likeliest to be refused, in file order.
+        count: How many were read.
+        is_whole: Whether these are all that there are.
+    """
+
+    rows: Sequence[PromptRow]
+    count: int
+    is_whole: bool
+
+
+def check_rows(config: Config, registry: Registry, one: PromptSet) -> CheckedRows:
+    """Reads a data set: all of it, or of a large one as much as a few seconds allow.
+
+    Raises:
+        DataError: see ``RowReader.read`` and ``RowChecks.check``.
+    """
+    checks, likeliest, started = RowChecks(config, registry), _Likeliest(), time.process_time()
+    for count, row in enumerate(RowReader(one.data, one.reward).read(one.paths), start=1):
+        checks.check(row, one.data)
+        likeliest.add(row)
+        if count % 1024 == 0 and time.process_time() - started > READ_S:
+            return CheckedRows(likeliest.rows(), count, is_whole=False)
+    return CheckedRows(likeliest.rows(), count, is_whole=True)
+
+
+def check_count(config: Config, sets: Sequence[PromptSet], checked: Sequence[CheckedRows]) -> None:
     """Refuses steps that are larger than the training prompts.
 
     Raises:
         ConfigError: both numbers.
     """
+    count, weights = sum(one.count for one in checked), [one.weight or 0.0 for one in sets]
     wanted, factor = config.train.prompts_per_step, config.sampling.oversampling
-    first_round = round_size(wanted, factor)
-    if wanted <= len(rows) < first_round:
+    first_round, is_whole = round_size(wanted, factor), all(one.is_whole for one in checked)
+    for weight, one, rows in zip(weights, sets, checked, strict=True):
+        share = math.ceil(first_round * weight / (sum(weights) or 1.0) - 1e-9)
+        if rows.is_whole and rows.count < share:
+            raise ConfigError(
+                f"data.sets.{one.name}.weight={weight:g}: with it {share} of the {first_round} prompts that a step takes are of this set, "
+                f"which has {rows.count}, and none may be twice in a step. Use a smaller weight, or add prompts."
+            )
+    if is_whole and wanted <= count < first_round:
         raise ConfigError(
             f"sampling.oversampling={factor:g}: a round of train.prompts_per_step={wanted} has {first_round} prompts, data.train has "
-            f"{len(rows)}. Use sampling.oversampling={int(1000 * len(rows) / wanted) / 1000:g} or less, or add prompts."
+            f"{count}. Use sampling.oversampling={int(1000 * count / wanted) / 1000:g} or less, or add prompts."
         )
-    if len(rows) < config.train.prompts_per_step:
+    if is_whole and count < wanted:
         raise ConfigError(
-            f"train.prompts_per_step={config.train.prompts_per_step}: must be at most the prompts of data.train ({len(rows)}). "
-            f"Use {len(rows)} or less, or add prompts."
+            f"train.prompts_per_step={config.train.prompts_per_step}: must be at most the prompts of data.train ({count}). "
+            f"Use {count} or less, or add prompts."
         )
 
 
-def check_tokens(config: Config, family: ModelFamily, model_folder: Path, path: Path, rows: Sequence[PromptRow]) -> None:
-    """Tokenises rows as the ranks will: all of a file, or of a large one those that are likeliest to be refused. A line on stderr says how
-    many, if not all.
+def check_tokens(config: Config, family: ModelFamily, model_folder: Path, one: PromptSet, checked: CheckedRows) -> None:
+    """Tokenises rows as the ranks will. Lines on stderr say how many, if not all, and which are too long.
 
     Raises:
-        DataError: see ``tokenize_rows`` and ``load_tokenizer``.
+        DataError: see ``tokenize_rows``, ``LongPrompts.told`` and ``load_tokenizer``.
         ConfigError: the limits leave no room for a prompt.
     """
-    limit = prompt_limit(config.data, family.max_sequence_length, config.rollout.max_response_tokens)
-    chosen = _likeliest(rows)
-    tokenizer = _light_tokenizer(model_folder)
+    data, rows = one.data, checked.rows
+    limit = prompt_limit(data, family.max_sequence_length, config.rollout.max_response_tokens)
+    tokenizer = light_tokenizer(model_folder)
     if tokenizer is not None:
         # Which special tokens a plain text gets is for the model's own class to say: transformers imports torch to find it.
-        unlimited = (sys.maxsize, "")
-        tokenized = tokenize_rows(path, chosen, tokenizer, unlimited, family.vocab_size, with_special_tokens=False)
+        tokenized = tokenize_rows(rows, tokenizer, data, family.vocab_size, with_special_tokens=False)
         is_clear = all(0 < len(token_ids) <= limit[0] - MOST_SPECIAL for _, token_ids in tokenized)
         _check_end(tokenizer, family, model_folder)
     if tokenizer is None or not is_clear:
         tokenizer = _own_tokenizer(model_folder, may_lack_packages=config.cluster.container != "none")
         if tokenizer is None:
             return
-        tokenize_rows(path, chosen, tokenizer, limit, family.vocab_size)
+        tokenized = tokenize_rows(rows, tokenizer, data, family.vocab_size)
+        long = LongPrompts(limit, data)
+        for row, (_, token_ids) in zip(rows, tokenized, strict=True):
+            long.add(row, len(token_ids))
+        if said := long.told():
+            print(said, file=sys.stderr)
         _check_end(tokenizer, family, model_folder)
-    if any(not isinstance(row.prompt, str) for row in chosen) and (warning := unseen_end(tokenizer, model_folder, family.vocab_size)):
+    if any(not isinstance(row.prompt, str) for row in rows) and (warning := unseen_end(tokenizer, model_folder, family.vocab_size)):
         print(warning, file=sys.stderr)
-    if len(chosen) < len(rows):
-        which = f"{len(chosen)} of {len(rows)} prompts (each form of messages, the longest, the first)"
-        print(f"{path}: {which} were tokenised to check them; all are when the ranks start.", file=sys.stderr)
+    if len(rows) < checked.count:
+        which = f"{len(rows)} of {checked.count} prompts (each form of messages, the longest, the first)"
+        all_read = "" if checked.is_whole else f" Of the file {checked.count} rows were read."
+        print(f"{one.told}: {which} were tokenised to check them.{all_read} `python -m rlbatch.data` looks at all.", file=sys.stderr)
 
 
-def _likeliest(rows: Sequence[PromptRow]) -> list[PromptRow]:
-    """Picks at most ``MOST_TOKENIZED`` rows, in file order: a chat template refuses by roles and fields, a limit by length."""
-    if len(rows) <= MOST_TOKENIZED:
-        return list(rows)
-    forms: dict[Any, int] = {}
-    for number, row in enumerate(rows):
-        forms.setdefault(_form(row), number)
-    longest = sorted(range(len(rows)), key=lambda number: -_characters(rows[number]))[: MOST_TOKENIZED // 4]
-    chosen = dict.fromkeys([*list(forms.values())[: MOST_TOKENIZED // 2], *longest, *range(MOST_TOKENIZED)])
-    return [rows[number] for number in sorted(list(chosen)[:MOST_TOKENIZED])]
+class _Likeliest:
+    """At most ``MOST_TOKENIZED`` rows of many: a chat template refuses by roles and fields, a limit by length."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._first: list[tuple[int, PromptRow]] = []
+        self._forms: dict[Any, tuple[int, PromptRow]] = {}
+        self._longest: list[tuple[int, int, PromptRow]] = []
+
+    def add(self, row: PromptRow) -> None:
+        number, self._count = self._count, self._count + 1
+        if number < MOST_TOKENIZED:
+            self._first.append((number, row))
+        if len(self._forms) < MOST_TOKENIZED // 2:
+            self._forms.setdefault(_form(row), (number, row))
+        entry = (_characters(row), -number, row)
+        if len(self._longest) < MOST_TOKENIZED // 4:
+            heapq.heappush(self._longest, entry)
+        else:
+            heapq.heappushpop(self._longest, entry)
+
+    def rows(self) -> list[PromptRow]:
+        """In file order."""
+        longest = [(-number, row) for _, number, row in sorted(self._longest, key=lambda entry: entry[:2], reverse=True)]
+        chosen = dict([*self._forms.values(), *longest, *self._first])
+        return [row for _, row in sorted(list(chosen.items())[:MOST_TOKENIZED], key=lambda pair: pair[0])]
 
 
 def _form(row: PromptRow) -> Any:
@@ -150,7 +226,7 @@ def _own_tokenizer(folder: Path, *, may_lack_packages: bool) -> PreTrainedTokeni
         return None
 
 
-def _light_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
+def light_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
     """The tokenizer, by the class that needs no torch; None: there is none that it can read."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     described = folder / TOKENIZER_CONFIG

@@ -1,7 +1,7 @@
-"""Reads and checks prompt files, without a tokenizer.
+"""Makes prompts' rows of what data files hold, without a tokenizer.
 
-A prompt file is jsonl: one object a line, with ``data.prompt_key``, ``data.label_key`` and, optionally, ``reward`` (the name of this row's
-reward). All other fields become ``Prompt.metadata``.
+Which columns are the prompt, the label and, optionally, the name of the row's reward is said by ``data.format`` and ``data.*_key``. All
+other columns become ``Prompt.metadata``.
 """
 
 from __future__ import annotations
@@ -9,37 +9,27 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlbatch.api import DataError
-from rlbatch.config.foreign import open_regular, parse_json
 from rlbatch.config.schema import DataConfig
-
-REWARD_FIELD = "reward"
-"""Field of a row with the name of its reward."""
+from rlbatch.datasets.jsonl import json_type
+from rlbatch.datasets.kinds import empty
+from rlbatch.datasets.records import read_records
 
 USUAL_PROMPT_FIELDS = ("prompt", "question", "problem", "input", "query", "instruction", "messages")
 USUAL_LABEL_FIELDS = ("label", "ground_truth", "answer", "solution", "target", "output")
-LONGEST_ROW = 16 * 2**20
-"""Bytes of a line; a file without newlines is not read to its end."""
 SHOWN_NAMES = 12
-
-_FIX = "Point data.train and data.eval to jsonl files."
-_TO_JSONL = "Write it as jsonl, e.g. `pandas.read_{0}(path).to_json('prompts.jsonl', orient='records', lines=True)`."
-_OTHER_FORMATS: Mapping[bytes, tuple[str, str]] = {
-    b"PAR1": ("a Parquet file", _TO_JSONL.format("parquet")),
-    b"ARROW1": ("an Arrow file", _TO_JSONL.format("feather")),
-    b"\x1f\x8b": ("compressed (gzip)", "Unpack it with gunzip."),
-    b"\x28\xb5\x2f\xfd": ("compressed (zstd)", "Unpack it with unzstd."),
-    b"\x04\x22\x4d\x18": ("compressed (lz4)", "Unpack it with unlz4."),
-    b"\xfd7zXZ": ("compressed (xz)", "Unpack it with unxz."),
-    b"BZh": ("compressed (bzip2)", "Unpack it with bunzip2."),
-    b"PK\x03\x04": ("a zip archive", "Unpack it with unzip."),
-    b"version https://git-lfs": ("a Git LFS pointer, the file itself was not downloaded", "Run `git lfs pull` in its repository."),
+FORMATS: Mapping[str, tuple[str, str]] = {
+    "plain": ("prompt", "label"),
+    "verl": ("prompt", "reward_model.ground_truth"),
+    "slime": ("prompt", "label"),
+    "openrlhf": ("input", "label"),
 }
+"""Columns of prompt and label. ``auto`` is the first of these that a row has."""
 _HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 _MISSING = object()
 
@@ -49,37 +39,142 @@ class PromptRow:
     """One row of a prompt file, not yet tokenised.
 
     Attributes:
-        line: Line in the file, from 1.
+        path: The file.
+        line: Line in it, from 1; of a parquet file the row, from 1.
         prompt: Text, or messages ``{role, content}`` for the chat template.
         label: What the reward compares with; any JSON value.
         reward_name: Reward for this row; empty for the job's ``reward``.
         metadata: The row's remaining fields.
     """
 
+    path: Path
     line: int
     prompt: str | tuple[Mapping[str, str], ...]
     label: Any
     reward_name: str
     metadata: Mapping[str, Any]
 
+    @property
+    def place(self) -> str:
+        """For messages."""
+        return f"{self.path}:{self.line}"
 
-def read_prompt_rows(path: Path, data: DataConfig) -> list[PromptRow]:
-    """Reads and checks a prompt file, without a tokenizer.
+
+class RowReader:
+    """Makes rows of one data set.
 
     Args:
-        path: jsonl in UTF-8, with or without a byte order mark; blank lines are skipped.
-        data: Names the fields. A name such as ``reward_model.ground_truth`` is a field of that name, else a field in an object.
+        data: Names the columns. A name such as ``reward_model.ground_truth`` is a column of that name, else a field in an object.
+        reward: Name of the reward of rows that name none; empty: the job's.
+    """
+
+    def __init__(self, data: DataConfig, reward: str = "") -> None:
+        self._data, self._reward = data, reward
+        self._keys: tuple[str, str] | None = None
+
+    @property
+    def wanted(self) -> Sequence[str] | None:
+        """Columns that are needed; None: all."""
+        data = self._data
+        if data.metadata_keys is None:
+            return None
+        own = (data.prompt_key, data.label_key, data.reward_key, *data.metadata_keys)
+        return top_columns([*own, *(key for pair in FORMATS.values() for key in pair)])
+
+    def read(self, paths: Sequence[Path]) -> Iterator[PromptRow]:
+        """The rows of files, in order.
+
+        Raises:
+            DataError: a file cannot be read or has no rows, or a row is malformed (``path:line: ...``).
+        """
+        for path in paths:
+            row = None
+            for line, fields in read_records(path, self.wanted):
+                row = self.row(path, line, fields)
+                yield row
+            if row is None:
+                raise empty(path)
+
+    def row(self, path: Path, line: int, fields: Mapping[str, Any]) -> PromptRow:
+        """What a row of a file means; the first one decides which format ``data.format=auto`` is.
+
+        Raises:
+            DataError: it is malformed.
+        """
+        data, place = self._data, f"{path}:{line}"
+        self._keys = self._keys or _keys(data, fields)
+        prompt_key, label_key = self._keys
+        _check_values(place, fields)
+        prompt = _field(place, "data.prompt_key", prompt_key, fields, fields, USUAL_PROMPT_FIELDS)
+        others = {name: value for name, value in fields.items() if name != prompt_key}
+        label = _field(place, "data.label_key", label_key, fields, others, USUAL_LABEL_FIELDS)
+        named = _find(fields, data.reward_key) if data.reward_key else ""
+        reward_name = "" if named in (None, _MISSING) else named
+        if not isinstance(reward_name, str):
+            raise DataError(
+                f"{place}: `{data.reward_key}` must be the name of a reward, is {json_type(reward_name)}. Write a name or remove it; "
+                "data.reward_key= leaves that column to the metadata."
+            )
+        kept = data.metadata_keys
+        metadata = {
+            name: value for name, value in others.items() if name not in (label_key, data.reward_key) and (kept is None or name in kept)
+        }
+        checked = _with_roles(place, data, _check_prompt(place, prompt_key, prompt))
+        if data.format == "slime" and path.suffix != ".parquet" and json_type(label) == "a number":
+            label = str(label)  # as slime reads jsonl
+        return PromptRow(path, line, checked, label, reward_name or self._reward, metadata)
+
+
+def read_prompt_rows(paths: Path | Sequence[Path], data: DataConfig, reward: str = "") -> list[PromptRow]:
+    """Reads and checks prompt files, without a tokenizer.
+
+    Args:
+        paths: See ``read_records``; one file or several.
+        data: See ``RowReader``.
+        reward: See ``RowReader``.
 
     Returns:
         The rows in file order; never empty.
 
     Raises:
-        DataError: the file cannot be read, has no rows, or has a malformed one (``path:line: ...``).
+        DataError: see ``RowReader.read``.
     """
-    rows = [_parse_row(path, line, text, data) for line, text in _lines(path)]
-    if not rows:
-        raise DataError(f"{path}:1: no prompts, the file is empty. Write one JSON object a line.")
-    return rows
+    return list(RowReader(data, reward).read([paths] if isinstance(paths, Path) else paths))
+
+
+def column_value(place: str, option: str, key: str, fields: Mapping[str, Any]) -> Any:
+    """A column of a row, or a field of an object in it.
+
+    Raises:
+        DataError: it has none.
+    """
+    return _field(place, option, key, fields, fields, ())
+
+
+def top_columns(keys: Iterable[str | None]) -> tuple[str, ...]:
+    """What a file must be asked for: a key with dots may be a column's whole name, or begin with it."""
+    parts = [key.split(".") for key in keys if key]
+    return tuple(dict.fromkeys(".".join(names[:count]) for names in parts for count in range(1, len(names) + 1)))
+
+
+def _keys(data: DataConfig, fields: Mapping[str, Any]) -> tuple[str, str]:
+    """Columns of prompt and label."""
+    names = list(FORMATS) if data.format == "auto" else [data.format]
+    pairs = [(data.prompt_key or FORMATS[name][0], data.label_key or FORMATS[name][1]) for name in names]
+    return next((pair for pair in pairs if all(_find(fields, key) is not _MISSING for key in pair)), pairs[0])
+
+
+def _with_roles(place: str, data: DataConfig, prompt: str | tuple[Mapping[str, str], ...]) -> str | tuple[Mapping[str, str], ...]:
+    """The messages for the chat template, as ``data.*`` wants them."""
+    messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) and data.text_as_user else prompt
+    if not data.system_prompt or (not isinstance(messages, str) and messages[0]["role"] == "system"):
+        return messages
+    if isinstance(messages, str):
+        raise DataError(
+            f"{place}: data.system_prompt is a message, but this prompt is a text, which no chat template sees. Set data.text_as_user=true "
+            "or leave the system prompt out."
+        )
+    return ({"role": "system", "content": data.system_prompt}, *messages)
 
 
 def value_names(value: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -94,55 +189,6 @@ def usual_names(present: Sequence[str], usual: Sequence[str]) -> list[str]:
     """Those of ``present`` that usually have such values, the likeliest first; names may be dotted."""
     found = [name for wanted in usual for name in present if name.rpartition(".")[2] == wanted]
     return sorted(found, key=lambda name: name.count("."))
-
-
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Non-blank lines with their numbers. Only newlines end a line: JSON strings may hold other separators such as U+2028."""
-    with open_regular(path, _FIX) as file:
-        _refuse_other_formats(path, file.read(32))
-        file.seek(0)
-        for line, raw in enumerate(iter(lambda: file.readline(LONGEST_ROW + 1), b""), start=1):
-            if len(raw) > LONGEST_ROW:
-                raise DataError(f"{path}:{line}: must be at most {LONGEST_ROW // 2**20} MiB long. Write one JSON object a line.")
-            try:
-                text = (raw.removeprefix(b"\xef\xbb\xbf") if line == 1 else raw).decode("utf-8").strip()
-            except UnicodeDecodeError as error:
-                raise DataError(f"{path}:{line}: not UTF-8 ({error.reason} at byte {error.start}). Convert the file to UTF-8.") from error
-            if text:
-                yield line, text
-
-
-def _refuse_other_formats(path: Path, start: bytes) -> None:
-    for magic, (what, fix) in _OTHER_FORMATS.items():
-        if start.startswith(magic):
-            raise DataError(f"{path}: must be jsonl, is {what}. {fix}")
-
-
-def _parse_row(path: Path, line: int, text: str, data: DataConfig) -> PromptRow:
-    place = f"{path}:{line}"
-    fields = parse_json(text, str(path), "Write one JSON object a line.", line=line, pairs=_unique)
-    if not isinstance(fields, dict):
-        raise DataError(
-            f'{place}: must be a JSON object, is {_json_type(fields)}. Write {{"{data.prompt_key}": ..., "{data.label_key}": ...}}.'
-        )
-    _check_values(place, fields)
-    prompt = _field(place, "data.prompt_key", data.prompt_key, fields, fields, USUAL_PROMPT_FIELDS)
-    others = {name: value for name, value in fields.items() if name != data.prompt_key}
-    label = _field(place, "data.label_key", data.label_key, fields, others, USUAL_LABEL_FIELDS)
-    reward_name = fields.get(REWARD_FIELD, "")
-    if not isinstance(reward_name, str):
-        raise DataError(f"{place}: `{REWARD_FIELD}` must be the name of a reward, is {_json_type(reward_name)}. Write a name or remove it.")
-    metadata = {name: value for name, value in others.items() if name not in (data.label_key, REWARD_FIELD)}
-    return PromptRow(line, _check_prompt(place, data.prompt_key, prompt), label, reward_name, metadata)
-
-
-def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """An object; a name that is there twice would lose a value."""
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"`{next(name for name in names if names.count(name) > 1)}` is there twice")
-    return made
 
 
 def _check_values(place: str, fields: Mapping[str, Any]) -> None:
@@ -171,6 +217,7 @@ def _field(place: str, option: str, key: str, fields: Mapping[str, Any], eligibl
         return value
     present = list(value_names(eligible))
     close = difflib.get_close_matches(key, present, n=1) or usual_names(present, usual)
+    present.sort(key=lambda name: (name not in close, -difflib.SequenceMatcher(None, key, name).ratio()))
     has = ", ".join(f"`{name}`" for name in present[:SHOWN_NAMES]) + (", ..." if len(present) > SHOWN_NAMES else "")
     fix = f"set {option}={close[0]}" if close else f"set {option} to the field that holds it"
     raise DataError(f"{place}: no field `{key}` ({option}); has {has or 'no other field'}. Add it, or {fix}.")
@@ -193,15 +240,10 @@ def _check_prompt(place: str, key: str, prompt: Any) -> str | tuple[Mapping[str,
             raise DataError(f"{place}: `{key}` is empty. Remove the row or write a prompt.")
         return prompt
     if not isinstance(prompt, list):
-        raise DataError(f"{place}: `{key}` must be a string or a list of {{role, content}}, is {_json_type(prompt)}. Write one of the two.")
+        raise DataError(f"{place}: `{key}` must be a string or a list of {{role, content}}, is {json_type(prompt)}. Write one of the two.")
     for index, message in enumerate(prompt):
         if not (isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)):
             raise DataError(f'{place}: message {index} of `{key}` must be {{"role": string, "content": string}}. Correct it.')
     if not any(message["content"].strip() for message in prompt):
         raise DataError(f"{place}: `{key}` is empty. Remove the row or write a message.")
-    return tuple(prompt)
-
-
-def _json_type(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
-    return names.get(type(value), "null")
+    return tuple({name: value for name, value in message.items() if value is not None} for message in prompt)

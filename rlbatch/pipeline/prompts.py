@@ -1,10 +1,11 @@
-"""Tokenises prompts on the ranks and draws them in a seeded order. How files are read is in ``prompt_file``."""
+"""Makes prompts of rows: what the model reads of each, and its tokens. How files are read is in ``prompt_file``."""
 
 from __future__ import annotations
 
-import random
+import difflib
+import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,87 +28,104 @@ ROW_BYTES = 2 * 2**30
 MOST_CHARACTERS = 2**26
 """Of a prompt: more than the tokens of any context."""
 
+Tokenized = tuple[str, tuple[int, ...]]
+"""A row as the model reads it, and its tokens."""
+Limit = tuple[int, str]
+"""The longest allowed prompt and where that comes from."""
+
 
 def load_prompts(
-    path: Path,
+    paths: Path | Sequence[Path],
     data: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     *,
     context_tokens: int,
     max_response_tokens: int,
     vocab_size: int | None = None,
+    reward: str = "",
+    announce: Callable[[str], object] = lambda told: None,
 ) -> list[Prompt]:
-    """Reads a prompt file and tokenises it.
+    """Reads prompt files and tokenises them, all at once.
 
     Args:
-        path: See ``read_prompt_rows``.
-        data: Names the fields; ``max_prompt_tokens`` limits the prompts further.
+        paths: See ``read_prompt_rows``.
+        data: Names the columns, and says what becomes of them; ``max_prompt_tokens`` limits the prompts further.
         tokenizer: Of the model.
         context_tokens: Longest sequence of the model.
         max_response_tokens: Tokens that must remain for the response.
         vocab_size: Of the model; None: token ids are not compared with it.
+        reward: Name of the reward of rows that name none; empty: the job's.
+        announce: Told of prompts that are left out.
 
     Returns:
-        One prompt a row, in file order; ``prompt_id`` is the position.
+        One prompt a row, in file order, but for those that are too long with ``data.too_long=drop``; ``prompt_id`` is the row's position.
 
     Raises:
-        DataError: see ``read_prompt_rows`` and ``tokenize_rows``.
+        DataError: see ``read_prompt_rows``, ``tokenize_rows`` and ``LongPrompts.told``.
         ConfigError: the limits leave no room for a prompt.
     """
     limit = prompt_limit(data, context_tokens, max_response_tokens)
-    rows = read_prompt_rows(path, data)
-    tokenized = tokenize_rows(path, rows, tokenizer, limit, vocab_size)
-    return [
-        Prompt(position, text, token_ids, row.label, row.reward_name, row.metadata)
-        for position, (row, (text, token_ids)) in enumerate(zip(rows, tokenized, strict=True))
-    ]
+    rows = read_prompt_rows(paths, data, reward)
+    tokenized = tokenize_rows(rows, tokenizer, data, vocab_size)
+    long = LongPrompts(limit, data)
+    pairs = [(row, one, long.add(row, len(one[1]))) for row, one in zip(rows, tokenized, strict=True)]
+    if said := long.told():
+        announce(said)
+    return [make_prompt(position, row, one) for position, (row, one, is_long) in enumerate(pairs) if not is_long]
+
+
+def make_prompt(position: int, row: PromptRow, tokenized: Tokenized) -> Prompt:
+    """A row's prompt."""
+    return Prompt(position, *tokenized, row.label, row.reward_name, row.metadata)
 
 
 def tokenize_rows(
-    path: Path,
     rows: Sequence[PromptRow],
     tokenizer: PreTrainedTokenizerBase,
-    limit: tuple[int, str],
+    data: DataConfig,
     vocab_size: int | None,
     *,
     with_special_tokens: bool = True,
-) -> list[tuple[str, tuple[int, ...]]]:
+) -> list[Tokenized]:
     """The text of each row as the model reads it, and its tokens.
 
     Messages go through the tokenizer's chat template, with the generation prompt. A plain string is tokenised as the tokenizer does by
     default: with a beginning-of-sequence token if the tokenizer adds one.
 
     Args:
-        path: The rows' file, for messages.
-        rows: Of a prompt file.
+        rows: Of prompt files.
         tokenizer: Of the model.
-        limit: Longest allowed prompt and where that comes from, see ``prompt_limit``.
+        data: Arguments of the template, and what is done with special tokens.
         vocab_size: Of the model; None: token ids are not compared with it.
         with_special_tokens: Of plain strings; false: what they have at least.
 
     Raises:
         DataError: a row that needs a chat template which is missing or refuses it, has no tokens, or has one outside of the vocabulary;
-            prompts that are longer than the limit.
+            a template that does not use an argument.
     """
-    tokenized: list[tuple[str, tuple[int, ...]]] = []
+    _check_options(tokenizer, data.template_options)
+    adds = with_special_tokens and data.add_special_tokens
+    spelt = None if data.special_tokens == "keep" else _special_tokens(tokenizer)
+    tokenized: list[Tokenized] = []
     for start in range(0, len(rows), BATCH_ROWS):
         batch = rows[start : start + BATCH_ROWS]
-        texts = _texts(path, batch, tokenizer)
+        texts = _texts(batch, tokenizer, data.template_options)
         for is_plain, group in groupby(zip(batch, texts, strict=True), key=lambda pair: isinstance(pair[0].prompt, str)):
-            tokenized += _encoded(path, list(group), tokenizer, add_special_tokens=is_plain and with_special_tokens)
+            tokenized += _encoded(list(group), tokenizer, add_special_tokens=is_plain and adds)
+    if spelt:
+        tokenized = [_unspelt(row, one, tokenizer, data, spelt, adds) for row, one in zip(rows, tokenized, strict=True)]
     for row, (_, token_ids) in zip(rows, tokenized, strict=True):
         if with_special_tokens and not token_ids:
-            raise DataError(f"{path}:{row.line}: the prompt has no tokens. Remove the row or write a prompt.")
+            raise DataError(f"{row.place}: the prompt has no tokens. Remove the row or write a prompt.")
         if vocab_size is not None and max(token_ids, default=0) >= vocab_size:
             raise DataError(
-                f"{path}:{row.line}: the prompt has token {max(token_ids)}, the model's vocabulary ends at {vocab_size - 1}. "
+                f"{row.place}: the prompt has token {max(token_ids)}, the model's vocabulary ends at {vocab_size - 1}. "
                 "Use the tokenizer of this model, or remove what was added to it."
             )
-    _refuse_long(path, rows, [len(token_ids) for _, token_ids in tokenized], *limit)
     return tokenized
 
 
-def prompt_limit(data: DataConfig, context_tokens: int, max_response_tokens: int) -> tuple[int, str]:
+def prompt_limit(data: DataConfig, context_tokens: int, max_response_tokens: int) -> Limit:
     """The longest allowed prompt and where that comes from.
 
     Raises:
@@ -124,71 +142,65 @@ def prompt_limit(data: DataConfig, context_tokens: int, max_response_tokens: int
     return room, f"the context of {context_tokens} less rollout.max_response_tokens={max_response_tokens}"
 
 
-class PromptOrder:
-    """An endless order of prompts: one seeded permutation of all of them an epoch.
+class LongPrompts:
+    """Counts prompts that are longer than allowed.
 
-    A step never holds a prompt twice (its samples would be the same ones again): if less than a step is left of an epoch, those prompts
-    wait, and the next epoch begins. ``cursor`` is all of its state.
+    Args:
+        limit: See ``prompt_limit``.
+        data: Says what becomes of them.
     """
 
-    def __init__(self, num_prompts: int, seed: int) -> None:
-        """Starts at the beginning of epoch 0."""
-        self._num_prompts = num_prompts
-        self._seed = seed
-        self._epoch = 0
-        self._position = 0
-        self._permutation = self._permute(0)
+    def __init__(self, limit: Limit, data: DataConfig) -> None:
+        self._limit, self._data = limit, data
+        self._shown: list[str] = []
+        self.seen, self.count = 0, 0
 
-    @property
-    def cursor(self) -> tuple[int, int]:
-        """(epoch, position in it): store it with a checkpoint, set it to go on from there."""
-        return self._epoch, self._position
+    def add(self, row: PromptRow, tokens: int) -> bool:
+        """Counts a row; returns whether it is too long."""
+        self.seen += 1
+        is_long = tokens > self._limit[0]
+        self.count += is_long
+        if is_long and len(self._shown) < SHOWN_ROWS:
+            self._shown.append(f"{row.place}: {tokens} tokens")
+        return is_long
 
-    @cursor.setter
-    def cursor(self, cursor: tuple[int, int]) -> None:
-        self._epoch, self._position = cursor
-        self._permutation = self._permute(self._epoch)
+    def told(self, *, are_all: bool = True) -> str:
+        """What is told of those that are left out; empty: there are none.
 
-    def take(self, count: int) -> list[int]:
-        """The next ``count`` prompts, as positions in the prompt file, all different.
+        Args:
+            are_all: Whether none is left if all that were counted are too long.
 
         Raises:
-            ConfigError: there are fewer prompts.
+            DataError: there are some and ``data.too_long=refuse``, or none is left.
         """
-        if count > self._num_prompts:
-            raise ConfigError(
-                f"train.prompts_per_step={count}: must be at most the number of prompts of data.train ({self._num_prompts}). "
-                f"Set train.prompts_per_step={self._num_prompts} or less, or add prompts."
-            )
-        if self._position + count > self._num_prompts:
-            self.cursor = (self._epoch + 1, 0)
-        start, self._position = self._position, self._position + count
-        return self._permutation[start : self._position]
-
-    def _permute(self, epoch: int) -> list[int]:
-        order = list(range(self._num_prompts))
-        random.Random(f"prompt order {self._seed} {epoch}").shuffle(order)
-        return order
+        if not self.count:
+            return ""
+        shown = "; ".join(self._shown) + ("; ..." if self.count > len(self._shown) else "")
+        said = f"{shown}: {self.count} of {self.seen} prompts are longer than {self._limit[0]} tokens ({self._limit[1]})"
+        if self._data.too_long == "refuse" or (are_all and self.count == self.seen):
+            raise DataError(f"{said}. Remove or shorten them, or change that limit.")
+        return f"{said}, and are left out (data.too_long=drop)."
 
 
-def _texts(path: Path, batch: Sequence[PromptRow], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def _texts(batch: Sequence[PromptRow], tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> list[str]:
     """What the model reads of each row."""
     texts, started = [], time.process_time()
     for row in batch:
-        texts.append(_text(f"{path}:{row.line}", row, tokenizer))
+        texts.append(_text(row, tokenizer, options))
         taken, size = time.process_time() - started, len(texts[-1])
         if size > MOST_CHARACTERS:
-            raise DataError(f"{path}:{row.line}: the prompt has {size} characters, must have at most {MOST_CHARACTERS}. Shorten it.")
+            raise DataError(f"{row.place}: the prompt has {size} characters, must have at most {MOST_CHARACTERS}. Shorten it.")
         if taken > BATCH_S:
             raise DataError(
-                f"{tokenizer.name_or_path}: the chat template took {taken:.0f} s for {len(texts)} prompts of {path}, must take at most "
+                f"{tokenizer.name_or_path}: the chat template took {taken:.0f} s for {len(texts)} prompts of {row.path}, must take at most "
                 f"{BATCH_S:g} s for {BATCH_ROWS}. Correct the template, or write the prompts as strings."
             )
     return texts
 
 
-def _text(place: str, row: PromptRow, tokenizer: PreTrainedTokenizerBase) -> str:
+def _text(row: PromptRow, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> str:
     """What the model reads."""
+    place = row.place
     if isinstance(row.prompt, str):
         return row.prompt
     if tokenizer.chat_template is None:
@@ -201,7 +213,8 @@ def _text(place: str, row: PromptRow, tokenizer: PreTrainedTokenizerBase) -> str
         )
     try:
         with bounded(ROW_S, ROW_BYTES):
-            return str(tokenizer.apply_chat_template([dict(m) for m in row.prompt], tokenize=False, add_generation_prompt=True))
+            messages = [dict(message) for message in row.prompt]
+            return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options))
     except TimeoutError as error:
         raise DataError(f"{tokenizer.name_or_path}: the chat template does not end ({place}: {error}). Correct the template.") from error
     except MemoryError as error:
@@ -215,8 +228,8 @@ def _text(place: str, row: PromptRow, tokenizer: PreTrainedTokenizerBase) -> str
 
 
 def _encoded(
-    path: Path, batch: Sequence[tuple[PromptRow, str]], tokenizer: PreTrainedTokenizerBase, *, add_special_tokens: bool
-) -> Iterator[tuple[str, tuple[int, ...]]]:
+    batch: Sequence[tuple[PromptRow, str]], tokenizer: PreTrainedTokenizerBase, *, add_special_tokens: bool
+) -> Iterator[Tokenized]:
     """Text and tokens of each row."""
 
     def encode(texts: list[str]) -> Any:
@@ -227,17 +240,69 @@ def _encoded(
     except Exception as error:  # the tokenizer does not say at which
         if len(batch) > 1:
             for pair in batch:
-                list(_encoded(path, [pair], tokenizer, add_special_tokens=add_special_tokens))
-        place = f"{path}:{batch[0][0].line}"
+                list(_encoded([pair], tokenizer, add_special_tokens=add_special_tokens))
+        place = batch[0][0].place
         raise DataError(f"{place}: the tokenizer refuses this prompt ({type(error).__name__}: {error}). Correct the row.") from error
-    return ((text, tuple(token_ids)) for (_, text), token_ids in zip(batch, encoded, strict=True))
+    begin = [tokenizer.bos_token_id] if add_special_tokens and tokenizer.bos_token_id is not None else []
+    for (_, text), token_ids in zip(batch, encoded, strict=True):
+        is_doubled = begin and token_ids[:2] == begin * 2 and text.startswith(str(tokenizer.bos_token))  # the row has one of its own
+        yield text, tuple(token_ids[1:] if is_doubled else token_ids)
 
 
-def _refuse_long(path: Path, rows: Sequence[PromptRow], lengths: Sequence[int], limit: int, reason: str) -> None:
-    too_long = [f"{path}:{row.line}: {length} tokens" for row, length in zip(rows, lengths, strict=True) if length > limit]
-    if too_long:
-        shown = "; ".join(too_long[:SHOWN_ROWS]) + ("; ..." if len(too_long) > SHOWN_ROWS else "")
+def _check_options(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> None:
+    """Refuses arguments that the chat template does not use: a misspelt one would change nothing, without a word."""
+    template = tokenizer.chat_template
+    source = template.get("default", "") if isinstance(template, dict) else template or ""
+    words = set(re.findall(r"[A-Za-z_]\w*", source))
+    for name in options if source else ():
+        if name not in words:
+            close = difflib.get_close_matches(name, words, n=1)
+            hint = f"Did you mean `{close[0]}`?" if close else "Leave it out."
+            raise DataError(f"data.template_options.{name}: the chat template of {tokenizer.name_or_path} does not use it. {hint}")
+
+
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
+    """Finds what is a special token in a text."""
+    contents = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return re.compile("|".join(map(re.escape, sorted(contents, key=len, reverse=True)))) if contents else None
+
+
+def _unspelt(
+    row: PromptRow, tokenized: Tokenized, tokenizer: PreTrainedTokenizerBase, data: DataConfig, spelt: re.Pattern[str], adds: bool
+) -> Tokenized:
+    """A row's tokens without the special ones that its own text spells: they are tokenised as letters.
+
+    Raises:
+        DataError: it has some, and ``data.special_tokens=refuse``; or the template changes what they are replaced with to find them.
+    """
+    own = [row.prompt] if isinstance(row.prompt, str) else [message["content"] for message in row.prompt]
+    found = next((match for text in own if (match := spelt.search(text))), None)
+    if found is None:
+        return tokenized
+    if data.special_tokens == "refuse":
         raise DataError(
-            f"{shown}: {len(too_long)} of {len(rows)} prompts are longer than {limit} tokens ({reason}). "
-            "Remove or shorten them, or change that limit."
+            f"{row.place}: the prompt spells the special token {found[0]}. Remove it; data.special_tokens=text keeps its letters."
         )
+
+    def letters(text: str, *, add_special_tokens: bool = False) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=add_special_tokens, split_special_tokens=True, verbose=False)["input_ids"])
+
+    text = tokenized[0]
+    if isinstance(row.prompt, str):
+        return text, tuple(letters(text, add_special_tokens=adds))
+    # Each is replaced with characters that nobody uses, to be found again in what the template has made.
+    marked: list[str] = []
+
+    def mark(match: re.Match[str]) -> str:
+        marked.append(match[0])
+        return f"\ue0f0{len(marked) - 1}\ue0f1"
+
+    messages = tuple({**message, "content": spelt.sub(mark, message["content"])} for message in row.prompt)
+    parts = re.split("\ue0f0([0-9]+)\ue0f1", _text(PromptRow(row.path, row.line, messages, None, "", {}), tokenizer, data.template_options))
+    parts[1::2] = [marked[int(number)] for number in parts[1::2]]
+    if "".join(parts) != text:
+        raise DataError(
+            f"{row.place}: the prompt spells the special token {found[0]}, which the chat template changes. Remove it from the row."
+        )
+    pieces = [letters(part) if index % 2 else tokenizer(part, add_special_tokens=False)["input_ids"] for index, part in enumerate(parts)]
+    return text, tuple(token for piece in pieces for token in piece)

@@ -11,7 +11,7 @@ import torch
 
 from rlbatch.api import ConfigError, DataError
 from rlbatch.checkpoint import run_folder
-from rlbatch.checkpoint.identity import announced_changes, identity, refused_changes
+from rlbatch.checkpoint.identity import announced_changes, identity, prompts_identity, refused_changes
 from rlbatch.checkpoint.newest import Found, check_unused, newest
 from rlbatch.config.hf_config import read_config
 from rlbatch.megatron.checkpoint import load_state
@@ -52,8 +52,8 @@ def resume(job: Job, announce: Callable[[str], None]) -> Resumed:
     if job.config.resume != "auto":
         on_first_rank(lambda: check_unused(root))
         return Resumed()
-    own = identity(job.config, read_config(job.hf_folder), job.prompts)
-    found = on_first_rank(lambda: _newest(root, own, announce))
+    own = identity(job.config, read_config(job.hf_folder), job.prompts_identity)
+    found = on_first_rank(lambda: _newest(job, root, own, announce))
     if found is None:
         return Resumed()
     folder, progress = found
@@ -74,31 +74,39 @@ def _restore(job: Job, folder: Path, progress: dict[str, Any], *, with_rng: bool
     job.trainer.schedule.step(progress["schedule_steps"])
     job.health.restore(progress.get("signal"))
     job.waiting.restore(restored(folder, progress.get("waiting"), job.prompts))
-    job.order.cursor = (progress["prompt_cursor"][0], progress["prompt_cursor"][1])
+    job.order.cursor = tuple(progress["prompt_cursor"])
     if with_rng:  # else its ranks are others
         set_rng_states(torch.load(folder / run_folder.RNG, weights_only=True)[job.rank])
 
 
-def _newest(root: Path, own: dict[str, Any], announce: Callable[[str], None]) -> Found | None:
+def _newest(job: Job, root: Path, own: dict[str, Any], announce: Callable[[str], None]) -> Found | None:
     found = newest(root, announce)
     if found is None:
         return None
     folder, progress = found
+    if "sha256" in progress.get("data.train", {}) and "sha256" not in own["data.train"]:  # from before files were compared
+        own = {**own, "data.train": prompts_identity(job.prompts)}
     refused = refused_changes(progress, own)
     if refused:
         raise ConfigError(
             f"resume=auto: {folder} is of another run: {'; '.join(refused)}. Restore these, or choose another run_dir or checkpoint.save."
         )
-    _check_values(folder, progress)
+    _check_values(job, folder, progress)
     return found
 
 
-def _check_values(folder: Path, progress: dict[str, Any]) -> None:
+def _check_values(job: Job, folder: Path, progress: dict[str, Any]) -> None:
     """Those that ``_restore`` uses."""
     cursor = progress.get("prompt_cursor")
-    numbers = [progress.get("policy_version"), progress.get("schedule_steps"), *(cursor if isinstance(cursor, list) else [])]
-    if len(numbers) != 4 or not all(isinstance(number, int) and number >= 0 for number in numbers):
+    numbers = [progress.get("policy_version"), progress.get("schedule_steps"), *(cursor if isinstance(cursor, list) else [None])]
+    before = job.order.cursor
+    try:
+        if not all(isinstance(number, int) and number >= 0 for number in numbers):
+            raise ValueError(f"they are {numbers}")
+        job.order.cursor = tuple(cursor or ())
+        job.order.cursor = before
+    except ValueError as error:
         raise DataError(
-            f"{folder / run_folder.PROGRESS}: policy_version, schedule_steps and the two numbers of prompt_cursor must be numbers, "
-            f"are {numbers}. Restore it, or name another checkpoint in {run_folder.LATEST}."
-        )
+            f"{folder / run_folder.PROGRESS}: policy_version and schedule_steps must be numbers, and prompt_cursor a place in the prompts: "
+            f"{error}. Restore it, or name another checkpoint in {run_folder.LATEST}."
+        ) from None

@@ -24,9 +24,6 @@ from rlbatch.pipeline.job import Job
 from rlbatch.pipeline.score import score
 from rlbatch.pipeline.waiting import Candidate, pack_candidates, unpack_candidates
 
-PATIENCE = 100
-"""Prompts that a round draws in vain for each one that the step has, before it does with fewer."""
-
 
 @dataclass(frozen=True)
 class Taken:
@@ -104,13 +101,7 @@ class _Taking:
     def _draw(self) -> list[int]:
         """Numbers of a round's new prompts; fewer than it needs where there are no others: no prompt is in a step, or waits, twice."""
         job, seen = self._job, set(self._positions.values())
-        count = min(self._rule.new_prompts(), len(job.prompts) - len(seen))
-        found: list[int] = []
-        for _ in range(count + PATIENCE * (1 + len(seen))):  # an epoch may end between two rounds, and some prompts may never be drawn
-            if len(found) == count:
-                break
-            found += [position for position in job.order.take(1 if seen else count) if position not in seen]
-            seen.update(found)
+        found = job.order.take(self._rule.new_prompts(), held=seen, or_fewer=bool(seen))
         numbers = list(range(self._drawn, self._drawn + len(found)))
         self._positions |= dict(zip(numbers, found, strict=True))
         self._prompts |= {number: job.prompts[position] for number, position in self._positions.items() if number >= self._drawn}

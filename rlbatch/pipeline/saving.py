@@ -27,6 +27,7 @@ from rlbatch.megatron.state_writer import Writing
 from rlbatch.pipeline import checkpoint_space
 from rlbatch.pipeline.first_rank import on_first_rank
 from rlbatch.pipeline.job import Job
+from rlbatch.pipeline.prompt_order import Cursor
 from rlbatch.pipeline.waiting import FILE as WAITING
 from rlbatch.pipeline.waiting import Waiting
 
@@ -40,7 +41,7 @@ class Boundary:
     draw some).
     """
 
-    prompt_cursor: tuple[int, int]
+    prompt_cursor: Cursor
     random_numbers: Tensor
     waiting: Waiting
 
@@ -86,7 +87,7 @@ class Checkpoints:
         self._lock: Lock | None = None
         if job.config.checkpoint.save_interval >= 0:
             self._run = on_first_rank(self._take_folder)
-        self._identity = identity(job.config, read_config(job.hf_folder), job.prompts)
+        self._identity = identity(job.config, read_config(job.hf_folder), job.prompts_identity)
         self._pending: _Pending | None = None
 
     def _take_folder(self) -> str:

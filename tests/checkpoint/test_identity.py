@@ -7,18 +7,18 @@ from dataclasses import replace
 import pytest
 
 from rlbatch.api import Prompt
-from rlbatch.checkpoint.identity import announced_changes, identity, refused_changes
+from rlbatch.checkpoint.identity import announced_changes, identity, prompts_identity, refused_changes
 from rlbatch.config.schema import Config, DataConfig, LayoutConfig, OptimizerConfig, TrainConfig
 
 MODEL = {"model_type": "qwen3_moe", "hidden_size": 64, "transformers_version": "5.0", "rope_scaling": None}
 PROMPTS = [Prompt(0, "a", (1,), label="x"), Prompt(1, "b", (2,), label=["y"], metadata={"level": 3})]
 CONFIG = Config()
-OWN = identity(CONFIG, MODEL, PROMPTS)
+OWN = identity(CONFIG, MODEL, prompts_identity(PROMPTS))
 
 
 def changes(config: Config = CONFIG, model: dict[str, object] = MODEL, prompts: list[Prompt] = PROMPTS) -> tuple[list[str], list[str]]:
     """(refused, announced) of a run that differs."""
-    now = identity(config, model, prompts)
+    now = identity(config, model, prompts_identity(prompts))
     return refused_changes(OWN, now), announced_changes(OWN, now)
 
 

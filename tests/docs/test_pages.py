@@ -164,7 +164,7 @@ def test_keys_and_tags_exist(page: str) -> None:
         for name in re.findall(rf"(?<![\w./-])(?:{sections})\.[a-z_0-9]+(?:\.[a-z_0-9]+)*", code):
             is_file = name.endswith((".md", ".py", ".json", ".jsonl"))
             is_theirs = page.startswith("docs/use/migrating") and any(name in table for table in PROGRAMS.values())
-            assert name in keys or "options." in name or name.startswith("rollout.engine.") or is_file or is_theirs, name
+            assert name in keys or "options." in name or name.startswith(("rollout.engine.", "data.sets.")) or is_file or is_theirs, name
         for tag in re.findall(rf"^(?:{groups})/[a-z_]+$", code):
             assert tag in TAGS, tag
 

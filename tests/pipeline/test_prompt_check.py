@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
-from rlbatch.api import DataError
+from rlbatch.api import ConfigError, DataError
 from rlbatch.config.compose import compose
-from rlbatch.config.schema import DataConfig
+from rlbatch.config.schema import Config, DataConfig
+from rlbatch.pipeline import prompt_check
 from rlbatch.pipeline.embedded import write_embedded_task
 from rlbatch.pipeline.model_folder import load_tokenizer
-from rlbatch.pipeline.prompt_check import MOST_TOKENIZED, check_rows, check_tokens
+from rlbatch.pipeline.prompt_check import MOST_TOKENIZED, check_count, check_rows, check_tokens
+from rlbatch.pipeline.prompt_sets import PromptSet
 from rlbatch.pipeline.prompts import load_prompts
 from rlbatch.registry import load_plugins
 
@@ -45,9 +47,14 @@ def write(path: Path, *rows: Any) -> Path:
     return path
 
 
+def set_of(config: Config, *paths: Path, weight: float | None = None) -> PromptSet:
+    return PromptSet("data.train", "", "", paths, config.data, weight=weight)
+
+
 def refused(overrides: list[str], path: Path, plugins: tuple[str, ...] = ()) -> str:
     with pytest.raises(DataError) as caught:
-        check_rows(compose(overrides), load_plugins(plugins), path)
+        config = compose(overrides)
+        check_rows(config, load_plugins(plugins), set_of(config, path))
     return str(caught.value)
 
 
@@ -81,10 +88,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "model"
 
 
-def check(model: Path, path: Path) -> None:
-    config, registry = compose([]), load_plugins()
+def check(model: Path, path: Path, *overrides: str) -> None:
+    config, registry = compose(["data.too_long=refuse", *overrides]), load_plugins()
     family = registry.resolve_model_family(json.loads((model / "config.json").read_text()))
-    check_tokens(config, family, model, path, check_rows(config, registry, path))
+    one = set_of(config, path)
+    check_tokens(config, family, model, one, check_rows(config, registry, one))
 
 
 def test_rows_are_tokenised_at_submit(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,7 +138,7 @@ def test_length_is_that_of_the_ranks(model: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"p\.jsonl:2: 61 tokens: 1 of 2 prompts are longer than 60 tokens") as here:
         check(folder, path)
     with pytest.raises(DataError) as there:
-        load_prompts(path, DataConfig(), load_tokenizer(folder, folder), context_tokens=64, max_response_tokens=4)
+        load_prompts(path, DataConfig(too_long="refuse"), load_tokenizer(folder, folder), context_tokens=64, max_response_tokens=4)
     assert str(here.value) == str(there.value)
 
 
@@ -167,6 +175,48 @@ def test_end_token_that_transformers_adds(model: Path, tmp_path: Path, file: str
         (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | changes))
     with pytest.raises(DataError, match=said):
         check(folder, write(tmp_path / "p.jsonl", {"prompt": "a", "label": "a"}))
+
+
+def test_labels_of_several_types(tmp_path: Path) -> None:
+    """One reward compares with labels of one type; both places are told. Rewards of their own may have others."""
+    config = compose(["reward=number"])
+    own = write(tmp_path / "p.jsonl", {"prompt": "a", "label": 1}, {"prompt": "a", "label": "1", "reward": "sequence"})
+    assert check_rows(config, load_plugins(), set_of(config, own)).count == 2
+    message = refused(["reward=number"], write(tmp_path / "q.jsonl", {"prompt": "a", "label": "1"}, {"prompt": "a", "label": 2}))
+    assert message.startswith(
+        f"{tmp_path / 'q.jsonl'}:2: the label is a number, and a string at {tmp_path / 'q.jsonl'}:1, both for reward="
+    )
+
+
+def test_long_prompts_are_told_at_submit(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the default they are left out, in one line with the numbers."""
+    check(
+        model,
+        write(tmp_path / "p.jsonl", {"prompt": " ".join("a" * 61), "label": "a"}, {"prompt": "a", "label": "a"}),
+        "data.too_long=drop",
+    )
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "p.jsonl:1: 61 tokens: 1 of 2 prompts are longer than 60 tokens" in line
+    assert line.endswith("and are left out (data.too_long=drop).")
+
+
+def test_of_a_huge_file_what_there_is_time_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading ends after a few seconds; what was not read does not count as not there."""
+    monkeypatch.setattr(prompt_check, "READ_S", 0.0)
+    config, registry = compose(["train.prompts_per_step=4096", "train.updates_per_step=1"]), load_plugins()
+    path = write(tmp_path / "p.jsonl", *[{"prompt": "a", "label": "a"}] * 2000, {"prompt": 3})
+    checked = check_rows(config, registry, set_of(config, path))
+    assert (checked.count, checked.is_whole, len(checked.rows)) == (1024, False, 1024)
+    check_count(config, [set_of(config, path)], [checked])
+
+
+def test_a_set_smaller_than_its_share(tmp_path: Path) -> None:
+    """A step would hold its prompts twice: told at submit, with the numbers."""
+    config, registry = compose(["train.prompts_per_step=8", "train.updates_per_step=1"]), load_plugins()
+    few, many = (write(tmp_path / f"{count}.jsonl", *[{"prompt": "a", "label": "a"}] * count) for count in (3, 20))
+    sets = [set_of(config, few, weight=1), set_of(config, many, weight=1)]
+    with pytest.raises(ConfigError, match=r"weight=1: with it 4 of the 8 prompts that a step takes are of this set, which has 3, and"):
+        check_count(config, sets, [check_rows(config, registry, one) for one in sets])
 
 
 def test_reading_needs_no_torch() -> None:

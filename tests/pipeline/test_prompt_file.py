@@ -2,17 +2,21 @@
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from rlbatch.api import DataError
 from rlbatch.config.schema import DataConfig
-from rlbatch.pipeline.prompt_file import LONGEST_ROW, read_prompt_rows
+from rlbatch.datasets.jsonl import LONGEST_ROW
+from rlbatch.pipeline.prompt_file import read_prompt_rows
 
-DATA = DataConfig()
+DATA = DataConfig(format="plain")
 
 
 def write(path: Path, *rows: Any) -> Path:
@@ -141,20 +145,112 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
         read_prompt_rows(Path("/dev/zero"), DATA)
 
 
-def test_other_formats_are_named(tmp_path: Path) -> None:
-    """What is no jsonl says what it is, and how it becomes jsonl; a file without newlines is not read to its end."""
+def test_a_file_without_newlines(tmp_path: Path) -> None:
+    """It is not read to its end."""
     path = tmp_path / "p.jsonl"
-    for start, what in (
-        (b"PAR1\x15", "is a Parquet file. Write it as jsonl, e.g. `pandas.read_parquet"),
-        (b"\x1f\x8b\x08", r"is compressed \(gzip\). Unpack it with gunzip"),
-        (b"\x28\xb5\x2f\xfd", r"is compressed \(zstd\)"),
-        (b"\x04\x22\x4d\x18", r"is compressed \(lz4\)"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "is a Git LFS pointer, .* Run `git lfs pull`"),
-    ):
-        path.write_bytes(start)
-        with pytest.raises(DataError, match=rf"p\.jsonl: must be jsonl, {what}"):
-            read_prompt_rows(path, DATA)
     with path.open("wb") as file:
         file.truncate(2**40)  # sparse
     with pytest.raises(DataError, match=rf"p\.jsonl:1: must be at most {LONGEST_ROW // 2**20} MiB long"):
         read_prompt_rows(path, DATA)
+
+
+QUESTIONS = [("Natalia sold 48 clips. How many?", "72"), ("What is $1{,}000 - 1$?", "999"), ("Sum of -3 and 0?", "-3"), ("Half of 2?", "1")]
+"""A dozen rows: four questions in each of three layouts."""
+
+
+def verl(number: int) -> dict[str, Any]:
+    """As verl's examples/data_preprocess/gsm8k.py writes rows; its RLHFDataset takes ``prompt`` as messages, and its reward managers
+    ``reward_model["ground_truth"]``.
+    """
+    question, answer = QUESTIONS[number]
+    return {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": question}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": answer},
+        "extra_info": {"split": "train", "index": number, "answer": f"#### {answer}", "question": question},
+    }
+
+
+def slime(number: int) -> dict[str, Any]:
+    """As slime's examples have rows (``--input-key prompt --label-key label``); its read_file reads labels of jsonl as text."""
+    question, answer = QUESTIONS[number]
+    return {"prompt": [{"role": "user", "content": question}], "label": int(answer), "metadata": {"n": number}}
+
+
+def openrlhf(number: int) -> dict[str, Any]:
+    """By OpenRLHF's preprocess_data: ``input_key`` is ``input`` by default; with ``--apply_chat_template`` a text is a user's message."""
+    question, answer = QUESTIONS[number]
+    return {"input": question, "label": answer, "datasource": "math"}
+
+
+@pytest.mark.parametrize(("format_name", "row"), [("verl", verl), ("slime", slime), ("openrlhf", openrlhf)])
+@pytest.mark.parametrize("is_parquet", [False, True])
+def test_rows_of_others(tmp_path: Path, format_name: Any, row: Callable[[int], dict[str, Any]], is_parquet: bool) -> None:
+    """The same messages and labels as their own loaders make of them, from jsonl and from parquet; what is left is metadata."""
+    rows = [row(number) for number in range(len(QUESTIONS))]
+    path = tmp_path / ("p.parquet" if is_parquet else "p.jsonl")
+    if is_parquet:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        write(path, *rows)
+    read = read_prompt_rows(path, DataConfig(format=format_name, text_as_user=True))
+    messages = [({"role": "user", "content": question},) for question, _ in QUESTIONS]
+    assert [one.prompt for one in read] == messages
+    are_numbers = format_name == "slime" and is_parquet  # only those of jsonl are read as text
+    assert [one.label for one in read] == [int(answer) if are_numbers else answer for _, answer in QUESTIONS]
+    kept = {"verl": ("extra_info", "index"), "slime": ("metadata", "n")}.get(format_name)
+    assert [one.metadata[kept[0]][kept[1]] if kept else one.metadata["datasource"] for one in read] == (
+        [0, 1, 2, 3] if kept else ["math"] * 4
+    )
+    if format_name != "slime":
+        guessed = read_prompt_rows(path, DataConfig(text_as_user=True))
+        assert [(one.prompt, one.label) for one in guessed] == [(one.prompt, one.label) for one in read]
+
+
+def test_only_named_metadata_is_kept(tmp_path: Path) -> None:
+    """Of parquet the other columns are not even read; a column of bytes never is."""
+    rows = [{"prompt": "a", "label": "b", "level": 3, "image": b"\xff", "more": {"image": b"x"}, "reward": None}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "p.parquet")
+    (row,) = read_prompt_rows(tmp_path / "p.parquet", DATA)
+    assert row.metadata == {"level": 3}
+    (row,) = read_prompt_rows(tmp_path / "p.parquet", replace(DATA, metadata_keys=()))
+    assert (row.metadata, row.label, row.reward_name) == ({}, "b", "")
+    assert read_prompt_rows(
+        write(tmp_path / "p.jsonl", {"prompt": "a", "label": "b", "x": 1, "y": 2}), replace(DATA, metadata_keys=("y",))
+    )[0].metadata == {"y": 2}
+
+
+def test_the_nearest_column_comes_first(tmp_path: Path) -> None:
+    """Of those that are there instead of a missing one."""
+    path = write(tmp_path / "p.jsonl", {"id": 1, "source": "x", "difficulty": 2, "problems": "a", "answer": "b"})
+    with pytest.raises(
+        DataError, match=r"p\.jsonl:1: no field `problem` \(data\.prompt_key\); has `problems`, .*set data\.prompt_key=problems\."
+    ):
+        read_prompt_rows(path, replace(DATA, prompt_key="problem"))
+
+
+def test_system_prompt(tmp_path: Path) -> None:
+    """Before messages that have none; a text, which no template sees, is refused with one."""
+    own = [{"role": "system", "content": "own"}, {"role": "user", "content": "a"}]
+    path = write(tmp_path / "p.jsonl", {"prompt": own[1:], "label": ""}, {"prompt": own, "label": ""}, {"prompt": "b", "label": ""})
+    data = replace(DATA, system_prompt="ours")
+    rows = read_prompt_rows(path, replace(data, text_as_user=True))
+    assert [[message["content"] for message in row.prompt if not isinstance(message, str)] for row in rows] == [
+        ["ours", "a"],
+        ["own", "a"],
+        ["ours", "b"],
+    ]
+    with pytest.raises(
+        DataError, match=r"p\.jsonl:3: data\.system_prompt is a message, but this prompt is a text.* Set data\.text_as_user=true"
+    ):
+        read_prompt_rows(path, data)
+
+
+def test_rewards_of_rows_and_sets(tmp_path: Path) -> None:
+    """A row's own wins over its set's; another column may name it, or none."""
+    path = write(tmp_path / "p.jsonl", {"prompt": "a", "label": "", "reward": "own"}, {"prompt": "a", "label": "", "by": "other"})
+    assert [row.reward_name for row in read_prompt_rows(path, DATA, "of_set")] == ["own", "of_set"]
+    assert [row.reward_name for row in read_prompt_rows(path, replace(DATA, reward_key="by"))] == ["", "other"]
+    first, _ = read_prompt_rows(path, replace(DATA, reward_key=""))
+    assert (first.reward_name, first.metadata) == ("", {"reward": "own"})

@@ -1,4 +1,4 @@
-"""Prompts are tokenised as one by one, refused with place and fix, and drawn in an order that survives a restart."""
+"""Prompts are tokenised as one by one, and refused with place and fix."""
 
 import json
 import resource
@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import processors
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from rlbatch.api import ConfigError, DataError
 from rlbatch.config.schema import DataConfig
 from rlbatch.pipeline import prompts as prompts_module
 from rlbatch.pipeline.embedded import write_embedded_task
-from rlbatch.pipeline.prompts import BATCH_ROWS, PromptOrder, load_prompts
+from rlbatch.pipeline.prompt_file import read_prompt_rows
+from rlbatch.pipeline.prompts import BATCH_ROWS, load_prompts, tokenize_rows
 
 DATA = DataConfig()
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
@@ -111,19 +112,71 @@ def test_messages_without_a_chat_template_are_refused(tmp_path: Path, tokenizer:
         load_prompts(path, DATA, tokenizer, context_tokens=64, max_response_tokens=4)
 
 
-def test_long_prompts_are_refused_with_both_numbers(tmp_path: Path, tokenizer: Any) -> None:
+def test_long_prompts_are_left_out_or_refused(tmp_path: Path, tokenizer: Any) -> None:
     """Too long prompts are counted, the first three named with their lengths, and the limit comes with its origin; at the limit is fine."""
     rows = [{"prompt": " ".join("a" * length), "label": ""} for length in (6, 7, 8, 9, 10)]
     path = write(tmp_path / "p.jsonl", *rows)
     assert len(load_prompts(path, DATA, tokenizer, context_tokens=14, max_response_tokens=4)) == 5
+    told: list[str] = []
+    left = load_prompts(path, DATA, tokenizer, context_tokens=10, max_response_tokens=4, announce=told.append)
+    assert [prompt.prompt_id for prompt in left] == [0]
+    said = f"{path}:2: 7 tokens; {path}:3: 8 tokens; {path}:4: 9 tokens; ...: 4 of 5 prompts are longer than 6 tokens "
+    reason = "(the context of 10 less rollout.max_response_tokens=4)"
+    assert told == [f"{said}{reason}, and are left out (data.too_long=drop)."]
     with pytest.raises(DataError) as caught:
-        load_prompts(path, DATA, tokenizer, context_tokens=10, max_response_tokens=4)
-    assert str(caught.value).startswith(
-        f"{path}:2: 7 tokens; {path}:3: 8 tokens; {path}:4: 9 tokens; ...: 4 of 5 prompts are longer than 6 "
-    )
-    assert "context of 10 less rollout.max_response_tokens=4" in str(caught.value)
-    with pytest.raises(DataError, match=r"1 of 5 prompts are longer than 9 tokens \(data\.max_prompt_tokens=9\)"):
-        load_prompts(path, replace(DATA, max_prompt_tokens=9), tokenizer, context_tokens=64, max_response_tokens=4)
+        load_prompts(path, replace(DATA, too_long="refuse"), tokenizer, context_tokens=10, max_response_tokens=4)
+    assert str(caught.value) == f"{said}{reason}. Remove or shorten them, or change that limit."
+    with pytest.raises(DataError, match=r"5 of 5 prompts are longer than 5 tokens \(data\.max_prompt_tokens=5\)\. Remove"):
+        load_prompts(path, replace(DATA, max_prompt_tokens=5), tokenizer, context_tokens=64, max_response_tokens=4)
+
+
+def ids(tmp_path: Path, tokenizer: Any, data: DataConfig, prompt: Any) -> list[str]:
+    path = write(tmp_path / "p.jsonl", {"prompt": prompt, "label": ""})
+    ((_, tokens),) = tokenize_rows(read_prompt_rows(path, data), tokenizer, data, None)
+    return list(tokenizer.convert_ids_to_tokens(list(tokens)))
+
+
+def test_a_beginning_of_a_sequence_is_never_doubled(tmp_path: Path, tokenizer: Any) -> None:
+    """Neither where a row has its own, nor where the chat template writes it; and none is added where that is configured."""
+    tokenizer.bos_token = "<unk>"
+    first = ("<unk>", tokenizer.bos_token_id)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="<unk> $A", special_tokens=[first])
+    tokenizer.chat_template = "{{ bos_token }} " + CHAT_TEMPLATE
+    assert ids(tmp_path, tokenizer, DATA, "a b") == ["<unk>", "a", "b"]
+    assert ids(tmp_path, tokenizer, DATA, "<unk> a b") == ["<unk>", "a", "b"]
+    assert ids(tmp_path, tokenizer, DATA, [{"role": "user", "content": "a"}]) == ["<unk>", "a", "="]
+    assert ids(tmp_path, tokenizer, replace(DATA, add_special_tokens=False), "a b") == ["a", "b"]
+
+
+def test_special_tokens_that_a_row_spells(tmp_path: Path) -> None:
+    """A user's text that spells the end of an answer is that token, or letters, or refused, as configured."""
+    from transformers import PreTrainedTokenizerFast
+
+    letters = Tokenizer(models.BPE({letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+    letters.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="<eos>")
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}="
+    rows: list[Any] = ["a<eos>b", [{"role": "user", "content": "a<eos>b"}]]
+    assert [ids(tmp_path, tokenizer, DATA, row) for row in rows] == [["a", "<eos>", "b"], ["a", "<eos>", "b", "<eos>", "="]]
+    spelt = [ids(tmp_path, tokenizer, replace(DATA, special_tokens="text"), row) for row in rows]
+    assert spelt == [[*"a<eos>b"], [*"a<eos>b", "<eos>", "="]]
+    for row in rows:
+        with pytest.raises(DataError, match=r"p\.jsonl:1: the prompt spells the special token <eos>\. Remove it"):
+            ids(tmp_path, tokenizer, replace(DATA, special_tokens="refuse"), row)
+    assert ids(tmp_path, tokenizer, replace(DATA, special_tokens="refuse"), "ab") == ["a", "b"]
+
+
+def test_arguments_of_the_template(tmp_path: Path, tokenizer: Any) -> None:
+    """They reach it; one that it does not use, e.g. misspelt, is refused: it would change nothing."""
+    tokenizer.chat_template = "{% if enable_thinking %}a{% else %}b{% endif %} {{ messages[0].role }} {{ messages[-1].content }}"
+    data = replace(DATA, template_options={"enable_thinking": True}, text_as_user=True)
+    assert ids(tmp_path, tokenizer, data, "c")[::2] == ["a", "c"]
+    data = replace(data, template_options={"enable_thinking": False}, system_prompt="be c")
+    path = write(tmp_path / "p.jsonl", {"prompt": "c", "label": ""})
+    ((text, _),) = tokenize_rows(read_prompt_rows(path, data), tokenizer, data, None)
+    assert text == "b system c"
+    with pytest.raises(DataError, match=r"data\.template_options\.enable_thinkng: the chat template .* Did you mean `enable_thinking`\?"):
+        ids(tmp_path, tokenizer, replace(data, template_options={"enable_thinkng": True}), "c")
 
 
 def test_a_response_limit_that_fills_the_context_is_refused(tmp_path: Path, tokenizer: Any) -> None:
@@ -131,40 +184,6 @@ def test_a_response_limit_that_fills_the_context_is_refused(tmp_path: Path, toke
     path = write(tmp_path / "p.jsonl", {"prompt": "a", "label": ""})
     with pytest.raises(ConfigError, match=r"rollout\.max_response_tokens=64: must be less than the model's context \(64 tokens\)"):
         load_prompts(path, DATA, tokenizer, context_tokens=64, max_response_tokens=64)
-
-
-def test_order_visits_every_prompt_once_an_epoch() -> None:
-    """An epoch is a permutation; the next epoch and another seed give another one; the same seed the same one."""
-    order = PromptOrder(12, seed=0)
-    first, second = ([prompt for _ in range(3) for prompt in order.take(4)] for _ in range(2))
-    assert sorted(first) == sorted(second) == list(range(12))
-    assert first != second
-    assert PromptOrder(12, seed=0).take(12) == first
-    assert PromptOrder(12, seed=1).take(12) != first
-
-
-def test_no_prompt_comes_twice_in_a_step() -> None:
-    """Also where the step does not divide the number of prompts."""
-    order = PromptOrder(10, seed=3)
-    assert all(len(set(order.take(4))) == 4 for _ in range(50))
-
-
-def test_the_cursor_resumes_the_order() -> None:
-    """N + M steps equal N steps, a restart from the cursor (through JSON), and M steps, across epochs."""
-    for before in range(8):
-        whole, first = PromptOrder(10, seed=5), PromptOrder(10, seed=5)
-        steps = [whole.take(3) for _ in range(before + 9)]
-        resumed_steps = [first.take(3) for _ in range(before)]
-        resumed = PromptOrder(10, seed=5)
-        resumed.cursor = tuple(json.loads(json.dumps(first.cursor)))
-        resumed_steps += [resumed.take(3) for _ in range(9)]
-        assert resumed_steps == steps
-
-
-def test_a_step_larger_than_the_data_is_refused() -> None:
-    """More prompts a step than there are is an error with both numbers."""
-    with pytest.raises(ConfigError, match=r"train\.prompts_per_step=11: must be at most the number of prompts of data\.train \(10\)"):
-        PromptOrder(10, seed=0).take(11)
 
 
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"

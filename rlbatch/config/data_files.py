@@ -1,0 +1,65 @@
+"""Finds the files that a path of ``data.*`` means: a file, those of a folder, or those that a pattern matches."""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlbatch.api import DataError
+from rlbatch.config.schema import DataConfig
+
+SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+"""Of data files in a folder."""
+_WORDS = ", ".join(f"*{suffix}" for suffix in SUFFIXES)
+
+
+def with_files(data: DataConfig) -> DataConfig:
+    """A config that names each file, so that what a folder holds at submit is what every rank reads, also when the run is resumed.
+
+    Raises:
+        DataError: a folder or pattern without files.
+    """
+    return dataclasses.replace(
+        data,
+        train=_named("data.train", data.train),
+        eval=_named("data.eval", data.eval),
+        sets={name: dataclasses.replace(one, path=_named(f"data.sets.{name}.path", one.path)) for name, one in data.sets.items()},
+    )
+
+
+def paths_in(value: str | Sequence[str]) -> list[Path]:
+    """The files of such a key, as paths; none if it is empty."""
+    return [Path(text) for text in ([value] if isinstance(value, str) else value) if text]
+
+
+def _named(key: str, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    texts = [value] if isinstance(value, str) else list(value)
+    files = [file for text in texts for file in ([text] if _is_one(text) else _found(key, text))]
+    if twice := next((file for file in files if files.count(file) > 1), ""):
+        raise DataError(f"{key}: {twice} is named twice, so that its rows would be. Leave one out.")
+    return value if files == [value] else tuple(files)
+
+
+def _is_one(text: str) -> bool:
+    """Whether it names a file, or what no file is (which reading it tells)."""
+    is_several = os.path.isdir(text) or (glob.has_magic(text) and not os.path.exists(text))
+    return not is_several or os.path.isfile(text)
+
+
+def _found(key: str, text: str) -> list[str]:
+    if not os.path.isdir(text):
+        matched = sorted(file for file in glob.glob(text, recursive=True) if os.path.isfile(file))
+        if not matched:
+            raise DataError(f"{key}={text}: must match a file, matches none. Correct the pattern, and quote it: the shell must not see it.")
+        return matched
+    try:
+        names = sorted(name for name in os.listdir(text) if name.endswith(SUFFIXES) and not name.startswith("."))
+    except OSError as error:
+        raise DataError(f"{key}={text}: cannot be read ({error.strerror}). Name a folder that can.") from error
+    files = [file for name in names if os.path.isfile(file := os.path.join(text, name))]
+    if not files:
+        raise DataError(f"{key}={text}: must be a file, or a folder with {_WORDS}; has none of these. Name the folder that holds them.")
+    return files

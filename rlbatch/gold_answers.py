@@ -1,0 +1,82 @@
+"""Asks a reward what it says of the answers that it compares with: a reward that refuses its own labels teaches nothing."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rlbatch.api import Prompt, Reward, RlbatchError, Sample, SampleGroup
+from rlbatch.pipeline.score import score
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+    from transformers import PreTrainedTokenizerBase
+
+FORMS: Mapping[str, str] = {"the label itself": "{}", "\\boxed{label}": "\\boxed{{{}}}", "#### label": "#### {}"}
+"""In which an answer may have to be written."""
+SHOWN_VALUES = 4
+
+
+def verdicts(name: str, reward: Reward, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, seconds: float) -> Iterator[str]:
+    """A line for each form: what the reward gives the prompts' own labels, written so.
+
+    Args:
+        name: The reward's.
+        reward: Ready to be called; it is, in a process of its own.
+        prompts: With labels.
+        tokenizer: Of the model.
+        seconds: After which that process is ended.
+    """
+    for form, pattern in FORMS.items():
+        samples = [_sample(prompt, pattern.format(_text(prompt.label)), tokenizer) for prompt in prompts]
+        yield f"{form}: {_asked(name, reward, samples, seconds)}"
+
+
+def _text(label: Any) -> str:
+    return label if isinstance(label, str) else json.dumps(label, ensure_ascii=False)
+
+
+def _sample(prompt: Prompt, response: str, tokenizer: PreTrainedTokenizerBase) -> Sample:
+    tokens = tokenizer(response, add_special_tokens=False, verbose=False)["input_ids"]
+    before, after = len(prompt.token_ids), len(tokens)
+    mask = torch.tensor([0.0] * before + [1.0] * after)
+    return Sample(prompt, 0, torch.tensor([*prompt.token_ids, *tokens]), mask, torch.zeros(before + after), response, "stop")
+
+
+def _asked(name: str, reward: Reward, samples: Sequence[Sample], seconds: float) -> str:
+    """What it gives, in words. A fork: plugins are loaded already, and what hangs is ended with it."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_score, args=(name, reward, list(samples), sender))
+    process.start()
+    sender.close()
+    try:
+        if not receiver.poll(seconds):
+            return f"no answer within {seconds:g} s"
+        answer = receiver.recv()
+    except EOFError:
+        return "its process ended without an answer"
+    finally:
+        process.kill()
+        process.join()
+        receiver.close()
+    if isinstance(answer, str):
+        return answer
+    counts = Counter(f"{value:g}" for value in answer)
+    shown = ", ".join(f"{value} for {count}" for value, count in counts.most_common(SHOWN_VALUES))
+    return f"mean {sum(answer) / len(answer):g} ({shown}{', ...' if len(counts) > SHOWN_VALUES else ''})"
+
+
+def _score(name: str, reward: Reward, samples: Sequence[Sample], sender: Connection) -> None:
+    groups = [SampleGroup(sample.prompt, [sample]) for sample in samples]
+    try:
+        score(groups, {name: reward}, name)
+        sender.send([value for group in groups for value in group.rewards])
+    except RlbatchError as error:
+        sender.send(str(error))

@@ -1,0 +1,58 @@
+"""Which data sets a job trains on, and how each is read. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlbatch.config.data_files import paths_in
+from rlbatch.config.schema import EMBEDDED, Config, DataConfig, DataSetConfig
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """One data set.
+
+    Attributes:
+        key: Config key of its path, for messages.
+        name: Of one of several sets; empty: it is the only one.
+        source: Value of the key.
+        paths: Its files.
+        data: ``data.*`` as it is for this set.
+        reward: Of its rows that name none; empty: the job's.
+        weight: Share of the prompts; None: its number of rows.
+    """
+
+    key: str
+    name: str
+    source: str | tuple[str, ...]
+    paths: Sequence[Path]
+    data: DataConfig
+    reward: str = ""
+    weight: float | None = None
+
+    @property
+    def told(self) -> str:
+        """Its files, for messages."""
+        return str(self.paths[0]) + (f" and {len(self.paths) - 1} more files" if len(self.paths) > 1 else "")
+
+
+def training_sets(config: Config, run_dir: Path) -> list[PromptSet]:
+    """The sets of ``data.sets``, else the only one: ``data.train``."""
+    data = config.data
+    if data.sets:
+        return [_named_set(data, name, one, run_dir) for name, one in data.sets.items()]
+    return [PromptSet("data.train", "", data.train, files_of(data.train, run_dir, "train"), data)]
+
+
+def files_of(source: str | tuple[str, ...], run_dir: Path, name: str) -> list[Path]:
+    """Files of a key; those of the embedded task are in the run folder."""
+    return [run_dir / EMBEDDED / f"{name}.jsonl"] if source == EMBEDDED else paths_in(source)
+
+
+def _named_set(data: DataConfig, name: str, one: DataSetConfig, run_dir: Path) -> PromptSet:
+    own = {field.name: getattr(one, field.name) for field in dataclasses.fields(one) if field.name not in ("path", "weight", "reward")}
+    merged = dataclasses.replace(data, **{key: value for key, value in own.items() if value is not None})
+    return PromptSet(f"data.sets.{name}.path", name, one.path, files_of(one.path, run_dir, "train"), merged, one.reward, one.weight)
