@@ -95,11 +95,11 @@ def check_rows(config: Config, registry: Registry, one: PromptSet) -> CheckedRow
     Raises:
         DataError: see ``RowReader.read`` and ``RowChecks.check``.
     """
-    checks, likeliest, started = RowChecks(config, registry), _Likeliest(), time.process_time()
+    checks, likeliest, started = RowChecks(config, registry), _Likeliest(), time.thread_time()
     for count, row in enumerate(RowReader(one.data, one.reward).read(one.paths), start=1):
         checks.check(row, one.data)
         likeliest.add(row)
-        if count % 1024 == 0 and time.process_time() - started > READ_S:
+        if count % 1024 == 0 and time.thread_time() - started > READ_S:
             return CheckedRows(likeliest.rows(), count, is_whole=False)
     return CheckedRows(likeliest.rows(), count, is_whole=True)
 
@@ -160,7 +160,7 @@ def check_tokens(config: Config, family: ModelFamily, model_folder: Path, one: P
         _check_end(tokenizer, family, model_folder)
     if any(not isinstance(row.prompt, str) for row in rows) and (warning := unseen_end(tokenizer, model_folder, family.vocab_size)):
         print(warning, file=sys.stderr)
-    if len(rows) < checked.count:
+    if len(rows) < checked.count or not checked.is_whole:
         which = f"{len(rows)} of {checked.count} prompts (each form of messages, the longest, the first)"
         all_read = "" if checked.is_whole else f" Of the file {checked.count} rows were read."
         print(f"{one.told}: {which} were tokenised to check them.{all_read} `python -m rlbatch.data` looks at all.", file=sys.stderr)
