@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlbatch.api import PluginError, RlbatchError
+from rlbatch.api.secrets import without_secrets
 
 MOST_CHARACTERS = 4000
 """Longest text of an exception in a message."""
@@ -168,9 +169,9 @@ def error_text(error: BaseException) -> str:
 
 
 def text(error: BaseException) -> str:
-    """An exception's text, of bounded length, whatever its ``__str__`` does."""
+    """An exception's text, of bounded length and without secrets, whatever its ``__str__`` does."""
     try:
-        said = str(error)
+        said = without_secrets(str(error))
     except BaseException as broken:  # foreign code
         return f"its text cannot be shown, as that raises {type(broken).__name__}"
     return said if len(said) <= MOST_CHARACTERS else f"{said[:MOST_CHARACTERS]}... ({len(said)} characters)"

@@ -316,6 +316,7 @@ def _check_machine(config: Config, registry: Registry, run_dir: Path) -> None:
     if not gpus and ranks > most:
         raise ConfigError(f"layout.world_size={ranks}: must be at most {most} without GPUs, {RANKS_PER_CORE} ranks a core. Use less.")
     registry.check_engine(config)
+    registry.check_trackers(config)
 
 
 def _family_with_tokenizer(config: Config, registry: Registry, run_dir: Path) -> ModelFamily | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
+import importlib.util
 import inspect
 import os
 import sys
@@ -42,6 +43,9 @@ from rlbatch.api import (
     RolloutBackend,
     RolloutContext,
     RolloutSpec,
+    Tracker,
+    TrackerContext,
+    TrackerSpec,
     hookspecs,
 )
 from rlbatch.config.check import check_engines
@@ -60,12 +64,31 @@ PYTHON = "python"
 """Key of ``rollout.engine``: its interpreter, in a container one of the image."""
 
 
+@dataclasses.dataclass(frozen=True)
+class ChosenTracker:
+    """A tracker of this run.
+
+    Attributes:
+        name: As in ``trackers``.
+        spec: What it was registered as.
+        options: An instance of its options.
+    """
+
+    name: str
+    spec: TrackerSpec
+    options: Any
+
+    def open(self, context: TrackerContext) -> Tracker:
+        """Opens it; raises whatever the plugin raises."""
+        return cast(Tracker, self.spec.build(context, self.options))
+
+
 class Registry:
     """What the plugins offer.
 
     Attributes:
         tables: All tables, name -> entry.
-        rollouts, rewards, advantages, losses, offloads, filters: Each of them.
+        rollouts, rewards, advantages, losses, offloads, filters, trackers: Each of them.
         suppliers: Everything that was loaded, in order.
     """
 
@@ -74,7 +97,7 @@ class Registry:
         self._manager = manager
         self._suppliers = suppliers
         self.tables = tuple(Table(kind.key, self._entries(hook, kind)) for hook, kind in KINDS.items())
-        self.rollouts, self.rewards, self.advantages, self.losses, self.offloads, self.filters = self.tables
+        self.rollouts, self.rewards, self.advantages, self.losses, self.offloads, self.filters, self.trackers = self.tables
 
     @property
     def model_families(self) -> tuple[Supplier, ...]:
@@ -128,7 +151,20 @@ class Registry:
                 sampling,
                 filter_options={name: _completed(self.filters, name, options) for name, options in _filters(config)},
             ),
+            tracker_options=self._tracker_options(config),
         )
+
+    def _tracker_options(self, config: Config) -> Mapping[str, Mapping[str, Any]]:
+        names, chosen = config.trackers, f"trackers=[{','.join(config.trackers)}]"
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(f"{chosen}: has {name} {names.count(name)} times. Leave one out.")
+        for name, options in config.tracker_options.items():
+            if self.trackers[name].name not in names:
+                raise ConfigError(f"tracker_options.{name}: {name} is not among {chosen}. Add it there, or leave its options out.")
+            if not isinstance(options, Mapping):
+                raise ConfigError(f"tracker_options.{name}={options}: is a group of keys. Set tracker_options.{name}.<option>=<value>.")
+        return {name: _completed(self.trackers, name, config.tracker_options.get(name, {})) for name in names}
 
     def text_options(self, config: Config) -> frozenset[str]:
         """Keys of the chosen plugins' options that are text."""
@@ -161,6 +197,7 @@ class Registry:
         yield self.losses, algorithm.loss, algorithm.loss_options
         for name, options in _filters(config):
             yield self.filters, name, options
+        yield from ((self.trackers, name, config.tracker_options.get(name, {})) for name in config.trackers)
 
     def _engine_with_paths(self, config: Config) -> Mapping[str, Any]:
         """The engine's options. Its interpreter is a path if it looks like one: others are found by ``PATH``."""
@@ -305,6 +342,24 @@ class Registry:
         parsed = entry.parse(options, "offload")
         with foreign_code(f"offload={name}", "its build"):
             return cast(OffloadStrategy, entry.value.build(parsed))
+
+    def chosen_trackers(self, config: Config) -> list[ChosenTracker]:
+        """The run's trackers, none of which is open yet."""
+        entries = [(self.trackers[name], config.tracker_options.get(name, {})) for name in config.trackers]
+        return [ChosenTracker(entry.name, entry.value, entry.parse(options, self.trackers.key)) for entry, options in entries]
+
+    def check_trackers(self, config: Config) -> None:
+        """Refuses trackers that this machine cannot run.
+
+        Raises:
+            ConfigError: what must be installed.
+        """
+        for tracker in self.chosen_trackers(config):
+            if (module := tracker.spec.module) and importlib.util.find_spec(module) is None:
+                raise ConfigError(
+                    f"trackers=[{','.join(config.trackers)}]: {tracker.name} needs the package {module}, which is not installed for "
+                    f"{sys.executable}. Install it (pip install {module}), or leave {tracker.name} out."
+                )
 
     def offload_memory(self, config: Config) -> OffloadMemory | None:
         """What the offload strategy does with memory; None: it does not say.

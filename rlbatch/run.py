@@ -15,10 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlbatch.api import ConfigError, RlbatchError
+from rlbatch.api import ConfigError, RlbatchError, TrackerContext
 from rlbatch.api.exit_codes import FAILED, REFUSED, STOPPED
 from rlbatch.config.compose import CONFIG_FILE, load_config
 from rlbatch.config.schema import Config
+from rlbatch.config.structured import to_plain
 from rlbatch.launch.membership.rendezvous import Meeting, join, launch_id
 from rlbatch.launch.membership.watchdog import Watchdog
 from rlbatch.launch.ranks.interfaces import set_interface
@@ -26,6 +27,7 @@ from rlbatch.launch.ranks.rank_info import RankInfo
 from rlbatch.launch.ranks.variables import set_allocator
 from rlbatch.launch.records.failures import FirstError, StoppedBySignal, has_failed, mark_finished, read_first_error, reporting_failures
 from rlbatch.launch.records.history import end_attempt
+from rlbatch.launch.records.ownership import read_run_id
 from rlbatch.launch.records.streams import redirect_output
 from rlbatch.launch.shutdown import guardian
 from rlbatch.launch.shutdown.guardian import RankFacts, guarded, report_death, report_remains
@@ -173,6 +175,8 @@ def _run(config: Config, run_dir: Path, meeting: Meeting, watchdog: Watchdog, no
             from rlbatch.registry import load_plugins
 
             registry = load_plugins(config.plugins)
+            context = TrackerContext(run_dir, read_run_id(run_dir), run_dir.name, to_plain(config))
+            log.track(registry.chosen_trackers(config), context)
             hosts = watchdog.wait_for_ranks()
             store = open_store(meeting.info, config.launch.rendezvous_timeout_s, hosts, meeting.store_socket, meeting.attempt.token)
             watchdog.seal_store()

@@ -23,13 +23,16 @@ from rlbatch.api import (
     RewardSpec,
     RolloutBackendFactory,
     RolloutSpec,
+    TrackerFactory,
+    TrackerSpec,
     always,
 )
 from rlbatch.config.schema import AlgorithmConfig
 from rlbatch.config.structured import closest, from_mapping, key_docs
 
-FILTERS = "sampling.filters"
-"""The key that names several, each with options of its own."""
+FILTERS, TRACKERS = "sampling.filters", "trackers"
+SEVERAL = {FILTERS: "sampling.filter_options", TRACKERS: "tracker_options"}
+"""Keys that name several, and where the options of each of these are."""
 AGGREGATIONS = get_args(get_type_hints(AlgorithmConfig)["loss_aggregation"])
 
 
@@ -121,13 +124,13 @@ class Table(Mapping[str, Registered]):
 
 def how_chosen(key: str, name: str) -> str:
     """How a name is chosen, as one types it."""
-    return f"{key}=[{name}]" if key == FILTERS else f"{key}={name}"
+    return f"{key}=[{name}]" if key in SEVERAL else f"{key}={name}"
 
 
 def options_key(key: str, name: str) -> str:
     """The key of the options of a name that a key chooses: ``reward.options``, ``algorithm.loss_options``; of one among several its own."""
-    if key == FILTERS:
-        return f"sampling.filter_options.{name}"
+    if key in SEVERAL:
+        return f"{SEVERAL[key]}.{name}"
     return f"{key}_options" if "." in key else f"{key}.options"
 
 
@@ -165,6 +168,10 @@ def _offload(factory: OffloadStrategyFactory) -> OffloadSpec:
     return OffloadSpec(lambda options: factory(), NoOptions)
 
 
+def _tracker(factory: TrackerFactory) -> TrackerSpec:
+    return TrackerSpec(lambda context, options: factory(context), NoOptions)
+
+
 KINDS: Mapping[str, Kind] = {
     "rlbatch_register_rollout_backends": Kind("rollout", ("context",), ("context", "options"), RolloutSpec, _rollout),
     "rlbatch_register_rewards": Kind("reward", ("samples",), ("options",), RewardSpec, _reward),
@@ -174,6 +181,7 @@ KINDS: Mapping[str, Kind] = {
     "rlbatch_register_policy_losses": Kind("algorithm.loss", ("inputs",), ("options",), LossSpec, lambda loss: LossSpec(always(loss))),
     "rlbatch_register_offload_strategies": Kind("offload", (), ("options",), OffloadSpec, _offload),
     "rlbatch_register_group_filters": Kind(FILTERS, ("group",), ("options",), FilterSpec, lambda keeps: FilterSpec(always(keeps))),
+    "rlbatch_register_trackers": Kind(TRACKERS, ("context",), ("context", "options"), TrackerSpec, _tracker),
 }
 """Kinds of plugins, by hook."""
 

@@ -12,6 +12,7 @@ from rlbatch.api.declarations import (
     OffloadSpec,
     RewardSpec,
     RolloutSpec,
+    TrackerSpec,
     always,
 )
 from rlbatch.api.errors import (
@@ -51,10 +52,15 @@ from rlbatch.api.protocols import (
     RolloutBackend,
     RolloutBackendFactory,
     RolloutContext,
+    SampleTracker,
     Sequences,
     SleepingBackend,
+    Tracker,
+    TrackerContext,
+    TrackerFactory,
     of_one_rank,
 )
+from rlbatch.api.sample_table import sample_table
 from rlbatch.api.types import (
     Continued,
     FinishReason,
@@ -135,12 +141,17 @@ __all__ = [
     "RolloutSpec",
     "Sample",
     "SampleGroup",
+    "SampleTracker",
     "SamplingParams",
     "Seconds",
     "Sequences",
     "SleepingBackend",
     "Span",
     "StepResult",
+    "Tracker",
+    "TrackerContext",
+    "TrackerFactory",
+    "TrackerSpec",
     "Vocab",
     "WeightBucket",
     "always",
@@ -148,4 +159,5 @@ __all__ = [
     "draw_key",
     "hookimpl",
     "of_one_rank",
+    "sample_table",
 ]

@@ -88,6 +88,20 @@ class FilterSpec(Configurable):
 
 
 @dataclass(frozen=True)
+class TrackerSpec(Configurable):
+    """A tracker, and what it needs; ``build`` is called with a ``TrackerContext`` and the options.
+
+    Attributes:
+        module: What it imports that may not be installed, e.g. ``wandb``: refused at submit where the ranks start on the same machine.
+        in_step: Called by the step itself and not in a thread: only of one that writes a local file in no time.
+    """
+
+    options: type = NoOptions
+    module: str = ""
+    in_step: bool = False
+
+
+@dataclass(frozen=True)
 class OffloadMemory:
     """What an offload strategy does with the trainer's memory: what submit and the preflight count.
 

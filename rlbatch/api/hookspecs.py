@@ -19,6 +19,7 @@ from rlbatch.api.protocols import (
     PolicyLoss,
     Reward,
     RolloutBackendFactory,
+    TrackerFactory,
 )
 
 PROJECT = "rlbatch"
@@ -161,4 +162,23 @@ def rlbatch_register_group_filters() -> Mapping[str, GroupFilter | Configurable]
         @hookimpl
         def rlbatch_register_group_filters():
             return {"short": lambda group: max(s.response_length for s in group.samples) < 100}
+    """
+
+
+@hookspec
+def rlbatch_register_trackers() -> Mapping[str, TrackerFactory | Configurable]:
+    """Trackers, by name: ``trackers=[<name>,...]``; the options of each are ``tracker_options.<name>.*``.
+
+    Called: on the login node and on every rank, at start. Collectives: not allowed.
+    The factory is called on rank 0 only, with a ``TrackerContext`` (then the options, if it is ``Configurable``). A ``TrackerSpec`` also
+    says what must be installed.
+
+    Returns:
+        Name -> factory of a ``Tracker``.
+
+    Example::
+
+        @hookimpl
+        def rlbatch_register_trackers():
+            return {"mine": MyTracker}
     """

@@ -37,6 +37,53 @@ Must depend on the group alone: the set of accepted groups is the same for every
 
 
 @dataclass(frozen=True)
+class TrackerContext:
+    """What a tracker is opened with.
+
+    Attributes:
+        run_dir: The run folder; a tracker's own files go into a folder of its name there.
+        run_id: Of the run, the same in all its attempts.
+        name: Of the run folder.
+        config: Every key and value, without secrets.
+        done: Step that this attempt goes on after; 0: from the start. Later steps are done again, and reported again.
+    """
+
+    run_dir: Path
+    run_id: str
+    name: str
+    config: Mapping[str, Any]
+    done: int = 0
+
+
+class Tracker(Protocol):
+    """What takes a run's metrics, on rank 0 only. All calls come from one thread, its own unless its ``TrackerSpec`` is ``in_step``.
+
+    What a call raises, or one that does not come back, is told once; the run goes on without the tracker.
+    """
+
+    def record(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Takes what is known of a step, by tag; NaN and infinity are possible. A step may come twice, with other tags.
+
+        Step 0 is the evaluation before the first one.
+        """
+
+    def close(self, status: str) -> None:
+        """Writes all that there is; called once at the end, which is ``finished``, ``failed`` or ``interrupted``. It has seconds."""
+
+
+@runtime_checkable
+class SampleTracker(Protocol):
+    """A ``Tracker`` that takes samples too."""
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Takes the samples of a step: rows as in the run folder's ``samples/``; ``sample_table`` makes a table of them."""
+
+
+TrackerFactory = Callable[[TrackerContext], Tracker]
+"""Opens a tracker."""
+
+
+@dataclass(frozen=True)
 class Completion:
     """What an engine answers for one sample.
 

@@ -10,6 +10,7 @@ from rlbatch.config.check_cluster import check_cluster
 from rlbatch.config.check_correction import check_correction
 from rlbatch.config.check_data import check_data
 from rlbatch.config.check_sampling import check_sampling
+from rlbatch.config.check_secrets import check_secrets
 from rlbatch.config.schema import AlgorithmConfig, CheckpointConfig, Config, LayoutConfig, OptimizerConfig, RolloutConfig, TrainConfig
 from rlbatch.config.structured import closest
 
@@ -46,6 +47,7 @@ def check_config(config: Config) -> None:
     Raises:
         ConfigError: the first one found.
     """
+    check_secrets(config)  # first: no other message may show one
     _check_train(config.train)
     _check_spec(config.train)
     _check_allocator(config.train.allocator)

@@ -27,7 +27,13 @@ PLUGIN_GROUPS = ("rollout", "reward", "offload")
 """Groups whose choices are plugins: any registered name is a choice, with or without a yaml file."""
 
 _FILTER_OPTIONS = "sampling.filter_options."
-_OPTIONS = (*(f"{group}.options." for group in PLUGIN_GROUPS), "algorithm.advantage_options.", "algorithm.loss_options.", _FILTER_OPTIONS)
+_OPTIONS = (
+    *(f"{group}.options." for group in PLUGIN_GROUPS),
+    "algorithm.advantage_options.",
+    "algorithm.loss_options.",
+    _FILTER_OPTIONS,
+    "tracker_options.",
+)
 _SETS = ("data.sets.",)
 """Groups of keys below any name."""
 _ANY_KEY = ("cluster.environment.", "rollout.engine.", "train.allocator.", "data.template_options.", *_SETS, *_OPTIONS)

@@ -434,6 +434,8 @@ class Config:
         "local",
         "Who starts the ranks: this machine, Slurm (submitit), mpirun; none: only the run folder is written, a batch script starts them.",
     )
+    trackers: tuple[str, ...] = key(("tensorboard",), "What takes metrics, and samples if it can, beside the run folder's own files.")
+    tracker_options: Mapping[str, Any] = key({}, "Each tracker's own options, e.g. tracker_options.wandb.project=rl; never a secret.")
     dry_run: bool = key(False, "Print exactly what would run, and start nothing.")
     follow: bool = key(False, "After submitting, show the job's log until it ends.")
     train: TrainConfig = field(default_factory=TrainConfig)

@@ -1,1 +1,1 @@
-"""What a run reports: tags, TensorBoard, the run folder's summary and samples, live progress."""
+"""What a run reports: tags, trackers, the run folder's summary and samples, live progress."""

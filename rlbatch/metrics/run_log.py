@@ -7,9 +7,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from rlbatch.api import ConfigError, StepResult
+from rlbatch.api import ConfigError, StepResult, TrackerContext
 from rlbatch.metrics.progress import RunProgress, format_seconds
 from rlbatch.metrics.report import RunReport, Status, Summary, remove_samples_after, write_samples
+from rlbatch.metrics.tracking import Trackers
+from rlbatch.registry import ChosenTracker
 
 
 def finished_line(summary: Summary, run_dir: Path) -> str:
@@ -20,9 +22,9 @@ def finished_line(summary: Summary, run_dir: Path) -> str:
 
 
 class RunLog:
-    """Progress, summary.json, TensorBoard and samples of one run. Every rank calls it alike; only rank 0 does anything.
+    """Progress, summary.json, samples and trackers of one run. Every rank calls it alike; only rank 0 does anything.
 
-    What cannot be written, on a full disk for instance, is a ``ConfigError``.
+    What cannot be written, on a full disk for instance, is a ``ConfigError``; what a tracker cannot write is none.
     """
 
     def __init__(self, run_dir: Path, steps: int, rank: int, stream: TextIO | None = None) -> None:
@@ -37,7 +39,12 @@ class RunLog:
         self._run_dir = run_dir
         self._report = RunReport(run_dir) if rank == 0 else None
         self._progress = RunProgress(steps, stream) if rank == 0 else None
-        self._tensorboard = TensorBoard(run_dir / "tensorboard") if rank == 0 else None
+        self._trackers: Trackers | None = None
+
+    def track(self, chosen: Sequence[ChosenTracker], context: TrackerContext) -> None:
+        """Says which trackers the run has, before ``begin`` opens them."""
+        if self._progress:
+            self._trackers = Trackers(chosen, context, self._progress.phase)
 
     def phase(self, text: str) -> None:
         """Announces what happens outside of steps, e.g. ``loading the model``."""
@@ -46,31 +53,35 @@ class RunLog:
 
     def begin(self, done: int) -> None:
         """Goes on after step ``done`` (0: from the start): what an earlier attempt of the run wrote of later steps is done again."""
-        if self._report and self._tensorboard:
+        if self._report:
             with self._writing("what a run tells of itself"):
                 self._report.begin(done)
-                self._tensorboard.begin(done)
                 remove_samples_after(self._run_dir, done)
+        if self._trackers:
+            self._trackers.begin(done)
 
     def record(self, result: StepResult) -> None:
         """Records a step; step 0 is the evaluation before the first one."""
         with self._writing("metrics"):
-            for sink in (self._report, self._tensorboard, self._progress):  # TensorBoard writes in a thread, whose errors have a traceback
+            for sink in (self._report, self._trackers, self._progress):
                 if sink:
                     sink.record(result)
 
     def measure(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds what is known of a recorded step only later."""
-        if self._report and self._tensorboard:
+        if self._report:
             with self._writing("metrics"):
                 self._report.measure(metrics)
-                self._tensorboard.record(StepResult(step, 0, metrics))
+        if self._trackers:
+            self._trackers.record(StepResult(step, 0, metrics))
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Writes the samples of a step: rows of ``report.sample_rows``, gathered on rank 0."""
         if self._report:
             with self._writing("samples"):
                 write_samples(self._run_dir, step, rows)
+        if self._trackers:
+            self._trackers.samples(step, rows)
 
     def failed(self, first_error: Mapping[str, Any]) -> None:
         """Writes the failure into summary.json, whatever this process's main thread does; from any thread."""
@@ -94,49 +105,15 @@ class RunLog:
             status: How the run ended.
             first_error: The failure that was reported first, e.g. ``{"rank": 17, "host": "n03", "message": ...}``.
         """
-        for closing in (self._progress, self._tensorboard):
-            with suppress(OSError):  # a full disk, which is told already, or has no say in how a run ended
-                if closing:
-                    closing.close()
+        with suppress(OSError):  # a full disk, which is told already, or has no say in how a run ended
+            if self._progress:
+                self._progress.close()
         if self._report:
             with suppress(OSError):
                 self._report.finish(status, first_error)
+        if self._trackers:  # last: they take their time
+            with suppress(OSError):
+                self._trackers.close(status)
         if self._report and self._progress and status == "finished":
             with suppress(OSError):  # nobody may read it any more
                 self._progress.phase(finished_line(self._report.summary, self._run_dir))
-
-
-class TensorBoard:
-    """Writes every metric of every step as a scalar; NaN and infinity are kept, so that a broken value shows."""
-
-    def __init__(self, folder: Path) -> None:
-        """Args:
-        folder: Of the event files; created with the first of them.
-        """
-        self._folder = folder
-        self._purge_step: int | None = None
-        self._open: Any = None
-
-    def begin(self, done: int) -> None:
-        """Hides what earlier event files have of steps after ``done`` (0: of all). Before the first ``record``."""
-        if any(self._folder.glob("events.*")):
-            self._purge_step = done + 1 if done else 0
-
-    def record(self, result: StepResult) -> None:
-        """Adds the step's metrics; they are on disk on return, so that a killed run loses none."""
-        for tag, value in result.metrics.items():
-            self._writer.add_scalar(tag, value, result.step)
-        self._writer.flush()
-
-    def close(self) -> None:
-        """Ends the event file."""
-        if self._open:
-            self._open.close()
-
-    @property
-    def _writer(self) -> Any:
-        if self._open is None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._open = SummaryWriter(str(self._folder), purge_step=self._purge_step)
-        return self._open

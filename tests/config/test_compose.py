@@ -109,7 +109,7 @@ def test_plugin_without_yaml() -> None:
         ("data.train_batch_size=256", "data.train_batch_size=256: is verl's, not a key of rlbatch. Use train.prompts_per_step."),
         ("actor_rollout_ref.actor.ppo_mini_batch_size=64", "Use train.updates_per_step. Prompts a step over"),
         ("ppo_mini_batch_size=64", "is verl's, not a key of rlbatch. Use train.updates_per_step."),
-        ("+trainer.logger=['console','wandb']", "is verl's, not a key of rlbatch. Leave it out. TensorBoard events"),
+        ("+trainer.logger=['console','wandb']", "is verl's, not a key of rlbatch. Use trackers. `trackers=[tensorboard,wandb]`"),
         ("--rollout-batch-size=32", "is slime or vime's, not a key of rlbatch. Use train.prompts_per_step."),
         ("--rollout-batch-size", "is slime or vime's, not a key of rlbatch. Use train.prompts_per_step."),
         ("grpo.max_num_steps=3", "is NeMo-RL's, not a key of rlbatch. Use train.steps."),
