@@ -26,7 +26,7 @@ def page(repository: Path) -> str:
     """The pages in one, the reward's first."""
     return "\n".join(
         (repository / f"docs/use/{name}.md").read_text(encoding="utf-8")
-        for name in ("reward", "plugins", "rollout_backends", "model_families")
+        for name in ("reward", "plugins", "rollout_backends", "model_families", "trackers")
     )
 
 
