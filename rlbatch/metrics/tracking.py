@@ -11,7 +11,7 @@ from queue import Full, Queue
 from typing import Any
 
 from rlbatch.api import RlbatchError, SampleTracker, StepResult, Tracker, TrackerContext
-from rlbatch.foreign_code import foreign_code, place, told
+from rlbatch.foreign_code import error_location, error_text, foreign_code
 from rlbatch.registry import ChosenTracker
 
 PATIENCE_S = 120.0
@@ -151,7 +151,7 @@ class _Running:
                 self._do(act)
                 self._since = 0.0
         except BaseException as error:  # foreign code may raise anything, sys.exit too
-            self.failure = str(error) if isinstance(error, RlbatchError) else f"{told(error)}{place(error)}"
+            self.failure = str(error) if isinstance(error, RlbatchError) else f"{error_text(error)}{error_location(error)}"
 
     def _do(self, act: Act) -> None:
         if self._tracker is None:

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 IMPORT_NAMES = {"hydra-core": "hydra", "megatron-core": "megatron", "pyyaml": "yaml"}
-OPTIONAL = {"sglang", "transformer_engine", "vllm"}  # used where they are installed
+OPTIONAL = {"mlflow", "sglang", "transformer_engine", "vllm", "wandb"}  # used where they are installed
+COPIED = {"wire"}  # of plugins/code_sandbox, into jails
 NEEDED_INDIRECTLY = {"tensorboard"}  # by torch.utils.tensorboard
 
 
@@ -73,7 +74,7 @@ def test_dependencies_are_ranges_and_what_is_imported(repository: Path, setup: c
             imported |= {name.partition(".")[0] for name in imported_modules(path)}
     third_party = imported - sys.stdlib_module_names - {"rlbatch", "rlbatch_configs", "rlbatch_plugins"}
     declared = {IMPORT_NAMES.get(name, name) for name in requirement_names(setup)}
-    assert (third_party | NEEDED_INDIRECTLY) - OPTIONAL == declared
+    assert (third_party | NEEDED_INDIRECTLY) - OPTIONAL - COPIED == declared
     assert not [line for line in lines(setup, "options", "install_requires") if "==" in line]
     assert "torch==2.13.0\n" in (repository / "constraints.txt").read_text(encoding="utf-8")
 
