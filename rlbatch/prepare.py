@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -316,7 +318,16 @@ def _check_machine(config: Config, registry: Registry, run_dir: Path) -> None:
     if not gpus and ranks > most:
         raise ConfigError(f"layout.world_size={ranks}: must be at most {most} without GPUs, {RANKS_PER_CORE} ranks a core. Use less.")
     registry.check_engine(config)
-    registry.check_trackers(config)
+    _check_trackers(config, registry)
+
+
+def _check_trackers(config: Config, registry: Registry) -> None:
+    for tracker in registry.chosen_trackers(config):
+        if (module := tracker.spec.module) and importlib.util.find_spec(module) is None:
+            raise ConfigError(
+                f"trackers=[{','.join(config.trackers)}]: {tracker.name} needs the package {module}, which is not installed for "
+                f"{sys.executable}. Install it (pip install {module}), or leave {tracker.name} out."
+            )
 
 
 def _family_with_tokenizer(config: Config, registry: Registry, run_dir: Path) -> ModelFamily | None:

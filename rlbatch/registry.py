@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
-import importlib.util
 import inspect
 import os
 import sys
@@ -43,9 +42,6 @@ from rlbatch.api import (
     RolloutBackend,
     RolloutContext,
     RolloutSpec,
-    Tracker,
-    TrackerContext,
-    TrackerSpec,
     hookspecs,
 )
 from rlbatch.config.check import check_engines
@@ -56,31 +52,12 @@ from rlbatch.config.schema import AlgorithmConfig, Config
 from rlbatch.config.structured import key_docs, to_plain
 from rlbatch.foreign_code import error_text, foreign_code, state_kept
 from rlbatch.plugin_files import load_plugin_file
-from rlbatch.tables import KINDS, Kind, Registered, Supplier, Table, check_callable, how_chosen, options_key, spec_of
+from rlbatch.tables import KINDS, ChosenTracker, Kind, Registered, Supplier, Table, check_callable, how_chosen, options_key, spec_of
 
 ENTRY_POINT_GROUP = "rlbatch"
 DISTRIBUTION = "rlbatch"
 PYTHON = "python"
 """Key of ``rollout.engine``: its interpreter, in a container one of the image."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ChosenTracker:
-    """A tracker of this run.
-
-    Attributes:
-        name: As in ``trackers``.
-        spec: What it was registered as.
-        options: An instance of its options.
-    """
-
-    name: str
-    spec: TrackerSpec
-    options: Any
-
-    def open(self, context: TrackerContext) -> Tracker:
-        """Opens it; raises whatever the plugin raises."""
-        return cast(Tracker, self.spec.build(context, self.options))
 
 
 class Registry:
@@ -347,19 +324,6 @@ class Registry:
         """The run's trackers, none of which is open yet."""
         entries = [(self.trackers[name], config.tracker_options.get(name, {})) for name in config.trackers]
         return [ChosenTracker(entry.name, entry.value, entry.parse(options, self.trackers.key)) for entry, options in entries]
-
-    def check_trackers(self, config: Config) -> None:
-        """Refuses trackers that this machine cannot run.
-
-        Raises:
-            ConfigError: what must be installed.
-        """
-        for tracker in self.chosen_trackers(config):
-            if (module := tracker.spec.module) and importlib.util.find_spec(module) is None:
-                raise ConfigError(
-                    f"trackers=[{','.join(config.trackers)}]: {tracker.name} needs the package {module}, which is not installed for "
-                    f"{sys.executable}. Install it (pip install {module}), or leave {tracker.name} out."
-                )
 
     def offload_memory(self, config: Config) -> OffloadMemory | None:
         """What the offload strategy does with memory; None: it does not say.

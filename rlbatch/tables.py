@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args, get_type_hints
+from typing import Any, cast, get_args, get_type_hints
 
 from rlbatch.api import (
     AdvantageSpec,
@@ -23,6 +23,8 @@ from rlbatch.api import (
     RewardSpec,
     RolloutBackendFactory,
     RolloutSpec,
+    Tracker,
+    TrackerContext,
     TrackerFactory,
     TrackerSpec,
     always,
@@ -256,3 +258,22 @@ def check_callable(what: str, value: Any, arguments: Sequence[str]) -> None:
         raise PluginError(
             f"{what} must take ({', '.join(arguments)}), takes {taken}. Correct it; docs/use/plugins.md has examples."
         ) from None
+
+
+@dataclass(frozen=True)
+class ChosenTracker:
+    """A tracker of this run.
+
+    Attributes:
+        name: As in ``trackers``.
+        spec: What it was registered as.
+        options: An instance of its options.
+    """
+
+    name: str
+    spec: TrackerSpec
+    options: Any
+
+    def open(self, context: TrackerContext) -> Tracker:
+        """Opens it; raises whatever the plugin raises."""
+        return cast(Tracker, self.spec.build(context, self.options))

@@ -11,7 +11,7 @@ from rlbatch.api import ConfigError, StepResult, TrackerContext
 from rlbatch.metrics.progress import RunProgress, format_seconds
 from rlbatch.metrics.report import RunReport, Status, Summary, remove_samples_after, write_samples
 from rlbatch.metrics.tracking import Trackers
-from rlbatch.registry import ChosenTracker
+from rlbatch.tables import ChosenTracker
 
 
 def finished_line(summary: Summary, run_dir: Path) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from rlbatch.api import RlbatchError, SampleTracker, StepResult, Tracker, TrackerContext
 from rlbatch.foreign_code import error_location, error_text, foreign_code
-from rlbatch.registry import ChosenTracker
+from rlbatch.tables import ChosenTracker
 
 PATIENCE_S = 120.0
 """Longest call of a tracker."""

@@ -16,7 +16,9 @@ from rlbatch.api import ConfigError, NoOptions, StepResult, TrackerContext, Trac
 from rlbatch.metrics import tracking
 from rlbatch.metrics.run_log import RunLog
 from rlbatch.metrics.tracking import Trackers
-from rlbatch.registry import ChosenTracker, compose_job
+from rlbatch.prepare import _check_trackers
+from rlbatch.registry import compose_job
+from rlbatch.tables import ChosenTracker
 
 
 class Kept:
@@ -197,7 +199,7 @@ def test_trackers_and_their_options_in_the_config(tmp_path: Path) -> None:
     assert mine.open(context) == (context, mine.options) and mine.options.name == "007"  # type: ignore[comparison-overlap]
     assert plain.open(context) is None
     with pytest.raises(ConfigError) as refused:
-        registry.check_trackers(config)
+        _check_trackers(config, registry)
     assert str(refused.value) == (
         f"trackers=[mine,plain]: mine needs the package no_such_package, which is not installed for {sys.executable}. "
         "Install it (pip install no_such_package), or leave mine out."
