@@ -119,7 +119,7 @@ def _unpacked(file: IO[bytes], kind: Kind) -> Any:
 
 def _read(stream: Any, kind: Kind, size: int) -> bytes:
     try:
-        return bytes(stream.read(size))
+        return bytes(stream.read1(size) if kind == "jsonl.gz" else stream.read(size))  # up to where it is cut
     except (EOFError, OSError, zlib.error) as error:
         if kind == "jsonl":
             raise

@@ -254,7 +254,9 @@ def _check_options(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any
     template = tokenizer.chat_template
     source = template.get("default", "") if isinstance(template, dict) else template or ""
     words = set(re.findall(r"[A-Za-z_]\w*", source))
-    for name in options if source else ():
+    for name in options:
+        if not source:
+            raise DataError(f"data.template_options.{name}: {tokenizer.name_or_path} has no chat template that could use it. Leave it out.")
         if name not in words:
             close = difflib.get_close_matches(name, words, n=1)
             hint = f"Did you mean `{close[0]}`?" if close else "Leave it out."

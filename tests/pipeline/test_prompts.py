@@ -177,6 +177,9 @@ def test_arguments_of_the_template(tmp_path: Path, tokenizer: Any) -> None:
     assert text == "b system c"
     with pytest.raises(DataError, match=r"data\.template_options\.enable_thinkng: the chat template .* Did you mean `enable_thinking`\?"):
         ids(tmp_path, tokenizer, replace(data, template_options={"enable_thinkng": True}), "c")
+    tokenizer.chat_template = None
+    with pytest.raises(DataError, match=r"data\.template_options\.x: .* has no chat template that could use it"):
+        ids(tmp_path, tokenizer, replace(DATA, template_options={"x": True}), "c")
 
 
 def test_a_response_limit_that_fills_the_context_is_refused(tmp_path: Path, tokenizer: Any) -> None:
