@@ -29,7 +29,6 @@ SCENARIOS = {
     "pipeline/test_call_order.py",
     "pipeline/test_engine_sync.py",
     "pipeline/test_sampler.py",
-    "plugins/test_advantage_formulas.py",
     "plugins/test_advantages.py",
     "plugins/test_losses.py",
     "plugins/test_sglang_experts.py",

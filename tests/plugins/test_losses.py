@@ -190,3 +190,10 @@ def test_extreme_ratios_stay_finite(formula: Formula) -> None:
     assert outputs.losses.isfinite().all()
     assert gradient.isfinite().all()
     assert set(outputs.clipped.tolist()) <= {0.0, 1.0}
+
+
+def test_a_response_is_clipped_as_a_whole() -> None:
+    """By GSPO: all tokens of a response whose ratio is beyond the range that its advantage pulls it to."""
+    values = {"logprobs": [[-0.5, -0.5], [-1.0, -1.0]], "old_logprobs": [[-2.0, -0.4], [-1.0, -1.1]], "advantages": [[2.0, 2.0]] * 2}
+    outputs = loss_named("gspo")(Pack([[1, 1], [1, 1]], values, (LOW, HIGH)).inputs)
+    assert outputs.clipped.view(2, 2).tolist() == [[1, 1], [0, 0]]
