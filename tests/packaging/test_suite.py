@@ -30,6 +30,7 @@ SCENARIOS = {
     "pipeline/test_engine_sync.py",
     "pipeline/test_sampler.py",
     "plugins/test_advantages.py",
+    "plugins/test_code_sandbox.py",
     "plugins/test_filters.py",
     "plugins/test_losses.py",
     "plugins/test_sglang_experts.py",
