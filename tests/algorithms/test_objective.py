@@ -19,7 +19,7 @@ LOGPROBS = torch.tensor([-1.0, -2.0, -0.5, -3.0, -1.5])
 
 
 def part_of(
-    policy_loss: Callable[[PolicyLossInputs], Any], logprobs: torch.Tensor = LOGPROBS, **algorithm: Any
+    policy_loss: Callable[[PolicyLossInputs], Any], logprobs: torch.Tensor = LOGPROBS, lags: torch.Tensor | None = None, **algorithm: Any
 ) -> tuple[LossPart, torch.Tensor]:
     """The objective's answer for five tokens, two of them masked, and the gradient of the log-probs."""
     leaf = logprobs.clone().requires_grad_()
@@ -33,6 +33,7 @@ def part_of(
         sampled_tokens=torch.tensor([2.0, 1.0]),
         truncated=torch.tensor([False, True]),
         old_logprobs=LOGPROBS * MASK,
+        lags=lags,
     )
     part = Objective(AlgorithmConfig(loss="own", **algorithm), policy_loss)(leaf, leaf * 0.1, batch, 3.0)
     part.loss.backward()
@@ -50,6 +51,22 @@ def test_values_and_gradient() -> None:
     assert float(part.loss.detach()) == pytest.approx(0.5 / 3)
     torch.testing.assert_close(gradient, -ADVANTAGES / 3)
     assert dict(zip(SUMS, part.sums.tolist(), strict=True))["loss"] == pytest.approx(0.5 / 3)
+
+
+def test_a_loss_sees_how_old_tokens_are() -> None:
+    """As the pack says; the difference of engine and trainer is summed over the tokens of the step's own policy alone."""
+    seen: list[PolicyLossInputs] = []
+
+    def looks(inputs: PolicyLossInputs) -> PolicyLossOutputs:
+        seen.append(inputs)
+        return plain(inputs)
+
+    differences = []
+    for lags in (None, torch.tensor([0, 2, 0, 0, 1])):
+        part, _ = part_of(looks, LOGPROBS + 0.25, lags=lags)
+        differences.append(dict(zip(SUMS, part.sums.tolist(), strict=True))["rollout_difference"])
+    assert [inputs.lags.tolist() for inputs in seen if inputs.lags is not None] == [[0] * 5, [0, 2, 0, 0, 1]]
+    assert differences == pytest.approx([0.75, 0.25])
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
