@@ -37,7 +37,14 @@ def test_lists_names_suppliers_and_options(tmp_path: Path, capsys: pytest.Captur
     assert line("algorithm.advantage=reinforce_plus_plus_baseline ").split()[1].startswith("rlbatch_plugins.")  # longer than its column
     assert line("reward.options.limit=20").endswith(" Tokens that cost nothing.")
     assert lines.index(line("reward.options.limit=20")) == lines.index(line("reward=short")) + 1
-    for name in ("rollout=transformers", "offload=none", "algorithm.advantage=grpo", "algorithm.loss=clip", "model.hf"):
+    for name in (
+        "rollout=transformers",
+        "offload=none",
+        "algorithm.advantage=grpo",
+        "algorithm.loss=clip",
+        "sampling.filters=[length]",
+        "model.hf",
+    ):
         assert line(name)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -128,3 +129,12 @@ def test_bad_input(overrides: list[str], message: str) -> None:
     """One message, with key, value and what is right."""
     with pytest.raises((ConfigError, PluginError), match=message):
         compose_job(overrides)
+
+
+def test_parts_need_an_engine_that_goes_on(tmp_path: Path) -> None:
+    """A backend that does not say so would give all responses of a prompt the same random numbers."""
+    path = tmp_path / "mine.py"
+    hook = "def rlbatch_register_rollout_backends():\n    return {'mine': lambda context: None}\n"
+    path.write_text(f"from rlbatch.api import hookimpl\n\n@hookimpl\n{hook}")
+    with pytest.raises(ConfigError, match=r"sampling\.partial_tokens=2: rollout=mine does not say .* Use rollout=\w+ or "):
+        compose_job([f"plugins=['{path}']", "rollout=mine", "sampling.partial_tokens=2", "sampling.oversampling=2"])
