@@ -27,9 +27,6 @@ RUN = (
     "rollout.max_logprob_diff=null",
     "rollout.bucket_mib=1",
     "offload=gradients",
-    "sampling.filters=[length]",  # several rounds a step, and groups that wait
-    "sampling.filter_options.length.max_mean=2",
-    "sampling.oversampling=1.5",
 )
 ENDED_S = 60.0
 """Well above the seconds that it takes, far below the 600 s after which a collective gives up."""
