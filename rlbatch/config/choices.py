@@ -56,8 +56,8 @@ def complete_choices(
 ) -> Sequence[str]:
     """Overrides for Hydra, with the choices that follow from the user's.
 
-    A cluster names its model, a model is trained by the math experiment, a folder by ``hf``, and the layout is the file named
-    ``<model>_<gpus>x<gpu>``.
+    A cluster names its model, a model is trained by the math experiment, a folder by ``hf``, the layout is the file named
+    ``<model>_<gpus>x<gpu>``, and an experiment has the algorithm of its name, if there is one.
 
     Args:
         choices: The user's: group -> choice.
@@ -78,6 +78,8 @@ def complete_choices(
         chosen.setdefault("experiment", LARGE_MODEL_EXPERIMENT)
     elif names_model:
         chosen.setdefault("experiment", OWN_MODEL_EXPERIMENT)
+    if (experiment := chosen.get("experiment")) in group_files()["algorithm"]:
+        chosen.setdefault("algorithm", str(experiment))
     if "model" in chosen or chosen.get("layout") == AUTO:
         chosen["layout"] = _layout(chosen, keys, compose)
     return _lines(chosen, [*_dropped_options(chosen, choices), *_no_reward(chosen), *keys])
