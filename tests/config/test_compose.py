@@ -14,7 +14,11 @@ from rlbatch.config.overrides import PLUGIN_GROUPS
 from rlbatch.config.schema import Config
 from rlbatch.config.structured import key_docs
 
-REQUIRED = {"experiment=hf": ["model.hf=/models/some", "data.train=train.jsonl"], "experiment=math": ["model.hf=/models/some"]}
+LARGE = ("math", "gsm8k", "dapo", "dr_grpo", "gspo", "reinforce_plus_plus", "deepseek_r1")
+REQUIRED = {
+    "experiment=hf": ["model.hf=/models/some", "data.train=train.jsonl"],
+    **{f"experiment={name}": ["model.hf=/models/some"] for name in LARGE},
+}
 """What the user must add to a choice."""
 
 

@@ -14,6 +14,7 @@ from rlbatch.prepare import find_problems
 from rlbatch.registry import compose_job
 
 RECIPES = ("gsm8k", "dapo", "dr_grpo", "gspo", "reinforce_plus_plus", "deepseek_r1")
+HF = "model.hf=/models/some"
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -45,16 +46,16 @@ def test_a_recipe_trains(name: str, tmp_path: Path) -> None:
 
 def test_an_experiment_has_the_algorithm_of_its_name() -> None:
     """Unless another one is chosen; keys of the command line win over both."""
-    dapo = compose(["experiment=dapo"]).algorithm
+    dapo = compose([HF, "experiment=dapo"]).algorithm
     assert (dapo.eps_clip, dapo.eps_clip_high, dapo.overlong_penalty, dapo.group_size) == (0.2, 0.28, 1.0, 16)
-    assert compose(["experiment=dapo", "algorithm=gspo"]).algorithm.loss == "gspo"
-    assert compose(["experiment=gspo", "algorithm.eps_clip=0.1"]).algorithm.eps_clip == 0.1
+    assert compose([HF, "experiment=dapo", "algorithm=gspo"]).algorithm.loss == "gspo"
+    assert compose([HF, "experiment=gspo", "algorithm.eps_clip=0.1"]).algorithm.eps_clip == 0.1
     assert compose(["algorithm=dapo"]).algorithm.group_size == 16  # the embedded run's
 
 
 def test_the_settings_of_deepseek_r1() -> None:
     """As in its recipe for 128 GPUs: clip, KL that is only measured, no entropy, dynamic sampling, 32k responses."""
-    config = compose(["experiment=deepseek_r1"])
+    config = compose([HF, "experiment=deepseek_r1"])
     algorithm = config.algorithm
     assert (algorithm.advantage, algorithm.loss, algorithm.eps_clip, algorithm.eps_clip_high) == ("grpo", "clip", 0.2, 0.28)
     assert (algorithm.kl_loss, algorithm.kl_kind, algorithm.kl_loss_coef, algorithm.entropy_coef) == (True, "low_var_kl", 0.0, 0.0)
