@@ -130,6 +130,10 @@ class Checkpoints:
     def save(self, step: int, *, is_followed_up: bool = True) -> None:
         """Saves the state after ``step``: whole on return, or, with ``checkpoint.async_save``, when it was written and ``close`` ran."""
         self.close()
+        if not self._job.trainer.policy_version:  # the optimizer has no state yet, which Megatron does not save
+            self._announce(f"step {step}: no update was made so far, nothing is saved")
+            self._saved_step = step
+            return
         started = time.perf_counter()
         draft = run_folder.draft_folder(self._root, step)
         if self._job.rank == 0:
