@@ -35,11 +35,11 @@ def parquet(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
     ("name", "content"),
     [
         ("p.jsonl", TEXT),
-        ("p.jsonl.gz", gzip.compress(TEXT)),
-        ("two.jsonl.gz", gzip.compress(TEXT[:HALF]) + gzip.compress(TEXT[HALF:])),
+        ("p.jsonl.gz", gzip.compress(TEXT, mtime=0)),
+        ("two.jsonl.gz", gzip.compress(TEXT[:HALF], mtime=0) + gzip.compress(TEXT[HALF:], mtime=0)),
         ("p.jsonl.zst", zstd(TEXT)),
         ("two.jsonl.zst", zstd(TEXT[:HALF]) + zstd(TEXT[HALF:])),
-        ("by_content", gzip.compress(TEXT)),
+        ("by_content", gzip.compress(TEXT, mtime=0)),
     ],
 )
 def test_compressed_files(name: str, content: bytes, tmp_path: Path) -> None:
@@ -83,10 +83,10 @@ def overwritten(path: Path) -> Path:
         ("p.jsonl.gz", TEXT, r"must be jsonl\.gz, is text .* rename it to p\.jsonl if"),
         ("p.jsonl", b"<!DOCTYPE html><html>", "is a web page. Download the file itself"),
         ("p.parquet", b"PAR1" + bytes(100), r"p\.parquet: broken parquet \(.*\)\. Download it again"),
-        ("p.jsonl.gz", gzip.compress(TEXT)[:-500], r"p\.jsonl\.gz:2\d\d\d: the compressed file ends early or is damaged"),
+        ("p.jsonl.gz", gzip.compress(TEXT, mtime=0)[:-500], r"p\.jsonl\.gz:2\d\d\d: the compressed file ends early or is damaged"),
         ("p.jsonl.zst", zstd(TEXT)[:-500], r"p\.jsonl\.zst:\d+: the compressed file ends early or is damaged"),
         ("p.jsonl.gz", b"\x1f\x8bjunk", r"p\.jsonl\.gz:1: the compressed file ends early or is damaged"),
-        ("p.jsonl.gz", gzip.compress(b"PAR1\x15"), "must be compressed jsonl, holds what is a Parquet file"),
+        ("p.jsonl.gz", gzip.compress(b"PAR1\x15", mtime=0), "must be compressed jsonl, holds what is a Parquet file"),
     ],
 )
 def test_files_that_are_no_such_files(name: str, content: bytes, message: str, tmp_path: Path) -> None:
