@@ -72,7 +72,7 @@ def test_labels_that_a_reward_does_not_take(tmp_path: Path) -> None:
     assert refused(["reward=sequence"], path, plugins) == f"{path}:2: reward=choice: label 'E' must be one of ABCD."
     assert "p.jsonl:1: reward=broken: check_label raised TypeError: string indices" in refused(["reward=broken"], path, plugins)
     assert refused(["reward=sequence"], write(path, {"prompt": "a", "label": "b", "reward": "math"})).startswith(
-        f"{path}:1: reward `math` is unknown. Known: number, sequence;"
+        f"{path}:1: reward `math` is unknown. Known: code, number, sequence;"
     )
 
 
