@@ -42,7 +42,7 @@ def test_a_summary_exists_from_the_start(tmp_path: Path) -> None:
     summary = read(tmp_path)
     assert set(summary) == {
         "status", "steps", "seconds", "reward_start", "reward_end", "eval_reward_start", "eval_reward", "tokens_per_s",
-        "sync_median_s", "rollout_logprob_diff", "skipped_updates", "steps_without_signal", "phase_seconds", "first_error",
+        "sync_median_s", "rollout_logprob_diff", "skipped_updates", "steps_without_signal", "sampling", "phase_seconds", "first_error",
     }  # fmt: skip
     assert (summary["status"], summary["steps"], summary["reward_start"], summary["first_error"]) == ("running", 0, None, None)
 
@@ -91,6 +91,7 @@ def test_a_run_is_summed_up(tmp_path: Path) -> None:
         "rollout_logprob_diff": 0.0625,
         "skipped_updates": 3,
         "steps_without_signal": 1,
+        "sampling": {},
         "phase_seconds": {"step": 4.0, "rollout": 1.75, "sync": 9.75},
         "first_error": None,
     }
@@ -135,7 +136,7 @@ def test_docs_show_every_key() -> None:
     summary, _, samples = tail.partition("## samples")
     assert re.findall(r"^\| `(\w+)` \|", summary, flags=re.MULTILINE) == [
         "status", "steps", "seconds", "reward_start", "reward_end", "eval_reward_start", "eval_reward", "tokens_per_s",
-        "sync_median_s", "rollout_logprob_diff", "skipped_updates", "steps_without_signal", "phase_seconds", "first_error",
+        "sync_median_s", "rollout_logprob_diff", "skipped_updates", "steps_without_signal", "sampling", "phase_seconds", "first_error",
     ]  # fmt: skip
     assert {field.name for field in fields(Summary)} == set(re.findall(r"^\| `(\w+)` \|", summary, flags=re.MULTILINE))
     table = "".join(re.findall(r"^(\| `.*?) \|", samples, flags=re.MULTILINE))
