@@ -18,6 +18,7 @@ SCENARIOS = {
     "algorithms/test_learning.py",
     "algorithms/test_published_cases.py",
     "config/test_clusters.py",  # the shipped files
+    "config/test_recipes.py",  # the shipped files
     "convert/test_command.py",
     "convert/test_dist.py",  # there and back
     "megatron/test_config_fields.py",

@@ -120,7 +120,7 @@ def test_a_shortage_may_skip_the_step_or_end_the_run(run_dir: Path, rank_pool) -
     assert version == skipped.count(0) > 0
     assert [sum(len(rank.samples[step]) for rank, _, _ in ranks) for step in range(4)] == [0 if skip else 32 for skip in skipped]
     for text in rank_pool(2).run(sampling_cases.message, small_config("ep2", *short, "sampling.on_shortage=stop"), str(run_dir), nothing):
-        assert text.startswith("sampling.on_shortage=stop: step 1 has 0 of 8 groups after 1 rounds: of 8 prompts ")
+        assert text.startswith("sampling.on_shortage=stop: step 1 has 0 of 8 groups after 1 rounds: of 8 new prompts ")
         assert "8 were dropped. Take prompts that are sometimes solved" in text
 
 
