@@ -132,7 +132,7 @@ def gradients_of(
     if correction is not None:
         for batch in batches:
             assert batch.old_logprobs is not None
-            batch.rollout_logprobs = batch.old_logprobs + 0.4 * (3.0 * batch.token_ids).sin() * batch.loss_mask
+            batch.rollout_logprobs = batch.old_logprobs + 0.4 * (3.0 * batch.token_ids + 1.0).sin() * batch.loss_mask
         batches = corrected(batches, correction, aggregation)
     total = torch.tensor(sum(denominator(b.loss_mask, b.cu_seqlens, aggregation, 7.0) for b in batches))
     dist.all_reduce(total, group=parallel.dp_group())
