@@ -29,7 +29,7 @@ def seen(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     """What one process of vLLM's interpreter saw, before and after it applied the workarounds."""
     site = write_site(tmp_path_factory.mktemp("faults") / "site", ENTRY_POINTS)
     environment = {"PYTHONPATH": str(site), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1", "HOME": str(site)}
-    done = subprocess.run([vllm_python(repository), str(SCRIPT)], env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([vllm_python(repository), str(SCRIPT)], env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
