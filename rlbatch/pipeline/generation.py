@@ -25,20 +25,6 @@ def generate(
     sample: Callable[[Sequence[Prompt]], list[SampleGroup]],
     score: Callable[[list[SampleGroup]], None],
 ) -> list[SampleGroup] | None:
-    """``complete``, and lets the engines sleep once all ranks have; a collective."""
-    groups = complete(job, clock, prompts, sample, score)
-    with clock.phase("rollout"):
-        job.rollout.sleep()  # also before the job ends: what the trainer moved away comes back then, and may be saved
-    return groups
-
-
-def complete(
-    job: Job,
-    clock: PhaseClock,
-    prompts: Sequence[Prompt],
-    sample: Callable[[Sequence[Prompt]], list[SampleGroup]],
-    score: Callable[[list[SampleGroup]], None],
-) -> list[SampleGroup] | None:
     """Samples with synced engines, and scores; a collective, after which the engines are awake.
 
     Args:

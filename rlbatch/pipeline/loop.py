@@ -168,6 +168,7 @@ def evaluate(job: Job) -> dict[str, float] | None:
             job.sync_weights()
         scored = partial(score, rewards=job.rewards, default=job.config.reward.name)
         groups = generate(job, PhaseClock(), [job.eval_prompts[i] for i in mine], job.rollout.evaluate, scored)
+        job.rollout.sleep()
     if groups is None:
         return None
     sums = torch.tensor([sum(sum(group.rewards) for group in groups), float(len(groups))], dtype=torch.float64)

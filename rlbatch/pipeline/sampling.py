@@ -18,7 +18,7 @@ from rlbatch.pipeline import step_metrics
 from rlbatch.pipeline.acceptance import ACCEPTED, UNFINISHED, Acceptance, Verdict, most_lag, updates_of_a_step
 from rlbatch.pipeline.continuing import unfinished
 from rlbatch.pipeline.exchange import Batch
-from rlbatch.pipeline.generation import complete
+from rlbatch.pipeline.generation import generate
 from rlbatch.pipeline.group_filters import refused_by
 from rlbatch.pipeline.job import Job
 from rlbatch.pipeline.score import score
@@ -89,7 +89,7 @@ class _Taking:
             goes_on = bool(new) or self._rule.continues()
             work = [*(sorted(self._unfinished) if goes_on else ()), *new]
             mine = [work[place] for place in job.rollout.share(len(work))]
-            groups = complete(job, self._clock, [self._prompts[number] for number in mine], self._sampler(mine), self._score)
+            groups = generate(job, self._clock, [self._prompts[number] for number in mine], self._sampler(mine), self._score)
             if groups is None:
                 return False
             with self._clock.phase("exchange"):
