@@ -51,7 +51,9 @@ class FaultReward:
     def _fail(self) -> None:
         what = self._options.what
         if what != "nothing":
-            Path(os.environ[EVENT]).write_text(str(time.time()), encoding="ascii")
+            event = Path(os.environ[EVENT])
+            event.with_suffix(".part").write_text(str(time.time()), encoding="ascii")
+            event.with_suffix(".part").replace(event)  # whoever sees it reads it
         if what == "raise":
             raise ValueError("this reward cannot be computed")
         if what == "kill":

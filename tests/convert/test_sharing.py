@@ -97,11 +97,13 @@ def test_several_processes_share(
 
 def test_what_a_failing_process_leaves_the_others_make(hf: Path, alone: dict[str, bytes], tmp_path: Path) -> None:
     """It ends with its error, as one whose machine cannot write; the output is complete without it."""
-    writing = Draft.write
+    writing, has_failed = Draft.write, threading.Event()
 
     def fail(self: Draft, output: Output, advance: object) -> None:
         if threading.current_thread().name == "rank 1":
+            has_failed.set()
             raise CheckpointError("this disk is broken")
+        has_failed.wait(120)  # the other would find nothing left to make
         writing(self, output, advance)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -36,6 +36,7 @@ COLLECTIVE_S = 5.0
 FOREVER_S = 120.0
 END_S = 300.0
 """Well above what is promised, for a busy machine."""
+KEPT: list[object] = []
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,12 @@ def with_gloo(behaviour: str, watchdog: Watchdog, meeting: Meeting) -> None:
             store.barrier("start", END_S)
     with process_group(store, END_S), watchdog.reporting():
         dist.all_reduce(torch.ones(1))  # all are connected
+        if behaviour == "gloo_end":
+            KEPT.append(dist.group.WORLD)  # as Megatron's groups are, to the end of the process
+            (Path(sys.argv[1]) / f"waits.{info.rank}").touch()
+            if info.rank == 0:
+                time.sleep(FOREVER_S)
+            dist.all_reduce(torch.ones(1))
         _set_pg_timeout(datetime.timedelta(seconds=COLLECTIVE_S), dist.group.WORLD)
         with watchdog.phase("generation"):
             if behaviour == "gloo_generate" and is_last:

@@ -124,6 +124,7 @@ class Overseer(threading.Thread):
         self._members: dict[int, Member] = {}
         self._evidence = Evidence()
         self.has_met = False
+        self._launcher_ends_all = False
         self._leave_until: float | None = None
         self._next_beat = 0.0
         self.on_failure: Callable[[FirstError], None] = lambda error: None
@@ -144,7 +145,8 @@ class Overseer(threading.Thread):
                 link.close()
 
     def _is_over(self) -> bool:
-        return (self.has_met or self._is_late()) and not any(self._running()) and not self._pending()
+        has_ended = (self.has_met or self._is_late()) and not any(self._running())
+        return (has_ended or self._launcher_ends_all) and not self._pending()
 
     def _is_late(self) -> bool:
         """Whether a rank left, and the others had their time to do so too; those that never came are their launcher's."""
@@ -259,7 +261,11 @@ class Overseer(threading.Thread):
             if message["left"]:
                 self._evidence.stopped = self._evidence.stopped or (rank, message["left"])
                 self._excuse(rank)
-            if message["left"] != END_SIGNAL.name:  # that one comes from a launcher which ends every rank, and kills those that take long
+            if message["left"] == END_SIGNAL.name:
+                self._launcher_ends_all = True
+                for other in self._running():
+                    other.link.send({"launcher_ends_all": True})
+            else:
                 within = STOPPING_S if message["left"] else LEAVING_S
                 self._leave_until = min(self._leave_until or float("inf"), time.monotonic() + within)
 

@@ -206,6 +206,8 @@ class Watchdog:
                     self._met.set()
                 if "sealed" in message:
                     self._sealed.set()
+                if "launcher_ends_all" in message:
+                    self._leaving = True
                 if "end" in message:
                     self._end(str(message["end"]))
                     return
@@ -248,6 +250,8 @@ class Watchdog:
     def _report(self, error: BaseException) -> None:
         """Tells rank 0 of this rank's failure and waits until the job's first error is recorded."""
         assert self._meeting
+        if self._leaving:  # what others' ends did to it
+            return
         self._reporting = True
         faulthandler.dump_traceback_later(PATIENCE_S + ANSWER_S + CLOSING_S, exit=True, file=self._stacks or sys.stderr)
         info = self._meeting.info

@@ -127,6 +127,20 @@ def test_a_launcher_ends_ranks_one_by_one(tmp_path: Path) -> None:
     assert not any("[rank " in output for output in ended.outputs)
 
 
+def test_a_launcher_ends_a_rank_that_waits_for_rank_0(tmp_path: Path) -> None:
+    """In C code, where it gets to the signal when the other is gone: rank 0 waits for nobody then."""
+    ranks = [watched.start(tmp_path, "gloo_end", watched.rank_variables(rank, 2)) for rank in range(2)]
+    watched.wait_for(lambda: len(list(tmp_path.glob("waits.*"))) == 2)
+    time.sleep(1)  # the one comes to its collective
+    watch = Stopwatch()
+    for rank in ranks:
+        rank.send_signal(END_SIGNAL)
+    ended = watched.finish(ranks, watch)
+    ended.watch.assert_within(STOPPING_S)
+    assert ended.codes == [128 + END_SIGNAL] * 2
+    assert read_first_error(tmp_path) is None
+
+
 @pytest.mark.parametrize("where", ["children", "sessions"])
 def test_children_end_with_a_killed_rank(where: str, tmp_path: Path) -> None:
     """No child and no grandchild of a rank that was killed with SIGKILL goes on, and none of a rank that ended because of it; nor do those
