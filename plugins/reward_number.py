@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from rlbatch.api import DataError, Reward, RewardError, Sample, hookimpl
+from rlbatch.api import DataError, NoOptions, RewardError, RewardSpec, Sample, always, hookimpl
 
 LONGEST, LARGEST_EXPONENT = 400, 400
 """More than any float64 needs; a longer number would take seconds and gigabytes."""
@@ -69,7 +69,7 @@ class _Number:
 
     def __call__(self, samples: Sequence[Sample]) -> list[float]:
         """1 or 0 a sample, in order."""
-        return [float(last_number(sample.response) == _expected(sample)) for sample in samples]
+        return [float(last_number(sample.response) == label_number(sample)) for sample in samples]
 
     def check_label(self, label: Any) -> None:
         """Refuses labels that no response could equal.
@@ -90,6 +90,12 @@ def last_number(text: str) -> Fraction | None:
     """The last number in ``text``, exact; None if there is none, or if it is part of what is no number."""
     found = _numbers(text)
     return _value(found[-1]) if found else None
+
+
+def first_number(text: str) -> Fraction | None:
+    """The first number in ``text``; see ``last_number``."""
+    found = next((token for token in _TOKEN.finditer(text) if token["number"]), None)
+    return found and _value(found)
 
 
 def _numbers(text: str) -> list[re.Match[str]]:
@@ -113,7 +119,8 @@ def _parsed(token: re.Match[str], *names: str) -> Fraction | None:
     return None if text is None else Fraction(re.sub(_SEPARATOR, "", text).translate(_PLAIN))
 
 
-def _expected(sample: Sample) -> Fraction:
+def label_number(sample: Sample) -> Fraction:
+    """The number of a sample's label; raises RewardError if it has none."""
     label = sample.prompt.label
     try:
         return _label_value(label)
@@ -172,6 +179,6 @@ def _shown(label: Any) -> str:
 
 
 @hookimpl
-def rlbatch_register_rewards() -> Mapping[str, Reward]:
+def rlbatch_register_rewards() -> Mapping[str, RewardSpec]:
     """Supplies ``number``."""
-    return {"number": number}
+    return {"number": RewardSpec(always(number), NoOptions, lambda options, label: number.check_label(label), scope="sample")}

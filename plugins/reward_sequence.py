@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from reprlib import repr as shown
 from typing import Any
 
-from rlbatch.api import DataError, Reward, Sample, hookimpl
+from rlbatch.api import DataError, NoOptions, RewardSpec, Sample, always, hookimpl
 
 
 class _Sequence:
@@ -42,6 +42,8 @@ def _right_share(label: object, response: str) -> float:
 
 
 @hookimpl
-def rlbatch_register_rewards() -> Mapping[str, Reward]:
+def rlbatch_register_rewards() -> Mapping[str, RewardSpec]:
     """Supplies ``sequence``."""
-    return {"sequence": _Sequence()}
+    reward = _Sequence()
+    check = reward.check_label
+    return {"sequence": RewardSpec(always(reward), NoOptions, lambda options, label: check(label), scope="sample", is_light=True)}

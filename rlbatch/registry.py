@@ -38,12 +38,14 @@ from rlbatch.api import (
     PluginError,
     PolicyLoss,
     Reward,
+    RewardSpec,
     RlbatchError,
     RolloutBackend,
     RolloutContext,
     RolloutSpec,
     hookspecs,
 )
+from rlbatch.api.declarations import Scope
 from rlbatch.config.check import check_engines
 from rlbatch.config.check_plugins import check_plugins
 from rlbatch.config.compose import compose
@@ -199,7 +201,37 @@ class Registry:
         Raises:
             PluginError: what builds it raised, or returned no function.
         """
-        return cast(Reward, self._function(self.rewards, name, options, "samples"))
+        return self._reward(name, options, ())
+
+    def _reward(self, name: str, options: Mapping[str, Any], within: tuple[str, ...]) -> Reward:
+        parts = self._parts(name, options)
+        if name in within:
+            raise ConfigError(f"reward={within[0]}: has {name} as a part of itself. Name another reward.")
+        if parts is None:
+            return cast(Reward, self._function(self.rewards, name, options, "samples"))
+        built = {}
+        for part, (reward, given) in parts.items():
+            if self.rewards[reward].value.scope == "rank":
+                raise ConfigError(f"reward={name}: the part {part} is reward={reward}, which runs in the rank alone. Name another reward.")
+            built[part] = self._reward(reward, given, (*within, name))
+        return cast(Reward, self._function(self.rewards, name, options, "samples", built))
+
+    def _parts(self, name: str, options: Mapping[str, Any]) -> Mapping[str, tuple[str, Mapping[str, Any]]] | None:
+        """Rewards that a reward is made of, as ``RewardSpec.parts`` says; None: it is not."""
+        entry = self.rewards[name]
+        if entry.value.parts is None:
+            return None
+        parsed = entry.parse(options, "reward")
+        with foreign_code(f"reward={name}", "its parts", error_type=ConfigError):
+            return cast(Mapping[str, tuple[str, Mapping[str, Any]]], entry.value.parts(parsed))
+
+    def reward_scope(self, name: str, options: Mapping[str, Any]) -> Scope:
+        """What one call of a reward gets, and where; see ``RewardSpec``."""
+        spec = cast(RewardSpec, self.rewards[name].value)
+        if spec.is_light:
+            return "rank"
+        widest = {self.rewards[reward].value.scope for reward, _ in (self._parts(name, options) or {}).values()}
+        return "group" if "group" in widest else spec.scope
 
     def build_filters(self, config: Config) -> dict[str, GroupFilter]:
         """The group filters in order, ready to be called; raises as ``build_reward``."""
@@ -210,13 +242,15 @@ class Registry:
         specs = self.advantages[algorithm.advantage].value, self.losses[algorithm.loss].value
         return algorithm.kl_loss or algorithm.kl_reward_coef != 0 or any(spec.needs_reference for spec in specs)
 
-    def _function(self, table: Table, name: str, options: Mapping[str, Any], argument: str) -> Any:
+    def _function(
+        self, table: Table, name: str, options: Mapping[str, Any], argument: str, parts: Mapping[str, Reward] | None = None
+    ) -> Any:
         """What a name's ``build`` makes of its options: a function of one argument."""
         entry, what = table[name], how_chosen(table.key, name)
         parsed = entry.parse(options, table.key)
         with foreign_code(what, "its build"):
-            function = entry.value.build(parsed)
-        check_callable(f"{what}: what its build returns", function, (argument,))
+            function = entry.value.build(parsed) if parts is None else entry.value.build(parsed, parts)
+        check_callable(f"{what}: what its build returns", function, (argument,), may_wait=table is self.rewards)
         return function
 
     def check_builds(self, config: Config) -> None:
@@ -247,8 +281,11 @@ class Registry:
         """What refuses labels that a reward does not take: raises ``DataError``, which names the reward."""
         entry = self.rewards[name]
         parsed = entry.parse(options, "reward")
+        of_parts = [self.label_check(reward, given) for reward, given in (self._parts(name, options) or {}).values()]
 
         def checked(label: Any) -> None:
+            for check in of_parts:
+                check(label)
             try:
                 entry.value.check_label(parsed, label)
             except RlbatchError as error:

@@ -187,6 +187,7 @@ def _run(config: Config, run_dir: Path, meeting: Meeting, watchdog: Watchdog, no
             preflight.check_links(device)
             job = assemble(config, run_dir, device, store, watchdog, log.phase, notice, registry)
             stack.callback(job.rollout.close)
+            stack.callback(job.scorer.close)
             _wait_for_all(watchdog, store, "start")  # loading may differ by more than a collective waits
         early = run(job, log)
         _wait_for_all(watchdog, store, "end")

@@ -29,6 +29,7 @@ from rlbatch.api import (
     TrackerSpec,
     always,
 )
+from rlbatch.api.declarations import Scope
 from rlbatch.config.schema import AlgorithmConfig
 from rlbatch.config.structured import closest, from_mapping, key_docs
 
@@ -200,7 +201,7 @@ def spec_of(what: str, value: Any, kind: Kind) -> Any:
         PluginError: it cannot be used as what it was registered for.
     """
     if not isinstance(value, Configurable):
-        check_callable(what, value, kind.called)
+        check_callable(what, value, kind.called, may_wait=kind.spec is RewardSpec)
         return kind.wrapped(value)
     if type(value) is Configurable:
         value = kind.spec(value.build, value.options)
@@ -223,7 +224,10 @@ def spec_of(what: str, value: Any, kind: Kind) -> Any:
                 raise PluginError(f"{what}: {said}={name} is none of its options. Correct it.")
     if isinstance(value, LossSpec) and set(value.aggregations) - set(AGGREGATIONS):
         raise PluginError(f"{what}: aggregations={value.aggregations!r}: must be a tuple of {', '.join(AGGREGATIONS)}. Correct it.")
-    check_callable(f"{what}: its build", value.build, kind.built)
+    has_parts = isinstance(value, RewardSpec) and value.parts is not None
+    check_callable(f"{what}: its build", value.build, (*kind.built, "rewards") if has_parts else kind.built)
+    if isinstance(value, RewardSpec) and (value.scope not in get_args(Scope) or value.unscored not in ("zero", "drop_group")):
+        raise PluginError(f"{what}: scope={value.scope!r}, unscored={value.unscored!r}: there is no such. See docs/use/reward.md.")
     return value
 
 
@@ -231,20 +235,21 @@ def _article(kind: type) -> str:
     return f"{'an' if kind.__name__[0] in 'AO' else 'a'} {kind.__name__}"
 
 
-def check_callable(what: str, value: Any, arguments: Sequence[str]) -> None:
+def check_callable(what: str, value: Any, arguments: Sequence[str], *, may_wait: bool = False) -> None:
     """Refuses what cannot be called as it will be; functions in C may not say what they take.
 
     Args:
         what: The plugin and the name that it registered.
         value: What was registered.
         arguments: What it will be called with, in order.
+        may_wait: Whether it may be an ``async def``.
 
     Raises:
-        PluginError: it is no function, one of other arguments, or an ``async def``.
+        PluginError: it is no function, one of other arguments, or an ``async def`` that nobody awaits.
     """
     if not callable(value):
         raise PluginError(f"{what} must be callable, is {type(value).__name__}. Correct it.")
-    if inspect.iscoroutinefunction(value) or inspect.iscoroutinefunction(type(value).__call__):
+    if not may_wait and (inspect.iscoroutinefunction(value) or inspect.iscoroutinefunction(type(value).__call__)):
         raise PluginError(f"{what} must not be an `async def`: nobody awaits it. Make it a `def` that calls asyncio.run.")
     try:
         signature = inspect.signature(value)

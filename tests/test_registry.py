@@ -156,7 +156,7 @@ def test_two_plugins_with_one_name(plugin: Write) -> None:
             "`x` of rlbatch_register_rewards must take (samples), takes (source, text, *, truth=None). Correct it;",
         ),
         (
-            "async def mine(samples): pass\n\n@hookimpl\ndef rlbatch_register_rewards():\n    return {'x': mine}",
+            "async def mine(inputs): pass\n\n@hookimpl\ndef rlbatch_register_policy_losses():\n    return {'x': mine}",
             "must not be an `async def`",
         ),
         (

@@ -32,19 +32,36 @@ def always(extension: Any) -> Callable[[Any], Any]:
     return lambda options: extension
 
 
+Scope = Literal["group", "sample", "rank"]
+
+
 def any_label(options: Any, label: Any) -> None:
     """Accepts every label: a reward's check unless it declares another."""
 
 
 @dataclass(frozen=True)
 class RewardSpec(Configurable):
-    """A reward, and which labels it can use.
+    """A reward, and what it needs; ``RewardSpec(always(reward), scope="sample")`` if it has no options.
 
     Attributes:
         check_label: Given the options and a label: raises ``DataError`` if the reward cannot use it; see ``LabelChecker``.
+        scope: What one call gets. ``group``: all samples of a prompt, in a worker process. ``sample``: a list of one sample, in a worker
+            process, so that an error or a hang costs no other. ``rank``: all samples of the rank, once it has generated, in the rank
+            itself: without a deadline, and not while others generate.
+        is_light: Whether it takes no time, whatever a response holds: it is called as with ``rank``, unless it is part of another.
+        parts: Given the options: other rewards that this one is made of, name of the part -> name and options of its reward. ``build`` then
+            takes the options and name of the part -> reward. Their labels are checked, and they may not be ``rank``.
+        unscored: What becomes of samples without a verdict if ``reward.on_timeout`` does not say it.
+        timeout_s: Deadline of a call, seconds, if ``reward.timeout_s`` does not say it.
     """
 
+    options: type = NoOptions
     check_label: Callable[[Any, Any], None] = any_label
+    scope: Scope = "group"
+    is_light: bool = False
+    parts: Callable[[Any], Mapping[str, tuple[str, Mapping[str, Any]]]] | None = None
+    unscored: Literal["zero", "drop_group"] = "zero"
+    timeout_s: float = 60.0
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,10 @@ class RewardError(RlbatchError):
     """A reward that raised, returned the wrong number of values, or returned NaN."""
 
 
+class Unscored(RewardError):
+    """Raised by a reward that gives no verdict on its samples, and that is no mistake of its own: a server that does not answer."""
+
+
 class ModelError(RlbatchError):
     """A model or checkpoint that does not match its mapping."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,8 +13,22 @@ from rlbatch.api.types import FinishReason, Prompt, Sample, SampleGroup, Samplin
 if TYPE_CHECKING:
     from torch import Tensor
 
-Reward = Callable[[Sequence[Sample]], Sequence[float]]
-"""One finite float a sample, in order. Called on the rank that generated the samples, with whole groups; no collectives."""
+Score = float | Mapping[str, float]
+"""Of one sample: a finite float, or named parts whose sum it is; with a part ``total`` that is it."""
+Reward = Callable[[Sequence[Sample]], Sequence[Score]] | Callable[[Sequence[Sample]], Coroutine[Any, Any, Sequence[Score]]]
+"""One score a sample, in order. Called in a worker process of the rank that generated them, with whole groups (see ``RewardSpec.scope``);
+no collectives. It may be an ``async def``.
+"""
+
+
+@runtime_checkable
+class PreparedReward(Protocol):
+    """A ``Reward`` that loads something heavy."""
+
+    def prepare(self) -> None:
+        """Called once on each rank, in the process of which its workers are copies: what is imported and read here, each of them has. It
+        may start no threads.
+        """
 
 
 @runtime_checkable

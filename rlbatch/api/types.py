@@ -114,12 +114,16 @@ class SampleGroup:
     Attributes:
         prompt: The prompt.
         samples: ``algorithm.group_size`` samples, in the order of their ``sample_index``.
-        rewards: One finite float a sample; empty before scoring.
+        rewards: One finite float a sample; empty before scoring, and of a group that is dropped.
+        parts: Named parts of each sample's reward, where it has some.
+        failures: Why a sample got no verdict: ``error`` or ``timeout``; empty of one that got it.
     """
 
     prompt: Prompt
     samples: list[Sample]
     rewards: list[float] = field(default_factory=list)
+    parts: list[Mapping[str, float]] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -160,6 +160,18 @@ class RewardConfig:
     """``reward=<name>`` and ``reward.*``"""
 
     name: str = key("sequence", "The reward; a model of your own has none until one is named.")
+    workers: Annotated[int, Range(above=0, most=1024)] | None = key(
+        None, "Worker processes in which a rank's rewards run; null: its share of the node's CPUs."
+    )
+    timeout_s: Seconds | None = key(
+        None, "Deadline of a call of a reward, for one sample or one group as it says, seconds; null: what the reward says, most 60."
+    )
+    on_error: Literal["zero", "drop_group", "stop"] = key(
+        "stop", "A reward that raises, or returns what is no reward: it counts 0, its group is left out of the step, or the job stops."
+    )
+    on_timeout: Literal["zero", "drop_group", "stop"] | None = key(
+        None, "The same of samples without a verdict: past timeout_s, or their worker died; null: what the reward says, most zero."
+    )
     options: Mapping[str, Any] = key({}, "The reward's own options.")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -28,6 +29,8 @@ _DEFINED = (
     Tag("reward/std", "reward", "Standard deviation over the step's samples."),
     Tag("reward/min", "reward", "Smallest of the step's samples."),
     Tag("reward/max", "reward", "Largest of the step's samples."),
+    Tag("reward/errors", "1", "Samples without a verdict since the step before: their reward raised, gave up, or its worker died."),
+    Tag("reward/timeouts", "1", "Samples without a verdict since the step before: their reward was past reward.timeout_s."),
     Tag("reward/eval", "reward", "Mean over responses to held-out prompts at train.eval_temperature; only on steps that evaluate."),
     Tag("advantage/mean", "advantage", "Mean over sampled tokens."),
     Tag("advantage/abs_mean", "advantage", "Mean absolute value over sampled tokens; 0: nothing to learn from."),
@@ -108,7 +111,7 @@ _DEFINED = (
     Tag("time/sync_s", "s", "Weights to the engines."),
     Tag("time/restart_s", "s", "Lost engines started anew and given the weights; only in steps that lost one."),
     Tag("time/rollout_s", "s", "Generation."),
-    Tag("time/reward_s", "s", "Rewards."),
+    Tag("time/reward_s", "s", "Rewards that are not known yet when generation ends."),
     Tag("time/exchange_s", "s", "Advantages, exchange over data-parallel ranks, packing."),
     Tag("time/logprobs_s", "s", "Old and reference log-probs."),
     Tag("time/update_s", "s", "Forward, backward and optimizer."),
@@ -127,6 +130,8 @@ _DEFINED = (
     Tag("memory/gpu_reserved_gib", "GiB", "Peak of what PyTorch reserved on rank 0's GPU during the step; only with a GPU."),
 )
 
+PARTS = re.compile(r"reward/[A-Za-z][A-Za-z0-9_.-]*")
+"""Tags of a reward's own parts."""
 TAGS: Mapping[str, Tag] = {tag.tag: tag for tag in _DEFINED}
 
 
@@ -138,7 +143,7 @@ def check_tags(tags: Iterable[str]) -> None:
     """
     for tag in tags:
         group, _, name = tag.partition(DROPPED_BY)
-        if tag not in TAGS and not (group == "sampling/" and name):
+        if tag not in TAGS and not (group == "sampling/" and name) and not PARTS.fullmatch(tag):
             close = difflib.get_close_matches(tag, TAGS, n=3) or sorted(TAGS)
             raise ValueError(
                 f"metric {tag!r} is not defined in rlbatch/metrics/names.py. Define it there, or use one of: {', '.join(close)}."

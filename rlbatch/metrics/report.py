@@ -151,7 +151,7 @@ def sample_rows(step: int, groups: Sequence[SampleGroup], advantages: Sequence[f
     Returns:
         [N] rows.
     """
-    scored = [(group, sample, reward) for group in groups for sample, reward in zip(group.samples, group.rewards, strict=True)]
+    scored = [(group, sample, place) for group in groups for place, sample in enumerate(group.samples)]
     return [
         {
             "step": step,
@@ -160,12 +160,14 @@ def sample_rows(step: int, groups: Sequence[SampleGroup], advantages: Sequence[f
             "prompt": group.prompt.text,
             "response": sample.response,
             "label": group.prompt.label,
-            "reward": reward,
+            "reward": group.rewards[place],
+            **{f"reward/{part}": value for part, value in (group.parts[place] if group.parts else {}).items()},
+            **({"failure": group.failures[place]} if group.failures and group.failures[place] else {}),
             "advantage": float(advantage),
             "finish_reason": sample.finish_reason,
             "policy_version": sample.policy_version,
         }
-        for (group, sample, reward), advantage in zip(scored, advantages, strict=True)
+        for (group, sample, place), advantage in zip(scored, advantages, strict=True)
     ]
 
 

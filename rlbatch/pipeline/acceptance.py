@@ -15,7 +15,7 @@ from rlbatch.config.schema import Config
 
 STEPS_OF_LAG = 4
 """Whose updates a token may be older than the policy that is trained with it, by default."""
-ACCEPTED, UNFINISHED = "accepted", "unfinished"
+ACCEPTED, UNFINISHED, UNSCORED = "accepted", "unfinished", "unscored"
 
 
 class Verdict(NamedTuple):
@@ -23,7 +23,7 @@ class Verdict(NamedTuple):
 
     Attributes:
         number: The group's place in the order of all prompts of the run.
-        outcome: ``accepted``, ``unfinished``, or the filter that dropped it.
+        outcome: ``accepted``, ``unfinished``, ``unscored`` (its reward gave no verdict), or the filter that dropped it.
         tokens: That were sampled for it in this round.
         length: Mean response length.
         equal: Of a scored group whose rewards are all equal, that reward; else None.
@@ -94,6 +94,8 @@ class Acceptance:
                 self._accepted.add(verdict.number)
             elif verdict.outcome == UNFINISHED:
                 self.unfinished.add(verdict.number)
+            elif verdict.outcome == UNSCORED:  # not drawn anew: a reward server that is away would cost all rounds
+                self._wanted -= 1
 
     def taken(self) -> list[int]:
         """The groups of the step, in order; fewer than wanted: there are no more."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from rlbatch.algorithms.objective import Objective
-from rlbatch.api import ConfigError, ModelFamily, Prompt, Reward, RolloutContext
+from rlbatch.api import ConfigError, ModelFamily, Prompt, RolloutContext
 from rlbatch.checkpoint.carried import Carried, carried_layers, draft_model
 from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import EMBEDDED, Config
@@ -34,6 +35,7 @@ from rlbatch.pipeline.prompt_sets import files_of
 from rlbatch.pipeline.prompt_store import open_training
 from rlbatch.pipeline.prompts import load_prompts
 from rlbatch.pipeline.rollout import Rollout
+from rlbatch.pipeline.scorer import Scorer
 from rlbatch.pipeline.stopping import Stopping
 from rlbatch.plan.engine_precision import check_device, engine_quantization
 from rlbatch.plan.layout import check_expert_widths, check_layout
@@ -139,7 +141,13 @@ def assemble(
             sampler=sampler_key(config, backend, engine_folder),
         ),
         offload=offload,
-        rewards=_rewards(config, registry, {*train.rewards, *(prompt.reward_name for prompt in held_out)}),
+        scorer=_scorer(
+            config,
+            registry,
+            {*train.rewards, *(prompt.reward_name for prompt in held_out)},
+            info.local_size,
+            generates=engine.generates is not None,
+        ),
         estimator=registry.build_advantage(config.algorithm),
         objective=Objective(config.algorithm, registry.build_loss(config.algorithm)),
         prompts=train.prompts,
@@ -188,9 +196,11 @@ def _held_out(config: Config, run_dir: Path, tokenizer: Any, family: ModelFamily
     return prompts[: config.train.eval_prompts or None]
 
 
-def _rewards(config: Config, registry: Registry, named: Collection[str]) -> dict[str, Reward]:
+def _scorer(config: Config, registry: Registry, named: Collection[str], local_ranks: int, *, generates: bool) -> Scorer:
     """The job's reward, and those that sets and prompts name (with their default options)."""
-    rewards = {config.reward.name: registry.build_reward(config.reward.name, config.reward.options)}
-    for name in sorted({*named} - {"", config.reward.name}):
-        rewards[name] = registry.build_reward(name, {})
-    return rewards
+    names = sorted({*named} - {"", config.reward.name})
+    generating = max(local_ranks // registry.ranks_per_engine(config), 1)
+    scorer = Scorer(config, registry, names, workers=len(os.sched_getaffinity(0)) // generating)
+    if generates:
+        scorer.start()
+    return scorer

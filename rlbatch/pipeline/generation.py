@@ -8,7 +8,7 @@ that it would have had.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,20 +22,21 @@ def generate(
     job: Job,
     clock: PhaseClock,
     prompts: Sequence[Prompt],
-    sample: Callable[[Sequence[Prompt]], list[SampleGroup]],
-    score: Callable[[list[SampleGroup]], None],
+    sample: Callable[[Sequence[Prompt]], Iterable[SampleGroup]],
+    is_finished: Callable[[SampleGroup], bool] = lambda group: True,
 ) -> list[SampleGroup] | None:
-    """Samples with synced engines, and scores; a collective, after which the engines are awake.
+    """Samples with synced engines, and scores meanwhile; a collective, after which the engines are awake.
 
     Args:
         job: This rank's part of the job.
         clock: Of the step.
         prompts: This rank's share.
-        sample: Groups of this rank's engine: all, or fewer if it is interrupted or lost.
-        score: Gives groups their rewards, while other ranks may still sample.
+        sample: Groups of this rank's engine, each once it is complete: all, or fewer if it is interrupted or lost.
+        is_finished: Whether a group is scored now.
 
     Returns:
-        A group with rewards for each prompt, in order. None, on every rank: the job has to stop.
+        A group for each prompt, in order; those that have no verdict, and are to be left out, without rewards. None, on every rank: the job
+        has to stop.
 
     Raises:
         RolloutError: an engine was lost more than ``max_restarts`` times.
@@ -46,10 +47,12 @@ def generate(
         with clock.phase("rollout"), job.watchdog.phase("generation"):
             for group in sample([prompt for prompt in prompts if prompt.prompt_id not in done]):
                 done[group.prompt.prompt_id] = group
+                if is_finished(group):
+                    job.scorer.submit(group)
         groups = [done[prompt.prompt_id] for prompt in prompts if prompt.prompt_id in done]
         if len(groups) == len(prompts) and not is_scored:
             with clock.phase("reward"), job.watchdog.phase("generation"):
-                is_scored = job.stopping.attempt(partial(score, groups))
+                is_scored = job.stopping.attempt(partial(job.scorer.finish, [group for group in groups if is_finished(group)]))
         with clock.phase("exchange"):
             met = job.stopping.meet("generation", is_complete=is_scored, **_loss(job))
         must_leave, lost = met.must_leave, bool(met.lost)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlbatch.algorithms.objective import Objective
-from rlbatch.api import AdvantageEstimator, GroupFilter, ModelFamily, OffloadStrategy, Prompt, Reward
+from rlbatch.api import AdvantageEstimator, GroupFilter, ModelFamily, OffloadStrategy, Prompt
 from rlbatch.config.schema import Config
 from rlbatch.foreign_code import foreign_context
 from rlbatch.launch.membership.store import JobStore
@@ -18,6 +18,7 @@ from rlbatch.megatron.trainer import Trainer
 from rlbatch.pipeline.health import Health
 from rlbatch.pipeline.prompt_order import PromptOrder
 from rlbatch.pipeline.rollout import Rollout
+from rlbatch.pipeline.scorer import Scorer
 from rlbatch.pipeline.stopping import Stopping
 from rlbatch.pipeline.waiting import Waiting
 
@@ -39,7 +40,7 @@ class Job:
         trainer: Policy and optimizer.
         rollout: Engine.
         offload: Memory choreography.
-        rewards: By name: the job's, and those that prompts name.
+        scorer: Rewards: the job's, and those that prompts name.
         estimator: Advantages.
         objective: Loss.
         prompts: Training prompts, by their positions.
@@ -66,7 +67,7 @@ class Job:
     trainer: Trainer
     rollout: Rollout
     offload: OffloadStrategy
-    rewards: Mapping[str, Reward]
+    scorer: Scorer
     estimator: AdvantageEstimator
     objective: Objective
     prompts: Sequence[Prompt]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ from rlbatch.pipeline.generation import generate
 from rlbatch.pipeline.job import Job
 from rlbatch.pipeline.resuming import Resumed, resume
 from rlbatch.pipeline.saving import Boundary, Checkpoints
-from rlbatch.pipeline.score import score
 from rlbatch.pipeline.step import train_step
 
 
@@ -166,14 +164,14 @@ def evaluate(job: Job) -> dict[str, float] | None:
     with job.stopping.generating(may_finish=False), job.generating():
         with job.watchdog.phase("training"):
             job.sync_weights()
-        scored = partial(score, rewards=job.rewards, default=job.config.reward.name)
-        groups = generate(job, PhaseClock(), [job.eval_prompts[i] for i in mine], job.rollout.evaluate, scored)
+        groups = generate(job, PhaseClock(), [job.eval_prompts[i] for i in mine], job.rollout.evaluate)
         job.rollout.sleep()
     if groups is None:
         return None
+    groups = [group for group in groups if group.rewards]  # others have no verdict, and count for nothing
     sums = torch.tensor([sum(sum(group.rewards) for group in groups), float(len(groups))], dtype=torch.float64)
     dist.all_reduce(sums)
-    return {"reward/eval": float(sums[0] / sums[1]), "time/eval_s": time.perf_counter() - started}
+    return {"reward/eval": float(sums[0] / sums[1].clamp(min=1.0)), "time/eval_s": time.perf_counter() - started}
 
 
 def _all_rows(step: int, groups: list[SampleGroup], advantages: list[float]) -> list[dict[str, Any]]:

@@ -204,20 +204,21 @@ class Rollout:
         """Positions of the prompts that this rank generates: dealt out like cards, so that long prompts do not meet."""
         return range(0) if self._rank is None else range(self._rank, num_prompts, self._num_engines)
 
-    def generate(self, prompts: Sequence[Prompt], step: int) -> list[SampleGroup]:
+    def generate(self, prompts: Sequence[Prompt], step: int) -> Iterator[SampleGroup]:
         """Groups for training. Each is kept on disk as soon as it is finished; what an earlier attempt kept is not sampled again.
 
         Args:
             prompts: This rank's share.
             step: Part of the samples' seeds.
 
-        Returns:
-            One group a prompt, in order; fewer if it was interrupted, or the engine is lost.
+        Yields:
+            One group a prompt, once it is complete: those that were kept, then the others in order; fewer if it was interrupted, or the
+            engine is lost.
         """
         found = self._found_or_sampled([(prompt, ()) for prompt in prompts], self._training_params(step), step)
-        return [self._group(prompt, found[place]) for place, prompt in enumerate(prompts) if place in found]
+        yield from (self._group(prompts[place], answer) for place, answer in found)
 
-    def extend(self, candidates: Sequence[Candidate], step: int) -> list[SampleGroup]:
+    def extend(self, candidates: Sequence[Candidate], step: int) -> Iterator[SampleGroup]:
         """Groups with the next part of each response that is not finished: at most ``sampling.partial_tokens``; else as ``generate``.
 
         Args:
@@ -230,12 +231,10 @@ class Rollout:
             indices = unfinished(candidate.group, size, most)
             limit = min(part or most, most - tokens_so_far(candidate.group, indices))
             by_limit.setdefault(limit, []).append((candidate, parts_of(candidate, indices)))
-        done = []
         for limit, asked in sorted(by_limit.items(), reverse=True):
             params = replace(self._training_params(step), samples_per_prompt=1, max_response_tokens=limit)
             found = self._found_or_sampled([(candidate.group.prompt, parts) for candidate, parts in asked], params, step)
-            done += [self._extended(*asked[place], answers) for place, answers in found.items()]
-        return done
+            yield from (self._extended(*asked[place], answers) for place, answers in found)
 
     def _extended(self, candidate: Candidate, parts: Sequence[Continued], answers: Sequence[Completion]) -> SampleGroup:
         prompt, before = candidate.group.prompt, {sample.sample_index: sample for sample in candidate.group.samples}
@@ -254,12 +253,13 @@ class Rollout:
 
     def _found_or_sampled(
         self, asked: Sequence[tuple[Prompt, Sequence[Continued]]], params: SamplingParams, step: int
-    ) -> dict[int, list[Completion]]:
-        """By place in ``asked`` the completions of prompts, or of their parts: from the disk, else from the engine."""
+    ) -> Iterator[tuple[int, list[Completion]]]:
+        """Places in ``asked``, with the completions of the prompt, or of its parts: from the disk, then from the engine."""
         kept = FinishedGroups(self._run_dir, step, self._weights, params, self._sampler, self.announce)
         found = {place: answer for place, each in enumerate(asked) if self._weights and (answer := kept.load(*each))}
         if found:
             self.announce(f"step {step}: {len(found)} of {len(asked)} groups were finished before")
+        yield from found.items()
         missing = [place for place in range(len(asked)) if place not in found]
         wanted = [each for place in missing for each in asked[place][1] or asked[place][:1]]
         answers = self._measured(self._answers(wanted, params))
@@ -270,15 +270,14 @@ class Rollout:
                 break
             if self._weights:  # else nobody could tell later by which policy it was sampled
                 kept.save(prompt, whole, parts)
-            found[place] = whole
+            yield place, whole
         for _ in answers:  # to its end, where it is checked
             pass
-        return found
 
-    def evaluate(self, prompts: Sequence[Prompt]) -> list[SampleGroup]:
+    def evaluate(self, prompts: Sequence[Prompt]) -> Iterator[SampleGroup]:
         """One sample a prompt at the evaluation temperature; fewer if it was interrupted, or the engine is lost."""
         params = self._params(self._config.train.eval_temperature, 1, EVAL_SEED)
-        return [self._group(prompt, answer) for prompt, answer in self._answers(prompts, params)]
+        yield from (self._group(prompt, answer) for prompt, answer in self._answers(prompts, params))
 
     def _measured(self, answers: Iterator[tuple[Prompt, list[Completion]]]) -> Iterator[tuple[Prompt, list[Completion]]]:
         """Passes answers on, and adds them to this step's work."""

@@ -15,13 +15,12 @@ from rlbatch.api import Prompt, RewardError, RolloutError, SampleGroup
 from rlbatch.collectives import all_gather_bytes, gathered
 from rlbatch.metrics.phases import PhaseClock
 from rlbatch.pipeline import step_metrics
-from rlbatch.pipeline.acceptance import ACCEPTED, UNFINISHED, Acceptance, Verdict, most_lag, updates_of_a_step
+from rlbatch.pipeline.acceptance import ACCEPTED, UNFINISHED, UNSCORED, Acceptance, Verdict, most_lag, updates_of_a_step
 from rlbatch.pipeline.continuing import unfinished
 from rlbatch.pipeline.exchange import Batch
 from rlbatch.pipeline.generation import generate
 from rlbatch.pipeline.group_filters import refused_by
 from rlbatch.pipeline.job import Job
-from rlbatch.pipeline.score import score
 from rlbatch.pipeline.waiting import Candidate, pack_candidates, unpack_candidates
 
 
@@ -89,7 +88,7 @@ class _Taking:
             goes_on = bool(new) or self._rule.continues()
             work = [*(sorted(self._unfinished) if goes_on else ()), *new]
             mine = [work[place] for place in job.rollout.share(len(work))]
-            groups = generate(job, self._clock, [self._prompts[number] for number in mine], self._sampler(mine), self._score)
+            groups = generate(job, self._clock, [self._prompts[number] for number in mine], self._sampler(mine), self._is_finished)
             if groups is None:
                 return False
             with self._clock.phase("exchange"):
@@ -108,7 +107,7 @@ class _Taking:
         self._drawn += len(found)
         return numbers
 
-    def _sampler(self, mine: Sequence[int]) -> Callable[[Sequence[Prompt]], list[SampleGroup]]:
+    def _sampler(self, mine: Sequence[int]) -> Callable[[Sequence[Prompt]], Iterable[SampleGroup]]:
         rollout, step = self._job.rollout, self._step
         if not self._job.config.sampling.partial_tokens and not self._unfinished:
             return partial(rollout.generate, step=step)
@@ -117,9 +116,6 @@ class _Taking:
 
     def _candidate(self, number: int) -> Candidate:
         return self._unfinished.get(number) or Candidate(number, self._positions[number], SampleGroup(self._prompts[number], []))
-
-    def _score(self, groups: list[SampleGroup]) -> None:
-        score([group for group in groups if self._is_finished(group)], self._job.rewards, self._job.config.reward.name)
 
     def _is_finished(self, group: SampleGroup) -> bool:
         config = self._job.config
@@ -217,14 +213,21 @@ class _Taking:
 def is_on(job: Job) -> bool:
     """Whether a step's groups may be others than those of its first prompts."""
     sampling, waiting = job.config.sampling, job.waiting
-    return bool(job.filters) or sampling.oversampling > 1 or sampling.partial_tokens > 0 or bool(waiting.accepted or waiting.unfinished)
+    return (
+        bool(job.filters)
+        or job.scorer.may_drop
+        or sampling.oversampling > 1
+        or sampling.partial_tokens > 0
+        or bool(waiting.accepted or waiting.unfinished)
+    )
 
 
 def judged(job: Job, number: int, group: SampleGroup, before: int) -> Verdict:
     """What becomes of a scored group that this rank sampled, and that had so many tokens before the round."""
     lengths = [sample.response_length for sample in group.samples]
     equal = group.rewards[0] if len(set(group.rewards)) == 1 else None
-    return Verdict(number, refused_by(group, job.filters) or ACCEPTED, sum(lengths) - before, fmean(lengths), equal)
+    outcome = (refused_by(group, job.filters) or ACCEPTED) if group.rewards else UNSCORED
+    return Verdict(number, outcome, sum(lengths) - before, fmean(lengths), equal)
 
 
 def equal_groups(verdicts: Iterable[Verdict]) -> tuple[int, int]:
@@ -261,4 +264,11 @@ def without_update(job: Job, step: int, clock: PhaseClock, taken: Taken) -> dict
     waits = f"{found} of {least} groups were accepted, which wait" if found else "no group was accepted"
     job.health.announce(f"step {step}: {waits}: no update")
     job.stopping.step_done()
-    return {**taken.metrics, **step_metrics.generation(job), **clock.tags(), "time/step_s": clock.total(), **step_metrics.memory(clock)}
+    return {
+        **taken.metrics,
+        **step_metrics.verdicts(job, []),
+        **step_metrics.generation(job),
+        **clock.tags(),
+        "time/step_s": clock.total(),
+        **step_metrics.memory(clock),
+    }

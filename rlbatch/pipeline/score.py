@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import re
 import reprlib
-from collections.abc import Collection, Coroutine, Iterable, Mapping, Set
+from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence, Set
 from copy import deepcopy
 from dataclasses import replace
 from decimal import Decimal
@@ -12,16 +14,22 @@ from itertools import islice
 from numbers import Integral, Real
 from typing import Any
 
-from rlbatch.api import Reward, RewardError, Sample, SampleGroup
+from rlbatch.api import Prompt, Reward, RewardError, Sample, SampleGroup
 from rlbatch.foreign_code import foreign_code
+from rlbatch.metrics.names import TAGS
 
 FLOAT32_MAX = 3.4028234663852886e38
 """Advantages become float32, rewards stay float64 until then."""
 LIST_OF_FLOATS = "Return a list of floats, one a sample, in order."
+TOTAL = "total"
+"""Part that is the reward; without it, it is the sum of all."""
+_PART = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
+_RESERVED = frozenset(tag.partition("/")[2] for tag in TAGS if tag.startswith("reward/"))
+"""Parts get curves beside these."""
 
 
 def score(groups: list[SampleGroup], rewards: Mapping[str, Reward], default: str) -> None:
-    """Fills ``rewards`` of every group.
+    """Fills ``rewards`` of every group, in this process.
 
     Each reward is called once, with all samples of its prompts: whole groups, in order.
 
@@ -37,24 +45,49 @@ def score(groups: list[SampleGroup], rewards: Mapping[str, Reward], default: str
     for group in groups:
         by_reward.setdefault(group.prompt.reward_name or default, []).append(group)
     for name, scored in by_reward.items():
-        if name not in rewards:
-            raise RewardError(
-                f"reward={name}: not registered, but prompt {scored[0].prompt.prompt_id} needs it. Known: {', '.join(sorted(rewards))}."
-            )
-        samples = [sample for group in scored for sample in group.samples]
-        values = iter(_checked_values(name, samples, _call(name, rewards[name], samples)))
+        check_known(name, scored[0].prompt, rewards)
+        scores = iter(scores_of(name, rewards[name], _copied([sample for group in scored for sample in group.samples])))
         for group in scored:
-            group.rewards = [next(values) for _ in group.samples]
+            own = [next(scores) for _ in group.samples]
+            group.rewards, group.parts = [reward for reward, _ in own], [parts for _, parts in own]
 
 
-def _call(name: str, reward: Reward, samples: list[Sample]) -> list[Any]:
-    with foreign_code(f"reward={name}", error_type=RewardError, on=_span(samples)):
-        returned: Any = reward(_copied(samples))
+def check_known(name: str, prompt: Prompt, known: Iterable[str]) -> None:
+    """Raises RewardError if a prompt's reward is none of these."""
+    if name not in known:
+        raise RewardError(f"reward={name}: not registered, but prompt {prompt.prompt_id} needs it. Known: {', '.join(sorted(known))}.")
+
+
+def scores_of(name: str, reward: Reward, samples: Sequence[Sample]) -> list[tuple[float, dict[str, float]]]:
+    """Calls a reward, and checks what it returns.
+
+    Args:
+        name: Of the reward.
+        reward: Itself.
+        samples: It may write into them.
+
+    Returns:
+        Of each sample the reward, and the named parts of it, if it has some.
+
+    Raises:
+        RewardError: it raised, returned the wrong number of values, or a value that is no finite number.
+    """
+    values = _call(name, reward, samples)
+    if len(values) != len(samples):
+        raise RewardError(f"reward={name}: returned {len(values)} values for {span(samples)}. {LIST_OF_FLOATS}")
+    return [_scored(name, sample, value) for sample, value in zip(samples, values, strict=True)]
+
+
+def _call(name: str, reward: Reward, samples: Sequence[Sample]) -> list[Any]:
+    with foreign_code(f"reward={name}", error_type=RewardError, on=span(samples)):
+        returned: Any = reward(samples)
+        if isinstance(returned, Coroutine):
+            returned = asyncio.run(returned)
         problem = _no_list(returned)
         if not problem:
             values = returned.tolist() if hasattr(returned, "tolist") else returned
             return list(values) if isinstance(values, Collection) else list(islice(values, len(samples) + 1))  # it may never end
-    raise RewardError(f"reward={name}: returned {problem} for {_span(samples)}. {LIST_OF_FLOATS}")
+    raise RewardError(f"reward={name}: returned {problem} for {span(samples)}. {LIST_OF_FLOATS}")
 
 
 def _no_list(returned: Any) -> str:
@@ -62,9 +95,6 @@ def _no_list(returned: Any) -> str:
     text are no rewards. Empty: it is.
     """
     kind = type(returned).__name__
-    if isinstance(returned, Coroutine):
-        returned.close()  # or Python warns that nobody awaited it
-        return f"{kind} (an `async def` must be awaited by the reward itself)"
     if isinstance(returned, (Mapping, Set, str, bytes, bytearray, memoryview)) or not isinstance(returned, Iterable):
         return kind
     if getattr(returned, "ndim", 1) != 1:
@@ -72,7 +102,7 @@ def _no_list(returned: Any) -> str:
     return ""
 
 
-def _copied(samples: list[Sample]) -> list[Sample]:
+def _copied(samples: Sequence[Sample]) -> list[Sample]:
     """What a reward writes into a sample, or its prompt's label, must reach neither the trainer nor the next step."""
     prompts = {id(sample.prompt): sample.prompt for sample in samples}
     prompts = {key: replace(prompt, label=deepcopy(prompt.label), metadata=deepcopy(prompt.metadata)) for key, prompt in prompts.items()}
@@ -86,14 +116,29 @@ def _copied(samples: list[Sample]) -> list[Sample]:
     ]
 
 
-def _checked_values(name: str, samples: list[Sample], values: list[Any]) -> list[float]:
-    if len(values) != len(samples):
-        raise RewardError(f"reward={name}: returned {len(values)} values for {_span(samples)}. {LIST_OF_FLOATS}")
-    return [_finite(name, sample, value) for sample, value in zip(samples, values, strict=True)]
+def _scored(name: str, sample: Sample, value: Any) -> tuple[float, dict[str, float]]:
+    if not isinstance(value, Mapping):
+        return _finite(name, sample, value), {}
+    parts = {}
+    for part, worth in value.items():
+        if not isinstance(part, str) or not _PART.fullmatch(part) or part in _RESERVED:
+            raise RewardError(
+                f"reward={name}: the part {_shown(part)} {_place(sample)} must be a word of letters, digits, `_`, `.` and `-`, and none of "
+                f"{', '.join(sorted(_RESERVED))}. Rename it."
+            )
+        parts[part] = _finite(name, sample, worth)
+    if not parts:
+        raise RewardError(f"reward={name}: returned no part {_place(sample)}. Return a float, or named ones.")
+    total = parts.pop(TOTAL) if TOTAL in parts else sum(parts.values())
+    return _finite(name, sample, total), parts
+
+
+def _place(sample: Sample) -> str:
+    return f"for prompt {sample.prompt.prompt_id} sample {sample.sample_index}"
 
 
 def _finite(name: str, sample: Sample, value: Any) -> float:
-    place = f"for prompt {sample.prompt.prompt_id} sample {sample.sample_index}"
+    place = _place(sample)
     try:
         # Of NumPy and torch: Python's own number of a scalar; what has a shape is none, though float() takes it.
         plain = value.item() if getattr(value, "shape", None) == () else value
@@ -118,7 +163,9 @@ def _shown(value: Any) -> str:
         return "a value"
 
 
-def _span(samples: list[Sample]) -> str:
-    """E.g. ``8 samples (prompt 3 sample 0 to prompt 4 sample 3)``."""
+def span(samples: Sequence[Sample]) -> str:
+    """E.g. ``8 samples (prompt 3 sample 0 to prompt 4 sample 3)``, or ``prompt 3 sample 0``."""
+    if len(samples) == 1:
+        return f"prompt {samples[0].prompt.prompt_id} sample {samples[0].sample_index}"
     first, last = (f"prompt {s.prompt.prompt_id} sample {s.sample_index}" for s in (samples[0], samples[-1]))
     return f"{len(samples)} samples ({first} to {last})"

@@ -74,6 +74,7 @@ def train_step(job: Job, step: int) -> tuple[StepResult, list[SampleGroup], list
 
     metrics = (
         step_metrics.samples(batch, advantages)
+        | step_metrics.verdicts(job, taken.groups)
         | step_metrics.updates(made, planned, with_kl=job.needs_reference)
         | ({} if advantages is None else step_metrics.rollout_mismatch(config, updates, advantages, made))
         | ({**taken.metrics, **of_sampling} if taken.metrics else {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import psutil
@@ -9,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlbatch.api import PluginError, RolloutError
+from rlbatch.api import PluginError, RolloutError, SampleGroup
+from rlbatch.collectives import gathered
 from rlbatch.config.schema import Config
 from rlbatch.megatron import parallel
 from rlbatch.metrics import mfu
@@ -42,6 +44,27 @@ def samples(batch: Batch, advantages: Sequence[Tensor] | None) -> dict[str, floa
     flat = torch.cat(list(advantages)).double()
     flat = flat if len(flat) else torch.zeros(1)  # all are left out
     return metrics | {"advantage/mean": float(flat.mean()), "advantage/abs_mean": float(flat.abs().mean())}
+
+
+def verdicts(job: Job, groups: Sequence[SampleGroup]) -> dict[str, float]:
+    """Samples without a verdict, and the mean of each named part of rewards over the samples that have it; a collective.
+
+    Args:
+        job: This rank's part of the job.
+        groups: This rank's.
+    """
+    counts, job.scorer.counts = job.scorer.counts, Counter()
+    sums: dict[str, list[float]] = {}
+    for parts in (parts for group in groups for parts in group.parts):
+        for name, value in parts.items():
+            total = sums.setdefault(name, [0.0, 0.0])
+            total[0], total[1] = total[0] + value, total[1] + 1
+    said = gathered([counts["error"], counts["timeout"], sums])
+    metrics = {"reward/errors": float(sum(errors for errors, _, _ in said)), "reward/timeouts": float(sum(late for _, late, _ in said))}
+    for name in sorted({name for _, _, of_rank in said for name in of_rank}):
+        found = [of_rank[name] for _, _, of_rank in said if name in of_rank]
+        metrics[f"reward/{name}"] = sum(total for total, _ in found) / sum(count for _, count in found)
+    return metrics
 
 
 def updates(made: Sequence[tuple[Update, Mapping[str, float]]], planned: int, *, with_kl: bool) -> dict[str, float]:

@@ -109,7 +109,7 @@ def _plan(batch: Batch, samples: list[int], config: Config, dp_rank: int, dp_siz
     lengths = [batch.lengths[i] for i in samples]
     shares = assign_to_ranks(lengths, dp_size)
     padded = [-(-length // multiple) * multiple for length in lengths]
-    most_packs = max(len(pack([padded[i] for i in share], max_tokens)) for share in shares)
+    most_packs = max(1, *(len(pack([padded[i] for i in share], max_tokens)) for share in shares))  # all its groups may be left out
     most_packs = -(-most_packs // microbatch_multiple(layout)) * microbatch_multiple(layout)
     mine = [samples[i] for i in shares[dp_rank]]
     packs = build_microbatches(

@@ -129,7 +129,7 @@ def pack_candidates(candidates: Sequence[Candidate]) -> bytes:
     said = [
         {
             "place": [candidate.number, candidate.position],
-            "rewards": candidate.group.rewards,
+            "rewards": [candidate.group.rewards, candidate.group.parts, candidate.group.failures],
             "samples": [
                 [sample.sample_index, sample.response_length, sample.response, sample.finish_reason, sample.policy_version, sample.spans]
                 for sample in candidate.group.samples
@@ -170,7 +170,7 @@ def _candidates(said: Sequence[Any], prompts: Sequence[Prompt], parts: Iterator[
             SampleGroup(
                 prompt := prompts[group["place"][1]],
                 [_sample(prompt, entry, *next(parts)) for entry in group["samples"]],
-                [float(reward) for reward in group["rewards"]],
+                *group["rewards"],
             ),
         )
         for group in said

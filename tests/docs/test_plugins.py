@@ -77,13 +77,13 @@ def test_worked_reward(page: str, tmp_path: Path) -> None:
 
 def test_reward_that_checks_labels(page: str, tmp_path: Path) -> None:
     """The example with labels works as it stands, and refuses a label by the reward's name."""
-    path = tmp_path / "choice.py"
+    path = tmp_path / "letter.py"
     path.write_text(blocks(page)[1])
     registry = load_plugins([str(path)])
-    assert list(registry.build_reward("choice", {})([sample("a", "B", " B\n"), sample("a", "A", "B")])) == [1.0, 0.0]
-    registry.label_check("choice", {})("A")
-    with pytest.raises(DataError, match="^reward=choice: label 'E' must be A, B, C or D"):
-        registry.label_check("choice", {})("E")
+    assert list(registry.build_reward("letter", {})([sample("a", "B", " B\n"), sample("a", "A", "B")])) == [1.0, 0.0]
+    registry.label_check("letter", {})("A")
+    with pytest.raises(DataError, match="^reward=letter: label 'E' must be A, B, C or D"):
+        registry.label_check("letter", {})("E")
 
 
 def test_the_table_of_a_sample_is_complete(page: str) -> None:

@@ -216,14 +216,15 @@ def penalised_rewards(config: Config, run_dir: str) -> tuple[Steps, dict[tuple[i
     """A step whose advantage is the penalised reward itself, and the rewards of this rank's samples."""
     job = job_of(config, run_dir)
     rewards: dict[tuple[int, int], float] = {}
-    reward = job.rewards[config.reward.name]
+    reward = job.scorer.in_rank[config.reward.name]
 
     def recording(samples: Any) -> list[float]:
         values = list(reward(samples))
         rewards.update({(s.prompt.prompt_id, s.sample_index): value for s, value in zip(samples, values, strict=True)})
         return values
 
-    job = replace(job, rewards={config.reward.name: recording}, estimator=lambda inputs: inputs.rewards)
+    job.scorer.in_rank = {config.reward.name: recording}
+    job = replace(job, estimator=lambda inputs: inputs.rewards)
     return run_steps(job, 1), rewards
 
 

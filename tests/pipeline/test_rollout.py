@@ -60,7 +60,7 @@ def rollout(
 def test_samples_join_prompt_and_response() -> None:
     """Token ids, mask and log-probs are aligned; the prompt is masked and has log-prob 0."""
     engine = FakeEngine()
-    groups = rollout(engine).generate(PROMPTS, step=11)
+    groups = list(rollout(engine).generate(PROMPTS, step=11))
     assert [group.prompt for group in groups] == PROMPTS
     assert [[sample.sample_index for sample in group.samples] for group in groups] == [list(range(8))] * 2
     sample = groups[0].samples[0]
@@ -74,8 +74,8 @@ def test_samples_join_prompt_and_response() -> None:
 def test_training_and_evaluation_ask_differently() -> None:
     """Training samples groups at the sampling temperature, seeded by the step; an evaluation one sample each, always the same seed."""
     engine = FakeEngine()
-    rollout(engine).generate(PROMPTS, step=11)
-    rollout(engine).evaluate(PROMPTS)
+    list(rollout(engine).generate(PROMPTS, step=11))
+    list(rollout(engine).evaluate(PROMPTS))
     training, evaluation = (params for _, params in engine.asked)
     assert training == SamplingParams(0.7, 4, (1, 2), CONFIG.algorithm.group_size, (5, 11))
     assert evaluation == SamplingParams(0.0, 4, (1, 2), 1, (5, EVAL_SEED))
@@ -88,7 +88,7 @@ def test_every_prompt_has_one_engine(engines: int) -> None:
     assert sorted(position for share in shares for position in share) == list(range(5))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
     idle = FakeEngine()
-    assert rollout(idle).generate([], step=1) == []
+    assert list(rollout(idle).generate([], step=1)) == []
     assert idle.asked == []
 
 
@@ -111,7 +111,7 @@ GOOD = Completion([5], [-0.1], "stop")
 def test_wrong_answers_are_refused(answer: Any, message: str) -> None:
     """An engine that leaves out samples, tokens or log-probs is named, with the prompt and the sample."""
     with pytest.raises(RolloutError, match=message):
-        rollout(FakeEngine(answer)).generate(PROMPTS, step=1)
+        list(rollout(FakeEngine(answer)).generate(PROMPTS, step=1))
 
 
 def test_weights_go_to_the_engine_unless_switched_off() -> None:
@@ -159,11 +159,11 @@ def test_finished_groups_are_not_sampled_again(tmp_path: Path) -> None:
     def interrupt() -> None:
         raise Interrupted  # as the handler of a signal does
 
-    groups = synced(StreamingEngine(interrupt), tmp_path).generate(PROMPTS, step=11)
+    groups = list(synced(StreamingEngine(interrupt), tmp_path).generate(PROMPTS, step=11))
     assert [group.prompt for group in groups] == PROMPTS[:1]
     again = StreamingEngine()
-    both = synced(again, tmp_path).generate(PROMPTS, step=11)
-    whole = synced(StreamingEngine(), tmp_path / "other").generate(PROMPTS, step=11)
+    both = list(synced(again, tmp_path).generate(PROMPTS, step=11))
+    whole = list(synced(StreamingEngine(), tmp_path / "other").generate(PROMPTS, step=11))
     assert again.asked[0][0] == PROMPTS[1:]
     assert [group.prompt for group in both] == PROMPTS
     for first, second in zip(both, whole, strict=True):
@@ -175,10 +175,10 @@ def test_finished_groups_are_not_sampled_again(tmp_path: Path) -> None:
 
 def test_groups_of_other_weights_or_steps_are_sampled_again(tmp_path: Path) -> None:
     """What is reused was sampled by this very policy for this very step; an engine whose weights nobody knows keeps nothing."""
-    synced(FakeEngine(), tmp_path).generate(PROMPTS, step=11)
+    list(synced(FakeEngine(), tmp_path).generate(PROMPTS, step=11))
     for value, step in ((1.0, 12), (2.0, 11)):
         engine = FakeEngine()
-        synced(engine, tmp_path, value).generate(PROMPTS, step)
+        list(synced(engine, tmp_path, value).generate(PROMPTS, step))
         assert len(engine.asked[0][0]) == 2
     engine = FakeEngine()
     rollout(engine, run_dir=tmp_path).generate(PROMPTS, step=11)
@@ -191,7 +191,7 @@ def test_a_rank_without_an_engine_has_no_share() -> None:
     follower = rollout(engine, rank=None, engines=2)
     follower.sync_weights(iter([("a", torch.ones(2))]), 3)
     assert list(follower.share(5)) == []
-    assert follower.generate([], 1) == []
+    assert list(follower.generate([], 1)) == []
     assert (len(engine.buckets), engine.asked) == (1, [])
     assert list(rollout(engine, rank=1, engines=2).share(5)) == [1, 3]
 
@@ -246,7 +246,7 @@ def test_what_a_lost_engine_has_done_is_kept(tmp_path: Path) -> None:
     assert [group.prompt for group in lost.generate(PROMPTS, 1)] == PROMPTS[:1]
     assert lost.lost is not None
     assert (lost.lost.reason, str(lost.lost)) == ("rollout=fake: the engine is dead", "rollout=fake: the engine is dead. its last lines")
-    assert lost.generate(PROMPTS[1:], 1) == lost.evaluate(PROMPTS) == []
+    assert list(lost.generate(PROMPTS[1:], 1)) == list(lost.evaluate(PROMPTS)) == []
     assert len(engine.asked) == 1
     engine.lost_in = ""
     lost.restart()
@@ -290,19 +290,19 @@ def test_an_engine_that_cannot_be_restarted_ends_the_run() -> None:
         yield []
 
     with pytest.raises(EngineLost):
-        rollout(FakeEngine(answers())).generate(PROMPTS, 1)
+        list(rollout(FakeEngine(answers())).generate(PROMPTS, 1))
 
 
 def test_the_work_of_a_step_is_measured(tmp_path: Path) -> None:
     """Tokens sampled, the slowest sample, and the time; evaluations and groups from disk are not a step's generation."""
     answer = [Completion([5, 1], [-0.1, -0.2], "stop", seconds=float(index)) for index in range(CONFIG.algorithm.group_size)]
     made = synced(FakeEngine([answer] * 2), tmp_path)
-    made.generate(PROMPTS, 1)
+    list(made.generate(PROMPTS, 1))
     assert (made.work.tokens, made.work.longest_s) == (2 * len(answer) * 2, len(answer) - 1)
     assert 0 < made.work.busy_s < 60
     again = synced(FakeEngine(), tmp_path)
-    again.generate(PROMPTS, 1)
-    again.evaluate(PROMPTS)
+    list(again.generate(PROMPTS, 1))
+    list(again.evaluate(PROMPTS))
     assert replace(again.work, busy_s=0.0) == Work()
     assert again.work.busy_s < 0.1
 
@@ -322,4 +322,4 @@ def test_an_engine_that_dies_while_the_job_is_stopped(is_stopping: bool, tmp_pat
         assert [group.prompt for group in dying.generate(PROMPTS, 1)] == PROMPTS[:1]
     else:
         with pytest.raises(RolloutError, match="SIGTERM"):
-            dying.generate(PROMPTS, 1)
+            list(dying.generate(PROMPTS, 1))

@@ -1,5 +1,6 @@
 """Rewards are called once on whole groups, and whatever is wrong with them is an error that says where."""
 
+import asyncio
 import itertools
 import math
 import re
@@ -132,14 +133,16 @@ def test_wrong_values_are_refused(returned: Any, message: str) -> None:
     assert groups[0].rewards == groups[1].rewards == []
 
 
-def test_an_async_reward_is_refused() -> None:
-    """A coroutine is no list of rewards: the message says who must await it, and nobody is warned that it was not."""
+def test_an_async_reward_is_awaited() -> None:
+    """Its values are those of any other."""
 
     async def reward(samples: Sequence[Sample]) -> list[float]:
+        await asyncio.sleep(0)
         return [1.0] * len(samples)
 
-    with pytest.raises(RewardError, match=r"reward=r: returned coroutine \(an `async def` must be awaited by the reward itself\)"):
-        score([group(0, ["a"])], {"r": reward}, "r")  # type: ignore[dict-item]
+    scored = group(0, ["a"])
+    score([scored], {"r": reward}, "r")
+    assert scored.rewards == [1.0]
 
 
 def test_an_unknown_reward_of_a_row_is_refused() -> None:

@@ -1,0 +1,315 @@
+"""The process beside a rank in which its rewards are loaded. Workers are its copies: one that hangs is killed and replaced in milliseconds.
+
+``python -m rlbatch.pipeline.reward_host FD``: the rank's end of the socket is its only argument. It ends when the rank does, with all that
+rewards have started.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import pickle
+import resource
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import psutil
+
+from rlbatch.api import PluginError, PreparedReward, Reward, RlbatchError
+from rlbatch.foreign_code import foreign_code
+from rlbatch.launch.ranks.children import END_SIGNAL, children_end_with_this_process, dies_with_parent, signal_group
+from rlbatch.launch.shutdown.signals import STOP_SIGNALS, signal_name
+from rlbatch.pipeline.reward_frames import LARGEST_ANSWER, SETUP, Frame, Peer, Setup
+from rlbatch.pipeline.reward_worker import Scoring, serve
+from rlbatch.registry import load_plugins
+
+SLOW_S, SLOW_TIMES, MOST_SLOW = 0.5, 20.0, 32
+"""A task that takes longer than both, the latter in means of its like, makes room: another worker starts beside it, at most so many."""
+TICK_S, KILL_S = 0.05, 5.0
+"""Longest wait for killed processes to be gone, between other things and at the end."""
+LEAST_PRIORITY = 19
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass
+class _Worker:
+    """A process that scores.
+
+    Attributes:
+        pid: Its id, and that of its session.
+        peer: The way to it.
+        task: What it is at.
+        began: When it began with that.
+        is_slow: Whether it makes room for another.
+    """
+
+    pid: int
+    peer: Peer
+    task: Frame | None = None
+    began: float = 0.0
+    is_slow: bool = False
+
+
+@dataclass
+class RewardHost:
+    """Deals tasks out to workers, in the order in which they come.
+
+    Attributes:
+        rank: The way to the rank.
+        score: What workers do.
+        limit: Workers at once, without those that make room.
+        kept: Children that are no workers.
+        waiting: Tasks that nobody is at.
+    """
+
+    rank: Peer
+    score: Scoring
+    limit: int
+    kept: frozenset[int]
+    waiting: deque[Frame]
+    _workers: dict[int, _Worker] = field(default_factory=dict)
+    _mean_s: float = 0.0
+    _done: int = 0
+
+    def run(self) -> None:
+        """Until the rank is gone."""
+        ended, waker = os.pipe()
+        os.set_blocking(waker, False)
+        os.set_blocking(ended, False)
+        signal.signal(signal.SIGCHLD, _pass)
+        signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+        while self.rank.is_open:
+            self._begin()
+            peers = [self.rank, *(worker.peer for worker in self._workers.values())]
+            unsent = [peer.socket for peer in peers if peer.has_unsent]
+            readable: list[int | socket.socket] = [ended, *(peer.socket for peer in peers if peer.is_open)]
+            select.select(readable, unsent, [], self._patience_s())
+            with suppress(BlockingIOError):
+                os.read(ended, 4096)
+            for peer in peers:
+                if peer.has_unsent:
+                    peer.flush()
+            self.waiting += self.rank.receive()
+            for worker in list(self._workers.values()):
+                self._hear(worker)
+            self._bury()
+            self._end_overdue()
+            self._end_strays()
+        for worker in list(self._workers.values()):
+            self._kill(worker)
+        until = time.monotonic() + KILL_S
+        while self._end_strays() and time.monotonic() < until:
+            pass
+
+    def _begin(self) -> None:
+        """Gives waiting tasks to workers that have none."""
+        while self.waiting:
+            idle = next((worker for worker in self._workers.values() if worker.task is None and worker.peer.is_open), None)
+            if idle is None:
+                slow = sum(worker.is_slow for worker in self._workers.values())
+                if len(self._workers) - min(slow, MOST_SLOW) >= self.limit:
+                    return
+                idle = self._fork()
+            idle.task, idle.began = self.waiting.popleft(), time.monotonic()
+            idle.peer.send(idle.task)
+
+    def _fork(self) -> _Worker:
+        ours, theirs = socket.socketpair()
+        dies = dies_with_parent()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            _work(dies, theirs, [ours, self.rank.socket, *(worker.peer.socket for worker in self._workers.values())], self.score)
+        theirs.close()
+        self._workers[pid] = _Worker(pid, Peer(ours))
+        return self._workers[pid]
+
+    def _patience_s(self) -> float | None:
+        """Until something must be done that nobody tells."""
+        if not self._workers:
+            return None
+        now, soonest = time.monotonic(), float("inf")
+        for worker in self._workers.values():
+            if worker.task:
+                soonest = min(soonest, worker.began + worker.task.seconds)
+                if not worker.is_slow and self.waiting:
+                    soonest = min(soonest, worker.began + self._slow_s())
+        return min(max(soonest - now, 0.0), 1.0)  # strays are looked for too
+
+    def _slow_s(self) -> float:
+        return max(SLOW_S, SLOW_TIMES * self._mean_s) if self._done else float("inf")
+
+    def _hear(self, worker: _Worker) -> None:
+        """Passes a worker's answer on."""
+        for answer in worker.peer.receive(LARGEST_ANSWER):
+            if worker.task is None or answer.number != worker.task.number:
+                worker.peer.is_open = False  # it says what it was not asked
+                break
+            self._done += 1
+            self._mean_s += (time.monotonic() - worker.began - self._mean_s) / self._done
+            worker.task, worker.is_slow = None, False
+            self.rank.send(answer)
+        if not worker.peer.is_open:
+            os.kill(worker.pid, signal.SIGKILL)  # it is no longer of use; not reaped yet, so its id is its own
+
+    def _bury(self) -> None:
+        """Asks for children that have ended, and tells what becomes of their tasks."""
+        with suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                worker = self._workers.get(ended[0])
+                if worker is None:
+                    continue
+                self._hear_last(worker)
+                del self._workers[worker.pid]
+                signal_group(worker.pid, signal.SIGKILL)
+                worker.peer.close()
+                if worker.task:
+                    code = os.waitstatus_to_exitcode(ended[1])
+                    how = f"was ended by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+                    self._answer(worker.task, {"died": how})
+
+    def _hear_last(self, worker: _Worker) -> None:
+        for answer in worker.peer.receive(LARGEST_ANSWER):
+            if worker.task is not None and answer.number == worker.task.number:
+                worker.task = None
+                self.rank.send(answer)
+
+    def _end_overdue(self) -> None:
+        now = time.monotonic()
+        for worker in list(self._workers.values()):
+            if worker.task is None:
+                continue
+            if now >= worker.began + worker.task.seconds:
+                self._answer(worker.task, {"timeout": worker.task.seconds})
+                worker.task = None
+                self._kill(worker)
+            elif not worker.is_slow and self.waiting and now >= worker.began + self._slow_s():
+                worker.is_slow = True
+                with suppress(OSError):
+                    os.setpriority(os.PRIO_PROCESS, worker.pid, LEAST_PRIORITY)
+
+    def _kill(self, worker: _Worker) -> None:
+        """A worker with all that it started; what comes up from there is a stray."""
+        del self._workers[worker.pid]
+        signal_group(worker.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.kill(worker.pid, signal.SIGKILL)
+        worker.peer.close()
+
+    def _answer(self, task: Frame, said: dict[str, Any]) -> None:
+        self.rank.send(Frame(task.number, 0.0, json.dumps(said).encode()))
+
+    def _end_strays(self) -> bool:
+        """Ends what has lost its parent among a worker's processes, and so came up to this one. Returns whether some are left: those that
+        wait for a device take longer.
+        """
+        until = time.monotonic() + TICK_S
+        while strays := _children() - self._workers.keys() - self.kept:
+            for pid in strays:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            if time.monotonic() > until:
+                return True
+            time.sleep(0.001)
+            for pid in strays:
+                with suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+        return False
+
+
+def _children() -> set[int]:
+    """Children of this process, those that have ended included."""
+    text = Path(f"/proc/self/task/{os.getpid()}/children")
+    if text.exists():
+        return {int(pid) for pid in text.read_text(encoding="ascii").split()}
+    return {child.pid for child in psutil.Process().children()}
+
+
+def _work(dies: Any, end: socket.socket, others: list[socket.socket], score: Scoring) -> NoReturn:
+    """In a new worker: what must be so before the first task, then tasks."""
+    try:
+        dies()
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for other in others:
+            other.close()
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with suppress(OSError):  # where memory is short, it is a worker that goes
+            Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+        serve(end, score)
+    except BaseException:  # a thread of the reward's may raise in here too
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def _pass(number: int, frame: Any) -> None:
+    """Signals of the job are the rank's. A handler, as what a worker starts would inherit that a signal is ignored."""
+
+
+def build(setup: Setup) -> dict[str, Reward]:
+    """Loads the plugins, and makes their rewards ready to be copied.
+
+    Raises:
+        RlbatchError: what cannot be used.
+    """
+    registry = load_plugins(setup.plugins)
+    rewards = {name: registry.build_reward(name, options) for name, options in setup.rewards.items()}
+    for name, reward in rewards.items():
+        if isinstance(reward, PreparedReward):
+            with foreign_code(f"reward={name}", "prepare"):
+                reward.prepare()
+    threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    if threads:
+        raise PluginError(
+            f"reward={', '.join(rewards)}: threads run once plugins are loaded ({', '.join(threads)}): workers are copies of the process, "
+            'and have none of them. Start them in the first call, or declare RewardSpec(..., scope="rank").'
+        )
+    return rewards
+
+
+def main() -> None:
+    """Runs this process."""
+    end = socket.socket(fileno=int(sys.argv[1]))
+    end.set_inheritable(False)
+    rank = Peer(end)
+    for number in (*STOP_SIGNALS, signal.SIGINT, END_SIGNAL):
+        signal.signal(number, _pass)
+    before = _children()
+    children_end_with_this_process()
+    kept = frozenset(_children() - before)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    while not (frames := rank.receive()) and rank.is_open:
+        select.select([rank.socket], [], [])
+    if not frames:
+        return
+    import numpy  # noqa: F401  its generator is seeded for each task, from the first on
+
+    setup: Setup = pickle.loads(frames[0].payload)
+    said: dict[str, Any] = {"ready": os.getpid()}
+    try:
+        score = Scoring(build(setup), setup.seed)
+    except BaseException as error:  # foreign code
+        text = str(error) if isinstance(error, RlbatchError) else f"reward host: {type(error).__name__}: {error}"
+        said = {"message": text, "traceback": traceback.format_exc()}
+    rank.send_all(Frame(SETUP, 0.0, json.dumps(said).encode()))
+    if "ready" in said:
+        RewardHost(rank, score, setup.workers, kept, deque(frames[1:])).run()
+    os._exit(0)  # no thread or exit handler of a plugin's holds it up; what it started ends with it
+
+
+if __name__ == "__main__":
+    main()

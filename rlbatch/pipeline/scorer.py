@@ -1,0 +1,226 @@
+"""A rank's side of its rewards: groups go to the reward host as they are complete, and verdicts come back while others are generated."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import secrets
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rlbatch.api import Reward, RewardError, Sample, SampleGroup
+from rlbatch.config.schema import Config, RewardConfig
+from rlbatch.launch.ranks.children import MARK_VARIABLE, dies_with_parent, signal_group
+from rlbatch.pipeline.reward_frames import SETUP, Frame, Peer, Setup, pack_task
+from rlbatch.pipeline.score import check_known, score, span
+from rlbatch.registry import Registry
+
+MOST_WORKERS = 32
+"""Unless ``reward.workers`` says more."""
+MOST_LOSSES = 3
+"""Reward hosts that may be lost while one generation is scored."""
+POLL_S, CLOSE_S = 1.0, 5.0
+_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1") | {"TOKENIZERS_PARALLELISM": "false"}
+"""Workers are copies of a process without threads, and there is one for each core."""
+Failure = Literal["error", "timeout"]
+
+
+@dataclass(frozen=True)
+class _Task:
+    """Samples whose verdict is asked for in one call.
+
+    Attributes:
+        name: Of the reward.
+        group: Whose samples they are.
+        places: Theirs in the group.
+        payload: As it was sent.
+    """
+
+    name: str
+    group: SampleGroup
+    places: range
+    payload: bytes
+
+    @property
+    def samples(self) -> list[Sample]:
+        return [self.group.samples[place] for place in self.places]
+
+
+class Scorer:
+    """The rewards of a rank.
+
+    Args:
+        config: ``reward.*``, plugins and seed.
+        registry: Of the job.
+        names: Rewards that prompts name, beside the job's.
+        workers: Processes, unless ``reward.workers`` says it.
+
+    Attributes:
+        in_rank: Rewards that run in this process.
+        may_drop: Whether groups without a verdict are left out.
+        counts: Samples without a verdict by kind, since whoever reports them put a new one here.
+    """
+
+    def __init__(self, config: Config, registry: Registry, names: Sequence[str] = (), workers: int = 1) -> None:
+        self._config: RewardConfig = config.reward
+        options: dict[str, Mapping[str, Any]] = {name: {} for name in names} | {config.reward.name: config.reward.options}
+        scopes = {name: registry.reward_scope(name, given) for name, given in options.items()}
+        # Those of workers are built too: what they refuse is told here, as it always was.
+        built = {name: registry.build_reward(name, given) for name, given in options.items()}
+        self.in_rank: Mapping[str, Reward] = {name: reward for name, reward in built.items() if scopes[name] == "rank"}
+        self._scopes, self._known = scopes, sorted(options)
+        self._unscored = {name: self._config.on_timeout or registry.rewards[name].value.unscored for name in options}
+        self.may_drop = "drop_group" in (self._config.on_error, *self._unscored.values())
+        self._limits = {name: self._config.timeout_s or registry.rewards[name].value.timeout_s for name in options}
+        served = {name: given for name, given in options.items() if scopes[name] != "rank"}
+        self._setup = Setup(config.plugins, served, config.seed, self._config.workers or min(max(workers, 1), MOST_WORKERS))
+        self._host: subprocess.Popen[bytes] | None = None
+        self._peer: Peer | None = None
+        self._next, self._losses = SETUP + 1, 0
+        self._asked: dict[int, _Task] = {}
+        self._answers: dict[int, Mapping[str, Any]] = {}
+        self._told: set[str] = set()
+        self.counts: Counter[str] = Counter()
+
+    def start(self) -> None:
+        """Starts the reward host, which loads plugins while this rank goes on; on the main thread. Else the first ``submit`` does so."""
+        if self._host is not None or not self._setup.rewards:
+            return
+        ours, theirs = socket.socketpair()
+        self._host = subprocess.Popen(
+            [sys.executable, "-m", "rlbatch.pipeline.reward_host", str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, **_ONE_THREAD, MARK_VARIABLE: secrets.token_hex(8)},
+            start_new_session=True,
+            preexec_fn=dies_with_parent(),
+        )
+        theirs.close()
+        self._peer = Peer(ours)
+        self._peer.send_all(Frame(SETUP, 0.0, pickle.dumps(self._setup)))
+
+    def submit(self, group: SampleGroup) -> None:
+        """Has a group scored, if its reward runs in workers; does not wait for it."""
+        name = group.prompt.reward_name or self._config.name
+        check_known(name, group.prompt, self._known)
+        if self._scopes[name] == "rank":
+            return
+        self.start()
+        size = len(group.samples)
+        places = [range(place, place + 1) for place in range(size)] if self._scopes[name] == "sample" else [range(size)]
+        for part in places:
+            task = _Task(name, group, part, pack_task(name, [group.samples[place] for place in part]))
+            self._ask(self._next, task)
+            self._next += 1
+        self._take()
+
+    def _ask(self, number: int, task: _Task) -> None:
+        assert self._peer is not None
+        self._asked[number] = task
+        self._peer.send_all(Frame(number, self._limits[task.name], task.payload))
+
+    def finish(self, groups: Sequence[SampleGroup]) -> None:
+        """Fills ``rewards`` of groups, all of which were submitted: waits for workers, and calls what runs in this process.
+
+        Groups without a verdict keep no rewards if they are to be left out.
+
+        Raises:
+            RewardError: a reward is unknown, broken, or gave no verdict, where that stops the job.
+        """
+        try:
+            score([group for group in groups if self._name(group) in self.in_rank], self.in_rank, self._config.name)
+            while len(self._answers) < len(self._asked):
+                assert self._peer is not None
+                select.select([self._peer.socket], [], [], POLL_S)
+                self._take()
+        finally:
+            asked, answers = self._asked, self._answers
+            self._asked, self._answers, self._losses = {}, {}, 0
+        for group in {id(task.group): task.group for task in asked.values()}.values():
+            size = len(group.samples)
+            group.rewards, group.parts, group.failures = [0.0] * size, [{} for _ in range(size)], [""] * size
+        dropped = [task.group for number, task in sorted(asked.items()) if self._is_dropped(task, answers[number])]
+        for group in dropped:
+            group.rewards = []
+
+    def _name(self, group: SampleGroup) -> str:
+        return group.prompt.reward_name or self._config.name
+
+    def _is_dropped(self, task: _Task, answer: Mapping[str, Any]) -> bool:
+        """Puts an answer into its group, and returns whether the group is left out for it."""
+        group = task.group
+        if "rewards" in answer:
+            for place, reward, parts in zip(task.places, answer["rewards"], answer["parts"], strict=True):
+                group.rewards[place], group.parts[place] = float(reward), parts
+            return False
+        kind, policy, message = self._failure(task, answer)
+        if "traceback" in answer and (policy == "stop" or kind not in self._told):
+            print(answer["traceback"], end="", file=sys.stderr)
+        if policy == "stop":
+            raise RewardError(message)
+        if kind not in self._told:
+            self._told.add(kind)
+            does = "its group is left out" if policy == "drop_group" else "it counts as 0"
+            print(f"{message} ({does}; others like it are counted in reward/{kind}s)", file=sys.stderr, flush=True)
+        self.counts[kind] += len(task.places)
+        for place in task.places:
+            group.failures[place] = kind
+        return policy == "drop_group"
+
+    def _failure(self, task: _Task, answer: Mapping[str, Any]) -> tuple[Failure, str, str]:
+        """Kind of a failure, what is done about it, and what is said."""
+        unscored = self._unscored[task.name]
+        if "timeout" in answer:
+            said = f"reward={task.name}: gave no verdict in reward.timeout_s={answer['timeout']:g} seconds on {span(task.samples)}"
+            return "timeout", unscored, f"{said}. Allow more, or set reward.on_timeout=zero."
+        if "died" in answer:
+            said = f"reward={task.name}: its worker {answer['died']} on {span(task.samples)}"
+            return "error", unscored, f"{said}. See the rank's output, or set reward.on_timeout=zero."
+        return "error", unscored if answer["is_unscored"] else self._config.on_error, answer["message"]
+
+    def _take(self) -> None:
+        """Takes what the host has answered. A host that is gone is started anew, and asked again."""
+        assert self._peer is not None
+        for frame in self._peer.receive():
+            answer = json.loads(frame.payload)
+            if frame.number == SETUP and "ready" not in answer:
+                print(answer["traceback"], end="", file=sys.stderr)
+                raise RewardError(answer["message"])
+            if frame.number in self._asked:
+                self._answers.setdefault(frame.number, answer)
+        if not self._peer.is_open:
+            self._restart()
+
+    def _restart(self) -> None:
+        assert self._host is not None
+        code = self._host.wait()
+        self._losses += 1
+        self.close()
+        if self._losses > MOST_LOSSES:
+            times, self._asked, self._losses = self._losses, {}, 0
+            raise RewardError(f"reward={', '.join(self._setup.rewards)}: the process that runs it ended {times} times, with {code}.")
+        self.start()
+        for number, task in self._asked.items():
+            if number not in self._answers:
+                self._ask(number, task)
+
+    def close(self) -> None:
+        """Ends the reward host with all that it started."""
+        if self._peer is not None:
+            self._peer.close()
+        if self._host is not None:
+            with suppress(subprocess.TimeoutExpired):
+                self._host.wait(CLOSE_S)
+            if self._host.poll() is None:
+                signal_group(self._host.pid, signal.SIGKILL)
+                self._host.wait()
+        self._host = self._peer = None

@@ -1,0 +1,25 @@
+"""Samples for the tests of rewards."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from rlbatch.api import Prompt, Sample
+from rlbatch.pipeline.score import scores_of
+from rlbatch.registry import Registry, load_plugins
+
+
+@cache
+def registry() -> Registry:
+    return load_plugins()
+
+
+def sample(label: Any, response: str, tokens: int = 3, index: int = 0) -> Sample:
+    return Sample(Prompt(0, "text", (1, 2), label), index, [0] * (tokens + 2), [], [], response, "stop")  # type: ignore[arg-type]
+
+
+def verdict(name: str, label: Any, response: str, tokens: int = 3, **options: Any) -> float:
+    """The reward of one response."""
+    ((score, _),) = scores_of(name, registry().build_reward(name, options), [sample(label, response, tokens)])
+    return score
