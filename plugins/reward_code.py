@@ -236,4 +236,4 @@ def check_label(options: Options, label: Any) -> None:
 @hookimpl
 def rlbatch_register_rewards() -> Mapping[str, Configurable]:
     """Supplies ``code``."""
-    return {"code": RewardSpec(build, Options, check_label=check_label)}
+    return {"code": RewardSpec(build, Options, check_label=check_label, scope="rank")}
