@@ -110,7 +110,7 @@ def test_nothing_embedded_for_a_model_of_ones_own(
     (tmp_path / "train.jsonl").write_text('{"prompt": "a", "label": "b"}\n' * 4)
     overrides = [*experiment, f"model.hf={model}", "train.prompts_per_step=4"]
     assert refusal(capsys, [*overrides, "data.train=train.jsonl"]).startswith(
-        "reward=: must be named for a model of your own. Known: code, number, sequence; others with plugins="
+        "reward=: must be named for a model of your own. Known: choice, code, composite, exact, gsm8k, length, math, number, regex, "
     )
     assert refusal(capsys, [*overrides, "reward=sequence"]).startswith("data.train=embedded: its prompts are for model.hf=embedded.")
     overrides += ["reward=sequence", "data.train=train.jsonl"]
@@ -238,7 +238,7 @@ def test_help_is_complete(capsys: pytest.CaptureFixture[str]) -> None:
     for doc in key_docs(Config):
         assert f"\n  {doc.name}=" in text
         assert doc.doc in text
-    choices = ("reward               code, number, sequence", "experiment           dapo, deepseek_r1, dr_grpo, embedded")
+    choices = ("reward               choice, code, composite, exact", "experiment           dapo, deepseek_r1, dr_grpo, embedded")
     for words in (*choices, "runs/<date>-<time>", "python -m rlbatch.plugins"):
         assert words in text
     assert f"layout.ep_size={compose([]).layout.ep_size}" in text.partition("the default, sets")[2].partition("Keys")[0]

@@ -172,6 +172,9 @@ class RewardConfig:
     on_timeout: Literal["zero", "drop_group", "stop"] | None = key(
         None, "The same of samples without a verdict: past timeout_s, or their worker died; null: what the reward says, most zero."
     )
+    memory_gib: Annotated[float, Range(above=0, most=2**20)] | None = key(
+        4.0, "Memory that a worker may take beside what its plugins have loaded; a call that needs more has no verdict. null: no limit."
+    )
     options: Mapping[str, Any] = key({}, "The reward's own options.")
 
 

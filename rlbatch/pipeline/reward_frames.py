@@ -33,12 +33,14 @@ class Setup:
         rewards: Name -> options, of all that it serves.
         seed: Of the run.
         workers: Tasks at once.
+        memory_gib: Memory that a worker may take; None: no limit.
     """
 
     plugins: Sequence[str]
     rewards: Mapping[str, Mapping[str, Any]]
     seed: int
     workers: int
+    memory_gib: float | None
 
 
 class Frame(NamedTuple):

@@ -39,6 +39,8 @@ SLOW_S, SLOW_TIMES, MOST_SLOW = 0.5, 20.0, 32
 TICK_S, KILL_S = 0.05, 5.0
 """Longest wait for killed processes to be gone, between other things and at the end."""
 LEAST_PRIORITY = 19
+OUT_OF_MEMORY = 113
+"""Exit code of a worker that gets no more."""
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -178,6 +180,8 @@ class RewardHost:
                 if worker.task:
                     code = os.waitstatus_to_exitcode(ended[1])
                     how = f"was ended by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+                    if code == OUT_OF_MEMORY:
+                        how = f"needed more than reward.memory_gib={self.score.setup.memory_gib}"
                     self._answer(worker.task, {"died": how})
 
     def _hear_last(self, worker: _Worker) -> None:
@@ -249,7 +253,10 @@ def _work(dies: Any, end: socket.socket, others: list[socket.socket], score: Sco
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         with suppress(OSError):  # where memory is short, it is a worker that goes
             Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+        score.bind()
         serve(end, score)
+    except MemoryError:
+        os._exit(OUT_OF_MEMORY)
     except BaseException:  # a thread of the reward's may raise in here too
         traceback.print_exc()
         os._exit(1)
@@ -301,7 +308,7 @@ def main() -> None:
     setup: Setup = pickle.loads(frames[0].payload)
     said: dict[str, Any] = {"ready": os.getpid()}
     try:
-        score = Scoring(build(setup), setup.seed)
+        score = Scoring(build(setup), setup)
     except BaseException as error:  # foreign code
         text = str(error) if isinstance(error, RlbatchError) else f"reward host: {type(error).__name__}: {error}"
         said = {"message": text, "traceback": traceback.format_exc()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import resource
 import select
 import socket
 import sys
@@ -12,8 +13,10 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import psutil
+
 from rlbatch.api import Reward, RewardError, Sample, Unscored
-from rlbatch.pipeline.reward_frames import Frame, Peer, unpack_task
+from rlbatch.pipeline.reward_frames import Frame, Peer, Setup, unpack_task
 from rlbatch.pipeline.score import scores_of
 
 
@@ -22,20 +25,30 @@ class Scoring:
 
     Args:
         rewards: By name.
-        seed: Of the run.
+        setup: What its host was told.
     """
 
-    def __init__(self, rewards: Mapping[str, Reward], seed: int) -> None:
-        self._rewards, self._seed = rewards, seed
+    def __init__(self, rewards: Mapping[str, Reward], setup: Setup) -> None:
+        self._rewards, self.setup = rewards, setup
+
+    def bind(self) -> None:
+        """Limits this process's memory, beside what it has as a copy: an answer must not take the machine's."""
+        if self.setup.memory_gib is not None:
+            most = psutil.Process().memory_info().data + int(self.setup.memory_gib * 2**30)
+            allowed = resource.getrlimit(resource.RLIMIT_DATA)[1]
+            most = most if allowed == resource.RLIM_INFINITY else min(most, allowed)
+            resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
     def __call__(self, payload: bytes) -> bytes:
         """The answer to a task: ``rewards`` and ``parts``, or what is wrong."""
         name, samples = unpack_task(payload)
-        _seed(self._seed, samples)
+        _seed(self.setup.seed, samples)
         try:
             scores = scores_of(name, self._rewards[name], samples)
         except RewardError as error:
             cause = error.__cause__ or error
+            if isinstance(cause, MemoryError):
+                raise cause from None  # the process ends: what it keeps would cost its next samples too
             said = {
                 "message": str(error),
                 "is_unscored": isinstance(cause, Unscored),

@@ -82,7 +82,8 @@ class Scorer:
         self.may_drop = "drop_group" in (self._config.on_error, *self._unscored.values())
         self._limits = {name: self._config.timeout_s or registry.rewards[name].value.timeout_s for name in options}
         served = {name: given for name, given in options.items() if scopes[name] != "rank"}
-        self._setup = Setup(config.plugins, served, config.seed, self._config.workers or min(max(workers, 1), MOST_WORKERS))
+        at_once = self._config.workers or min(max(workers, 1), MOST_WORKERS)
+        self._setup = Setup(config.plugins, served, config.seed, at_once, self._config.memory_gib)
         self._host: subprocess.Popen[bytes] | None = None
         self._peer: Peer | None = None
         self._next, self._losses = SETUP + 1, 0

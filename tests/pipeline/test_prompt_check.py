@@ -38,7 +38,7 @@ def broken(options, label):
 @hookimpl
 def rlbatch_register_rewards():
     reward = lambda options: lambda samples: [0.0 for _ in samples]
-    return {"choice": RewardSpec(reward, Options, check_label=check), "broken": RewardSpec(reward, Options, check_label=broken)}
+    return {"letter": RewardSpec(reward, Options, check_label=check), "broken": RewardSpec(reward, Options, check_label=broken)}
 """
 
 
@@ -67,12 +67,12 @@ def test_labels_that_a_reward_does_not_take(tmp_path: Path) -> None:
     assert message.endswith("Or set data.label_key=reward_model.ground_truth.")
     (tmp_path / "choice.py").write_text(PLUGIN)
     plugins = (str(tmp_path / "choice.py"),)
-    rows = [{"prompt": "a", "label": "E"}, {"prompt": "a", "label": "E", "reward": "choice"}]
+    rows = [{"prompt": "a", "label": "E"}, {"prompt": "a", "label": "E", "reward": "letter"}]
     path = write(tmp_path / "p.jsonl", *rows)
-    assert refused(["reward=sequence"], path, plugins) == f"{path}:2: reward=choice: label 'E' must be one of ABCD."
+    assert refused(["reward=sequence"], path, plugins) == f"{path}:2: reward=letter: label 'E' must be one of ABCD."
     assert "p.jsonl:1: reward=broken: check_label raised TypeError: string indices" in refused(["reward=broken"], path, plugins)
-    assert refused(["reward=sequence"], write(path, {"prompt": "a", "label": "b", "reward": "math"})).startswith(
-        f"{path}:1: reward `math` is unknown. Known: code, number, sequence;"
+    assert refused(["reward=sequence"], write(path, {"prompt": "a", "label": "b", "reward": "maths"})).startswith(
+        f"{path}:1: reward `maths` is unknown. Known: choice, code, composite, exact, gsm8k, length, math, number, "
     )
 
 

@@ -181,7 +181,7 @@ def test_groups_of_other_weights_or_steps_are_sampled_again(tmp_path: Path) -> N
         list(synced(engine, tmp_path, value).generate(PROMPTS, step))
         assert len(engine.asked[0][0]) == 2
     engine = FakeEngine()
-    rollout(engine, run_dir=tmp_path).generate(PROMPTS, step=11)
+    list(rollout(engine, run_dir=tmp_path).generate(PROMPTS, step=11))
     assert len(engine.asked[0][0]) == 2
 
 

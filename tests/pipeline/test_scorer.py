@@ -146,6 +146,15 @@ def test_a_worker_that_dies_costs_its_own_sample(make: Make, answer: str) -> Non
     assert (dead.failures, scorer.counts) == (["", "error", ""], {"error": 1})
 
 
+def test_the_memory_of_an_answer_is_bounded(make: Make, capfd: pytest.CaptureFixture[str]) -> None:
+    """One that takes more is counted as an error, costs no other sample, and its worker is replaced."""
+    scorer = make(memory_gib=0.25)
+    grown = group(1, ["1", "grow", "3"])
+    assert scored(scorer, grown, group(2, ["4", "grow"], "group"), group(3, ["5"])) == [[1.0, 0.0, 3.0], [0.0, 0.0], [5.0]]
+    assert (grown.failures, scorer.counts) == (["", "error", ""], {"error": 3})
+    assert "its worker needed more than reward.memory_gib=0.25 on prompt 1 sample 1. " in capfd.readouterr().err
+
+
 def test_one_that_kills_its_parent_ends_as_an_error(make: Make) -> None:
     """The host is started anew and asked again, a few times; other groups are scored afterwards."""
     scorer = make()

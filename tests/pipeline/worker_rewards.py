@@ -45,6 +45,10 @@ def do(sample: Sample) -> Any:
             re.fullmatch(r"(a|aa)+b", "a" * 60)
         case ["power"]:
             return float(9**9**9 > 0)
+        case ["grow"]:
+            filled = [bytes(1 << 20)]
+            while True:
+                filled.append(filled[-1] + b"x")
         case ["raise"]:
             raise KeyError("gold")
         case ["give", "up"]:
