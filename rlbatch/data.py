@@ -214,7 +214,8 @@ def _verdicts(config: Config, registry: Registry, report: Report, tokenizer: Pre
             continue
         options = config.reward.options if name == config.reward.name else {}
         yield f"  reward {name} of its own gold answers ({len(prompts)} rows):"
-        yield from (f"    {line}" for line in verdicts(name, registry.build_reward(name, options), prompts, tokenizer, GOLD_S))
+        reward, scope = registry.build_reward(name, options), registry.reward_scope(name, options)
+        yield from (f"    {line}" for line in verdicts(name, reward, scope, prompts, tokenizer, GOLD_S))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlbatch.api import Prompt, Reward, RlbatchError, Sample, SampleGroup
-from rlbatch.pipeline.score import score
+from rlbatch.api.declarations import Scope
+from rlbatch.pipeline.score import prepare, score
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -23,19 +24,22 @@ FORMS: Mapping[str, str] = {"the label itself": "{}", "\\boxed{label}": "\\boxed
 SHOWN_VALUES = 4
 
 
-def verdicts(name: str, reward: Reward, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, seconds: float) -> Iterator[str]:
+def verdicts(
+    name: str, reward: Reward, scope: Scope, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, seconds: float
+) -> Iterator[str]:
     """A line for each form: what the reward gives the prompts' own labels, written so.
 
     Args:
         name: The reward's.
-        reward: Ready to be called; it is, in a process of its own.
+        reward: As it was built; it is called in a process of its own.
+        scope: What a call of it gets; see ``RewardSpec``.
         prompts: With labels.
         tokenizer: Of the model.
         seconds: After which that process is ended.
     """
     for form, pattern in FORMS.items():
         samples = [_sample(prompt, pattern.format(_text(prompt.label)), tokenizer) for prompt in prompts]
-        yield f"{form}: {_asked(name, reward, samples, seconds)}"
+        yield f"{form}: {_asked(name, reward, scope, samples, seconds)}"
 
 
 def _text(label: Any) -> str:
@@ -49,11 +53,11 @@ def _sample(prompt: Prompt, response: str, tokenizer: PreTrainedTokenizerBase) -
     return Sample(prompt, 0, torch.tensor([*prompt.token_ids, *tokens]), mask, torch.zeros(before + after), response, "stop")
 
 
-def _asked(name: str, reward: Reward, samples: Sequence[Sample], seconds: float) -> str:
+def _asked(name: str, reward: Reward, scope: Scope, samples: Sequence[Sample], seconds: float) -> str:
     """What it gives, in words. A fork: plugins are loaded already, and what hangs is ended with it."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_score, args=(name, reward, list(samples), sender))
+    process = context.Process(target=_score, args=(name, reward, scope, list(samples), sender))
     process.start()
     sender.close()
     try:
@@ -73,10 +77,12 @@ def _asked(name: str, reward: Reward, samples: Sequence[Sample], seconds: float)
     return f"mean {sum(answer) / len(answer):g} ({shown}{', ...' if len(counts) > SHOWN_VALUES else ''})"
 
 
-def _score(name: str, reward: Reward, samples: Sequence[Sample], sender: Connection) -> None:
+def _score(name: str, reward: Reward, scope: Scope, samples: Sequence[Sample], sender: Connection) -> None:
     groups = [SampleGroup(sample.prompt, [sample]) for sample in samples]
     try:
-        score(groups, {name: reward}, name)
+        prepare(name, reward)
+        for scored in [groups] if scope == "rank" else [[group] for group in groups]:
+            score(scored, {name: reward}, name)
         sender.send([value for group in groups for value in group.rewards])
     except RlbatchError as error:
         sender.send(str(error))

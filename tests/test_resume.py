@@ -22,15 +22,18 @@ from tests.test_run import ONE_RANK, TINY, Ended, finish, start, submit
 
 LIMIT_S = 600.0
 STEPS = 6
+SCORED = ("reward=composite", "reward.options.parts.sequence.weight=2", "reward.workers=1")
+"""By the embedded task's reward in a worker process, with a part that has a curve of its own."""
 RUN = (
     *TINY,
+    *SCORED,
     f"train.steps={STEPS}",
     "checkpoint.save_interval=2",
     "optimizer.lr_schedule=linear",
     "train.eval_interval=3",
     "rollout.options.max_batch_size=2",
 )
-ENDLESS = (*TINY, *ONE_RANK, "train.steps=100000", "data.eval=", "checkpoint.save_interval=1")
+ENDLESS = (*TINY, *SCORED, *ONE_RANK, "train.steps=100000", "data.eval=", "checkpoint.save_interval=1")
 SIGNALLING = (
     f"plugins=['{Path(__file__).with_name('signalling_plugin.py')}']",
     "rollout=signalling",

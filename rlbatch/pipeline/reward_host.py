@@ -26,12 +26,12 @@ from typing import Any, NoReturn
 
 import psutil
 
-from rlbatch.api import PluginError, PreparedReward, Reward, RlbatchError
-from rlbatch.foreign_code import foreign_code
+from rlbatch.api import PluginError, Reward, RlbatchError
 from rlbatch.launch.ranks.children import END_SIGNAL, children_end_with_this_process, dies_with_parent, signal_group
 from rlbatch.launch.shutdown.signals import STOP_SIGNALS, signal_name
 from rlbatch.pipeline.reward_frames import LARGEST_ANSWER, SETUP, Frame, Peer, Setup
 from rlbatch.pipeline.reward_worker import Scoring, serve
+from rlbatch.pipeline.score import prepare
 from rlbatch.registry import load_plugins
 
 SLOW_S, SLOW_TIMES, MOST_SLOW = 0.5, 20.0, 32
@@ -276,9 +276,7 @@ def build(setup: Setup) -> dict[str, Reward]:
     registry = load_plugins(setup.plugins)
     rewards = {name: registry.build_reward(name, options) for name, options in setup.rewards.items()}
     for name, reward in rewards.items():
-        if isinstance(reward, PreparedReward):
-            with foreign_code(f"reward={name}", "prepare"):
-                reward.prepare()
+        prepare(name, reward)
     threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
     if threads:
         raise PluginError(

@@ -14,7 +14,7 @@ from itertools import islice
 from numbers import Integral, Real
 from typing import Any
 
-from rlbatch.api import Prompt, Reward, RewardError, Sample, SampleGroup
+from rlbatch.api import PreparedReward, Prompt, Reward, RewardError, Sample, SampleGroup
 from rlbatch.foreign_code import foreign_code
 from rlbatch.metrics.names import TAGS
 
@@ -26,6 +26,13 @@ TOTAL = "total"
 _PART = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 _RESERVED = frozenset(tag.partition("/")[2] for tag in TAGS if tag.startswith("reward/"))
 """Parts get curves beside these."""
+
+
+def prepare(name: str, reward: Reward) -> None:
+    """Has a reward load what it needs, if it is a ``PreparedReward``."""
+    if isinstance(reward, PreparedReward):
+        with foreign_code(f"reward={name}", "prepare"):
+            reward.prepare()
 
 
 def score(groups: list[SampleGroup], rewards: Mapping[str, Reward], default: str) -> None:

@@ -25,6 +25,12 @@ def test_a_recipe_is_accepted_with_the_embedded_model(name: str) -> None:
     assert [str(problem) for problem in find_problems(config, registry)[0]] == []
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_scores_mathematics(name: str) -> None:
+    """With the reward of its name, else as LaTeX."""
+    assert compose([HF, f"experiment={name}"]).reward.name == ("gsm8k" if name == "gsm8k" else "math")
+
+
 @pytest.mark.long("jobs", "configs")
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_trains(name: str, tmp_path: Path) -> None:
