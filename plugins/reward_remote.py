@@ -1,4 +1,4 @@
-"""``reward=remote``: a server scores, asked by HTTP. docs/use/reward.md has the schema, examples/reward_server.py a server.
+"""``reward=remote``: a server scores, asked by HTTP. docs/use/rewards.md has the schema, examples/reward_server.py a server.
 
 A request is ``POST`` with JSON, ``{"samples": [{"id": "17.3", "prompt": ..., "response": ..., "label": ..., "metadata": {...}}, ...]}``:
 samples of one prompt, at most ``batch``. The answer: ``{"rewards": [{"id": "17.3", "reward": 1.0}, ...]}``, every id once, in any

@@ -10,13 +10,14 @@ import pytest
 
 from rlbatch.api.exit_codes import STOPPED
 from tests.leftovers import processes_of
-from tests.test_resume import samples, scalars
+from tests.test_resume import SCORED, samples, scalars
 from tests.test_run import QUICK, Ended, submit
 
 PLUGIN = Path(__file__).parents[1] / "hosted_plugin.py"
 STEPS = 3
 RUN = (
     *QUICK,
+    *SCORED,
     f"plugins=['{PLUGIN}']",
     "rollout=hosted",
     f"train.steps={STEPS}",
