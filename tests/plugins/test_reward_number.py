@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlbatch.api import DataError, Prompt, RewardError, Sample
+from rlbatch.api import DataError, NoOptions, Prompt, RewardError, Sample
 from rlbatch_plugins.reward_number import last_number, rlbatch_register_rewards
 
 
@@ -90,14 +90,14 @@ def sample(label: Any, response: str) -> Sample:
 )
 def test_last_number(label: Any, response: str, expected: float) -> None:
     """Separators, signs, exponents, fractions and surroundings do not matter; the value of the last number does, exactly."""
-    reward = rlbatch_register_rewards()["number"]
-    rlbatch_register_rewards()["number"].check_label(label)  # type: ignore[attr-defined]
+    reward = rlbatch_register_rewards()["number"].build(NoOptions())
+    rlbatch_register_rewards()["number"].check_label(NoOptions(), label)
     assert list(reward([sample(label, response)])) == [expected]
 
 
 def test_one_value_a_sample_in_order() -> None:
     """Samples with different labels are scored each against its own."""
-    reward = rlbatch_register_rewards()["number"]
+    reward = rlbatch_register_rewards()["number"].build(NoOptions())
     assert list(reward([sample(1, "1"), sample(2, "1"), sample("2", "1 2")])) == [1.0, 0.0, 1.0]
 
 
@@ -118,7 +118,7 @@ def test_one_value_a_sample_in_order() -> None:
 )
 def test_labels_that_are_no_number_are_refused(label: Any, problem: str) -> None:
     """No response could be right, or wrong ones could: it is refused at submit, and by the reward itself, which names the prompt."""
-    reward = rlbatch_register_rewards()["number"]
+    reward = rlbatch_register_rewards()["number"].build(NoOptions())
     with pytest.raises(DataError, match=f"^label .*{problem}"):
         reward.check_label(label)  # type: ignore[attr-defined]
     with pytest.raises(RewardError, match=f"of prompt 4 {problem}"):
@@ -144,7 +144,7 @@ def test_labels_that_are_no_number_are_refused(label: Any, problem: str) -> None
 )
 def test_labels_with_one_meaning(label: str, value: str) -> None:
     """Units, prose around one number, GSM8K's mark and a calculation with its result."""
-    reward = rlbatch_register_rewards()["number"]
+    reward = rlbatch_register_rewards()["number"].build(NoOptions())
     reward.check_label(label)  # type: ignore[attr-defined]
     assert list(reward([sample(label, value), sample(label, "7")])) == [1.0, 0.0]
 

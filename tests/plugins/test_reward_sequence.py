@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlbatch.api import DataError, Prompt, Sample
+from rlbatch.api import DataError, NoOptions, Prompt, Sample
 from rlbatch_plugins.reward_sequence import rlbatch_register_rewards
 
 
@@ -34,13 +34,13 @@ def sample(label: Any, response: str) -> Sample:
 )
 def test_share_of_right_positions(label: Any, response: str, expected: float) -> None:
     """By position, over the longer of label and response: missing, wrong and surplus tokens all cost the same."""
-    reward = rlbatch_register_rewards()["sequence"]
+    reward = rlbatch_register_rewards()["sequence"].build(NoOptions())
     assert list(reward([sample(label, response)])) == [pytest.approx(expected)]
 
 
 def test_one_value_a_sample_in_order() -> None:
     """Samples with different labels are scored each against its own."""
-    reward = rlbatch_register_rewards()["sequence"]
+    reward = rlbatch_register_rewards()["sequence"].build(NoOptions())
     assert list(reward([sample("a", "a"), sample("a", "b"), sample("b", "b")])) == [1.0, 0.0, 1.0]
 
 
@@ -48,4 +48,4 @@ def test_one_value_a_sample_in_order() -> None:
 def test_labels_without_tokens_are_refused(label: Any) -> None:
     """What no response could equal, and what has no text of its own."""
     with pytest.raises(DataError, match="must "):
-        rlbatch_register_rewards()["sequence"].check_label(label)  # type: ignore[attr-defined]
+        rlbatch_register_rewards()["sequence"].check_label(NoOptions(), label)
