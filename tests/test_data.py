@@ -22,7 +22,7 @@ def hangs(samples):
 @hookimpl
 def rlbatch_register_rewards():
     return {
-        "exact": lambda samples: [float(sample.response == sample.prompt.label) for sample in samples],
+        "equals": lambda samples: [float(sample.response == sample.prompt.label) for sample in samples],
         "boxed": lambda samples: [float("boxed{" in sample.response) for sample in samples],
         "hangs": hangs,
         "dies": lambda samples: os._exit(1),
@@ -38,7 +38,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     (tmp_path / "rewards.py").write_text(PLUGIN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(rlbatch.data, "GOLD_S", 1.0)
-    return ["model.hf=task/model", "data.train=p.jsonl", "plugins=[rewards.py]", "reward=exact", "rollout.max_response_tokens=4"]
+    return ["model.hf=task/model", "data.train=p.jsonl", "plugins=[rewards.py]", "reward=equals", "rollout.max_response_tokens=4"]
 
 
 def write(*rows: Any) -> None:
@@ -55,10 +55,10 @@ def test_what_a_job_would_train_on(job: list[str], capsys: pytest.CaptureFixture
     assert "  tokens: shortest 2, median 3, 90 % 3, 99 % 3, longest 99" in out
     assert "  left out, longer than 60 tokens (the context of 64 less rollout.max_response_tokens=4): 1" in out
     assert "  labels: a string 3" in out
-    assert "  rewards: exact 2, boxed 1" in out
+    assert "  rewards: equals 2, boxed 1" in out
     assert "  prompt 1: 3 tokens, label 'b'\n    text   'a b ='\n    ids    3 4 2\n    tokens 'a' 'b' '='" in out
-    exact, boxed = out[out.index("reward exact of its own") :].split("reward boxed of its own")
-    assert "the label itself: mean 1 (1 for 2)" in exact and "\\boxed{label}: mean 0 (0 for 2)" in exact
+    equals, boxed = out[out.index("reward equals of its own") :].split("reward boxed of its own")
+    assert "the label itself: mean 1 (1 for 2)" in equals and "\\boxed{label}: mean 0 (0 for 2)" in equals
     assert "the label itself: mean 0 (0 for 1)" in boxed and "\\boxed{label}: mean 1 (1 for 1)" in boxed
     assert Path("prompt_lengths.svg").read_text().startswith("<svg")
     assert rlbatch.data.main([*job, "data.too_long=refuse"]) == 2
