@@ -22,11 +22,11 @@ from typing import Any, cast
 
 import pluggy
 
+from rlbatch import reward_parts
 from rlbatch.api import (
     API_VERSION,
     AdvantageEstimator,
     ConfigError,
-    DataError,
     EngineShape,
     GroupFilter,
     ModelError,
@@ -38,7 +38,6 @@ from rlbatch.api import (
     PluginError,
     PolicyLoss,
     Reward,
-    RewardSpec,
     RlbatchError,
     RolloutBackend,
     RolloutContext,
@@ -54,7 +53,7 @@ from rlbatch.config.schema import AlgorithmConfig, Config
 from rlbatch.config.structured import key_docs, to_plain
 from rlbatch.foreign_code import error_text, foreign_code, state_kept
 from rlbatch.plugin_files import load_plugin_file
-from rlbatch.tables import KINDS, ChosenTracker, Kind, Registered, Supplier, Table, check_callable, how_chosen, options_key, spec_of
+from rlbatch.tables import KINDS, ChosenTracker, Kind, Registered, Supplier, Table, options_key, spec_of
 
 ENTRY_POINT_GROUP = "rlbatch"
 DISTRIBUTION = "rlbatch"
@@ -189,11 +188,11 @@ class Registry:
 
     def build_advantage(self, algorithm: AlgorithmConfig) -> AdvantageEstimator:
         """The advantage estimator, ready to be called; raises as ``build_reward``."""
-        return cast(AdvantageEstimator, self._function(self.advantages, algorithm.advantage, algorithm.advantage_options, "inputs"))
+        return cast(AdvantageEstimator, self.advantages.built(algorithm.advantage, algorithm.advantage_options, "inputs"))
 
     def build_loss(self, algorithm: AlgorithmConfig) -> PolicyLoss:
         """The policy loss, ready to be called; raises as ``build_reward``."""
-        return cast(PolicyLoss, self._function(self.losses, algorithm.loss, algorithm.loss_options, "inputs"))
+        return cast(PolicyLoss, self.losses.built(algorithm.loss, algorithm.loss_options, "inputs"))
 
     def build_reward(self, name: str, options: Mapping[str, Any]) -> Reward:
         """A reward, ready to be called.
@@ -201,57 +200,20 @@ class Registry:
         Raises:
             PluginError: what builds it raised, or returned no function.
         """
-        return self._reward(name, options, ())
-
-    def _reward(self, name: str, options: Mapping[str, Any], within: tuple[str, ...]) -> Reward:
-        parts = self._parts(name, options)
-        if name in within:
-            raise ConfigError(f"reward={within[0]}: has {name} as a part of itself. Name another reward.")
-        if parts is None:
-            return cast(Reward, self._function(self.rewards, name, options, "samples"))
-        built = {}
-        for part, (reward, given) in parts.items():
-            if self.rewards[reward].value.scope == "rank":
-                raise ConfigError(f"reward={name}: the part {part} is reward={reward}, which runs in the rank alone. Name another reward.")
-            built[part] = self._reward(reward, given, (*within, name))
-        return cast(Reward, self._function(self.rewards, name, options, "samples", built))
-
-    def _parts(self, name: str, options: Mapping[str, Any]) -> Mapping[str, tuple[str, Mapping[str, Any]]] | None:
-        """Rewards that a reward is made of, as ``RewardSpec.parts`` says; None: it is not."""
-        entry = self.rewards[name]
-        if entry.value.parts is None:
-            return None
-        parsed = entry.parse(options, "reward")
-        with foreign_code(f"reward={name}", "its parts", error_type=ConfigError):
-            return cast(Mapping[str, tuple[str, Mapping[str, Any]]], entry.value.parts(parsed))
+        return reward_parts.build(self.rewards, name, options)
 
     def reward_scope(self, name: str, options: Mapping[str, Any]) -> Scope:
         """What one call of a reward gets, and where; see ``RewardSpec``."""
-        spec = cast(RewardSpec, self.rewards[name].value)
-        if spec.is_light:
-            return "rank"
-        widest = {self.rewards[reward].value.scope for reward, _ in (self._parts(name, options) or {}).values()}
-        return "group" if "group" in widest else spec.scope
+        return reward_parts.scope_of(self.rewards, name, options)
 
     def build_filters(self, config: Config) -> dict[str, GroupFilter]:
         """The group filters in order, ready to be called; raises as ``build_reward``."""
-        return {name: cast(GroupFilter, self._function(self.filters, name, options, "group")) for name, options in _filters(config)}
+        return {name: cast(GroupFilter, self.filters.built(name, options, "group")) for name, options in _filters(config)}
 
     def needs_reference(self, algorithm: AlgorithmConfig) -> bool:
         """Whether log-probs of the reference model are computed."""
         specs = self.advantages[algorithm.advantage].value, self.losses[algorithm.loss].value
         return algorithm.kl_loss or algorithm.kl_reward_coef != 0 or any(spec.needs_reference for spec in specs)
-
-    def _function(
-        self, table: Table, name: str, options: Mapping[str, Any], argument: str, parts: Mapping[str, Reward] | None = None
-    ) -> Any:
-        """What a name's ``build`` makes of its options: a function of one argument."""
-        entry, what = table[name], how_chosen(table.key, name)
-        parsed = entry.parse(options, table.key)
-        with foreign_code(what, "its build"):
-            function = entry.value.build(parsed) if parts is None else entry.value.build(parsed, parts)
-        check_callable(f"{what}: what its build returns", function, (argument,), may_wait=table is self.rewards)
-        return function
 
     def check_builds(self, config: Config) -> None:
         """Builds what is built from options alone, as each rank will: what it refuses is told before anything starts.
@@ -279,21 +241,7 @@ class Registry:
 
     def label_check(self, name: str, options: Mapping[str, Any]) -> Callable[[Any], None]:
         """What refuses labels that a reward does not take: raises ``DataError``, which names the reward."""
-        entry = self.rewards[name]
-        parsed = entry.parse(options, "reward")
-        of_parts = [self.label_check(reward, given) for reward, given in (self._parts(name, options) or {}).values()]
-
-        def checked(label: Any) -> None:
-            for check in of_parts:
-                check(label)
-            try:
-                entry.value.check_label(parsed, label)
-            except RlbatchError as error:
-                raise DataError(f"reward={name}: {error}") from error
-            except Exception as error:  # foreign code: whatever it raises must name the reward
-                raise DataError(f"reward={name}: check_label raised {error_text(error)}. Correct the label or the reward.") from error
-
-        return checked
+        return reward_parts.label_check(self.rewards, name, options)
 
     def build_rollout(self, name: str, options: Mapping[str, Any], context: RolloutContext) -> RolloutBackend:
         """An engine on this rank."""

@@ -32,6 +32,7 @@ from rlbatch.api import (
 from rlbatch.api.declarations import Scope
 from rlbatch.config.schema import AlgorithmConfig
 from rlbatch.config.structured import closest, from_mapping, key_docs
+from rlbatch.foreign_code import foreign_code
 
 FILTERS, TRACKERS = "sampling.filters", "trackers"
 SEVERAL = {FILTERS: "sampling.filter_options", TRACKERS: "tracker_options"}
@@ -108,6 +109,19 @@ class Table(Mapping[str, Registered]):
         meant = " or ".join(self._described(close) for close in closest(name, self._entries))
         known = ", ".join(self._described(known) for known in sorted(self._entries)) or "nothing"
         raise PluginError(f"{how_chosen(self.key, name)}: unknown. {f'Did you mean {meant}? ' if meant else ''}Known: {known}.")
+
+    def built(self, name: str, options: Mapping[str, Any], argument: str, *more: Any) -> Any:
+        """What a name's ``build`` makes of its options, and of what else it is given: a function of one argument.
+
+        Raises:
+            PluginError: what builds it raised, or returned no function.
+        """
+        entry, what = self[name], how_chosen(self.key, name)
+        parsed = entry.parse(options, self.key)
+        with foreign_code(what, "its build"):
+            function = entry.value.build(parsed, *more)
+        check_callable(f"{what}: what its build returns", function, (argument,), may_wait=isinstance(entry.value, RewardSpec))
+        return function
 
     def __iter__(self) -> Iterator[str]:
         """The names."""

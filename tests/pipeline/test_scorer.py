@@ -208,6 +208,7 @@ def test_errors_may_count_zero_or_leave_the_group_out(make: Make, capfd: pytest.
 
 
 def test_a_deadline_may_stop_the_job(make: Make) -> None:
+    """If the config says so; the message has the deadline and the sample."""
     with pytest.raises(RewardError, match=r"^reward=each: gave no verdict in reward\.timeout_s=3 seconds on prompt 4 sample 0\."):
         scored(make(timeout_s=SHORT_S, on_timeout="stop"), group(4, ["hang"]))
 

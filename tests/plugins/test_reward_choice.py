@@ -36,6 +36,7 @@ from tests.plugins.reward_cases import registry, verdict
     ],
 )
 def test_which_letter(response: str, chosen: str) -> None:
+    """The letter that the response chooses in the end; none where it does not say one."""
     assert "".join(letter for letter in "ABCD" if verdict("choice", letter, response)) == chosen
 
 

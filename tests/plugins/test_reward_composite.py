@@ -59,6 +59,7 @@ def test_what_is_refused(options: dict[str, Any], message: str) -> None:
 
 
 def test_labels_are_those_of_all_parts() -> None:
+    """One that a part does not take is refused, and the message names that part's reward."""
     with pytest.raises(DataError, match=r"^reward=number: label 'five' has no number"):
         registry().label_check("composite", {"parts": {"number": {}, "form": FORM}})("five")
 

@@ -27,6 +27,7 @@ from tests.plugins.reward_cases import registry, verdict
     ],
 )
 def test_verdicts(label: Any, response: str, options: dict[str, Any], expected: int) -> None:
+    """White space and, if wanted, case do not matter; what is not the answer counts for nothing."""
     assert verdict("exact", label, response, **options) == expected
 
 

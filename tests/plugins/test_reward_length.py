@@ -10,6 +10,7 @@ from tests.plugins.reward_cases import registry, verdict
 
 @pytest.mark.parametrize(("tokens", "expected"), [(0, 1.0), (10, 1.0), (15, 0.5), (20, 0.0), (99, 0.0)])
 def test_values(tokens: int, expected: float) -> None:
+    """1 up to the free tokens, then a straight line to 0."""
     assert verdict("length", None, "text", tokens, free_tokens=10, most_tokens=20) == expected
 
 

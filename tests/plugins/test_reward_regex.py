@@ -23,6 +23,7 @@ FORM = r"(?s)<think>.*</think>\s*<answer>[^<]*</answer>"
     ],
 )
 def test_verdicts(response: str, match: str, expected: int) -> None:
+    """The whole response has the form, or a part of it."""
     assert verdict("regex", None, response, pattern=FORM, match=match) == expected
 
 

@@ -1,0 +1,78 @@
+"""Rewards, and those that are made of others: how they are built, where they run, which labels they take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from rlbatch.api import ConfigError, DataError, Reward, RewardSpec, RlbatchError
+from rlbatch.api.declarations import Scope
+from rlbatch.foreign_code import error_text, foreign_code
+from rlbatch.tables import Table
+
+Parts = Mapping[str, tuple[str, Mapping[str, Any]]]
+"""Name of a part -> name and options of its reward."""
+
+
+def build(rewards: Table, name: str, options: Mapping[str, Any], within: tuple[str, ...] = ()) -> Reward:
+    """A reward with all its parts, ready to be called.
+
+    Args:
+        rewards: All that there are.
+        name: Of the reward.
+        options: Its own.
+        within: Those that it is a part of.
+
+    Raises:
+        PluginError: what builds it raised, or returned no function.
+        ConfigError: it is a part of itself, or has one that runs in the rank alone.
+    """
+    parts = _parts(rewards, name, options)
+    if name in within:
+        raise ConfigError(f"reward={within[0]}: has {name} as a part of itself. Name another reward.")
+    if parts is None:
+        return cast(Reward, rewards.built(name, options, "samples"))
+    built = {}
+    for part, (reward, given) in parts.items():
+        if rewards[reward].value.scope == "rank":
+            raise ConfigError(f"reward={name}: the part {part} is reward={reward}, which runs in the rank alone. Name another reward.")
+        built[part] = build(rewards, reward, given, (*within, name))
+    return cast(Reward, rewards.built(name, options, "samples", built))
+
+
+def _parts(rewards: Table, name: str, options: Mapping[str, Any]) -> Parts | None:
+    """Rewards that a reward is made of, as ``RewardSpec.parts`` says; None: it is not."""
+    entry = rewards[name]
+    if entry.value.parts is None:
+        return None
+    parsed = entry.parse(options, rewards.key)
+    with foreign_code(f"reward={name}", "its parts", error_type=ConfigError):
+        return cast(Parts, entry.value.parts(parsed))
+
+
+def scope_of(rewards: Table, name: str, options: Mapping[str, Any]) -> Scope:
+    """What one call of a reward gets, and where; see ``RewardSpec``."""
+    spec = cast(RewardSpec, rewards[name].value)
+    if spec.is_light:
+        return "rank"
+    parts = (_parts(rewards, name, options) or {}).values()
+    return "group" if any(scope_of(rewards, reward, given) == "group" for reward, given in parts) else spec.scope
+
+
+def label_check(rewards: Table, name: str, options: Mapping[str, Any]) -> Callable[[Any], None]:
+    """What refuses labels that a reward, or a part of it, does not take: raises ``DataError``, which names the reward."""
+    entry = rewards[name]
+    parsed = entry.parse(options, rewards.key)
+    of_parts = [label_check(rewards, reward, given) for reward, given in (_parts(rewards, name, options) or {}).values()]
+
+    def checked(label: Any) -> None:
+        for check in of_parts:
+            check(label)
+        try:
+            entry.value.check_label(parsed, label)
+        except RlbatchError as error:
+            raise DataError(f"reward={name}: {error}") from error
+        except Exception as error:  # foreign code: whatever it raises must name the reward
+            raise DataError(f"reward={name}: check_label raised {error_text(error)}. Correct the label or the reward.") from error
+
+    return checked
