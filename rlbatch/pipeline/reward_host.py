@@ -34,7 +34,7 @@ from rlbatch.pipeline.reward_worker import Scoring, serve
 from rlbatch.pipeline.score import prepare
 from rlbatch.registry import load_plugins
 
-SLOW_S, SLOW_TIMES, MOST_SLOW = 0.5, 20.0, 32
+SLOW_S, SLOW_TIMES, MOST_SLOW = 0.1, 20.0, 32
 """A task that takes longer than both, the latter in means of its like, makes room: another worker starts beside it, at most so many."""
 TICK_S, KILL_S = 0.05, 5.0
 """Longest wait for killed processes to be gone, between other things and at the end."""
