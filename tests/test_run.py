@@ -177,11 +177,11 @@ def test_a_finished_run_goes_on(good: Ended) -> None:
 
 
 REWARD = """
-import torch.distributed as dist
+import os
 from rlbatch.api import hookimpl
 
 def compute(samples):
-    return [0.5 * s.sample_index for s in samples] if dist.get_rank() == 0 else [][0]
+    return [0.5 * s.sample_index for s in samples] if os.environ["RANK"] == "0" else [][0]
 
 @hookimpl
 def rlbatch_register_rewards():
