@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlbatch.api import Configurable, Sample, hookimpl
+from rlbatch.api import RewardSpec, Sample, hookimpl
 
 RANK_VARIABLES = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK")
 EVENT = "RLBATCH_TEST_EVENT"
@@ -65,6 +65,6 @@ class FaultReward:
 
 
 @hookimpl
-def rlbatch_register_rewards() -> Mapping[str, Configurable]:
-    """Supplies ``fault``."""
-    return {"fault": Configurable(FaultReward, FaultOptions)}
+def rlbatch_register_rewards() -> Mapping[str, RewardSpec]:
+    """Supplies ``fault``: it is the rank that fails, not a worker of it."""
+    return {"fault": RewardSpec(FaultReward, FaultOptions, scope="rank")}
