@@ -38,7 +38,8 @@ SLOW_S, SLOW_TIMES, MOST_SLOW = 0.1, 20.0, 32
 """A task that takes longer than both, the latter in means of its like, makes room: another worker starts beside it, at most so many."""
 TICK_S, KILL_S = 0.05, 5.0
 """Longest wait for killed processes to be gone, between other things and at the end."""
-LEAST_PRIORITY = 19
+LOW_PRIORITY = 10
+"""Of what makes room: a ninth of the time that others get. With less, an answer that was slow by chance would not be done in its time."""
 OUT_OF_MEMORY = 113
 """Exit code of a worker that gets no more."""
 _PR_SET_CHILD_SUBREAPER = 36
@@ -202,7 +203,9 @@ class RewardHost:
             elif not worker.is_slow and self.waiting and now >= worker.began + self._slow_s():
                 worker.is_slow = True
                 with suppress(OSError):
-                    os.setpriority(os.PRIO_PROCESS, worker.pid, LEAST_PRIORITY)
+                    os.setpriority(os.PRIO_PROCESS, worker.pid, LOW_PRIORITY)
+                    # Where the kernel groups processes by session, priorities count within a session alone.
+                    Path(f"/proc/{worker.pid}/autogroup").write_text(str(LOW_PRIORITY), encoding="ascii")
 
     def _kill(self, worker: _Worker) -> None:
         """A worker with all that it started; what comes up from there is a stray."""
