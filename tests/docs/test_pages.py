@@ -178,8 +178,8 @@ def test_commands_compose(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "clusters/mysite.yaml").write_text(content("configs/cluster/template.yaml"))
     blocks = re.findall(r"```[a-z]*\n(.*?)```", content(page), re.DOTALL)
     for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
-        command = re.match(r"(?:\$ |[A-Z_]+=\S* )*python -m rlbatch\.submit ([^#]*)", line)
-        overrides = shlex.split(command[1]) if command else []
+        command = re.match(r"(?:\$ |[A-Z_]+=\S* )*python -m rlbatch\.submit (.*)", line)
+        overrides = shlex.split(command[1], comments=True) if command else []
         is_theirs = any(answer(override.partition("=")[0]) for override in overrides)  # shown with what it is answered
         if overrides and not is_theirs and not {"--help", "...", "[key=value"} & set(overrides):
             compose(overrides)
