@@ -7,8 +7,9 @@ A label is one of ``reward.options.letters``, also as ``(B)``, ``B.`` or ``b``.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from rlbatch.api import ConfigError, DataError, Reward, RewardSpec, Sample, hookimpl
@@ -29,16 +30,24 @@ def _build(options: _Options) -> Reward:
     letters = options.letters
     if not re.fullmatch("[A-Z]{2,26}", letters) or len(set(letters)) != len(letters):
         raise ConfigError(f"reward.options.letters={letters}: must be at least two capitals, each once. Use e.g. ABCD.")
+    chosen = _chooser(letters)
+
+    def choice(samples: Sequence[Sample]) -> list[float]:
+        return [float(chosen(sample.response) == _letter(sample.prompt.label, letters)) for sample in samples]
+
+    return choice
+
+
+@lru_cache
+def _chooser(letters: str) -> Callable[[str], str | None]:
+    """Tells which letter a response chooses."""
     both = letters + letters.lower()
     only = re.compile(rf"[\s({{\[*_$`\"'.]*(?:\\(?:text|textbf|mathrm|mathbf)\{{)?\(?([{both}])[\s)}}\]*_$`\"'.:]*")
     said = re.compile(r"(?i:(?:answer|choice)(?:\s+is)?\s*(?::|is|\*\*)?\s*:?\s*(?:option|choice)?)" + _WRAPPED.format(letters=both))
     bracketed = re.compile(rf"\(([{letters}])\)")
     alone = re.compile(rf"(?<![A-Za-z0-9'])([{letters}])(?![A-Za-z0-9'])(?!(?<=A) [a-z])")
 
-    def choice(samples: Sequence[Sample]) -> list[float]:
-        return [float(_chosen(sample.response) == _letter(sample.prompt.label, letters)) for sample in samples]
-
-    def _chosen(response: str) -> str | None:
+    def chosen(response: str) -> str | None:
         text = response[-TAIL:]
         boxes = last_boxes(text)
         if boxes:
@@ -51,7 +60,7 @@ def _build(options: _Options) -> Reward:
                 return str(found[-1]).upper()
         return None
 
-    return choice
+    return chosen
 
 
 def _letter(label: Any, letters: str) -> str:
@@ -64,7 +73,11 @@ def _check_label(options: _Options, label: Any) -> None:
         raise DataError(f"label {ascii(label)[:80]} must be one of the letters {options.letters}. Correct the prompt file.")
 
 
+def _told(options: _Options, sample: Sample) -> str | None:
+    return _chooser(options.letters)(sample.response)
+
+
 @hookimpl
 def rlbatch_register_rewards() -> Mapping[str, RewardSpec]:
     """Supplies ``choice``."""
-    return {"choice": RewardSpec(_build, _Options, _check_label, scope="sample")}
+    return {"choice": RewardSpec(_build, _Options, _check_label, scope="sample", answer=_told)}

@@ -20,18 +20,24 @@ class _Options:
 
 
 def _build(options: _Options) -> Reward:
-    def plain(text: str) -> str:
-        words = " ".join(text.split())
-        return words.casefold() if options.ignore_case else words
-
     def exact(samples: Sequence[Sample]) -> list[float]:
         return [float(_verdict(sample)) for sample in samples]
 
     def _verdict(sample: Sample) -> bool:
-        answer = _answer(sample.response, options.answer)
-        return answer is not None and plain(answer) in {plain(text) for text in _texts(sample.prompt.label)}
+        answer = _told(options, sample)
+        return answer is not None and answer in {_plain(options, text) for text in _texts(sample.prompt.label)}
 
     return exact
+
+
+def _plain(options: _Options, text: str) -> str:
+    words = " ".join(text.split())
+    return words.casefold() if options.ignore_case else words
+
+
+def _told(options: _Options, sample: Sample) -> str | None:
+    answer = _answer(sample.response, options.answer)
+    return None if answer is None else _plain(options, answer)
 
 
 def _answer(response: str, which: str) -> str | None:
@@ -57,4 +63,4 @@ def _check_label(options: _Options, label: Any) -> None:
 @hookimpl
 def rlbatch_register_rewards() -> Mapping[str, RewardSpec]:
     """Supplies ``exact``."""
-    return {"exact": RewardSpec(_build, _Options, _check_label, scope="sample")}
+    return {"exact": RewardSpec(_build, _Options, _check_label, scope="sample", answer=_told)}

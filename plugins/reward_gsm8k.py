@@ -6,6 +6,7 @@ Of a response counts the first number behind its last ``####``; without one, tha
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 from rlbatch.api import Reward, RewardSpec, Sample, hookimpl
 
@@ -25,7 +26,7 @@ def _build(options: _Options) -> Reward:
     return gsm8k
 
 
-def _answer(response: str, *, strict: bool) -> object:
+def _answer(response: str, *, strict: bool) -> Fraction | None:
     _, mark, behind = response.rpartition("####")
     if mark:
         return first_number(behind)
@@ -35,7 +36,12 @@ def _answer(response: str, *, strict: bool) -> object:
     return last_number(boxes[-1] if boxes else response)
 
 
+def _told(options: _Options, sample: Sample) -> str | None:
+    found = _answer(sample.response, strict=options.strict)
+    return None if found is None else str(found)
+
+
 @hookimpl
 def rlbatch_register_rewards() -> Mapping[str, RewardSpec]:
     """Supplies ``gsm8k``."""
-    return {"gsm8k": RewardSpec(_build, _Options, lambda options, label: number.check_label(label), scope="sample")}
+    return {"gsm8k": RewardSpec(_build, _Options, lambda options, label: number.check_label(label), scope="sample", answer=_told)}

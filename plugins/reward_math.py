@@ -85,20 +85,33 @@ class _Math:
         if not gold:
             raise RewardError(f"reward=math: the label {label!a} cannot be read. Correct the prompt file.")
         boxes = last_boxes(response)
-        if boxes:
-            answer, percent = ", ".join(rf"\boxed{{{_PERCENT.sub('', box)}}}" for box in boxes), bool(_PERCENT.search(boxes[-1]))
-            if len(boxes) == 1 and boxes[0].strip() == label:
-                return True
-            found = _parse(f"${answer.replace(chr(92) + '$', '').replace('$', '')}$") if len(answer) <= LONGEST else []
-        else:
-            found = [item for item in _parse(response[-TAIL:]) if len(str(item)) <= LONGEST]
-            percent = bool(found and _PERCENT.search(str(found[-1])))
-            found = [_PERCENT.sub("", item) if isinstance(item, str) else item for item in found]
+        if len(boxes) == 1 and boxes[0].strip() == label:
+            return True
+        found, percent = _found(response, boxes)
         if not found:
             return False
         return _equal(gold, found) or (
             percent != gold_percent and _equal(*((_hundredth(gold), found) if gold_percent else (gold, _hundredth(found))))
         )
+
+
+def _found(response: str, boxes: Sequence[str]) -> tuple[list[Any], bool]:
+    """What a response answers, in the forms in which it could be read, and whether it has a percent sign."""
+    if boxes:
+        answer, percent = ", ".join(rf"\boxed{{{_PERCENT.sub('', box)}}}" for box in boxes), bool(_PERCENT.search(boxes[-1]))
+        return _parse(f"${answer.replace(chr(92) + '$', '').replace('$', '')}$") if len(answer) <= LONGEST else [], percent
+    found = [item for item in _parse(response[-TAIL:]) if len(str(item)) <= LONGEST]
+    percent = bool(found and _PERCENT.search(str(found[-1])))
+    return [_PERCENT.sub("", item) if isinstance(item, str) else item for item in found], percent
+
+
+def _told(options: NoOptions, sample: Sample) -> str | None:
+    r"""The answer as it was read: of ``\frac12`` and ``\dfrac{1}{2}`` the same."""
+    found, percent = _found(sample.response, last_boxes(sample.response))
+    try:
+        return f"{found[0]}{'%' if percent else ''}" if found else None
+    except ValueError:  # a number that Python does not write
+        return None
 
 
 def _hundredth(parsed: Sequence[Any]) -> list[Any]:
@@ -167,4 +180,4 @@ def _build(options: NoOptions) -> Reward:
 @hookimpl
 def rlbatch_register_rewards() -> Mapping[str, RewardSpec]:
     """Supplies ``math``."""
-    return {"math": RewardSpec(_build, NoOptions, _check_label, scope="sample", timeout_s=DEADLINE_S)}
+    return {"math": RewardSpec(_build, NoOptions, _check_label, scope="sample", timeout_s=DEADLINE_S, answer=_told)}

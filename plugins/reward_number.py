@@ -71,6 +71,11 @@ class _Number:
         """1 or 0 a sample, in order."""
         return [float(last_number(sample.response) == label_number(sample)) for sample in samples]
 
+    def answer(self, options: NoOptions, sample: Sample) -> str | None:
+        """The value of the last number: ``1/2`` and ``0.50`` are one answer."""
+        found = last_number(sample.response)
+        return None if found is None else str(found)
+
     def check_label(self, label: Any) -> None:
         """Refuses labels that no response could equal.
 
@@ -181,4 +186,8 @@ def _shown(label: Any) -> str:
 @hookimpl
 def rlbatch_register_rewards() -> Mapping[str, RewardSpec]:
     """Supplies ``number``."""
-    return {"number": RewardSpec(always(number), NoOptions, lambda options, label: number.check_label(label), scope="sample")}
+    return {
+        "number": RewardSpec(
+            always(number), NoOptions, lambda options, label: number.check_label(label), scope="sample", answer=number.answer
+        )
+    }

@@ -27,6 +27,11 @@ class TensorBoard:
             self._writer.add_scalar(tag, value, step)
         self._writer.flush()
 
+    def table(self, step: int, tag: str, markdown: str) -> None:
+        """Adds a table, under Text."""
+        self._writer.add_text(tag, markdown, step)
+        self._writer.flush()
+
     def close(self, status: str) -> None:
         """Ends the event file."""
         self._writer.close()

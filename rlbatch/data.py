@@ -8,11 +8,13 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlbatch.api import ConfigError, DataError, Prompt, RlbatchError
 from rlbatch.api.exit_codes import DONE, REFUSED
+from rlbatch.config.evaluation import needs_reward
 from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import EMBEDDED, Config
 from rlbatch.datasets.jsonl import json_type
@@ -22,7 +24,7 @@ from rlbatch.length_picture import bars, write_svg
 from rlbatch.pipeline.model_folder import load_tokenizer
 from rlbatch.pipeline.prompt_check import RowChecks
 from rlbatch.pipeline.prompt_file import PromptRow, RowReader
-from rlbatch.pipeline.prompt_sets import PromptSet, files_of, training_sets
+from rlbatch.pipeline.prompt_sets import PromptSet, held_out_sets, training_sets
 from rlbatch.pipeline.prompts import BATCH_ROWS, Limit, make_prompt, prompt_limit, tokenize_rows
 from rlbatch.prepare import model_folder, write_embedded
 from rlbatch.registry import Registry, compose_job
@@ -96,19 +98,19 @@ def show(config: Config, registry: Registry, run_dir: Path) -> int:
     Raises:
         RlbatchError: no model or tokenizer, no room for prompts, a file that cannot be read.
     """
-    if not config.reward.name:
+    if not config.reward.name and needs_reward(config):
         raise ConfigError(f"reward=: must be named. Known: {', '.join(sorted(registry.rewards))}; others with plugins=[<file>.py].")
     folder = model_folder(config, run_dir)
     family = registry.resolve_model_family(read_config(folder))
     tokenizer = load_tokenizer(folder, folder)
-    held_out = PromptSet("data.eval", "", config.data.eval, files_of(config.data.eval, run_dir, "eval"), config.data)
     pictures: dict[str, list[int]] = {}
     code = DONE
-    for one in [*training_sets(config, run_dir), *([held_out] if config.data.eval else [])]:
-        limit = prompt_limit(one.data, family.max_sequence_length, config.rollout.max_response_tokens)
-        report = look(one, config, registry, tokenizer, family.vocab_size)
+    trained = training_sets(config, run_dir) if config.mode == "train" else []
+    for one, own in [*((one, config) for one in trained), *held_out_sets(config, run_dir)]:
+        limit = prompt_limit(one.data, family.max_sequence_length, own.rollout.max_response_tokens, one.limit_key)
+        report = look(one, own, registry, tokenizer, family.vocab_size)
         print(*_lines(one, report, limit, tokenizer), sep="\n")
-        print(*_verdicts(config, registry, report, tokenizer), sep="\n")
+        print(*_verdicts(own, registry, report, tokenizer), sep="\n")
         print()
         pictures[one.name or one.key] = report.lengths
         too_long = sum(length > limit[0] for length in report.lengths)
@@ -128,7 +130,7 @@ def look(one: PromptSet, config: Config, registry: Registry, tokenizer: PreTrain
     """
     report, checks, batch = Report(), RowChecks(config, registry), list[PromptRow]()
     started = time.monotonic()
-    for row in _rows(one, report):
+    for row in islice(_rows(one, report), one.most or None):
         try:
             checks.check(row, one.data)
         except DataError as error:

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from rlbatch.api import ModelFamily, RlbatchError
 from rlbatch.api.exit_codes import DONE, REFUSED
+from rlbatch.config.evaluation import SIMPLE, eval_sets
 from rlbatch.config.schema import Config
-from rlbatch.config.structured import key_docs, show_value
+from rlbatch.config.structured import NAME, key_docs, show_value, to_plain
 from rlbatch.launch.shutdown.grace_period import checkpoint_bytes, notice_s
 from rlbatch.launch.starters.container import cluster_variables
 from rlbatch.launch.starters.hostfile import Host
@@ -75,7 +76,9 @@ def _summary(config: Config, registry: Registry, run_dir: Path, parameters: floa
     size = f", {parameters / 1e9:.4g} billion parameters" if parameters else ""
     yield f"Model       {config.model.hf}{size}, {config.train.precision}"
     trained = ", ".join(f"{name} {show_value(one.path)}" for name, one in config.data.sets.items()) or show_value(config.data.train)
-    yield f"Prompts     {trained}{f'; held-out {show_value(config.data.eval)}' if config.data.eval else ''}"
+    files = ((name, each.n, show_value(each.file)) for name, each in eval_sets(config).items())
+    held_out = ", ".join(file if name == SIMPLE else f"{name} {file} x {n}" for name, n, file in files)
+    yield f"Prompts     {'; '.join(filter(None, (trained, held_out and f'held-out {held_out}')))}"
     yield f"Run folder  {run_dir} ({'goes on' if run_dir.exists() else 'new'})"
     spread = f" = {_nodes(where.nodes)} x {where.ranks_per_node}" if where else " on the hosts below"
     yield f"Ranks       {config.layout.world_size}{spread}{_hardware(config)}"
@@ -229,9 +232,9 @@ def _variables(variables: Mapping[str, str]) -> Iterator[str]:
 def _keys(config: Config) -> Iterator[str]:
     """Keys that differ from the schema's defaults: what config.yaml would say beside them."""
     yield "Config (config.yaml; all other keys have the defaults of --help)"
-    for doc in key_docs(Config):
+    for doc in (doc for doc in key_docs(Config) if NAME not in doc.name):
         value: object = config
         for name in doc.name.split("."):
             value = getattr(value, name)
         if value != doc.default and doc.name not in ("dry_run", "run_dir"):
-            yield f"    {doc.name}={show_value(value)}"
+            yield f"    {doc.name}={show_value(to_plain(value))}"

@@ -19,6 +19,7 @@ from rlbatch.checkpoint.model_files import model_files
 from rlbatch.checkpoint.newest import check_unused, newest
 from rlbatch.checkpoint.run_folder import check_places, checkpoint_root
 from rlbatch.config.compose import CONFIG_FILE, load_config, save_config
+from rlbatch.config.evaluation import eval_sets, longest_response, needs_reward
 from rlbatch.config.hf_config import read_config
 from rlbatch.config.paths import check_variable, paths_of
 from rlbatch.config.schema import EMBEDDED, Config
@@ -29,7 +30,7 @@ from rlbatch.launch.starters.container import RUN_FOLDER, check_container
 from rlbatch.launch.starters.hostfile import Host
 from rlbatch.launch.starters.mpirun import read_hosts
 from rlbatch.pipeline.model_folder import check_model_folder
-from rlbatch.pipeline.prompt_sets import PromptSet, files_of, training_sets
+from rlbatch.pipeline.prompt_sets import PromptSet, held_out_sets, training_sets
 from rlbatch.pipeline.weights_check import check_first_weights, check_resumed
 from rlbatch.plan.engine_memory import MemoryInputs, memory_inputs
 from rlbatch.plan.engine_plan import EnginePlan
@@ -127,7 +128,7 @@ def on_gpu(config: Config) -> bool:
 
 def write_embedded(config: Config, run_dir: Path) -> None:
     """Makes the embedded task, if the job uses it."""
-    if EMBEDDED in (config.model.hf, config.data.train, config.data.eval):
+    if EMBEDDED in (config.model.hf, config.data.train, *(each.file for each in eval_sets(config).values())):
         from rlbatch.pipeline.embedded import write_embedded_task
 
         write_embedded_task(run_dir / EMBEDDED, config.seed)
@@ -142,10 +143,10 @@ def _check_model(config: Config, registry: Registry, run_dir: Path) -> None:
     check_expert_widths(family, config.train.precision, on_gpu=on_gpu(config))
     check_layout(config.layout, family, on_gpu=on_gpu(config))
     check_device(config, engine_quantization(config, registry, family, read_config(folder)), on_gpu=on_gpu(config))
-    if config.rollout.max_response_tokens >= family.max_sequence_length:
+    most, key = longest_response(config)
+    if most >= family.max_sequence_length:
         raise ConfigError(
-            f"rollout.max_response_tokens={config.rollout.max_response_tokens}: must leave room for a prompt in the model's context "
-            f"({family.max_sequence_length} tokens). Use less."
+            f"{key}={most}: must leave room for a prompt in the model's context ({family.max_sequence_length} tokens). Use less."
         )
     checkpoint = config.checkpoint
     is_elsewhere = checkpoint.ref_load or (checkpoint.load and not registry.needs_reference(config.algorithm))
@@ -246,7 +247,7 @@ def _check_memory(config: Config, registry: Registry, run_dir: Path) -> None:
 def _check_paths(config: Config, registry: Registry, run_dir: Path) -> None:
     """Those that no other check reads."""
     for key, path, _ in paths_of(config):
-        if key not in ("model.hf", "data.train", "data.eval"):
+        if key not in ("model.hf", "data.train", "data.eval") and not key.startswith("eval.sets."):
             check_variable(key, path)
     for key, path in (("checkpoint.load", config.checkpoint.load), ("checkpoint.ref_load", config.checkpoint.ref_load)):
         if path and not Path(path).is_dir():
@@ -254,6 +255,8 @@ def _check_paths(config: Config, registry: Registry, run_dir: Path) -> None:
     if (family := known_family(config, registry, run_dir)) is not None:
         needs_reference = registry.needs_reference(config.algorithm)
         check_first_weights(config, registry, family, model_folder(config, run_dir), needs_reference=needs_reference)
+    if config.mode == "eval":
+        return
     folder = run_dir_path(config)
     root = checkpoint_root(config.checkpoint.save, folder)
     if config.resume != "auto":
@@ -343,25 +346,24 @@ def _family_with_tokenizer(config: Config, registry: Registry, run_dir: Path) ->
 def _check_prompts(config: Config, registry: Registry, run_dir: Path) -> None:
     from rlbatch.pipeline.prompt_check import check_count, check_rows, check_tokens
 
-    trained, data = training_sets(config, run_dir), config.data
+    trained = training_sets(config, run_dir) if config.mode == "train" else []
     for one in trained:
         _check_paths_of(one)  # before what is wrong with the reward
-    if not config.reward.name:
+    if not config.reward.name and needs_reward(config):
         known = ", ".join(sorted(registry.rewards))
         raise ConfigError(f"reward=: must be named for a model of your own. Known: {known}; others with plugins=[<file>.py] reward=<name>.")
     family = _family_with_tokenizer(config, registry, run_dir)
-    held_out = [PromptSet("data.eval", "", data.eval, files_of(data.eval, run_dir, "eval"), data)] if data.eval else []
     counted = []
-    for one in [*trained, *held_out]:
+    for one, own in [*((one, config) for one in trained), *held_out_sets(config, run_dir)]:
         _check_paths_of(one)
         if one.source == EMBEDDED and config.model.hf != EMBEDDED:
             raise ConfigError(f"{one.key}={EMBEDDED}: its prompts are for model.hf={EMBEDDED}. Give {one.key}=<file>.")
-        rows = check_rows(config, registry, one)
+        rows = check_rows(own, registry, one)
         counted += [rows] if one in trained else []
-        if len(counted) == len(trained):
+        if trained and len(counted) == len(trained):
             check_count(config, trained, counted)
         if family is not None and (one.source, config.model.hf) != (EMBEDDED, EMBEDDED):
-            check_tokens(config, family, model_folder(config, run_dir), one, rows)
+            check_tokens(own, family, model_folder(config, run_dir), one, rows)
 
 
 def _check_paths_of(one: PromptSet) -> None:

@@ -49,7 +49,7 @@ from rlbatch.config.check import check_engines
 from rlbatch.config.check_plugins import check_plugins
 from rlbatch.config.compose import compose
 from rlbatch.config.paths import absolute, files_there, here, paths_of, with_absolute_paths, with_paths_there
-from rlbatch.config.schema import AlgorithmConfig, Config
+from rlbatch.config.schema import AlgorithmConfig, Config, RewardConfig
 from rlbatch.config.structured import key_docs, to_plain
 from rlbatch.foreign_code import error_text, foreign_code, state_kept
 from rlbatch.plugin_files import load_plugin_file
@@ -113,8 +113,15 @@ class Registry:
         self.ranks_per_engine(config)
         check_plugins(config, self.rollouts, self.advantages, self.losses, self.filters)
         rollout, algorithm, sampling = config.rollout, config.algorithm, config.sampling
+        sets = {
+            name: dataclasses.replace(
+                each, reward_options=_completed(self.rewards, each.reward, each.reward_options, f"eval.sets.{name}.reward")
+            )
+            for name, each in config.eval.sets.items()
+        }
         return dataclasses.replace(
             config,
+            eval=dataclasses.replace(config.eval, sets=sets),
             rollout=dataclasses.replace(
                 rollout, options=_completed(self.rollouts, rollout.name, rollout.options), engine=self._engine_with_paths(config)
             ),
@@ -146,15 +153,13 @@ class Registry:
 
     def text_options(self, config: Config) -> frozenset[str]:
         """Keys of the chosen plugins' options that are text."""
-        types = ((options_key(table.key, name), table[name].options) for table, name, _ in self._chosen(config) if name in table)
+        types = ((options_key(key, name), table[name].options) for key, table, name, _ in self._chosen(config) if name in table)
         docs = chain.from_iterable(key_docs(options, f"{key}.") for key, options in types)
         return frozenset(doc.name for doc in docs if doc.is_text)
 
     def paths_for_ranks(self, config: Config) -> Iterator[tuple[str, str]]:
         """Key and path of all files and folders that ranks read or write, beside the run folder."""
-        chosen = [
-            (options_key(table.key, name), table[name].parse(options, table.key), options) for table, name, options in self._chosen(config)
-        ]
+        chosen = [(options_key(key, name), table[name].parse(options, key), options) for key, table, name, options in self._chosen(config)]
         typed = (paths_of(parsed, f"{key}.") for key, parsed, _ in chosen)
         yield from ((key, path) for key, path, rule in chain(paths_of(config), *typed) if rule.is_for_ranks)
         for key, _, options in chosen:
@@ -165,17 +170,20 @@ class Registry:
         if folder := module_folder(config.plugins):
             yield "plugins", folder
 
-    def _chosen(self, config: Config) -> Iterator[tuple[Table, str, Mapping[str, Any]]]:
-        """Each table, with the name that is chosen from it and its options; without a reward that is still to be named."""
+    def _chosen(self, config: Config) -> Iterator[tuple[str, Table, str, Mapping[str, Any]]]:
+        """Each key with its table, the name that it chooses and the options; without a reward that is still to be named."""
         algorithm = config.algorithm
         for table in (self.rollouts, self.rewards, self.offloads):
             if (choice := getattr(config, table.key)).name:
-                yield table, choice.name, choice.options
-        yield self.advantages, algorithm.advantage, algorithm.advantage_options
-        yield self.losses, algorithm.loss, algorithm.loss_options
+                yield table.key, table, choice.name, choice.options
+        yield self.advantages.key, self.advantages, algorithm.advantage, algorithm.advantage_options
+        yield self.losses.key, self.losses, algorithm.loss, algorithm.loss_options
         for name, options in _filters(config):
-            yield self.filters, name, options
-        yield from ((self.trackers, name, config.tracker_options.get(name, {})) for name in config.trackers)
+            yield self.filters.key, self.filters, name, options
+        for name, each in config.eval.sets.items():
+            if each.reward:
+                yield f"eval.sets.{name}.reward", self.rewards, each.reward, each.reward_options
+        yield from ((self.trackers.key, self.trackers, name, config.tracker_options.get(name, {})) for name in config.trackers)
 
     def _engine_with_paths(self, config: Config) -> Mapping[str, Any]:
         """The engine's options. Its interpreter is a path if it looks like one: others are found by ``PATH``."""
@@ -230,8 +238,8 @@ class Registry:
             lambda: self.build_loss(algorithm),
             lambda: self.build_filters(config),
         ]
-        if reward.name:
-            builds.append(lambda: self.build_reward(reward.name, reward.options))
+        rewards = [reward, *(RewardConfig(each.reward, options=each.reward_options) for each in config.eval.sets.values())]
+        builds += [partial(self.build_reward, each.name, each.options) for each in rewards if each.name]
         for build in builds:
             try:
                 build()
@@ -242,6 +250,10 @@ class Registry:
     def label_check(self, name: str, options: Mapping[str, Any]) -> Callable[[Any], None]:
         """What refuses labels that a reward does not take: raises ``DataError``, which names the reward."""
         return reward_parts.label_check(self.rewards, name, options)
+
+    def answer_reader(self, name: str, options: Mapping[str, Any]) -> reward_parts.Answers:
+        """What tells the final answers of responses that this reward scores; raises ``RewardError``, which names the reward."""
+        return reward_parts.answer_reader(self.rewards, name, options)
 
     def build_rollout(self, name: str, options: Mapping[str, Any], context: RolloutContext) -> RolloutBackend:
         """An engine on this rank."""
@@ -476,8 +488,8 @@ def _filters(config: Config) -> list[tuple[str, Mapping[str, Any]]]:
     return [(name, config.sampling.filter_options.get(name, {})) for name in config.sampling.filters]
 
 
-def _completed(table: Table, name: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
+def _completed(table: Table, name: str, options: Mapping[str, Any], key: str = "") -> Mapping[str, Any]:
     if not name:  # a reward that is still to be named
         return options
-    parsed = table[name].parse(options, table.key)
+    parsed = table.named(name, key or table.key).parse(options, key or table.key)
     return cast(Mapping[str, Any], with_paths_there(to_plain(with_absolute_paths(parsed))))

@@ -1,17 +1,19 @@
-"""Rewards, and those that are made of others: how they are built, where they run, which labels they take."""
+"""Rewards, and those that are made of others: how they are built, where they run, which labels they take, what answers they read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-from rlbatch.api import ConfigError, DataError, Reward, RewardSpec, RlbatchError
-from rlbatch.api.declarations import Scope
+from rlbatch.api import ConfigError, DataError, Reward, RewardError, RewardSpec, RlbatchError, Sample
+from rlbatch.api.declarations import Scope, whole_response
 from rlbatch.foreign_code import error_text, foreign_code
 from rlbatch.tables import Table
 
 Parts = Mapping[str, tuple[str, Mapping[str, Any]]]
 """Name of a part -> name and options of its reward."""
+Answers = Callable[[Sequence[Sample]], list[str | None]]
+"""Tells the final answers of responses."""
 
 
 def build(rewards: Table, name: str, options: Mapping[str, Any], within: tuple[str, ...] = ()) -> Reward:
@@ -76,3 +78,29 @@ def label_check(rewards: Table, name: str, options: Mapping[str, Any]) -> Callab
             raise DataError(f"reward={name}: check_label raised {error_text(error)}. Correct the label or the reward.") from error
 
     return checked
+
+
+def answer_reader(rewards: Table, name: str, options: Mapping[str, Any]) -> Answers:
+    """What tells the final answers of responses that a reward scores; raises ``RewardError``, which names the reward."""
+    name, options = _answering(rewards, name, options)
+    entry = rewards[name]
+    parsed = entry.parse(options, rewards.key)
+
+    def answers(samples: Sequence[Sample]) -> list[str | None]:
+        with foreign_code(f"reward={name}", "its answer", error_type=RewardError):
+            found = [entry.value.answer(parsed, sample) for sample in samples]
+        if wrong := [answer for answer in found if not isinstance(answer, str | None)]:
+            raise RewardError(f"reward={name}: its answer must be a text or None, is {type(wrong[0]).__name__}. Correct it.")
+        return found
+
+    return answers
+
+
+def _answering(rewards: Table, name: str, options: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """The first of a reward and its parts that says what the answer is; else the reward."""
+    if rewards[name].value.answer is whole_response:
+        for part in (_parts(rewards, name, options) or {}).values():
+            found = _answering(rewards, *part)
+            if rewards[found[0]].value.answer is not whole_response:
+                return found
+    return name, options

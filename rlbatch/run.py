@@ -132,7 +132,7 @@ def _run_guarded(config: Config, run_dir: Path, info: RankInfo, notice: StopNoti
     if info.rank == 0:
         mark_finished(run_dir)
     if info.rank == 0 and not early:
-        end_attempt(run_dir, info, config.train.steps, "finished")
+        end_attempt(run_dir, info, _steps(config), "finished")
     if early and info.rank == 0:  # the others end with 0: Slurm would take another code for a failure, and end rank 0 before it is done
         _go_on_later(run_dir, config, info, early.step, early.ending)
         raise SystemExit(STOPPED)
@@ -155,10 +155,14 @@ def _config_of(run_dir: Path, info: RankInfo) -> Config:
     return replace(config, resume="auto") if info.restart_count else config  # a job that was queued again goes on
 
 
+def _steps(config: Config) -> int:
+    return config.train.steps if config.mode == "train" else 0
+
+
 def _open_log(config: Config, run_dir: Path, meeting: Meeting) -> RunLog:
     from rlbatch.metrics.run_log import RunLog
 
-    log = RunLog(run_dir, config.train.steps, meeting.info.rank)
+    log = RunLog(run_dir, _steps(config), meeting.info.rank)
     if meeting.overseer:
         meeting.overseer.on_failure = lambda error: log.failed(asdict(error))
     return log
@@ -170,8 +174,9 @@ def _run(config: Config, run_dir: Path, meeting: Meeting, watchdog: Watchdog, no
             log.phase("importing Megatron-core")
             from rlbatch.launch.membership.store import open_store, process_group
             from rlbatch.launch.preflight.checks import Preflight
-            from rlbatch.pipeline.assemble import assemble
-            from rlbatch.pipeline.loop import run
+            from rlbatch.pipeline.assemble import assemble, assemble_evaluation
+            from rlbatch.pipeline.job import Job
+            from rlbatch.pipeline.loop import evaluate_alone, run
             from rlbatch.registry import load_plugins
 
             registry = load_plugins(config.plugins)
@@ -185,11 +190,12 @@ def _run(config: Config, run_dir: Path, meeting: Meeting, watchdog: Watchdog, no
             preflight.check_nodes()
             device = stack.enter_context(process_group(store, config.launch.collective_timeout_s))
             preflight.check_links(device)
-            job = assemble(config, run_dir, device, store, watchdog, log.phase, notice, registry)
+            build = assemble_evaluation if config.mode == "eval" else assemble
+            job = build(config, run_dir, device, store, watchdog, log.phase, notice, registry)
             stack.callback(job.rollout.close)
             stack.callback(job.scorer.close)
             _wait_for_all(watchdog, store, "start")  # loading may differ by more than a collective waits
-        early = run(job, log)
+        early = run(job, log) if isinstance(job, Job) else evaluate_alone(job, log)
         _wait_for_all(watchdog, store, "end")
         return early
 

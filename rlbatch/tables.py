@@ -10,6 +10,7 @@ from typing import Any, cast, get_args, get_type_hints
 
 from rlbatch.api import (
     AdvantageSpec,
+    AnswerReader,
     ConfigError,
     Configurable,
     FilterSpec,
@@ -99,7 +100,15 @@ class Table(Mapping[str, Registered]):
         self._entries = dict(entries)
 
     def __getitem__(self, name: str) -> Registered:
+        """The entry of a name, as ``named``."""
+        return self.named(name, self.key)
+
+    def named(self, name: str, key: str) -> Registered:
         """The entry of a name.
+
+        Args:
+            name: Registered, or not.
+            key: The config key that chose it.
 
         Raises:
             PluginError: the name is unknown; lists what exists and who supplied it.
@@ -108,7 +117,7 @@ class Table(Mapping[str, Registered]):
             return self._entries[name]
         meant = " or ".join(self._described(close) for close in closest(name, self._entries))
         known = ", ".join(self._described(known) for known in sorted(self._entries)) or "nothing"
-        raise PluginError(f"{how_chosen(self.key, name)}: unknown. {f'Did you mean {meant}? ' if meant else ''}Known: {known}.")
+        raise PluginError(f"{how_chosen(key, name)}: unknown. {f'Did you mean {meant}? ' if meant else ''}Known: {known}.")
 
     def built(self, name: str, options: Mapping[str, Any], argument: str, *more: Any) -> Any:
         """What a name's ``build`` makes of its options, and of what else it is given: a function of one argument.
@@ -171,10 +180,14 @@ class Kind:
 
 
 def _reward(reward: Reward) -> RewardSpec:
+    said: dict[str, Any] = {}
     if isinstance(reward, LabelChecker):
         check = reward.check_label
-        return RewardSpec(always(reward), NoOptions, lambda options, label: check(label))
-    return RewardSpec(always(reward), NoOptions)
+        said["check_label"] = lambda options, label: check(label)
+    if isinstance(reward, AnswerReader):
+        answer = reward.answer
+        said["answer"] = lambda options, sample: answer(sample)
+    return RewardSpec(always(reward), NoOptions, **said)
 
 
 def _rollout(factory: RolloutBackendFactory) -> RolloutSpec:

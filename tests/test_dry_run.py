@@ -215,6 +215,15 @@ def test_embedded_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert "    OMP_NUM_THREADS=1\n" in out
 
 
+def test_an_evaluation_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """What it evaluates, and nothing of training."""
+    sets = ("eval.sets.a.file=embedded", "eval.sets.a.n=4")
+    dry_run("mode=eval", *sets)
+    assert "Prompts     held-out embedded, a embedded x 4\n" in capsys.readouterr().out
+    dry_run(*sets, "data.eval=")
+    assert "Prompts     embedded; held-out a embedded x 4\n" in capsys.readouterr().out
+
+
 def test_mpi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Hosts with their ranks, the hostfile that would be written, the command and the environment."""
     programs = tmp_path / "bin"

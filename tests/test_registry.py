@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 
 import rlbatch.registry
-from rlbatch.api import API_VERSION, ConfigError, ModelError, ModelFamily, PluginError, RolloutContext
+from rlbatch.api import (
+    API_VERSION,
+    ConfigError,
+    ModelError,
+    ModelFamily,
+    PluginError,
+    RolloutContext,
+)
 from rlbatch.config.compose import load_config, save_config
 from rlbatch.launch.records.failures import StoppedBySignal
 from rlbatch.plan.nodes import place_ranks

@@ -27,7 +27,7 @@ TINY = ("train.prompts_per_step=4", "train.updates_per_step=1", "algorithm.group
 QUICK = (*TINY, "train.steps=2", "data.eval=", "checkpoint.save_interval=-1")
 ONE_RANK = ("layout.world_size=1", "layout.ep_size=1")
 SUMMARY = "status reward_start reward_end eval_reward_start eval_reward steps seconds tokens_per_s phase_seconds first_error".split()
-SUMMARY += ["sync_median_s", "rollout_logprob_diff", "skipped_updates", "steps_without_signal", "sampling"]
+SUMMARY += ["evaluations", "sync_median_s", "rollout_logprob_diff", "skipped_updates", "steps_without_signal", "sampling"]
 SAMPLE = "step prompt_id sample_index prompt response label reward advantage finish_reason policy_version".split()
 WITHOUT_GPU = {tag for tag in TAGS if not tag.startswith(("memory/gpu", "sampling/"))} - {"train/kl", "time/restart_s"}
 
@@ -105,6 +105,7 @@ def test_a_good_run_leaves_its_folder(good: Ended) -> None:
         "data",
         "embedded",
         "engines",
+        "evaluations",
         "groups",
         "attempt.json",
         "attempt.lock",

@@ -135,6 +135,28 @@ def test_nothing_embedded_for_a_model_of_ones_own(
         (["data.train=absent.jsonl"], "absent.jsonl"),
         (["data.train=empty.jsonl"], "empty.jsonl:1: "),
         (["data.eval=malformed.jsonl"], "malformed.jsonl:2: "),
+        (["eval.sets.a.file=absent.jsonl"], "absent.jsonl"),
+        (["eval.sets.a.file=empty.jsonl"], "empty.jsonl:1: "),
+        (["eval.sets.a.file=malformed.jsonl"], "malformed.jsonl:2: "),
+        (["eval.sets.a.file=one.jsonl", "eval.sets.a.reward=nope"], "eval.sets.a.reward=nope: unknown. "),
+        (["eval.sets.a.file=one.jsonl", "eval.sets.a.reward=number"], "one.jsonl:1: reward=number: label 'b'"),
+        (
+            ["eval.sets.a.file=one.jsonl", "eval.sets.a.reward=number", "eval.sets.a.reward_options.limit=1"],
+            "eval.sets.a.reward_options.limit: unknown key.",
+        ),
+        (
+            ["eval.sets.a.file=embedded", "eval.sets.a.max_response_tokens=64"],
+            "eval.sets.a.max_response_tokens=64: must leave room for a prompt in the model's context (64 tokens). Use less.",
+        ),
+        (
+            ["eval.sets.a.file=long.jsonl", "eval.sets.a.max_response_tokens=60"],
+            "long.jsonl:1: 5 tokens: 1 of 1 prompts are longer than 4 tokens (the context of 64 less eval.sets.a.max_response_tokens=60). ",
+        ),
+        (
+            ["eval.sets.a.file=some.jsonl", "eval.sets.a.max_response_tokens=60", "data.too_long=refuse"],
+            "some.jsonl:2: 5 tokens: 1 of 3 prompts are longer than 4 tokens (the context of 64 less eval.sets.a.max_response_tokens=60). ",
+        ),
+        (["mode=eval", "checkpoint.load=absent"], "/absent: there is no such folder."),
         (["data.train=rewards.jsonl"], "rewards.jsonl:1: reward `nope` is unknown. Known: "),
         (
             ["data.train=one.jsonl"],
@@ -156,6 +178,8 @@ def test_bad_input(
     (tmp_path / "malformed.jsonl").write_text('{"prompt": "a", "label": "b"}\n{"prompt": \n')
     (tmp_path / "rewards.jsonl").write_text('{"prompt": "a", "label": "b", "reward": "nope"}\n' * 40)
     (tmp_path / "one.jsonl").write_text('{"prompt": "a", "label": "b"}\n')
+    (tmp_path / "long.jsonl").write_text('{"prompt": "a b c d =", "label": "b"}\n')
+    (tmp_path / "some.jsonl").write_text("".join(f'{{"prompt": "{prompt}", "label": "b"}}\n' for prompt in ("a", "a b c d =", "b")))
     stderr = refusal(capsys, overrides)
     assert stderr.startswith(message) or message in stderr
     assert "Traceback" not in stderr

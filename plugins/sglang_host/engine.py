@@ -111,8 +111,8 @@ class SglangEngine(SamplingEngine):
         """See ``SamplingEngine``. (SGLang aborts all requests whose name begins like that of an aborted one.)"""
         params = {
             "temperature": header["temperature"],
-            "top_p": 1.0,
-            "top_k": -1,
+            "top_p": header["top_p"],
+            "top_k": header["top_k"] or -1,
             "max_new_tokens": header["max_tokens"],
             "min_new_tokens": header["min_tokens"],
             "stop_token_ids": header["stop_token_ids"],

@@ -32,14 +32,33 @@ def draw_tokens(probs: Tensor, sampling_seed: Tensor | None = None, positions: T
     return tokens.clamp(max=probs.shape[-1] - 1).view(-1).to(torch.int32)
 
 
-def draw_among(probs: Tensor, top_ks: Tensor, sampling_seed: Tensor | None, positions: Tensor | None) -> Tensor:
-    """Draws as ``draw_tokens``, or takes the most likely token where ``top_ks`` ([B]) is 1, as of a request with temperature 0.
+def draw_among(probs: Tensor, top_ks: Tensor, top_ps: Tensor, sampling_seed: Tensor | None, positions: Tensor | None) -> Tensor:
+    """Draws as ``draw_tokens`` among the likeliest; the most likely token where ``top_ks`` ([B]) is 1, as of a request with temperature 0.
 
     In the place of SGLang's ``top_k_top_p_min_p_sampling_from_probs_torch``, which a batch goes on asking for when its last greedy request
     is over, and whose seeded draw has the same fault.
     """
-    tokens = draw_tokens(probs, sampling_seed, positions)
+    is_limited = (top_ks < probs.shape[-1]) | (top_ps < 1)  # the others draw as they do without such requests beside them
+    tokens = draw_tokens(torch.where(is_limited[:, None], likeliest(probs, top_ks, top_ps), probs.double()), sampling_seed, positions)
     return torch.where(top_ks == 1, probs.argmax(-1).to(torch.int32), tokens)
+
+
+def likeliest(probs: Tensor, top_ks: Tensor, top_ps: Tensor) -> Tensor:
+    """[B, V] float64 probabilities, 0 where a token is left out; what is left does not sum to 1.
+
+    The likeliest token always stays. Of equally likely ones the first stay.
+
+    Args:
+        probs: [B, V].
+        top_ks: [B] how many stay; V or more: all.
+        top_ps: [B] the smallest share of ``top_ks``' probability that must stay; 1: all.
+    """
+    ordered, tokens = probs.double().sort(dim=-1, descending=True, stable=True)
+    places = torch.arange(probs.shape[-1], device=probs.device)
+    ordered = ordered.where(places < top_ks[:, None], 0.0)
+    before = ordered.cumsum(-1) - ordered
+    is_left_out = (before >= top_ps[:, None] * ordered.sum(-1, keepdim=True)) & (top_ps[:, None] < 1) & (places > 0)
+    return torch.zeros_like(ordered).scatter_(-1, tokens, ordered.masked_fill(is_left_out, 0.0))
 
 
 def _shift_right(values: Tensor, bits: int) -> Tensor:

@@ -67,10 +67,10 @@ def _draw(probs: Any, sampling_seed: Any = None, positions: Any = None) -> Any:
 
 
 def _draw_filtered(probs: Any, top_ks: Any, top_ps: Any, min_ps: Any, need_min_p: bool, sampling_seed: Any, positions: Any) -> Any:
-    """Nobody asks for another ``top_p`` than 1, or for ``min_p``."""
+    """Nobody asks for ``min_p``."""
     from .sampling import draw_among
 
-    return draw_among(probs, top_ks, sampling_seed, positions)
+    return draw_among(probs, top_ks, top_ps, sampling_seed, positions)
 
 
 def halves_wait_for_each_other() -> None:

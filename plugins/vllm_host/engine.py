@@ -97,8 +97,8 @@ class VllmEngine(SamplingEngine):
             min_tokens=header["min_tokens"],
             stop_token_ids=header["stop_token_ids"],
             seed=seed,
-            top_p=1.0,
-            top_k=0,
+            top_p=header["top_p"],
+            top_k=header["top_k"],
             ignore_eos=True,  # the stop tokens are the trainer's, whatever the model's configuration says
             logprobs=0,
             detokenize=False,

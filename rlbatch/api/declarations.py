@@ -39,6 +39,11 @@ def any_label(options: Any, label: Any) -> None:
     """Accepts every label: a reward's check unless it declares another."""
 
 
+def whole_response(options: Any, sample: Any) -> str | None:
+    """Of a reward that does not say what in a response is the answer."""
+    return str(sample.response.strip())
+
+
 @dataclass(frozen=True)
 class RewardSpec(Configurable):
     """A reward, and what it needs; ``RewardSpec(always(reward), scope="sample")`` if it has no options.
@@ -53,6 +58,7 @@ class RewardSpec(Configurable):
             takes the options and name of the part -> reward. Their labels are checked, and they may not be ``rank``.
         unscored: What becomes of samples without a verdict if ``reward.on_timeout`` does not say it.
         timeout_s: Deadline of a call, seconds, if ``reward.timeout_s`` does not say it.
+        answer: Given the options and a sample: its final answer, or None; see ``AnswerReader``. By default the whole response.
     """
 
     options: type = NoOptions
@@ -62,6 +68,7 @@ class RewardSpec(Configurable):
     parts: Callable[[Any], Mapping[str, tuple[str, Mapping[str, Any]]]] | None = None
     unscored: Literal["zero", "drop_group"] = "zero"
     timeout_s: float = 60.0
+    answer: Callable[[Any, Any], str | None] = whole_response
 
 
 @dataclass(frozen=True)

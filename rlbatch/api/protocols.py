@@ -50,6 +50,14 @@ Must depend on the group alone: the set of accepted groups is the same for every
 """
 
 
+@runtime_checkable
+class AnswerReader(Protocol):
+    """A ``Reward`` that can tell a response's final answer."""
+
+    def answer(self, sample: Sample) -> str | None:
+        """Called in evaluations: samples of a prompt with equal answers vote together in ``majority@k``. None: there is no answer."""
+
+
 @dataclass(frozen=True)
 class TrackerContext:
     """What a tracker is opened with.
@@ -91,6 +99,14 @@ class SampleTracker(Protocol):
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Takes the samples of a step: rows as in the run folder's ``samples/``; ``sample_table`` makes a table of them."""
+
+
+@runtime_checkable
+class TableTracker(Protocol):
+    """A ``Tracker`` that takes tables too."""
+
+    def table(self, step: int, tag: str, markdown: str) -> None:
+        """Takes the table of an evaluation's set."""
 
 
 TrackerFactory = Callable[[TrackerContext], Tracker]

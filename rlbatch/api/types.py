@@ -117,6 +117,7 @@ class SampleGroup:
         rewards: One finite float a sample; empty before scoring, and of a group that is dropped.
         parts: Named parts of each sample's reward, where it has some.
         failures: Why a sample got no verdict: ``error`` or ``timeout``; empty of one that got it.
+        answers: In evaluations, each sample's final answer; None of one that has none.
     """
 
     prompt: Prompt
@@ -124,6 +125,7 @@ class SampleGroup:
     rewards: list[float] = field(default_factory=list)
     parts: list[Mapping[str, float]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+    answers: list[str | None] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
 """A run's checkpoints on disk: ``step_000100/`` folders that appear whole, and ``latest.json``, written last, which names the newest.
+``best.json`` names the best, if the run has a measure of that.
 
 A folder has ``progress.json`` (plain values, which run saved it when, and the size of every file), ``state/`` (tensors, torch_dist) and
 ``rng.pt``. What ends in ``.part`` is unfinished or being deleted, and is removed by the next save.
@@ -24,6 +25,7 @@ from rlbatch.api import CheckpointError, DataError
 from rlbatch.config.foreign import LARGE_BYTES, read_json
 
 LATEST = "latest.json"
+BEST = "best.json"
 PROGRESS = "progress.json"
 STATE = "state"
 RNG = "rng.pt"
@@ -88,9 +90,9 @@ def complete(root: Path, step: int, progress: Mapping[str, Any], run: str, keep:
     Args:
         root: Folder of checkpoints.
         step: Of the draft.
-        progress: Plain values to be read back by ``newest``.
+        progress: Plain values to be read back by ``newest``; of those, ``best`` (see ``rlbatch.checkpoint.best``) may be this step.
         run: Id of the run that saves it.
-        keep: Newest checkpoints of this run to keep, this one included; 0: all.
+        keep: Newest checkpoints of this run to keep, this one included, beside the best; 0: all.
 
     Raises:
         CheckpointError: its place is taken, by what this run did not save.
@@ -113,10 +115,28 @@ def complete(root: Path, step: int, progress: Mapping[str, Any], run: str, keep:
     sync(root)
     _write_json(root / LATEST, {"folder": folder.name})
     sync(root)
-    others = [path for _, path in own if path != folder]
+    if progress.get("best") and progress["best"]["step"] == step:
+        write_best(root, progress["best"])
+    others, best = [path for _, path in own if path != folder], named_best(root)
     for old in others[: max(0, len(others) + 1 - keep)] if keep else []:
-        _delete(old)
+        if old != best:
+            _delete(old)
     return folder
+
+
+def write_best(root: Path, best: Mapping[str, Any]) -> None:
+    """Names the best checkpoint: its ``step``, the ``metric`` and its ``value``. Rank 0 only."""
+    _write_json(root / BEST, {"folder": step_folder(root, best["step"]).name, **best})
+    sync(root)
+
+
+def named_best(root: Path) -> Path | None:
+    """The checkpoint that best.json names; None: it names none."""
+    try:
+        name = read_json(root / BEST, _FIX, LARGE_BYTES).get("folder")
+    except DataError:
+        return None
+    return root / name if isinstance(name, str) and STEP_FOLDER.fullmatch(name) else None
 
 
 def check_places(root: Path, run: str, steps: range) -> None:

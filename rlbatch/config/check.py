@@ -11,13 +11,12 @@ from rlbatch.config.check_correction import check_correction
 from rlbatch.config.check_data import check_data
 from rlbatch.config.check_sampling import check_sampling
 from rlbatch.config.check_secrets import check_secrets
+from rlbatch.config.evaluation import COLDEST, check_evaluation
 from rlbatch.config.schema import AlgorithmConfig, CheckpointConfig, Config, LayoutConfig, OptimizerConfig, RolloutConfig, TrainConfig
 from rlbatch.config.structured import closest
 
 SMALLEST = 1e-30
 """Least rate that float32 multiplies with."""
-COLDEST = 1e-3
-"""Temperature above 0: below, differences of logits are certainties."""
 DEFAULTS = {"lr": OptimizerConfig().lr, "clip_grad": OptimizerConfig().clip_grad}
 
 ALLOCATOR_OPTIONS = (
@@ -60,7 +59,8 @@ def check_config(config: Config) -> None:
     _check_checkpoint(config.checkpoint)
     check_cluster(config.cluster)
     check_data(config.data)
-    for key, value in (("model.hf", config.model.hf), ("data.train", config.data.train or config.data.sets)):
+    check_evaluation(config)
+    for key, value in (("model.hf", config.model.hf), ("data.train", config.data.train or config.data.sets or config.mode == "eval")):
         if not value:
             raise ConfigError(f"{key}=: must not be empty. Give a path, or `embedded`.")
 

@@ -13,7 +13,8 @@ from typing import Any, cast
 from rlbatch.api import ConfigError
 from rlbatch.config.check import check_config
 from rlbatch.config.choices import complete_choices
-from rlbatch.config.data_files import with_files
+from rlbatch.config.data_files import with_files, with_set_files
+from rlbatch.config.evaluation import without_training
 from rlbatch.config.overrides import PLUGIN_GROUPS, parse_arguments, text_value
 from rlbatch.config.paths import with_absolute_paths
 from rlbatch.config.schema import Config
@@ -58,8 +59,10 @@ def compose(overrides: Sequence[str], text_options: Collection[str] = ()) -> Con
         if group in PLUGIN_GROUPS and name not in files[group]:
             ConfigStore.instance().store(name, {"name": name}, group)
     config = with_absolute_paths(from_mapping(Config, tree(complete_choices(asked.choices, asked.lines, tree))))
+    if config.mode == "eval":
+        config = without_training(config)
     check_config(config)
-    return dataclasses.replace(config, data=with_files(config.data))
+    return dataclasses.replace(config, data=with_files(config.data), eval=with_set_files(config.eval))
 
 
 def load_config(path: Path | str) -> Config:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlbatch.api import DataError
-from rlbatch.config.schema import DataConfig
+from rlbatch.config.schema import DataConfig, EvalConfig
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 """Of data files in a folder."""
@@ -28,6 +28,12 @@ def with_files(data: DataConfig) -> DataConfig:
         eval=_named("data.eval", data.eval),
         sets={name: dataclasses.replace(one, path=_named(f"data.sets.{name}.path", one.path)) for name, one in data.sets.items()},
     )
+
+
+def with_set_files(held_out: EvalConfig) -> EvalConfig:
+    """``with_files`` of ``eval.sets``."""
+    sets = {name: dataclasses.replace(one, file=_named(f"eval.sets.{name}.file", one.file)) for name, one in held_out.sets.items()}
+    return dataclasses.replace(held_out, sets=sets)
 
 
 def paths_in(value: str | Sequence[str]) -> list[Path]:

@@ -31,7 +31,7 @@ _REF, _CRITIC = "The reference model has the policy's layout.", "There is no cri
 _OLD = "A name of older versions."
 VERL: Mapping[str, Ours] = {
     "data.train_files": Ours("data.train", "As it is: its rows are known (data.format=verl)."),
-    "data.val_files": Ours("data.eval", "As data.train."),
+    "data.val_files": Ours("eval.sets.<name>.file", "One key a file; or `data.eval`, one response a prompt."),
     "data.train_batch_size": Ours("train.prompts_per_step"),
     "data.max_prompt_length": Ours("data.max_prompt_tokens", "A longer prompt is left out or refused, never cut."),
     "data.max_response_length": Ours("rollout.max_response_tokens"),
@@ -86,8 +86,12 @@ VERL: Mapping[str, Ours] = {
     f"{_ROLLOUT}.mode": Ours("none", "A step generates, then trains."),
     f"{_ROLLOUT}.top_p": Ours("rollout.top_p"),
     f"{_ROLLOUT}.top_k": Ours("rollout.top_k", "0 (there -1): all tokens."),
-    f"{_ROLLOUT}.val_kwargs.temperature": Ours("train.eval_temperature", "0: the most likely token."),
-    f"{_ROLLOUT}.val_kwargs.n": Ours("none", "An evaluation draws one sample a prompt."),
+    f"{_ROLLOUT}.val_kwargs.temperature": Ours(
+        "eval.sets.<name>.temperature", "0: the most likely token. Of `data.eval` it is `train.eval_temperature`."
+    ),
+    f"{_ROLLOUT}.val_kwargs.top_p": Ours("eval.sets.<name>.top_p"),
+    f"{_ROLLOUT}.val_kwargs.top_k": Ours("eval.sets.<name>.top_k", "0 for -1."),
+    f"{_ROLLOUT}.val_kwargs.n": Ours("eval.sets.<name>.n"),
     f"{_ROLLOUT}.max_model_len": Ours("rollout.engine.max_model_len"),
     f"{_ROLLOUT}.max_num_batched_tokens": Ours("rollout.engine.max_num_batched_tokens"),
     f"{_ROLLOUT}.max_num_seqs": Ours("rollout.engine.max_num_seqs"),
@@ -121,6 +125,7 @@ VERL: Mapping[str, Ours] = {
     "trainer.n_gpus_per_node": Ours("cluster.gpus_per_node"),
     "trainer.nnodes": Ours("none", _NODES),
     "trainer.save_freq": Ours("checkpoint.save_interval"),
+    "trainer.val_only": Ours("mode", "`eval`."),
     "trainer.test_freq": Ours("train.eval_interval", "0 for -1."),
     "trainer.val_before_train": Ours("none", "With `data.eval` there always is an evaluation before the first step."),
     "trainer.default_local_dir": Ours("checkpoint.save"),
@@ -160,7 +165,11 @@ SLIME: Mapping[str, Ours] = {
     "--adam-beta2": Ours("optimizer.beta2"),
     "--clip-grad": Ours("optimizer.clip_grad"),
     "--num-epoch": Ours("train.steps", "Epochs x prompts / `train.prompts_per_step`."),
-    "--eval-prompt-data": Ours("data.eval", "Without a name before it."),
+    "--eval-prompt-data": Ours("eval.sets.<name>.file", "One key a file, with its name in it."),
+    "--n-samples-per-eval-prompt": Ours("eval.sets.<name>.n"),
+    "--eval-temperature": Ours("eval.sets.<name>.temperature"),
+    "--eval-top-p": Ours("eval.sets.<name>.top_p"),
+    "--eval-max-response-len": Ours("eval.sets.<name>.max_response_tokens"),
     "--apply-chat-template": Ours("data.text_as_user", "Messages go through the template always; with this, texts do too."),
     "--rollout-shuffle": Ours("none", "Always: each epoch in another order, which `seed` determines."),
     "--balance-data": Ours("none", "Samples are always balanced over data-parallel ranks."),
@@ -264,7 +273,7 @@ NEMO_RL: Mapping[str, Ours] = {
     "cluster.num_nodes": Ours("none", _NODES),
     "checkpointing.save_period": Ours("checkpoint.save_interval"),
     "checkpointing.checkpoint_dir": Ours("checkpoint.save"),
-    "checkpointing.keep_top_k": Ours("checkpoint.keep", "The newest, not the best."),
+    "checkpointing.keep_top_k": Ours("checkpoint.keep", "The newest; the best too, by a metric, with `checkpoint.best`."),
 }
 PROGRAMS: Mapping[str, Mapping[str, Ours]] = {"verl": VERL, "slime or vime": SLIME, "OpenRLHF": OPENRLHF, "NeMo-RL": NEMO_RL}
 

@@ -34,7 +34,7 @@ _OPTIONS = (
     _FILTER_OPTIONS,
     "tracker_options.",
 )
-_SETS = ("data.sets.",)
+_SETS = ("data.sets.", "eval.sets.")
 """Groups of keys below any name."""
 _ANY_KEY = ("cluster.environment.", "rollout.engine.", "train.allocator.", "data.template_options.", *_SETS, *_OPTIONS)
 """Mappings: what begins so is a key."""

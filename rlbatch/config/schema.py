@@ -357,6 +357,32 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
+class EvalSetConfig:
+    """``eval.sets.<name>.*``: held-out prompts with settings of their own."""
+
+    file: SourcePath | tuple[SourcePath, ...] = key("", "Prompts, as data.eval.")
+    prompts: CountOrZero = key(0, "Its prompts that an evaluation takes, from the top; 0: all.")
+    reward: str = key("", "Reward of its rows that name none; empty: the job's.")
+    reward_options: Mapping[str, Any] = key({}, "Options of that reward.")
+    n: Annotated[int, Range(above=0, most=2**20)] = key(1, "Samples a prompt.")
+    k: tuple[Count, ...] = key((), "The k of pass@k and majority@k, at most n; empty: the powers of 2 up to n.")
+    correct: Annotated[float, Range(least=-1e6, most=1e6)] = key(
+        1.0, "A response with at least this reward counts as correct, for pass@k and majority@k."
+    )
+    temperature: Scale = key(1.0, "Sampling temperature; 0: the most likely token.")
+    top_p: Annotated[float, Range(above=0, most=1)] = key(1.0, "Samples from the likeliest tokens that have this probability together.")
+    top_k: CountOrZero = key(0, "Samples from so many likeliest tokens; 0: from all.")
+    max_response_tokens: Count | None = key(None, "Limit of sampled tokens a sample; null: rollout.max_response_tokens.")
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """``eval.*``"""
+
+    sets: Mapping[str, EvalSetConfig] = key({}, "Sets of held-out prompts by names of your own, evaluated when data.eval is.")
+
+
+@dataclass(frozen=True)
 class CheckpointConfig:
     """``checkpoint.*``"""
 
@@ -374,6 +400,9 @@ class CheckpointConfig:
         "auto", "Of an export's weights: bf16, fp8 (e4m3 in blocks of 128 x 128, where the model family has them), auto: as in model.hf."
     )
     keep: CountOrZero = key(2, "Newest checkpoints of this run to keep; its older ones are deleted once a new one is complete. 0: all.")
+    best: str = key(
+        "", "Metric of an evaluation, e.g. eval/aime/avg@32: the checkpoint with the highest is kept beside `keep`; best.json names it."
+    )
     async_save: bool = key(False, "Write checkpoints while training goes on, from a copy in host memory.")
 
 
@@ -451,6 +480,7 @@ class Config:
     )
     trackers: tuple[str, ...] = key(("tensorboard",), "What takes metrics, and samples if it can, beside the run folder's own files.")
     tracker_options: Mapping[str, Any] = key({}, "Each tracker's own options, e.g. tracker_options.wandb.project=rl; never a secret.")
+    mode: Literal["train", "eval"] = key("train", "`eval`: only evaluate checkpoint.load (or model.hf), without an optimizer's memory.")
     dry_run: bool = key(False, "Print exactly what would run, and start nothing.")
     follow: bool = key(False, "After submitting, show the job's log until it ends.")
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -464,6 +494,7 @@ class Config:
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)

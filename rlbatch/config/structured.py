@@ -21,6 +21,9 @@ MISSING_VALUE = "???"
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")
 """What no path may hold, and bytes of the command line that are not UTF-8."""
 
+NAME = "<name>"
+"""In documented keys, a name that the user chooses: ``eval.sets.<name>.file``."""
+
 MOST_LISTED = 20
 """Keys that a message lists."""
 
@@ -58,6 +61,21 @@ def key_docs(cls: Any, prefix: str = "") -> Iterator[KeyDoc]:
         else:
             said = field.metadata.get("doc", "")
             yield KeyDoc(prefix + field.name, _words(hint), _default(field), said, tuple(marks(hint)), _is_text(hint))
+            if is_group_of_groups(hint):
+                yield from key_docs(get_args(hint)[1], f"{prefix}{field.name}.{NAME}.")
+
+
+def is_group_of_groups(hint: Any) -> bool:
+    """Whether it is a mapping from names of the user's to dataclasses."""
+    return get_origin(hint) in (dict, Mapping) and dataclasses.is_dataclass(get_args(hint)[1])
+
+
+def documented(key: str, known: Iterable[str]) -> str:
+    """A key as it is documented: with ``NAME`` where the user chose a name."""
+    for prefix in {name.partition(NAME)[0] for name in known if NAME in name}:
+        if key.startswith(prefix):
+            return f"{prefix}{NAME}.{key.removeprefix(prefix).partition('.')[2]}"
+    return key
 
 
 def closest(name: str, known: Iterable[str]) -> list[str]:

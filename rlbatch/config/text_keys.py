@@ -5,14 +5,14 @@ from __future__ import annotations
 from functools import cache
 
 from rlbatch.config.schema import Config
-from rlbatch.config.structured import key_docs
+from rlbatch.config.structured import documented, key_docs
 
 _MAPS_OF_ENGINES = ("rollout.engine.environment",)
 
 
 def is_text(key: str) -> bool:
     """Whether a key holds text, or several."""
-    return key in _keys() or in_text_map(key)
+    return documented(key, _keys()) in _keys() or in_text_map(key)
 
 
 def in_text_map(key: str) -> bool:

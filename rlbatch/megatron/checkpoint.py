@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from rlbatch.api import DataError
 from rlbatch.checkpoint.unpickle import read_metadata
+from rlbatch.megatron.policy import Policy
 from rlbatch.megatron.state_writer import Writing
 from rlbatch.megatron.trainer import Trainer
 
@@ -96,7 +97,7 @@ def load_state(trainer: Trainer, folder: Path) -> None:
         raise DataError(f"{folder}: has what is infinite or NaN: {broken}. Name an earlier checkpoint in latest.json.")
 
 
-def load_weights(trainer: Trainer, folder: Path) -> None:
+def load_weights(trainer: Policy, folder: Path) -> None:
     """Reads the weights alone; a collective.
 
     Args:
@@ -109,7 +110,7 @@ def load_weights(trainer: Trainer, folder: Path) -> None:
     with _reading(folder):
         loaded = dist_checkpointing.load(_sharded_weights(trainer), str(folder))
     _fill_stages(trainer, loaded)
-    trainer.optimizer.reload_model_params()
+    trainer.weights_changed()
 
 
 @contextmanager
@@ -124,13 +125,13 @@ def _reading(folder: Path) -> Iterator[None]:
         raise DataError(f"{folder}: cannot be read ({text}). Name another checkpoint in latest.json, or restore the folder.") from error
 
 
-def _fill_stages(trainer: Trainer, loaded: dict[str, Any]) -> None:
+def _fill_stages(trainer: Policy, loaded: dict[str, Any]) -> None:
     with torch.no_grad():
         for index, stage in enumerate(trainer.stages):
             stage.load_state_dict(loaded[f"model{index}"], strict=True)
 
 
-def _sharded_weights(trainer: Trainer) -> dict[str, Any]:
+def _sharded_weights(trainer: Policy) -> dict[str, Any]:
     return {f"model{index}": stage.sharded_state_dict(metadata=sharding_metadata()) for index, stage in enumerate(trainer.stages)}
 
 

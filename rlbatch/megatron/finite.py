@@ -110,10 +110,10 @@ class FiniteCheck:
     Args:
         params: Global Megatron name -> parameter or buffer.
         origin: Layer and Hugging Face names by that name, and of a stack of experts by the expert's place.
-        optimizer: Theirs.
+        optimizer: Theirs; None: they have none.
     """
 
-    def __init__(self, params: Mapping[str, Tensor], origin: Callable[[str, int], tuple[int | None, str]], optimizer: Any) -> None:
+    def __init__(self, params: Mapping[str, Tensor], origin: Callable[[str, int], tuple[int | None, str]], optimizer: Any = None) -> None:
         self._params, self._origin, self._optimizer = params, origin, optimizer
 
     def broken(self, *, with_optimizer: bool) -> str:

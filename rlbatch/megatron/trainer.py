@@ -14,7 +14,6 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from rlbatch.algorithms.objective import SUMS, LossPart, Objective
@@ -25,17 +24,14 @@ from rlbatch.megatron import parallel
 from rlbatch.megatron.finite import MAX_GRADIENT_NORM, FiniteCheck, NotFinite, any_rank, find_token, norm_of_all
 from rlbatch.megatron.gradients import GradientMemory
 from rlbatch.megatron.microbatch_inputs import MicrobatchInputs, padded_to
-from rlbatch.megatron.model import build_model, transformer_config
-from rlbatch.megatron.names import canonical_tensors
 from rlbatch.megatron.optimizer import build_optimizer, build_schedule, optimizer_spec, wrap_data_parallel
-from rlbatch.megatron.router import check_routers
-from rlbatch.megatron.te_spec import uses_transformer_engine
-from rlbatch.weights.params import NamedTensor, ParameterMap, ReadTensor
+from rlbatch.megatron.policy import Policy
+from rlbatch.weights.params import NamedTensor
 
 LossFunction = Callable[[Tensor], tuple[Tensor, Tensor, Any]]
 
 
-class Trainer:
+class Trainer(Policy):
     """Model, optimizer and schedules of this rank. Every method is a collective over all ranks.
 
     Args:
@@ -45,30 +41,24 @@ class Trainer:
     """
 
     def __init__(self, config: Config, family: ModelFamily, offload: OffloadStrategy) -> None:
-        self._config = config
+        super().__init__(config, family)
         self._device = torch.cuda.current_device()
-        transformer_engine = uses_transformer_engine(config.train)
-        megatron_config = transformer_config(family, config.layout, config.train.precision, transformer_engine=transformer_engine)
-        megatron_config.finalize_model_grads_func = _finalize_without_scaling
-        self.stages = build_model(megatron_config, family)
-        for stage in self.stages:
-            stage.temperature, stage.chunk_tokens = config.rollout.temperature, config.train.logprob_chunk_tokens
-        check_routers(self.stages)
-        self.params = canonical_tensors(self.stages)
-        wrapped = [Float16Module(megatron_config, stage) if megatron_config.bf16 else stage for stage in self.stages]
-        self._chunks = wrap_data_parallel(megatron_config, wrapped)
+        self.megatron_config.finalize_model_grads_func = _finalize_without_scaling
+        self._chunks = wrap_data_parallel(self.megatron_config, self.modules)
         strategy = f"offload={config.offload.name}"
         with foreign_code(strategy):
             spec = offload.configure_optimizer(optimizer_spec(config.optimizer, config.train.precision))
         self.optimizer = build_optimizer(spec, self._chunks)
         self.schedule = build_schedule(self.optimizer, config.optimizer, config.train.steps)
-        self._map = ParameterMap(family, parallel.weight_groups())
         self._gradients = GradientMemory(self._chunks, self.optimizer)
         self._finite = FiniteCheck(self.params, self._map.origin, self.optimizer)
         self._reference: dict[str, Tensor] = {}
-        self.policy_version = 0
         with foreign_code(strategy):
             offload.attach(self)
+
+    def weights_changed(self) -> None:
+        """See ``Policy``."""
+        self.optimizer.reload_model_params()
 
     def optimizer_state(self) -> Iterable[Tensor]:
         """This rank's fp32 main weights (where the model's are bf16) and moments (``MemoryHandles``)."""
@@ -86,24 +76,6 @@ class Trainer:
     def gradient_bytes(self) -> int:
         """Size of this rank's gradients now."""
         return self._gradients.num_bytes
-
-    @property
-    def weight_bytes(self) -> int:
-        """Size of this rank's parameters and buffers."""
-        return sum(tensor.nbytes for tensor in self.params.values())
-
-    def load(self, read: ReadTensor, names: Iterable[str] | None = None, loaded: Callable[[int], None] = lambda nbytes: None) -> None:
-        """Fills the policy from Hugging Face tensors.
-
-        Args:
-            read: Gives a tensor by name, or one that is read when it is sliced.
-            names: All that the checkpoint has, to be checked; None: not checked.
-            loaded: Told the bytes of every parameter that was filled.
-        """
-        if names is not None:
-            self._map.check_names(names)
-        self._map.load(self.params, read, loaded)
-        self.optimizer.reload_model_params()
 
     def keep_reference(self) -> None:
         """Keeps the weights as they are now, on the host, as the reference model."""
@@ -126,14 +98,6 @@ class Trainer:
                 kept = param.detach().to("cpu", copy=True)
                 param.copy_(self._reference[name])
                 self._reference[name].copy_(kept)
-
-    def export(self, *, quantize: bool = False, wanted: Sequence[int] | None = None) -> Iterator[NamedTensor]:
-        """Streams the policy as full Hugging Face tensors, on every rank; see ``ParameterMap.export``."""
-        return self._map.export(self.params, quantize=quantize, wanted=wanted)
-
-    def storages(self) -> frozenset[int]:
-        """Addresses of the memory in which the policy lies now."""
-        return frozenset(tensor.untyped_storage().data_ptr() for tensor in self.params.values())
 
     def export_gradients(self) -> Iterator[NamedTensor]:
         """Streams the last ``backward``'s gradients under Hugging Face names, on every rank; zeros once they were released."""
@@ -200,10 +164,6 @@ class Trainer:
                 f"{lr:g} made others: {broken}. None of them was saved or sent. Lower optimizer.lr, and go on from the last checkpoint."
             )
         return sums | {"grad_norm": float(grad_norm), "lr": lr}
-
-    def not_finite(self, *, with_optimizer: bool = False) -> str:
-        """The first weight (or value of the optimizer) that is infinite or NaN, in words, the same on every rank; empty: there is none."""
-        return self._finite.broken(with_optimizer=with_optimizer)
 
     def backward(self, microbatches: Sequence[Microbatch], objective: Objective, denominator: float) -> dict[str, float]:
         """Forward and backward of ``update``, without the optimizer's step; returns ``SUMS`` over all ranks."""

@@ -134,6 +134,20 @@ PARTS = re.compile(r"reward/[A-Za-z][A-Za-z0-9_.-]*")
 """Tags of a reward's own parts."""
 TAGS: Mapping[str, Tag] = {tag.tag: tag for tag in _DEFINED}
 
+PATTERNS = (
+    Tag("eval/<set>/avg@<n>", "reward", "Mean reward over the n responses to each prompt of eval.sets.<set>; only on steps that evaluate."),
+    Tag("eval/<set>/avg@<n>_se", "reward", "Standard error of that mean, over prompts; with two prompts or more."),
+    Tag("eval/<set>/pass@<k>", "share", "Probability that at least one of k responses is correct, estimated without bias."),
+    Tag("eval/<set>/majority@<k>", "share", "How often the answer that most of k responses give is correct."),
+    Tag("eval/<set>/length_mean", "tokens", "Mean response length, the stop token included."),
+    Tag("eval/<set>/truncated", "share", "Responses that were cut at the set's max_response_tokens."),
+    Tag("eval/<set>/errors", "1", "Samples without a verdict, which count 0: their reward raised, gave up, or its worker died."),
+    Tag("eval/<set>/timeouts", "1", "Samples without a verdict, which count 0: their reward was past reward.timeout_s."),
+)
+"""Tags of sets that a config names."""
+_NAMES = {"<set>": r"[\w.-]+", "<n>": r"\d+", "<k>": r"\d+"}
+_PATTERN = re.compile("|".join(re.sub("<.*?>", lambda found: _NAMES[found[0]], tag.tag) for tag in PATTERNS))
+
 
 def check_tags(tags: Iterable[str]) -> None:
     """Checks a step's tags (or its metrics) against ``TAGS``.
@@ -143,7 +157,7 @@ def check_tags(tags: Iterable[str]) -> None:
     """
     for tag in tags:
         group, _, name = tag.partition(DROPPED_BY)
-        if tag not in TAGS and not (group == "sampling/" and name) and not PARTS.fullmatch(tag):
+        if tag not in TAGS and not any(known.fullmatch(tag) for known in (PARTS, _PATTERN)) and not (group == "sampling/" and name):
             close = difflib.get_close_matches(tag, TAGS, n=3) or sorted(TAGS)
             raise ValueError(
                 f"metric {tag!r} is not defined in rlbatch/metrics/names.py. Define it there, or use one of: {', '.join(close)}."

@@ -29,14 +29,14 @@ class RunProgress:
         """Starts the display.
 
         Args:
-            steps: Steps of the run.
+            steps: Steps of the run; 0: it has none, and shows phases alone.
             stream: Where to show it; stdout if None.
         """
         self._steps = steps
         self._stream = stream or sys.stdout
         self._step_seconds: deque[float] = deque(maxlen=RECENT_STEPS)
         self._eval: float | None = None
-        self._bar = _start_bar(self._stream, steps) if _is_live(self._stream) else None
+        self._bar = _start_bar(self._stream, steps) if steps and _is_live(self._stream) else None
 
     def phase(self, text: str) -> None:
         """Announces what happens before the first step or after the last, e.g. ``loading the model``."""
@@ -47,6 +47,8 @@ class RunProgress:
 
     def record(self, result: StepResult) -> None:
         """Shows a step; step 0 is the evaluation before the first one."""
+        if not self._steps:
+            return
         self._leave_lost_terminal()
         metrics = result.metrics
         if "time/step_s" in metrics:

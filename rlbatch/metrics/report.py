@@ -16,9 +16,13 @@ from typing import Any, Literal
 
 from rlbatch.api import SampleGroup, StepResult
 from rlbatch.config.foreign import read_own
+from rlbatch.metrics.evaluations import FOLDER as EVALUATIONS
+from rlbatch.metrics.evaluations import Evaluation
 from rlbatch.metrics.names import DROPPED_BY
 
 COUNTED = tuple(f"sampling/{name}" for name in ("sampled", "accepted", "all_right", "all_wrong", "rounds", "stale", "skipped_steps"))
+SAMPLES = "samples"
+"""Folder of the training steps' samples."""
 Status = Literal["running", "finished", "failed", "interrupted"]
 
 
@@ -34,6 +38,7 @@ class Summary:
         reward_end: Training reward of the last step.
         eval_reward_start: First held-out reward.
         eval_reward: Last held-out reward.
+        evaluations: By set of held-out prompts, its last table: step, prompts, n, and of each metric value and standard_error.
         tokens_per_s: All tokens of all steps over the time of the steps.
         sync_median_s: Median of ``time/sync_s`` over the steps.
         rollout_logprob_diff: ``train/rollout_logprob_diff_mean`` of the last step.
@@ -51,6 +56,7 @@ class Summary:
     reward_end: float | None = None
     eval_reward_start: float | None = None
     eval_reward: float | None = None
+    evaluations: dict[str, Any] = field(default_factory=dict)
     tokens_per_s: float | None = None
     sync_median_s: float | None = None
     rollout_logprob_diff: float | None = None
@@ -104,6 +110,10 @@ class RunReport:
                 name = tag.removeprefix("sampling/")
                 summary.sampling[name] = summary.sampling.get(name, 0) + int(value)
         self.measure(metrics)
+
+    def evaluated(self, step: int, sets: Sequence[Evaluation]) -> None:
+        """Keeps the tables of an evaluation; the next ``record`` writes them."""
+        self.summary.evaluations = {**self.summary.evaluations, **{each.name: each.summary(step) for each in sets}}
 
     def measure(self, metrics: Mapping[str, float]) -> None:
         """Adds times of a step that may be recorded already."""
@@ -171,9 +181,9 @@ def sample_rows(step: int, groups: Sequence[SampleGroup], advantages: Sequence[f
     ]
 
 
-def write_samples(run_dir: Path, step: int, rows: Sequence[Mapping[str, Any]]) -> Path:
-    """Writes the rows of one step to ``samples/step_<step>.jsonl`` and returns its path."""
-    path = run_dir / "samples" / f"step_{step:06d}.jsonl"
+def write_samples(run_dir: Path, step: int, rows: Sequence[Mapping[str, Any]], folder: str = SAMPLES) -> Path:
+    """Writes the rows of one step to ``<folder>/step_<step>.jsonl`` and returns its path."""
+    path = run_dir / folder / f"step_{step:06d}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(_finite(row), ensure_ascii=False) + "\n" for row in rows)
     path.write_text(text, encoding="utf-8", errors="backslashreplace")  # half a character becomes its JSON escape
@@ -187,13 +197,13 @@ def has_steps(run_dir: Path) -> bool:
 
 def remove_samples_after(run_dir: Path, step: int) -> None:
     """Removes the samples of later steps, which are done again. Of a run that begins anew (0) all of them are put aside instead."""
-    samples = run_dir / "samples"
-    if not step and any(samples.glob("step_*.jsonl")):
-        os.replace(samples, next(path for number in itertools.count(1) if not (path := run_dir / f"samples.{number}").exists()))
-    for path in samples.glob("step_*.jsonl"):
-        number = path.stem.removeprefix("step_")
-        if number.isdecimal() and int(number) > step:
-            path.unlink()
+    for folder in (run_dir / SAMPLES, run_dir / EVALUATIONS):
+        if not step and any(folder.rglob("step_*.jsonl")):
+            os.replace(folder, next(path for number in itertools.count(1) if not (path := run_dir / f"{folder.name}.{number}").exists()))
+        for path in folder.rglob("step_*.jsonl"):
+            number = path.stem.removeprefix("step_")
+            if number.isdecimal() and int(number) > step:
+                path.unlink()
 
 
 def _earlier_life(path: Path) -> dict[str, Any]:
@@ -202,7 +212,7 @@ def _earlier_life(path: Path) -> dict[str, Any]:
         content = read_own(path)
     except (OSError, ValueError):
         return {}
-    names = ("steps", "reward_start", "reward_end", "eval_reward_start", "eval_reward")
+    names = ("steps", "reward_start", "reward_end", "eval_reward_start", "eval_reward", "evaluations")
     return {name: content[name] for name in names if name in content}
 
 

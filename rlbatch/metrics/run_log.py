@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rlbatch.api import ConfigError, StepResult, TrackerContext
+from rlbatch.metrics.evaluations import FOLDER, Evaluation
 from rlbatch.metrics.progress import RunProgress, format_seconds
 from rlbatch.metrics.report import RunReport, Status, Summary, remove_samples_after, write_samples
 from rlbatch.metrics.tracking import Trackers
@@ -32,7 +33,7 @@ class RunLog:
 
         Args:
             run_dir: The run folder, which exists.
-            steps: Steps of the run.
+            steps: Steps of the run; 0: it has none.
             rank: This process's rank.
             stream: Where progress is shown; stdout if None.
         """
@@ -82,6 +83,17 @@ class RunLog:
                 write_samples(self._run_dir, step, rows)
         if self._trackers:
             self._trackers.samples(step, rows)
+
+    def evaluated(self, step: int, sets: Sequence[Evaluation]) -> None:
+        """Writes tables and samples of an evaluation, before the step is recorded."""
+        if self._report:
+            with self._writing("evaluations"):
+                self._report.evaluated(step, sets)
+                for each in sets:
+                    write_samples(self._run_dir, step, each.rows, f"{FOLDER}/{each.name}")
+        if self._trackers:
+            for each in sets:
+                self._trackers.table(step, f"eval/{each.name}", each.markdown())
 
     def failed(self, first_error: Mapping[str, Any]) -> None:
         """Writes the failure into summary.json, whatever this process's main thread does; from any thread."""

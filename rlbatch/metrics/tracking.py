@@ -10,7 +10,7 @@ from functools import partial
 from queue import Full, Queue
 from typing import Any
 
-from rlbatch.api import RlbatchError, SampleTracker, StepResult, Tracker, TrackerContext
+from rlbatch.api import RlbatchError, SampleTracker, StepResult, TableTracker, Tracker, TrackerContext
 from rlbatch.foreign_code import error_location, error_text, foreign_code
 from rlbatch.tables import ChosenTracker
 
@@ -53,6 +53,10 @@ class Trackers:
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Gives samples to those that take them."""
         self._call(lambda tracker: tracker.samples(step, rows) if isinstance(tracker, SampleTracker) else None)
+
+    def table(self, step: int, tag: str, markdown: str) -> None:
+        """Gives a table to those that take them."""
+        self._call(lambda tracker: tracker.table(step, tag, markdown) if isinstance(tracker, TableTracker) else None)
 
     def close(self, status: str) -> None:
         """Ends them; called again it does nothing."""

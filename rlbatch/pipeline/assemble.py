@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from rlbatch.algorithms.objective import Objective
-from rlbatch.api import ConfigError, ModelFamily, Prompt, RolloutContext
+from rlbatch.api import ConfigError, ModelFamily, OffloadStrategy, Prompt, RolloutContext
 from rlbatch.checkpoint.carried import Carried, carried_layers, draft_model
 from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import EMBEDDED, Config
@@ -20,19 +20,21 @@ from rlbatch.launch.membership.watchdog import Watchdog
 from rlbatch.launch.shutdown.grace_period import estimate_write_s
 from rlbatch.launch.shutdown.signals import StopNotice
 from rlbatch.megatron import parallel
+from rlbatch.megatron.policy import Policy
 from rlbatch.megatron.rng import seed_random_numbers
 from rlbatch.megatron.trainer import Trainer
 from rlbatch.pipeline.embedded import write_random_weights
 from rlbatch.pipeline.engine_model import write_engine_folder
 from rlbatch.pipeline.engine_ranks import engine_ranks
+from rlbatch.pipeline.eval_sets import set_rewards, with_prompts
 from rlbatch.pipeline.finished_groups import sampler_key
 from rlbatch.pipeline.first_rank import on_first_rank
 from rlbatch.pipeline.health import Health
-from rlbatch.pipeline.job import Job
+from rlbatch.pipeline.job import EngineJob, Job
 from rlbatch.pipeline.loading import load_policy, weights_source
 from rlbatch.pipeline.model_folder import end_tokens, load_tokenizer
-from rlbatch.pipeline.prompt_sets import files_of
-from rlbatch.pipeline.prompt_store import open_training
+from rlbatch.pipeline.prompt_sets import held_out_sets
+from rlbatch.pipeline.prompt_store import Training, open_training
 from rlbatch.pipeline.prompts import load_prompts
 from rlbatch.pipeline.rollout import Rollout
 from rlbatch.pipeline.scorer import Scorer
@@ -70,10 +72,56 @@ def assemble(
     Raises:
         RlbatchError: what cannot be used.
     """
-    info, notice = store.info, notice or StopNotice()
+    registry = registry or load_plugins(config.plugins)
+    engine_job, train = _engine_job(config, run_dir, device, store, watchdog, announce, notice or StopNotice(), registry, Trainer)
+    assert train is not None
+    return Job(
+        **vars(engine_job),
+        estimator=registry.build_advantage(config.algorithm),
+        objective=Objective(config.algorithm, registry.build_loss(config.algorithm)),
+        prompts=train.prompts,
+        prompts_identity=train.identity,
+        order=train.order,
+        needs_reference=registry.needs_reference(config.algorithm),
+        needs_logprobs=registry.advantages[config.algorithm.advantage].value.needs_reference,
+        health=Health(config.train, announce),
+        filters=registry.build_filters(config),
+    )
+
+
+def assemble_evaluation(
+    config: Config,
+    run_dir: Path,
+    device: str,
+    store: JobStore,
+    watchdog: Watchdog,
+    announce: Callable[[str], None],
+    notice: StopNotice,
+    registry: Registry,
+) -> EngineJob:
+    """As ``assemble``, of a job that only evaluates: without optimizer and training prompts."""
+
+    def policy(config: Config, family: ModelFamily, offload: OffloadStrategy) -> Policy:
+        return Policy(config, family)
+
+    return _engine_job(config, run_dir, device, store, watchdog, announce, notice, registry, policy)[0]
+
+
+def _engine_job(
+    config: Config,
+    run_dir: Path,
+    device: str,
+    store: JobStore,
+    watchdog: Watchdog,
+    announce: Callable[[str], None],
+    notice: StopNotice,
+    registry: Registry,
+    build_policy: Callable[[Config, ModelFamily, OffloadStrategy], Policy],
+) -> tuple[EngineJob, Training | None]:
+    """What every job has, and the training prompts, if it has any."""
+    info = store.info
     if info.world_size != config.layout.world_size:
         raise ConfigError(f"layout.world_size={config.layout.world_size}: {info.world_size} ranks were started. Make both equal.")
-    registry = registry or load_plugins(config.plugins)
     hf_folder = _model_folder(config, run_dir, info.rank)
     family = registry.resolve_model_family(read_config(hf_folder))
     check_expert_widths(family, config.train.precision, on_gpu=device != "cpu")
@@ -84,9 +132,8 @@ def assemble(
     parallel.initialize_groups(config.layout, config.seed)
     announce(f"building {family.name}: {family.num_layers} layers, {family.num_experts} experts")
     offload = registry.build_offload(config.offload.name, config.offload.options)
-    trainer = Trainer(config, family, offload)
-    needs_reference = registry.needs_reference(config.algorithm)
-    load_policy(config, trainer, hf_folder, announce, needs_reference=needs_reference)
+    trainer = build_policy(config, family, offload)
+    load_policy(config, trainer, hf_folder, announce, needs_reference=registry.needs_reference(config.algorithm))
     announce(f"starting the {config.rollout.name} engine")
     engine = engine_ranks(info, registry.ranks_per_engine(config), registry.rollout(config))
     hf_config = read_config(hf_folder)
@@ -112,9 +159,10 @@ def assemble(
     backend = registry.build_rollout(config.rollout.name, config.rollout.options, context)
     tokenizer = load_tokenizer(engine_folder, hf_folder)
     tell = announce if info.rank == 0 else lambda told: None
-    train = open_training(config, run_dir, family, tokenizer, registry, tell)
-    held_out = _held_out(config, run_dir, tokenizer, family, tell)
-    return Job(
+    train = open_training(config, run_dir, family, tokenizer, registry, tell) if config.mode == "train" else None
+    held_out = with_prompts(config, _held_out(config, run_dir, tokenizer, family, tell))
+    named = {*(train.rewards if train else ()), *(prompt.reward_name for each in held_out for prompt in each.prompts)}
+    job = EngineJob(
         config=config,
         run_dir=run_dir,
         rank=info.rank,
@@ -141,25 +189,11 @@ def assemble(
             sampler=sampler_key(config, backend, engine_folder),
         ),
         offload=offload,
-        scorer=_scorer(
-            config,
-            registry,
-            {*train.rewards, *(prompt.reward_name for prompt in held_out)},
-            info.local_size,
-            generates=engine.generates is not None,
-        ),
-        estimator=registry.build_advantage(config.algorithm),
-        objective=Objective(config.algorithm, registry.build_loss(config.algorithm)),
-        prompts=train.prompts,
-        prompts_identity=train.identity,
-        order=train.order,
-        eval_prompts=held_out,
-        needs_reference=needs_reference,
-        needs_logprobs=registry.advantages[config.algorithm.advantage].value.needs_reference,
-        health=Health(config.train, announce),
+        scorer=_scorer(config, registry, named, info.local_size, generates=engine.generates is not None),
+        eval_sets=held_out,
         quantises=quantization == "fp8",
-        filters=registry.build_filters(config),
     )
+    return job, train
 
 
 def _carried(config: Config, registry: Registry, family: ModelFamily, hf_folder: Path, engine_folder: Path) -> Carried | None:
@@ -181,26 +215,34 @@ def _model_folder(config: Config, run_dir: Path, rank: int) -> Path:
     return folder
 
 
-def _held_out(config: Config, run_dir: Path, tokenizer: Any, family: ModelFamily, announce: Callable[[str], object]) -> list[Prompt]:
-    if not config.data.eval:
-        return []
-    prompts = load_prompts(
-        files_of(config.data.eval, run_dir, "eval"),
-        config.data,
-        tokenizer,
-        context_tokens=family.max_sequence_length,
-        max_response_tokens=config.rollout.max_response_tokens,
-        vocab_size=family.vocab_size,
-        announce=announce,
-    )
-    return prompts[: config.train.eval_prompts or None]
+def _held_out(
+    config: Config,
+    run_dir: Path,
+    tokenizer: Any,
+    family: ModelFamily,
+    announce: Callable[[str], object],
+) -> Iterator[list[Prompt]]:
+    """The prompts of each evaluation set."""
+    for one, own in held_out_sets(config, run_dir):
+        yield load_prompts(
+            one.paths,
+            one.data,
+            tokenizer,
+            context_tokens=family.max_sequence_length,
+            max_response_tokens=own.rollout.max_response_tokens,
+            vocab_size=family.vocab_size,
+            most=one.most,
+            limit_key=one.limit_key,
+            announce=announce,
+        )
 
 
 def _scorer(config: Config, registry: Registry, named: Collection[str], local_ranks: int, *, generates: bool) -> Scorer:
-    """The job's reward, and those that sets and prompts name (with their default options)."""
-    names = sorted({*named} - {"", config.reward.name})
+    """The job's reward, those that sets and prompts name (with their default options), and those of evaluation sets."""
+    sets = set_rewards(config)
+    names = sorted({*named} - {"", config.reward.name, *sets})
     generating = max(local_ranks // registry.ranks_per_engine(config), 1)
-    scorer = Scorer(config, registry, names, workers=len(os.sched_getaffinity(0)) // generating)
+    scorer = Scorer(config, registry, names, workers=len(os.sched_getaffinity(0)) // generating, sets=sets)
     if generates:
         scorer.start()
     return scorer

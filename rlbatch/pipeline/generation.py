@@ -10,20 +10,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from rlbatch.api import Prompt, RolloutError, SampleGroup
 from rlbatch.metrics.phases import PhaseClock
-from rlbatch.pipeline.job import Job
+from rlbatch.pipeline.job import EngineJob
 from rlbatch.pipeline.rollout import Rollout
 
 
 def generate(
-    job: Job,
+    job: EngineJob,
     clock: PhaseClock,
     prompts: Sequence[Prompt],
     sample: Callable[[Sequence[Prompt]], Iterable[SampleGroup]],
     is_finished: Callable[[SampleGroup], bool] = lambda group: True,
+    key: Callable[[Prompt], int] = attrgetter("prompt_id"),
+    *,
+    is_held_out: bool = False,
 ) -> list[SampleGroup] | None:
     """Samples with synced engines, and scores meanwhile; a collective, after which the engines are awake.
 
@@ -33,6 +37,8 @@ def generate(
         prompts: This rank's share.
         sample: Groups of this rank's engine, each once it is complete: all, or fewer if it is interrupted or lost.
         is_finished: Whether a group is scored now.
+        key: Tells prompts apart.
+        is_held_out: Whether it is for an evaluation; see ``Scorer.submit``.
 
     Returns:
         A group for each prompt, in order; those that have no verdict, and are to be left out, without rewards. None, on every rank: the job
@@ -45,14 +51,15 @@ def generate(
     is_scored, must_leave, lost = False, False, True
     while lost and not must_leave:
         with clock.phase("rollout"), job.watchdog.phase("generation"):
-            for group in sample([prompt for prompt in prompts if prompt.prompt_id not in done]):
-                done[group.prompt.prompt_id] = group
+            for group in sample([prompt for prompt in prompts if key(prompt) not in done]):
+                done[key(group.prompt)] = group
                 if is_finished(group):
-                    job.scorer.submit(group)
-        groups = [done[prompt.prompt_id] for prompt in prompts if prompt.prompt_id in done]
+                    job.scorer.submit(group, is_held_out=is_held_out)
+        groups = [done[key(prompt)] for prompt in prompts if key(prompt) in done]
         if len(groups) == len(prompts) and not is_scored:
             with clock.phase("reward"), job.watchdog.phase("generation"):
-                is_scored = job.stopping.attempt(partial(job.scorer.finish, [group for group in groups if is_finished(group)]))
+                finished = [group for group in groups if is_finished(group)]
+                is_scored = job.stopping.attempt(partial(job.scorer.finish, finished, is_held_out=is_held_out))
         with clock.phase("exchange"):
             met = job.stopping.meet("generation", is_complete=is_scored, **_loss(job))
         must_leave, lost = met.must_leave, bool(met.lost)
@@ -62,12 +69,12 @@ def generate(
     return None if must_leave else groups
 
 
-def _loss(job: Job) -> dict[str, Any]:
+def _loss(job: EngineJob) -> dict[str, Any]:
     lost = job.rollout.lost
     return {"engine": job.rollout.engine, "lost_by": lost.reason} if lost else {}
 
 
-def _restart(job: Job, lost: Mapping[int, str]) -> bool:
+def _restart(job: EngineJob, lost: Mapping[int, str]) -> bool:
     """Starts lost engines anew and gives them the policy; a collective. Returns whether the job goes on."""
     rollout, started = job.rollout, time.monotonic()
     is_mine, is_done = rollout.engine in lost, True

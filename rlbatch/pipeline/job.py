@@ -14,7 +14,9 @@ from rlbatch.config.schema import Config
 from rlbatch.foreign_code import foreign_context
 from rlbatch.launch.membership.store import JobStore
 from rlbatch.launch.membership.watchdog import Watchdog
+from rlbatch.megatron.policy import Policy
 from rlbatch.megatron.trainer import Trainer
+from rlbatch.pipeline.eval_sets import EvalSet
 from rlbatch.pipeline.health import Health
 from rlbatch.pipeline.prompt_order import PromptOrder
 from rlbatch.pipeline.rollout import Rollout
@@ -23,9 +25,9 @@ from rlbatch.pipeline.stopping import Stopping
 from rlbatch.pipeline.waiting import Waiting
 
 
-@dataclass(frozen=True)
-class Job:
-    """Everything that a step uses.
+@dataclass(frozen=True, kw_only=True)
+class EngineJob:
+    """What a rank uses that generates and scores: all that an evaluation needs.
 
     Attributes:
         config: Resolved.
@@ -37,22 +39,12 @@ class Job:
         stopping: Knows whether the job was asked to stop, and when it does so.
         hf_folder: The model's config.json and tokenizer.
         family: Of the model.
-        trainer: Policy and optimizer.
+        trainer: The policy.
         rollout: Engine.
         offload: Memory choreography.
-        scorer: Rewards: the job's, and those that prompts name.
-        estimator: Advantages.
-        objective: Loss.
-        prompts: Training prompts, by their positions.
-        prompts_identity: Tells them from another run's.
-        order: Which prompts a step takes.
-        eval_prompts: Held-out prompts; may be empty.
-        needs_reference: Whether log-probs of the reference model are computed.
-        needs_logprobs: Whether the estimator reads them, and the old policy's.
-        health: Ends a run that would go on with values that are not finite, or learn nothing.
+        scorer: Rewards: the job's, those that prompts name, and those of evaluation sets.
+        eval_sets: Held-out prompts; may be none.
         quantises: Whether engines hold the family's fp8 weights quantised.
-        filters: Of groups, by name, in order.
-        waiting: Groups that the last step left to the next.
     """
 
     config: Config
@@ -64,30 +56,16 @@ class Job:
     stopping: Stopping
     hf_folder: Path
     family: ModelFamily
-    trainer: Trainer
+    trainer: Policy
     rollout: Rollout
     offload: OffloadStrategy
     scorer: Scorer
-    estimator: AdvantageEstimator
-    objective: Objective
-    prompts: Sequence[Prompt]
-    prompts_identity: Mapping[str, Any]
-    order: PromptOrder
-    eval_prompts: list[Prompt]
-    needs_reference: bool
-    needs_logprobs: bool
-    health: Health
+    eval_sets: Sequence[EvalSet]
     quantises: bool = False
-    filters: Mapping[str, GroupFilter] = field(default_factory=dict)
-    waiting: Waiting = field(default_factory=Waiting)
 
     def generating(self) -> AbstractContextManager[None]:
         """The offload strategy's, around weight sync and generation."""
         return foreign_context(f"offload={self.config.offload.name}", self.offload.generating)
-
-    def training(self) -> AbstractContextManager[None]:
-        """The offload strategy's, around log-probs and updates."""
-        return foreign_context(f"offload={self.config.offload.name}", self.offload.training)
 
     def sync_weights(self, *, is_taken: bool = True) -> None:
         """Sends the policy to the engines, in the form in which they hold it; a collective.
@@ -99,3 +77,38 @@ class Job:
         tensors = self.trainer.export(quantize=self.quantises, wanted=wanted)
         version, lasting = self.trainer.policy_version, self.trainer.storages()
         self.rollout.sync_weights(tensors, version, is_taken=is_taken, lasting=lasting, wanted=wanted)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job(EngineJob):
+    """Everything that a step uses.
+
+    Attributes:
+        trainer: Policy and optimizer.
+        estimator: Advantages.
+        objective: Loss.
+        prompts: Training prompts, by their positions.
+        prompts_identity: Tells them from another run's.
+        order: Which prompts a step takes.
+        needs_reference: Whether log-probs of the reference model are computed.
+        needs_logprobs: Whether the estimator reads them, and the old policy's.
+        health: Ends a run that would go on with values that are not finite, or learn nothing.
+        filters: Of groups, by name, in order.
+        waiting: Groups that the last step left to the next.
+    """
+
+    trainer: Trainer
+    estimator: AdvantageEstimator
+    objective: Objective
+    prompts: Sequence[Prompt]
+    prompts_identity: Mapping[str, Any]
+    order: PromptOrder
+    needs_reference: bool
+    needs_logprobs: bool
+    health: Health
+    filters: Mapping[str, GroupFilter] = field(default_factory=dict)
+    waiting: Waiting = field(default_factory=Waiting)
+
+    def training(self) -> AbstractContextManager[None]:
+        """The offload strategy's, around log-probs and updates."""
+        return foreign_context(f"offload={self.config.offload.name}", self.offload.training)

@@ -12,12 +12,13 @@ from rlbatch.checkpoint.reading import Reading
 from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import Config
 from rlbatch.megatron.checkpoint import load_weights
+from rlbatch.megatron.policy import Policy
 from rlbatch.megatron.trainer import Trainer
 from rlbatch.metrics.progress import ByteProgress
 from rlbatch.pipeline.first_rank import on_first_rank
 
 
-def load_policy(config: Config, trainer: Trainer, hf_folder: Path, announce: Callable[[str], None], *, needs_reference: bool) -> None:
+def load_policy(config: Config, trainer: Policy, hf_folder: Path, announce: Callable[[str], None], *, needs_reference: bool) -> None:
     """Fills the policy, and the reference model where it is needed; a collective.
 
     Args:
@@ -34,6 +35,7 @@ def load_policy(config: Config, trainer: Trainer, hf_folder: Path, announce: Cal
     policy = ("checkpoint.load", Path(config.checkpoint.load)) if config.checkpoint.load else reference
     if needs_reference:
         _load_weights(trainer, *reference, hf_folder, announce)
+        assert isinstance(trainer, Trainer)
         trainer.keep_reference()
     if policy != reference or not needs_reference:
         _load_weights(trainer, *policy, hf_folder, announce)
@@ -45,7 +47,7 @@ def weights_source(config: Config, hf_folder: Path) -> Path | None:
     return next((folder for folder in folders if has_weights(folder)), None)
 
 
-def _load_weights(trainer: Trainer, key: str, folder: Path, hf_folder: Path, announce: Callable[[str], None]) -> None:
+def _load_weights(trainer: Policy, key: str, folder: Path, hf_folder: Path, announce: Callable[[str], None]) -> None:
     state = on_first_rank(lambda: state_folder(key, folder, read_config(hf_folder)))
     if state is not None:
         load_weights(trainer, state)

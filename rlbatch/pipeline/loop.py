@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from rlbatch.api import LaunchError, SampleGroup, StepResult
 from rlbatch.collectives import gather_bytes
+from rlbatch.config.evaluation import SIMPLE
 from rlbatch.launch.records.history import ATTEMPTS, begin_attempt
 from rlbatch.launch.shutdown.signals import Ending
+from rlbatch.metrics.evaluations import told
 from rlbatch.metrics.names import check_tags
-from rlbatch.metrics.phases import PhaseClock
 from rlbatch.metrics.report import sample_rows
 from rlbatch.metrics.run_log import RunLog
+from rlbatch.pipeline.evaluation import Evaluated, evaluate
 from rlbatch.pipeline.exporting import export_hf
 from rlbatch.pipeline.finished_groups import delete_other_steps
 from rlbatch.pipeline.first_rank import on_first_rank
-from rlbatch.pipeline.generation import generate
-from rlbatch.pipeline.job import Job
+from rlbatch.pipeline.job import EngineJob, Job
 from rlbatch.pipeline.resuming import Resumed, resume
 from rlbatch.pipeline.saving import Boundary, Checkpoints
 from rlbatch.pipeline.step import train_step
@@ -62,7 +59,7 @@ def run(job: Job, log: RunLog) -> EarlyEnd | None:
         reached = job.config.optimizer.lr * steps / warmup
         log.phase(f"optimizer.lr_warmup_steps={warmup}: longer than train.steps={steps}, the learning rate ends at {reached:.3g}")
     on_first_rank(lambda: _begin_life(job, resumed.step))
-    checkpoints = Checkpoints(job, log.phase, resumed.step)
+    checkpoints = Checkpoints(job, log.phase, resumed)
     try:
         with job.stopping.listening():
             stopped = _run_steps(job, log, checkpoints, resumed)
@@ -85,7 +82,28 @@ def run(job: Job, log: RunLog) -> EarlyEnd | None:
         checkpoints.abort()
 
 
-def _begin_life(job: Job, done: int) -> None:
+def evaluate_alone(job: EngineJob, log: RunLog) -> EarlyEnd | None:
+    """Evaluates all sets once (``mode=eval``), and shows what came of it.
+
+    Returns:
+        How it ended before that; None: it did not.
+    """
+    log.begin(0)
+    on_first_rank(lambda: _begin_life(job, 0))
+    log.phase(f"evaluating {', '.join(f'{each.name} ({len(each.prompts)} prompts x {each.settings.n})' for each in job.eval_sets)}")
+    with job.stopping.listening():
+        evaluated = evaluate(job, 0)
+    if evaluated is None:
+        log.phase(f"asked to stop: {job.stopping.ending.why if job.stopping.ending else ''}")
+        return EarlyEnd(0, job.stopping.ending)
+    check_tags(evaluated.metrics)
+    log.evaluated(0, evaluated.sets)
+    log.record(StepResult(0, job.trainer.policy_version, evaluated.metrics))
+    log.phase(told(evaluated.sets))
+    return None
+
+
+def _begin_life(job: EngineJob, done: int) -> None:
     """Raises LaunchError if the job is queued again and again without a new step."""
     info, most = job.store.info, job.config.launch.max_idle_requeues
     idle = begin_attempt(job.run_dir, info, done).idle_requeues()
@@ -103,13 +121,14 @@ def _run_steps(job: Job, log: RunLog, checkpoints: Checkpoints, resumed: Resumed
     if not done or not resumed.is_followed_up:
         if done:
             log.phase(f"evaluating after step {done}, as its attempt had no time to")
-        elif job.eval_prompts:
+        elif job.eval_sets:
             log.phase("evaluating before the first step")
         evaluated = _follow_up(job, done)
         if evaluated is None:
             return resumed
-        if evaluated:
-            log.record(StepResult(done, job.trainer.policy_version, evaluated))
+        if evaluated.metrics:
+            _record(log, StepResult(done, job.trainer.policy_version, evaluated.metrics), evaluated)
+            checkpoints.is_best(done, evaluated.metrics)
     for step in range(done + 1, steps + 1):
         boundary = Boundary.of(job)
         stepped = train_step(job, step)
@@ -118,14 +137,16 @@ def _run_steps(job: Job, log: RunLog, checkpoints: Checkpoints, resumed: Resumed
             return Resumed(step - 1)
         result, groups, advantages = stepped
         evaluated = _follow_up(job, step)
-        metrics = {**result.metrics, **(evaluated or {})}
+        evaluation = evaluated or Evaluated()
+        metrics = {**result.metrics, **evaluation.metrics}
         check_tags(metrics)
-        log.record(StepResult(step, result.policy_version, metrics))
+        _record(log, StepResult(step, result.policy_version, metrics), evaluation)
         log.samples(step, _all_rows(step, groups, advantages))
         job.health.end_step(step, result.metrics)
         # Last: a run that goes on from this checkpoint does not do the step again, so all of it must have been written.
         save_interval = config.checkpoint.save_interval
         is_due = save_interval >= 0 and _is_due(step, save_interval, steps)
+        is_due = checkpoints.is_best(step, evaluation.metrics) or is_due
         with job.watchdog.phase("checkpoint"):
             seconds = checkpoints.after_step(step, is_due=is_due, is_followed_up=evaluated is not None)
         if seconds is not None:
@@ -137,16 +158,25 @@ def _run_steps(job: Job, log: RunLog, checkpoints: Checkpoints, resumed: Resumed
     return None
 
 
-def _follow_up(job: Job, step: int) -> dict[str, float] | None:
+def _record(log: RunLog, result: StepResult, evaluated: Evaluated) -> None:
+    """A step, or an evaluation alone."""
+    log.evaluated(result.step, evaluated.sets)
+    log.record(result)
+    for each in evaluated.sets:
+        if each.name != SIMPLE:
+            log.phase(each.line())
+
+
+def _follow_up(job: Job, step: int) -> Evaluated | None:
     """Evaluates and exports after a step, as is due; None, on every rank: the job has to stop, and this is left to its next attempt."""
     train, checkpoint = job.config.train, job.config.checkpoint
-    needs_evaluation = bool(job.eval_prompts) and (not step or _is_due(step, train.eval_interval, train.steps))
+    needs_evaluation = bool(job.eval_sets) and (not step or _is_due(step, train.eval_interval, train.steps))
     needs_export = checkpoint.export_hf and 0 < step < train.steps and _is_due(step, checkpoint.export_interval, train.steps)
     if not (needs_evaluation or needs_export):
-        return {}
+        return Evaluated()
     if job.stopping.must_stop():
         return None
-    evaluated = evaluate(job) if needs_evaluation else {}
+    evaluated = evaluate(job, step) if needs_evaluation else Evaluated()
     if needs_export and evaluated is not None:
         with job.watchdog.phase("checkpoint"):
             export_hf(job, f"hf_step_{step:06d}")
@@ -155,23 +185,6 @@ def _follow_up(job: Job, step: int) -> dict[str, float] | None:
 
 def _is_due(step: int, interval: int, steps: int) -> bool:
     return step == steps or (interval > 0 and step % interval == 0)
-
-
-def evaluate(job: Job) -> dict[str, float] | None:
-    """Mean reward of one response to each held-out prompt, under the current weights; None, on every rank, if the job has to stop."""
-    started = time.perf_counter()
-    mine = job.rollout.share(len(job.eval_prompts))
-    with job.stopping.generating(may_finish=False), job.generating():
-        with job.watchdog.phase("training"):
-            job.sync_weights()
-        groups = generate(job, PhaseClock(), [job.eval_prompts[i] for i in mine], job.rollout.evaluate)
-        job.rollout.sleep()
-    if groups is None:
-        return None
-    groups = [group for group in groups if group.rewards]  # others have no verdict, and count for nothing
-    sums = torch.tensor([sum(sum(group.rewards) for group in groups), float(len(groups))], dtype=torch.float64)
-    dist.all_reduce(sums)
-    return {"reward/eval": float(sums[0] / sums[1].clamp(min=1.0)), "time/eval_s": time.perf_counter() - started}
 
 
 def _all_rows(step: int, groups: list[SampleGroup], advantages: list[float]) -> list[dict[str, Any]]:

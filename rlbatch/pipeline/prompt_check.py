@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +97,7 @@ def check_rows(config: Config, registry: Registry, one: PromptSet) -> CheckedRow
         DataError: see ``RowReader.read`` and ``RowChecks.check``.
     """
     checks, likeliest, started = RowChecks(config, registry), _Likeliest(), time.thread_time()
-    for count, row in enumerate(RowReader(one.data, one.reward).read(one.paths), start=1):
+    for count, row in enumerate(islice(RowReader(one.data, one.reward).read(one.paths), one.most or None), start=1):
         checks.check(row, one.data)
         likeliest.add(row)
         if count % 1024 == 0 and time.thread_time() - started > READ_S:
@@ -140,7 +141,7 @@ def check_tokens(config: Config, family: ModelFamily, model_folder: Path, one: P
         ConfigError: the limits leave no room for a prompt.
     """
     data, rows = one.data, checked.rows
-    limit = prompt_limit(data, family.max_sequence_length, config.rollout.max_response_tokens)
+    limit = prompt_limit(data, family.max_sequence_length, config.rollout.max_response_tokens, one.limit_key)
     tokenizer = light_tokenizer(model_folder)
     if tokenizer is not None:
         # Which special tokens a plain text gets is for the model's own class to say: transformers imports torch to find it.

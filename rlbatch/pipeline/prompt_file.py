@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -125,13 +126,14 @@ class RowReader:
         return PromptRow(path, line, checked, label, reward_name or self._reward, metadata)
 
 
-def read_prompt_rows(paths: Path | Sequence[Path], data: DataConfig, reward: str = "") -> list[PromptRow]:
+def read_prompt_rows(paths: Path | Sequence[Path], data: DataConfig, reward: str = "", most: int = 0) -> list[PromptRow]:
     """Reads and checks prompt files, without a tokenizer.
 
     Args:
         paths: See ``read_records``; one file or several.
         data: See ``RowReader``.
         reward: See ``RowReader``.
+        most: Rows that are read, from the top; 0: all.
 
     Returns:
         The rows in file order; never empty.
@@ -139,7 +141,7 @@ def read_prompt_rows(paths: Path | Sequence[Path], data: DataConfig, reward: str
     Raises:
         DataError: see ``RowReader.read``.
     """
-    return list(RowReader(data, reward).read([paths] if isinstance(paths, Path) else paths))
+    return list(islice(RowReader(data, reward).read([paths] if isinstance(paths, Path) else paths), most or None))
 
 
 def column_value(place: str, option: str, key: str, fields: Mapping[str, Any]) -> Any:

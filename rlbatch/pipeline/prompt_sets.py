@@ -1,14 +1,15 @@
-"""Which data sets a job trains on, and how each is read. Imports no torch."""
+"""Which data sets a job trains on and is evaluated on, and how each is read. Imports no torch."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlbatch.config.data_files import paths_in
-from rlbatch.config.schema import EMBEDDED, Config, DataConfig, DataSetConfig
+from rlbatch.config.evaluation import eval_sets, key_of, limit_key
+from rlbatch.config.schema import EMBEDDED, Config, DataConfig, DataSetConfig, RewardConfig
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class PromptSet:
         data: ``data.*`` as it is for this set.
         reward: Of its rows that name none; empty: the job's.
         weight: Share of the prompts; None: its number of rows.
+        most: Rows that are taken, from the top; 0: all.
+        limit_key: Config key of the longest response.
     """
 
     key: str
@@ -32,6 +35,8 @@ class PromptSet:
     data: DataConfig
     reward: str = ""
     weight: float | None = None
+    most: int = 0
+    limit_key: str = "rollout.max_response_tokens"
 
     @property
     def told(self) -> str:
@@ -45,6 +50,16 @@ def training_sets(config: Config, run_dir: Path) -> list[PromptSet]:
     if data.sets:
         return [_named_set(data, name, one, run_dir) for name, one in data.sets.items()]
     return [PromptSet("data.train", "", data.train, files_of(data.train, run_dir, "train"), data)]
+
+
+def held_out_sets(config: Config, run_dir: Path) -> Iterator[tuple[PromptSet, Config]]:
+    """Each evaluation set, with the config whose reward and longest response are the set's."""
+    for name, each in eval_sets(config).items():
+        reward = RewardConfig(each.reward, options=each.reward_options) if each.reward else config.reward
+        rollout = dataclasses.replace(config.rollout, max_response_tokens=each.max_response_tokens or 0)
+        paths = files_of(each.file, run_dir, "eval")
+        one = PromptSet(key_of(name, "file"), "", each.file, paths, config.data, most=each.prompts, limit_key=limit_key(config, name))
+        yield one, dataclasses.replace(config, reward=reward, rollout=rollout)
 
 
 def files_of(source: str | tuple[str, ...], run_dir: Path, name: str) -> list[Path]:

@@ -43,6 +43,8 @@ def load_prompts(
     max_response_tokens: int,
     vocab_size: int | None = None,
     reward: str = "",
+    most: int = 0,
+    limit_key: str = "rollout.max_response_tokens",
     announce: Callable[[str], object] = lambda told: None,
 ) -> list[Prompt]:
     """Reads prompt files and tokenises them, all at once.
@@ -55,6 +57,8 @@ def load_prompts(
         max_response_tokens: Tokens that must remain for the response.
         vocab_size: Of the model; None: token ids are not compared with it.
         reward: Name of the reward of rows that name none; empty: the job's.
+        most: Rows that are taken, from the top; 0: all.
+        limit_key: Config key of ``max_response_tokens``.
         announce: Told of prompts that are left out.
 
     Returns:
@@ -64,8 +68,8 @@ def load_prompts(
         DataError: see ``read_prompt_rows``, ``tokenize_rows`` and ``LongPrompts.told``.
         ConfigError: the limits leave no room for a prompt.
     """
-    limit = prompt_limit(data, context_tokens, max_response_tokens)
-    rows = read_prompt_rows(paths, data, reward)
+    limit = prompt_limit(data, context_tokens, max_response_tokens, limit_key)
+    rows = read_prompt_rows(paths, data, reward, most)
     tokenized = tokenize_rows(rows, tokenizer, data, vocab_size)
     long = LongPrompts(limit, data)
     pairs = [(row, one, long.add(row, len(one[1]))) for row, one in zip(rows, tokenized, strict=True)]
@@ -125,7 +129,7 @@ def tokenize_rows(
     return tokenized
 
 
-def prompt_limit(data: DataConfig, context_tokens: int, max_response_tokens: int) -> Limit:
+def prompt_limit(data: DataConfig, context_tokens: int, max_response_tokens: int, key: str = "rollout.max_response_tokens") -> Limit:
     """The longest allowed prompt and where that comes from.
 
     Raises:
@@ -134,12 +138,12 @@ def prompt_limit(data: DataConfig, context_tokens: int, max_response_tokens: int
     room = context_tokens - max_response_tokens
     if room < 1:
         raise ConfigError(
-            f"rollout.max_response_tokens={max_response_tokens}: must be less than the model's context ({context_tokens} tokens), "
+            f"{key}={max_response_tokens}: must be less than the model's context ({context_tokens} tokens), "
             f"to leave room for the prompt. Set it below {context_tokens}."
         )
     if data.max_prompt_tokens is not None and data.max_prompt_tokens < room:
         return data.max_prompt_tokens, f"data.max_prompt_tokens={data.max_prompt_tokens}"
-    return room, f"the context of {context_tokens} less rollout.max_response_tokens={max_response_tokens}"
+    return room, f"the context of {context_tokens} less {key}={max_response_tokens}"
 
 
 class LongPrompts:

@@ -11,6 +11,7 @@ import torch
 
 from rlbatch.api import ConfigError, DataError
 from rlbatch.checkpoint import run_folder
+from rlbatch.checkpoint.best import Best
 from rlbatch.checkpoint.identity import announced_changes, identity, prompts_identity, refused_changes
 from rlbatch.checkpoint.newest import Found, check_unused, newest
 from rlbatch.config.hf_config import read_config
@@ -28,10 +29,16 @@ class Resumed:
     Attributes:
         step: Last step done; 0: none.
         is_followed_up: False: the step's evaluation and export, if they were due, are still to be done.
+        best: The best checkpoint until then, by ``checkpoint.best``; None: there is none.
     """
 
     step: int = 0
     is_followed_up: bool = True
+    best: Best | None = None
+
+
+START = Resumed()
+"""From nothing."""
 
 
 def resume(job: Job, announce: Callable[[str], None]) -> Resumed:
@@ -63,7 +70,7 @@ def resume(job: Job, announce: Callable[[str], None]) -> Resumed:
         if texts:
             announce(f"{title} changed: {'; '.join(texts)}")
     _restore(job, folder, progress, with_rng=not layout)
-    return Resumed(int(progress["step"]), progress.get("is_followed_up") is not False)
+    return Resumed(int(progress["step"]), progress.get("is_followed_up") is not False, Best.of(progress, job.config.checkpoint.best))
 
 
 def _restore(job: Job, folder: Path, progress: dict[str, Any], *, with_rng: bool) -> None:

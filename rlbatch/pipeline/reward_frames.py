@@ -30,14 +30,14 @@ class Setup:
 
     Attributes:
         plugins: The config's.
-        rewards: Name -> options, of all that it serves.
+        rewards: Name among the job's -> name and options, of all that it serves.
         seed: Of the run.
         workers: Tasks at once.
         memory_gib: Memory that a worker may take; None: no limit.
     """
 
     plugins: Sequence[str]
-    rewards: Mapping[str, Mapping[str, Any]]
+    rewards: Mapping[str, tuple[str, Mapping[str, Any]]]
     seed: int
     workers: int
     memory_gib: float | None
@@ -166,15 +166,15 @@ class ShippedSample(Sample):
         return (prod(self.__dict__["_arrays"]["token_ids"].shape) if tokens is None else len(tokens)) - len(self.prompt.token_ids)
 
 
-def pack_task(name: str, samples: Sequence[Sample]) -> bytes:
-    """A reward's name and samples of one prompt."""
-    return pickle.dumps((name, samples[0].prompt, [_shipped(sample) for sample in samples]), protocol=5)
+def pack_task(name: str, samples: Sequence[Sample], *, is_held_out: bool = False) -> bytes:
+    """A reward's name, samples of one prompt, and whether their answers are wanted too."""
+    return pickle.dumps((name, samples[0].prompt, [_shipped(sample) for sample in samples], is_held_out), protocol=5)
 
 
-def unpack_task(payload: bytes) -> tuple[str, list[Sample]]:
+def unpack_task(payload: bytes) -> tuple[str, list[Sample], bool]:
     """The same in a worker: copies, whose prompt is the same object in all of them."""
-    name, prompt, shipped = pickle.loads(payload)
-    return name, [_unpacked(prompt, sample) for sample in shipped]
+    name, prompt, shipped, is_held_out = pickle.loads(payload)
+    return name, [_unpacked(prompt, sample) for sample in shipped], is_held_out
 
 
 def _shipped(sample: Sample) -> _Shipped:

@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 import psutil
 
-from rlbatch.api import PluginError, Reward, RlbatchError
+from rlbatch.api import PluginError, RlbatchError
 from rlbatch.launch.ranks.children import END_SIGNAL, children_end_with_this_process, dies_with_parent, signal_group
 from rlbatch.launch.shutdown.signals import STOP_SIGNALS, signal_name
 from rlbatch.pipeline.reward_frames import LARGEST_ANSWER, SETUP, Frame, Peer, Setup
@@ -270,14 +270,14 @@ def _pass(number: int, frame: Any) -> None:
     """Signals of the job are the rank's. A handler, as what a worker starts would inherit that a signal is ignored."""
 
 
-def build(setup: Setup) -> dict[str, Reward]:
+def build(setup: Setup) -> Scoring:
     """Loads the plugins, and makes their rewards ready to be copied.
 
     Raises:
         RlbatchError: what cannot be used.
     """
     registry = load_plugins(setup.plugins)
-    rewards = {name: registry.build_reward(name, options) for name, options in setup.rewards.items()}
+    rewards = {name: registry.build_reward(*said) for name, said in setup.rewards.items()}
     for name, reward in rewards.items():
         prepare(name, reward)
     threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
@@ -286,7 +286,7 @@ def build(setup: Setup) -> dict[str, Reward]:
             f"reward={', '.join(rewards)}: threads run once plugins are loaded ({', '.join(threads)}): workers are copies of the process, "
             'and have none of them. Start them in the first call, or declare RewardSpec(..., scope="rank").'
         )
-    return rewards
+    return Scoring(rewards, {name: registry.answer_reader(*said) for name, said in setup.rewards.items()}, setup)
 
 
 def main() -> None:
@@ -309,7 +309,7 @@ def main() -> None:
     setup: Setup = pickle.loads(frames[0].payload)
     said: dict[str, Any] = {"ready": os.getpid()}
     try:
-        score = Scoring(build(setup), setup)
+        score = build(setup)
     except BaseException as error:  # foreign code
         text = str(error) if isinstance(error, RlbatchError) else f"reward host: {type(error).__name__}: {error}"
         said = {"message": text, "traceback": traceback.format_exc()}

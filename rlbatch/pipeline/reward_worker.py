@@ -18,6 +18,7 @@ import psutil
 from rlbatch.api import Reward, RewardError, Sample, Unscored
 from rlbatch.pipeline.reward_frames import Frame, Peer, Setup, unpack_task
 from rlbatch.pipeline.score import scores_of
+from rlbatch.reward_parts import Answers
 
 
 class Scoring:
@@ -25,11 +26,12 @@ class Scoring:
 
     Args:
         rewards: By name.
+        answers: By the same names, what tells final answers.
         setup: What its host was told.
     """
 
-    def __init__(self, rewards: Mapping[str, Reward], setup: Setup) -> None:
-        self._rewards, self.setup = rewards, setup
+    def __init__(self, rewards: Mapping[str, Reward], answers: Mapping[str, Answers], setup: Setup) -> None:
+        self._rewards, self._answers, self.setup = rewards, answers, setup
 
     def bind(self) -> None:
         """Limits this process's memory, beside what it has as a copy: an answer must not take the machine's."""
@@ -40,11 +42,12 @@ class Scoring:
             resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
     def __call__(self, payload: bytes) -> bytes:
-        """The answer to a task: ``rewards`` and ``parts``, or what is wrong."""
-        name, samples = unpack_task(payload)
+        """What is said to a task: ``rewards``, ``parts`` and ``answers``, or what is wrong."""
+        name, samples, is_held_out = unpack_task(payload)
         _seed(self.setup.seed, samples)
         try:
             scores = scores_of(name, self._rewards[name], samples)
+            answers = self._answers[name](samples) if is_held_out else []
         except RewardError as error:
             cause = error.__cause__ or error
             if isinstance(cause, MemoryError):
@@ -55,7 +58,7 @@ class Scoring:
                 "traceback": "".join(traceback.format_exception(cause)),
             }
             return _json(said)
-        return _json({"rewards": [score for score, _ in scores], "parts": [parts for _, parts in scores]})
+        return _json({"rewards": [score for score, _ in scores], "parts": [parts for _, parts in scores], "answers": answers})
 
 
 def _json(said: Mapping[str, Any]) -> bytes:

@@ -46,8 +46,6 @@ from rlbatch.weights.export import buckets
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-EVAL_SEED = 2**31
-"""Takes the place of the step in the seeds of evaluations: every evaluation draws the same random numbers."""
 SIGNAL_WAIT_S = 1.0
 """Within it a signal that goes to all processes of a job has reached each of them."""
 
@@ -274,9 +272,14 @@ class Rollout:
         for _ in answers:  # to its end, where it is checked
             pass
 
-    def evaluate(self, prompts: Sequence[Prompt]) -> Iterator[SampleGroup]:
-        """One sample a prompt at the evaluation temperature; fewer if it was interrupted, or the engine is lost."""
-        params = self._params(self._config.train.eval_temperature, 1, EVAL_SEED)
+    def evaluate(self, prompts: Sequence[Prompt], params: SamplingParams) -> Iterator[SampleGroup]:
+        """Groups that nothing is trained on, each once it is complete; fewer if it was interrupted, or the engine is lost.
+
+        Args:
+            prompts: This rank's share.
+            params: But for the tokens that end a response.
+        """
+        params = replace(params, stop_token_ids=self._stops)
         yield from (self._group(prompt, answer) for prompt, answer in self._answers(prompts, params))
 
     def _measured(self, answers: Iterator[tuple[Prompt, list[Completion]]]) -> Iterator[tuple[Prompt, list[Completion]]]:

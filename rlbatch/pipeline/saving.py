@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rlbatch.api import CheckpointError, ConfigError
 from rlbatch.checkpoint import run_folder
+from rlbatch.checkpoint.best import Best, restore
 from rlbatch.checkpoint.identity import identity
 from rlbatch.collectives import all_gather_ragged
 from rlbatch.config.hf_config import read_config
@@ -28,6 +29,7 @@ from rlbatch.pipeline import checkpoint_space
 from rlbatch.pipeline.first_rank import on_first_rank
 from rlbatch.pipeline.job import Job
 from rlbatch.pipeline.prompt_order import Cursor
+from rlbatch.pipeline.resuming import START, Resumed
 from rlbatch.pipeline.waiting import FILE as WAITING
 from rlbatch.pipeline.waiting import Waiting
 
@@ -73,20 +75,21 @@ class Checkpoints:
     Args:
         job: What is saved.
         announce: Told what the user should know.
-        resumed_step: Of the checkpoint that the job was resumed from; 0: from none.
+        resumed: What the job goes on from.
 
     Raises:
         RlbatchError: another run saves in that folder, or something in it is where a step of this one would go.
     """
 
-    def __init__(self, job: Job, announce: Callable[[str], None], resumed_step: int = 0) -> None:
+    def __init__(self, job: Job, announce: Callable[[str], None], resumed: Resumed = START) -> None:
         self._job, self._announce = job, announce
-        self._saved_step = resumed_step
+        self._saved_step, self._best = resumed.step, resumed.best
         self._root = run_folder.checkpoint_root(job.config.checkpoint.save, job.run_dir)
         self._run = ""
         self._lock: Lock | None = None
         if job.config.checkpoint.save_interval >= 0:
             self._run = on_first_rank(self._take_folder)
+            self._best = resumed.best if on_first_rank(lambda: restore(self._root, resumed.best) is not None) else None
         self._identity = identity(job.config, read_config(job.hf_folder), job.prompts_identity)
         self._pending: _Pending | None = None
 
@@ -99,6 +102,21 @@ class Checkpoints:
             raise ConfigError(f"checkpoint.save={self._root}: another run is saving in it. Wait for its end, or choose another.")
         run_folder.check_places(self._root, run, steps)
         return run
+
+    def is_best(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Whether the evaluation after a step is better than every one before, so that its checkpoint is kept; the same on every rank.
+
+        Args:
+            step: The last one done; 0 is none that could be saved.
+            metrics: Of the evaluation, if there was one.
+        """
+        metric = self._job.config.checkpoint.best
+        if not step or metric not in metrics or (self._best and metrics[metric] <= self._best.value):
+            return False
+        self._best = best = Best(metric, metrics[metric], step)
+        if step == self._saved_step and self._job.rank == 0:  # the attempt that saved it had no time to evaluate
+            best.name(self._root)
+        return True
 
     def after_step(self, step: int, *, is_due: bool, is_followed_up: bool = True) -> float | None:
         """Completes a checkpoint that has been written in the meantime, and saves this step if it is due.
@@ -227,5 +245,6 @@ class Checkpoints:
             "prompt_cursor": list(job.order.cursor),
             "signal": job.health.state(),
             "waiting": job.waiting.counts(),
+            "best": asdict(self._best) if self._best else None,
             **self._identity,
         }

@@ -42,12 +42,14 @@ class _Task:
         name: Of the reward.
         group: Whose samples they are.
         places: Theirs in the group.
+        is_held_out: Whether it is an evaluation's.
         payload: As it was sent.
     """
 
     name: str
     group: SampleGroup
     places: range
+    is_held_out: bool
     payload: bytes
 
     @property
@@ -63,6 +65,7 @@ class Scorer:
         registry: Of the job.
         names: Rewards that prompts name, beside the job's.
         workers: Processes, unless ``reward.workers`` says it.
+        sets: Those of evaluation sets: name among the job's rewards -> name and options.
 
     Attributes:
         in_rank: Rewards that run in this process.
@@ -70,18 +73,30 @@ class Scorer:
         counts: Samples without a verdict by kind, since whoever reports them put a new one here.
     """
 
-    def __init__(self, config: Config, registry: Registry, names: Sequence[str] = (), workers: int = 1) -> None:
+    def __init__(
+        self,
+        config: Config,
+        registry: Registry,
+        names: Sequence[str] = (),
+        workers: int = 1,
+        sets: Mapping[str, tuple[str, Mapping[str, Any]]] | None = None,
+    ) -> None:
         self._config: RewardConfig = config.reward
-        options: dict[str, Mapping[str, Any]] = {name: {} for name in names} | {config.reward.name: config.reward.options}
-        scopes = {name: registry.reward_scope(name, given) for name, given in options.items()}
+        trained: dict[str, tuple[str, Mapping[str, Any]]] = {name: (name, {}) for name in names}
+        if config.reward.name:
+            trained[config.reward.name] = (config.reward.name, config.reward.options)
+        rewards = {**(sets or {}), **trained}
+        scopes = {key: registry.reward_scope(*said) for key, said in rewards.items()}
         # Those of workers are built too: what they refuse is told here, as it always was.
-        built = {name: registry.build_reward(name, given) for name, given in options.items()}
-        self.in_rank: Mapping[str, Reward] = {name: reward for name, reward in built.items() if scopes[name] == "rank"}
-        self._scopes, self._known = scopes, sorted(options)
-        self._unscored = {name: self._config.on_timeout or registry.rewards[name].value.unscored for name in options}
-        self.may_drop = "drop_group" in (self._config.on_error, *self._unscored.values())
-        self._limits = {name: self._config.timeout_s or registry.rewards[name].value.timeout_s for name in options}
-        served = {name: given for name, given in options.items() if scopes[name] != "rank"}
+        built = {key: registry.build_reward(*said) for key, said in rewards.items()}
+        self.in_rank: Mapping[str, Reward] = {key: reward for key, reward in built.items() if scopes[key] == "rank"}
+        self._answers_in_rank = {key: registry.answer_reader(*rewards[key]) for key in self.in_rank}
+        self._scopes, self._known = scopes, sorted(rewards)
+        specs = {key: registry.rewards[name].value for key, (name, _) in rewards.items()}
+        self._unscored = {key: self._config.on_timeout or spec.unscored for key, spec in specs.items()}
+        self.may_drop = "drop_group" in (self._config.on_error, *(self._unscored[key] for key in trained))
+        self._limits = {key: self._config.timeout_s or spec.timeout_s for key, spec in specs.items()}
+        served = {key: said for key, said in rewards.items() if scopes[key] != "rank"}
         at_once = self._config.workers or min(max(workers, 1), MOST_WORKERS)
         self._setup = Setup(config.plugins, served, config.seed, at_once, self._config.memory_gib)
         self._host: subprocess.Popen[bytes] | None = None
@@ -109,8 +124,13 @@ class Scorer:
         self._peer = Peer(ours)
         self._peer.send_all(Frame(SETUP, 0.0, pickle.dumps(self._setup)))
 
-    def submit(self, group: SampleGroup) -> None:
-        """Has a group scored, if its reward runs in workers; does not wait for it."""
+    def submit(self, group: SampleGroup, *, is_held_out: bool = False) -> None:
+        """Has a group scored, if its reward runs in workers; does not wait for it.
+
+        Args:
+            group: With all its samples.
+            is_held_out: Whether it is an evaluation's: its answers are wanted, and without a verdict a sample counts 0.
+        """
         name = group.prompt.reward_name or self._config.name
         check_known(name, group.prompt, self._known)
         if self._scopes[name] == "rank":
@@ -119,7 +139,8 @@ class Scorer:
         size = len(group.samples)
         places = [range(place, place + 1) for place in range(size)] if self._scopes[name] == "sample" else [range(size)]
         for part in places:
-            task = _Task(name, group, part, pack_task(name, [group.samples[place] for place in part]))
+            samples = [group.samples[place] for place in part]
+            task = _Task(name, group, part, is_held_out, pack_task(name, samples, is_held_out=is_held_out))
             self._ask(self._next, task)
             self._next += 1
         self._take()
@@ -129,16 +150,19 @@ class Scorer:
         self._asked[number] = task
         self._peer.send_all(Frame(number, self._limits[task.name], task.payload))
 
-    def finish(self, groups: Sequence[SampleGroup]) -> None:
+    def finish(self, groups: Sequence[SampleGroup], *, is_held_out: bool = False) -> None:
         """Fills ``rewards`` of groups, all of which were submitted: waits for workers, and calls what runs in this process.
 
-        Groups without a verdict keep no rewards if they are to be left out.
+        Groups without a verdict keep no rewards if they are to be left out. Those of an evaluation get their ``answers`` too.
 
         Raises:
             RewardError: a reward is unknown, broken, or gave no verdict, where that stops the job.
         """
         try:
-            score([group for group in groups if self._name(group) in self.in_rank], self.in_rank, self._config.name)
+            own = [group for group in groups if self._name(group) in self.in_rank]
+            score(own, self.in_rank, self._config.name)
+            for group in own if is_held_out else ():
+                group.answers = self._answers_in_rank[self._name(group)](group.samples)
             while len(self._answers) < len(self._asked):
                 assert self._peer is not None
                 select.select([self._peer.socket], [], [], POLL_S)
@@ -148,7 +172,7 @@ class Scorer:
             self._asked, self._answers, self._losses = {}, {}, 0
         for group in {id(task.group): task.group for task in asked.values()}.values():
             size = len(group.samples)
-            group.rewards, group.parts, group.failures = [0.0] * size, [{} for _ in range(size)], [""] * size
+            group.rewards, group.parts, group.failures, group.answers = [0.0] * size, [{} for _ in range(size)], [""] * size, [None] * size
         dropped = [task.group for number, task in sorted(asked.items()) if self._is_dropped(task, answers[number])]
         for group in dropped:
             group.rewards = []
@@ -162,20 +186,23 @@ class Scorer:
         if "rewards" in answer:
             for place, reward, parts in zip(task.places, answer["rewards"], answer["parts"], strict=True):
                 group.rewards[place], group.parts[place] = float(reward), parts
+            for place, found in zip(task.places, answer["answers"], strict=task.is_held_out):
+                group.answers[place] = found
             return False
         kind, policy, message = self._failure(task, answer)
+        is_dropped = policy == "drop_group" and not task.is_held_out
         if "traceback" in answer and (policy == "stop" or kind not in self._told):
             print(answer["traceback"], end="", file=sys.stderr)
         if policy == "stop":
             raise RewardError(message)
         if kind not in self._told:
             self._told.add(kind)
-            does = "its group is left out" if policy == "drop_group" else "it counts as 0"
-            print(f"{message} ({does}; others like it are counted in reward/{kind}s)", file=sys.stderr, flush=True)
+            does, where = "its group is left out" if is_dropped else "it counts as 0", "" if task.is_held_out else "reward/"
+            print(f"{message} ({does}; others like it are counted in {where}{kind}s)", file=sys.stderr, flush=True)
         self.counts[kind] += len(task.places)
         for place in task.places:
             group.failures[place] = kind
-        return policy == "drop_group"
+        return is_dropped
 
     def _failure(self, task: _Task, answer: Mapping[str, Any]) -> tuple[Failure, str, str]:
         """Kind of a failure, what is done about it, and what is said."""

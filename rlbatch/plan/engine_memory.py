@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlbatch.api import EngineShape, ModelFamily, OffloadMemory
+from rlbatch.config.evaluation import longest_response
 from rlbatch.config.schema import Config
 from rlbatch.plan.engine_precision import has_fp8_engines
 from rlbatch.plan.parameters import ModelSize, PartSize
@@ -93,7 +94,7 @@ def engine_memory(job: MemoryInputs) -> EngineMemory:
     else:
         part = job.model.total + (job.model.carried if job.draft == "" else PartSize())
         weights = _weights(part, job, full) + (_folder_bytes(Path(job.draft)) / job.gpus if job.draft else 0)
-        tokens = shape.context_tokens or config.rollout.max_response_tokens
+        tokens = shape.context_tokens or longest_response(config)[0]
         cache = tokens * cache_bytes(job.model.family, shape, shape.cached_bytes or full)
     return EngineMemory(max(weights / GIB - shape.offloaded_gib, 0.0), cache / GIB)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from rlbatch.api import ConfigError, EngineShape, ModelFamily, RolloutSpec
+from rlbatch.config.evaluation import longest_response
 from rlbatch.config.schema import Config
 from rlbatch.config.structured import show_value
 from rlbatch.plan.engine_memory import EngineMemory, MemoryInputs, engine_memory
@@ -52,12 +53,12 @@ class EnginePlan:
         Raises:
             ConfigError: both numbers.
         """
-        shape, prompt, response = self.shape, self.config.data.max_prompt_tokens or 1, self.config.rollout.max_response_tokens
+        shape, prompt, (response, key) = self.shape, self.config.data.max_prompt_tokens or 1, longest_response(self.config)
         if shape.context_tokens and (least := prompt + response + shape.context_spare) > shape.context_tokens:
             spare = f", and {shape.context_spare} that the engine keeps" if shape.context_spare else ""
             raise ConfigError(
                 f"rollout.engine.{shape.context_option}={shape.context_tokens}: must hold a prompt of {prompt} tokens "
-                f"(data.max_prompt_tokens) and a response of {response} (rollout.max_response_tokens){spare}. Use {least} or more."
+                f"(data.max_prompt_tokens) and a response of {response} ({key}){spare}. Use {least} or more."
             )
 
     def check_shortest(self) -> None:

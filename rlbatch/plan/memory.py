@@ -11,12 +11,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rlbatch.api import OffloadMemory
+from rlbatch.config.evaluation import eval_sets
 from rlbatch.config.schema import Config
 from rlbatch.plan.engine_memory import GIB, WEIGHT_BYTES, MemoryInputs, engine_memory
 from rlbatch.plan.parameters import Share, least_share
 
 PHASES = ("load", "start", "sync", "generate", "log-probs", "update", "save")
 """``load``: the model is built and filled; ``start``: engines start, before the optimizer has moments."""
+EVALUATING = ("load", "start", "sync", "generate")
+"""What a job comes to that only evaluates."""
 BESIDE_ENGINES = ("start", "sync", "generate")
 """Engines have memory on their GPUs. In the other phases those are asleep that can."""
 WHEN = {
@@ -146,7 +149,7 @@ def memory_floor(job: MemoryInputs) -> MemoryFloor:
     stages = []
     for share in _shares(job):
         trainer, host = _trainer(job, share), _host(job, share)
-        gpu: Mapping[str, Parts] = {phase: {**trainer[phase], **engine[phase]} for phase in PHASES}
+        gpu: Mapping[str, Parts] = {phase: {**trainer[phase], **engine[phase]} if trainer[phase] else {} for phase in PHASES}
         if not job.on_gpu:
             gpu, host = _NOTHING, {phase: {**host[phase], **gpu[phase]} for phase in PHASES}
         stages.append(RankMemory(gpu, host))
@@ -183,6 +186,8 @@ def _trainer(job: MemoryInputs, share: Share) -> Mapping[str, Parts]:
     moving = {"weights on their way into a buffer": WEIGHT_BYTES[precision] * share.last_buffer} if job.on_gpu else {}
     resting = weights if offload.releases_gradients else weights | gradients
     state = main | moments if _updates_before_generating(config) else main
+    if config.mode == "eval":
+        return {phase: weights if phase in EVALUATING else {} for phase in PHASES}
     scoring = resting | state
     updating = weights | gradients | main | moments
     return {
@@ -244,7 +249,7 @@ def _host(job: MemoryInputs, share: Share) -> Mapping[str, Parts]:
 
 def _updates_before_generating(config: Config) -> bool:
     """Whether there is a generation after an update, which makes Adam's moments."""
-    return config.train.steps > 1 or bool(config.data.eval)
+    return config.train.steps > 1 or bool(eval_sets(config))
 
 
 def _largest(peaks: Iterable[Peak]) -> Peak:

@@ -7,14 +7,16 @@ import os
 import shutil
 import stat
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from rlbatch.api import CheckpointError, DataError
 from rlbatch.checkpoint import run_folder
+from rlbatch.checkpoint.best import Best, restore
 from rlbatch.checkpoint.newest import newest
-from rlbatch.checkpoint.run_folder import FORMAT, LATEST, PROGRESS, STATE, TENSOR_SUFFIX, begin, check_places, complete, draft_folder
+from rlbatch.checkpoint.run_folder import BEST, FORMAT, LATEST, PROGRESS, STATE, TENSOR_SUFFIX, begin, check_places, complete, draft_folder
 
 
 def save(root: Path, step: int, run: str = "this", keep: int = 0, **progress: object) -> Path:
@@ -53,6 +55,42 @@ def test_a_step_saved_again_is_replaced(tmp_path: Path) -> None:
     folder, progress = newest(tmp_path) or (tmp_path, {})
     assert progress["attempt"] == 2
     assert not (folder / "old").exists()
+
+
+def best_of(root: Path) -> str:
+    return str(json.loads((root / BEST).read_text())["folder"])
+
+
+def test_the_best_is_kept_beside_the_newest(tmp_path: Path) -> None:
+    """keep=1: the best stays while newer ones come and go, until there is a better one; another run deletes neither."""
+    first, second = (Best("eval/a/avg@4", value, step) for value, step in ((0.5, 10), (0.75, 40)))
+    for step, best in ((10, first), (20, first), (30, first)):
+        save(tmp_path, step, keep=1, best=asdict(best))
+        assert best_of(tmp_path) == "step_000010"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [BEST, LATEST, "step_000010", "step_000030"]
+    save(tmp_path, 40, keep=1, best=asdict(second))
+    assert json.loads((tmp_path / BEST).read_text()) == {"folder": "step_000040", "metric": "eval/a/avg@4", "value": 0.75, "step": 40}
+    assert sorted(path.name for path in tmp_path.iterdir()) == [BEST, LATEST, "step_000040"]
+    save(tmp_path, 50, keep=1, best=None)  # a run without checkpoint.best
+    assert sorted(path.name for path in tmp_path.iterdir()) == [BEST, LATEST, "step_000040", "step_000050"]
+
+
+def test_a_resumed_run_knows_the_best(tmp_path: Path) -> None:
+    """From the checkpoint that it goes on from, whatever best.json says; not by another metric, nor if it is gone."""
+    best = Best("reward/eval", 0.5, 10)
+    save(tmp_path, 10, best=asdict(best))
+    save(tmp_path, 20, best=asdict(best))
+    Best("reward/eval", 0.9, 30).name(tmp_path)  # of a save that was not completed
+    _, progress = newest(tmp_path) or ("", {})
+    assert Best.of(progress, "reward/eval") == restore(tmp_path, best) == best
+    assert best_of(tmp_path) == "step_000010"
+    assert Best.of(progress, "eval/a/avg@4") is None
+    assert Best.of({}, "reward/eval") is None
+    with pytest.raises(DataError, match="best is damaged"):
+        Best.of({"best": {"metric": "reward/eval"}}, "reward/eval")
+    shutil.rmtree(tmp_path / "step_000010")
+    assert restore(tmp_path, best) is None
+    assert not (tmp_path / BEST).exists()
 
 
 def test_state_is_private(tmp_path: Path) -> None:

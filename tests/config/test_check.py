@@ -14,7 +14,7 @@ from rlbatch.config.check import check_config
 from rlbatch.config.schema import Config
 from rlbatch.config.structured import KeyDoc, from_mapping, key_docs, show_value
 
-BOUNDED = ("train", "optimizer", "algorithm", "layout", "model", "rollout", "data", "checkpoint", "cluster", "launch")
+BOUNDED = ("train", "eval", "optimizer", "algorithm", "layout", "model", "rollout", "data", "checkpoint", "cluster", "launch")
 
 
 def check(overrides: list[str]) -> None:

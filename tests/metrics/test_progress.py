@@ -16,6 +16,16 @@ class Terminal(io.StringIO):
         return True
 
 
+@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()], ids=["log", "terminal"])
+def test_a_job_without_steps_counts_none(stream: io.StringIO) -> None:
+    """An evaluation alone: what it says, neither a bar nor a line of a step."""
+    progress = RunProgress(0, stream)
+    progress.phase("evaluating aime (30 prompts x 32)")
+    progress.record(StepResult(0, 0, {"reward/eval": 0.1}))
+    progress.close()
+    assert stream.getvalue() == "evaluating aime (30 prompts x 32)\n"
+
+
 def test_a_log_gets_one_line_a_step() -> None:
     """Phases and steps are plain lines with all six numbers and no control characters; the last evaluation stays shown."""
     stream = io.StringIO()

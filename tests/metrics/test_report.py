@@ -41,7 +41,7 @@ def test_a_summary_exists_from_the_start(tmp_path: Path) -> None:
     RunReport(tmp_path)
     summary = read(tmp_path)
     assert set(summary) == {
-        "status", "steps", "seconds", "reward_start", "reward_end", "eval_reward_start", "eval_reward", "tokens_per_s",
+        "status", "steps", "seconds", "reward_start", "reward_end", "eval_reward_start", "eval_reward", "evaluations", "tokens_per_s",
         "sync_median_s", "rollout_logprob_diff", "skipped_updates", "steps_without_signal", "sampling", "phase_seconds", "first_error",
     }  # fmt: skip
     assert (summary["status"], summary["steps"], summary["reward_start"], summary["first_error"]) == ("running", 0, None, None)
@@ -86,6 +86,7 @@ def test_a_run_is_summed_up(tmp_path: Path) -> None:
         "reward_end": 0.5,
         "eval_reward_start": 0.1,
         "eval_reward": 0.8,
+        "evaluations": {},
         "tokens_per_s": 175.0,
         "sync_median_s": 0.5,
         "rollout_logprob_diff": 0.0625,
@@ -135,7 +136,7 @@ def test_docs_show_every_key() -> None:
     _, _, tail = DOCS.read_text().partition("## summary.json")
     summary, _, samples = tail.partition("## samples")
     assert re.findall(r"^\| `(\w+)` \|", summary, flags=re.MULTILINE) == [
-        "status", "steps", "seconds", "reward_start", "reward_end", "eval_reward_start", "eval_reward", "tokens_per_s",
+        "status", "steps", "seconds", "reward_start", "reward_end", "eval_reward_start", "eval_reward", "evaluations", "tokens_per_s",
         "sync_median_s", "rollout_logprob_diff", "skipped_updates", "steps_without_signal", "sampling", "phase_seconds", "first_error",
     ]  # fmt: skip
     assert {field.name for field in fields(Summary)} == set(re.findall(r"^\| `(\w+)` \|", summary, flags=re.MULTILINE))

@@ -24,6 +24,8 @@ RUN = (
     "train.prompts_per_step=8",
     "train.eval_interval=1",
     "data.eval=embedded",
+    "eval.sets.more.file=embedded",  # its prompts have the ids of the others
+    "eval.sets.more.prompts=6",
     "checkpoint.save_interval=0",
     "rollout.max_logprob_diff=null",
     "rollout.bucket_mib=1",
@@ -46,6 +48,10 @@ def state(run_dir: Path) -> dict[str, bytes]:
     """Weights and optimizer state at the end."""
     folder = run_dir / "checkpoints" / f"step_{STEPS:06d}" / "state"
     return {path.name: path.read_bytes() for path in folder.glob("*.distcp")}
+
+
+def evaluations(run_dir: Path) -> dict[str, bytes]:
+    return {path.relative_to(run_dir).as_posix(): path.read_bytes() for path in run_dir.glob("evaluations/*/*.jsonl")}
 
 
 def restarts(ended: Ended) -> list[str]:
@@ -71,6 +77,8 @@ def assert_same(run_dir: Path, undisturbed: Path) -> None:
     assert samples(run_dir) == samples(undisturbed)
     assert scalars(run_dir) == scalars(undisturbed)
     assert state(run_dir) == state(undisturbed)
+    assert evaluations(run_dir) == evaluations(undisturbed)
+    assert len(evaluations(run_dir)) == 2 * (STEPS + 1)
 
 
 def test_lost_engines_change_nothing(undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +88,7 @@ def test_lost_engines_change_nothing(undisturbed: Path, tmp_path: Path, monkeypa
     ended = run(
         tmp_path / "run",
         monkeypatch,
-        (0, "answer", 2, "SIGKILL"),  # in the first evaluation
+        (0, "answer", 4, "SIGKILL"),  # in the first evaluation, when it has all its answers of one set and one of the other
         (0, "group", 2, "SIGKILL"),
         (1, "group", 3, "dead"),
         (1, "start", 3, "SIGKILL"),  # when it is started after the next one

@@ -123,6 +123,8 @@ def test_long_prompts_are_left_out_or_refused(tmp_path: Path, tokenizer: Any) ->
     said = f"{path}:2: 7 tokens; {path}:3: 8 tokens; {path}:4: 9 tokens; ...: 4 of 5 prompts are longer than 6 tokens "
     reason = "(the context of 10 less rollout.max_response_tokens=4)"
     assert told == [f"{said}{reason}, and are left out (data.too_long=drop)."]
+    load_prompts(path, DATA, tokenizer, context_tokens=10, max_response_tokens=4, most=2, limit_key="x", announce=told.append)
+    assert told[1].startswith(f"{path}:2: 7 tokens: 1 of 2 prompts are longer than 6 tokens (the context of 10 less x=4), and are left out")
     with pytest.raises(DataError) as caught:
         load_prompts(path, replace(DATA, too_long="refuse"), tokenizer, context_tokens=10, max_response_tokens=4)
     assert str(caught.value) == f"{said}{reason}. Remove or shorten them, or change that limit."

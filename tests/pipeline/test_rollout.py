@@ -14,12 +14,14 @@ import torch
 from rlbatch.api import Completion, EngineLost, Prompt, RolloutError, SamplingParams, WeightBucket
 from rlbatch.config.schema import Config, RolloutConfig, TrainConfig
 from rlbatch.launch.shutdown.signals import Interrupted, StopNotice
-from rlbatch.pipeline.rollout import EVAL_SEED, Rollout, Work
+from rlbatch.pipeline.eval_sets import EVAL_SEED, with_prompts
+from rlbatch.pipeline.rollout import Rollout, Work
 
 CONFIG = replace(
     Config(seed=5, train=TrainConfig(eval_temperature=0.0), rollout=RolloutConfig(name="fake", temperature=0.7, max_response_tokens=4)),
 )
 PROMPTS = [Prompt(3, "a b", (7, 8)), Prompt(9, "a", (7,))]
+EVALUATION = with_prompts(CONFIG, [PROMPTS])[0].params(CONFIG.seed)
 
 
 class FakeEngine:
@@ -75,7 +77,7 @@ def test_training_and_evaluation_ask_differently() -> None:
     """Training samples groups at the sampling temperature, seeded by the step; an evaluation one sample each, always the same seed."""
     engine = FakeEngine()
     list(rollout(engine).generate(PROMPTS, step=11))
-    list(rollout(engine).evaluate(PROMPTS))
+    list(rollout(engine).evaluate(PROMPTS, EVALUATION))
     training, evaluation = (params for _, params in engine.asked)
     assert training == SamplingParams(0.7, 4, (1, 2), CONFIG.algorithm.group_size, (5, 11))
     assert evaluation == SamplingParams(0.0, 4, (1, 2), 1, (5, EVAL_SEED))
@@ -246,7 +248,7 @@ def test_what_a_lost_engine_has_done_is_kept(tmp_path: Path) -> None:
     assert [group.prompt for group in lost.generate(PROMPTS, 1)] == PROMPTS[:1]
     assert lost.lost is not None
     assert (lost.lost.reason, str(lost.lost)) == ("rollout=fake: the engine is dead", "rollout=fake: the engine is dead. its last lines")
-    assert list(lost.generate(PROMPTS[1:], 1)) == list(lost.evaluate(PROMPTS)) == []
+    assert list(lost.generate(PROMPTS[1:], 1)) == list(lost.evaluate(PROMPTS, EVALUATION)) == []
     assert len(engine.asked) == 1
     engine.lost_in = ""
     lost.restart()
@@ -302,7 +304,7 @@ def test_the_work_of_a_step_is_measured(tmp_path: Path) -> None:
     assert 0 < made.work.busy_s < 60
     again = synced(FakeEngine(), tmp_path)
     list(again.generate(PROMPTS, 1))
-    list(again.evaluate(PROMPTS))
+    list(again.evaluate(PROMPTS, EVALUATION))
     assert replace(again.work, busy_s=0.0) == Work()
     assert again.work.busy_s < 0.1
 

@@ -63,10 +63,10 @@ def group(prompt_id: int, responses: Sequence[str], reward_name: str = "") -> Sa
     return SampleGroup(prompt, samples)
 
 
-def scored(scorer: Scorer, *groups: SampleGroup) -> list[list[float]]:
+def scored(scorer: Scorer, *groups: SampleGroup, is_held_out: bool = False) -> list[list[float]]:
     for one in groups:
-        scorer.submit(one)
-    scorer.finish(groups)
+        scorer.submit(one, is_held_out=is_held_out)
+    scorer.finish(groups, is_held_out=is_held_out)
     return [one.rewards for one in groups]
 
 
@@ -98,8 +98,8 @@ def test_verdicts_return_to_their_samples(make: Make) -> None:
 def test_a_sample_is_as_in_the_rank() -> None:
     """Its tensors have the values and types that they have there, and its prompt is one object."""
     sent = group(3, ["a", "b"]).samples
-    name, received = unpack_task(pack_task("r", sent))
-    assert name == "r"
+    name, received, is_held_out = unpack_task(pack_task("r", sent))
+    assert (name, is_held_out) == ("r", False)
     assert received[0].prompt is received[1].prompt
     for here, there in zip(sent, received, strict=True):
         assert there.response_length == here.response_length == 1
@@ -205,6 +205,30 @@ def test_errors_may_count_zero_or_leave_the_group_out(make: Make, capfd: pytest.
     assert told.count("Traceback") == told.count("(it counts as 0; others like it are counted in reward/errors)") == 1
     assert scored(drop, group(0, ["1", "raise"]), group(1, ["2"]), group(2, ["hang", "3"])) == [[], [2.0], []]
     assert drop.counts == {"error": 1, "timeout": 1}
+
+
+def test_an_evaluation_counts_what_has_no_verdict_and_drops_nothing(make: Make, capfd: pytest.CaptureFixture[str]) -> None:
+    """Each other sample keeps its reward, and has its answer, where the reward runs in this process too."""
+    scorer = make(timeout_s=SHORT_S, on_error="drop_group", on_timeout="drop_group")
+    scorer.counts.clear()
+    worker, rank = group(1, ["1", "hang", "raise", "slow answer", "a 2"]), group(2, ["3", "b 4"], "in_rank")
+    assert scored(scorer, worker, rank, is_held_out=True) == [[1.0, 0.0, 0.0, 0.0, 0.5], [3.0, 0.5]]
+    assert worker.failures == ["", "timeout", "error", "timeout", ""]
+    assert (worker.answers, rank.answers) == (["1", None, None, None, "2"], ["3", "4"])
+    assert scorer.counts == {"error": 1, "timeout": 2}
+    assert "its group is left out" not in capfd.readouterr().err
+
+
+def test_an_evaluation_set_has_a_reward_of_its_own(registry: Registry) -> None:
+    """By a name among the job's, also where the job has none; groups of it are dropped nowhere."""
+    sets = {"fragile of eval.sets.a": ("fragile", {}), "in_rank": ("in_rank", {})}
+    scorer = Scorer(replace(Config(), plugins=(PLUGIN,), reward=RewardConfig("", 2, 60.0)), registry, sets=sets)
+    try:
+        own, other = group(1, ["7", "give up"], "fragile of eval.sets.a"), group(2, ["8"], "in_rank")
+        assert scored(scorer, own, other, is_held_out=True) == [[7.0, 0.0], [8.0]]
+        assert not scorer.may_drop
+    finally:
+        scorer.close()
 
 
 def test_a_deadline_may_stop_the_job(make: Make) -> None:

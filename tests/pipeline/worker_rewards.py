@@ -102,6 +102,13 @@ def each(samples: Sequence[Sample]) -> list[Any]:
     return [do(sample) for sample in samples]
 
 
+def answer(options: Any, sample: Sample) -> str:
+    """The last word."""
+    if sample.response == "slow answer":
+        time.sleep(600)
+    return sample.response.split()[-1]
+
+
 async def waiting(samples: Sequence[Sample]) -> list[Any]:
     async def one(sample: Sample) -> Any:
         await asyncio.sleep(0.0)
@@ -129,11 +136,11 @@ class Prepared:
 @hookimpl
 def rlbatch_register_rewards() -> Mapping[str, Any]:
     return {
-        "each": RewardSpec(always(each), scope="sample"),
+        "each": RewardSpec(always(each), scope="sample", answer=answer),
         "group": each,
         "waiting": waiting,
         "rank_of": rank_of,
         "prepared": Prepared(),
-        "in_rank": RewardSpec(always(each), scope="rank"),
+        "in_rank": RewardSpec(always(each), scope="rank", answer=answer),
         "fragile": RewardSpec(always(each), scope="sample", unscored="drop_group"),
     }

@@ -131,6 +131,18 @@ def test_only_one_generation_has_no_moments_beside_it() -> None:
     assert "moments" in gpu(job("train.steps=2", "data.eval="))["generate"]
 
 
+def test_an_evaluation_alone_has_weights_only() -> None:
+    """No gradients, optimizer, reference model or checkpoint, in no phase, and none that trains."""
+    found, on_host = (of(job("mode=eval", "algorithm.kl_loss=true", "offload=gradients")) for of in (gpu, host))
+    assert [sorted(found[phase]) for phase in ("start", "generate")] == [["engine's cache", "engine's weights", "weights"]] * 2
+    assert (list(found["load"]), sorted(found["sync"])) == (["weights"], ["engine's weights", "weights"])
+    assert found["load"]["weights"] == pytest.approx(2 * SHARE.held)
+    assert [found[phase] for phase in ("log-probs", "update", "save")] == [{}] * 3
+    assert not {"checkpoint", "reference model", "optimizer state that left the GPU"} & {
+        name for parts in on_host.values() for name in parts if parts[name]
+    }
+
+
 def test_engines_asleep() -> None:
     """Their weights are on the host, nowhere, or with the cache on the GPU: all of the share that it fills, or a longest sample's."""
     memory = engine_memory(job())

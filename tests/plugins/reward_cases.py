@@ -19,6 +19,12 @@ def sample(label: Any, response: str, tokens: int = 3, index: int = 0) -> Sample
     return Sample(Prompt(0, "text", (1, 2), label), index, [0] * (tokens + 2), [], [], response, "stop")  # type: ignore[arg-type]
 
 
+def answer(name: str, response: str, **options: Any) -> str | None:
+    """The final answer of one response."""
+    (found,) = registry().answer_reader(name, options)([sample(None, response)])
+    return found
+
+
 def verdict(name: str, label: Any, response: str, tokens: int = 3, **options: Any) -> float:
     """The reward of one response."""
     ((score, _),) = scores_of(name, registry().build_reward(name, options), [sample(label, response, tokens)])

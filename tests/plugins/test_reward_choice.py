@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rlbatch.api import ConfigError, DataError
-from tests.plugins.reward_cases import registry, verdict
+from tests.plugins.reward_cases import answer, registry, verdict
 
 
 @pytest.mark.parametrize(
@@ -54,3 +54,10 @@ def test_labels_and_options() -> None:
     for letters in ("", "A", "AAB", "abc", "A-Z"):
         with pytest.raises(ConfigError, match=r"reward\.options\.letters="):
             registry().build_reward("choice", {"letters": letters})
+
+
+def test_the_answer_that_votes() -> None:
+    """In evaluations, samples with the same one vote together."""
+    assert answer("choice", "the answer is (b)") == "B"
+    assert answer("choice", "The answer is E", letters="CDE") == "E"
+    assert answer("choice", "none of them") is None

@@ -8,7 +8,7 @@ import pytest
 
 from rlbatch.api import ConfigError, DataError, RlbatchError
 from rlbatch.pipeline.score import scores_of
-from tests.plugins.reward_cases import registry, sample
+from tests.plugins.reward_cases import answer, registry, sample
 
 NUMBER, FORM = {"reward": "number"}, {"reward": "regex", "options": {"pattern": "^Answer"}}
 
@@ -68,3 +68,10 @@ def test_negative_weights_name_their_key() -> None:
     """In the style of all keys."""
     with pytest.raises(ConfigError, match=r"reward\.options\.parts\.number\.weight=-0\.5: must be 0 or more"):
         registry().build_reward("composite", {"parts": {"number": {"weight": -0.5}}})
+
+
+def test_the_answer_is_that_of_the_first_part_that_tells_one() -> None:
+    """Whatever stands before it; without such a part, the whole response."""
+    parts = {"form": FORM, "inner": {"reward": "composite", "options": {"parts": {"number": {}}}}}
+    assert answer("composite", "Answer 0.5", parts=parts) == "1/2"
+    assert answer("composite", " Answer 0.5", parts={"form": FORM}) == "Answer 0.5"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rlbatch.api import DataError
-from tests.plugins.reward_cases import registry, verdict
+from tests.plugins.reward_cases import answer, registry, verdict
 
 
 @pytest.mark.parametrize(
@@ -36,3 +36,10 @@ def test_labels_that_nothing_can_equal(label: Any) -> None:
     """Refused at submit."""
     with pytest.raises(DataError, match=r"^reward=exact: label "):
         registry().label_check("exact", {})(label)
+
+
+def test_the_answer_that_votes() -> None:
+    """In evaluations, samples with the same one vote together."""
+    assert answer("exact", " two\n words ") == "two words"
+    assert answer("exact", "A\nLast", answer="last_line", ignore_case=True) == "last"
+    assert answer("exact", "no box", answer="boxed") is None

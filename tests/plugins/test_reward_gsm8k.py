@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.plugins.reward_cases import registry, verdict
+from tests.plugins.reward_cases import answer, registry, verdict
 
 GOLD = json.loads(Path(__file__).with_name("gsm8k_answers.json").read_text(encoding="utf-8"))
 """Of GSM8K's test set (MIT licence): with thousands, negative ones, and the first of it."""
@@ -41,3 +41,10 @@ def test_which_number_counts(response: str, flexible: int, strict: int) -> None:
     """Behind the last mark the first one; else the box's, else the last, unless it is strict."""
     assert verdict("gsm8k", "#### 18", response) == flexible
     assert verdict("gsm8k", 18, response, strict=True) == strict
+
+
+def test_the_answer_that_votes() -> None:
+    """In evaluations, samples with the same one vote together."""
+    assert answer("gsm8k", "1 #### 1,234.0 apples") == "1234"
+    assert answer("gsm8k", "so 1/2") == "1/2"
+    assert answer("gsm8k", "so 1/2", strict=True) is None

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rlbatch.api import DataError
-from tests.plugins.reward_cases import registry, verdict
+from tests.plugins.reward_cases import answer, registry, verdict
 
 SUITE = [
     ("7425000", "7,425,000", 1),
@@ -86,3 +86,12 @@ def test_labels_that_cannot_be_right(label: Any) -> None:
     """Refused at submit."""
     with pytest.raises(DataError, match=r"^reward=math: label .* Correct the prompt file"):
         registry().label_check("math", {})(label)
+
+
+def test_the_answer_that_votes() -> None:
+    """In evaluations, samples with the same one vote together."""
+    halves = [r"\boxed{\frac12}", r"so \boxed{\dfrac{1}{2}}.", r"\boxed{\frac{1}{2}} cm"]
+    assert {answer("math", response) for response in halves} == {"1/2"}
+    assert answer("math", r"\boxed{3}") != answer("math", r"\boxed{3\%}")
+    assert answer("math", "it is " + "7" * 20_000) is None
+    assert answer("math", "I do not know") is None

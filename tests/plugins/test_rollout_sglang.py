@@ -175,7 +175,7 @@ def test_a_batch_with_greedy_requests_is_drawn_alike() -> None:
     probs = torch.softmax(torch.randn(64, 50, generator=torch.Generator().manual_seed(2)), -1)
     seeds, positions = torch.arange(64), torch.full((64,), 3)
     greedy = torch.arange(64) % 3 == 0
-    tokens = draw_among(probs, torch.where(greedy, 1, 1 << 30), seeds, positions)
+    tokens = draw_among(probs, torch.where(greedy, 1, 1 << 30), torch.ones(64), seeds, positions)
     assert tokens.dtype == torch.int32
     assert torch.equal(tokens[greedy], probs.argmax(-1)[greedy].int())
     assert torch.equal(tokens[~greedy], draw_tokens(probs, seeds, positions)[~greedy])

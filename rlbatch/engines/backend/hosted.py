@@ -293,6 +293,8 @@ class HostedRollout:
             "lengths": [len(prompt.token_ids) for prompt in prompts],
             "seeds": [[_seed(params, prompt, index) for index in range(params.samples_per_prompt)] for prompt in prompts],
             "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
             "max_tokens": params.max_response_tokens,
             "min_tokens": self._options.min_response_tokens,
             "stop_token_ids": list(params.stop_token_ids),

@@ -52,7 +52,7 @@ class SamplingEngine(ABC):
         Args:
             name: Of the sample; no other one's name begins with it.
             prompt: Token ids.
-            header: Of the call: ``temperature``, ``max_tokens``, ``min_tokens`` and ``stop_token_ids``.
+            header: Of the call: ``temperature``, ``top_p``, ``top_k`` (0: all), ``max_tokens``, ``min_tokens`` and ``stop_token_ids``.
             seed: 62 bits.
         """
 
