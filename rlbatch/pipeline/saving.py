@@ -160,12 +160,14 @@ class Checkpoints:
         self._job.trainer.release_gradients()  # nothing needs them any more, and gathering takes memory
         with self._removing(draft):
             state = TrainerState(self._job.trainer)
-            need = torch.tensor(state.write_bytes)
+            waiting = self._waiting()
+            need = torch.tensor(state.write_bytes + len(waiting))
             dist.all_reduce(need)
             checkpoint_space.check_disk(self._root, int(need), step)
             with checkpoint_space.explaining_write_errors(self._root, int(need), step):
                 self._save_rng(draft)
-                self._save_waiting(draft)
+                if waiting:
+                    (draft / WAITING).write_bytes(waiting)
                 progress = self._progress(step) | {"is_followed_up": is_followed_up}
                 if self._may_write_later(step, state.write_bytes):
                     self._pending = _Pending(step, int(need), progress, state.start_writing(draft / run_folder.STATE))
@@ -231,10 +233,10 @@ class Checkpoints:
         if self._job.rank == 0:
             torch.save([states.clone() for states in ranks], draft / run_folder.RNG)
 
-    def _save_waiting(self, draft: Path) -> None:
+    def _waiting(self) -> bytes:
+        """Groups that wait, on the rank that writes them."""
         waiting = self._job.waiting
-        if self._job.rank == 0 and (waiting.accepted or waiting.unfinished):
-            (draft / WAITING).write_bytes(waiting.to_bytes())
+        return waiting.to_bytes() if self._job.rank == 0 and (waiting.accepted or waiting.unfinished) else b""
 
     def _progress(self, step: int) -> dict[str, Any]:
         job = self._job

@@ -33,6 +33,13 @@ def group(position: int) -> SampleGroup:
     return SampleGroup(prompt, made, rewards=[1e8 + position + index / 10 for index in range(SAMPLES)])
 
 
+def long_group(length: int) -> SampleGroup:
+    """One sample with a response of so many tokens."""
+    prompt = Prompt(prompt_id=0, text="", token_ids=(1,))
+    row = torch.zeros(1 + length)
+    return SampleGroup(prompt, [Sample(prompt, 0, row.long(), row, row, response="", finish_reason="length")], rewards=[0.0])
+
+
 def kept(position: int, index: int, before: int, after: int) -> KeptTokens:
     """What a sample's tokens were chosen from: as many as the place of the token in the response, from 0."""
     counts = torch.tensor([0] * before + list(range(after)))

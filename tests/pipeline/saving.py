@@ -24,6 +24,8 @@ from rlbatch.config.schema import Config
 from rlbatch.pipeline.job import Job
 from rlbatch.pipeline.resuming import resume
 from rlbatch.pipeline.saving import Checkpoints
+from rlbatch.pipeline.waiting import Candidate
+from tests.pipeline.samples import long_group
 from tests.pipeline.steps import Steps, job_of, run_steps
 
 State = dict[str, torch.Tensor]
@@ -175,8 +177,11 @@ def failing_save(config: Config, run_dir: str, how: str) -> tuple[str, str]:
     checkpoints.save(1)
     checkpoints.close()
     usage = shutil.disk_usage(run_dir)._replace(free=2**20)
+    if how == "little space for what waits":
+        job.waiting.accepted = (Candidate(0, 0, long_group(2**20)),)
     failure: contextlib.AbstractContextManager[Any] = {
         "little space": lambda: mock.patch("shutil.disk_usage", lambda path: usage),
+        "little space for what waits": lambda: mock.patch("shutil.disk_usage", lambda path: usage),
         "full on the way": lambda: file_limit(100_000),
         "tmpfs full on the way": lambda: mock.patch("rlbatch.pipeline.checkpoint_space.check_disk", lambda *arguments: None),
     }[how]()

@@ -112,6 +112,23 @@ def test_lost_engines_change_nothing(undisturbed: Path, tmp_path: Path, monkeypa
     assert_same(tmp_path / "run", undisturbed)
 
 
+def test_a_step_in_rounds_that_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamic sampling: engines are lost in and between the rounds of a step, and the job is stopped in a later round of the next one,
+    whose finished groups are sampled, or found, again. It ends as one that nothing happened to, with the same groups waiting.
+    """
+    rounds = ("sampling.filters=[reward_spread]", "sampling.filter_options.reward_spread.min_std=0.13", "checkpoint.save_interval=1")
+    assert run(tmp_path / "undisturbed", monkeypatch, overrides=rounds).code == 0
+    curves = scalars(tmp_path / "undisturbed")
+    assert all(number > 1 for _, number in curves["sampling/rounds"]), curves["sampling/rounds"]
+    groups = reached(tmp_path / "undisturbed", 0, "group")
+    faults = [(0, "group", 2, "SIGKILL"), (1, "group", 5, "dead"), (0, "group", groups - 1, "stop the job")]
+    ended = run(tmp_path / "run", monkeypatch, *faults, overrides=(*rounds, "resume=auto"))
+    assert (ended.code, ended.stderr, len(restarts(ended))) == (STOPPED, "", 2)
+    ended = run(tmp_path / "run", monkeypatch, overrides=(*rounds, "resume=auto"))
+    assert (ended.code, ended.stderr) == (0, "")
+    assert_same(tmp_path / "run", tmp_path / "undisturbed")
+
+
 def test_ranks_that_share_an_engine(undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine of two ranks is lost in a sync, in which the other rank takes part, and in a generation, of which it knows nothing."""
     ended = run(

@@ -217,6 +217,7 @@ def test_folders_without_weights_are_refused(name: str, message: str, saved, run
     ("how", "words"),
     [
         ("little space", ("the checkpoint of step 2 needs 3.", " MiB, 1.0 MiB are free.")),
+        ("little space for what waits", ("the checkpoint of step 2 needs 15.", " MiB, 1.0 MiB are free.")),
         ("full on the way", ("the checkpoint of step 2 could not be written (rank 0: ", "File too large", "It needs 2.", " are free.")),
     ],
 )
