@@ -219,6 +219,17 @@ def test_a_failure_is_told_once(name: str, rank: int, words: tuple[str, ...], tm
     assert processes_of(ended.run_dir) == []
 
 
+def test_a_run_whose_groups_are_all_dropped(tmp_path: Path) -> None:
+    """A filter that rejects everything: ten steps without an update, which end normally, counted in the summary; a line says it once a step."""
+    nothing = ("sampling.filters=[accuracy]", "sampling.filter_options.accuracy.low=1", "sampling.max_rounds=1")
+    ended = submit(tmp_path / "run", *QUICK, *ONE_RANK, *nothing, "train.prompts_per_step=1", "train.steps=10")
+    assert (ended.code, ended.stderr) == (0, "")
+    summary = ended.json("summary.json")
+    assert (summary["status"], summary["steps"]) == ("finished", 10)
+    counts = {name: summary["sampling"][name] for name in ("sampled", "accepted", "rounds", "skipped_steps", "dropped_by_accuracy")}
+    assert counts == {"sampled": 10, "accepted": 0, "rounds": 10, "skipped_steps": 10, "dropped_by_accuracy": 10}
+
+
 PATIENT = """
 import sys
 from rlbatch import submit

@@ -10,6 +10,7 @@ import pytest
 
 from tests.leftovers import processes_of
 from tests.plugins.vllm_cases import vllm_python
+from tests.test_resume import samples
 from tests.test_run import ONE_RANK, start
 
 pytestmark = pytest.mark.long("vllm", "jobs")
@@ -82,6 +83,31 @@ def test_two_ranks_share_an_engine_at_another_temperature(vllm: tuple[str, ...],
     differences = job.values("train/rollout_logprob_diff_max")
     assert len(differences) == 3
     assert max(differences) < LIMIT
+
+
+def test_partial_responses_over_a_stop(vllm: tuple[str, ...], tmp_path: Path) -> None:
+    """Groups that wait, or are continued by the next policy: a run that ends after a step and is resumed ends, bit for bit,
+    as one that does not.
+    """
+    overrides = (
+        *vllm,
+        *ONE_RANK,
+        "train.prompts_per_step=2",
+        "train.updates_per_step=1",
+        "algorithm.group_size=2",
+        "checkpoint.save_interval=1",
+    )
+    overrides += ("sampling.oversampling=8", "sampling.partial_tokens=4", "rollout.max_response_tokens=24")
+    for name, steps in (("whole", 3), ("stopped", 1), ("stopped", 3)):
+        job = run(tmp_path / name, *overrides, f"train.steps={steps}", "resume=auto")
+        assert job.code == 0, job.stderr
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert len(samples(whole)) == 3
+    assert samples(stopped) == samples(whole)
+    assert job.values("sampling/lag_max")[1:] != [0, 0]  # something was continued, or waited
+    assert job.values("sampling/unfinished")[0] > 0
+    states = [sorted((folder / "checkpoints/step_000003/state").glob("*.distcp")) for folder in (whole, stopped)]
+    assert [path.read_bytes() for path in states[0]] == [path.read_bytes() for path in states[1]]
 
 
 def test_without_syncs_the_job_fails(vllm: tuple[str, ...], tmp_path: Path) -> None:
