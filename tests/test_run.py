@@ -220,7 +220,7 @@ def test_a_failure_is_told_once(name: str, rank: int, words: tuple[str, ...], tm
 
 
 def test_a_run_whose_groups_are_all_dropped(tmp_path: Path) -> None:
-    """A filter that rejects everything: ten steps without an update, which end normally, counted in the summary; a line says it once a step."""
+    """A filter that rejects everything: ten steps without an update, which end normally, counted in the summary."""
     nothing = ("sampling.filters=[accuracy]", "sampling.filter_options.accuracy.low=1", "sampling.max_rounds=1")
     ended = submit(tmp_path / "run", *QUICK, *ONE_RANK, *nothing, "train.prompts_per_step=1", "train.steps=10")
     assert (ended.code, ended.stderr) == (0, "")
