@@ -27,6 +27,7 @@ def notice() -> Iterator[StopNotice]:
     """Installed in this process, for the test."""
     numbers = (*STOP_SIGNALS, signal.SIGINT, END_SIGNAL)
     before = {number: signal.getsignal(number) for number in numbers}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup make test` ignores it
     notice = StopNotice()
     notice.install()
     yield notice
