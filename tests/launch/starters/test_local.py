@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ def start(run_dir: Path, behaviour: str, world_size: int = 2) -> subprocess.Pope
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=partial(signal.signal, signal.SIGHUP, signal.SIG_DFL),  # `nohup make test` ignores it
     )
 
 
