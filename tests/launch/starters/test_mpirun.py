@@ -9,6 +9,7 @@ import socket
 import stat
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -217,7 +218,8 @@ def start(folder: Path, mpi: Mpi, code: int, config: str = "") -> subprocess.Pop
         f"job = MpiJob(Mpi.{mpi.name}, (), '', ('{folder}/fake_mpirun',))\n"
         f"sys.exit(run_mpi(job, Config(launch=LaunchConfig({config})), pathlib.Path('{folder}')))\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", script])
+    hang_up = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)  # `nohup make test` ignores it
+    process = subprocess.Popen([sys.executable, "-c", script], preexec_fn=hang_up)
     wait_for((folder / "ready").exists)
     return process
 
