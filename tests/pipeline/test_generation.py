@@ -112,6 +112,7 @@ def test_lost_engines_change_nothing(undisturbed: Path, tmp_path: Path, monkeypa
     assert_same(tmp_path / "run", undisturbed)
 
 
+@pytest.mark.long("jobs")
 def test_a_step_in_rounds_that_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamic sampling: engines are lost in and between the rounds of a step, and the job is stopped in a later round of the next one,
     whose finished groups are sampled, or found, again. It ends as one that nothing happened to, with the same groups waiting.
@@ -174,6 +175,7 @@ def test_an_ordinary_error_restarts_nothing(tmp_path: Path, monkeypatch: pytest.
     assert restarts(ended) == []
 
 
+@pytest.mark.long("jobs")
 def test_a_job_that_is_stopped_during_a_restart(undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The restart hangs, and the rank gets SIGTERM: the job ends cleanly, and its next attempt ends as an undisturbed run."""
     faults = [(0, "group", 6, "SIGKILL"), (0, "start", 2, "stop the job")]

@@ -46,6 +46,7 @@ def sync(backend: HostedRollout, named: Any, version: int = 0) -> None:
     backend.update_weights(buckets(named, 0.05, version))
 
 
+@pytest.mark.long("sglang")
 def test_lost_workers_and_refused_weights_hang_nobody(repository: Path, tmp_path: Path) -> None:
     """The second worker stopped in mid-generation, killed in mid-sync, or without its part of a broadcast: each loss is noticed within
     30 s, the sync takes all tensors all the same, and a new engine generates what the first did. What the killed host left in /dev/shm is

@@ -150,6 +150,7 @@ def test_each_node_takes_its_experts_only(nodes: Nodes) -> None:
         sent[1].result(300)
 
 
+@pytest.mark.long("vllm")
 def test_an_engine_that_lost_a_node(nodes: Nodes) -> None:
     """Its scheduler killed in mid-generation on one node, an engine is lost on both; started anew on both it goes on after a sync."""
     nodes.sync(30, 1.0)

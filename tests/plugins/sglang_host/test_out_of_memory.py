@@ -59,6 +59,7 @@ def test_one_message_with_both_numbers(log: str, message: str) -> None:
     assert bool(too_small(log)) == bool(message)
 
 
+@pytest.mark.long("sglang")
 def test_weights_that_leave_nothing_for_the_cache(repository: Path, tmp_path: Path) -> None:
     """SGLang's own error has no sizes; a worker's here has those of what was free, of its weights and of its share."""
     theirs, ours = said_by_calls(repository, tmp_path)["without_cache"]
