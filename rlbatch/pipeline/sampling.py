@@ -137,9 +137,10 @@ class _Taking:
                 kept.append(Candidate(number, self._positions[number], group))
                 own.append(Verdict(number, UNFINISHED, kept[-1].response_tokens - before, 0.0))
         verdicts = [Verdict(*said) for part in gathered(own) for said in part]
-        self._unfinished = {}
+        begun = set(work)  # none, if enough groups wait: then all of them wait on
+        self._unfinished = {number: each for number, each in self._unfinished.items() if number not in begun}
         if any(verdict.outcome == UNFINISHED for verdict in verdicts):
-            self._unfinished = self._of_all(kept)
+            self._unfinished |= self._of_all(kept)
         return verdicts
 
     def _of_all(self, own: Sequence[Candidate]) -> dict[int, Candidate]:
