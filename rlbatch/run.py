@@ -174,7 +174,7 @@ def _run(config: Config, run_dir: Path, meeting: Meeting, watchdog: Watchdog, no
             log.phase("importing Megatron-core")
             from rlbatch.launch.membership.store import open_store, process_group
             from rlbatch.launch.preflight.checks import Preflight
-            from rlbatch.pipeline.assemble import assemble, assemble_evaluation
+            from rlbatch.pipeline.assemble import assemble
             from rlbatch.pipeline.job import Job
             from rlbatch.pipeline.loop import evaluate_alone, run
             from rlbatch.registry import load_plugins
@@ -190,8 +190,7 @@ def _run(config: Config, run_dir: Path, meeting: Meeting, watchdog: Watchdog, no
             preflight.check_nodes()
             device = stack.enter_context(process_group(store, config.launch.collective_timeout_s))
             preflight.check_links(device)
-            build = assemble_evaluation if config.mode == "eval" else assemble
-            job = build(config, run_dir, device, store, watchdog, log.phase, notice, registry)
+            job = assemble(config, run_dir, device, store, watchdog, log.phase, notice, registry)
             stack.callback(job.rollout.close)
             stack.callback(job.scorer.close)
             _wait_for_all(watchdog, store, "start")  # loading may differ by more than a collective waits

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from rlbatch.algorithms.objective import Objective
-from rlbatch.api import ConfigError, ModelFamily, OffloadStrategy, Prompt, RolloutContext
+from rlbatch.api import ConfigError, ModelFamily, Prompt, RolloutContext
 from rlbatch.checkpoint.carried import Carried, carried_layers, draft_model
 from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import EMBEDDED, Config
@@ -56,8 +56,8 @@ def assemble(
     announce: Callable[[str], None],
     notice: StopNotice | None = None,
     registry: Registry | None = None,
-) -> Job:
-    """Builds this rank's part of the job; a collective.
+) -> EngineJob:
+    """Builds this rank's part of the job: a ``Job``, or where it only evaluates one without optimizer and training prompts; a collective.
 
     Args:
         config: Resolved.
@@ -73,8 +73,9 @@ def assemble(
         RlbatchError: what cannot be used.
     """
     registry = registry or load_plugins(config.plugins)
-    engine_job, train = _engine_job(config, run_dir, device, store, watchdog, announce, notice or StopNotice(), registry, Trainer)
-    assert train is not None
+    engine_job, train = _engine_job(config, run_dir, device, store, watchdog, announce, notice or StopNotice(), registry)
+    if train is None:
+        return engine_job
     return Job(
         **vars(engine_job),
         estimator=registry.build_advantage(config.algorithm),
@@ -89,24 +90,6 @@ def assemble(
     )
 
 
-def assemble_evaluation(
-    config: Config,
-    run_dir: Path,
-    device: str,
-    store: JobStore,
-    watchdog: Watchdog,
-    announce: Callable[[str], None],
-    notice: StopNotice,
-    registry: Registry,
-) -> EngineJob:
-    """As ``assemble``, of a job that only evaluates: without optimizer and training prompts."""
-
-    def policy(config: Config, family: ModelFamily, offload: OffloadStrategy) -> Policy:
-        return Policy(config, family)
-
-    return _engine_job(config, run_dir, device, store, watchdog, announce, notice, registry, policy)[0]
-
-
 def _engine_job(
     config: Config,
     run_dir: Path,
@@ -116,7 +99,6 @@ def _engine_job(
     announce: Callable[[str], None],
     notice: StopNotice,
     registry: Registry,
-    build_policy: Callable[[Config, ModelFamily, OffloadStrategy], Policy],
 ) -> tuple[EngineJob, Training | None]:
     """What every job has, and the training prompts, if it has any."""
     info = store.info
@@ -132,7 +114,7 @@ def _engine_job(
     parallel.initialize_groups(config.layout, config.seed)
     announce(f"building {family.name}: {family.num_layers} layers, {family.num_experts} experts")
     offload = registry.build_offload(config.offload.name, config.offload.options)
-    trainer = build_policy(config, family, offload)
+    trainer = Trainer(config, family, offload) if config.mode == "train" else Policy(config, family)
     load_policy(config, trainer, hf_folder, announce, needs_reference=registry.needs_reference(config.algorithm))
     announce(f"starting the {config.rollout.name} engine")
     engine = engine_ranks(info, registry.ranks_per_engine(config), registry.rollout(config))
