@@ -1,13 +1,19 @@
-"""Gathers bytes, JSON and tensors of different lengths from the processes of a group. No pickles: torch's own way for objects runs code."""
+"""Moves bytes, JSON and tensors of different lengths between processes of a group. No pickles: torch's own way for objects runs code."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+PADDED_BYTES = 2**20
+"""Of all ranks together, that are gathered at once and padded to the longest; more come rank by rank: one rank of ten may have all."""
+BLOCKS_BYTES = 2**26
+"""That rank 0 holds of the lines that it reads."""
 
 
 def all_gather_ragged(values: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
@@ -17,16 +23,45 @@ def all_gather_ragged(values: Tensor, group: dist.ProcessGroup | None = None) ->
         values: [n] on the host; the same dtype on every rank.
         group: Process group; None: all ranks.
     """
-    device = torch.device("cpu" if "cpu" in str(dist.get_backend_config(group)) else f"cuda:{torch.cuda.current_device()}")
+    device = _device(group)
     size = dist.get_world_size(group)
     lengths = torch.zeros(size, dtype=torch.int64, device=device)
     dist.all_gather_into_tensor(lengths, torch.tensor([len(values)], device=device), group=group)
     sizes = lengths.tolist()
+    if sum(sizes) * values.element_size() > PADDED_BYTES:
+        parts = [values.new_empty(length, device=device) for length in sizes]
+        parts[dist.get_rank(group)].copy_(values)
+        for source, part in enumerate(parts):
+            if len(part):
+                dist.broadcast(part, group=group, group_src=source)
+        return [part.cpu() for part in parts]
     padded = values.new_zeros(max(sizes), device=device)
     padded[: len(values)] = values
     together = padded.new_empty(size * len(padded))
     dist.all_gather_into_tensor(together, padded, group=group)
     return [part[:length] for part, length in zip(together.cpu().view(size, len(padded)), sizes, strict=True)]
+
+
+def all_to_all_ragged(parts: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> list[Tensor]:
+    """Gives each rank of a group its part, and returns what each gave this one, in rank order.
+
+    Args:
+        parts: [n_r] on the host for each rank r; the same dtype on every rank.
+        group: Process group; None: all ranks.
+    """
+    device = _device(group)
+    given = [len(part) for part in parts]
+    lengths = torch.zeros(len(given), dtype=torch.int64, device=device)
+    dist.all_to_all_single(lengths, torch.tensor(given, device=device), group=group)
+    coming = lengths.tolist()
+    received = parts[0].new_empty(sum(coming), device=device)
+    dist.all_to_all_single(received, torch.cat(list(parts)).to(device), coming, given, group=group)
+    return list(received.cpu().split(coming))
+
+
+def all_to_all_bytes(parts: Sequence[bytes], group: dist.ProcessGroup | None = None) -> list[bytes]:
+    """As ``all_to_all_ragged``."""
+    return [part.numpy().tobytes() for part in all_to_all_ragged([_as_tensor(part) for part in parts], group)]
 
 
 def all_gather_bytes(content: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
@@ -49,16 +84,51 @@ def gathered(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     return [json.loads(content) for content in all_gather_bytes(json.dumps(value).encode(), group)]
 
 
-def gather_bytes(content: bytes) -> list[bytes]:
-    """Gathers bytes from all ranks on rank 0, in rank order; the others get nothing."""
-    size, is_first = dist.get_world_size(), dist.get_rank() == 0
-    lengths = torch.zeros(size, dtype=torch.int64)
-    dist.all_gather_into_tensor(lengths, torch.tensor([len(content)]))
-    padded = torch.zeros(int(lengths.max()), dtype=torch.uint8)
-    padded[: len(content)] = _as_tensor(content)
-    parts = [torch.empty_like(padded) for _ in range(size)] if is_first else None
-    dist.gather(padded, parts)
-    return [part[: int(length)].numpy().tobytes() for part, length in zip(parts or (), lengths, strict=False)]
+def gather_lines(lines: Iterable[bytes], block_bytes: int = 0) -> list[Iterator[bytes]]:
+    """Brings lines of all ranks to rank 0, block by block as it reads them: it holds one block of each rank.
+
+    Args:
+        lines: Without line breaks; read once.
+        block_bytes: Of a block, at least a line; 0: all blocks together have ``BLOCKS_BYTES``.
+
+    Returns:
+        On rank 0, each rank's lines; it must read all of them. On other ranks nothing, once rank 0 has read theirs.
+    """
+    size, block_bytes = dist.get_world_size(), block_bytes or BLOCKS_BYTES // dist.get_world_size()
+    if dist.get_rank() == 0:
+        return [iter(lines), *(_lines_of(rank) for rank in range(1, size))]
+    for block in _blocks(lines, block_bytes):
+        dist.send(torch.tensor([len(block)]), 0)
+        dist.send(_as_tensor(block), 0)
+    dist.send(torch.tensor([0]), 0)
+    return []
+
+
+def _blocks(lines: Iterable[bytes], block_bytes: int) -> Iterator[bytes]:
+    block = bytearray()
+    for line in lines:
+        block += line + b"\n"
+        if len(block) >= block_bytes:
+            yield bytes(block)
+            block.clear()
+    if block:
+        yield bytes(block)
+
+
+def _lines_of(rank: int) -> Iterator[bytes]:
+    length = torch.zeros(1, dtype=torch.int64)
+    while True:
+        dist.recv(length, rank)
+        if not length:
+            return
+        block = torch.empty(int(length), dtype=torch.uint8)
+        dist.recv(block, rank)
+        yield from block.numpy().tobytes().splitlines()
+
+
+def _device(group: dist.ProcessGroup | None) -> torch.device:
+    """Where a group's tensors lie: the host, if it can."""
+    return torch.device("cpu" if "cpu" in str(dist.get_backend_config(group)) else f"cuda:{torch.cuda.current_device()}")
 
 
 def _as_tensor(content: bytes) -> Tensor:

@@ -6,8 +6,9 @@ import itertools
 import json
 import math
 import os
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from rlbatch.metrics.names import DROPPED_BY
 COUNTED = tuple(f"sampling/{name}" for name in ("sampled", "accepted", "all_right", "all_wrong", "rounds", "stale", "skipped_steps"))
 SAMPLES = "samples"
 """Folder of the training steps' samples."""
+_PLACE = re.compile(rb'{"step": \d+, "prompt_id": (\d+), "sample_index": (\d+), ')
 Status = Literal["running", "finished", "failed", "interrupted"]
 
 
@@ -181,12 +183,24 @@ def sample_rows(step: int, groups: Sequence[SampleGroup], advantages: Sequence[f
     ]
 
 
-def write_samples(run_dir: Path, step: int, rows: Sequence[Mapping[str, Any]], folder: str = SAMPLES) -> Path:
-    """Writes the rows of one step to ``<folder>/step_<step>.jsonl`` and returns its path."""
+def line_of(row: Mapping[str, Any]) -> bytes:
+    """A row as it is written, without the line's end."""
+    return json.dumps(_finite(row), ensure_ascii=False).encode("utf-8", "backslashreplace")  # half a character becomes its JSON escape
+
+
+def place_of(line: bytes) -> tuple[int, ...]:
+    """Prompt and sample of a line, of what ``sample_rows`` made."""
+    found = _PLACE.match(line)
+    assert found
+    return tuple(map(int, found.groups()))
+
+
+def write_samples(run_dir: Path, step: int, lines: Iterable[bytes], folder: str = SAMPLES) -> Path:
+    """Writes the rows of one step (``line_of``) to ``<folder>/step_<step>.jsonl`` and returns its path."""
     path = run_dir / folder / f"step_{step:06d}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = "".join(json.dumps(_finite(row), ensure_ascii=False) + "\n" for row in rows)
-    path.write_text(text, encoding="utf-8", errors="backslashreplace")  # half a character becomes its JSON escape
+    with path.open("wb") as file:
+        file.writelines(line + b"\n" for line in lines)
     return path
 
 

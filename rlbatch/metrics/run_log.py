@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -10,7 +10,7 @@ from typing import Any, TextIO
 from rlbatch.api import ConfigError, StepResult, TrackerContext
 from rlbatch.metrics.evaluations import FOLDER, Evaluation
 from rlbatch.metrics.progress import RunProgress, format_seconds
-from rlbatch.metrics.report import RunReport, Status, Summary, remove_samples_after, write_samples
+from rlbatch.metrics.report import RunReport, Status, Summary, line_of, remove_samples_after, write_samples
 from rlbatch.metrics.tracking import Trackers
 from rlbatch.tables import ChosenTracker
 
@@ -76,13 +76,13 @@ class RunLog:
         if self._trackers:
             self._trackers.record(StepResult(step, 0, metrics))
 
-    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Writes the samples of a step: rows of ``report.sample_rows``, gathered on rank 0."""
+    def samples(self, step: int, lines: Iterable[bytes]) -> None:
+        """Writes the samples of a step: lines of ``report.line_of``, in their order, which rank 0 reads."""
         if self._report:
             with self._writing("samples"):
-                write_samples(self._run_dir, step, rows)
-        if self._trackers:
-            self._trackers.samples(step, rows)
+                path = write_samples(self._run_dir, step, lines)
+                if self._trackers:
+                    self._trackers.samples(step, path)
 
     def evaluated(self, step: int, sets: Sequence[Evaluation]) -> None:
         """Writes tables and samples of an evaluation, before the step is recorded."""
@@ -90,7 +90,7 @@ class RunLog:
             with self._writing("evaluations"):
                 self._report.evaluated(step, sets)
                 for each in sets:
-                    write_samples(self._run_dir, step, each.rows, f"{FOLDER}/{each.name}")
+                    write_samples(self._run_dir, step, map(line_of, each.rows), f"{FOLDER}/{each.name}")
         if self._trackers:
             for each in sets:
                 self._trackers.table(step, f"eval/{each.name}", each.markdown())

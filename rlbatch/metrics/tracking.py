@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from queue import Full, Queue
-from typing import Any
 
 from rlbatch.api import RlbatchError, SampleTracker, StepResult, TableTracker, Tracker, TrackerContext
 from rlbatch.foreign_code import error_location, error_text, foreign_code
@@ -50,9 +51,15 @@ class Trackers:
         metrics = dict(result.metrics)
         self._call(lambda tracker: tracker.record(result.step, metrics))
 
-    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Gives samples to those that take them."""
-        self._call(lambda tracker: tracker.samples(step, rows) if isinstance(tracker, SampleTracker) else None)
+    def samples(self, step: int, path: Path) -> None:
+        """Gives a file's samples to those that take them, which read it."""
+
+        def act(tracker: Tracker) -> None:
+            if isinstance(tracker, SampleTracker):
+                with path.open(encoding="utf-8") as lines:
+                    tracker.samples(step, [json.loads(line) for line in lines])
+
+        self._call(act)
 
     def table(self, step: int, tag: str, markdown: str) -> None:
         """Gives a table to those that take them."""

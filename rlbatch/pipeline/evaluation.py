@@ -8,12 +8,12 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 from rlbatch.algorithms.repeated import majority_at_k, mean_and_error, pass_at_k
 from rlbatch.api import Prompt, SampleGroup
-from rlbatch.collectives import gather_bytes
+from rlbatch.collectives import gather_lines
 from rlbatch.config.evaluation import SIMPLE, ks, scores
 from rlbatch.metrics.evaluations import Evaluation
 from rlbatch.metrics.phases import PhaseClock
@@ -63,9 +63,9 @@ def evaluate(job: EngineJob, step: int) -> Evaluated | None:
         job.scorer.counts = Counter()  # they are the sets', not the next step's
     if groups is None:
         return None
-    rows = [row for group in groups for row in _rows(step, set_of[id(group.prompt)], group)]
-    parts = gather_bytes(json.dumps(rows).encode())
-    sets = _by_set(job.eval_sets, (row for part in parts for row in json.loads(part)))
+    rows = (row for group in groups for row in _rows(step, set_of[id(group.prompt)], group))
+    parts = gather_lines(json.dumps(row).encode() for row in rows)
+    sets = _by_set(job.eval_sets, map(json.loads, chain(*parts)))
     metrics = on_first_rank(lambda: {tag: value for each in sets for tag, value in each.metrics.items()})
     return Evaluated({**metrics, "time/eval_s": time.perf_counter() - started}, sets)
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from heapq import merge
 
 from rlbatch.api import LaunchError, SampleGroup, StepResult
-from rlbatch.collectives import gather_bytes
+from rlbatch.collectives import gather_lines
 from rlbatch.config.evaluation import SIMPLE
 from rlbatch.launch.records.history import ATTEMPTS, begin_attempt
 from rlbatch.launch.shutdown.signals import Ending
 from rlbatch.metrics.evaluations import told
 from rlbatch.metrics.names import check_tags
-from rlbatch.metrics.report import sample_rows
+from rlbatch.metrics.report import line_of, place_of, sample_rows
 from rlbatch.metrics.run_log import RunLog
 from rlbatch.pipeline.evaluation import Evaluated, evaluate
 from rlbatch.pipeline.exporting import export_hf
@@ -141,7 +141,7 @@ def _run_steps(job: Job, log: RunLog, checkpoints: Checkpoints, resumed: Resumed
         metrics = {**result.metrics, **evaluation.metrics}
         check_tags(metrics)
         _record(log, StepResult(step, result.policy_version, metrics), evaluation)
-        log.samples(step, _all_rows(step, groups, advantages))
+        log.samples(step, all_lines(step, groups, advantages))
         job.health.end_step(step, result.metrics)
         # Last: a run that goes on from this checkpoint does not do the step again, so all of it must have been written.
         save_interval = config.checkpoint.save_interval
@@ -187,8 +187,7 @@ def _is_due(step: int, interval: int, steps: int) -> bool:
     return step == steps or (interval > 0 and step % interval == 0)
 
 
-def _all_rows(step: int, groups: list[SampleGroup], advantages: list[float]) -> list[dict[str, Any]]:
-    """On rank 0, which writes them, the sample rows of all ranks, in prompt order; a collective."""
-    parts = gather_bytes(json.dumps(sample_rows(step, groups, advantages)).encode())
-    rows = [row for part in parts for row in json.loads(part)]
-    return sorted(rows, key=lambda row: (row["prompt_id"], row["sample_index"], row["policy_version"]))
+def all_lines(step: int, groups: list[SampleGroup], advantages: list[float]) -> Iterator[bytes]:
+    """On rank 0, which writes them, the samples of all ranks in prompt order; a collective, which rank 0 takes part in as it reads."""
+    lines = sorted(map(line_of, sample_rows(step, groups, advantages)), key=place_of)
+    return merge(*gather_lines(lines), key=place_of)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rlbatch.api import Prompt, Sample, SampleGroup, StepResult
-from rlbatch.metrics.report import RunReport, Summary, record_end, remove_samples_after, sample_rows, write_samples
+from rlbatch.metrics.report import RunReport, Summary, line_of, place_of, record_end, remove_samples_after, sample_rows, write_samples
 
 DOCS = Path(__file__).parents[2] / "docs/use/metrics.md"
 
@@ -146,7 +146,9 @@ def test_docs_show_every_key() -> None:
 
 def test_samples_are_written_whole(tmp_path: Path) -> None:
     """One row a sample in order, with its own reward, advantage and finish reason; the file is named by the step."""
-    path = write_samples(tmp_path, 10, sample_rows(10, groups(), [-1.0, 1.0, -2.0, math.nan]))
+    lines = list(map(line_of, sample_rows(10, groups(), [-1.0, 1.0, -2.0, math.nan])))
+    assert list(map(place_of, lines)) == [(4, 0), (4, 1), (9, 0), (9, 1)]
+    path = write_samples(tmp_path, 10, lines)
     assert path == tmp_path / "samples" / "step_000010.jsonl"
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     assert [(row["prompt_id"], row["sample_index"], row["reward"], row["advantage"]) for row in rows] == [
@@ -172,7 +174,7 @@ def test_samples_are_written_whole(tmp_path: Path) -> None:
 def test_a_response_may_be_any_text(tmp_path: Path) -> None:
     """Also one that UTF-8 does not have, from a tokenizer in Python: it does not end the run, and is read back as it was."""
     odd = "a\ud83d\x00\u2028\ufffd"
-    path = write_samples(tmp_path, 1, [{"response": odd}])
+    path = write_samples(tmp_path, 1, [line_of({"response": odd})])
     assert json.loads(path.read_text(encoding="utf-8")) == {"response": odd}
 
 

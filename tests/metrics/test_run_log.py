@@ -17,7 +17,7 @@ def log_a_run(run_dir: Path, rank: int, status: Status = "failed") -> str:
     log = RunLog(run_dir, 1, rank, stream)
     log.phase("loading")
     log.record(StepResult(1, 1, {"reward/mean": 0.5}))
-    log.samples(1, [{"reward": 0.5}])
+    log.samples(1, [b'{"reward": 0.5}'])
     log.finish(status, {"message": "broken"} if status == "failed" else None)
     return stream.getvalue()
 
@@ -58,7 +58,7 @@ def test_what_cannot_be_written_is_told_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "samples").touch()
     for act, what in (
         (lambda: log.begin(0), "what a run tells of itself"),
-        (lambda: log.samples(1, [{"step": 1}]), "samples"),
+        (lambda: log.samples(1, [b'{"step": 1}']), "samples"),
         (lambda: log.record(StepResult(1, 1, {})), "metrics"),
         (lambda: log.measure(1, {}), "metrics"),
     ):

@@ -14,6 +14,7 @@ import pytest
 
 from rlbatch.api import ConfigError, NoOptions, StepResult, TrackerContext, TrackerSpec, sample_table
 from rlbatch.metrics import tracking
+from rlbatch.metrics.report import write_samples
 from rlbatch.metrics.run_log import RunLog
 from rlbatch.metrics.tracking import Trackers
 from rlbatch.prepare import _check_trackers
@@ -66,14 +67,15 @@ def never() -> Iterator[threading.Event]:
 
 
 @pytest.mark.parametrize("in_step", [False, True])
-def test_all_that_is_recorded_arrives_in_order(in_step: bool) -> None:
+def test_all_that_is_recorded_arrives_in_order(in_step: bool, tmp_path: Path) -> None:
     """In one thread, with the end as the last call; nothing is told."""
     told: list[str] = []
     made: list[Kept] = []
     running = trackers(told, chosen("kept", lambda context: made.append(Kept(context)) or made[0], in_step=in_step), done=3)  # type: ignore[func-returns-value]
+    path = write_samples(tmp_path, 1, [b'{"reward": 1.0}'])
     for step in range(4, 104):
         running.record(StepResult(step, 0, {"train/loss": math.nan if step == 5 else 1.0}))
-        running.samples(step, [{"reward": 1.0}])
+        running.samples(step, path)
     running.close("finished")
     running.close("finished")
     calls = made[0].calls
@@ -92,15 +94,16 @@ def broken(error: BaseException, where: str) -> type[Kept]:
 @pytest.mark.parametrize("in_step", [False, True])
 @pytest.mark.parametrize("where", ["__init__", "record", "samples", "close"])
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SystemExit(0), KeyError("x")], ids=repr)
-def test_one_that_raises_is_told_once_and_left_out(in_step: bool, where: str, error: BaseException) -> None:
+def test_one_that_raises_is_told_once_and_left_out(in_step: bool, where: str, error: BaseException, tmp_path: Path) -> None:
     """Wherever it does; another one goes on."""
     told: list[str] = []
     made: list[Kept] = []
     kept = chosen("kept", lambda context: made.append(Kept(context)) or made[0])  # type: ignore[func-returns-value]
     running = trackers(told, chosen("bad", broken(error, where), in_step=in_step), kept)
+    path = write_samples(tmp_path, 1, [])
     for step in range(1, 20):
         running.record(StepResult(step, 0, {}))
-        running.samples(step, [])
+        running.samples(step, path)
     running.close("failed")
     assert len(told) == 1 and told[0].startswith("trackers: bad is left out from here on, the run goes on: ")
     assert type(error).__name__ in told[0]
@@ -111,7 +114,7 @@ def test_one_without_samples_gets_none() -> None:
     """It needs no such method."""
     told: list[str] = []
     running = trackers(told, chosen("plain", lambda context: Plain()))
-    running.samples(1, [{}])
+    running.samples(1, Path("nowhere"))
     running.close("finished")
     assert told == []
 
@@ -166,7 +169,7 @@ def test_a_run_logs_to_its_trackers_on_rank_0_only(tmp_path: Path) -> None:
         log.begin(1)
         log.record(StepResult(2, 1, {"reward/mean": 0.5}))
         log.measure(2, {"time/checkpoint_s": 1.0})
-        log.samples(2, [{"reward": 0.5}])
+        log.samples(2, [b'{"reward": 0.5}'])
         log.finish("interrupted")
     assert [kept.calls for kept in made] == [
         [("open", 1), (2, {"reward/mean": 0.5}), (2, {"time/checkpoint_s": 1.0}), (2, [{"reward": 0.5}]), "interrupted"]
