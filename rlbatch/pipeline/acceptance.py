@@ -27,6 +27,7 @@ class Verdict(NamedTuple):
         tokens: That were sampled for it in this round.
         length: Mean response length.
         equal: Of a scored group whose rewards are all equal, that reward; else None.
+        oldest_version: Policy version of its oldest token; -1: not known.
     """
 
     number: int
@@ -34,6 +35,7 @@ class Verdict(NamedTuple):
     tokens: int
     length: float
     equal: float | None = None
+    oldest_version: int = -1
 
 
 def updates_of_a_step(config: Config) -> int:

@@ -12,7 +12,7 @@ from functools import partial
 from statistics import fmean
 
 from rlbatch.api import Prompt, RewardError, RolloutError, SampleGroup
-from rlbatch.collectives import all_gather_bytes, gathered
+from rlbatch.collectives import all_to_all_bytes, gathered
 from rlbatch.metrics.phases import PhaseClock
 from rlbatch.pipeline import step_metrics
 from rlbatch.pipeline.acceptance import ACCEPTED, UNFINISHED, UNSCORED, Acceptance, Verdict, most_lag, updates_of_a_step
@@ -21,7 +21,7 @@ from rlbatch.pipeline.exchange import Batch
 from rlbatch.pipeline.generation import generate
 from rlbatch.pipeline.group_filters import refused_by
 from rlbatch.pipeline.job import Job
-from rlbatch.pipeline.waiting import Candidate, pack_candidates, unpack_candidates
+from rlbatch.pipeline.waiting import Candidate, Ticket, pack_candidates, unpack_candidates
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,13 @@ class _Taking:
         self._rule = Acceptance(job.config, self._carried, self._unfinished, due)
         self._is_on = is_on(job)
         self._own: dict[int, SampleGroup] = {}
-        waits = [*self._carried.values(), *self._unfinished.values()]
-        self._prompts, self._positions = {each.number: each.group.prompt for each in waits}, {each.number: each.position for each in waits}
+        self._held, self._begun = waiting.held, dict[int, Candidate]()
+        self._positions = {each.number: each.position for each in (*self._carried.values(), *self._unfinished.values())}
+        self._prompts = {number: job.prompts[position] for number, position in self._positions.items()}
         self._drawn = self._before = waiting.drawn
 
-    def _lag(self, candidate: Candidate) -> int:
-        return self._version - candidate.oldest_version if min(self._version, candidate.oldest_version) >= 0 else 0
+    def _lag(self, ticket: Ticket) -> int:
+        return self._version - ticket.oldest_version if min(self._version, ticket.oldest_version) >= 0 else 0
 
     def run(self) -> bool:
         """Rounds until there is enough, or no more; returns whether the job goes on."""
@@ -88,6 +89,9 @@ class _Taking:
             goes_on = bool(new) or self._rule.continues()
             work = [*(sorted(self._unfinished) if goes_on else ()), *new]
             mine = [work[place] for place in job.rollout.share(len(work))]
+            if goes_on and self._unfinished:
+                with self._clock.phase("exchange"):
+                    self._begun = self._moved([number for number in mine if number in self._unfinished])
             groups = generate(job, self._clock, [self._prompts[number] for number in mine], self._sampler(mine), self._is_finished)
             if groups is None:
                 return False
@@ -115,60 +119,67 @@ class _Taking:
         return lambda prompts: rollout.extend([begun[prompt.prompt_id] for prompt in prompts], step)
 
     def _candidate(self, number: int) -> Candidate:
-        return self._unfinished.get(number) or Candidate(number, self._positions[number], SampleGroup(self._prompts[number], []))
+        return self._begun.get(number) or Candidate(number, self._positions[number], SampleGroup(self._prompts[number], []))
 
     def _is_finished(self, group: SampleGroup) -> bool:
         config = self._job.config
         return not unfinished(group, config.algorithm.group_size, config.rollout.max_response_tokens)
 
     def _judged(self, mine: Sequence[int], groups: Sequence[SampleGroup], work: Sequence[int]) -> Iterable[Verdict]:
-        """What became of a round's groups, of all ranks; those that are not finished go to all."""
+        """What became of a round's groups, of all ranks."""
         if not self._is_on:
             self._own = dict(zip(mine, groups, strict=True))
             return [Verdict(number, ACCEPTED, 0, 0.0) for number in work]
-        own, kept = [], []
+        own, kept = [], dict[int, Candidate]()
         for number, group in zip(mine, groups, strict=True):
-            before = self._candidate(number).response_tokens
+            before, candidate = self._candidate(number).response_tokens, Candidate(number, self._positions[number], group)
             if self._is_finished(group):
-                own.append(judged(self._job, number, group, before))
+                own.append(judged(self._job, candidate, before))
                 if own[-1].outcome == ACCEPTED:
                     self._own[number] = group
             else:
-                kept.append(Candidate(number, self._positions[number], group))
-                own.append(Verdict(number, UNFINISHED, kept[-1].response_tokens - before, 0.0))
+                kept[number] = candidate
+                own.append(Verdict(number, UNFINISHED, candidate.response_tokens - before, 0.0, None, candidate.oldest_version))
         verdicts = [Verdict(*said) for part in gathered(own) for said in part]
-        begun = set(work)  # none, if enough groups wait: then all of them wait on
-        self._unfinished = {number: each for number, each in self._unfinished.items() if number not in begun}
-        if any(verdict.outcome == UNFINISHED for verdict in verdicts):
-            self._unfinished |= self._of_all(kept)
+        asked = set(work)  # none, if enough groups wait: then all of them wait on
+        self._held = {number: each for number, each in self._held.items() if number not in asked} | kept
+        self._unfinished = {number: each for number, each in self._unfinished.items() if number not in asked}
+        self._unfinished |= self._tickets(verdicts, UNFINISHED)
         return verdicts
 
-    def _of_all(self, own: Sequence[Candidate]) -> dict[int, Candidate]:
-        """Groups of all ranks on every rank, in order."""
-        parts = all_gather_bytes(pack_candidates(own))
-        found = {each.number: each for part in parts for each in unpack_candidates(part, self._job.prompts)}
-        return {number: found[number] for number in sorted(found)}
+    def _tickets(self, verdicts: Iterable[Verdict], outcome: str) -> dict[int, Ticket]:
+        """Of groups that came to this, in order."""
+        found = sorted(verdict for verdict in verdicts if verdict.outcome == outcome)
+        return {each.number: Ticket(each.number, self._positions[each.number], each.oldest_version) for each in found}
+
+    def _moved(self, wanted: Sequence[int]) -> dict[int, Candidate]:
+        """Groups that wait, on the rank that wants them, from those that hold them; a collective."""
+        asked, rank = gathered(wanted), self._job.rank
+        found = [[self._held[number] for number in numbers if number in self._held] for numbers in asked]
+        parts = all_to_all_bytes([pack_candidates(each) if each and to != rank else b"" for to, each in enumerate(found)])
+        came = [each for part in parts if part for each in unpack_candidates(part, self._job.prompts)]
+        return {each.number: each for each in (*found[rank], *came)}
 
     def finish(self) -> Taken:
-        """Decides, and lets the others wait."""
+        """Decides, brings groups that waited to the ranks that train on them, and lets the others wait."""
         job, rule = self._job, self._rule
         taken, surplus = rule.taken(), rule.surplus()
         if len(taken) < job.config.train.prompts_per_step and job.config.sampling.on_shortage != "train":
             if job.config.sampling.on_shortage == "stop":
                 raise RewardError(self._shortage(len(taken)))
             taken, surplus = [], taken
-        rank, size = job.rank, job.config.layout.world_size
-        here = {number: candidate.group for place, (number, candidate) in enumerate(self._carried.items()) if place % size == rank}
-        here |= self._own
-        waits = [number for number in surplus if number not in self._carried]
-        if waits:
+        here = dict(self._own)
+        if self._carried:
+            rank, size, needed = job.rank, job.config.layout.world_size, set(taken)
             with self._clock.phase("exchange"):
-                self._carried |= self._of_all(
-                    [Candidate(number, self._positions[number], self._own[number]) for number in waits if number in self._own]
-                )
-        waiting = job.waiting
-        waiting.drawn, waiting.accepted = self._drawn, tuple(self._carried[number] for number in surplus)
-        waiting.unfinished = tuple(self._unfinished.values())
+                moved = self._moved([number for place, number in enumerate(self._carried) if place % size == rank and number in needed])
+            here |= {number: candidate.group for number, candidate in moved.items()}
+        waits, waiting = {*surplus, *self._unfinished}, job.waiting
+        held = {**self._held, **{number: Candidate(number, self._positions[number], group) for number, group in self._own.items()}}
+        accepted = self._carried | self._tickets(rule.verdicts, ACCEPTED)
+        waiting.drawn, waiting.accepted = self._drawn, tuple(accepted[number] for number in surplus)
+        waiting.unfinished = tuple(self._unfinished[number] for number in sorted(self._unfinished))
+        waiting.held = {number: each for number, each in held.items() if number in waits}
         waiting.generated += sum(verdict.tokens for verdict in rule.verdicts)
         positions = [place for place, number in enumerate(taken) if number in here]
         return Taken(
@@ -223,12 +234,13 @@ def is_on(job: Job) -> bool:
     )
 
 
-def judged(job: Job, number: int, group: SampleGroup, before: int) -> Verdict:
+def judged(job: Job, candidate: Candidate, before: int) -> Verdict:
     """What becomes of a scored group that this rank sampled, and that had so many tokens before the round."""
+    group = candidate.group
     lengths = [sample.response_length for sample in group.samples]
     equal = group.rewards[0] if len(set(group.rewards)) == 1 else None
     outcome = (refused_by(group, job.filters) or ACCEPTED) if group.rewards else UNSCORED
-    return Verdict(number, outcome, sum(lengths) - before, fmean(lengths), equal)
+    return Verdict(candidate.number, outcome, sum(lengths) - before, fmean(lengths), equal, candidate.oldest_version)
 
 
 def equal_groups(verdicts: Iterable[Verdict]) -> tuple[int, int]:

@@ -160,14 +160,16 @@ class Checkpoints:
         self._job.trainer.release_gradients()  # nothing needs them any more, and gathering takes memory
         with self._removing(draft):
             state = TrainerState(self._job.trainer)
-            waiting = self._waiting()
+            waiting = self._job.waiting.to_bytes()
             need = torch.tensor(state.write_bytes + len(waiting))
             dist.all_reduce(need)
             checkpoint_space.check_disk(self._root, int(need), step)
             with checkpoint_space.explaining_write_errors(self._root, int(need), step):
                 self._save_rng(draft)
                 if waiting:
-                    (draft / WAITING).write_bytes(waiting)
+                    path = draft / WAITING.format(rank=self._job.rank)
+                    path.write_bytes(waiting)
+                    run_folder.sync(path)
                 progress = self._progress(step) | {"is_followed_up": is_followed_up}
                 if self._may_write_later(step, state.write_bytes):
                     self._pending = _Pending(step, int(need), progress, state.start_writing(draft / run_folder.STATE))
@@ -232,11 +234,6 @@ class Checkpoints:
         ranks = all_gather_ragged(rng_states())
         if self._job.rank == 0:
             torch.save([states.clone() for states in ranks], draft / run_folder.RNG)
-
-    def _waiting(self) -> bytes:
-        """Groups that wait, on the rank that writes them."""
-        waiting = self._job.waiting
-        return waiting.to_bytes() if self._job.rank == 0 and (waiting.accepted or waiting.unfinished) else b""
 
     def _progress(self, step: int) -> dict[str, Any]:
         job = self._job

@@ -1,25 +1,28 @@
 """Groups that wait for a later step: accepted ones that were not needed, and ones whose responses are not finished.
 
-Every rank has all of them, so that any engine may continue any, under any layout. They are one safetensors file in a checkpoint.
+Every rank knows of all; each is on the rank that sampled it, until another one trains on it or continues it. In a checkpoint each rank that
+has some writes a safetensors file, which any layout reads.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
 from rlbatch.api import DataError, KeptTokens, Prompt, Sample, SampleGroup, Span
+from rlbatch.collectives import gathered
 
-FILE = "waiting.safetensors"
-"""In a checkpoint's folder."""
+FILE = "waiting_{rank:05d}.safetensors"
+"""In a checkpoint's folder; until 2026-11-29 ``waiting.safetensors`` had all."""
 _HEADER = "groups"
 
 
@@ -48,21 +51,31 @@ class Candidate:
         return sum(sample.response_length for sample in self.group.samples)
 
 
+class Ticket(NamedTuple):
+    """What every rank knows of a group that waits; see ``Candidate``."""
+
+    number: int
+    position: int
+    oldest_version: int
+
+
 @dataclass
 class Waiting:
-    """What a step leaves to the next; alike on every rank.
+    """What a step leaves to the next; alike on every rank, but for ``held``.
 
     Attributes:
         drawn: Prompts that the run has drawn.
         accepted: Groups to train on, in order.
         unfinished: Groups to be continued, in order.
+        held: Those that are on this rank, by number.
         generated: Tokens that the run has sampled.
         trained: Those of them that an update used.
     """
 
     drawn: int = 0
-    accepted: tuple[Candidate, ...] = ()
-    unfinished: tuple[Candidate, ...] = ()
+    accepted: tuple[Ticket, ...] = ()
+    unfinished: tuple[Ticket, ...] = ()
+    held: Mapping[int, Candidate] = field(default_factory=dict)
     generated: int = 0
     trained: int = 0
 
@@ -79,12 +92,12 @@ class Waiting:
         return {"drawn": self.drawn, "accepted": len(self.accepted), "generated": self.generated, "trained": self.trained}
 
     def to_bytes(self) -> bytes:
-        """Its groups."""
-        return pack_candidates([*self.accepted, *self.unfinished])
+        """The groups that are on this rank; empty: none is."""
+        return pack_candidates(list(self.held.values())) if self.held else b""
 
 
 def restored(folder: Path, counts: Any, prompts: Sequence[Prompt]) -> Waiting:
-    """What a checkpoint has.
+    """What a checkpoint has; a collective, in which each file is read by one rank.
 
     Args:
         folder: The checkpoint.
@@ -96,13 +109,20 @@ def restored(folder: Path, counts: Any, prompts: Sequence[Prompt]) -> Waiting:
     """
     if counts is None:
         return Waiting()
+    path, held = folder, dict[int, Candidate]()
     try:
-        path, number = folder / FILE, int(counts["accepted"])
-        found = unpack_candidates(path.read_bytes(), prompts) if path.exists() else []
-        drawn, generated, trained = (int(counts[name]) for name in ("drawn", "generated", "trained"))
+        number, drawn, generated, trained = (int(counts[name]) for name in ("accepted", "drawn", "generated", "trained"))
+        for path in sorted(folder.glob("waiting*.safetensors")):
+            if int(path.stem.partition("_")[2] or 0) % dist.get_world_size() == dist.get_rank():
+                held |= {each.number: each for each in unpack_candidates(path.read_bytes(), prompts)}
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, IndexError, RuntimeError) as error:
-        raise DataError(f"{folder / FILE}: cannot be read ({error!r}). Restore it, or name another checkpoint.") from error
-    return Waiting(drawn, tuple(found[:number]), tuple(found[number:]), generated, trained)
+        raise DataError(f"{path}: cannot be read ({error!r}). Restore it, or name another checkpoint.") from error
+    mine = [(bool(each.group.rewards), each.number, each.position, each.oldest_version) for each in held.values()]
+    said = sorted(one for part in gathered(mine) for one in part)
+    unfinished, accepted = (tuple(Ticket(*one) for is_scored, *one in said if is_scored == which) for which in (False, True))
+    if len(accepted) != number:
+        raise DataError(f"{folder}: {len(accepted)} of {number} groups that waited are there. Restore it, or name another checkpoint.")
+    return Waiting(drawn, accepted, unfinished, held, generated, trained)
 
 
 def spans_of(sample: Sample) -> tuple[Span, ...]:

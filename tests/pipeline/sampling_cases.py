@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from rlbatch.api import RlbatchError, SampleGroup
+from rlbatch.collectives import all_gather_bytes
 from rlbatch.config.schema import Config
 from rlbatch.pipeline.exchange import lags_of
 from rlbatch.pipeline.step import train_step
-from rlbatch.pipeline.waiting import spans_of
+from rlbatch.pipeline.waiting import spans_of, unpack_candidates
 from tests.pipeline.steps import Steps, job_of, run_steps
 
 
@@ -102,7 +103,10 @@ def followed(config: Config, run_dir: str, count: int) -> Followed:
                         seen.problems.append(f"{where}: its beginning changed")
         kept = {
             (candidate.group.prompt.prompt_id, sample.sample_index): [(sample.token_ids, sample.rollout_logprobs)]
-            for candidate in job.waiting.unfinished
+            for content in all_gather_bytes(job.waiting.to_bytes())  # another rank may go on
+            if content
+            for candidate in unpack_candidates(content, job.prompts)
+            if not candidate.group.rewards
             for sample in candidate.group.samples
         }
     return seen

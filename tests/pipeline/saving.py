@@ -60,7 +60,7 @@ def state_of(job: Job) -> State:
                 state[f"{name} main"] = param.detach().clone()
                 state |= {f"{name} {key}": value.clone() for key, value in optimizer.optimizer.state[param].items()}
     state["cursor"], state["schedule"] = torch.tensor(job.order.cursor), torch.tensor(job.trainer.schedule.num_steps)
-    state["waiting"] = torch.frombuffer(bytearray(job.waiting.to_bytes()), dtype=torch.uint8)
+    state["waiting"] = torch.tensor(list(job.waiting.to_bytes()), dtype=torch.uint8)
     state["waiting counts"] = torch.tensor(list(job.waiting.counts().values()))
     state["version"] = torch.tensor(job.trainer.policy_version)
     state["random"] = torch.tensor([random.random(), float(np.random.rand()), float(torch.rand(1))], dtype=torch.float64)
@@ -178,7 +178,7 @@ def failing_save(config: Config, run_dir: str, how: str) -> tuple[str, str]:
     checkpoints.close()
     usage = shutil.disk_usage(run_dir)._replace(free=2**20)
     if how == "little space for what waits":
-        job.waiting.accepted = (Candidate(0, 0, long_group(2**20)),)
+        job.waiting.held = {0: Candidate(0, 0, long_group(2**20))}
     failure: contextlib.AbstractContextManager[Any] = {
         "little space": lambda: mock.patch("shutil.disk_usage", lambda path: usage),
         "little space for what waits": lambda: mock.patch("shutil.disk_usage", lambda path: usage),
