@@ -1,8 +1,14 @@
-"""Prepares what an advantage estimator is given, and turns its answer into one advantage a token."""
+"""Prepares what an advantage estimator is given, and turns its answer into one advantage a token.
+
+Few estimators look at tokens: nothing here has the size of all of a step's before one does.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -11,6 +17,68 @@ from rlbatch.api import AdvantageEstimator, AdvantageInputs, ModelError, PluginE
 from rlbatch.foreign_code import foreign_code
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+class _Inputs(AdvantageInputs):
+    """With ``token_rewards`` that are made when they are read first; what is given is a function."""
+
+    _made: Tensor | Callable[[], Tensor]
+
+    @property
+    def token_rewards(self) -> Tensor:  # type: ignore[override]
+        if not isinstance(self._made, Tensor):
+            object.__setattr__(self, "_made", self._made())
+        assert isinstance(self._made, Tensor)
+        return self._made
+
+    @token_rewards.setter
+    def token_rewards(self, value: Tensor | Callable[[], Tensor]) -> None:
+        object.__setattr__(self, "_made", value)
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """One advantage for each response token, held as the estimator gave them.
+
+    Attributes:
+        values: [N] float32, one a sample, or [T] float32, samples concatenated.
+        lengths: [N] int64, response tokens.
+        samples: N indices in the batch, ascending; other samples have no token that counts.
+    """
+
+    values: Tensor
+    lengths: Tensor
+    samples: Sequence[int]
+
+    def __getitem__(self, index: int) -> Tensor:
+        """[R] float32 of a sample, by its index in the batch."""
+        place = self._places.get(index)
+        if place is None:
+            return self.values[:0]
+        start, end = self._bounds[place : place + 2]
+        return self.values[place].repeat(end - start) if self._are_of_samples else self.values[start:end]
+
+    def tokens(self) -> Tensor:
+        """[T] float32, samples concatenated in order."""
+        return self.values.repeat_interleave(self.lengths) if self._are_of_samples else self.values
+
+    def means(self) -> tuple[float, float]:
+        """Over tokens, of the advantages and of their size; 0 of none."""
+        values, weights = self.values.double(), self.lengths.double() if self._are_of_samples else torch.ones(())
+        tokens = max(int(self.lengths.sum()), 1)
+        return float((values * weights).sum() / tokens), float((values.abs() * weights).sum() / tokens)
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {index: place for place, index in enumerate(self.samples)}
+
+    @cached_property
+    def _bounds(self) -> list[int]:
+        return [0, *accumulate(self.lengths.tolist())]
+
+    @property
+    def _are_of_samples(self) -> bool:
+        return len(self.values) == len(self.lengths)
 
 
 def advantage_inputs(
@@ -38,13 +106,18 @@ def advantage_inputs(
         ref_logprobs: As ``old_logprobs``, of the reference model.
         lags: [N] int64, see ``AdvantageInputs``; None: 0.
     """
-    sample = torch.arange(len(lengths)).repeat_interleave(lengths)
-    penalties = rewards.new_zeros(len(sample)) if kl is None else -kl_reward_coef * kl.detach().to(rewards.dtype)
-    return AdvantageInputs(
-        rewards=rewards.index_add(0, sample, penalties),
+    penalties = None if kl is None else -kl_reward_coef * kl.detach().to(rewards.dtype)
+
+    def token_rewards() -> Tensor:
+        before = rewards.new_zeros(int(lengths.sum())) if penalties is None else penalties
+        return before.index_add(0, lengths.cumsum(0) - 1, rewards)
+
+    sample = None if penalties is None else torch.arange(len(lengths)).repeat_interleave(lengths)
+    return _Inputs(
+        rewards=rewards + 0.0 if penalties is None or sample is None else rewards.index_add(0, sample, penalties),
         group_ids=group_ids.clone(),
         lengths=lengths.clone(),
-        token_rewards=penalties.index_add(0, lengths.cumsum(0) - 1, rewards),
+        token_rewards=token_rewards,  # type: ignore[arg-type]
         truncated=torch.zeros(len(lengths), dtype=torch.bool) if truncated is None else truncated.clone(),
         old_logprobs=old_logprobs,
         ref_logprobs=ref_logprobs,
@@ -54,17 +127,14 @@ def advantage_inputs(
 
 def token_advantages(
     name: str, estimator: AdvantageEstimator, inputs: AdvantageInputs, sample_name: Callable[[int], str] = "sample {}".format
-) -> Tensor:
-    """The estimator's answer as one advantage a response token.
+) -> Advantages:
+    """The estimator's answer as advantages of response tokens.
 
     Args:
         name: The estimator's name, for errors.
-        estimator: Answers with [N] (given to each token of the sample) or [T].
+        estimator: Answers with [N] (of each token of the sample) or [T].
         inputs: All samples of the step.
         sample_name: What a sample is called in errors, by its index.
-
-    Returns:
-        [T] float32, samples concatenated in order.
 
     Raises:
         PluginError: no tensor, another shape, or a value that is not finite, or not in float32.
@@ -104,4 +174,4 @@ def token_advantages(
             f"algorithm.advantage={name}: {len(broken)} of {len(answer)} advantages are not finite, the first is {told}. "
             "Fix the estimator: all rewards are finite."
         )
-    return advantages if len(advantages) == tokens else advantages.repeat_interleave(lengths)
+    return Advantages(advantages, lengths, range(samples))

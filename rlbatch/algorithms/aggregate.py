@@ -60,12 +60,26 @@ def denominator(loss_mask: Tensor, cu_seqlens: Tensor, aggregation: str, norm_co
         ConfigError: an unknown aggregation.
     """
     unmasked = loss_mask > 0
+    before = unmasked.new_zeros(len(unmasked) + 1, dtype=cu_seqlens.dtype)
+    before[1:] = unmasked.cumsum(0)
+    return denominator_of(before[cu_seqlens].diff(), aggregation, norm_constant)
+
+
+def denominator_of(lengths: Tensor, aggregation: str, norm_constant: float = 1.0) -> float:
+    """As ``denominator``, of whole sequences with so many unmasked tokens.
+
+    Args:
+        lengths: [N] integers.
+        aggregation: As for ``denominator``.
+        norm_constant: As for ``denominator``.
+
+    Raises:
+        ConfigError: an unknown aggregation.
+    """
     if aggregation == "token_mean":
-        return float(unmasked.sum())
+        return float(lengths.sum())
     if aggregation in AGGREGATIONS:
-        before = unmasked.new_zeros(len(unmasked) + 1, dtype=cu_seqlens.dtype)
-        before[1:] = unmasked.cumsum(0)
-        sequences = float((before[cu_seqlens].diff() > 0).sum())
+        sequences = float((lengths > 0).sum())
         return sequences * norm_constant if aggregation == "sequence_sum_norm" else sequences
     raise _unknown(aggregation)
 

@@ -65,6 +65,12 @@ def dp_group() -> dist.ProcessGroup:
     return parallel_state.get_data_parallel_group()
 
 
+def sharing_groups() -> list[dist.ProcessGroup]:
+    """Groups that together have all ranks with this rank's share of the samples: over nodes first, where stages are."""
+    groups = (parallel_state.get_pipeline_model_parallel_group(), parallel_state.get_tensor_and_context_parallel_group())
+    return [group for group in groups if dist.get_world_size(group) > 1]
+
+
 def dp_cp_group() -> dist.ProcessGroup:
     """Ranks over which losses and token counts are summed."""
     return parallel_state.get_data_parallel_group(with_context_parallel=True)

@@ -109,14 +109,14 @@ def build_microbatches(
     Padding has token id 0 and mask 0 and belongs to its sequence; the first token of every sequence is masked.
 
     Args:
-        token_ids: [L_i] int64 for each sample.
-        loss_mask: [L_i] float32 for each sample, 1 on tokens that the policy sampled.
+        token_ids: [L_i] integers for each sample.
+        loss_mask: [L_i] float32 or bool for each sample, 1 on tokens that the policy sampled.
         rollout_logprobs: [L_i] float32 nats for each sample.
         max_tokens: ``train.max_tokens_per_gpu`` x cp_size, padding included.
         pad_multiple: See ``sequence_multiple``.
         truncated: Whether each sample was cut at the length limit; empty: none was.
         kept: What each sample's tokens were chosen from; empty: the whole vocabulary.
-        lags: [L_i] int64 for each sample, see ``Microbatch``; empty: 0.
+        lags: [L_i] integers for each sample, see ``Microbatch``, any where masked; empty: 0.
 
     Returns:
         No pack for no samples.
@@ -126,15 +126,15 @@ def build_microbatches(
 
     def build(indices: list[int]) -> Pack:
         def flat(values: Sequence[Tensor]) -> Tensor:
-            return torch.cat([pad(values[i], (0, padded[i] - lengths[i])) for i in indices])
+            return torch.cat([pad(values[i], (0, more)) if (more := padded[i] - lengths[i]) else values[i] for i in indices])
 
         sizes = [padded[i] for i in indices]
         cut = [bool(truncated) and truncated[i] for i in indices]
-        microbatch = _microbatch(flat(token_ids), sizes, flat(loss_mask), flat(rollout_logprobs), cut)
+        microbatch = _microbatch(flat(token_ids).long(), sizes, flat(loss_mask), flat(rollout_logprobs), cut)
         if kept:
             microbatch.kept = KeptTokens(torch.cat([kept[i].ids for i in indices]), flat([of_sample.counts for of_sample in kept]))
         if lags:
-            microbatch.lags = flat(lags).masked_fill(microbatch.loss_mask == 0, 0)
+            microbatch.lags = flat(lags).long().masked_fill(microbatch.loss_mask == 0, 0)
         return Pack(microbatch, tuple(indices), tuple(lengths[i] for i in indices))
 
     return [build(indices) for indices in pack(padded, max_tokens)]

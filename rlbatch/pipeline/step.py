@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from zlib import crc32
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlbatch.algorithms.advantages import advantage_inputs, token_advantages
+from rlbatch.algorithms.advantages import Advantages, advantage_inputs, token_advantages
 from rlbatch.algorithms.kl import kl_penalty
 from rlbatch.algorithms.overlong import overlong_penalties
 from rlbatch.api import Microbatch, PluginError, SampleGroup, StepResult
@@ -21,7 +22,7 @@ from rlbatch.megatron.finite import NotFinite
 from rlbatch.metrics.phases import PhaseClock
 from rlbatch.pipeline import step_metrics
 from rlbatch.pipeline.corrected import corrected
-from rlbatch.pipeline.exchange import Batch, all_gather_samples, exchange
+from rlbatch.pipeline.exchange import Batch, all_gather_samples, deal, deal_values, exchange
 from rlbatch.pipeline.job import Job
 from rlbatch.pipeline.sample_finder import SampleFinder
 from rlbatch.pipeline.sampling import count_trained, take_groups, without_update
@@ -56,7 +57,7 @@ def train_step(job: Job, step: int) -> tuple[StepResult, list[SampleGroup], list
         scored = batch.without_truncated() if config.algorithm.mask_truncated else batch
         trained = scored.without_old() if config.sampling.old_tokens == "mask" else scored
         of_sampling = count_trained(job, trained)
-        updates = plan_updates(trained, config, parallel.dp_rank(), parallel.dp_size())
+        updates = _plan(job, trained)
         planned = len(updates) * config.train.epochs
         finder = SampleFinder(scored, partial(scored.name, prompts=taken.prompts))
 
@@ -85,23 +86,26 @@ def train_step(job: Job, step: int) -> tuple[StepResult, list[SampleGroup], list
     step_metrics.check_logprob_difference(config, metrics)
     step_metrics.check_clip_fraction(config, metrics)
     job.stopping.step_done()
-    own = torch.isin(batch.group_ids, torch.tensor(taken.positions, dtype=torch.int64)).nonzero().flatten().tolist()
-    shown = [math.nan if advantages is None else float(advantages[i].mean()) for i in own]
+    shown = [math.nan if advantages is None else float(advantages[i].mean()) for i in batch.own]
     return StepResult(step, job.trainer.policy_version, metrics), taken.groups, shown
 
 
-def _epochs(job: Job, step: int, updates: Sequence[Update], batch: Batch, advantages: Sequence[Tensor]) -> Iterator[Update]:
+def _plan(job: Job, batch: Batch, order: Sequence[int] | None = None) -> list[Update]:
+    dealing = partial(deal, batch, group=parallel.dp_group(), sharing=parallel.sharing_groups())
+    return plan_updates(batch, job.config, parallel.dp_rank(), parallel.dp_size(), dealing, order)
+
+
+def _epochs(job: Job, step: int, updates: Sequence[Update], batch: Batch, advantages: Advantages) -> Iterator[Update]:
     """The updates of all passes over the step's samples, which share advantages and log-probs of before the first."""
     yield from (update.with_advantages(advantages) for update in updates)
     if job.config.train.epochs == 1:
         return
     names = ("old_logprobs", "ref_logprobs") if job.needs_reference else ("old_logprobs",)
-    logprobs = {name: _of_all(batch, updates, attrgetter(name)) for name in names}
+    logprobs = {name: _of_own(updates, attrgetter(name)) for name in names}
     for epoch in range(1, job.config.train.epochs):
-        order = shuffled_groups(job.config.seed, step, epoch, batch.num_groups)
-        for update in plan_updates(batch, job.config, parallel.dp_rank(), parallel.dp_size(), order):
+        for update in _plan(job, batch, shuffled_groups(job.config.seed, step, epoch, batch.num_groups)):
             for name, values in logprobs.items():
-                update = update.with_logprobs(name, values)
+                update = update.with_logprobs(name, deal_values(values, update.shares, batch.lengths, parallel.dp_group()))
             yield update.with_advantages(advantages)
 
 
@@ -138,8 +142,8 @@ def _add_logprobs(job: Job, updates: Sequence[Update]) -> None:
                 microbatch.ref_logprobs = values
 
 
-def _advantages(job: Job, finder: SampleFinder, updates: Sequence[Update]) -> list[Tensor]:
-    """[R_i] for each of the N samples: one advantage a response token, estimated from all samples of the step.
+def _advantages(job: Job, finder: SampleFinder, updates: Sequence[Update]) -> Advantages:
+    """Advantages of all N samples, estimated from all of them.
 
     Raises:
         PluginError: on every rank, the estimator's answer is no advantage, or not the same on all ranks.
@@ -147,7 +151,7 @@ def _advantages(job: Job, finder: SampleFinder, updates: Sequence[Update]) -> li
     algorithm, batch, lengths = job.config.algorithm, finder.batch, finder.batch.response_lengths
     kept = lengths.nonzero().flatten()
     if not len(kept):
-        return [torch.empty(0) for _ in lengths]
+        return Advantages(torch.empty(0), kept, [])
     needs_logprobs = job.needs_logprobs
     inputs = advantage_inputs(
         (batch.rewards + _overlong_penalties(job, lengths))[kept],
@@ -156,12 +160,12 @@ def _advantages(job: Job, finder: SampleFinder, updates: Sequence[Update]) -> li
         _responses(batch, updates, partial(_kl, algorithm.kl_kind)) if algorithm.kl_reward_coef else None,
         algorithm.kl_reward_coef,
         truncated=batch.truncated[kept],
-        lags=torch.tensor([int(lags.max()) for lags in batch.lags])[kept],
+        lags=batch.lags[kept],
         old_logprobs=_responses(batch, updates, lambda microbatch: microbatch.old_logprobs) if needs_logprobs else None,
         ref_logprobs=_responses(batch, updates, lambda microbatch: microbatch.ref_logprobs) if needs_logprobs else None,
     )
-    advantages = token_advantages(algorithm.advantage, job.estimator, inputs, lambda index: finder.name(int(kept[index])))
-    checksum = crc32(advantages.numpy().tobytes())
+    found = token_advantages(algorithm.advantage, job.estimator, inputs, lambda index: finder.name(int(kept[index])))
+    checksum = crc32(found.values.numpy().tobytes())
     least_and_most = torch.tensor([-checksum, checksum])
     dist.all_reduce(least_and_most, dist.ReduceOp.MAX)
     if int(least_and_most.sum()):
@@ -169,7 +173,7 @@ def _advantages(job: Job, finder: SampleFinder, updates: Sequence[Update]) -> li
             f"algorithm.advantage={algorithm.advantage}: ranks got different advantages for the same samples. "
             "Seed what the estimator draws, the same on every rank."
         )
-    return list(advantages.split(lengths.tolist()))
+    return replace(found, samples=kept.tolist())
 
 
 def _overlong_penalties(job: Job, lengths: Tensor) -> Tensor:
@@ -180,17 +184,18 @@ def _overlong_penalties(job: Job, lengths: Tensor) -> Tensor:
 
 def _responses(batch: Batch, updates: Sequence[Update], values: Callable[[Microbatch], Tensor | None]) -> Tensor:
     """[T] float64: a value of every response token of the step."""
-    by_sample = _of_all(batch, updates, values)
-    return torch.cat([of_tokens[mask > 0] for of_tokens, mask in zip(by_sample, batch.loss_mask, strict=True)])
+    lengths = batch.response_lengths.tolist()
+    mine = {index: of_tokens[len(of_tokens) - lengths[index] :] for index, of_tokens in _of_own(updates, values).items()}
+    return torch.cat(all_gather_samples(mine, lengths, parallel.dp_group()))
 
 
-def _of_all(batch: Batch, updates: Sequence[Update], values: Callable[[Microbatch], Tensor | None]) -> list[Tensor]:
-    """[L_i] float64 for each of the N samples: a value of each token; each data-parallel rank has those of its own samples."""
+def _of_own(updates: Sequence[Update], values: Callable[[Microbatch], Tensor | None]) -> dict[int, Tensor]:
+    """[L_i] for each sample that this rank trains on, by its index in the batch: a value of each token."""
     mine: dict[int, Tensor] = {}
     for update in updates:
         found = (values(pack.microbatch) for pack in update.packs)
         mine |= update.by_sample([value for value in found if value is not None])
-    return all_gather_samples(mine, batch.lengths, parallel.dp_group())
+    return mine
 
 
 def _kl(kind: str, microbatch: Microbatch) -> Tensor:

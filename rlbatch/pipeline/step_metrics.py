@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import psutil
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from rlbatch.algorithms.advantages import Advantages
 from rlbatch.api import PluginError, RolloutError, SampleGroup
 from rlbatch.collectives import gathered
 from rlbatch.config.schema import Config
@@ -27,7 +27,7 @@ TOLERANCE = 1e-6
 """Rounding of a mean of zeros and ones."""
 
 
-def samples(batch: Batch, advantages: Sequence[Tensor] | None) -> dict[str, float]:
+def samples(batch: Batch, advantages: Advantages | None) -> dict[str, float]:
     """Rewards, advantages (if there are any) and responses of the step."""
     rewards, lengths = batch.rewards, batch.response_lengths.float()
     metrics = {
@@ -41,9 +41,7 @@ def samples(batch: Batch, advantages: Sequence[Tensor] | None) -> dict[str, floa
     }
     if advantages is None:
         return metrics
-    flat = torch.cat(list(advantages)).double()
-    flat = flat if len(flat) else torch.zeros(1)  # all are left out
-    return metrics | {"advantage/mean": float(flat.mean()), "advantage/abs_mean": float(flat.abs().mean())}
+    return metrics | dict(zip(("advantage/mean", "advantage/abs_mean"), advantages.means(), strict=True))
 
 
 def verdicts(job: Job, groups: Sequence[SampleGroup]) -> dict[str, float]:
@@ -98,7 +96,7 @@ def updates(made: Sequence[tuple[Update, Mapping[str, float]]], planned: int, *,
 
 
 def rollout_mismatch(
-    config: Config, planned: Sequence[Update], advantages: Sequence[Tensor], made: Sequence[tuple[Update, Mapping[str, float]]]
+    config: Config, planned: Sequence[Update], advantages: Advantages, made: Sequence[tuple[Update, Mapping[str, float]]]
 ) -> dict[str, float]:
     """How far the engine's log-probs are from the trainer's, on the sampled tokens of all ranks, and what was corrected of it.
 

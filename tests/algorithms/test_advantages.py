@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from rlbatch.algorithms.advantages import advantage_inputs, token_advantages
+from rlbatch.algorithms.advantages import Advantages, advantage_inputs, token_advantages
 from rlbatch.api import AdvantageInputs, ModelError, PluginError
 
 REWARDS = torch.tensor([1.0, 0.0, 0.5], dtype=torch.float64)
@@ -32,11 +33,32 @@ def test_the_kl_penalty_is_subtracted_once() -> None:
 def test_an_answer_a_sample_is_given_to_each_token() -> None:
     """[N] is repeated over response tokens, [T] is taken as it is, both as float32; integers are numbers too."""
     inputs = advantage_inputs(REWARDS, GROUPS, LENGTHS)
-    assert token_advantages("own", lambda i: i.rewards, inputs).tolist() == [1, 1, 0, 0.5, 0.5, 0.5]
+    per_sample = token_advantages("own", lambda i: i.rewards, inputs)
+    assert per_sample.tokens().tolist() == [1, 1, 0, 0.5, 0.5, 0.5]
+    assert [per_sample[index].tolist() for index in range(3)] == [[1, 1], [0], [0.5, 0.5, 0.5]]
     per_token = token_advantages("own", lambda i: i.token_rewards, inputs)
-    assert per_token.dtype == torch.float32
-    assert torch.equal(per_token, inputs.token_rewards.float())
-    assert token_advantages("own", lambda i: i.group_ids, inputs).tolist() == [4, 4, 4, 2, 2, 2]
+    assert per_token.values.dtype == torch.float32
+    assert torch.equal(per_token.tokens(), inputs.token_rewards.float())
+    assert [per_token[index].tolist() for index in range(3)] == [[0, 1], [0], [0, 0, 0.5]]
+    assert token_advantages("own", lambda i: i.group_ids, inputs).tokens().tolist() == [4, 4, 4, 2, 2, 2]
+
+
+def test_means_are_over_tokens() -> None:
+    """Of the advantages, and of their size, however they are held; of none 0. Samples that are left out have no advantage."""
+    for values in (torch.tensor([1.0, -2.0]), torch.tensor([1.0, 1.0, 1.0, -2.0])):
+        advantages = Advantages(values, torch.tensor([3, 1]), [2, 5])
+        assert advantages.means() == (0.25, 1.25)
+        assert [advantages[index].tolist() for index in (2, 3, 5)] == [[1, 1, 1], [], [-2]]
+    assert Advantages(torch.empty(0), torch.empty(0, dtype=torch.int64), []).means() == (0, 0)
+
+
+def test_token_rewards_are_made_when_they_are_read() -> None:
+    """Once, so that an estimator may write into them, and whatever it wrote into the rewards; a copy of the inputs has them too."""
+    inputs = advantage_inputs(REWARDS, GROUPS, LENGTHS)
+    inputs.rewards.fill_(7)
+    assert replace(inputs, truncated=inputs.truncated).token_rewards.tolist() == [0, 1, 0, 0, 0, 0.5]
+    inputs.token_rewards[0] = 3
+    assert inputs.token_rewards.tolist() == [3, 1, 0, 0, 0, 0.5]
 
 
 def test_what_an_estimator_writes_stays_with_it() -> None:
@@ -49,8 +71,8 @@ def test_what_an_estimator_writes_stays_with_it() -> None:
         return torch.arange(3.0).requires_grad_()
 
     advantages = token_advantages("own", writing, advantage_inputs(rewards, groups, lengths))
-    assert advantages.tolist() == [0, 0, 1, 2, 2, 2]
-    assert not advantages.requires_grad
+    assert advantages.tokens().tolist() == [0, 0, 1, 2, 2, 2]
+    assert not advantages.values.requires_grad
     for kept, given in ((rewards, REWARDS), (groups, GROUPS), (lengths, LENGTHS)):
         assert torch.equal(kept, given)
 

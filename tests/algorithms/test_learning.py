@@ -45,7 +45,7 @@ def learned(loss: str, advantage: str, sign: float) -> tuple[float, float]:
         lengths = torch.full((len(prompt),), LENGTH)
         kept = old != 0
         inputs = advantage_inputs(rewards, prompt, lengths, old_logprobs=old[kept].double(), ref_logprobs=ref[kept].double())
-        advantages = sign * token_advantages(advantage, estimator, inputs)
+        advantages = sign * token_advantages(advantage, estimator, inputs).tokens()
         mask = [torch.tensor([0.0] + [1.0] * LENGTH) for _ in prompt]
         rows = [torch.cat([torch.zeros(1, dtype=torch.int64), row]) for row in tokens]
         [pack] = with_advantages(

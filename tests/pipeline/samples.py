@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import torch
 
-from rlbatch.api import KeptTokens, Prompt, Sample, SampleGroup
-from rlbatch.pipeline.exchange import Batch, exchange
+from rlbatch.api import KeptTokens, Prompt, Sample, SampleGroup, Span
+from rlbatch.config.schema import LayoutConfig
+from rlbatch.megatron import parallel
+from rlbatch.pipeline.exchange import Batch, Row, deal, deal_values, exchange
 
 LARGE = 2**24 + 1
 """The first integer that float32 does not have."""
 GROUPS, SAMPLES = 5, 3
+VERSION = 6
+"""Of the step's first policy."""
 
 
 def group(position: int) -> SampleGroup:
@@ -27,7 +33,9 @@ def group(position: int) -> SampleGroup:
                 rollout_logprobs=torch.tensor([0.0] * before + [-(position + index / 8.0)] * after),
                 response="",
                 finish_reason="length" if (position + index) % 2 else "stop",
+                policy_version=VERSION - (position == 1),
                 kept=kept(position, index, before, after),
+                spans=(Span(VERSION - 2, before, before + 1), Span(VERSION, before + 1, before + after)) if position == 3 else (),
             )
         )
     return SampleGroup(prompt, made, rewards=[1e8 + position + index / 10 for index in range(SAMPLES)])
@@ -49,4 +57,18 @@ def kept(position: int, index: int, before: int, after: int) -> KeptTokens:
 def exchanged(distribution: list[list[int]]) -> Batch:
     """The batch on this rank, which generated the groups at ``distribution[rank]``."""
     mine = distribution[torch.distributed.get_rank()]
-    return exchange([group(position) for position in mine], mine, with_kept=True)
+    return exchange([group(position) for position in mine], mine, VERSION, with_kept=True)
+
+
+def dealt(distribution: list[list[int]], layout: LayoutConfig, shares: list[list[int]], how: str) -> tuple[int, dict[int, Row]]:
+    """This rank's data-parallel rank, and the rows that it got, in rounds of a few tokens. Their log-probs came over another division, as
+    in a later epoch. ``how`` names a method of the batch, by which something is masked.
+    """
+    parallel.initialize_groups(layout, 0)
+    batch, dp_rank, group = exchanged(distribution), parallel.dp_rank(), parallel.dp_group()
+    with mock.patch("rlbatch.pipeline.exchange.ROUND_TOKENS", 10):
+        rows = deal(getattr(batch, how)() if how else batch, shares, group, parallel.sharing_groups())
+    others = deal_values({i: row.logprobs for i, row in rows.items()}, shares[::-1], batch.lengths, group)
+    back = deal_values(others, shares, batch.lengths, group)
+    assert sorted(others) == sorted(shares[::-1][dp_rank])
+    return dp_rank, {i: row._replace(logprobs=back[i]) for i, row in rows.items()}

@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rlbatch.algorithms.advantages import Advantages
+from rlbatch.api import Prompt, Sample
 from rlbatch.config.schema import AlgorithmConfig, Config, LayoutConfig, TrainConfig
-from rlbatch.pipeline.exchange import Batch
+from rlbatch.pipeline.exchange import NO_LIMIT, Batch, Deal, Row
 from rlbatch.pipeline.updates import Update, plan_updates, shuffled_groups
 
 PROMPTS, SAMPLES = 6, 3
@@ -17,16 +19,37 @@ PROMPT_TOKENS = 2
 
 
 def batch() -> Batch:
-    """Sample i has tokens 100 i, 100 i + 1, ..."""
+    """Sample i has tokens 100 i, 100 i + 1, ...; this rank has all."""
+    lengths = torch.tensor(LENGTHS)
     return Batch(
-        token_ids=[100 * index + torch.arange(length) for index, length in enumerate(LENGTHS)],
-        loss_mask=[torch.tensor([0.0] * PROMPT_TOKENS + [1.0] * (length - PROMPT_TOKENS)) for length in LENGTHS],
-        rollout_logprobs=[torch.full((length,), -float(index)) for index, length in enumerate(LENGTHS)],
+        lengths=LENGTHS,
         rewards=torch.zeros(len(LENGTHS)),
         group_ids=torch.arange(PROMPTS).repeat_interleave(SAMPLES),
         truncated=torch.zeros(len(LENGTHS), dtype=torch.bool),
-        lags=[torch.zeros(length, dtype=torch.int64) for length in LENGTHS],
+        lags=torch.zeros_like(lengths),
+        sampled=lengths - PROMPT_TOKENS,
+        new=lengths - PROMPT_TOKENS,
+        limits=torch.full_like(lengths, NO_LIMIT, dtype=torch.int32),
+        own={index: sample(index) for index in range(len(LENGTHS))},
     )
+
+
+def sample(index: int) -> Sample:
+    length = LENGTHS[index]
+    return Sample(
+        Prompt(index // SAMPLES, "", (0,) * PROMPT_TOKENS),
+        index % SAMPLES,
+        token_ids=100 * index + torch.arange(length),
+        loss_mask=torch.tensor([0.0] * PROMPT_TOKENS + [1.0] * (length - PROMPT_TOKENS)),
+        rollout_logprobs=torch.full((length,), -float(index)),
+        response="",
+        finish_reason="stop",
+    )
+
+
+def dealing(rank: int) -> Deal:
+    """What comes to a rank."""
+    return lambda shares: {i: Row(v[0], v[1].view(torch.float32), v[2], None) for i, v in batch().columns(shares[rank]).items()}
 
 
 def config(updates: int, max_tokens: int = 20, aggregation: str = "token_mean", **layout: int) -> Config:
@@ -39,7 +62,7 @@ def config(updates: int, max_tokens: int = 20, aggregation: str = "token_mean", 
 
 def plans(job: Config, dp_size: int) -> list[list[Update]]:
     """For each rank its updates."""
-    return [plan_updates(batch(), job, rank, dp_size) for rank in range(dp_size)]
+    return [plan_updates(batch(), job, rank, dp_size, dealing(rank)) for rank in range(dp_size)]
 
 
 @pytest.mark.parametrize("updates", [1, 2, 3, 6])
@@ -74,12 +97,12 @@ def test_denominators_are_those_of_the_whole_update(dp_size: int) -> None:
 def test_packs_hold_their_samples(layout: dict[str, int]) -> None:
     """Tokens and log-probs of each pack are its samples'; sequences are padded to what the layout cuts them into."""
     multiple = layout.get("tp_size", 1) * (4 if "cp_size" in layout else 1)
-    for update in plan_updates(batch(), config(2, **layout), 1, 2):
+    for update in plan_updates(batch(), config(2, **layout), 1, 2, dealing(1)):
         seen = update.by_sample([pack.microbatch.token_ids for pack in update.packs])
         assert list(seen) == list(update.samples)
-        assert all(torch.equal(tokens, batch().token_ids[index]) for index, tokens in seen.items())
+        assert all(torch.equal(tokens, sample(index).token_ids) for index, tokens in seen.items())
         logprobs = update.by_sample([pack.microbatch.rollout_logprobs for pack in update.packs])
-        assert all(torch.equal(values, batch().rollout_logprobs[index] * batch().loss_mask[index]) for index, values in logprobs.items())
+        assert all(torch.equal(values, sample(index).rollout_logprobs * sample(index).loss_mask) for index, values in logprobs.items())
         for pack in update.packs:
             assert not (pack.microbatch.cu_seqlens % multiple).any()
             assert len(pack.microbatch.token_ids) <= 20 * layout.get("cp_size", 1)
@@ -87,15 +110,16 @@ def test_packs_hold_their_samples(layout: dict[str, int]) -> None:
 
 def test_a_context_parallel_pack_is_larger() -> None:
     """The cap is tokens a GPU: twice as many fit into a pack that two share."""
-    packs = {size: len(plan_updates(batch(), config(1, 24, cp_size=size), 0, 1)[0].packs) for size in (1, 2)}
+    packs = {size: len(plan_updates(batch(), config(1, 24, cp_size=size), 0, 1, dealing(0))[0].packs) for size in (1, 2)}
     assert packs[2] < packs[1]
 
 
 def test_advantages_reach_their_tokens() -> None:
     """Advantages of the whole batch, [R] a sample, land on the sampled tokens of the right samples."""
     advantages = [index + torch.arange(length - PROMPT_TOKENS) / 100 for index, length in enumerate(LENGTHS)]
-    for update in plan_updates(batch(), config(3), 1, 2):
-        filled = update.with_advantages(advantages)
+    given = Advantages(torch.cat(advantages), batch().response_lengths, range(len(LENGTHS)))
+    for update in plan_updates(batch(), config(3), 1, 2, dealing(1)):
+        filled = update.with_advantages(given)
         for index, values in filled.by_sample([pack.microbatch.advantages for pack in filled.packs]).items():
             assert torch.equal(values, torch.cat([torch.zeros(PROMPT_TOKENS), advantages[index]]))
 
@@ -109,11 +133,11 @@ def test_later_epochs_have_the_groups_in_another_order() -> None:
     assert orders[0] == shuffled_groups(job.seed, 1, 1, PROMPTS) != shuffled_groups(1, 1, 1, PROMPTS)
     logprobs = [-index - torch.arange(length) / 100 for index, length in enumerate(LENGTHS)]
     for dp_size in (1, 2):
-        ranks = [plan_updates(batch(), job, rank, dp_size, orders[0]) for rank in range(dp_size)]
+        ranks = [plan_updates(batch(), job, rank, dp_size, dealing(rank), orders[0]) for rank in range(dp_size)]
         for number in range(3):
             samples = sorted(sample for rank in ranks for sample in rank[number].samples)
             assert {sample // SAMPLES for sample in samples} == set(orders[0][2 * number : 2 * number + 2])
             assert len(samples) == 2 * SAMPLES
             for update in (rank[number].with_logprobs("old_logprobs", logprobs) for rank in ranks):
                 for index, values in update.by_sample([pack.microbatch.old_logprobs for pack in update.packs]).items():
-                    assert torch.equal(values, logprobs[index] * batch().loss_mask[index])
+                    assert torch.equal(values, logprobs[index] * sample(index).loss_mask)
