@@ -25,7 +25,7 @@ class _Inputs(AdvantageInputs):
     _made: Tensor | Callable[[], Tensor]
 
     @property
-    def token_rewards(self) -> Tensor:  # type: ignore[override]
+    def token_rewards(self) -> Tensor:
         if not isinstance(self._made, Tensor):
             object.__setattr__(self, "_made", self._made())
         assert isinstance(self._made, Tensor)

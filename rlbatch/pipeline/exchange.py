@@ -89,7 +89,8 @@ class Batch:
     @cached_property
     def most_lag(self) -> int:
         """Of the tokens that are not masked."""
-        return max([0, *torch.minimum(self.lags, self.limits).tolist()])
+        lags: list[int] = torch.minimum(self.lags, self.limits).tolist()
+        return max([0, *lags])
 
     @cached_property
     def num_groups(self) -> int:
