@@ -177,7 +177,7 @@ def failing_save(config: Config, run_dir: str, how: str) -> tuple[str, str]:
     checkpoints.save(1)
     checkpoints.close()
     usage = shutil.disk_usage(run_dir)._replace(free=2**20)
-    if how == "little space for what waits":
+    if how == "little space for what waits" and job.rank == 1:  # all ranks' counts
         job.waiting.held = {0: Candidate(0, 0, long_group(2**20))}
     failure: contextlib.AbstractContextManager[Any] = {
         "little space": lambda: mock.patch("shutil.disk_usage", lambda path: usage),
