@@ -272,9 +272,7 @@ class Registry:
     def ranks_per_engine(self, config: Config) -> int:
         """How many ranks share an engine, as the rollout's options say; see ``check_engines``."""
         spec = self.rollout(config)
-        options = self._rollout_options(config)
-        ranks = getattr(options, spec.ranks_option) if spec.ranks_option else 1
-        return check_engines(config, ranks, spec)
+        return check_engines(config, self.rollout_number(config, spec.ranks_option) if spec.ranks_option else 1, spec)
 
     def separate_gpus(self, config: Config) -> int:
         """GPUs of each node that have no rank, but only engines."""
@@ -419,38 +417,28 @@ def _installed() -> Iterator[tuple[ModuleType, Supplier]]:
         )
     for distribution, point in sorted(found, key=lambda item: (item[0] != DISTRIBUTION, item[0], item[1].name)):
         supplier = Supplier(point.value, distribution, point.dist.version if point.dist else "")
-        try:
-            yield _imported(supplier, point.load), supplier
-        except (Exception, SystemExit) as error:  # whatever a plugin raises while it is imported must name the plugin
-            raise _import_error(supplier, error) from error
+        yield _imported(supplier, point.load), supplier
 
 
 def _extra(name: str) -> tuple[ModuleType, Supplier]:
     """A plugin named in the config: a python file or a module."""
-    if not name.endswith(".py"):
-        try:
-            return _imported(Supplier(name), partial(importlib.import_module, name)), Supplier(name)
-        except (Exception, SystemExit) as error:  # see _installed
-            raise _import_error(Supplier(name), error) from error
     path = Path(name).resolve()
-    if not path.is_file():
+    if name.endswith(".py") and not path.is_file():
         raise PluginError(f"plugins=[{name}]: there is no such file ({path}). Correct the path.")
-    try:
-        return _imported(Supplier(name), partial(load_plugin_file, path)), Supplier(name)
-    except (Exception, SystemExit) as error:  # see _installed
-        raise _import_error(Supplier(name), error) from error
+    load = partial(load_plugin_file, path) if name.endswith(".py") else partial(importlib.import_module, name)
+    return _imported(Supplier(name), load), Supplier(name)
 
 
 def _imported(supplier: Supplier, load: Callable[[], ModuleType]) -> ModuleType:
-    with state_kept(f"plugin {supplier.module}"):
-        return load()
-
-
-def _import_error(supplier: Supplier, error: BaseException) -> PluginError:
-    if isinstance(error, SystemExit) and type(error) is not SystemExit:  # a signal ends this process: no fault of the plugin
-        raise error
-    origin = f" of {supplier.distribution} {supplier.version}" if supplier.distribution else ""
-    return PluginError(f"plugin {supplier.module}{origin}: does not import: {error_text(error)}. Correct it, or do without it.")
+    try:
+        with state_kept(f"plugin {supplier.module}"):
+            return load()
+    except (Exception, SystemExit) as error:  # whatever a plugin raises while it is imported must name the plugin
+        if isinstance(error, SystemExit) and type(error) is not SystemExit:  # a signal ends this process: no fault of the plugin
+            raise
+        origin = f" of {supplier.distribution} {supplier.version}" if supplier.distribution else ""
+        said = f"plugin {supplier.module}{origin}: does not import: {error_text(error)}. Correct it, or do without it."
+        raise PluginError(said) from error
 
 
 def _register(manager: pluggy.PluginManager, module: ModuleType, supplier: Supplier) -> None:

@@ -18,15 +18,11 @@ from rlbatch.api import (
     LossSpec,
     NoOptions,
     OffloadSpec,
-    OffloadStrategyFactory,
     PluginError,
-    Reward,
     RewardSpec,
-    RolloutBackendFactory,
     RolloutSpec,
     Tracker,
     TrackerContext,
-    TrackerFactory,
     TrackerSpec,
     always,
 )
@@ -169,17 +165,18 @@ class Kind:
         called: What a registered function is called with.
         built: What the ``build`` of a ``Configurable`` is called with.
         spec: What each name stands for in its table, made of whatever was registered.
-        wrapped: Makes that of a function.
+        build: Makes a ``build`` of a function.
     """
 
     key: str
     called: tuple[str, ...]
     built: tuple[str, ...]
     spec: type
-    wrapped: Callable[[Any], Any]
+    build: Callable[[Any], Callable[..., Any]] = always
 
 
-def _reward(reward: Reward) -> RewardSpec:
+def _of_reward(reward: Any) -> Mapping[str, Any]:
+    """What a reward without options says of itself."""
     said: dict[str, Any] = {}
     if isinstance(reward, LabelChecker):
         check = reward.check_label
@@ -187,31 +184,21 @@ def _reward(reward: Reward) -> RewardSpec:
     if isinstance(reward, AnswerReader):
         answer = reward.answer
         said["answer"] = lambda options, sample: answer(sample)
-    return RewardSpec(always(reward), NoOptions, **said)
+    return said
 
 
-def _rollout(factory: RolloutBackendFactory) -> RolloutSpec:
-    return RolloutSpec(lambda context, options: factory(context), NoOptions)
-
-
-def _offload(factory: OffloadStrategyFactory) -> OffloadSpec:
-    return OffloadSpec(lambda options: factory(), NoOptions)
-
-
-def _tracker(factory: TrackerFactory) -> TrackerSpec:
-    return TrackerSpec(lambda context, options: factory(context), NoOptions)
+def _in_context(factory: Callable[[Any], Any]) -> Callable[..., Any]:
+    return lambda context, options: factory(context)
 
 
 KINDS: Mapping[str, Kind] = {
-    "rlbatch_register_rollout_backends": Kind("rollout", ("context",), ("context", "options"), RolloutSpec, _rollout),
-    "rlbatch_register_rewards": Kind("reward", ("samples",), ("options",), RewardSpec, _reward),
-    "rlbatch_register_advantage_estimators": Kind(
-        "algorithm.advantage", ("inputs",), ("options",), AdvantageSpec, lambda estimator: AdvantageSpec(always(estimator))
-    ),
-    "rlbatch_register_policy_losses": Kind("algorithm.loss", ("inputs",), ("options",), LossSpec, lambda loss: LossSpec(always(loss))),
-    "rlbatch_register_offload_strategies": Kind("offload", (), ("options",), OffloadSpec, _offload),
-    "rlbatch_register_group_filters": Kind(FILTERS, ("group",), ("options",), FilterSpec, lambda keeps: FilterSpec(always(keeps))),
-    "rlbatch_register_trackers": Kind(TRACKERS, ("context",), ("context", "options"), TrackerSpec, _tracker),
+    "rlbatch_register_rollout_backends": Kind("rollout", ("context",), ("context", "options"), RolloutSpec, _in_context),
+    "rlbatch_register_rewards": Kind("reward", ("samples",), ("options",), RewardSpec),
+    "rlbatch_register_advantage_estimators": Kind("algorithm.advantage", ("inputs",), ("options",), AdvantageSpec),
+    "rlbatch_register_policy_losses": Kind("algorithm.loss", ("inputs",), ("options",), LossSpec),
+    "rlbatch_register_offload_strategies": Kind("offload", (), ("options",), OffloadSpec, lambda factory: lambda options: factory()),
+    "rlbatch_register_group_filters": Kind(FILTERS, ("group",), ("options",), FilterSpec),
+    "rlbatch_register_trackers": Kind(TRACKERS, ("context",), ("context", "options"), TrackerSpec, _in_context),
 }
 """Kinds of plugins, by hook."""
 
@@ -229,7 +216,7 @@ def spec_of(what: str, value: Any, kind: Kind) -> Any:
     """
     if not isinstance(value, Configurable):
         check_callable(what, value, kind.called, may_wait=kind.spec is RewardSpec)
-        return kind.wrapped(value)
+        return kind.spec(kind.build(value), NoOptions, **(_of_reward(value) if kind.spec is RewardSpec else {}))
     if type(value) is Configurable:
         value = kind.spec(value.build, value.options)
     if not isinstance(value, kind.spec):
