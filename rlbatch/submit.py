@@ -12,9 +12,10 @@ from textwrap import fill
 
 from rlbatch.api import PluginError, RlbatchError
 from rlbatch.api.exit_codes import REFUSED
-from rlbatch.config.choices import AUTO, choice_values, group_choices
+from rlbatch.config.choices import AUTO, choice_values
 from rlbatch.config.overrides import text_value
 from rlbatch.config.schema import EMBEDDED, Config
+from rlbatch.config.sources import group_files
 from rlbatch.config.structured import KeyDoc, key_docs, show_value
 from rlbatch.dry_run import show
 from rlbatch.launch.records.streams import end_with_reader, exit_code_of_display, keep_output
@@ -103,7 +104,7 @@ def help_text(cluster_dir: str = "") -> str:
 
 
 def _group_lines(cluster_dir: str) -> list[str]:
-    choices = {group: set(names) for group, names in group_choices(cluster_dir).items()}
+    choices = {group: set(names) for group, names in group_files(cluster_dir).items()}
     choices["layout"].add(AUTO)
     note = []
     try:

@@ -22,18 +22,6 @@ _OF_A_CHOICE = {"offload": ("offload.options",), "rollout": ("rollout.options", 
 """Keys whose values go with a choice of the group."""
 
 
-def group_choices(cluster_dir: str = "") -> Mapping[str, tuple[str, ...]]:
-    """Config groups and the choices that have a yaml file.
-
-    Args:
-        cluster_dir: See ``rlbatch.config.sources``.
-
-    Raises:
-        ConfigError: the package is not installed, or there is no such folder.
-    """
-    return {group: tuple(files) for group, files in group_files(cluster_dir).items()}
-
-
 def choice_values(group: str, name: str) -> Mapping[str, Any]:
     """What a choice's yaml file sets: keys as written below its package, dotted -> value."""
 
@@ -44,11 +32,7 @@ def choice_values(group: str, name: str) -> Mapping[str, Any]:
             elif key != "defaults":
                 yield prefix + key, value
 
-    return dict(flat(_tree(group, name), ""))
-
-
-def _tree(group: str, name: str) -> Mapping[str, Any]:
-    return choice_tree(group, group_files()[group][name])
+    return dict(flat(choice_tree(group, name), ""))
 
 
 def complete_choices(
@@ -110,7 +94,7 @@ def _dropped_options(chosen: Mapping[str, str], choices: Mapping[str, str]) -> l
 
 def _overridden(group: str, *file: str) -> str | None:
     """The choice of another group that a choice's yaml file makes."""
-    entries = _tree(*file).get("defaults", [])
+    entries = choice_tree(*file).get("defaults", [])
     return next((entry[f"override /{group}"] for entry in entries if isinstance(entry, Mapping) and f"override /{group}" in entry), None)
 
 
@@ -121,7 +105,7 @@ def _layout(chosen: Mapping[str, str], keys: Sequence[str], compose: Callable[[S
     tree = compose(_lines({**chosen, "layout": AUTO}, keys))
     model, cluster = tree.get("model", {}).get("name", ""), tree.get("cluster", {})
     machines = f"{cluster.get('gpus')}x{str(cluster.get('gpu')).lower()}"
-    known = [name for name in group_choices()["layout"] if name.startswith(f"{model}_")]
+    known = [name for name in group_files()["layout"] if name.startswith(f"{model}_")]
     if f"{model}_{machines}" in known:
         return f"{model}_{machines}"
     by_hand = any(key.lstrip("+").startswith("layout.world_size=") for key in keys)

@@ -10,11 +10,11 @@ import json
 import os
 import stat
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import IO, Any, Protocol, cast
+from typing import IO, Any, cast
 
 from rlbatch.api import DataError
 
@@ -24,17 +24,13 @@ LARGE_BYTES = 128 * 2**20
 """Most of a tokenizer, or of the names of a checkpoint's tensors."""
 MAX_DEPTH = 64
 """Most lists and objects in each other."""
+Pairs = Callable[[Sequence[tuple[str, Any]]], dict[str, Any]]
+"""Makes an object of its names and values, as for ``json.loads``."""
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
 
 class MissingFileError(DataError):
     """There is no such file."""
-
-
-class PairsHook(Protocol):
-    """Makes an object of its names and values (``json.loads``)."""
-
-    def __call__(self, pairs: Sequence[tuple[str, Any]], /) -> dict[str, Any]: ...  # noqa: D102
 
 
 @contextmanager
@@ -116,7 +112,7 @@ def read_own(path: Path) -> dict[str, Any]:
     return content
 
 
-def parse_json(text: str, path: str, fix: str, *, line: int = 1, pairs: PairsHook | None = None) -> Any:
+def parse_json(text: str, path: str, fix: str, *, line: int = 1, pairs: Pairs | None = None) -> Any:
     """A JSON value.
 
     Args:

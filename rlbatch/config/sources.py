@@ -40,13 +40,9 @@ def group_files(cluster_dir: str = "") -> Mapping[str, Mapping[str, Path]]:
     return {**_shipped(), CLUSTER: dict(sorted({**_shipped()[CLUSTER], **own}.items()))}
 
 
-def choice_tree(group: str, file: Path) -> Mapping[str, Any]:
-    """What a choice's file says, ``defaults`` included.
-
-    Raises:
-        ConfigError: it is not yaml.
-    """
-    return _read(group, file)[0]
+def choice_tree(group: str, name: str) -> Mapping[str, Any]:
+    """What the file of a shipped choice says, ``defaults`` included."""
+    return _read(group, _shipped()[group][name])[0]
 
 
 def give_to_hydra(files: Mapping[str, Mapping[str, Path]], cluster: str = "") -> None:

@@ -29,12 +29,7 @@ def quoted(text: str) -> str:
 
 def is_list(key: str) -> bool:
     """Whether a key holds a list of texts."""
-    return key in _lists()
-
-
-@cache
-def _lists() -> frozenset[str]:
-    return frozenset(doc.name for doc in key_docs(Config) if doc.is_text and doc.type == "a list")
+    return any(doc.name == key and doc.is_text and doc.type == "a list" for doc in key_docs(Config))
 
 
 @cache

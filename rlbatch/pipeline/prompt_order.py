@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -13,14 +13,8 @@ from rlbatch.api import ConfigError
 Cursor = tuple[int, ...]
 """A place in an order, to be stored. Of one set: epoch, position in it, and rows that wait. Of several, for each: how many were drawn,
 epoch, position, how many wait, and these."""
-
-
-class Usable(Protocol):
-    """Says which prompts may be trained on."""
-
-    def __call__(self, positions: Sequence[int]) -> Sequence[bool]:
-        """Of each position."""
-        ...
+Usable = Callable[[Sequence[int]], Sequence[bool]]
+"""Says which prompts may be trained on, by their positions."""
 
 
 class SetOrder:

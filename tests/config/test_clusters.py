@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from rlbatch.api import ConfigError
-from rlbatch.config.choices import group_choices
 from rlbatch.config.compose import compose
 from rlbatch.config.schema import ClusterConfig, LayoutConfig
+from rlbatch.config.sources import group_files
 from rlbatch.plan.layout import check_layout, degrees
 from rlbatch.plan.nodes import place_ranks
 from rlbatch.plan.parameters import ModelSize
@@ -58,8 +58,8 @@ def model_of(layout: str) -> str:
 
 def test_every_layout_is_a_row() -> None:
     """The shipped layouts are those of the tables, no more and no fewer; clusters are those whose default is checked, and local."""
-    assert sorted(group_choices()["layout"]) == sorted(TABLES)
-    assert sorted(group_choices()["cluster"]) == sorted([*DEFAULTS, "local"])
+    assert sorted(group_files()["layout"]) == sorted(TABLES)
+    assert sorted(group_files()["cluster"]) == sorted([*DEFAULTS, "local"])
 
 
 @pytest.mark.parametrize("name", TABLES)

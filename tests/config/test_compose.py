@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from rlbatch.api import ConfigError, DataError
-from rlbatch.config.choices import group_choices
 from rlbatch.config.compose import compose, load_config, save_config
 from rlbatch.config.overrides import PLUGIN_GROUPS
 from rlbatch.config.schema import Config
+from rlbatch.config.sources import group_files
 from rlbatch.config.structured import NAME, key_docs
 
 LARGE = ("math", "gsm8k", "dapo", "dr_grpo", "gspo", "reinforce_plus_plus", "deepseek_r1")
@@ -23,7 +23,7 @@ REQUIRED = {
 
 
 def shipped_choices() -> list[str]:
-    return [f"{group}={name}" for group, names in group_choices().items() for name in names]
+    return [f"{group}={name}" for group, names in group_files().items() for name in names]
 
 
 @pytest.mark.parametrize("choice", shipped_choices())
@@ -42,7 +42,7 @@ def test_default_is_embedded_run() -> None:
 @pytest.mark.parametrize("group", PLUGIN_GROUPS)
 def test_names_agree(group: str, repository: Path) -> None:
     """`rollout=x` is configs/rollout/x.yaml, plugins/rollout_x.py and tests/plugins/test_rollout_x.py; likewise the other groups."""
-    choices = group_choices()[group]
+    choices = group_files()[group]
     assert choices
     for name in choices:
         assert f"name: {name}\n" in (repository / f"configs/{group}/{name}.yaml").read_text()

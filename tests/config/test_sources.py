@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from rlbatch.api import ConfigError
-from rlbatch.config.choices import group_choices
 from rlbatch.config.compose import compose
+from rlbatch.config.sources import group_files
 
 MINE = """\
 # @package _global_
@@ -54,7 +54,7 @@ def test_a_cluster_without_the_header(folder: str, tmp_path: Path) -> None:
 
 def test_own_clusters_are_listed(folder: str) -> None:
     """Where choices are, and where a name is unknown."""
-    assert {"mine", "template"} <= set(group_choices(folder)["cluster"])
+    assert {"mine", "template"} <= set(group_files(folder)["cluster"])
     with pytest.raises(ConfigError, match=r"cluster=mien: unknown\. Did you mean `mine`\? Known: .*mine"):
         compose([f"cluster_dir={folder}", "+cluster=mien"])
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlbatch.config.choices import group_choices
+from rlbatch.config.sources import group_files
 from rlbatch.plan.engine_memory import memory_inputs
 from rlbatch.plan.memory import memory_floor, trainer_gib
 from rlbatch.registry import compose_job
@@ -14,7 +14,7 @@ from rlbatch.submit import main
 from tests.large_models import CONFIGS, write_model
 
 
-@pytest.mark.parametrize("layout", sorted(group_choices()["layout"]))
+@pytest.mark.parametrize("layout", sorted(group_files()["layout"]))
 def test_the_memory_of_a_recipe(layout: str, repository: Path, tmp_path: Path) -> None:
     """The row has the GPU, the trainer's floor in updates and in generation, the engine's share, and what is left, which is at least 7 GiB
     for what the floor leaves out.

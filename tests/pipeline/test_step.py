@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlbatch.config.choices import group_choices
 from rlbatch.config.schema import EMBEDDED
+from rlbatch.config.sources import group_files
 from tests.pipeline import steps
 from tests.pipeline.steps import LAYOUTS, merged, prepared, small_config
 
@@ -270,7 +270,7 @@ def test_epochs_share_log_probs_and_advantages(layout: str, old: str, run_dir: P
         assert rank.metrics["train/skipped_updates"] == 0
 
 
-@pytest.mark.parametrize("recipe", group_choices()["algorithm"])
+@pytest.mark.parametrize("recipe", group_files()["algorithm"])
 def test_recipes_run(recipe: str, run_dir: Path, rank_pool) -> None:
     """Every file of configs/algorithm makes a step with finite metrics; engine and trainer agree, so corrections hardly change anything."""
     [metrics] = rank_pool(1).run(steps.steps, small_config("1 rank", f"algorithm={recipe}"), str(run_dir), 1)[0].metrics
