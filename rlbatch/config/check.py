@@ -13,7 +13,7 @@ from rlbatch.config.check_sampling import check_sampling
 from rlbatch.config.check_secrets import check_secrets
 from rlbatch.config.evaluation import COLDEST, check_evaluation
 from rlbatch.config.schema import AlgorithmConfig, CheckpointConfig, Config, LayoutConfig, OptimizerConfig, RolloutConfig, TrainConfig
-from rlbatch.config.structured import closest
+from rlbatch.config.structured import did_you_mean
 
 SMALLEST = 1e-30
 """Least rate that float32 multiplies with."""
@@ -92,8 +92,7 @@ def _check_allocator(options: Mapping[str, Any]) -> None:
     """Raises ConfigError for what torch would refuse only on a GPU, with its first tensor."""
     for name, value in options.items():
         if name not in ALLOCATOR_OPTIONS:
-            meant = " or ".join(f"`{match}`" for match in closest(name, ALLOCATOR_OPTIONS))
-            hint = f"Did you mean {meant}?" if meant else f"It has {', '.join(ALLOCATOR_OPTIONS)}."
+            hint = did_you_mean(name, ALLOCATOR_OPTIONS) or f"It has {', '.join(ALLOCATOR_OPTIONS)}."
             raise ConfigError(
                 f"train.allocator.{name}={value}: torch's allocator has no such option. {hint} (One of a newer torch goes into "
                 "cluster.environment.PYTORCH_CUDA_ALLOC_CONF.)"

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from rlbatch.api import ConfigError
 from rlbatch.config.schema import AlgorithmConfig, Config, CorrectionConfig, EvalSetConfig, OffloadConfig, SamplingConfig
-from rlbatch.config.structured import closest, show_value
+from rlbatch.config.structured import did_you_mean, show_value
 
 SIMPLE = "eval"
 """Name of the set that ``data.eval`` is; the keys ``train.eval_*`` are its settings."""
@@ -131,8 +131,7 @@ def _check_best(config: Config) -> None:
     if not known:
         raise ConfigError(f"checkpoint.best={best}: nothing is evaluated. Give {SETS}.<name>.file=<prompt file>, or leave this key out.")
     if best not in known:
-        meant = " or ".join(f"`{tag}`" for tag in closest(best, known))
-        fix = f"Did you mean {meant}?" if meant else f"Use one of {', '.join(known)}."
+        fix = did_you_mean(best, known) or f"Use one of {', '.join(known)}."
         raise ConfigError(f"checkpoint.best={best}: must be a metric of an evaluation. {fix}")
     if config.checkpoint.save_interval < 0:
         raise ConfigError(f"checkpoint.best={best}: needs checkpoints, and checkpoint.save_interval=-1. Use 0, or leave this key out.")

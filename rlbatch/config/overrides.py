@@ -17,7 +17,7 @@ from rlbatch.config.choices import AUTO
 from rlbatch.config.foreign_keys import answer
 from rlbatch.config.schema import Config
 from rlbatch.config.sources import CLUSTER
-from rlbatch.config.structured import closest, key_docs, unknown_key
+from rlbatch.config.structured import did_you_mean, key_docs, unknown_key
 from rlbatch.config.text_keys import in_text_map, is_list, is_text, quoted
 
 if TYPE_CHECKING:
@@ -194,8 +194,7 @@ def _choice(group: str, value: str, with_file: Sequence[str]) -> str:
     if not name or name[0] in "[{":
         raise ConfigError(f"{group}={value}: must be one name. Choose {' or '.join(with_file)}.")
     if group not in PLUGIN_GROUPS:
-        meant = " or ".join(f"`{match}`" for match in closest(name, with_file))
-        known = f"{f'Did you mean {meant}? ' if meant else ''}Known: {', '.join(with_file)}."
+        known = f"{did_you_mean(name, with_file)} Known: {', '.join(with_file)}.".lstrip()
         own = " Files of your own are found with cluster_dir=<folder>." if group == CLUSTER else ""
         raise ConfigError(f"{group}={name}: unknown. {known}{own}")
     return name

@@ -90,12 +90,17 @@ def closest(name: str, known: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(same + same_end + similar))[:3]
 
 
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """``Did you mean `a` or `b`?``; empty: nothing is close."""
+    meant = " or ".join(f"`{match}`" for match in closest(name, known))
+    return f"Did you mean {meant}?" if meant else ""
+
+
 def unknown_key(key: str, known: Iterable[str]) -> ConfigError:
     """The error for a key that does not exist."""
     names = list(known)
-    meant = " or ".join(f"`{name}`" for name in closest(key, names))
-    if meant:
-        return ConfigError(f"{key}: unknown key. Did you mean {meant}?")
+    if meant := did_you_mean(key, names):
+        return ConfigError(f"{key}: unknown key. {meant}")
     parent = key.rpartition(".")[0]
     beside = [name for name in names if name.startswith(f"{parent}.")] if parent else names
     if not beside or (not parent and len(names) > MOST_LISTED):
