@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
-import subprocess
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlbatch.api import ConfigError
-from rlbatch.launch.slurm.scontrol import find_record, own_name, read_records
+from rlbatch.launch.slurm.scontrol import ask, find_record, own_name, read_records
 
 TIMEOUT_S = 60.0
 ENDED = (
@@ -70,14 +67,14 @@ def cancel_job(job_id: str) -> None:
     Raises:
         ConfigError: scancel refused.
     """
-    done = _run(["scancel", job_id])
+    done = ask("scancel", job_id, seconds=TIMEOUT_S)
     if done is None or done.returncode:
         said = " ".join(done.stderr.split()) if done else "there is no scancel here"
         raise ConfigError(f"job {job_id}: cannot be cancelled ({said}). Give the id of a job of yours that runs or waits.")
 
 
 def _from_controller(job_id: str) -> JobState | None:
-    done = _run(["scontrol", "--oneliner", "show", "job", job_id])
+    done = ask("scontrol", "--oneliner", "show", "job", job_id, seconds=TIMEOUT_S)
     if done is None or done.returncode:
         return None
     fields = find_record(done.stdout, job_id)
@@ -96,7 +93,8 @@ def _from_controller(job_id: str) -> JobState | None:
 
 
 def _from_accounting(job_id: str) -> JobState | None:
-    done = _run(["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job_id}", "--format=State,ExitCode,NodeList"])
+    options = ("--noheader", "--parsable2", "--allocations", f"--jobs={job_id}", "--format=State,ExitCode,NodeList")
+    done = ask("sacct", *options, seconds=TIMEOUT_S)
     if done is None or done.returncode or not done.stdout.strip():
         return None
     state, exit_code, nodes = done.stdout.strip().splitlines()[-1].split("|")[:3]
@@ -113,13 +111,3 @@ def _exit_code(text: str, state: str) -> int:
 
 def _word(text: str) -> str:
     return "" if text in ("(null)", "None", "None assigned") else text
-
-
-def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str] | None:
-    """None: there is no such program here, or it does not answer."""
-    if shutil.which(command[0]) is None:
-        return None
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, stdin=subprocess.DEVNULL)
-    except subprocess.TimeoutExpired:
-        return None

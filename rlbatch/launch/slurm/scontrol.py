@@ -91,7 +91,7 @@ def slurm_job_id(info: RankInfo) -> str:
 
 def find_current_job(job_id: str) -> CurrentJob | None:
     """The job's record; None where there is no scontrol, no controller, or no such job any more."""
-    answer = _scontrol("-o", "show", "job", job_id)
+    answer = ask("scontrol", "-o", "show", "job", job_id)
     if answer is None or answer.returncode:
         return None
     own = find_record(answer.stdout, job_id)
@@ -121,7 +121,7 @@ def _parsed(record: Record) -> CurrentJob:
 
 def kill_wait_s() -> float | None:
     """Seconds that Slurm gives a job from SIGTERM to SIGKILL; None if it does not say."""
-    answer = _scontrol("show", "config")
+    answer = ask("scontrol", "show", "config")
     found = re.search(r"^KillWait\s*=\s*(\d+)", answer.stdout, re.MULTILINE) if answer else None
     return float(found[1]) if found else None
 
@@ -135,18 +135,18 @@ def requeue_job(job_id: str) -> str:
     Returns:
         Empty if that was done, else why not.
     """
-    answer = _scontrol("requeue", job_id)
+    answer = ask("scontrol", "requeue", job_id)
     if answer is None:
         return "there is no scontrol on this node, or it does not answer"
     return "" if answer.returncode == 0 else (answer.stderr.strip() or f"scontrol ended with code {answer.returncode}")
 
 
-def _scontrol(*arguments: str) -> subprocess.CompletedProcess[str] | None:
-    """Runs scontrol; None where that cannot be done.
+def ask(program: str, *arguments: str, seconds: float = QUERY_S) -> subprocess.CompletedProcess[str] | None:
+    """Runs one of Slurm's commands; None where it is not there, or does not answer in time.
 
-    In a session of its own and once more if a signal ended it: Slurm signals all processes of a job that it stops, scontrol too.
+    In a session of its own and once more if a signal ended it: Slurm signals all processes of a job that it stops, these too.
     """
-    path = shutil.which("scontrol")
+    path = shutil.which(program)
     for _ in range(2 if path else 0):
         try:
             answer = subprocess.run(
@@ -155,7 +155,7 @@ def _scontrol(*arguments: str) -> subprocess.CompletedProcess[str] | None:
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
-                timeout=QUERY_S,
+                timeout=seconds,
                 start_new_session=True,
             )
         except (OSError, subprocess.TimeoutExpired):
