@@ -76,9 +76,10 @@ def _listed(everything: bool) -> list[str]:
 
 def _shown(record: JobRecord) -> list[str]:
     state, run_dir = record.state(), Path(record.run_dir)
+    why = f" ({state.reason})" if state.reason and state.state != "PENDING" else ""
     lines = [
         f"job         {record.job_id} ({record.name}), launcher {record.launcher}, from {record.host} at {_time(record.submitted)}",
-        f"state       {_state(state)}{f' on {state.nodes}' if state.nodes else ''}{_why(state)}",
+        f"state       {_state(state)}{f' on {state.nodes}' if state.nodes else ''}{why}",
         f"run folder  {run_dir}",
         f"log         {record.log or 'the output of whoever started it'}",
     ]
@@ -111,10 +112,6 @@ def _state(state: JobState) -> str:
     """Shows a state with the exit code of a failed job, and why a waiting one waits."""
     detail = str(state.exit_code) if state.exit_code else state.reason if state.state == "PENDING" else ""
     return f"{state.state} ({detail})" if detail else state.state
-
-
-def _why(state: JobState) -> str:
-    return f" ({state.reason})" if state.reason and state.state != "PENDING" else ""
 
 
 def _time(seconds: float) -> str:

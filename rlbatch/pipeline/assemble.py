@@ -41,6 +41,7 @@ from rlbatch.pipeline.scorer import Scorer
 from rlbatch.pipeline.stopping import Stopping
 from rlbatch.plan.engine_precision import check_device, engine_quantization
 from rlbatch.plan.layout import check_expert_widths, check_layout
+from rlbatch.plan.parameters import ModelSize
 from rlbatch.registry import Registry, load_plugins
 from rlbatch.weights.coverage import expert_names
 
@@ -151,7 +152,7 @@ def _engine_job(
         device=device,
         store=store,
         watchdog=watchdog,
-        stopping=Stopping(store, watchdog, notice, config.launch, estimate_write_s(config, family, run_dir)),
+        stopping=Stopping(store, watchdog, notice, config.launch, estimate_write_s(config, ModelSize(family).total.total, run_dir)),
         hf_folder=hf_folder,
         family=family,
         trainer=trainer,

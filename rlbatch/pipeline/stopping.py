@@ -184,7 +184,9 @@ class Stopping:
 
     def _word(self, is_complete: bool = True, rest_s: float = 0.0, engine: int = -1, lost_by: str = "") -> _Word:
         notice, ending = self._notice, self.ending
-        deadline = ending.deadline if ending else self._local_deadline() if notice.is_set else 0.0
+        if ending is None and notice.is_set:  # as far as this rank knows before rank 0 knows better
+            ending = find_ending(notice.number, notice.time, None, self._limits.notice_s)
+        deadline = ending.deadline if ending else 0.0
         return _Word(notice.number, notice.time, deadline, time.time(), is_complete, rest_s, engine, lost_by)
 
     def _exchange(self, place: Place, word: _Word) -> list[_Word]:
@@ -198,10 +200,6 @@ class Stopping:
         if signalled and self.ending is None and self._store.info.rank == 0:  # the thread has not come to it
             self._find(signalled[0].signal, signalled[0].received)
         return words
-
-    def _local_deadline(self) -> float:
-        """When this rank must be done, as far as it knows before rank 0 knows better."""
-        return find_ending(self._notice.number, self._notice.time, None, self._limits.notice_s).deadline
 
     def _find(self, number: int, received: float) -> None:
         self.ending = find_ending(number, received, self._store.info, self._limits.notice_s)

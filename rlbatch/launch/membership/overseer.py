@@ -18,7 +18,7 @@ from rlbatch.launch.membership.stack_locations import StackLocation, find_culpri
 from rlbatch.launch.membership.store_port import End, StorePort
 from rlbatch.launch.ranks.children import END_SIGNAL
 from rlbatch.launch.ranks.rank_info import RankInfo
-from rlbatch.launch.records.attempt import Attempt, is_superseded
+from rlbatch.launch.records.attempt import Attempt, is_superseded, name_of
 from rlbatch.launch.records.failures import FirstError, claim, read_first_error
 from rlbatch.launch.records.streams import output_hint
 
@@ -220,7 +220,7 @@ class Overseer(threading.Thread):
         handshake.link.close()
 
     def _refusal(self, join: Message) -> str:
-        rank, size, me = join.get("rank"), join.get("world_size"), f"rank 0 of {self.attempt.name()} on {self._info.host}"
+        rank, size, me = join.get("rank"), join.get("world_size"), f"rank 0 of {name_of(self.attempt)} on {self._info.host}"
         if size != self._info.world_size or not isinstance(rank, int) or not 0 <= rank < self._info.world_size:
             return f"{me} has {self._info.world_size} ranks, this process is rank {rank} of {size}"
         if rank in self._members:

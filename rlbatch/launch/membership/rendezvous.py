@@ -35,7 +35,7 @@ from rlbatch.launch.ranks.interfaces import (
 )
 from rlbatch.launch.ranks.rank_info import RankInfo
 from rlbatch.launch.ranks.variables import LAUNCH_VARIABLE
-from rlbatch.launch.records.attempt import Attempt, new_attempt, read_attempt, write_attempt
+from rlbatch.launch.records.attempt import Attempt, name_of, new_attempt, read_attempt, write_attempt
 from rlbatch.launch.records.failures import FIRST_ERROR, is_earlier, read_first_error
 from rlbatch.launch.records.ownership import ATTEMPT_LOCK, Lock
 
@@ -111,7 +111,7 @@ def _open(info: RankInfo, run_dir: Path, config: Config, launch: str) -> tuple[O
     is_free = lock.try_for(HANDOVER_S)
     previous = None if is_free else read_attempt(run_dir)
     if not is_free and not (previous and previous.is_earlier_of(info)):
-        who = f"{previous.name()}, with rank 0 on {previous.host}, process {previous.pid}," if previous else "another job"
+        who = f"{name_of(previous)}, with rank 0 on {previous.host}, process {previous.pid}," if previous else "another job"
         raise ConfigError(f"run_dir={run_dir}: {who} is running in it. Wait for its end, or choose another.")
     server = _probe(info, bound)
     store_socket = listen(bound, 0, info.world_size + 16)
@@ -119,7 +119,7 @@ def _open(info: RankInfo, run_dir: Path, config: Config, launch: str) -> tuple[O
     _forget_earlier_failure(run_dir)
     write_attempt(run_dir, attempt)
     if previous and not lock.try_for(config.launch.rendezvous_timeout_s):  # what is left of that attempt sees the new token, and ends
-        raise LaunchError(f"run_dir={run_dir}: {previous.name()} does not end. Kill process {previous.pid} on {previous.host}.")
+        raise LaunchError(f"run_dir={run_dir}: {name_of(previous)} does not end. Kill process {previous.pid} on {previous.host}.")
     overseer = Overseer(server, attempt, info, run_dir, StorePort(store_socket), config.launch)
     overseer.start()
     return overseer, store_socket
@@ -185,7 +185,7 @@ def _find(info: RankInfo, run_dir: Path, timeout_s: float, launch: str) -> tuple
         if attempt is None:
             trouble = f"rank 0{_on(info)} did not come: it wrote no attempt.json into {run_dir}. Do all nodes see the run folder?"
         elif not attempt.is_of(info, launch):
-            trouble = f"rank 0{_on(info)} did not come: {run_dir / 'attempt.json'} is of {attempt.name()}, this rank of {_job(info)}."
+            trouble = f"rank 0{_on(info)} did not come: {run_dir / 'attempt.json'} is of {name_of(attempt)}, this rank of {name_of(info)}."
         else:
             tried = []
             for address in attempt.addresses:
@@ -239,8 +239,3 @@ def _ask(address: str, attempt: Attempt, info: RankInfo) -> tuple[Link, Message]
 
 def _on(info: RankInfo) -> str:
     return f" (host {info.nodes[0]})" if info.nodes else ""
-
-
-def _job(info: RankInfo) -> str:
-    name = f"job {info.job_id}" if info.job_id else "a job without id"
-    return f"{name}, restart {info.restart_count}" if info.restart_count else name

@@ -62,10 +62,6 @@ def find_culprit(locations: Mapping[int, StackLocation | None]) -> int:
         return min(silent)
     known = {rank: location for rank, location in locations.items() if location is not None}
     working = {rank: location for rank, location in known.items() if not location.waits}
-    return _minority(working or known)
-
-
-def _minority(locations: Mapping[int, StackLocation]) -> int:
-    where = {rank: location.frames for rank, location in locations.items()}
+    where = {rank: location.frames for rank, location in (working or known).items()}
     counts = Counter(where.values())
     return min(where, key=lambda rank: (counts[where[rank]], rank))

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -144,21 +144,18 @@ class Watchdog:
         self._meeting.link.send({"ends": ends_at(self._meeting.info.master_port)})
         self._sealed.wait()
 
-    @contextmanager
-    def phase(self, name: Phase) -> Iterator[None]:
+    def phase(self, name: Phase) -> AbstractContextManager[None]:
         """What this rank does until the block ends; a block inside another counts alone."""
-        before = self._phase, self._waits
-        self._enter(name, waits=False)
-        try:
-            yield
-        finally:
-            self._enter(*before)
+        return self._within(name, waits=False)
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """This rank waits for others, on the job's store, as long as their phases may last: it has no limit of its own."""
+        return self._within(self._phase, waits=True)
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """This rank waits for others, on the job's store, as long as their phases may last: it has no limit of its own."""
+    def _within(self, name: str, *, waits: bool) -> Iterator[None]:
         before = self._phase, self._waits
-        self._enter(self._phase, waits=True)
+        self._enter(name, waits)
         try:
             yield
         finally:

@@ -66,7 +66,9 @@ class Preflight:
         if not self._config.launch.preflight:
             return
         info = self._store.info
-        folders = SharedFolders(self._folders(), _token(info.job_id, info.restart_count), info.rank)
+        token = f"{''.join(filter(str.isalnum, info.job_id)) or 'local'}-{info.restart_count}"  # a part of files' names
+        save = self._config.checkpoint.save
+        folders = SharedFolders([self._run_dir, *([Path(save)] if save else [])], token, info.rank)
         problems = folders.write() if info.local_rank == 0 else []
         facts = collect_facts(info, self._registry, [*problems, *unreadable(self._sources())] if info.local_rank == 0 else [])
         self._facts = [NodeFacts.from_json(text) for text in self._store.barrier("preflight/facts", self._patience, facts.to_json())]
@@ -166,10 +168,6 @@ class Preflight:
             return []
         return [(str(folder), writer) for folder, writer in folders.read(writers[1:] if mine == writers[0] else writers[:1])]
 
-    def _folders(self) -> list[Path]:
-        save = self._config.checkpoint.save
-        return [self._run_dir, *([Path(save)] if save else [])]
-
     def _sources(self) -> list[Path]:
         """What every node reads."""
         paths = (path for key, path in self._registry.paths_for_ranks(self._config) if key != "checkpoint.save")
@@ -190,11 +188,6 @@ def faulty_ranks(wrong: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
     return [(rank, count) for rank, count in sorted(counts.items()) if count == most]
 
 
-def _token(job_id: str, restart_count: int) -> str:
-    """Part of a file's name."""
-    return f"{''.join(filter(str.isalnum, job_id)) or 'local'}-{restart_count}"
-
-
 SHOWN_VERSIONS = ("rlbatch", "torch", "megatron-core", "transformer-engine", "nccl", "driver")
 
 
@@ -208,7 +201,8 @@ def table(facts: Sequence[NodeFacts], floor: MemoryFloor, clocks: Sequence[float
         links: Of every rank; empty: not measured.
         seconds: What the preflight took.
     """
-    title = f"Preflight ({seconds:.1f} s): {_versions(facts[0])}"
+    versions = ", ".join(f"{name} {facts[0].versions[name]}" for name in SHOWN_VERSIONS if name in facts[0].versions)
+    title = f"Preflight ({seconds:.1f} s): {versions}"
     rows = Table(box=box.SIMPLE_HEAD, header_style="bold", title_justify="left", title=title)
     on_gpu = any(fact.gpu for fact in facts)
     gpu_columns = ["GPUs", f"GPU GiB free (>= {floor.gpu().gib:.1f})"] if on_gpu else []
@@ -256,7 +250,3 @@ def one_line(facts: Sequence[NodeFacts], floor: MemoryFloor, links: Sequence[Lin
 def _host_gib(facts: Sequence[NodeFacts], floor: MemoryFloor) -> float:
     """GiB of host memory that the node takes which needs most."""
     return max(floor.host(other.rank for other in facts if other.host == fact.host).gib for fact in facts if fact.is_first)
-
-
-def _versions(fact: NodeFacts) -> str:
-    return ", ".join(f"{name} {fact.versions[name]}" for name in SHOWN_VERSIONS if name in fact.versions)

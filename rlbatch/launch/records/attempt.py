@@ -72,10 +72,11 @@ class Attempt:
         """Whether this is an earlier attempt of a rank's job."""
         return bool(self.job_id) and self.job_id == info.job_id and self.restart_count < info.restart_count
 
-    def name(self) -> str:
-        """What messages call it."""
-        job = f"job {self.job_id}" if self.job_id else "a job without id"
-        return f"{job}, restart {self.restart_count}" if self.restart_count else job
+
+def name_of(attempt: Attempt | RankInfo) -> str:
+    """What messages call an attempt, or that of a rank."""
+    job = f"job {attempt.job_id}" if attempt.job_id else "a job without id"
+    return f"{job}, restart {attempt.restart_count}" if attempt.restart_count else job
 
 
 def new_attempt(info: RankInfo, launch: str, addresses: Sequence[str], port: int) -> Attempt:

@@ -6,10 +6,9 @@ import math
 import re
 from pathlib import Path
 
-from rlbatch.api import ConfigError, ModelFamily
+from rlbatch.api import ConfigError
 from rlbatch.config.schema import Config
 from rlbatch.launch.records.history import read_history
-from rlbatch.plan.parameters import ModelSize
 
 BYTES_PER_PARAMETER = {"bf16": 14, "fp32": 16}
 """A checkpoint's: weights as trained, then fp32 main weights and Adam's two moments."""
@@ -34,9 +33,10 @@ def checkpoint_bytes(num_parameters: float, precision: str) -> float:
     return num_parameters * BYTES_PER_PARAMETER[precision]
 
 
-def estimate_write_s(config: Config, family: ModelFamily, run_dir: Path) -> float:
+def estimate_write_s(config: Config, num_parameters: float, run_dir: Path) -> float:
     """Seconds that a checkpoint takes: at the rate of this run's last one, else at ``cluster.storage_gbs``."""
-    return _write_s(config, ModelSize(family).total.total, run_dir)
+    rate = read_history(run_dir).write_rate() or config.cluster.storage_gbs * 1e9
+    return checkpoint_bytes(num_parameters, config.train.precision) / rate * SLOWER
 
 
 def notice_s(config: Config, num_parameters: float, run_dir: Path) -> int:
@@ -52,7 +52,7 @@ def notice_s(config: Config, num_parameters: float, run_dir: Path) -> int:
     """
     asked, rate = config.launch.notice_s, config.cluster.storage_gbs
     size = checkpoint_bytes(num_parameters, config.train.precision)
-    seconds = asked if asked is not None else _whole_minutes(_write_s(config, num_parameters, run_dir) + MARGIN_S)
+    seconds = asked if asked is not None else math.ceil((estimate_write_s(config, num_parameters, run_dir) + MARGIN_S) / 60) * 60
     how = f"launch.notice_s={seconds}" if asked is not None else f"cluster.storage_gbs={rate:g}"
     why = f"{seconds} s of notice before the end, for a checkpoint of {size / 1e9:.0f} GB (1e9 bytes)"
     if seconds > LONGEST_S:
@@ -67,15 +67,6 @@ def notice_s(config: Config, num_parameters: float, run_dir: Path) -> int:
             "Use a longer limit, or set launch.notice_s to less."
         )
     return seconds
-
-
-def _whole_minutes(seconds: float) -> int:
-    return math.ceil(seconds / 60) * 60
-
-
-def _write_s(config: Config, num_parameters: float, run_dir: Path) -> float:
-    rate = read_history(run_dir).write_rate() or config.cluster.storage_gbs * 1e9
-    return checkpoint_bytes(num_parameters, config.train.precision) / rate * SLOWER
 
 
 def time_limit_s(text: str) -> int | None:

@@ -58,7 +58,9 @@ def run_local(config: Config, run_dir: Path, command: Sequence[str], *, is_run: 
         stop = stack.enter_context(received_signals())
         try:
             launch, word = secrets.token_hex(8), stack.enter_context(_claim_pipe())
-            for info in _rank_infos(config.layout.world_size):
+            size, host, port = config.layout.world_size, socket.gethostname(), _free_port()
+            for rank in range(size):
+                info = RankInfo(rank, size, rank, size, 0, host, master_addr=LOOPBACK, master_port=port)
                 ranks.append(_start(info, command, run_dir, launch, word))
             failed = _wait(ranks, stop, KILL_WAIT_S if config.launch.notice_s is None else config.launch.notice_s)
             if failed is not None:
@@ -73,13 +75,6 @@ def run_local(config: Config, run_dir: Path, command: Sequence[str], *, is_run: 
     if codes == {0}:
         return DONE
     return STOPPED if STOPPED in codes and signal.SIGINT not in stop else 128 + stop[0]
-
-
-def _rank_infos(world_size: int) -> Iterator[RankInfo]:
-    port = _free_port()
-    host = socket.gethostname()
-    for rank in range(world_size):
-        yield RankInfo(rank, world_size, rank, world_size, 0, host, master_addr=LOOPBACK, master_port=port)
 
 
 def _saved(run_dir: Path) -> str:

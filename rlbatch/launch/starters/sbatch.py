@@ -98,7 +98,7 @@ def batch_script(
     texts = {f"cluster.{name}": str(getattr(cluster, name)) for name in ("gres", "partition", "account", "qos", "time_limit", "constraint")}
     for key, text in {"run_dir": str(run_dir), "model.name": config.model.name, **texts}.items():
         _check_text(key, text)
-    header = [f"#SBATCH {_option(name, value)}" for name, value in options.items()]
+    header = [f"#SBATCH --{name}" if value is None else f"#SBATCH --{name}={shlex.quote(value)}" for name, value in options.items()]
     header += [f"#SBATCH {option}" for option in cluster.sbatch_options]
     exports = [f"export {name}={shlex.quote(value)}" for name, value in {**cluster_variables(cluster), **variables}.items()]
     srun = ["srun", *SRUN]
@@ -124,10 +124,6 @@ def _check_text(key: str, text: str) -> None:
     if "\\" in text or not text.isprintable():
         shown = text if text.isprintable() else ascii(text)
         raise ConfigError(f"{key}={shown}: must have no backslash and no control character, which sbatch cannot be told. Use others.")
-
-
-def _option(name: str, value: str | None) -> str:
-    return f"--{name}" if value is None else f"--{name}={shlex.quote(value)}"
 
 
 def explain_rejection(message: str, config: Config) -> ConfigError:
