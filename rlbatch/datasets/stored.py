@@ -11,8 +11,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -167,20 +167,15 @@ def _known(record: Path) -> StoredFile | None:
         return None
 
 
-class _replacing:
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
     """A file to write, which takes its name once it is whole."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._draft = path, path.with_name(f".{path.name}.part")
-
-    def __enter__(self) -> Path:
-        return self._draft
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            os.replace(self._draft, self._path)
-        else:
-            self._draft.unlink(missing_ok=True)
+    draft = path.with_name(f".{path.name}.part")
+    try:
+        yield draft
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def _copy_parquet(path: Path, content: Path, name_key: str, wanted: Sequence[str] | None) -> tuple[Any, str, set[str]]:

@@ -10,7 +10,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
@@ -51,7 +51,8 @@ class RowChecks:
     def __init__(self, config: Config, registry: Registry) -> None:
         self._config, self._registry = config, registry
         self._kinds: dict[str, tuple[str, str]] = {}
-        self._label_check = cache(self._label_check_of)
+        own = config.reward
+        self._label_check = cache(lambda name: registry.label_check(name, own.options if name == own.name else {}))
 
     def check(self, row: PromptRow, data: DataConfig) -> None:
         """Raises DataError with the row's place, and what its reward says."""
@@ -70,9 +71,6 @@ class RowChecks:
                 f"{row.place}: the label is {json_type(row.label)}, and {kind} at {place}, both for reward={name}. Write all labels of a "
                 "reward as one type, e.g. as strings."
             )
-
-    def _label_check_of(self, name: str) -> Callable[[Any], None]:
-        return self._registry.label_check(name, self._config.reward.options if name == self._config.reward.name else {})
 
 
 @dataclass(frozen=True)

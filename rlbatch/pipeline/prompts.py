@@ -42,7 +42,6 @@ def load_prompts(
     context_tokens: int,
     max_response_tokens: int,
     vocab_size: int | None = None,
-    reward: str = "",
     most: int = 0,
     limit_key: str = "rollout.max_response_tokens",
     announce: Callable[[str], object] = lambda told: None,
@@ -56,7 +55,6 @@ def load_prompts(
         context_tokens: Longest sequence of the model.
         max_response_tokens: Tokens that must remain for the response.
         vocab_size: Of the model; None: token ids are not compared with it.
-        reward: Name of the reward of rows that name none; empty: the job's.
         most: Rows that are taken, from the top; 0: all.
         limit_key: Config key of ``max_response_tokens``.
         announce: Told of prompts that are left out.
@@ -69,7 +67,7 @@ def load_prompts(
         ConfigError: the limits leave no room for a prompt.
     """
     limit = prompt_limit(data, context_tokens, max_response_tokens, limit_key)
-    rows = read_prompt_rows(paths, data, reward, most)
+    rows = read_prompt_rows(paths, data, most=most)
     tokenized = tokenize_rows(rows, tokenizer, data, vocab_size)
     long = LongPrompts(limit, data)
     pairs = [(row, one, long.add(row, len(one[1]))) for row, one in zip(rows, tokenized, strict=True)]

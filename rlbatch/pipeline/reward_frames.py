@@ -10,7 +10,7 @@ import select
 import socket
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from math import prod
 from typing import Any, NamedTuple
 
@@ -140,12 +140,8 @@ class _Array:
         return flat.to(getattr(torch, self.dtype)).view(self.shape)
 
 
-@dataclass
-class _Shipped:
-    """A sample on its way; see ``Sample``."""
-
-    values: dict[str, Any] = field(default_factory=dict)
-    arrays: dict[str, _Array] = field(default_factory=dict)
+_Shipped = tuple[dict[str, Any], dict[str, _Array]]
+"""A sample on its way: its fields, and those of them that are tensors."""
 
 
 class ShippedSample(Sample):
@@ -178,26 +174,22 @@ def unpack_task(payload: bytes) -> tuple[str, list[Sample], bool]:
 
 
 def _shipped(sample: Sample) -> _Shipped:
-    shipped = _Shipped()
+    import torch
+
+    values, arrays = dict[str, Any](), dict[str, _Array]()
     for name in (known.name for known in fields(sample) if known.name != "prompt"):
         value = getattr(sample, name)
         if hasattr(value, "untyped_storage"):
             content = value.detach().cpu().contiguous()
             # Bytes of any dtype: NumPy has not all of them.
-            raw = content.view(-1).view(_uint8()).numpy().tobytes() if content.numel() else b""
-            shipped.arrays[name] = _Array(str(content.dtype).removeprefix("torch."), tuple(content.shape), raw)
+            raw = content.view(-1).view(torch.uint8).numpy().tobytes() if content.numel() else b""
+            arrays[name] = _Array(str(content.dtype).removeprefix("torch."), tuple(content.shape), raw)
         else:
-            shipped.values[name] = value
-    return shipped
-
-
-def _uint8() -> Any:
-    import torch
-
-    return torch.uint8
+            values[name] = value
+    return values, arrays
 
 
 def _unpacked(prompt: Prompt, shipped: _Shipped) -> Sample:
     sample = ShippedSample.__new__(ShippedSample)
-    sample.__dict__.update(shipped.values, prompt=prompt, _arrays=shipped.arrays)
+    sample.__dict__.update(shipped[0], prompt=prompt, _arrays=shipped[1])
     return sample

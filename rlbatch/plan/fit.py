@@ -118,10 +118,6 @@ def _may_fit(job: MemoryInputs, layout: LayoutConfig) -> bool:
     return not 0 < total < needed
 
 
-def _parameters(job: MemoryInputs) -> float:
-    return job.model.total.total if job.model else job.config.model.parameters
-
-
 def _fits(job: MemoryInputs, config: Config, registry: Registry, nodes: Nodes) -> bool:
     try:
         where = nodes(config)

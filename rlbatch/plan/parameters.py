@@ -159,7 +159,8 @@ def _sum(parts: Iterable[PartSize]) -> PartSize:
 
 def _layer(family: ModelFamily, *, has_experts: bool) -> PartSize:
     norms = 2 * _norm(family)
-    return _attention(family) + (_sparse(family) if has_experts else _dense(family)) + PartSize(whole=norms, unquantised=norms)
+    mlp = _sparse(family) if has_experts else _mlp(family, int(family.transformer["ffn_hidden_size"]))
+    return _attention(family) + mlp + PartSize(whole=norms, unquantised=norms)
 
 
 def _norm(family: ModelFamily) -> int:
@@ -192,10 +193,6 @@ def _latent_attention(family: ModelFamily) -> PartSize:
     )
 
 
-def _dense(family: ModelFamily) -> PartSize:
-    return _mlp(family, int(family.transformer["ffn_hidden_size"]))
-
-
 def _mlp(family: ModelFamily, width: int) -> PartSize:
     inwards, hidden = _inwards(family), family.transformer["hidden_size"]
     return PartSize(divided=(inwards + 1) * hidden * width, largest=inwards * hidden * width)
@@ -205,11 +202,8 @@ def _sparse(family: ModelFamily) -> PartSize:
     model, hidden, experts = family.transformer, family.transformer["hidden_size"], family.num_experts
     stack = experts * hidden * (model.get("moe_ffn_hidden_size") or model["ffn_hidden_size"])
     routed = PartSize(experts=(_inwards(family) + 1) * stack, largest_stack=_inwards(family) * stack)
-    return routed + PartSize(whole=hidden * experts, unquantised=hidden * experts) + _mlp(family, _shared_width(family))
-
-
-def _shared_width(family: ModelFamily) -> int:
-    return int(family.transformer.get("moe_shared_expert_intermediate_size") or 0)
+    shared = _mlp(family, int(model.get("moe_shared_expert_intermediate_size") or 0))
+    return routed + PartSize(whole=hidden * experts, unquantised=hidden * experts) + shared
 
 
 def _inwards(family: ModelFamily) -> int:
