@@ -8,10 +8,11 @@ the engine generates.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from rlbatch.api import ConfigError, OffloadMemory, OffloadSpec, OptimizerSpec, Range, hookimpl
+from rlbatch.api.values import option
 
 from .offload_gradients import ReleasedGradients
 
@@ -23,8 +24,8 @@ HOST_BYTES = 16
 class CpuAdamOptions:
     """``offload.options.*``"""
 
-    fraction: Annotated[float, Range(above=0, most=1)] = field(
-        default=1.0, metadata={"doc": "Share of the parameters whose optimizer is on the host, above 0, at most 1."}
+    fraction: Annotated[float, Range(above=0, most=1)] = option(
+        1.0, "Share of the parameters whose optimizer is on the host, above 0, at most 1."
     )
 
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rlbatch.api import OffloadMemory, OffloadSpec, hookimpl
+from rlbatch.api.values import option
 
 from .offload_gradients import ReleasedGradients
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 class OptimizerStateOptions:
     """``offload.options.*``"""
 
-    pin_memory: bool = field(default=True, metadata={"doc": "Page-locked host memory: faster copies, but the host cannot swap it."})
+    pin_memory: bool = option(True, "Page-locked host memory: faster copies, but the host cannot swap it.")
 
 
 class OptimizerState(ReleasedGradients):

@@ -8,11 +8,12 @@ A label is one of ``reward.options.letters``, also as ``(B)``, ``B.`` or ``b``.
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from rlbatch.api import ConfigError, DataError, Reward, RewardSpec, Sample, hookimpl
+from rlbatch.api.values import option
 
 from .reward_math import last_boxes
 
@@ -23,7 +24,7 @@ _WRAPPED = r"[\s({{\[*_$`\"']{{0,8}}(?:\\(?:text|textbf|mathrm|mathbf)\{{)?\(?([
 
 @dataclass(frozen=True)
 class _Options:
-    letters: str = field(default="ABCD", metadata={"doc": "What may be chosen."})
+    letters: str = option("ABCD", "What may be chosen.")
 
 
 def _build(options: _Options) -> Reward:

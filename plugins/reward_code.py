@@ -21,13 +21,14 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
 from rlbatch.api import ConfigError, Configurable, Count, CountOrZero, DataError, Range, Reward, RewardError, RewardSpec, Sample, hookimpl
 from rlbatch.api import Seconds as Limit
+from rlbatch.api.values import option
 
 from .code_sandbox.labels import Checks, checks_of
 from .code_sandbox.sandbox import MIB, Limits, SandboxError, converse, interpreter, missing, run
@@ -42,28 +43,23 @@ Mebibytes = Annotated[int, Range(least=16, most=2**20)]
 class Options:
     """Options of ``code``."""
 
-    seconds: Limit = field(default=10.0, metadata={"doc": "Limit of one test's program, or of all calls and assertions of a label."})
-    answer_seconds: Limit = field(default=60.0, metadata={"doc": "Limit of one answer: no further test begins."})
-    memory_mib: Mebibytes = field(default=512, metadata={"doc": "Memory of a program, all its processes together, MiB."})
-    disk_mib: Mebibytes = field(default=64, metadata={"doc": "What it may write, MiB; it is in memory too."})
-    output_mib: Mebibytes = field(default=16, metadata={"doc": "What it may print, MiB."})
-    processes: Count = field(default=32, metadata={"doc": "Processes and threads of a program at once."})
-    limit_addresses: bool = field(
-        default=True, metadata={"doc": "Also limit addresses to memory_mib; false for what reserves more than it uses (Java, Go, Node)."}
+    seconds: Limit = option(10.0, "Limit of one test's program, or of all calls and assertions of a label.")
+    answer_seconds: Limit = option(60.0, "Limit of one answer: no further test begins.")
+    memory_mib: Mebibytes = option(512, "Memory of a program, all its processes together, MiB.")
+    disk_mib: Mebibytes = option(64, "What it may write, MiB; it is in memory too.")
+    output_mib: Mebibytes = option(16, "What it may print, MiB.")
+    processes: Count = option(32, "Processes and threads of a program at once.")
+    limit_addresses: bool = option(True, "Also limit addresses to memory_mib; false for what reserves more than it uses (Java, Go, Node).")
+    command: tuple[str, ...] = option(
+        (), "What runs programs in tests of standard input, e.g. [/usr/bin/node,{file}]; empty: this Python, no packages."
     )
-    command: tuple[str, ...] = field(
-        default=(),
-        metadata={"doc": "What runs programs in tests of standard input, e.g. [/usr/bin/node,{file}]; empty: this Python, no packages."},
-    )
-    languages: tuple[str, ...] = field(default=("python", "py", "python3"), metadata={"doc": "Names of fences that hold a program."})
-    show: tuple[str, ...] = field(default=(), metadata={"doc": "Folders that programs see, beside the system's, e.g. of a compiler."})
-    parallel: CountOrZero = field(default=0, metadata={"doc": "Answers that are judged at once; 0: this process's processors."})
-    partial: bool = field(default=False, metadata={"doc": "The share of tests of standard input that pass, in the place of 1 or 0."})
-    solution_seconds: float = field(
-        default=10.0, metadata={"doc": "How long submit runs the labels' solutions against their tests, the first rows first; 0: not."}
-    )
-    allow_weaker: tuple[str, ...] = field(
-        default=(), metadata={"doc": f"What this machine need not keep programs from: {', '.join(GUARDS)}. Think before you name any."}
+    languages: tuple[str, ...] = option(("python", "py", "python3"), "Names of fences that hold a program.")
+    show: tuple[str, ...] = option((), "Folders that programs see, beside the system's, e.g. of a compiler.")
+    parallel: CountOrZero = option(0, "Answers that are judged at once; 0: this process's processors.")
+    partial: bool = option(False, "The share of tests of standard input that pass, in the place of 1 or 0.")
+    solution_seconds: float = option(10.0, "How long submit runs the labels' solutions against their tests, the first rows first; 0: not.")
+    allow_weaker: tuple[str, ...] = option(
+        (), f"What this machine need not keep programs from: {', '.join(GUARDS)}. Think before you name any."
     )
 
     def __post_init__(self) -> None:

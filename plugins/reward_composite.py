@@ -11,20 +11,21 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, cast
 
 from rlbatch.api import ConfigError, PreparedReward, Range, Reward, RewardSpec, Sample, Score, hookimpl
+from rlbatch.api.values import option
 
 
 @dataclass(frozen=True)
 class _Part:
-    reward: str = field(default="", metadata={"doc": "Name of its reward; empty: as the part."})
-    weight: Annotated[float, Range(least=0, most=1e9)] = field(default=1.0, metadata={"doc": "What its value is multiplied with."})
-    gate: bool = field(default=False, metadata={"doc": "Whether the total is 0 where this is 0 or less."})
+    reward: str = option("", "Name of its reward; empty: as the part.")
+    weight: Annotated[float, Range(least=0, most=1e9)] = option(1.0, "What its value is multiplied with.")
+    gate: bool = option(False, "Whether the total is 0 where this is 0 or less.")
     options: Mapping[str, Any] = field(default_factory=dict, metadata={"doc": "Its reward's options."})
 
 
 @dataclass(frozen=True)
 class _Options:
     parts: Mapping[str, _Part] = field(default_factory=dict, metadata={"doc": "Name -> reward, weight, gate, options."})
-    combine: Literal["sum", "product"] = field(default="sum", metadata={"doc": "How parts make the total."})
+    combine: Literal["sum", "product"] = option("sum", "How parts make the total.")
 
 
 def _parts(options: _Options) -> Mapping[str, tuple[str, Mapping[str, Any]]]:

@@ -5,18 +5,19 @@ r"""``reward=exact``: 1 if the answer is the label, word for word, else 0. Runs 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from rlbatch.api import DataError, Reward, RewardSpec, Sample, hookimpl
+from rlbatch.api.values import option
 
 from .reward_math import last_boxes
 
 
 @dataclass(frozen=True)
 class _Options:
-    answer: Literal["response", "last_line", "boxed"] = field(default="response", metadata={"doc": "What of the response counts."})
-    ignore_case: bool = field(default=False, metadata={"doc": "Whether capitals count for nothing."})
+    answer: Literal["response", "last_line", "boxed"] = option("response", "What of the response counts.")
+    ignore_case: bool = option(False, "Whether capitals count for nothing.")
 
 
 def _build(options: _Options) -> Reward:

@@ -5,10 +5,11 @@ Of a response counts the first number behind its last ``####``; without one, tha
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 
 from rlbatch.api import Reward, RewardSpec, Sample, hookimpl
+from rlbatch.api.values import option
 
 from .reward_math import last_boxes
 from .reward_number import first_number, label_number, last_number, number
@@ -16,7 +17,7 @@ from .reward_number import first_number, label_number, last_number, number
 
 @dataclass(frozen=True)
 class _Options:
-    strict: bool = field(default=False, metadata={"doc": "Whether only a number behind #### counts."})
+    strict: bool = option(False, "Whether only a number behind #### counts.")
 
 
 def _build(options: _Options) -> Reward:

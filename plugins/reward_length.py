@@ -4,15 +4,16 @@ It reads no label. Tokens are those that the policy sampled, the stop token incl
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rlbatch.api import ConfigError, Count, CountOrZero, Reward, RewardSpec, Sample, hookimpl
+from rlbatch.api.values import option
 
 
 @dataclass(frozen=True)
 class _Options:
-    free_tokens: CountOrZero = field(default=512, metadata={"doc": "Tokens that cost nothing."})
-    most_tokens: Count = field(default=1024, metadata={"doc": "Tokens from which on nothing is left."})
+    free_tokens: CountOrZero = option(512, "Tokens that cost nothing.")
+    most_tokens: Count = option(1024, "Tokens from which on nothing is left.")
 
 
 def _build(options: _Options) -> Reward:

@@ -7,18 +7,19 @@ what the whole response is, with ``search`` (default) a part of it. A pattern th
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from rlbatch.api import ConfigError, Reward, RewardSpec, Sample, hookimpl
+from rlbatch.api.values import option
 
 LONGEST = 10_000
 
 
 @dataclass(frozen=True)
 class _Options:
-    pattern: str = field(default="", metadata={"doc": "What a response must match."})
-    match: Literal["search", "full"] = field(default="search", metadata={"doc": "Whether it is all of the response or a part of it."})
+    pattern: str = option("", "What a response must match.")
+    match: Literal["search", "full"] = option("search", "Whether it is all of the response or a part of it.")
 
 
 def _build(options: _Options) -> Reward:

@@ -17,10 +17,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from rlbatch.api import ConfigError, Count, CountOrZero, Reward, RewardError, RewardSpec, Sample, Score, Seconds, Unscored, hookimpl
+from rlbatch.api.values import option
 
 LARGEST = 1 << 26
 """Bytes of an answer."""
@@ -31,13 +32,13 @@ PASSING = frozenset({408, 429})
 
 @dataclass(frozen=True)
 class _Options:
-    url: str = field(default="", metadata={"doc": "Where the server is, http or https."})
-    batch: Count = field(default=64, metadata={"doc": "Most samples of a request."})
-    concurrency: Count = field(default=4, metadata={"doc": "Requests at once for a group; reward.workers groups are at once."})
-    retries: CountOrZero = field(default=3, metadata={"doc": "Further tries of a request."})
-    backoff_s: Seconds = field(default=0.5, metadata={"doc": "Wait before the first of these, seconds; doubled for each."})
-    request_timeout_s: Seconds = field(default=20.0, metadata={"doc": "Longest wait for a sign of the server, seconds."})
-    token_variable: str = field(default="", metadata={"doc": "Environment variable with a token, sent as `Authorization: Bearer`."})
+    url: str = option("", "Where the server is, http or https.")
+    batch: Count = option(64, "Most samples of a request.")
+    concurrency: Count = option(4, "Requests at once for a group; reward.workers groups are at once.")
+    retries: CountOrZero = option(3, "Further tries of a request.")
+    backoff_s: Seconds = option(0.5, "Wait before the first of these, seconds; doubled for each.")
+    request_timeout_s: Seconds = option(20.0, "Longest wait for a sign of the server, seconds.")
+    token_variable: str = option("", "Environment variable with a token, sent as `Authorization: Bearer`.")
 
 
 class _Failed(Exception):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlbatch.api import (
@@ -25,6 +25,7 @@ from rlbatch.api import (
     draw_key,
     hookimpl,
 )
+from rlbatch.api.values import option
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +37,7 @@ INITIAL_SEED = 2**62 + 1
 class TransformersOptions:
     """``rollout.options.*``"""
 
-    max_batch_size: Count = field(default=512, metadata={"doc": "Samples generated at once on a rank."})
+    max_batch_size: Count = option(512, "Samples generated at once on a rank.")
 
 
 @hookimpl

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from rlbatch.api import Configurable, CountOrZero, TrackerContext, TrackerSpec, hookimpl, sample_table
@@ -27,8 +27,8 @@ class Options:
     uri: str = option("", "Address of the tracking server; empty: MLFLOW_TRACKING_URI, else a database in the run folder.")
     experiment: str = option("rlbatch", "Experiment, which is made if there is none.")
     name: str = option("", "Name of the run; empty: that of the run folder.")
-    samples: CountOrZero = field(default=64, metadata={"doc": "Rows of a table of samples; 0: no tables."})
-    samples_interval: CountOrZero = field(default=10, metadata={"doc": "Steps between tables; 0: none."})
+    samples: CountOrZero = option(64, "Rows of a table of samples; 0: no tables.")
+    samples_interval: CountOrZero = option(10, "Steps between tables; 0: none.")
 
 
 class MLflow:

@@ -6,7 +6,7 @@ The key comes from ``WANDB_API_KEY`` or ``wandb login``; a run that goes on is t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from rlbatch.api import Configurable, CountOrZero, TrackerContext, TrackerSpec, hookimpl, sample_table
@@ -23,8 +23,8 @@ class Options:
     name: str = option("", "Name of the run; empty: that of the run folder.")
     tags: tuple[str, ...] = option((), "Tags of the run.")
     mode: Literal["online", "offline"] = option("online", "offline: only files, which `wandb sync` uploads later.")
-    samples: CountOrZero = field(default=64, metadata={"doc": "Rows of a table of samples; 0: no tables."})
-    samples_interval: CountOrZero = field(default=10, metadata={"doc": "Steps between tables; 0: none."})
+    samples: CountOrZero = option(64, "Rows of a table of samples; 0: no tables.")
+    samples_interval: CountOrZero = option(10, "Steps between tables; 0: none.")
 
 
 class WandB:

@@ -126,13 +126,12 @@ class RowReader:
         return PromptRow(path, line, checked, label, reward_name or self._reward, metadata)
 
 
-def read_prompt_rows(paths: Path | Sequence[Path], data: DataConfig, reward: str = "", most: int = 0) -> list[PromptRow]:
+def read_prompt_rows(paths: Path | Sequence[Path], data: DataConfig, most: int = 0) -> list[PromptRow]:
     """Reads and checks prompt files, without a tokenizer.
 
     Args:
         paths: See ``read_records``; one file or several.
         data: See ``RowReader``.
-        reward: See ``RowReader``.
         most: Rows that are read, from the top; 0: all.
 
     Returns:
@@ -141,7 +140,7 @@ def read_prompt_rows(paths: Path | Sequence[Path], data: DataConfig, reward: str
     Raises:
         DataError: see ``RowReader.read``.
     """
-    return list(islice(RowReader(data, reward).read([paths] if isinstance(paths, Path) else paths), most or None))
+    return list(islice(RowReader(data).read([paths] if isinstance(paths, Path) else paths), most or None))
 
 
 def column_value(place: str, option: str, key: str, fields: Mapping[str, Any]) -> Any:

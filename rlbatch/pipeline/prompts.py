@@ -67,7 +67,7 @@ def load_prompts(
         ConfigError: the limits leave no room for a prompt.
     """
     limit = prompt_limit(data, context_tokens, max_response_tokens, limit_key)
-    rows = read_prompt_rows(paths, data, most=most)
+    rows = read_prompt_rows(paths, data, most)
     tokenized = tokenize_rows(rows, tokenizer, data, vocab_size)
     long = LongPrompts(limit, data)
     pairs = [(row, one, long.add(row, len(one[1]))) for row, one in zip(rows, tokenized, strict=True)]

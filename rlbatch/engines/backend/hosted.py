@@ -30,7 +30,7 @@ from rlbatch.api import (
     WeightBucket,
     draw_key,
 )
-from rlbatch.api.values import Count, CountOrZero, Seconds
+from rlbatch.api.values import Count, CountOrZero, Seconds, option
 from rlbatch.engines.backend.shm_space import check_room
 from rlbatch.engines.client.engine_process import EngineHost
 from rlbatch.engines.protocol.frames import pack_ints, unpack_ints
@@ -51,39 +51,24 @@ NETWORK_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 class HostedOptions:
     """``rollout.options.*`` of every such backend."""
 
-    gpus_per_engine: Count = field(
-        default=1, metadata={"doc": "Ranks that share an engine; tensor parallel size times the data and pipeline parallel sizes."}
+    gpus_per_engine: Count = option(1, "Ranks that share an engine; tensor parallel size times the data and pipeline parallel sizes.")
+    max_concurrency_per_replica: CountOrZero = option(
+        0, "Samples in work at once for each data-parallel replica of an engine; 0: as many as it takes."
     )
-    max_concurrency_per_replica: CountOrZero = field(
-        default=0, metadata={"doc": "Samples in work at once for each data-parallel replica of an engine; 0: as many as it takes."}
+    request_timeout_s: Seconds = option(3600.0, "Seconds for one sample, without those in the engine's queue; beyond it the run ends.")
+    start_timeout_s: Seconds = option(900.0, "Seconds for an engine's start, and for its first answer.")
+    hang_limit_s: Seconds = option(25.0, "Seconds without a sign of life after which an engine counts as lost.")
+    max_restarts: CountOrZero = option(3, "How often a lost engine is started anew, each engine and in each attempt; then the run ends.")
+    sync_timeout_s: Seconds = option(600.0, "Seconds for an engine to load a bucket of weights, to sleep or to wake.")
+    min_response_tokens: CountOrZero = option(0, "Tokens before a stop token can be sampled.")
+    sleep_level: Literal[0, 1, 2] = option(
+        1, "On GPUs, while training: 1 keeps the weights in host memory, 2 drops them, 0 keeps the GPU's memory."
     )
-    request_timeout_s: Seconds = field(
-        default=3600.0, metadata={"doc": "Seconds for one sample, without those in the engine's queue; beyond it the run ends."}
+    separate_gpus: CountOrZero = option(
+        0, "GPUs of each node, behind those of its ranks, that only generate: as many as ranks. 0: engines share the ranks' GPUs."
     )
-    start_timeout_s: Seconds = field(default=900.0, metadata={"doc": "Seconds for an engine's start, and for its first answer."})
-    hang_limit_s: Seconds = field(default=25.0, metadata={"doc": "Seconds without a sign of life after which an engine counts as lost."})
-    max_restarts: CountOrZero = field(
-        default=3, metadata={"doc": "How often a lost engine is started anew, each engine and in each attempt; then the run ends."}
-    )
-    sync_timeout_s: Seconds = field(
-        default=600.0, metadata={"doc": "Seconds for an engine to load a bucket of weights, to sleep or to wake."}
-    )
-    min_response_tokens: CountOrZero = field(default=0, metadata={"doc": "Tokens before a stop token can be sampled."})
-    sleep_level: Literal[0, 1, 2] = field(
-        default=1,
-        metadata={"doc": "On GPUs, while training: 1 keeps the weights in host memory, 2 drops them, 0 keeps the GPU's memory."},
-    )
-    separate_gpus: CountOrZero = field(
-        default=0,
-        metadata={
-            "doc": "GPUs of each node, behind those of its ranks, that only generate: as many as ranks. 0: engines share the ranks' GPUs."
-        },
-    )
-    transport: Literal["auto", "shared", "collective"] = field(
-        default="auto",
-        metadata={
-            "doc": "How weights reach an engine: `shared` memory, or a `collective` to other GPUs (NCCL; Gloo on CPUs); `auto`: what fits."
-        },
+    transport: Literal["auto", "shared", "collective"] = option(
+        "auto", "How weights reach an engine: `shared` memory, or a `collective` to other GPUs (NCCL; Gloo on CPUs); `auto`: what fits."
     )
 
 
