@@ -12,7 +12,7 @@ from rlbatch.api import Reward, RewardSpec, Sample, hookimpl
 from rlbatch.api.values import option
 
 from .reward_math import last_boxes
-from .reward_number import first_number, label_number, last_number, number
+from .reward_number import check_label, first_number, label_number, last_number
 
 
 @dataclass(frozen=True)
@@ -45,4 +45,4 @@ def _told(options: _Options, sample: Sample) -> str | None:
 @hookimpl
 def rlbatch_register_rewards() -> Mapping[str, RewardSpec]:
     """Supplies ``gsm8k``."""
-    return {"gsm8k": RewardSpec(_build, _Options, lambda options, label: number.check_label(label), scope="sample", answer=_told)}
+    return {"gsm8k": RewardSpec(_build, _Options, check_label, scope="sample", answer=_told)}

@@ -64,31 +64,23 @@ _ARITHMETIC = re.compile(
 )
 
 
-class _Number:
-    """The reward."""
-
-    def __call__(self, samples: Sequence[Sample]) -> list[float]:
-        """1 or 0 a sample, in order."""
-        return [float(last_number(sample.response) == label_number(sample)) for sample in samples]
-
-    def answer(self, options: NoOptions, sample: Sample) -> str | None:
-        """The value of the last number: ``1/2`` and ``0.50`` are one answer."""
-        found = last_number(sample.response)
-        return None if found is None else str(found)
-
-    def check_label(self, label: Any) -> None:
-        """Refuses labels that no response could equal.
-
-        Raises:
-            DataError: what is wrong with it.
-        """
-        try:
-            _label_value(label)
-        except ValueError as error:
-            raise DataError(f"label {_shown(label)} {error}") from error
+def number(samples: Sequence[Sample]) -> list[float]:
+    """1 or 0 a sample, in order."""
+    return [float(last_number(sample.response) == label_number(sample)) for sample in samples]
 
 
-number = _Number()
+def _told(options: NoOptions, sample: Sample) -> str | None:
+    """The value of the last number: ``1/2`` and ``0.50`` are one answer."""
+    found = last_number(sample.response)
+    return None if found is None else str(found)
+
+
+def check_label(options: Any, label: Any) -> None:
+    """Refuses labels that no response could equal; raises DataError."""
+    try:
+        _label_value(label)
+    except ValueError as error:
+        raise DataError(f"label {_shown(label)} {error}") from error
 
 
 def last_number(text: str) -> Fraction | None:
@@ -186,8 +178,4 @@ def _shown(label: Any) -> str:
 @hookimpl
 def rlbatch_register_rewards() -> Mapping[str, RewardSpec]:
     """Supplies ``number``."""
-    return {
-        "number": RewardSpec(
-            always(number), NoOptions, lambda options, label: number.check_label(label), scope="sample", answer=number.answer
-        )
-    }
+    return {"number": RewardSpec(always(number), NoOptions, check_label, scope="sample", answer=_told)}

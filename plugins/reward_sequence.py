@@ -12,24 +12,17 @@ from typing import Any
 from rlbatch.api import DataError, NoOptions, RewardSpec, Sample, always, hookimpl
 
 
-class _Sequence:
-    """The reward."""
+def _sequence(samples: Sequence[Sample]) -> list[float]:
+    return [_right_share(sample.prompt.label, sample.response) for sample in samples]
 
-    def __call__(self, samples: Sequence[Sample]) -> list[float]:
-        """One score in [0, 1] a sample, in order."""
-        return [_right_share(sample.prompt.label, sample.response) for sample in samples]
 
-    def check_label(self, label: Any) -> None:
-        """Refuses labels that no response could equal, or that have no text of their own (``1e-05``, ``None``).
-
-        Raises:
-            DataError: what is wrong with it.
-        """
-        tokens = label if isinstance(label, list) else [label]
-        if not all(isinstance(token, (str, int)) and not isinstance(token, bool) for token in tokens):
-            raise DataError(f"label {shown(label)} must be a text, an integer, or a list of these. Correct the prompt file.")
-        if not _tokens(label) or any(len(token.split()) != 1 for token in _tokens(label)):
-            raise DataError(f"label {shown(label)} must have a token, and a list one in each item. Correct the prompt file.")
+def _check_label(options: NoOptions, label: Any) -> None:
+    """Refuses labels that no response could equal, or that have no text of their own (``1e-05``, ``None``); raises DataError."""
+    tokens = label if isinstance(label, list) else [label]
+    if not all(isinstance(token, (str, int)) and not isinstance(token, bool) for token in tokens):
+        raise DataError(f"label {shown(label)} must be a text, an integer, or a list of these. Correct the prompt file.")
+    if not _tokens(label) or any(len(token.split()) != 1 for token in _tokens(label)):
+        raise DataError(f"label {shown(label)} must have a token, and a list one in each item. Correct the prompt file.")
 
 
 def _tokens(label: object) -> list[str]:
@@ -44,6 +37,4 @@ def _right_share(label: object, response: str) -> float:
 @hookimpl
 def rlbatch_register_rewards() -> Mapping[str, RewardSpec]:
     """Supplies ``sequence``."""
-    reward = _Sequence()
-    check = reward.check_label
-    return {"sequence": RewardSpec(always(reward), NoOptions, lambda options, label: check(label), scope="sample", is_light=True)}
+    return {"sequence": RewardSpec(always(_sequence), NoOptions, _check_label, scope="sample", is_light=True)}

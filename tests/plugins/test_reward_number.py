@@ -120,7 +120,7 @@ def test_labels_that_are_no_number_are_refused(label: Any, problem: str) -> None
     """No response could be right, or wrong ones could: it is refused at submit, and by the reward itself, which names the prompt."""
     reward = rlbatch_register_rewards()["number"].build(NoOptions())
     with pytest.raises(DataError, match=f"^label .*{problem}"):
-        reward.check_label(label)  # type: ignore[attr-defined]
+        rlbatch_register_rewards()["number"].check_label(NoOptions(), label)
     with pytest.raises(RewardError, match=f"of prompt 4 {problem}"):
         reward([sample(label, "1")])
 
@@ -145,7 +145,7 @@ def test_labels_that_are_no_number_are_refused(label: Any, problem: str) -> None
 def test_labels_with_one_meaning(label: str, value: str) -> None:
     """Units, prose around one number, GSM8K's mark and a calculation with its result."""
     reward = rlbatch_register_rewards()["number"].build(NoOptions())
-    reward.check_label(label)  # type: ignore[attr-defined]
+    rlbatch_register_rewards()["number"].check_label(NoOptions(), label)
     assert list(reward([sample(label, value), sample(label, "7")])) == [1.0, 0.0]
 
 
