@@ -103,42 +103,38 @@ def stores_at_their_address() -> None:
 
 
 _TRIED = (0, 5, 15)
+
+
+def _of_tried(apply: Callable[[], None], symptom: str, link: str) -> Workaround:
+    return Workaround(apply, _TRIED, _TRIED, symptom, link)
+
+
 _SOURCE = "https://github.com/sgl-project/sglang/blob/v0.5.15.post1/python/sglang/srt"
 
 WORKAROUNDS = (
-    Workaround(
+    _of_tried(
         seeded_draws,
-        _TRIED,
-        _TRIED,
         "a sample with a seed takes a token however unlikely once in 29,000 tokens (of a vocabulary of 150,000), and other tokens while a "
         "greedy request is in its batch",
         "https://github.com/sgl-project/sglang/issues/25106 and https://github.com/sgl-project/sglang/pull/35697",
     ),
-    Workaround(
+    _of_tried(
         halves_wait_for_each_other,
-        _TRIED,
-        _TRIED,
         "DeepSeek models keep old attention weights where q_a_proj and kv_a_proj_with_mqa come in different calls",
         "https://github.com/sgl-project/sglang/pull/38298",
     ),
-    Workaround(
+    _of_tried(
         private_load_file,
-        _TRIED,
-        _TRIED,
         "every engine leaves a file sglang_loads_* in /dev/shm, also when it ends well",
         f"{_SOURCE}/managers/load_snapshot.py#L361",
     ),
-    Workaround(
+    _of_tried(
         named_shared_memory,
-        _TRIED,
-        _TRIED,
         "a tensor-parallel engine that is killed leaves memory sgl_shm_* in /dev/shm, which nobody removes",
         "https://github.com/sgl-project/sglang/issues/40723",
     ),
-    Workaround(
+    _of_tried(
         stores_at_their_address,
-        _TRIED,
-        _TRIED,
         "the stores at which SGLang's processes meet listen at all addresses of the machine",
         "https://github.com/pytorch/pytorch/blob/main/torch/csrc/distributed/c10d/TCPStoreLibUvBackend.cpp",
     ),
