@@ -101,10 +101,7 @@ _told: set[tuple[str, str]] = set()
 
 @contextmanager
 def state_kept(what: str) -> Iterator[None]:
-    """Puts the process's state back as it was before, and says once in the rank's output what was changed.
-
-    Args:
-        what: The plugin, e.g. ``reward=mine``.
+    """Puts the process's state back as it was before, and says once in the rank's output what the plugin changed.
 
     Raises:
         PluginError: what cannot be put back.

@@ -31,12 +31,7 @@ def bars(lengths: Sequence[int]) -> list[str]:
 
 
 def write_svg(path: Path, sets: Mapping[str, Sequence[int]]) -> None:
-    """Writes a histogram of each set, one below the other.
-
-    Args:
-        path: The file.
-        sets: Name -> tokens of each prompt; empty ones are left out.
-    """
+    """Writes a histogram of each set's tokens of each prompt, one below the other; empty ones are left out."""
     drawn = {name: lengths for name, lengths in sets.items() if lengths}
     total = len(drawn) * (HEIGHT + 2 * MARGIN)
     parts = [

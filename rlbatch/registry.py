@@ -359,10 +359,7 @@ class Registry:
 
 
 def load_plugins(extra: Sequence[str] = ()) -> Registry:
-    """Imports and registers every plugin: the built-ins, other distributions', then ``extra``.
-
-    Args:
-        extra: Python files or importable modules (the config's ``plugins``).
+    """Imports and registers every plugin: the built-ins, other distributions', then ``extra`` (the config's ``plugins``).
 
     Raises:
         PluginError: a plugin that does not import, does not fit the API, or clashes with another.

@@ -17,13 +17,7 @@ Answers = Callable[[Sequence[Sample]], list[str | None]]
 
 
 def build(rewards: Table, name: str, options: Mapping[str, Any], within: tuple[str, ...] = ()) -> Reward:
-    """A reward with all its parts, ready to be called.
-
-    Args:
-        rewards: All that there are.
-        name: Of the reward.
-        options: Its own.
-        within: Those that it is a part of.
+    """A reward with all its parts, ready to be called, itself a part of those that it is ``within``.
 
     Raises:
         PluginError: what builds it raised, or returned no function.

@@ -55,9 +55,6 @@ def main() -> None:
 def run_process(run_dir: Path) -> None:
     """Runs this process's rank as the last thing that the process does.
 
-    Args:
-        run_dir: As of ``run_rank``.
-
     Raises:
         SystemExit: the job was refused, has failed or was stopped.
     """
@@ -71,10 +68,7 @@ def run_process(run_dir: Path) -> None:
 
 
 def run_rank(run_dir: Path) -> None:
-    """Runs this process's rank to the end.
-
-    Args:
-        run_dir: Run folder, as made by rlbatch.submit.
+    """Runs this process's rank to the end, in a run folder that rlbatch.submit made.
 
     Raises:
         RlbatchError: this process is no rank of that job, or its config cannot be read.

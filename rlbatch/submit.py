@@ -50,14 +50,7 @@ python -m rlbatch.plugins (plugins and their options), python -m rlbatch.convert
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command.
-
-    Args:
-        arguments: Overrides, or ``--help``.
-
-    Returns:
-        The exit code.
-    """
+    """Runs the command, with overrides or ``--help``, and returns its exit code."""
     if {"-h", "--help"} & set(arguments):
         end_with_reader()
         return exit_code_of_display(_help(arguments))
@@ -84,9 +77,6 @@ def _help(arguments: Sequence[str]) -> int:
 
 def help_text(cluster_dir: str = "") -> str:
     """What ``--help`` prints: introduction, config groups with their choices, every key with its default.
-
-    Args:
-        cluster_dir: The key of this name.
 
     Raises:
         ConfigError: there is no such folder.

@@ -69,11 +69,7 @@ class Registered:
     supplier: Supplier
 
     def parse(self, options: Mapping[str, Any], key: str) -> Any:
-        """The options as an instance of the options dataclass.
-
-        Args:
-            options: By name.
-            key: The config key that chooses the name.
+        """The options of what ``key`` chose as an instance of the options dataclass.
 
         Raises:
             ConfigError: an unknown option or a value of the wrong type.
@@ -88,10 +84,6 @@ class Table(Mapping[str, Registered]):
     """Names of one kind. Looking up an unknown name explains what there is."""
 
     def __init__(self, key: str, entries: Mapping[str, Registered]) -> None:
-        """Args:
-        key: The config key that chooses a name, e.g. ``reward``.
-        entries: Name -> entry.
-        """
         self.key = key
         self._entries = dict(entries)
 
@@ -100,11 +92,7 @@ class Table(Mapping[str, Registered]):
         return self.named(name, self.key)
 
     def named(self, name: str, key: str) -> Registered:
-        """The entry of a name.
-
-        Args:
-            name: Registered, or not.
-            key: The config key that chose it.
+        """The entry of a name that ``key`` chose.
 
         Raises:
             PluginError: the name is unknown; lists what exists and who supplied it.
@@ -204,12 +192,7 @@ KINDS: Mapping[str, Kind] = {
 
 
 def spec_of(what: str, value: Any, kind: Kind) -> Any:
-    """What a name stands for in its table.
-
-    Args:
-        what: The plugin and the name.
-        value: What was registered.
-        kind: Of its hook.
+    """What a name stands for in its table: ``value``, which was registered by a hook of this kind.
 
     Raises:
         PluginError: it cannot be used as what it was registered for.

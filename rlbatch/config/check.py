@@ -176,15 +176,7 @@ def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
 
 
 def check_engines(config: Config, ranks: int, spec: RolloutSpec) -> int:
-    """Refuses engines that the ranks cannot share evenly, and options that no engine takes.
-
-    Args:
-        config: Complete.
-        ranks: Ranks that share an engine.
-        spec: Of the rollout backend.
-
-    Returns:
-        ``ranks``.
+    """Refuses engines that the ranks cannot share evenly, and options that no engine takes; returns ``ranks``, those that share an engine.
 
     Raises:
         ConfigError: the key, and what to change.

@@ -65,14 +65,7 @@ def _check_interface(text: str) -> None:
 
 
 def check_variable(key: str) -> None:
-    """Refuses what no shell takes for a variable, and those by which a launcher tells each rank who it is.
-
-    Args:
-        key: ``<mapping>.<name>``.
-
-    Raises:
-        ConfigError: as said.
-    """
+    """Refuses, with ConfigError, what no shell takes for a variable, and those by which a launcher tells each rank who it is."""
     name = key.removeprefix("cluster.environment.").removeprefix("rollout.engine.environment.")
     if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
         raise ConfigError(f"{key}: is no name of a variable. Use letters, digits and _.")

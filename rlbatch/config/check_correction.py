@@ -16,10 +16,6 @@ _REJECT = "correction.reject."
 def check_band(key: str, value: str) -> None:
     """Refuses two bounds in one number, as verl writes them (``0.5_2`` is a number to many parsers, 0.52), and one where two are needed.
 
-    Args:
-        key: Any.
-        value: As typed.
-
     Raises:
         ConfigError: how the bounds are written here.
     """

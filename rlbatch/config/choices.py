@@ -43,11 +43,6 @@ def complete_choices(
     A cluster names its model, a model is trained by the math experiment, a folder by ``hf``, the layout is the file named
     ``<model>_<gpus>x<gpu>``, and an experiment has the algorithm of its name, if there is one.
 
-    Args:
-        choices: The user's: group -> choice.
-        keys: The user's other overrides.
-        compose: From overrides to the composed tree.
-
     Raises:
         ConfigError: there is no layout for this model and cluster.
     """

@@ -31,10 +31,6 @@ def compose(overrides: Sequence[str], text_options: Collection[str] = ()) -> Con
 
     Plugin names and their options are checked by the registry, which needs this config's ``plugins`` first.
 
-    Args:
-        overrides: Of the command line.
-        text_options: Keys of plugins' options that are text: they take what was typed.
-
     Raises:
         ConfigError: an override that does not parse, an unknown key or choice, a value that cannot be right.
     """

@@ -35,11 +35,7 @@ class MissingFileError(DataError):
 
 @contextmanager
 def open_regular(path: Path, fix: str) -> Iterator[IO[bytes]]:
-    """A regular file, open for reading.
-
-    Args:
-        path: The file.
-        fix: What to do if it cannot be read, a sentence.
+    """A regular file, open for reading; ``fix`` is a sentence, what to do if it cannot be read.
 
     Raises:
         MissingFileError: there is none.
@@ -57,12 +53,7 @@ def open_regular(path: Path, fix: str) -> Iterator[IO[bytes]]:
 
 
 def read_text(path: Path, fix: str, limit: int = SMALL_BYTES) -> str:
-    """A file's text in UTF-8, without a byte order mark; of a file in gzip's format, what it holds.
-
-    Args:
-        path: The file.
-        fix: What to do if it cannot be read, a sentence.
-        limit: Bytes that it may have.
+    """A file's text in UTF-8, of at most ``limit`` bytes, without a byte order mark; of a file in gzip's format, what it holds.
 
     Raises:
         DataError: see ``open_regular``; or it is larger, or not text.
@@ -113,14 +104,7 @@ def read_own(path: Path) -> dict[str, Any]:
 
 
 def parse_json(text: str, path: str, fix: str, *, line: int = 1, pairs: Pairs | None = None) -> Any:
-    """A JSON value.
-
-    Args:
-        text: The JSON.
-        path: Where it is from.
-        fix: What to do if it is none, a sentence.
-        line: Its first line's number in the file.
-        pairs: Makes its objects; None: dicts.
+    """A JSON value of the file at ``path``, whose line ``line`` the text begins with; ``pairs`` makes its objects (None: dicts).
 
     Raises:
         DataError: it is not JSON, too deep, or has a number of thousands of digits.

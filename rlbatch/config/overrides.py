@@ -58,12 +58,7 @@ class Arguments:
 
 
 def parse_arguments(texts: Sequence[str], groups: Mapping[str, Sequence[str]], text_options: Collection[str] = ()) -> Arguments:
-    """Reads and checks arguments; values are checked later, by their key's type.
-
-    Args:
-        texts: Such as ``train.steps=20`` or ``reward=sequence``.
-        groups: Choices that have a yaml file.
-        text_options: Keys of plugins' options that are text, or mappings to texts.
+    """Reads and checks arguments; values are checked later, by their key's type. ``text_options`` are plugins' options that hold text.
 
     Raises:
         ConfigError: not of the form key=value, an unknown key or choice.

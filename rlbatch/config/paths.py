@@ -80,11 +80,8 @@ def paths_of(value: Any, prefix: str = "") -> Iterator[tuple[str, str, PathRule]
 
 
 def with_paths_there(options: Any, known: tuple[str, ...] = ()) -> Any:
-    """Free options with those texts absolute that name something from the current folder, whatever they are called.
-
-    Args:
-        options: Nested mappings and lists.
-        known: Texts that are paths, also if they are not there.
+    """Free options with those texts absolute that name something from the current folder, whatever they are called; ``known`` are paths
+    also if they are not there.
     """
     if isinstance(options, Mapping):
         return {name: item if name in NO_PATHS else with_paths_there(item, known) for name, item in options.items()}

@@ -22,10 +22,7 @@ _GLOBAL = "_global_"
 
 
 def group_files(cluster_dir: str = "") -> Mapping[str, Mapping[str, Path]]:
-    """Config groups, and the file of each choice.
-
-    Args:
-        cluster_dir: A folder of clusters, which win over the package's of the same name; empty: none.
+    """Config groups, and the file of each choice. Clusters in ``cluster_dir`` (empty: none) win over the package's of the same name.
 
     Raises:
         ConfigError: the package is not installed, or there is no such folder.
@@ -46,11 +43,8 @@ def choice_tree(group: str, name: str) -> Mapping[str, Any]:
 
 
 def give_to_hydra(files: Mapping[str, Mapping[str, Path]], cluster: str = "") -> None:
-    """Stores every choice, and the root of them all. Clusters of an earlier call are gone.
-
-    Args:
-        files: See ``group_files``.
-        cluster: The cluster that is chosen.
+    """Stores every choice, and the root of them all. Clusters of an earlier call are gone. Files of a user's folder may be anything but for
+    the cluster that is chosen.
 
     Raises:
         ConfigError: its file is not yaml. Other files of a user's folder may be anything.

@@ -110,12 +110,8 @@ def unknown_key(key: str, known: Iterable[str]) -> ConfigError:
 
 
 def from_mapping(cls: type[T], values: Mapping[Any, Any], prefix: str = "") -> T:
-    """Builds a dataclass from a mapping; absent keys take their defaults.
-
-    Args:
-        cls: A dataclass whose fields all have defaults.
-        values: Key -> value.
-        prefix: What stands before the keys in messages, e.g. ``reward.options.``.
+    """Builds a dataclass, whose fields all have defaults, from a mapping; ``prefix`` stands before keys in messages, e.g.
+    ``reward.options.``.
 
     Raises:
         ConfigError: an unknown key, or a value that is not of its key's type or range.

@@ -49,12 +49,7 @@ def write_yaml(tree: Mapping[str, Any]) -> str:
 
 
 def read_yaml(path: Path, section: str = "", fix: str = CORRECT) -> Mapping[str, Any]:
-    """A yaml file's mapping.
-
-    Args:
-        path: The file.
-        section: Before its keys, e.g. ``reward``; empty: they are whole.
-        fix: What to do if it cannot be read, a sentence.
+    """A yaml file's mapping, whose keys are those of a section (empty: they are whole), e.g. ``reward``; ``fix``: see ``open_regular``.
 
     Raises:
         ConfigError: it is not yaml, no mapping, or says a key twice.

@@ -43,12 +43,7 @@ def opened(path: Path) -> Iterator[pyarrow.parquet.ParquetFile]:
 
 
 def columns_of(file: pyarrow.parquet.ParquetFile, wanted: Sequence[str] | None = None) -> list[str]:
-    """The columns to read: those that JSON could hold, i.e. no bytes such as images.
-
-    Args:
-        file: The file.
-        wanted: Names, also of columns that are not there; None: all.
-    """
+    """The columns to read: those that JSON could hold, i.e. no bytes such as images; of ``wanted`` (None: all) those that are there."""
     return [field.name for field in file.schema_arrow if (wanted is None or field.name in wanted) and not _has_bytes(field.type)]
 
 

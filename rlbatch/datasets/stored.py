@@ -58,13 +58,8 @@ class StoredFile:
 
 
 def store_files(paths: Sequence[Path], folder: Path, name_key: str, wanted: Sequence[str] | None = None) -> list[StoredFile]:
-    """Makes what rows are read from, but for files of which it is there since an earlier attempt.
-
-    Args:
-        paths: Data files.
-        folder: For indexes and copies.
-        name_key: Column with rewards' names; empty: none.
-        wanted: Columns to keep of those that have columns; None: all.
+    """Makes what rows are read from, but for files of which it is there since an earlier attempt; with the names in the column ``name_key``
+    (empty: none), and of columns those that are wanted (None: all).
 
     Raises:
         DataError: a file cannot be read, or has no rows.

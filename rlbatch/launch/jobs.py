@@ -187,15 +187,7 @@ def _record(values: Mapping[str, Any]) -> JobRecord:
 
 
 def follow(record: JobRecord, out: TextIO | None = None) -> int:
-    """Copies the log to the terminal until the job has ended; changes of its state go to stderr.
-
-    Args:
-        record: The job.
-        out: Where to; None: stdout.
-
-    Returns:
-        The job's exit code.
-    """
+    """Copies the log to ``out`` (None: stdout) until the job has ended, and returns its exit code; changes of its state go to stderr."""
     tail = _Tail(Path(record.log), out or sys.stdout)
     shown = ""
     known = time.monotonic()

@@ -55,13 +55,7 @@ def round_size(missing: int, oversampling: float) -> int:
 
 
 class Acceptance:
-    """Counts a step's groups; the same on every rank.
-
-    Args:
-        config: ``sampling.*`` and ``train.prompts_per_step``.
-        accepted: Numbers of groups that wait since an earlier step.
-        unfinished: Numbers of groups that are to be continued.
-        due: Those of them that cannot wait any longer.
+    """Counts a step's groups, by their numbers; the same on every rank. Of unfinished ones those that are ``due`` cannot wait any longer.
 
     Attributes:
         rounds: With new prompts, so far.

@@ -60,16 +60,6 @@ def assemble(
 ) -> EngineJob:
     """Builds this rank's part of the job: a ``Job``, or where it only evaluates one without optimizer and training prompts; a collective.
 
-    Args:
-        config: Resolved.
-        run_dir: Run folder.
-        device: ``cpu`` or ``cuda:<index>``.
-        store: The job's, which knows this rank.
-        watchdog: Of this rank.
-        announce: Told what is being done.
-        notice: Of this process; None: it cannot be asked to stop.
-        registry: The job's plugins; None: they are loaded here.
-
     Raises:
         RlbatchError: what cannot be used.
     """

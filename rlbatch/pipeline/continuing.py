@@ -12,13 +12,7 @@ from rlbatch.pipeline.waiting import Candidate, spans_of
 
 
 def unfinished(group: SampleGroup, group_size: int, most: int) -> list[int]:
-    """The responses that go on, by their sample index.
-
-    Args:
-        group: With what it has so far.
-        group_size: ``algorithm.group_size``; a group that was begun with another size keeps it.
-        most: ``rollout.max_response_tokens``.
-    """
+    """The responses that go on, by their sample index. A group that was begun with another size than ``algorithm.group_size`` keeps it."""
     if not group.samples:
         return list(range(group_size))
     return [sample.sample_index for sample in group.samples if sample.finish_reason != "stop" and sample.response_length < most]
@@ -45,13 +39,8 @@ def parts_of(candidate: Candidate, indices: list[int]) -> list[Continued]:
 
 
 def joined(prompt: Prompt, before: Sample | None, part: Sample, text: str) -> Sample:
-    """A response with its next part.
-
-    Args:
-        prompt: That it answers.
-        before: Without the part; None: it has none yet.
-        part: The prompt's tokens, the response's so far, which count as prompt, and the new ones.
-        text: The whole response.
+    """A response with its next part. ``before`` is the response without it (None: it has none yet); ``part`` counts what was there as
+    prompt; ``text`` is that of the whole.
     """
     start = len(prompt.token_ids) if before is None else len(before.token_ids)
     spans = [] if before is None else list(spans_of(before))

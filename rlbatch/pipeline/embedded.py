@@ -85,11 +85,8 @@ MODEL_CONFIG: Mapping[str, Any] = {
 
 
 def write_embedded_task(folder: Path, seed: int) -> None:
-    """Writes ``model/`` (config.json and tokenizer, no weights), ``train.jsonl`` and ``eval.jsonl``. Needs no torch.
-
-    Args:
-        folder: Created if missing; files in it are replaced.
-        seed: Determines the prompts. The same seed gives the same bytes.
+    """Writes ``model/`` (config.json and tokenizer, no weights), ``train.jsonl`` and ``eval.jsonl``. Needs no torch. Files that are there
+    are replaced; the same seed gives the same bytes.
     """
     model = folder / "model"
     model.mkdir(parents=True, exist_ok=True)
@@ -103,11 +100,8 @@ def write_embedded_task(folder: Path, seed: int) -> None:
 
 
 def write_random_weights(model_folder: Path, seed: int) -> None:
-    """Writes ``model.safetensors`` with fresh float32 weights, named as in a Hugging Face checkpoint.
-
-    Args:
-        model_folder: Folder with the config.json.
-        seed: Determines the weights; the caller's random state stays as it is.
+    """Writes ``model.safetensors`` with fresh float32 weights, named as in a Hugging Face checkpoint; the caller's random state stays as it
+    is.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -18,16 +18,8 @@ FOLDER = Path("engines/model")
 
 
 def write_engine_folder(hf_folder: Path, run_dir: Path, family: ModelFamily, quantization: Quantization) -> Path:
-    """Makes ``<run_dir>/engines/model``, or makes it anew: config.json, and links to the other ``model_files``.
-
-    Args:
-        hf_folder: The model's.
-        run_dir: Run folder.
-        family: Of the model.
-        quantization: config.json has a ``quantization_config`` if and only if it is ``fp8``.
-
-    Returns:
-        The folder.
+    """Makes ``<run_dir>/engines/model``, or makes it anew, and returns it: links to ``model_files``, and config.json, which has a
+    ``quantization_config`` if and only if the quantization is ``fp8``.
 
     Raises:
         ConfigError: it cannot be written.

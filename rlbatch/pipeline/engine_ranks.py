@@ -52,11 +52,6 @@ class EngineRanks:
 def engine_ranks(info: RankInfo, size: int, spec: RolloutSpec) -> EngineRanks:
     """Gives each ``size`` ranks that follow each other an engine; a collective.
 
-    Args:
-        info: This rank.
-        size: Ranks of an engine.
-        spec: Of the rollout backend: whether they may be on several nodes.
-
     Raises:
         ConfigError: they are on several nodes and may not, or differently many are on each.
     """

@@ -30,10 +30,8 @@ class EvalSet:
     prompts: Sequence[Prompt]
 
     def params(self, seed: int) -> SamplingParams:
-        """How it is sampled, but for the tokens that end a response: alike in every evaluation of a run, whatever other sets there are.
-
-        Args:
-            seed: The run's.
+        """How it is sampled with the run's seed, but for the tokens that end a response: alike in every evaluation, whatever other sets
+        there are.
         """
         settings = self.settings
         own = EVAL_SEED if self.name == SIMPLE else EVAL_SEED + 1 + crc32(self.name.encode())
@@ -44,12 +42,7 @@ class EvalSet:
 
 
 def with_prompts(config: Config, prompts: Iterable[Sequence[Prompt]]) -> tuple[EvalSet, ...]:
-    """The job's sets.
-
-    Args:
-        config: The job's.
-        prompts: Of each set, in order.
-    """
+    """The job's sets, given the prompts of each, in order."""
     return tuple(
         EvalSet(name, settings, [replace(prompt, reward_name=prompt.reward_name or _reward(config, name, settings)[0]) for prompt in own])
         for (name, settings), own in zip(eval_sets(config).items(), prompts, strict=True)

@@ -89,12 +89,7 @@ def _by_set(sets: Sequence[EvalSet], rows: Iterable[Mapping[str, Any]]) -> list[
 
 
 def measured(held_out: EvalSet, rows: Sequence[Mapping[str, Any]]) -> Evaluation:
-    """What a set's samples come to.
-
-    Args:
-        held_out: The set.
-        rows: Of each sample, in order, ``row`` as it is written, ``length`` in tokens, and ``answer``.
-    """
+    """What a set's samples come to: of each, in order, ``row`` as it is written, ``length`` in tokens, and ``answer``."""
     name, settings = held_out.name, held_out.settings
     prompts = [list(group) for _, group in groupby(rows, key=lambda row: row["row"]["prompt_id"])]
     rewards = [[row["row"]["reward"] for row in prompt] for prompt in prompts]

@@ -34,12 +34,8 @@ PROBED_VALUES = 8
 
 
 class WeightsProbe:
-    """Tells policies apart by a few values of every tensor, taken while the weights go by; the same under every layout.
-
-    An optimizer moves almost every value at every update, so that a few are enough.
-
-    Args:
-        passed_over: Names of what not every rank gets: routed experts.
+    """Tells policies apart by a few values of every tensor, taken while the weights go by; the same under every layout. An optimizer moves
+    almost every value at every update, so that a few are enough. Routed experts, which not every rank gets, are passed over.
     """
 
     def __init__(self, passed_over: Container[str] = ()) -> None:
@@ -66,15 +62,8 @@ class WeightsProbe:
 
 
 class FinishedGroups:
-    """The finished groups of one step; no collectives.
-
-    Args:
-        run_dir: Run folder.
-        step: The step.
-        weights: ``WeightsProbe.digest`` of the policy that samples.
-        params: Of the samples.
-        sampler: ``sampler_key`` of the engine.
-        announce: Told of files that cannot be used.
+    """The finished groups of one step, of samples with these params; no collectives. ``weights`` is the policy's ``WeightsProbe.digest``,
+    ``sampler`` the engine's ``sampler_key``; ``announce`` is told of files that cannot be used.
     """
 
     def __init__(
@@ -150,12 +139,8 @@ def delete_other_steps(run_dir: Path, step: int) -> None:
 
 
 def sampler_key(config: Config, backend: RolloutBackend, engine_folder: Path) -> str:
-    """Tells samplers apart whose samples must not be mixed in a step. It says more often than necessary that two differ: that costs time.
-
-    Args:
-        config: The engine's options, its own and the backend's, and its precision.
-        backend: Whose code and interpreter it is.
-        engine_folder: Config, tokenizer, templates and code that engines read.
+    """Tells samplers apart whose samples must not be mixed in a step: by options and precision, code and interpreter of the backend, and
+    the files that engines read. It says more often than necessary that two differ: that costs time.
     """
     rollout = config.rollout
     options = [rollout.name, rollout.options, rollout.engine, rollout.quantization, config.train.precision, config.cluster.environment]

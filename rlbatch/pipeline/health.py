@@ -62,10 +62,6 @@ class Health:
         Such a step counts if its mean reward is the lowest that the run has had. So a run that ends with the best reward for every sample
         goes on to its end; one with the same reward from its start, or that has lost what it had learned, does not.
 
-        Args:
-            step: From 1.
-            metrics: Of the step.
-
         Raises:
             RewardError: ``train.max_steps_without_signal`` steps in a row counted.
         """

@@ -68,11 +68,7 @@ class EngineJob:
         return foreign_context(f"offload={self.config.offload.name}", self.offload.generating)
 
     def sync_weights(self, *, is_taken: bool = True) -> None:
-        """Sends the policy to the engines, in the form in which they hold it; a collective.
-
-        Args:
-            is_taken: Whether this rank's engine gets it.
-        """
+        """Sends the policy to the engines that take it, in the form in which they hold it; a collective."""
         wanted = self.rollout.wanted_experts()
         tensors = self.trainer.export(quantize=self.quantises, wanted=wanted)
         version, lasting = self.trainer.policy_version, self.trainer.storages()

@@ -19,14 +19,8 @@ from rlbatch.pipeline.first_rank import on_first_rank
 
 
 def load_policy(config: Config, trainer: Policy, hf_folder: Path, announce: Callable[[str], None], *, needs_reference: bool) -> None:
-    """Fills the policy, and the reference model where it is needed; a collective.
-
-    Args:
-        config: ``checkpoint.load`` and ``checkpoint.ref_load``.
-        trainer: Whose weights.
-        hf_folder: Of the model; its weights where no others are named.
-        announce: Told how far this rank is.
-        needs_reference: Whether the trainer shall keep a reference model.
+    """Fills the policy, and the reference model where it is needed; a collective. Weights are ``hf_folder``'s where the config names no
+    others.
 
     Raises:
         RlbatchError: a folder has no weights, or another model's.

@@ -39,15 +39,7 @@ class EarlyEnd:
 
 
 def run(job: Job, log: RunLog) -> EarlyEnd | None:
-    """Runs ``train.steps`` steps.
-
-    Args:
-        job: This rank's part.
-        log: Silent on ranks other than 0.
-
-    Returns:
-        How it ended before that; None: it did not.
-    """
+    """Runs ``train.steps`` steps. Returns how it ended before that; None: it did not."""
     resumed = resume(job, log.phase)
     log.begin(resumed.step)
     if resumed.step:
@@ -83,11 +75,7 @@ def run(job: Job, log: RunLog) -> EarlyEnd | None:
 
 
 def evaluate_alone(job: EngineJob, log: RunLog) -> EarlyEnd | None:
-    """Evaluates all sets once (``mode=eval``), and shows what came of it.
-
-    Returns:
-        How it ended before that; None: it did not.
-    """
+    """Evaluates all sets once (``mode=eval``), and shows what came of it. Returns how it ended before that; None: it did not."""
     log.begin(0)
     on_first_rank(lambda: _begin_life(job, 0))
     log.phase(f"evaluating {', '.join(f'{each.name} ({len(each.prompts)} prompts x {each.settings.n})' for each in job.eval_sets)}")

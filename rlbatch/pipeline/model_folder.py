@@ -34,11 +34,6 @@ _FIX = "Correct it, or download it again."
 def check_model_folder(folder: Path, hf_config: Mapping[str, Any], vocab_size: int) -> None:
     """Refuses a folder whose tokenizer cannot be read, or with which no response could end.
 
-    Args:
-        folder: The model's.
-        hf_config: Its config.json.
-        vocab_size: Of the model.
-
     Raises:
         DataError: a file, and what is wrong with it.
     """
@@ -62,11 +57,7 @@ def check_model_folder(folder: Path, hf_config: Mapping[str, Any], vocab_size: i
 
 
 def load_tokenizer(folder: Path, name: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer, as transformers reads it.
-
-    Args:
-        folder: The model's, or what engines read of it.
-        name: The model's folder, for messages.
+    """The tokenizer, as transformers reads it from ``folder``, the model's or what engines read of it; messages name ``name``.
 
     Raises:
         DataError: it cannot.
@@ -88,12 +79,6 @@ def load_tokenizer(folder: Path, name: Path) -> PreTrainedTokenizerBase:
 def end_tokens(folder: Path, hf_config: Mapping[str, Any], vocab_size: int, of_tokenizer: int | None) -> tuple[int, ...]:
     """The tokens that end a response: those of generation_config.json, of config.json and of the tokenizer.
 
-    Args:
-        folder: The model's.
-        hf_config: Its config.json.
-        vocab_size: Of the model.
-        of_tokenizer: The tokenizer's ``eos_token_id``.
-
     Raises:
         DataError: one that is no token of the model, or none at all.
     """
@@ -107,13 +92,7 @@ def end_tokens(folder: Path, hf_config: Mapping[str, Any], vocab_size: int, of_t
 
 
 def unseen_end(tokenizer: PreTrainedTokenizerBase, folder: Path, vocab_size: int) -> str | None:
-    """A warning if the chat template ends an answer with a special token at which no response stops; None: it does not, or nobody knows.
-
-    Args:
-        tokenizer: Of the model, with a chat template.
-        folder: The model's.
-        vocab_size: Of the model.
-    """
+    """A warning if the chat template ends an answer with a special token at which no response stops; None: it does not, or nobody knows."""
     answer = "an answer"
     messages = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": answer}]
     try:

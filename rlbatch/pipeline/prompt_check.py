@@ -41,12 +41,7 @@ MOST_SPECIAL = 8
 
 
 class RowChecks:
-    """Checks rows against their rewards: each must exist, take the row's label, and get labels of one type.
-
-    Args:
-        config: The job's reward, and its options.
-        registry: The job's plugins.
-    """
+    """Checks rows against their rewards: each must exist, take the row's label, and get labels of one type."""
 
     def __init__(self, config: Config, registry: Registry) -> None:
         self._config, self._registry = config, registry

@@ -62,11 +62,8 @@ class PromptRow:
 
 
 class RowReader:
-    """Makes rows of one data set.
-
-    Args:
-        data: Names the columns. A name such as ``reward_model.ground_truth`` is a column of that name, else a field in an object.
-        reward: Name of the reward of rows that name none; empty: the job's.
+    """Makes rows of one data set; those that name no reward have ``reward`` (empty: the job's). A name such as
+    ``reward_model.ground_truth`` in ``data`` is a column of that name, else a field in an object.
     """
 
     def __init__(self, data: DataConfig, reward: str = "") -> None:
@@ -127,15 +124,7 @@ class RowReader:
 
 
 def read_prompt_rows(paths: Path | Sequence[Path], data: DataConfig, most: int = 0) -> list[PromptRow]:
-    """Reads and checks prompt files, without a tokenizer.
-
-    Args:
-        paths: See ``read_records``; one file or several.
-        data: See ``RowReader``.
-        most: Rows that are read, from the top; 0: all.
-
-    Returns:
-        The rows in file order; never empty.
+    """The rows of prompt files (``most``, from the top; 0: all), in file order, without a tokenizer; never none.
 
     Raises:
         DataError: see ``RowReader.read``.

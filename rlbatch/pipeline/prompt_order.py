@@ -124,12 +124,8 @@ class PromptOrder:
             raise ValueError(f"{list(cursor)} is no place among {len(self._sets)} sets")
 
     def take(self, count: int, held: Collection[int] = (), *, or_fewer: bool = False) -> list[int]:
-        """The next ``count`` prompts, as positions, all different.
-
-        Args:
-            count: How many.
-            held: Positions that the step has already: they are not taken again.
-            or_fewer: Whether those that there are will do.
+        """The next ``count`` prompts, as positions, all different and none that the step holds already; fewer if there are no others and
+        that will do.
 
         Raises:
             ConfigError: a set has fewer prompts than the step takes of it.

@@ -76,16 +76,7 @@ class OpenSet:
 
 
 class Prompts(Sequence[Prompt]):
-    """All prompts of all sets, by their positions, which are their ids.
-
-    Args:
-        sets: Opened.
-        config: Limits.
-        family: The model's context and vocabulary.
-        tokenizer: Of the model.
-        registry: Knows what labels rewards take.
-        announce: Told of prompts that are left out.
-    """
+    """All prompts of all sets, by their positions, which are their ids; ``announce`` is told of those that are left out."""
 
     def __init__(
         self,
@@ -220,15 +211,7 @@ def open_training(
     registry: Registry,
     announce: Callable[[str], object],
 ) -> Training:
-    """The prompts of a job; a collective.
-
-    Args:
-        config: Resolved.
-        run_dir: Run folder.
-        family: The model's.
-        tokenizer: Of the model.
-        registry: The job's plugins.
-        announce: Told of prompts that are left out.
+    """The prompts of a job; a collective. ``announce`` is told of those that are left out.
 
     Raises:
         DataError: what is wrong with files or rows, as far as it is seen before the first step.

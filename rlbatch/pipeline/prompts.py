@@ -145,12 +145,7 @@ def prompt_limit(data: DataConfig, context_tokens: int, max_response_tokens: int
 
 
 class LongPrompts:
-    """Counts prompts that are longer than allowed.
-
-    Args:
-        limit: See ``prompt_limit``.
-        data: Says what becomes of them.
-    """
+    """Counts prompts that are longer than ``prompt_limit``."""
 
     def __init__(self, limit: Limit, data: DataConfig) -> None:
         self._limit, self._data = limit, data

@@ -22,13 +22,7 @@ from rlbatch.reward_parts import Answers
 
 
 class Scoring:
-    """Scores tasks.
-
-    Args:
-        rewards: By name.
-        answers: By the same names, what tells final answers.
-        setup: What its host was told.
-    """
+    """Scores tasks by rewards, and by what tells final answers, of the same names."""
 
     def __init__(self, rewards: Mapping[str, Reward], answers: Mapping[str, Answers], setup: Setup) -> None:
         self._rewards, self._answers, self.setup = rewards, answers, setup

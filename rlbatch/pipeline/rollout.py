@@ -205,10 +205,6 @@ class Rollout:
     def generate(self, prompts: Sequence[Prompt], step: int) -> Iterator[SampleGroup]:
         """Groups for training. Each is kept on disk as soon as it is finished; what an earlier attempt kept is not sampled again.
 
-        Args:
-            prompts: This rank's share.
-            step: Part of the samples' seeds.
-
         Yields:
             One group a prompt, once it is complete: those that were kept, then the others in order; fewer if it was interrupted, or the
             engine is lost.
@@ -217,11 +213,8 @@ class Rollout:
         yield from (self._group(prompts[place], answer) for place, answer in found)
 
     def extend(self, candidates: Sequence[Candidate], step: int) -> Iterator[SampleGroup]:
-        """Groups with the next part of each response that is not finished: at most ``sampling.partial_tokens``; else as ``generate``.
-
-        Args:
-            candidates: This rank's share; groups without samples are begun.
-            step: Part of the samples' seeds.
+        """Groups with the next part of each response that is not finished: at most ``sampling.partial_tokens``; else as ``generate``. Those
+        without samples are begun.
         """
         size, most, part = self._config.algorithm.group_size, self._config.rollout.max_response_tokens, self._config.sampling.partial_tokens
         by_limit: dict[int, list[tuple[Candidate, list[Continued]]]] = {}
@@ -273,11 +266,8 @@ class Rollout:
             pass
 
     def evaluate(self, prompts: Sequence[Prompt], params: SamplingParams) -> Iterator[SampleGroup]:
-        """Groups that nothing is trained on, each once it is complete; fewer if it was interrupted, or the engine is lost.
-
-        Args:
-            prompts: This rank's share.
-            params: But for the tokens that end a response.
+        """Groups that nothing is trained on, each once it is complete; fewer if it was interrupted, or the engine is lost. The params need
+        not have tokens that end a response.
         """
         params = replace(params, stop_token_ids=self._stops)
         yield from (self._group(prompt, answer) for prompt, answer in self._answers(prompts, params))

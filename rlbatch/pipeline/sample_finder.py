@@ -32,12 +32,7 @@ class SampleFinder:
     name: Callable[[int], str]
 
     def first(self, update: Update, token: Token | None) -> str:
-        """The sample that was rather the cause, of what every rank found, in words; a collective.
-
-        Args:
-            update: Whose packs the token is in.
-            token: Of this rank; None: it found none.
-        """
+        """The sample that was rather the cause, of what every rank found in packs of ``update`` (None: nothing), in words; a collective."""
         answers = [answer for answer in gathered(None if token is None else self._words(update, token)) if answer]
         return str(min(answers)[-1]) if answers else "no sample computes it"
 

@@ -250,11 +250,7 @@ def equal_groups(verdicts: Iterable[Verdict]) -> tuple[int, int]:
 
 
 def count_trained(job: Job, batch: Batch) -> dict[str, float]:
-    """Counts the tokens that this step's updates use.
-
-    Args:
-        job: Its ``waiting`` keeps the sum.
-        batch: As it is trained.
+    """Counts the tokens that this step's updates use; ``Job.waiting`` keeps the sum.
 
     Raises:
         RolloutError: one of them is too old, which cannot be.

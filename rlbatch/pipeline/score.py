@@ -66,15 +66,7 @@ def check_known(name: str, prompt: Prompt, known: Iterable[str]) -> None:
 
 
 def scores_of(name: str, reward: Reward, samples: Sequence[Sample]) -> list[tuple[float, dict[str, float]]]:
-    """Calls a reward, and checks what it returns.
-
-    Args:
-        name: Of the reward.
-        reward: Itself.
-        samples: It may write into them.
-
-    Returns:
-        Of each sample the reward, and the named parts of it, if it has some.
+    """Calls a reward, which may write into the samples. Returns of each the reward, and the named parts of it, if it has some.
 
     Raises:
         RewardError: it raised, returned the wrong number of values, or a value that is no finite number.

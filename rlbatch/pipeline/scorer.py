@@ -125,11 +125,8 @@ class Scorer:
         self._peer.send_all(Frame(SETUP, 0.0, pickle.dumps(self._setup)))
 
     def submit(self, group: SampleGroup, *, is_held_out: bool = False) -> None:
-        """Has a group scored, if its reward runs in workers; does not wait for it.
-
-        Args:
-            group: With all its samples.
-            is_held_out: Whether it is an evaluation's: its answers are wanted, and without a verdict a sample counts 0.
+        """Has a group scored, if its reward runs in workers; does not wait for it. Of an evaluation's the answers are wanted too, and a
+        sample without a verdict counts 0.
         """
         name = group.prompt.reward_name or self._config.name
         check_known(name, group.prompt, self._known)

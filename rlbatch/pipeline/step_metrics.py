@@ -45,12 +45,7 @@ def samples(batch: Batch, advantages: Advantages | None) -> dict[str, float]:
 
 
 def verdicts(job: Job, groups: Sequence[SampleGroup]) -> dict[str, float]:
-    """Samples without a verdict, and the mean of each named part of rewards over the samples that have it; a collective.
-
-    Args:
-        job: This rank's part of the job.
-        groups: This rank's.
-    """
+    """Samples without a verdict, and the mean of each named part of rewards over the samples that have it; a collective."""
     counts, job.scorer.counts = job.scorer.counts, Counter()
     sums: dict[str, list[float]] = {}
     for parts in (parts for group in groups for parts in group.parts):
@@ -66,13 +61,7 @@ def verdicts(job: Job, groups: Sequence[SampleGroup]) -> dict[str, float]:
 
 
 def updates(made: Sequence[tuple[Update, Mapping[str, float]]], planned: int, *, with_kl: bool) -> dict[str, float]:
-    """Means over the step's updates.
-
-    Args:
-        made: Those that were made, with what ``Trainer.update`` returned.
-        planned: How many the step has.
-        with_kl: Whether the KL was measured.
-    """
+    """Means over the step's updates: those that were made, with what ``Trainer.update`` returned, of so many that were planned."""
     skipped = {"train/skipped_updates": float(planned - len(made))}
     if not made:
         return skipped

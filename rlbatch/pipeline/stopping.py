@@ -31,11 +31,7 @@ NOTICED, ENDING = "stop/noticed", "stop/ending"
 
 
 class Pace:
-    """How long this job's steps and saves take.
-
-    Args:
-        save_s: Estimate of a save, until one was measured.
-    """
+    """How long this job's steps and saves take; ``save_s`` is an estimate, until one was measured."""
 
     def __init__(self, save_s: float) -> None:
         self.save_s = save_s
@@ -96,18 +92,8 @@ class Agreement:
 
 
 class Stopping:
-    """A job's way to an early end, on one rank.
-
-    Args:
-        store: The job's.
-        watchdog: Told that this rank waits for others.
-        notice: Of this process.
-        limits: ``launch.*``.
-        save_s: Estimate of a save.
-
-    Attributes:
-        pace: Of this job.
-        ending: Why and when the job ends, once this rank knows.
+    """A job's way to an early end, on one rank; ``save_s`` is an estimate of a save. ``ending`` is why and when the job ends, once this
+    rank knows.
     """
 
     def __init__(self, store: JobStore, watchdog: Watchdog, notice: StopNotice, limits: LaunchConfig, save_s: float = 0.0) -> None:
@@ -134,10 +120,8 @@ class Stopping:
 
     @contextmanager
     def generating(self, *, may_finish: bool) -> Iterator[None]:
-        """Around a generation and what belongs to it.
-
-        Args:
-            may_finish: Whether it goes on after a notice as long as there is time for the whole step; else it ends at once.
+        """Around a generation and what belongs to it. After a notice it goes on as long as there is time for the whole step, if it may;
+        else it ends at once.
         """
         self._began, self._may_finish_step, self._is_generating = time.monotonic(), may_finish, True
         try:

@@ -85,18 +85,8 @@ def shuffled_groups(seed: int, step: int, epoch: int, groups: int) -> list[int]:
 
 
 def plan_updates(batch: Batch, config: Config, dp_rank: int, dp_size: int, deal: Deal, order: Sequence[int] | None = None) -> list[Update]:
-    """Divides the step's groups evenly over ``train.updates_per_step`` updates, or over as many as there are groups; a collective.
-
-    Args:
-        batch: All samples.
-        config: Packing, layout and aggregation.
-        dp_rank: This rank's share.
-        dp_size: Shares.
-        deal: Called for each update.
-        order: Of the groups, by their position in the step; None: prompt order.
-
-    Returns:
-        The updates, each with this rank's packs.
+    """Divides the step's groups evenly over ``train.updates_per_step`` updates, or over as many as there are groups: in ``order``, by their
+    positions in the step (None: prompt order). Each update has this rank's packs. ``deal`` is called for each; a collective.
     """
     groups = batch.num_groups
     updates = min(config.train.updates_per_step, groups)

@@ -23,13 +23,6 @@ COMPARED = ("transformer", "vocab_size", "rotary_base", "tie_embeddings", "rope"
 def check_first_weights(config: Config, registry: Registry, family: ModelFamily, hf_folder: Path, *, needs_reference: bool) -> None:
     """Refuses weights of another model: ``checkpoint.load``, and ``checkpoint.ref_load`` where it is read.
 
-    Args:
-        config: The job's.
-        registry: Knows the families.
-        family: Of model.hf.
-        hf_folder: model.hf.
-        needs_reference: Whether there is a reference model.
-
     Raises:
         RlbatchError: the key, its folder, and what is another or damaged.
     """
@@ -43,12 +36,6 @@ def check_first_weights(config: Config, registry: Registry, family: ModelFamily,
 
 def check_resumed(config: Config, hf_config: Mapping[str, Any], folder: Path, progress: Mapping[str, Any]) -> None:
     """Refuses to go on with a checkpoint of another model, or with another seed, optimizer or precision. Prompts are compared by the ranks.
-
-    Args:
-        config: The job's.
-        hf_config: model.hf's config.json.
-        folder: The newest checkpoint.
-        progress: Its ``read_progress``.
 
     Raises:
         ConfigError: what was and what is.

@@ -100,13 +100,7 @@ def engine_memory(job: MemoryInputs) -> EngineMemory:
 
 
 def cache_bytes(family: ModelFamily, shape: EngineShape, value_bytes: float) -> float:
-    """Counts an engine's keys and values, for one token on each GPU.
-
-    Args:
-        family: The model.
-        shape: The GPUs of a replica share the token.
-        value_bytes: Of one number.
-    """
+    """Counts an engine's keys and values, for one token on each GPU of a replica, which share it; ``value_bytes``: of one number."""
     model, layers = family.transformer, family.num_layers / shape.stages
     if model.get("multi_latent_attention"):  # the latent part is on every tensor-parallel GPU
         return float(layers * (model["kv_lora_rank"] + model["qk_pos_emb_head_dim"]) * value_bytes)

@@ -147,10 +147,6 @@ class EnginePlan:
     def check_memory(self, job: MemoryInputs, fix: Callable[[], str] = lambda: LARGER) -> None:
         """Refuses engines that have no room on their GPUs, which the trainer may share.
 
-        Args:
-            job: Of this plan's engines.
-            fix: What to do if no other engine would do, in words.
-
         Raises:
             ConfigError: what is needed, what is there, and what would do.
         """

@@ -15,13 +15,7 @@ Quantization = Literal["none", "fp8"]
 
 
 def engine_quantization(config: Config, registry: Registry, family: ModelFamily, hf_config: Mapping[str, Any]) -> Quantization:
-    """Decides in which form engines hold the weights.
-
-    Args:
-        config: ``rollout.quantization``: ``auto`` is the form of model.hf, where the backend can have it.
-        registry: Knows what the backend can.
-        family: Knows which weights are quantised.
-        hf_config: model.hf's config.json.
+    """Decides in which form engines hold the weights: ``auto`` is the form of model.hf, where the backend can have it.
 
     Raises:
         ConfigError: the backend has no fp8.

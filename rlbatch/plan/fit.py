@@ -33,12 +33,8 @@ Changes = Mapping[str, Any]
 
 
 def excesses(job: MemoryInputs, floor: MemoryFloor, nodes: Sequence[int] | None) -> list[str]:
-    """What is too small, in words and with both numbers. What engines need beside the trainer is not looked at: see ``EnginePlan``.
-
-    Args:
-        job: What takes memory.
-        floor: Its own.
-        nodes: Ranks of each; None: not known.
+    """What is too small, in words and with both numbers; ``nodes`` are the ranks of each, None where that is not known. What engines need
+    beside the trainer is not looked at: see ``EnginePlan``.
     """
     cluster, found = job.config.cluster, []
     without_engines = [phase for phase in PHASES if phase not in BESIDE_ENGINES]
@@ -57,12 +53,7 @@ def excesses(job: MemoryInputs, floor: MemoryFloor, nodes: Sequence[int] | None)
 
 
 def check_fit(job: MemoryInputs, registry: Registry, nodes: Nodes) -> None:
-    """Refuses a job that needs more memory than there is, in any phase.
-
-    Args:
-        job: Its layout is one that ``check_layout`` accepts, if the model is known.
-        registry: Its plugins.
-        nodes: Where its ranks are.
+    """Refuses a job that needs more memory than there is, in any phase. ``check_layout`` accepts its layout, if the model is known.
 
     Raises:
         ConfigError: what is needed and what is there, each with its parts, and the cheapest change.

@@ -54,11 +54,6 @@ def stage_chunks(layout: LayoutConfig, num_layers: int) -> tuple[tuple[range, ..
 def check_layout(layout: LayoutConfig, family: ModelFamily, *, on_gpu: bool) -> None:
     """Refuses a layout that cannot run, or that is known to run and give wrong gradients.
 
-    Args:
-        layout: Degrees, all positive.
-        family: The model.
-        on_gpu: Whether ranks run on GPUs, whose kernels have rules of their own.
-
     Raises:
         ConfigError: the first violated rule, with both numbers and the nearest values that keep it.
     """
@@ -126,11 +121,6 @@ def _check_experts(layout: LayoutConfig, family: ModelFamily, on_gpu: bool) -> N
 
 def check_expert_widths(family: ModelFamily, precision: str, *, on_gpu: bool) -> None:
     """Refuses experts that grouped matrix products cannot take: the trainer's on GPUs, and an engine's of transformers also on CPUs.
-
-    Args:
-        family: The model.
-        precision: ``fp32`` or ``bf16``.
-        on_gpu: Whether ranks run on GPUs.
 
     Raises:
         ModelError: a width whose rows are not whole multiples of 16 bytes.

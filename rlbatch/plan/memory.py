@@ -104,12 +104,7 @@ class MemoryFloor:
     shm_gib: float = 0.0
 
     def gpu(self, ranks: Iterable[int] | None = None, phases: Iterable[str] = PHASES) -> Peak:
-        """What the fullest GPU takes.
-
-        Args:
-            ranks: Whose GPUs; None: everyone's.
-            phases: Which to look at.
-        """
+        """What the fullest GPU takes, of these ranks (None: of all) in these phases."""
         stages = self.stages if ranks is None else [self.stages[stage] for stage in self._stages(ranks)]
         return _largest(Peak(phase, stage.gpu[phase]) for stage in stages for phase in phases)
 
@@ -119,12 +114,7 @@ class MemoryFloor:
         return _largest(self._host(stages, phase) for phase in phases)
 
     def fullest_host(self, nodes: Iterable[int], phases: Iterable[str] = PHASES) -> Peak:
-        """What the node that needs most takes of its host memory.
-
-        Args:
-            nodes: Ranks of each node.
-            phases: Which to look at.
-        """
+        """What the node that needs most takes of its host memory; ``nodes`` are the ranks of each."""
         return _largest(self.host(ranks, phases) for ranks in _ranges(nodes))
 
     def _host(self, stages: Mapping[int, int], phase: str) -> Peak:
@@ -140,11 +130,7 @@ class MemoryFloor:
 
 
 def memory_floor(job: MemoryInputs) -> MemoryFloor:
-    """Trainer, and engines beside it.
-
-    Args:
-        job: Its layout is one that ``check_layout`` accepts, if the model is known.
-    """
+    """Trainer, and engines beside it. ``check_layout`` accepts the layout, if the model is known."""
     engine = _engine(job)
     stages = []
     for share in _shares(job):

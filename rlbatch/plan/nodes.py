@@ -86,13 +86,7 @@ def _place_beside_engines(config: Config, engines: int, key: str) -> Placement:
 
 
 def stages(stage_layers: tuple[int, ...], world_size: int, ranks_per_node: int) -> list[Stage]:
-    """Finds where each pipeline stage is.
-
-    Args:
-        stage_layers: Layers of each stage (``rlbatch.plan.layout.degrees``).
-        world_size: Ranks of the job.
-        ranks_per_node: Ranks of each node.
-    """
+    """Finds where each pipeline stage is; its layers are as of ``rlbatch.plan.layout.degrees``."""
     size = world_size // len(stage_layers)
     found = []
     for stage, layers in enumerate(stage_layers):

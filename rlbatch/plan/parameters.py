@@ -74,15 +74,7 @@ class Share:
 
 
 class ModelSize:
-    """A family's parameters, counted once.
-
-    Args:
-        family: The model.
-
-    Attributes:
-        family: The model.
-        total: All that is trained.
-    """
+    """A family's parameters, counted once; ``total`` are all that are trained."""
 
     def __init__(self, family: ModelFamily) -> None:
         self.family = family
@@ -102,21 +94,15 @@ class ModelSize:
         return _sum(self._layers[-1] + joint for layer in behind if layer >= self.family.num_layers)
 
     def stages(self, layout: LayoutConfig) -> tuple[tuple[PartSize, ...], ...]:
-        """The model chunks of each pipeline stage, before they are divided over ranks.
-
-        Args:
-            layout: One that ``check_layout`` accepts.
-        """
+        """The model chunks of each pipeline stage, before they are divided over ranks; ``check_layout`` accepts the layout."""
         stages = [[_sum(self._layers[layer] for layer in chunk) for chunk in stage] for stage in stage_chunks(layout, len(self._layers))]
         stages[0][0] += self._embedding
         stages[-1][-1] += self._output
         return tuple(map(tuple, stages))
 
     def shares(self, layout: LayoutConfig) -> tuple[Share, ...]:
-        """What a rank of each pipeline stage has. An embedding that is the output layer too is on the first and on the last stage.
-
-        Args:
-            layout: One that ``check_layout`` accepts.
+        """What a rank of each pipeline stage has, of a layout that ``check_layout`` accepts. An embedding that is the output layer too is
+        on the first and on the last stage.
         """
         stages = list(self.stages(layout))
         if self.family.tie_embeddings and layout.pp_size > 1:
@@ -144,10 +130,6 @@ class ModelSize:
 def least_share(total: float, layout: LayoutConfig) -> Share:
     """The mean over ranks of what they have at least, of a model of which only the size is known: all of it divided as far as its most
     divided part can be.
-
-    Args:
-        total: Parameters.
-        layout: Degrees.
     """
     held = total / (layout.pp_size * max(layout.tp_size, layout.ep_size * layout.etp_size))
     return Share(held, total / layout.world_size, 0.0, held)

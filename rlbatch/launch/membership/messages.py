@@ -43,9 +43,6 @@ class Link:
     """
 
     def __init__(self, connection: socket.socket) -> None:
-        """Args:
-        connection: Connected TCP socket; the link owns it.
-        """
         self._socket = connection
         self._sending = threading.Lock()
         self._received = b""

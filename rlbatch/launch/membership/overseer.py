@@ -105,14 +105,6 @@ class Overseer(threading.Thread):
     def __init__(
         self, server: socket.socket, attempt: Attempt, info: RankInfo, run_dir: Path, store_port: StorePort, limits: LaunchConfig
     ) -> None:
-        """Args:
-        server: Listening socket.
-        attempt: Of this job.
-        info: Rank 0.
-        run_dir: Run folder.
-        store_port: Of the job's store.
-        limits: How long ranks may need to come, and collectives may last.
-        """
         super().__init__(name="rlbatch-overseer", daemon=True)
         self.attempt, self._server, self._info, self._run_dir, self._store_port = attempt, server, info, run_dir, store_port
         self._timeout_s, self._collective_s = limits.rendezvous_timeout_s, limits.collective_timeout_s
@@ -348,12 +340,7 @@ class Overseer(threading.Thread):
         return self.missing_ranks_error(f"launch.rendezvous_timeout_s={self._timeout_s:g}", f"{nodes} {wait}")
 
     def missing_ranks_error(self, why: str, more: str) -> FirstError:
-        """The failure of ranks that did not come.
-
-        Args:
-            why: What ended the wait for them.
-            more: After their names.
-        """
+        """The failure of ranks that did not come: why the wait for them ended, and what is said behind their names."""
         missing = [rank for rank in range(self._info.world_size) if rank not in self._members]
         named = _named({rank: self._expected_host(rank) for rank in missing})
         text = f"{why}: {len(missing)} of {self._info.world_size} ranks did not come: {named}.{more}"

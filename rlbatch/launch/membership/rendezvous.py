@@ -74,12 +74,6 @@ class Meeting:
 def join(info: RankInfo, run_dir: Path, config: Config, launch: str) -> Meeting:
     """Finds rank 0, or is it; returns when this rank has joined, maybe before the others.
 
-    Args:
-        info: This rank.
-        run_dir: Run folder.
-        config: For ``launch.rendezvous_timeout_s`` and ``cluster.interface``.
-        launch: The word of this start; may be empty.
-
     Raises:
         ConfigError: there is no such interface.
         LaunchError: rank 0 did not come, cannot be reached, or refused this rank.

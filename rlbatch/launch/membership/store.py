@@ -159,10 +159,6 @@ def open_store(
 def process_group(store: JobStore, timeout_s: float) -> Iterator[str]:
     """Joins torch.distributed's default group (NCCL between GPUs, gloo between hosts' memories) and leaves it at the end.
 
-    Args:
-        store: The job's, over which the group meets.
-        timeout_s: Seconds until a collective gives up.
-
     Yields:
         The device of this rank: ``cuda:<local_rank>``, or ``cpu`` where there is no CUDA.
     """

@@ -28,28 +28,14 @@ ACCEPTING_S = 0.1
 
 
 class StorePort:
-    """The port of the job's store, as rank 0 has it.
-
-    Args:
-        listening: The store's socket; the store takes it over.
-
-    Attributes:
-        port: Its.
-    """
+    """The port of the job's store, as rank 0 has it; made of the store's socket, which the store takes over."""
 
     def __init__(self, listening: socket.socket) -> None:
         self._socket = listening.dup()
         self.port: int = listening.getsockname()[1]
 
     def close(self, known: Collection[End]) -> list[End]:
-        """Lets nobody in any more.
-
-        Args:
-            known: From where ranks came.
-
-        Returns:
-            Who was put out.
-        """
+        """Lets nobody in any more but those who came from ``known``; returns who was put out."""
         program = ctypes.create_string_buffer(_DROP_ALL)
         with suppress(OSError):  # a kernel without such filters: who comes later is not kept out
             self._socket.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(program)))

@@ -59,11 +59,6 @@ class Watchdog:
     """
 
     def __init__(self, limits: LaunchConfig, meeting: Meeting | None = None, run_dir: Path | None = None) -> None:
-        """Args:
-        limits: Hang limits.
-        meeting: This rank's way into its job.
-        run_dir: Run folder; needed with a meeting.
-        """
         self._limits, self._meeting = limits, meeting
         self._run_dir = run_dir or Path()
         self._phase, self._waits, self._since, self._deadline = "training", False, time.monotonic(), float("inf")

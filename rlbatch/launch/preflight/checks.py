@@ -42,12 +42,6 @@ class Preflight:
     """The checks, in two parts: what needs only the store comes before ranks on different devices would fail to meet."""
 
     def __init__(self, config: Config, run_dir: Path, store: JobStore, registry: Registry) -> None:
-        """Args:
-        config: Resolved; with ``launch.preflight=false`` nothing is checked.
-        run_dir: Run folder.
-        store: The job's, which knows this rank.
-        registry: This rank's plugins.
-        """
         self._config, self._run_dir, self._store, self._registry = config, run_dir, store, registry
         self._patience = config.launch.rendezvous_timeout_s
         self._started = time.monotonic()
@@ -86,9 +80,6 @@ class Preflight:
 
     def check_links(self, device: str) -> None:
         """All-reduce between the ranks; then rank 0 shows the table.
-
-        Args:
-            device: This rank's, in torch.distributed's default group.
 
         Raises:
             PreflightError: a node whose numbers arrive wrong, or that cannot be reached.
@@ -192,15 +183,7 @@ SHOWN_VERSIONS = ("rlbatch", "torch", "megatron-core", "transformer-engine", "nc
 
 
 def table(facts: Sequence[NodeFacts], floor: MemoryFloor, clocks: Sequence[float], links: Sequence[LinkSpeeds], seconds: float) -> Table:
-    """A line a node.
-
-    Args:
-        facts: Of every rank.
-        floor: What the run takes at least.
-        clocks: Of every rank, seconds since the epoch.
-        links: Of every rank; empty: not measured.
-        seconds: What the preflight took.
-    """
+    """A line a node, of what each rank found; clocks are seconds since the epoch, and without ``links`` nothing was measured."""
     versions = ", ".join(f"{name} {facts[0].versions[name]}" for name in SHOWN_VERSIONS if name in facts[0].versions)
     title = f"Preflight ({seconds:.1f} s): {versions}"
     rows = Table(box=box.SIMPLE_HEAD, header_style="bold", title_justify="left", title=title)

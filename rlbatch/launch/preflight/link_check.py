@@ -34,11 +34,6 @@ class LinkSpeeds:
 def check_links(device: str, rank: int, hosts: Sequence[str]) -> LinkSpeeds:
     """Checks and measures; a collective of all ranks. Its groups, and what NCCL allocates for them, are gone afterwards.
 
-    Args:
-        device: This rank's.
-        rank: This rank.
-        hosts: Node of every rank.
-
     Raises:
         RuntimeError: the ranks cannot reach each other; torch's message.
     """

@@ -85,13 +85,7 @@ class NodeFacts:
 
 
 def collect_facts(info: RankInfo, registry: Registry, problems: Sequence[str]) -> NodeFacts:
-    """Facts about this process's node.
-
-    Args:
-        info: This rank.
-        registry: Its plugins.
-        problems: What was found about its folders.
-    """
+    """Facts about this process's node, with what was found about its folders."""
     total, free = host_memory()
     return NodeFacts(
         rank=info.rank,

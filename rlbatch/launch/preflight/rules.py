@@ -139,12 +139,7 @@ def check_visibility(facts: Sequence[NodeFacts], unseen: Sequence[Sequence[tuple
 
 
 def check_clocks(facts: Sequence[NodeFacts], clocks: Sequence[float]) -> Iterator[Finding]:
-    """Each node's clock against the median of all.
-
-    Args:
-        facts: Of every rank.
-        clocks: Of every rank, seconds since the epoch, read at about the same moment.
-    """
+    """Each node's clock against the median of all: seconds since the epoch, read at about the same moment."""
     usual = statistics.median(clocks)
     for fact in _firsts(facts):
         skew = clocks[fact.rank] - usual

@@ -13,22 +13,13 @@ POLL_S = 0.2
 
 
 class SharedFolders:
-    """One node's view of folders that all nodes share."""
+    """One node's view of folders that all nodes share, which are made if they are missing; ``rank`` is the node's first."""
 
     def __init__(self, folders: Sequence[Path], token: str, rank: int) -> None:
-        """Args:
-        folders: To be written; made if they are missing.
-        token: Of this attempt of the job.
-        rank: The node's first rank.
-        """
         self._folders, self._token, self._rank = folders, token, rank
 
     def write(self) -> list[str]:
-        """Leaves this node's mark.
-
-        Returns:
-            One sentence for each folder that cannot be written.
-        """
+        """Leaves this node's mark; returns a sentence for each folder that cannot be written."""
         problems = []
         for folder in self._folders:
             try:
@@ -39,14 +30,7 @@ class SharedFolders:
         return problems
 
     def read(self, writers: Sequence[int]) -> list[tuple[Path, int]]:
-        """Looks for other nodes' marks; to be called once all have written.
-
-        Args:
-            writers: First ranks of nodes that could write.
-
-        Returns:
-            The folders in which a writer's mark is not to be seen, with the writer.
-        """
+        """Folders in which the mark of a writer, a node's first rank, is not to be seen, with the writer; called once all have written."""
         deadline = time.monotonic() + PATIENCE_S
         wanted = [(folder, writer) for folder in self._folders for writer in writers]
         while (missing := [pair for pair in wanted if not self._sees(*pair)]) and time.monotonic() < deadline:

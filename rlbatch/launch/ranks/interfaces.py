@@ -66,9 +66,6 @@ def interface_of(address: str) -> str:
 def own_address(host: str) -> str:
     """This machine's address on the network of the job: of the interface that gloo uses, else of its name.
 
-    Args:
-        host: Its name.
-
     Raises:
         ConfigError: neither has one.
     """

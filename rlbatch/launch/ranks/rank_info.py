@@ -109,14 +109,7 @@ def _job_id(variables: Variables) -> str:
 
 
 def check_trainer(what: str) -> None:
-    """Refuses a Python without what ranks import, as a login node's may be.
-
-    Args:
-        what: What needs it, e.g. ``launcher=local``.
-
-    Raises:
-        ConfigError: packages that are not there.
-    """
+    """Refuses a Python without what ranks import, as a login node's may be, with ConfigError; ``what`` needs it: ``launcher=local``."""
     from importlib.util import find_spec  # see visible_gpus
 
     lacking = [name for name in ("torch", "megatron", "transformers") if find_spec(name) is None]

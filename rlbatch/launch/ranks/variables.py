@@ -42,11 +42,7 @@ class Variables:
         return self.values[name]
 
     def number(self, name: str, missing: int | None = None) -> int:
-        """A variable's number.
-
-        Args:
-            name: Its name.
-            missing: What it is if it is not set; None: it must be.
+        """A variable's number; ``missing`` if it is not set and need not be.
 
         Raises:
             ConfigError: it is not set, or no number of at most 9 digits.
@@ -85,11 +81,7 @@ class Variables:
 
 
 def set_allocator(options: Mapping[str, Any]) -> None:
-    """Sets torch's variables, which it reads once: call it before torch is imported.
-
-    Args:
-        options: ``train.allocator``; without any, what the environment says stays.
-    """
+    """Sets torch's variables as ``train.allocator`` says, if it says anything. torch reads them once: call it before torch is imported."""
     if options:
         text = ",".join(f"{name}:{value}" for name, value in options.items())
         os.environ.update(dict.fromkeys(ALLOCATOR_VARIABLES, text))

@@ -69,10 +69,6 @@ def as_config_errors(run_dir: Path) -> Iterator[None]:
 def as_rollout_errors(what: str, folder: Path) -> Iterator[None]:
     """Whatever the system refuses in here is an error of the rollout.
 
-    Args:
-        what: That is being done.
-        folder: Where, unless the system names a file.
-
     Raises:
         RolloutError: naming the file, and where a disk is full, its free space.
     """

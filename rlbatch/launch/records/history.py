@@ -101,13 +101,8 @@ def _begun(history: History, info: RankInfo, first_step: int) -> History:
 
 
 def end_attempt(run_dir: Path, info: RankInfo, last_step: int | None, why: str) -> History:
-    """Completes this attempt, and returns all of them; a full disk has no say in how it goes on.
-
-    Args:
-        run_dir: Run folder.
-        info: The job.
-        last_step: Last step done; None: it ended before it knew what to go on from.
-        why: How it ended.
+    """Completes this attempt, and returns all of them; a full disk has no say in how it goes on. Without ``last_step`` it ended before it
+    knew what to go on from.
     """
     history = read_history(run_dir)
     last = history.attempts[-1] if history.attempts else None

@@ -92,9 +92,6 @@ class Lock:
     """
 
     def __init__(self, path: Path) -> None:
-        """Args:
-        path: A folder, or a file, which is made if it is missing.
-        """
         self._file = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT, 0o600)
 
     def try_for(self, seconds: float) -> bool:

@@ -24,12 +24,7 @@ _ENDLESS = ("unlimited", "infinite", "-1")
 
 
 def checkpoint_bytes(num_parameters: float, precision: str) -> float:
-    """Size of a checkpoint.
-
-    Args:
-        num_parameters: Of the model.
-        precision: ``train.precision``.
-    """
+    """Size of a checkpoint, for so many parameters and ``train.precision``."""
     return num_parameters * BYTES_PER_PARAMETER[precision]
 
 
@@ -40,12 +35,7 @@ def estimate_write_s(config: Config, num_parameters: float, run_dir: Path) -> fl
 
 
 def notice_s(config: Config, num_parameters: float, run_dir: Path) -> int:
-    """Seconds between the signal that announces the time limit, and the limit.
-
-    Args:
-        config: The job's: ``launch.notice_s``, else what a checkpoint takes.
-        num_parameters: Of the model.
-        run_dir: Run folder, which knows how fast earlier checkpoints were written; it may not exist.
+    """Seconds between the signal that announces the time limit, and the limit: ``launch.notice_s``, else what a checkpoint takes.
 
     Raises:
         ConfigError: it is more than the job may run, or more than Slurm can say.

@@ -118,11 +118,7 @@ def _fork_below() -> int:
 
 
 class _Guardian:
-    """The upper process above a rank.
-
-    Args:
-        child: The process below.
-    """
+    """The upper process above a rank; ``child`` is the lower one."""
 
     def __init__(self, child: int) -> None:
         self._child, self._status, self._kill_at = child, -1, float("inf")
@@ -185,16 +181,8 @@ class _Guardian:
 
 
 class _LowerGuardian(_Guardian):
-    """The lower process, which hears what the rank says of itself.
-
-    Args:
-        child: The rank.
-        parent: The upper guardian.
-        launcher: File descriptor of the process that started that one.
-        line: From the rank.
-        notice: As ``guarded``.
-        on_death: As ``guarded``.
-        on_hang: As ``guarded``.
+    """The lower process, which hears on ``line`` what the rank, its child, says of itself; ``launcher`` is a descriptor of the process that
+    started the upper one. The others are as of ``guarded``.
     """
 
     def __init__(
@@ -299,12 +287,6 @@ def _prctl(option: int, value: int) -> None:
 
 def report_death(run_dir: Path, info: RankInfo, how: str, told: RankFacts) -> FirstError | None:
     """Records and prints that a rank ended without having said why, unless another failure came first.
-
-    Args:
-        run_dir: Run folder.
-        info: The rank.
-        how: In words.
-        told: Its phase and the token of its attempt, if it came so far.
 
     Returns:
         The job's first error; None: the run folder is another attempt's.

@@ -12,19 +12,8 @@ from rlbatch.launch.slurm.scontrol import CurrentJob, find_current_job, name_by_
 
 
 def go_on_later(run_dir: Path, config: Config, info: RankInfo, last_step: int | None, ending: Ending) -> str:
-    """Records this attempt's end, and queues the job again if it may and can be; on rank 0, when all that the next one needs is on disk.
-
-    Slurm ends what still runs of a job that it queues again, so this comes last.
-
-    Args:
-        run_dir: Run folder.
-        config: The job's.
-        info: The job.
-        last_step: Last step done; None: it ended before it knew what to go on from.
-        ending: Why it ends.
-
-    Returns:
-        What was done, or what to do by hand.
+    """Records this attempt's end (see ``end_attempt``), and queues the job again if it may and can be; on rank 0, when all that the next
+    one needs is on disk: Slurm ends what still runs of a job that it queues again. Returns what was done, or what to do by hand.
     """
     history = end_attempt(run_dir, info, last_step, ending.why)
     job_id, again = slurm_job_id(info), f"the command that started it, with run_dir={run_dir} resume=auto"

@@ -49,11 +49,7 @@ def own_name(record: Record) -> str:
 
 
 def name_by_variables(job_id: str) -> str:
-    """``own_name`` where Slurm does not answer: by this process's variables.
-
-    Args:
-        job_id: Slurm's id of this process's job.
-    """
+    """``own_name`` where Slurm does not answer: by this process's variables."""
     array, task = (os.environ.get(f"SLURM_ARRAY_{name}_ID", "") for name in ("JOB", "TASK"))
     return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID_HET_GROUP_0", job_id)
 
@@ -127,14 +123,7 @@ def kill_wait_s() -> float | None:
 
 
 def requeue_job(job_id: str) -> str:
-    """Queues a job again; Slurm ends what still runs of it.
-
-    Args:
-        job_id: As ``CurrentJob.name``: of a task of an array the id may be the whole array's.
-
-    Returns:
-        Empty if that was done, else why not.
-    """
+    """Queues a job again, by ``CurrentJob.name``; Slurm ends what still runs of it. Returns why not; empty: it was done."""
     answer = ask("scontrol", "requeue", job_id)
     if answer is None:
         return "there is no scontrol on this node, or it does not answer"

@@ -43,11 +43,7 @@ def in_container(cluster: ClusterConfig, command: Sequence[str]) -> list[str]:
 
 
 def check_container(cluster: ClusterConfig, paths: Sequence[tuple[str, str]]) -> None:
-    """Refuses a container that would not see what ranks read and write under the same names.
-
-    Args:
-        cluster: With the mounts.
-        paths: What each is, and its path. What is a link needs mounts for both ends.
+    """Refuses a container that would not see what ranks read and write under the same names; what is a link needs mounts for both ends.
 
     Raises:
         ConfigError: no mount covers some of them; says which to add.

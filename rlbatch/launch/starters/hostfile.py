@@ -55,11 +55,6 @@ def parse_hostfile(text: str, source: str = "hostfile", gpus_per_node: int | Non
     ``gpus_per_node`` slots; but if a bare host is repeated, as in PBS_NODEFILE, then each bare line is one slot. ``n[1-4]`` stands for
     four hosts. Comments (``#``, ``//``, ``/* */``), blank lines, tabs, CRLF and a byte-order mark are skipped.
 
-    Args:
-        text: Content of the file.
-        source: Its path, for messages.
-        gpus_per_node: Slots of a bare host.
-
     Raises:
         ConfigError: starts with ``<source>:<line>:``; zero, negative or non-numeric slots, more than max_slots, an unknown key, an extra
             word, what is no host name, a host twice of which one has slots, or no host.

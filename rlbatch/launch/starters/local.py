@@ -39,13 +39,8 @@ Rank = subprocess.Popen[bytes]
 
 
 def run_local(config: Config, run_dir: Path, command: Sequence[str], *, is_run: bool = False) -> int:
-    """Starts ``layout.world_size`` ranks and waits for them. Rank 0 keeps the terminal; the others write to ``logs/rank<N>.log``.
-
-    Args:
-        config: The job's.
-        run_dir: Run folder, with config.yaml.
-        command: What a rank runs.
-        is_run: Whether that tells when the run has come to its end, see ``mark_finished``.
+    """Starts ``layout.world_size`` ranks and waits for them. Rank 0 keeps the terminal; the others write to ``logs/rank<N>.log``. With
+    ``is_run`` they tell when the run has come to its end, see ``mark_finished``.
 
     Returns:
         0 if every rank succeeded; 75 if the job stopped early, its state saved, because it was asked to; 128 + the signal's number if a
@@ -127,12 +122,7 @@ def _start(info: RankInfo, command: Sequence[str], run_dir: Path, launch: str, w
 
 
 def rank_environment(info: RankInfo, terminal: int) -> Mapping[str, str]:
-    """Variables of a rank.
-
-    Args:
-        info: The rank.
-        terminal: File descriptor of the terminal, for its first error.
-    """
+    """Variables of a rank; ``terminal`` is the file descriptor of the user's, for its first error."""
     return {
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE,

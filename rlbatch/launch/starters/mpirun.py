@@ -128,11 +128,7 @@ def find_mpi() -> Mpi:
 
 
 def read_hosts(config: Config, default_slots: int) -> tuple[Host, ...]:
-    """The hosts of a job and the ranks that each takes, in the order of the hostfile.
-
-    Args:
-        config: The job's.
-        default_slots: Ranks of a host whose line does not say how many.
+    """The hosts of a job and the ranks that each takes, in the order of the hostfile; ``default_slots`` where a line does not say how many.
 
     Raises:
         ConfigError: no such file, a line that is refused, or fewer slots than ranks.
@@ -178,13 +174,6 @@ def hostfile_text(mpi: Mpi, hosts: Sequence[Host]) -> str:
 
 def mpi_job(config: Config, hosts: tuple[Host, ...], run_dir: Path, mpi: Mpi, command: Sequence[str]) -> MpiJob:
     """The command line that starts the job.
-
-    Args:
-        config: The job's.
-        hosts: Of ``read_hosts``.
-        run_dir: Run folder, where the hostfile will be.
-        mpi: The launcher.
-        command: What each rank runs.
 
     Raises:
         ConfigError: as ``hostfile_text``.

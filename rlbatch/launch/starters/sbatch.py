@@ -81,14 +81,6 @@ def batch_script(
 ) -> str:
     """The text that is given to sbatch.
 
-    Args:
-        config: The job's.
-        where: Its nodes.
-        run_dir: Run folder; its ``logs/job.log`` gets the output.
-        notice_s: Seconds between the notice and the time limit.
-        variables: Of every rank, beside the cluster's.
-        command: What each rank runs.
-
     Raises:
         ConfigError: a text that sbatch cannot be told.
     """
@@ -127,12 +119,7 @@ def _check_text(key: str, text: str) -> None:
 
 
 def explain_rejection(message: str, config: Config) -> ConfigError:
-    """The error for a job that sbatch refused.
-
-    Args:
-        message: What sbatch printed.
-        config: The job's.
-    """
+    """The error for a job that sbatch refused, saying ``message``."""
     said = "; ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in message.strip().splitlines()) or "nothing"
     if any(words in said.lower() for words in _UNANSWERED):
         return ConfigError(

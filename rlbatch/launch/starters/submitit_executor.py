@@ -31,10 +31,6 @@ class RankTask:
     """What a rank runs: the same as ``python -m <module> --run-dir <run_dir>``, in the process that submitit started.
 
     Preemption and the time limit are rlbatch's: this has no ``checkpoint``, with which submitit would requeue by itself.
-
-    Args:
-        module: Its ``run_process`` gets the run folder.
-        run_dir: Run folder.
     """
 
     def __init__(self, module: str, run_dir: Path) -> None:
@@ -76,16 +72,7 @@ def task_command(python: str, run_dir: Path) -> list[str]:
 
 
 def submit_batch(script: str, run_dir: Path, config: Config, module: str) -> str:
-    """Gives the script to sbatch.
-
-    Args:
-        script: Text of a batch script whose ranks run ``task_command``.
-        run_dir: Run folder.
-        config: The job's.
-        module: As ``RankTask``.
-
-    Returns:
-        The job's id.
+    """Gives sbatch a script whose ranks run ``task_command``, and returns the job's id.
 
     Raises:
         ConfigError: sbatch refused it; its message, and the key to change.
