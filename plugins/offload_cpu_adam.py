@@ -30,11 +30,7 @@ class CpuAdamOptions:
 
 
 class CpuAdam(ReleasedGradients):
-    """An ``OffloadStrategy`` that builds another optimizer and moves nothing of it afterwards.
-
-    Args:
-        options: The fraction.
-    """
+    """An ``OffloadStrategy`` that builds another optimizer and moves nothing of it afterwards."""
 
     def __init__(self, options: CpuAdamOptions) -> None:
         super().__init__()

@@ -27,11 +27,7 @@ class OptimizerStateOptions:
 
 
 class OptimizerState(ReleasedGradients):
-    """An ``OffloadStrategy`` that empties the tensors' storage in between; the tensors stay, so that the optimizer finds them again.
-
-    Args:
-        options: Host memory.
-    """
+    """An ``OffloadStrategy`` that empties the tensors' storage in between; the tensors stay, so that the optimizer finds them again."""
 
     def __init__(self, options: OptimizerStateOptions) -> None:
         super().__init__()

@@ -137,13 +137,7 @@ def sglang_rollout(context: RolloutContext, options: SglangOptions) -> ExpertPar
 
 
 def program(context: RolloutContext, options: SglangOptions, devices: Sequence[str]) -> EngineProgram:
-    """SGLang with the user's options and what other keys decide.
-
-    Args:
-        context: Place, device and SGLang's own options.
-        options: Ours.
-        devices: Of the ranks that share the host.
-    """
+    """SGLang with the user's options and what other keys decide; ``devices`` are of the ranks that share the host."""
     own, theirs = split_engine_keys(context.engine)
     on_cpu = context.device == "cpu"
     level = 0 if on_cpu or options.separate_gpus else options.sleep_level

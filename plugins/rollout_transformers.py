@@ -56,12 +56,7 @@ def engine_shape(options: TransformersOptions, engine: Mapping[str, Any]) -> Eng
 
 
 class TransformersRollout:
-    """A ``RolloutBackend`` that holds a whole model on this rank.
-
-    Args:
-        context: Folder, device and dtype.
-        options: Batch size.
-    """
+    """A ``RolloutBackend`` that holds a whole model on this rank."""
 
     def __init__(self, context: RolloutContext, options: TransformersOptions) -> None:
         import torch

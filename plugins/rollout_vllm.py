@@ -149,14 +149,8 @@ def rlbatch_register_rollout_backends() -> Mapping[str, RolloutSpec]:
 
 
 class VllmRollout(ExpertParallelRollout):
-    """A ``RolloutBackend`` and an ``ExpertParallelBackend``.
-
-    On each of its nodes an engine is an ``AsyncLLM`` of the data-parallel ranks there: vLLM's hybrid load balancing. All of them compute in
-    lockstep, because each layer's experts are on all nodes.
-
-    Args:
-        context: Place, device and vLLM's own options.
-        options: Ours.
+    """A ``RolloutBackend`` and an ``ExpertParallelBackend``. On each of its nodes an engine is an ``AsyncLLM`` of the data-parallel ranks
+    there: vLLM's hybrid load balancing. All of them compute in lockstep, because each layer's experts are on all nodes.
     """
 
     def __init__(self, context: RolloutContext, options: VllmOptions) -> None:
@@ -173,13 +167,8 @@ def vllm_rollout(context: RolloutContext, options: VllmOptions) -> VllmRollout:
 
 
 def program(context: RolloutContext, options: VllmOptions, port: int, devices: Sequence[str]) -> EngineProgram:
-    """vLLM with the user's options and what other keys decide.
-
-    Args:
-        context: Place, device and vLLM's own options.
-        options: Ours.
-        port: At which the nodes of the engine meet.
-        devices: Of the ranks that share the host.
+    """vLLM with the user's options and what other keys decide. At ``port`` the nodes of the engine meet; ``devices`` are of the ranks that
+    share the host.
     """
     own, theirs = split_engine_keys(context.engine)
     on_cpu = context.device == "cpu"
@@ -288,10 +277,5 @@ class ReservedPort:
 
 
 def agreed_port(gather: Callable[[bytes], list[bytes]], reserved: ReservedPort | None) -> int:
-    """The first rank's port, on every rank of an engine; a collective of them.
-
-    Args:
-        gather: Over the engine's ranks.
-        reserved: On the first one.
-    """
+    """The port that the first rank of an engine has reserved, on every rank of it; a collective of them."""
     return int(gather(str(reserved.number if reserved else 0).encode())[0])

@@ -133,16 +133,8 @@ def start(
     stdout: int = subprocess.DEVNULL,
     stderr: int = subprocess.DEVNULL,
 ) -> Jail:
-    """Starts a program in a jail.
-
-    Args:
-        command: Program and arguments; ``{jail}`` is the folder of ``files``.
-        files: Name -> content; the program can read but not change them.
-        limits: Its limits.
-        text: Its standard input; None: ``stdin``.
-        stdin: Descriptor.
-        stdout: Descriptor.
-        stderr: Descriptor.
+    """Starts a program in a jail. In its arguments ``{jail}`` is the folder of ``files`` (name -> content), which it can read but not
+    change; with a ``text`` that is its standard input. The streams are descriptors.
     """
     python, prefix = interpreter()
     job = {

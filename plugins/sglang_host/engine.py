@@ -183,12 +183,8 @@ class SglangEngine(SamplingEngine):
             raise RuntimeError(f"SGLang still works on samples after {IDLE_LIMIT_S:g} s ({done.message})")
 
     async def _ask_workers(self, operation: str, *, version: str | None = None, **details: Any) -> list[dict[str, Any]]:
-        """What ``WorkerWeights.<operation>`` returns in every worker.
-
-        Args:
-            operation: Its name.
-            version: From here on the weights have it, and what was computed with older ones is forgotten.
-            details: Its arguments; JSON.
+        """What ``WorkerWeights.<operation>`` returns in every worker. With a ``version``, that is the weights' from here on, and what was
+        computed with older ones is forgotten.
         """
         from sglang.srt.managers.io_struct import UpdateWeightsFromIPCReqInput
 

@@ -96,11 +96,7 @@ UNSAFE = {
 
 
 def unsafe(values: Mapping[str, Any]) -> str:
-    """What is wrong with the first option that would make samples wrong; empty: nothing.
-
-    Args:
-        values: A user's ``rollout.engine.*``, or what SGLang made of all options.
-    """
+    """What is wrong with the first option that would make samples wrong, of a user's or of all that SGLang made of them; empty: nothing."""
     for name, rule in UNSAFE.items():
         value = values.get(name)
         if value in rule.values if rule.values else value and value not in rule.only:

@@ -14,13 +14,7 @@ _END = re.compile(r"Load weight end\. .*?avail mem=([\d.]+) GB, mem usage=([\d.]
 
 
 def no_cache(share: float, free_gib: float, weights_gib: float) -> str:
-    """What a worker raises whose weights take all of its share.
-
-    Args:
-        share: ``mem_fraction_static``.
-        free_gib: When the engine started.
-        weights_gib: Of this worker.
-    """
+    """What a worker raises whose weights take all of its share (``mem_fraction_static``) of what was free when the engine started."""
     return (
         f"{SHARE}={share:g}: of {free_gib:.1f} GiB that were free when the engine started, its weights take {weights_gib:.1f} and its "
         f"share is {share * free_gib:.1f}: nothing is left for the KV cache. "
@@ -29,11 +23,7 @@ def no_cache(share: float, free_gib: float, weights_gib: float) -> str:
 
 
 def too_small(log: str) -> str:
-    """One message with what is needed and what is there; empty: memory was not the trouble.
-
-    Args:
-        log: Of SGLang's processes, while it started.
-    """
+    """One message with what is needed and what is there, from SGLang's log; empty: memory was not the trouble."""
     before, after = _BEGIN.search(log), _END.search(log)
     if found := _NO_CACHE.search(log):
         return found[1]

@@ -20,9 +20,6 @@ def partner(name: str) -> str:
 class Pairs:
     """The tensors of one model that wait for the one that they are loaded with.
 
-    Args:
-        model: Of the worker.
-
     Attributes:
         waits: Whether halves wait for each other, in this process.
     """

@@ -24,11 +24,7 @@ class NotReceivedError(Exception):
 
 
 class WorkerWeights:
-    """Answers the host's calls in one scheduler process.
-
-    Args:
-        runner: SGLang's ``ModelRunner``.
-    """
+    """Answers the host's calls in one scheduler process, which has SGLang's ``ModelRunner``."""
 
     def __init__(self, runner: Any) -> None:
         self._model, self._tp_rank = runner.model, runner.tp_rank
@@ -115,11 +111,8 @@ class WorkerWeights:
 
 
 def answer(runner: Any, text: str) -> tuple[bool, str]:
-    """One call of the host: JSON with ``operation``, a method of ``WorkerWeights``, and its arguments.
-
-    Args:
-        runner: SGLang's ``ModelRunner``; all those of the engine get the same call.
-        text: The call.
+    """One call of the host, the same in every ``ModelRunner`` of the engine: JSON with ``operation``, a method of ``WorkerWeights``, and
+    its arguments.
 
     Returns:
         Whether it succeeded everywhere, and the answers of all workers as JSON, or what is wrong.

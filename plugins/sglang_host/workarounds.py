@@ -144,10 +144,6 @@ _applied: set[str] = set()
 
 
 def apply_all(version: str) -> None:
-    """Applies, once in a process, what this version needs; warns of those that were made for other versions.
-
-    Args:
-        version: Of SGLang.
-    """
+    """Applies, once in a process, what this version needs; warns of those that were made for other versions."""
     release = tuple(int(number) for number in re.findall(r"\d+", version)[: len(_TRIED)])
     apply_those_for(f"SGLang {version}", release, WORKAROUNDS, SKIPPED, _applied, logging.getLogger("sglang.rlbatch").warning)

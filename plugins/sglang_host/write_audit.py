@@ -37,9 +37,6 @@ class _Copies(TorchDispatchMode):
 class WriteAudit:
     """Checks what one update writes in one worker.
 
-    Args:
-        model: Of the worker.
-
     Attributes:
         failed: Name of a tensor that a loader did not take.
     """

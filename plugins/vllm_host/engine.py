@@ -242,11 +242,10 @@ def _add_plugin() -> None:
 
 
 def _judge(reports: Sequence[dict[str, list[str]]], held: Sequence[list[int] | None]) -> None:
-    """Raises Refused with a name, if the workers were not written as they must.
+    """Raises Refused with a name, if the workers, who hold these experts (None: all), were not written as they must; see
+    ``WriteAudit.report``.
 
-    Args:
-        reports: See ``WriteAudit.report``.
-        held: Each worker's experts; None: all.
+    Raises Refused with a name, if the workers were not written as they must.
     """
     said = {key: sorted({name for report in reports for name in report[key]}) for key in ("unwritten", "overwritten")}
     said["empty"] = _in_all([set(report["empty"]) for report in reports])
@@ -270,11 +269,8 @@ def _in_all(names: Sequence[set[str]]) -> list[str]:
 
 
 def is_held(name: str, experts: Sequence[int] | None) -> bool:
-    """Whether a checkpoint's tensor is for a worker with these experts: any that is not of an expert that it may not have.
-
-    Args:
-        name: Dotted; of an expert where a number follows the part ``experts``.
-        experts: See ``held_experts``.
+    """Whether a checkpoint's tensor is for a worker with these experts (see ``held_experts``): any that is not of an expert that it may not
+    have. A number follows the part ``experts`` in an expert's name.
     """
     parts = name.split(".")
     number = parts[parts.index("experts") + 1] if "experts" in parts[:-1] else ""

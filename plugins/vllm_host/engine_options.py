@@ -45,13 +45,7 @@ MESSAGE_LENGTH = 400
 
 
 def refused(error: Exception, options: Mapping[str, Any], version: str) -> str:
-    """What vLLM says of options that it does not take, in one line.
-
-    Args:
-        error: Its own, of many lines where pydantic made it.
-        options: The user's.
-        version: Of vLLM.
-    """
+    """What vLLM says of options that it does not take, in one line; pydantic makes many of it."""
     details = error.errors()[0] if hasattr(error, "errors") else {"msg": str(error) or type(error).__name__, "loc": ()}
     named = [str(part).partition(".")[0] for part in details["loc"][:1]]
     text = " ".join(str(details["msg"]).removeprefix("Value error, ").split())

@@ -17,11 +17,8 @@ _CACHE = re.compile(rf"Available KV cache memory: {_NUMBER} GiB")
 
 
 def too_small(log: str, cache_bytes: int | None = None) -> str:
-    """One message with what is needed and what is there; empty: memory was not the trouble.
-
-    Args:
-        log: Of vLLM's processes, while it started.
-        cache_bytes: What its option ``kv_cache_memory_bytes`` says, which counts instead of its share of the memory.
+    """One message with what is needed and what is there, from vLLM's log; empty: memory was not the trouble. ``cache_bytes``, its option
+    ``kv_cache_memory_bytes``, counts instead of its share of the memory.
     """
     weights = _WEIGHTS.search(log)
     beside = f"beside the weights ({weights[1]} GiB) " if weights else ""

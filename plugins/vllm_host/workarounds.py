@@ -238,12 +238,7 @@ _applied: set[str] = set()
 
 
 def apply_all(version: str, *, is_cpu: bool) -> None:
-    """Applies, once in a process, what this version needs; warns of those that were made for other versions.
-
-    Args:
-        version: Of vLLM.
-        is_cpu: Whether this is its CPU backend.
-    """
+    """Applies, once in a process, what this version needs; warns of those that were made for other versions."""
     from vllm.logger import init_logger
 
     registry = [workaround for workaround in WORKAROUNDS if is_cpu or not workaround.cpu_only]

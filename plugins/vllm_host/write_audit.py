@@ -37,12 +37,8 @@ def check_values(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 
 class WriteAudit:
-    """Counts, for one update of one worker, what vLLM's weight loaders write.
-
-    Args:
-        model: Prepared for the update: each parameter is there without storage.
-        others: Parameters of it that may be left out.
-        tied: Names of parameters that are written under other names.
+    """Counts, for one update of one worker, what vLLM's weight loaders write. Each parameter of the model is there without storage.
+    ``others`` are parameters that may be left out, ``tied`` names of those that are written under other names.
 
     Attributes:
         is_counting: Whether anything was counted.

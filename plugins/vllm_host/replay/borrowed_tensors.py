@@ -14,11 +14,7 @@ from .recorder import Recorder, storage_identity
 
 
 class BorrowedTensors:
-    """The tensors of one call, as vLLM's loaders get them.
-
-    Args:
-        recorder: Sees what happens to them.
-    """
+    """The tensors of one call, as vLLM's loaders get them; the recorder sees what happens to them."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder

@@ -151,12 +151,7 @@ class PreparedCall:
 
 
 class Replay:
-    """One sync by a plan.
-
-    Args:
-        plan: Valid.
-        prepared: Of earlier syncs, by the calls' keys.
-    """
+    """One sync by a valid plan; ``prepared`` are calls of earlier syncs, by their keys."""
 
     def __init__(self, plan: Plan, prepared: Mapping[str, PreparedCall]) -> None:
         self._plan, self._earlier = plan, prepared

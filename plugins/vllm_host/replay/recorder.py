@@ -89,11 +89,7 @@ class Target:
 
 
 class Recorder(TorchDispatchMode):
-    """Records what one update does to one worker's model.
-
-    Args:
-        model: Prepared for the update by vLLM.
-    """
+    """Records what one update, which vLLM has prepared, does to one worker's model."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -304,10 +300,6 @@ def use_old_memory(layer: torch.nn.Module, info: Any) -> None:
     vLLM makes new tensors beside the old ones and copies them in the end, so that a layer's memory is there twice. In the old one's place
     the last copy is one to itself; what vLLM's processing makes of them, also in place, ends where it did. To be called before
     ``materialize_layer``, which leaves alone what is no meta tensor any more.
-
-    Args:
-        layer: Prepared by vLLM for loading.
-        info: vLLM's, of it.
     """
     parameters, _ = info.kernel_tensors or ({}, {})
     for name, tensor in layerwise.get_layer_tensors(layer).items():
