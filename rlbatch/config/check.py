@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from rlbatch.api import ConfigError, RolloutSpec
 from rlbatch.config.check_cluster import check_cluster
 from rlbatch.config.check_correction import check_correction
-from rlbatch.config.check_data import check_data
-from rlbatch.config.check_sampling import check_sampling
 from rlbatch.config.check_secrets import check_secrets
 from rlbatch.config.evaluation import COLDEST, check_evaluation
-from rlbatch.config.schema import AlgorithmConfig, CheckpointConfig, Config, LayoutConfig, OptimizerConfig, RolloutConfig, TrainConfig
+from rlbatch.config.schema import (
+    EMBEDDED,
+    AlgorithmConfig,
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    LayoutConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    TrainConfig,
+)
 from rlbatch.config.structured import did_you_mean
 
 SMALLEST = 1e-30
@@ -38,6 +47,12 @@ ALLOCATOR_OPTIONS = (
     "roundup_power2_divisions",
 )
 """Those of torch 2.10 to 2.13 ("Optimizing memory usage with PYTORCH_CUDA_ALLOC_CONF" in its notes on CUDA)."""
+OWN_ARGUMENTS = (
+    *("conversation", "messages", "tokenize", "add_generation_prompt", "continue_final_message", "chat_template", "return_tensors"),
+    *("return_dict", "return_assistant_tokens_mask", "padding", "truncation", "max_length", "tokenizer_kwargs"),
+)
+"""Of transformers' ``apply_chat_template``: what rlbatch says itself."""
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def check_config(config: Config) -> None:
@@ -54,11 +69,11 @@ def check_config(config: Config) -> None:
     _check_recompute(config.layout)
     _check_algorithm(config.algorithm, config.rollout.max_response_tokens)
     check_correction(config.correction, config.algorithm)
-    check_sampling(config)
+    _check_sampling(config)
     _check_rollout(config.rollout)
     _check_checkpoint(config.checkpoint)
     check_cluster(config.cluster)
-    check_data(config.data)
+    _check_data(config.data)
     check_evaluation(config)
     for key, value in (("model.hf", config.model.hf), ("data.train", config.data.train or config.data.sets or config.mode == "eval")):
         if not value:
@@ -173,6 +188,70 @@ def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
             f"checkpoint.export_interval={checkpoint.export_interval}: has an effect only with checkpoint.export_hf=true. "
             "Set that, or the interval to 0."
         )
+
+
+def _check_sampling(config: Config) -> None:
+    sampling, algorithm, most = config.sampling, config.algorithm, config.rollout.max_response_tokens
+    updates, lag, part = config.train.updates_per_step * config.train.epochs, sampling.max_version_lag, sampling.partial_tokens
+    if part and sampling.oversampling == 1:
+        raise ConfigError(
+            f"sampling.partial_tokens={part}: has an effect only with sampling.oversampling above 1: else a step needs every response "
+            "that it begins. Use e.g. sampling.oversampling=1.5."
+        )
+    if part >= most:
+        raise ConfigError(
+            f"sampling.partial_tokens={part}: must be less than rollout.max_response_tokens ({most}), of which it is a part. "
+            f"Use e.g. {max(most // 4, 1)}."
+        )
+    if part and lag is not None and lag < updates:
+        raise ConfigError(
+            f"sampling.max_version_lag={lag}: a step makes {updates} updates (train.updates_per_step x train.epochs), so no response could "
+            f"wait for the next one, as sampling.partial_tokens={part} asks. Use {updates} or more."
+        )
+    if lag is not None and sampling.oversampling == 1 and sampling.on_shortage != "skip":
+        raise ConfigError(
+            f"sampling.max_version_lag={lag}: has an effect only with sampling.oversampling above 1 or sampling.on_shortage=skip: else no "
+            "group waits for a later step. Set one of them, or leave this key out."
+        )
+    if sampling.old_tokens == "mask":
+        if not part:
+            raise ConfigError(
+                "sampling.old_tokens=mask: has an effect only with sampling.partial_tokens. Set that; for steps without old samples use "
+                "sampling.max_version_lag=0."
+            )
+        if algorithm.kl_reward_coef:
+            raise ConfigError(
+                f"algorithm.kl_reward_coef={algorithm.kl_reward_coef:g}: needs the log-probs of all tokens, and sampling.old_tokens=mask "
+                "leaves some out. Use algorithm.kl_loss=true, or sampling.old_tokens=keep."
+            )
+
+
+def _check_data(data: DataConfig) -> None:
+    _check_template_options("data.template_options", data.template_options)
+    for name, one in data.sets.items():
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise ConfigError(f"data.sets.{name}: must be named by letters, digits, - and _. Rename it.")
+        if not one.path:
+            raise ConfigError(f"data.sets.{name}.path=: must not be empty. Give a file, a folder, a pattern or a list of files.")
+        _check_template_options(f"data.sets.{name}.template_options", one.template_options or {})
+    if not data.sets:
+        return
+    if data.train not in ("", EMBEDDED) and not str(data.train).startswith("$"):
+        raise ConfigError(
+            f"data.train={data.train}: has no effect with data.sets, which names the training sets. Leave one of the two out."
+        )
+    without = [name for name, one in data.sets.items() if one.weight is None]
+    if 0 < len(without) < len(data.sets):
+        raise ConfigError(
+            f"data.sets.{without[0]}.weight=null: must be set, as other sets have weights. Give all sets a weight, or none: "
+            "then each counts by its number of rows."
+        )
+
+
+def _check_template_options(key: str, options: Mapping[str, Any]) -> None:
+    for name in options:
+        if name in OWN_ARGUMENTS:
+            raise ConfigError(f"{key}.{name}: rlbatch says that itself, a prompt always ends where the answer begins. Leave it out.")
 
 
 def check_engines(config: Config, ranks: int, spec: RolloutSpec) -> int:

@@ -29,7 +29,12 @@ def size(num_bytes: float) -> str:
 
 
 def check_disk(root: Path, need: int, step: int) -> None:
-    """Refuses to write more bytes than there is room for in the folder of checkpoints; a collective.
+    """Refuses to write more than there is room for; a collective.
+
+    Args:
+        root: Folder of checkpoints; exists.
+        need: Bytes that all ranks will write.
+        step: For the message.
 
     Raises:
         CheckpointError: on every rank, with both numbers.
@@ -62,7 +67,11 @@ def explaining_write_errors(root: Path, need: int, step: int) -> Iterator[None]:
 
 
 def host_without_room(need: int) -> str:
-    """Which host has no memory for its ranks' copies, of which this rank's needs so many bytes, in words; empty: all have. A collective."""
+    """Which host has no memory for the copies of its ranks, in words; empty if all have. A collective.
+
+    Args:
+        need: Bytes of this rank's copy.
+    """
     rows = gathered((socket.gethostname(), need, psutil.virtual_memory().available))
     for host in dict.fromkeys(name for name, _, _ in rows):
         needed = sum(need for name, need, _ in rows if name == host)

@@ -7,19 +7,21 @@ job's store, in no collective of the accelerators.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
+from typing import Any
 
-from rlbatch.api import Prompt, RewardError, RolloutError, SampleGroup
+from rlbatch.api import GroupFilter, PluginError, Prompt, RewardError, RolloutError, SampleGroup
 from rlbatch.collectives import all_to_all_bytes, gathered
+from rlbatch.foreign_code import foreign_code
 from rlbatch.metrics.phases import PhaseClock
 from rlbatch.pipeline import step_metrics
 from rlbatch.pipeline.acceptance import ACCEPTED, UNFINISHED, UNSCORED, Acceptance, Verdict, most_lag, updates_of_a_step
 from rlbatch.pipeline.continuing import unfinished
 from rlbatch.pipeline.exchange import Batch
 from rlbatch.pipeline.generation import generate
-from rlbatch.pipeline.group_filters import refused_by
 from rlbatch.pipeline.job import Job
 from rlbatch.pipeline.waiting import Candidate, Ticket, pack_candidates, unpack_candidates
 
@@ -239,8 +241,22 @@ def judged(job: Job, candidate: Candidate, before: int) -> Verdict:
     group = candidate.group
     lengths = [sample.response_length for sample in group.samples]
     equal = group.rewards[0] if len(set(group.rewards)) == 1 else None
-    outcome = (refused_by(group, job.filters) or ACCEPTED) if group.rewards else UNSCORED
+    outcome = (_refused_by(group, job.filters) or ACCEPTED) if group.rewards else UNSCORED
     return Verdict(candidate.number, outcome, sum(lengths) - before, fmean(lengths), equal, candidate.oldest_version)
+
+
+def _refused_by(group: SampleGroup, filters: Mapping[str, GroupFilter]) -> str:
+    """The first filter that refuses a scored group; empty: all keep it."""
+    for name, keeps in filters.items():
+        place = f"prompt {group.prompt.prompt_id} with {len(group.samples)} samples"
+        with foreign_code(f"sampling.filters=[{name}]", on=place):
+            answer: Any = keeps(deepcopy(group))  # what it writes into samples must reach nobody
+            plain = answer.item() if getattr(answer, "shape", None) == () else answer  # of NumPy and torch
+        if not isinstance(plain, bool):
+            raise PluginError(f"sampling.filters=[{name}]: returned {type(answer).__name__} for {place}. Return True to keep it, or False.")
+        if not plain:
+            return name
+    return ""
 
 
 def equal_groups(verdicts: Iterable[Verdict]) -> tuple[int, int]:
