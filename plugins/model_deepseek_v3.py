@@ -40,11 +40,7 @@ def rlbatch_resolve_model_family(hf_config: Mapping[str, Any]) -> ModelFamily | 
 
 
 def deepseek_v3(hf_config: Mapping[str, Any]) -> ModelFamily:
-    """The family for a config.
-
-    Raises:
-        ModelError: a field has a value that would change the arithmetic.
-    """
+    """The family for a config; raises ModelError for a field that would change the arithmetic."""
     fields = HfFields(hf_config, "deepseek_v3")
     fields.only("hidden_act", "silu")
     fields.only("attention_bias", False)

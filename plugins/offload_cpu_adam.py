@@ -53,11 +53,7 @@ class CpuAdam(ReleasedGradients):
 
 
 def memory(options: CpuAdamOptions, precision: str) -> OffloadMemory:
-    """See ``OffloadSpec``.
-
-    Raises:
-        ConfigError: fp32 training.
-    """
+    """See ``OffloadSpec``; raises ConfigError for fp32 training."""
     _check_precision(is_bf16=precision == "bf16")
     return OffloadMemory(releases_gradients=True, hosted_share=options.fraction, hosted_bytes=HOST_BYTES)
 

@@ -95,11 +95,7 @@ def program_of(response: str, languages: Sequence[str]) -> str:
 
 
 def judge(program: str, tests: Checks, options: Options) -> float:
-    """The share of the tests that a program passes; of calls and assertions all or none.
-
-    Raises:
-        SandboxError: it could not be run.
-    """
+    """The share of the tests that a program passes; of calls and assertions all or none. Raises SandboxError if it could not be run."""
     if not program.strip():
         return 0.0
     if not tests.streams:
@@ -206,11 +202,7 @@ def _budget(options: Options) -> list[float]:
 
 
 def check_label(options: Options, label: Any) -> None:
-    """Refuses labels without tests, and, as long as there is time, those whose own solution does not pass them.
-
-    Raises:
-        DataError: what is wrong.
-    """
+    """Refuses, with DataError, labels without tests, and, as long as there is time, those whose own solution does not pass them."""
     try:
         tests = checks_of(label)
     except ValueError as error:

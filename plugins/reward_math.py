@@ -153,11 +153,7 @@ def _equal(gold: Sequence[Any], found: Sequence[Any]) -> bool:
 
 
 def _check_label(options: NoOptions, label: Any) -> None:
-    """Refuses labels that no response could equal.
-
-    Raises:
-        DataError: what is wrong with it.
-    """
+    """Refuses labels that no response could equal, with DataError."""
     shown = ascii(label)[:80]
     if isinstance(label, bool) or not isinstance(label, (str, int, float)) or not _label_text(label):
         raise DataError(f"label {shown} must be a number, or a text with LaTeX or a number. Correct the prompt file.")

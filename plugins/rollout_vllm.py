@@ -203,11 +203,7 @@ def program(context: RolloutContext, options: VllmOptions, port: int, devices: S
 
 
 def _part(context: RolloutContext, options: VllmOptions, theirs: Mapping[str, Any], port: int) -> dict[str, Any]:
-    """This node's part of an engine on several.
-
-    Raises:
-        ConfigError: a data-parallel rank would be on more than one node.
-    """
+    """This node's part of an engine on several; raises ConfigError if a data-parallel rank would be on more than one node."""
     replicas, nodes = _size(theirs, "data_parallel_size"), context.engine_nodes
     if nodes == 1:
         return {}

@@ -94,11 +94,7 @@ def check_all(config: Config, registry: Registry, run_dir: Path) -> None:
 
 
 def model_family(config: Config, registry: Registry, run_dir: Path) -> ModelFamily:
-    """The family of ``model.hf``.
-
-    Raises:
-        RlbatchError: no such folder, or no plugin for it.
-    """
+    """The family of ``model.hf``; raises RlbatchError if there is no such folder, or no plugin for it."""
     return registry.resolve_model_family(read_config(model_folder(config, run_dir)))
 
 
@@ -159,11 +155,7 @@ def _check_model(config: Config, registry: Registry, run_dir: Path) -> None:
 
 
 def mpi_hosts(config: Config, registry: Registry) -> tuple[Host, ...]:
-    """The hosts that mpirun starts ranks on.
-
-    Raises:
-        ConfigError: see ``read_hosts``.
-    """
+    """The hosts that mpirun starts ranks on; raises as ``read_hosts``."""
     return read_hosts(config, registry.separate_gpus(config) or config.cluster.gpus_per_node)
 
 

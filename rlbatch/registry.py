@@ -279,30 +279,18 @@ class Registry:
         return self.rollout_number(config, self.rollout(config).separate_option)
 
     def draft(self, config: Config) -> str | None:
-        """Tells whose weights an engine speculates with; see ``RolloutSpec``.
-
-        Raises:
-            ConfigError: options of the engine that do not say it.
-        """
+        """Tells whose weights an engine speculates with (see ``RolloutSpec``); raises ConfigError for options that do not say it."""
         return self.rollout(config).draft(config.rollout.engine)
 
     def engine_shape(self, config: Config) -> EngineShape:
-        """How an engine divides the model over its GPUs.
-
-        Raises:
-            ConfigError: options of the engine that contradict each other.
-        """
+        """How an engine divides the model over its GPUs; raises ConfigError for options that contradict each other."""
         shape = self.rollout(config).engine_shape
         if shape is None:
             return EngineShape(self.ranks_per_engine(config))
         return shape(self._rollout_options(config), config.rollout.engine)
 
     def check_engine(self, config: Config) -> None:
-        """Refuses engines that this machine does not have.
-
-        Raises:
-            ConfigError: what is missing.
-        """
+        """Refuses engines that this machine does not have, with ConfigError."""
         self.rollout(config).check_engine(self._rollout_options(config), config.rollout.engine)
 
     def _rollout_options(self, config: Config) -> Any:
@@ -331,11 +319,7 @@ class Registry:
         return spec.memory and spec.memory(entry.parse(config.offload.options, "offload"), config.train.precision)
 
     def check_hardware(self, config: Config, *, on_gpu: bool) -> None:
-        """Refuses plugins that cannot run on this hardware.
-
-        Raises:
-            ConfigError: the plugin and what it needs.
-        """
+        """Refuses plugins that cannot run on this hardware, with ConfigError."""
         for key, entry in (("offload", self.offloads[config.offload.name]), ("rollout", self.rollouts[config.rollout.name])):
             if not on_gpu and entry.value.needs_gpu:
                 raise ConfigError(

@@ -34,11 +34,7 @@ def run_dir_path(config: Config) -> Path:
 
 
 def check_run_dir(path: Path, config: Config) -> None:
-    """Refuses a folder that this run may not have. One in which no step was ever trained is as good as new.
-
-    Raises:
-        ConfigError: why.
-    """
+    """Refuses, with ConfigError, a folder that this run may not have. One in which no step was ever trained is as good as new."""
     said = f"run_dir={config.run_dir}"
     if not os.path.exists(path):  # what one may not look at neither
         return
@@ -111,11 +107,7 @@ def _remove(entries: Iterable[Path], folders: Iterable[Path]) -> None:
 
 
 def refuse_running_job(run_dir: Path) -> None:
-    """Refuses a run folder whose batch job waits or runs; a job that was queued again may use its own.
-
-    Raises:
-        ConfigError: another job has it.
-    """
+    """Refuses, with ConfigError, a run folder whose batch job waits or runs; a job that was queued again may use its own."""
     record = read_record(run_dir)
     if record is None or not record.is_slurm or record.job_id == current_job_name():
         return

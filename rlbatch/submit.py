@@ -76,10 +76,8 @@ def _help(arguments: Sequence[str]) -> int:
 
 
 def help_text(cluster_dir: str = "") -> str:
-    """What ``--help`` prints: introduction, config groups with their choices, every key with its default.
-
-    Raises:
-        ConfigError: there is no such folder.
+    """What ``--help`` prints: introduction, config groups with their choices, every key with its default; raises ConfigError without that
+    folder.
     """
     embedded = " ".join(f"{key}={show_value(value)}" for key, value in choice_values("experiment", EMBEDDED).items())
     preset = fill(f"experiment=embedded, the default, sets {embedded}", HELP_COLUMNS, break_on_hyphens=False, subsequent_indent="  ")

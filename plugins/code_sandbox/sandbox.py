@@ -175,11 +175,7 @@ def start(
 
 
 def run(command: Sequence[str], files: Mapping[str, str], text: str, limits: Limits) -> Outcome:
-    """Runs a program with a text as its standard input, to its end or its limits.
-
-    Raises:
-        SandboxError: it did not run.
-    """
+    """Runs a program with a text as its standard input, to its end or its limits; raises SandboxError if it did not run."""
     heard, told = os.pipe()
     try:
         jail = start(command, files, limits, text=text, stdout=told)
@@ -200,11 +196,7 @@ def run(command: Sequence[str], files: Mapping[str, str], text: str, limits: Lim
 
 
 def ended(said: Mapping[str, Any], output: bytes = b"") -> Outcome:
-    """What a jail's report means.
-
-    Raises:
-        SandboxError: the program did not run.
-    """
+    """What a jail's report means; raises SandboxError if the program did not run."""
     if "missing" in said:
         raise SandboxError("this machine does not isolate programs", said["missing"])
     if "end" not in said:

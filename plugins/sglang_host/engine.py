@@ -76,11 +76,7 @@ class SglangEngine(SamplingEngine):
         loop.add_signal_handler(signal.SIGQUIT, _end)
 
     def _check_choices(self) -> None:
-        """What SGLang chose by itself, for this model and these GPUs, must not make samples wrong either.
-
-        Raises:
-            Refused: it does.
-        """
+        """What SGLang chose by itself, for this model and these GPUs, must not make samples wrong either; raises Refused."""
         if refused := engine_options.unsafe(vars(self._engine.server_args)):
             raise Refused(f"{refused} SGLang chose it itself.")
         if method := self._engine.tokenizer_manager.model_config.quantization:

@@ -57,11 +57,7 @@ class WriteAudit:
             _spoil(parameter.data)
 
     def watch(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Passes the tensors on.
-
-        Raises:
-            ValueError: a name for the second time.
-        """
+        """Passes the tensors on; raises ValueError at a name for the second time."""
         self._starts = []
         for name, tensor in tensors:
             if name in self._used:

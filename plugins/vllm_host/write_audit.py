@@ -63,11 +63,7 @@ class WriteAudit:
         self._in_place: list[Any] = [tensor for name, tensor in self._parameters.items() if name.rpartition(".")[2] in SKIP_TENSORS]
 
     def watch(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Passes the tensors on.
-
-        Raises:
-            ValueError: a name for the second time.
-        """
+        """Passes the tensors on; raises ValueError at a name for the second time."""
         for name, tensor in tensors:
             if name in self._used:
                 raise ValueError(f"weight sync: {name} is written twice.")

@@ -56,11 +56,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def check_config(config: Config) -> None:
-    """Refuses values that cannot be right.
-
-    Raises:
-        ConfigError: the first one found.
-    """
+    """Refuses values that cannot be right, with ConfigError for the first."""
     check_secrets(config)  # first: no other message may show one
     _check_train(config.train)
     _check_spec(config.train)

@@ -36,11 +36,7 @@ _UNPRINTABLE = re.compile(r"[\x00-\x08\x0a-\x1f\x7f\ud800-\udfff]")
 
 
 def check_cluster(cluster: ClusterConfig) -> None:
-    """Refuses values that cannot be right.
-
-    Raises:
-        ConfigError: the first one found.
-    """
+    """Refuses values that cannot be right, with ConfigError for the first."""
     for name in _WORDS:
         value = getattr(cluster, name)
         if "\n" in value or value != value.strip():

@@ -40,11 +40,7 @@ def check_band(key: str, value: str) -> None:
 
 
 def check_correction(correction: CorrectionConfig, algorithm: AlgorithmConfig) -> None:
-    """Refuses bounds that cannot be right, keys without effect, and what needs log-probs that are not computed.
-
-    Raises:
-        ConfigError: the first found.
-    """
+    """Refuses, with ConfigError, bounds that cannot be right, keys without effect, and what needs log-probs that are not computed."""
     _check_weights(correction)
     rules = {field.name: getattr(correction.reject, field.name) for field in fields(correction.reject)}
     for name, bound in rules.items():

@@ -12,11 +12,7 @@ from rlbatch.config.structured import to_plain
 
 
 def check_secrets(config: Config) -> None:
-    """Refuses secrets among all keys; the message does not show them.
-
-    Raises:
-        ConfigError: the key.
-    """
+    """Refuses secrets among all keys, with ConfigError; the message does not show them."""
     for key, name, value in _leaves(to_plain(config)):
         if value and ((isinstance(value, str) and is_secret(name)) or has_password(str(value))):
             raise ConfigError(

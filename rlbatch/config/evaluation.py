@@ -80,11 +80,7 @@ def without_training(config: Config) -> Config:
 
 
 def check_evaluation(config: Config) -> None:
-    """Refuses sets and metrics that cannot be.
-
-    Raises:
-        ConfigError: the first one found.
-    """
+    """Refuses sets and metrics that cannot be, with ConfigError for the first."""
     for name, each in config.eval.sets.items():
         _check_set(name, each)
     if config.mode == "eval":

@@ -105,11 +105,7 @@ def files_there(options: Any, key: str) -> Iterator[tuple[str, str]]:
 
 
 def check_variable(key: str, text: str) -> None:
-    """Refuses a path that begins with a variable.
-
-    Raises:
-        ConfigError: it is not set, or nobody expanded it.
-    """
+    """Refuses, with ConfigError, a path that begins with a variable, set or not: nobody expanded it."""
     found = _VARIABLE.match(text)
     if found and found[1] in os.environ:
         raise ConfigError(

@@ -153,11 +153,7 @@ def read_jobs() -> list[JobRecord]:
 
 
 def find_job(text: str) -> JobRecord:
-    """The job with this id, or the last one of this run folder.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The job with this id, or the last one of this run folder; raises ConfigError if there is none."""
     record = read_record(Path(text)) or _local_record(Path(text).resolve()) if Path(text).is_dir() else None
     records = [record] if record else read_jobs()
     found = [record] if record else [record for record in records if record.job_id == text]

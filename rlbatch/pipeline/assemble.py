@@ -58,11 +58,7 @@ def assemble(
     notice: StopNotice | None = None,
     registry: Registry | None = None,
 ) -> EngineJob:
-    """Builds this rank's part of the job: a ``Job``, or where it only evaluates one without optimizer and training prompts; a collective.
-
-    Raises:
-        RlbatchError: what cannot be used.
-    """
+    """Builds this rank's part of the job: a ``Job``, or where it only evaluates one without optimizer and prompts; a collective."""
     registry = registry or load_plugins(config.plugins)
     engine_job, train = _engine_job(config, run_dir, device, store, watchdog, announce, notice or StopNotice(), registry)
     if train is None:

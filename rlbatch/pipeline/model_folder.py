@@ -32,11 +32,7 @@ _FIX = "Correct it, or download it again."
 
 
 def check_model_folder(folder: Path, hf_config: Mapping[str, Any], vocab_size: int) -> None:
-    """Refuses a folder whose tokenizer cannot be read, or with which no response could end.
-
-    Raises:
-        DataError: a file, and what is wrong with it.
-    """
+    """Refuses, with DataError, a folder whose tokenizer cannot be read, or with which no response could end."""
     for name in OTHER_JSON:
         _optional(folder / name)
     for path in (*(folder / name for name in TEXTS), *sorted((folder / TEMPLATES).glob("*.jinja"))):

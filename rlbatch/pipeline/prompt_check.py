@@ -99,11 +99,7 @@ def check_rows(config: Config, registry: Registry, one: PromptSet) -> CheckedRow
 
 
 def check_count(config: Config, sets: Sequence[PromptSet], checked: Sequence[CheckedRows]) -> None:
-    """Refuses steps that are larger than the training prompts.
-
-    Raises:
-        ConfigError: both numbers.
-    """
+    """Refuses steps that are larger than the training prompts, with ConfigError."""
     count, weights = sum(one.count for one in checked), [one.weight or 0.0 for one in sets]
     wanted, factor = config.train.prompts_per_step, config.sampling.oversampling
     first_round, is_whole = round_size(wanted, factor), all(one.is_whole for one in checked)

@@ -94,11 +94,7 @@ class RowReader:
                 raise empty(path)
 
     def row(self, path: Path, line: int, fields: Mapping[str, Any]) -> PromptRow:
-        """What a row of a file means; the first one decides which format ``data.format=auto`` is.
-
-        Raises:
-            DataError: it is malformed.
-        """
+        """What a row of a file means; the first one decides which format ``data.format=auto`` is. Raises DataError if it is malformed."""
         data, place = self._data, f"{path}:{line}"
         self._keys = self._keys or _keys(data, fields)
         prompt_key, label_key = self._keys
@@ -133,11 +129,7 @@ def read_prompt_rows(paths: Path | Sequence[Path], data: DataConfig, most: int =
 
 
 def column_value(place: str, option: str, key: str, fields: Mapping[str, Any]) -> Any:
-    """A column of a row, or a field of an object in it.
-
-    Raises:
-        DataError: it has none.
-    """
+    """A column of a row, or a field of an object in it; raises DataError if it has none."""
     return _field(place, option, key, fields, fields, ())
 
 

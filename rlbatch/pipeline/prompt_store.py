@@ -136,11 +136,7 @@ class Prompts(Sequence[Prompt]):
         return found
 
     def usable(self, positions: Sequence[int]) -> list[bool]:
-        """Whether each prompt is short enough.
-
-        Raises:
-            DataError: one is not, and ``data.too_long=refuse``.
-        """
+        """Whether each prompt is short enough; with ``data.too_long=refuse`` one that is not raises DataError."""
         before = [one.count for one in self.long]
         prompts = self.load(positions)
         for long, count in zip(self.long, before, strict=True):
@@ -262,11 +258,7 @@ def _reward_names(config: Config, registry: Registry, sets: Sequence[PromptSet],
 
 
 def _save_values(one: PromptSet, path: Path) -> str:
-    """Writes what a set is ordered by; empty: it is shuffled.
-
-    Raises:
-        DataError: a row without a value, or values of several types.
-    """
+    """Writes what a set is ordered by, values of one type in every row; empty: it is shuffled."""
     column = one.data.curriculum
     if not column:
         return ""

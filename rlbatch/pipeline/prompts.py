@@ -128,11 +128,7 @@ def tokenize_rows(
 
 
 def prompt_limit(data: DataConfig, context_tokens: int, max_response_tokens: int, key: str = "rollout.max_response_tokens") -> Limit:
-    """The longest allowed prompt and where that comes from.
-
-    Raises:
-        ConfigError: the limits leave no room for a prompt.
-    """
+    """The longest allowed prompt and where that comes from; raises ConfigError if the limits leave no room for one."""
     room = context_tokens - max_response_tokens
     if room < 1:
         raise ConfigError(

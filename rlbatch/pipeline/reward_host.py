@@ -271,11 +271,7 @@ def _pass(number: int, frame: Any) -> None:
 
 
 def build(setup: Setup) -> Scoring:
-    """Loads the plugins, and makes their rewards ready to be copied.
-
-    Raises:
-        RlbatchError: what cannot be used.
-    """
+    """Loads the plugins, and makes their rewards ready to be copied."""
     registry = load_plugins(setup.plugins)
     rewards = {name: registry.build_reward(*said) for name, said in setup.rewards.items()}
     for name, reward in rewards.items():

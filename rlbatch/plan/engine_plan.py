@@ -48,11 +48,7 @@ class EnginePlan:
         return f"rollout.options.{self.spec.ranks_option}"
 
     def check_context(self) -> None:
-        """Refuses samples that are longer than the engine's context.
-
-        Raises:
-            ConfigError: both numbers.
-        """
+        """Refuses samples that are longer than the engine's context, with ConfigError."""
         shape, prompt, (response, key) = self.shape, self.config.data.max_prompt_tokens or 1, longest_response(self.config)
         if shape.context_tokens and (least := prompt + response + shape.context_spare) > shape.context_tokens:
             spare = f", and {shape.context_spare} that the engine keeps" if shape.context_spare else ""
@@ -62,11 +58,7 @@ class EnginePlan:
             )
 
     def check_shortest(self) -> None:
-        """Refuses shortest responses that are too long, or that the check of log-probs would end the run for.
-
-        Raises:
-            ConfigError: both numbers.
-        """
+        """Refuses, with ConfigError, shortest responses that are too long, or that the check of log-probs would end the run for."""
         rollout, option = self.config.rollout, self.spec.shortest_option
         least, most, limit = self.registry.rollout_number(self.config, option), rollout.max_response_tokens, rollout.max_logprob_diff
         key = f"rollout.options.{option}={least}"
@@ -79,11 +71,7 @@ class EnginePlan:
             )
 
     def check_nodes(self) -> None:
-        """Refuses engines whose GPUs would not be where they must.
-
-        Raises:
-            ConfigError: the numbers, and what would do.
-        """
+        """Refuses engines whose GPUs would not be where they must, with ConfigError and what would do."""
         if self.place is None or self.place.nodes == 1:
             return
         node, gpus, shape, spans_nodes = self.place.ranks_per_node, self.gpus, self.shape, self.spec.over_nodes is not None
@@ -97,11 +85,7 @@ class EnginePlan:
             )
 
     def check_separate_gpus(self) -> None:
-        """Refuses engines on GPUs of their own that are not as many as the ranks of a node.
-
-        Raises:
-            ConfigError: how many are needed.
-        """
+        """Refuses engines on GPUs of their own that are not as many as the ranks of a node, with ConfigError."""
         if self.shape.is_colocated:
             return
         engines, key = self.shape.separate_gpus, f"rollout.options.{self.spec.separate_option}"
@@ -118,11 +102,7 @@ class EnginePlan:
             )
 
     def check_experts(self, family: ModelFamily) -> None:
-        """Refuses an engine over several nodes for a model without experts: there is nothing that would be divided over them.
-
-        Raises:
-            ConfigError: as said.
-        """
+        """Refuses, with ConfigError, an engine over several nodes for a model without experts: nothing would be divided over them."""
         if self.place is not None and self.gpus > self.place.ranks_per_node and not family.num_experts:
             raise ConfigError(
                 f"{self.key}={self.gpus}: an engine over several nodes divides experts, and model.hf has none. "
@@ -130,11 +110,7 @@ class EnginePlan:
             )
 
     def check_heads(self, family: ModelFamily, *, on_gpu: bool) -> None:
-        """Refuses a model whose attention heads the engine has no kernel for, on CPUs.
-
-        Raises:
-            ConfigError: the size, and those that it has.
-        """
+        """Refuses, with ConfigError, a model whose attention heads the engine has no kernel for, on CPUs."""
         sizes, (size, _) = self.shape.cpu_head_sizes, family.head_sizes
         if on_gpu or not sizes or family.transformer.get("multi_latent_attention"):
             return

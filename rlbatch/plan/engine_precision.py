@@ -47,11 +47,7 @@ def has_fp8_engines(config: Config, registry: Registry, family: ModelFamily | No
 
 
 def check_device(config: Config, quantization: Quantization, *, on_gpu: bool) -> None:
-    """Refuses fp8 engines on CPUs.
-
-    Raises:
-        ConfigError: the key.
-    """
+    """Refuses fp8 engines on CPUs, with ConfigError."""
     if quantization == "fp8" and not on_gpu:
         why = "" if config.rollout.quantization == "fp8" else "model.hf's weights are block-quantised, and "
         raise ConfigError(

@@ -61,11 +61,7 @@ class BorrowedTensors:
 
 
 def refuse_kept(names: Mapping[str, StorageWeakRef]) -> None:
-    """Refuses that something kept a part of memory which is about to be written again.
-
-    Raises:
-        ValueError: somebody keeps one of these tensors.
-    """
+    """Refuses, with ValueError, that something kept a part of memory which is about to be written again."""
     if not all(reference.expired() for reference in names.values()):
         gc.collect()
     for name, reference in names.items():

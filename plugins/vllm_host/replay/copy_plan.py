@@ -130,9 +130,6 @@ class LayerSubset:
     """Some layers of a model in the place of the model, for vLLM's functions that go through all of them."""
 
     def __init__(self, layers: Sequence[torch.nn.Module]) -> None:
-        """Args:
-        layers: In the model's order.
-        """
         self._layers = layers
 
     def modules(self) -> Iterator[torch.nn.Module]:
@@ -183,11 +180,7 @@ class Replay:
         return prepared.loaded
 
     def finish(self, model_config: Any) -> None:
-        """Ends a sync after its last call.
-
-        Raises:
-            ValueError: a tensor did not come.
-        """
+        """Ends a sync after its last call; raises ValueError if a tensor did not come."""
         if self._missing:
             missing = sorted(self._missing)
             raise ValueError(f"weight sync: {missing[0]} did not come ({len(missing)} such).")

@@ -185,11 +185,7 @@ class Handshake:
 
 
 def authenticate(link: Link, token: str, limit_s: float) -> bool:
-    """The other side, which waits; whether who listens there knows the token too.
-
-    Raises:
-        ConnectionError: it hung up.
-    """
+    """The other side, which waits; whether who listens there knows the token too. Raises ConnectionError if it hung up."""
     until = time.monotonic() + limit_s
     nonce = _await(link, NONCE_BYTES, until)
     if nonce is None:

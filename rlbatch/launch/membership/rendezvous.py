@@ -198,10 +198,8 @@ def _find(info: RankInfo, run_dir: Path, timeout_s: float, launch: str) -> tuple
 
 
 def _ask(address: str, attempt: Attempt, info: RankInfo) -> tuple[Link, Message] | str:
-    """Tries to join at an address; returns the link with rank 0's answer, or why not.
-
-    Raises:
-        LaunchError: rank 0 refused this rank for good.
+    """Tries to join at an address; returns the link with rank 0's answer, or why not. Raises LaunchError if rank 0 refused this rank for
+    good.
     """
     try:
         link = Link(socket.create_connection((address, attempt.port), CONNECT_S))

@@ -150,10 +150,8 @@ def _node_rank(rank: int, world_size: int, local_rank: int, local_size: int) -> 
 
 
 def _is_batch_script(variables: Variables) -> bool:
-    """Whether this is the batch script itself, which has SLURM_PROCID=0, and not a task of srun.
-
-    Raises:
-        ConfigError: it is, and the job has more tasks: they wait for srun.
+    """Whether this is the batch script itself, which has SLURM_PROCID=0, and not a task of srun; if tasks wait for srun it raises
+    ConfigError.
     """
     if variables.values.get("ENVIRONMENT") != "BATCH" or variables.first(["SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST"]):
         return False

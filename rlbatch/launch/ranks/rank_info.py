@@ -69,11 +69,7 @@ class RankInfo(RankPosition):
         return variables
 
     def init_method(self) -> str:
-        """Tells where torch.distributed meets, as a URL.
-
-        Raises:
-            ConfigError: the launcher named no address.
-        """
+        """Where torch.distributed meets, as a URL; raises ConfigError if the launcher named no address."""
         if not self.master_addr or not self.master_port:
             name = "MASTER_PORT" if self.master_addr else "MASTER_ADDR"
             raise ConfigError(f"{name}=: is not set, so this is no rank of a job. {START}")

@@ -32,11 +32,7 @@ class Variables:
         return next((name for name in names if name in self.values), "")
 
     def require(self, name: str) -> str:
-        """A variable's text.
-
-        Raises:
-            ConfigError: it is not set.
-        """
+        """A variable's text; raises ConfigError if it is not set."""
         if name not in self.values:
             raise ConfigError(f"{name}=: is not set, so this is no rank of a job. {START}")
         return self.values[name]
@@ -55,22 +51,14 @@ class Variables:
         return int(text)
 
     def require_same(self, *names: str) -> None:
-        """Compares those that are set.
-
-        Raises:
-            ConfigError: they differ.
-        """
+        """Compares those that are set; raises ConfigError if they differ."""
         present = [name for name in names if name in self.values]
         for name in present[1:]:
             if self.values[name] != self.values[present[0]]:
                 self.contradict(present[0], name, "they must be equal")
 
     def require_less(self, small: str, large: str) -> None:
-        """Compares two numbers.
-
-        Raises:
-            ConfigError: the first is not less than the second.
-        """
+        """Raises ConfigError if the first number is not less than the second."""
         if self.number(small) >= self.number(large):
             self.contradict(small, large, "the first must be less than the second")
 

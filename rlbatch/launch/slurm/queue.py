@@ -62,11 +62,7 @@ def queued_state(job_id: str) -> JobState:
 
 
 def cancel_job(job_id: str) -> None:
-    """Cancels a job, running or not.
-
-    Raises:
-        ConfigError: scancel refused.
-    """
+    """Cancels a job, running or not; raises ConfigError if scancel refused."""
     done = ask("scancel", job_id, seconds=TIMEOUT_S)
     if done is None or done.returncode:
         said = " ".join(done.stderr.split()) if done else "there is no scancel here"

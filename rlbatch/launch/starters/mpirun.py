@@ -93,11 +93,7 @@ class MpiJob:
 
 
 def recognise(version: str) -> Mpi:
-    """The launcher that prints this for ``mpirun --version``.
-
-    Raises:
-        ConfigError: none that is known.
-    """
+    """The launcher that prints this for ``mpirun --version``; raises ConfigError if none that is known does."""
     found = re.search(r"\(Open(?: MPI|RTE)\) (\d+)", version)
     if found:
         return Mpi.OPEN_MPI_4 if int(found[1]) < 5 else Mpi.OPEN_MPI_5
@@ -113,11 +109,7 @@ def recognise(version: str) -> Mpi:
 
 
 def find_mpi() -> Mpi:
-    """The mpirun of this machine.
-
-    Raises:
-        ConfigError: there is none, or it is unknown.
-    """
+    """The mpirun of this machine; raises ConfigError if there is none, or an unknown one."""
     program = shutil.which("mpirun")
     if program is None:
         raise ConfigError(
@@ -156,11 +148,7 @@ def read_hosts(config: Config, default_slots: int) -> tuple[Host, ...]:
 
 
 def hostfile_text(mpi: Mpi, hosts: Sequence[Host]) -> str:
-    """A hostfile that this launcher reads as it is meant.
-
-    Raises:
-        ConfigError: a host that its format cannot say.
-    """
+    """A hostfile that this launcher reads as it is meant; raises ConfigError for a host that its format cannot say."""
     if mpi.is_open_mpi:
         return "".join(f"{host.name} slots={host.slots}\n" for host in hosts)
     for host in hosts:
@@ -173,11 +161,7 @@ def hostfile_text(mpi: Mpi, hosts: Sequence[Host]) -> str:
 
 
 def mpi_job(config: Config, hosts: tuple[Host, ...], run_dir: Path, mpi: Mpi, command: Sequence[str]) -> MpiJob:
-    """The command line that starts the job.
-
-    Raises:
-        ConfigError: as ``hostfile_text``.
-    """
+    """The command line that starts the job; raises as ``hostfile_text``."""
     text = hostfile_text(mpi, hosts) if config.cluster.hostfile else ""
     options = (_open_mpi if mpi.is_open_mpi else _hydra)(config, mpi, run_dir, hosts, bool(text))
     return MpiJob(mpi, hosts, text, ("mpirun", *options, *command))

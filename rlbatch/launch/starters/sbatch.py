@@ -79,11 +79,7 @@ def job_name(config: Config) -> str:
 def batch_script(
     config: Config, where: Placement, run_dir: Path, notice_s: int, variables: Mapping[str, str], command: Sequence[str]
 ) -> str:
-    """The text that is given to sbatch.
-
-    Raises:
-        ConfigError: a text that sbatch cannot be told.
-    """
+    """The text that is given to sbatch; raises ConfigError for what sbatch cannot be told."""
     cluster = config.cluster
     output = str(run_dir / MERGED_LOG).replace("%", "%%")  # else %j and the like stand for numbers of the job
     options = batch_options(config, where, notice_s) | {"output": output}
@@ -108,11 +104,7 @@ def batch_script(
 
 
 def _check_text(key: str, text: str) -> None:
-    """Refuses what sbatch reads otherwise than it is meant: it drops backslashes, and a line ends an option.
-
-    Raises:
-        ConfigError: names the key.
-    """
+    """Refuses, with ConfigError, what sbatch reads otherwise than it is meant: it drops backslashes, and a line ends an option."""
     if "\\" in text or not text.isprintable():
         shown = text if text.isprintable() else ascii(text)
         raise ConfigError(f"{key}={shown}: must have no backslash and no control character, which sbatch cannot be told. Use others.")
