@@ -149,11 +149,7 @@ def _same_word(given: str, expected: str) -> bool:
 
 
 def build(options: Options) -> Reward:
-    """The reward.
-
-    Raises:
-        ConfigError: this machine cannot keep programs from what they must not see or do.
-    """
+    """The reward; raises ConfigError if this machine cannot keep programs from what they must not see or do."""
     check_machine(options)
 
     def code(samples: Sequence[Sample]) -> list[float]:
@@ -174,11 +170,7 @@ def _score(sample: Sample, options: Options) -> float:
 
 
 def check_machine(options: Options) -> None:
-    """Refuses a machine that does not isolate programs, unless told which guards may be missing.
-
-    Raises:
-        ConfigError: what is missing, and why.
-    """
+    """Refuses, with ConfigError, a machine that does not isolate programs, unless told which guards may be missing."""
     try:
         found = missing(options.limits)
     except SandboxError as error:

@@ -123,11 +123,7 @@ def show(config: Config, registry: Registry, run_dir: Path) -> int:
 
 
 def look(one: PromptSet, config: Config, registry: Registry, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Report:
-    """Reads all rows of a set, and tokenises as many as the time allows.
-
-    Raises:
-        DataError: a file cannot be read any further.
-    """
+    """Reads all rows of a set, and tokenises as many as the time allows; raises DataError if a file cannot be read any further."""
     report, checks, batch = Report(), RowChecks(config, registry), list[PromptRow]()
     started = time.monotonic()
     for row in islice(_rows(one, report), one.most or None):

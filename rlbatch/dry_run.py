@@ -41,11 +41,7 @@ MOST_STAGES = 64
 
 
 def show(config: Config, registry: Registry) -> int:
-    """Prints what would run.
-
-    Returns:
-        0, or 2 if the job would be refused: the reasons are on stderr.
-    """
+    """Prints what would run; returns 0, or 2 if the job would be refused: the reasons are on stderr."""
     problems, run_dir, family = find_problems(config, registry)
     parameters = parameter_count(config, family)
     sections = (

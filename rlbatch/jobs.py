@@ -23,11 +23,7 @@ ERROR_COLUMNS = 100
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command.
-
-    Returns:
-        The exit code; of ``log --follow`` that of the job.
-    """
+    """Runs the command; returns its exit code, of ``log --follow`` that of the job."""
     end_with_reader()
     parsed = _parser().parse_args(arguments)
     try:

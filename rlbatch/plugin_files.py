@@ -26,13 +26,8 @@ VARIABLE = "RLBATCH_PLUGIN_FILES"
 
 
 def load_plugin_file(path: Path) -> ModuleType:
-    """Imports a python file, anew if it is known.
-
-    Args:
-        path: Absolute, without links, so that a file has one name.
-
-    Raises:
-        Exception: whatever the file raises.
+    """Imports a python file, anew if it is known, and raises what it raises. The path is absolute, without links, so that a file has one
+    name.
     """
     name = f"{re.sub(r'[^0-9A-Za-z_]', '_', path.stem)}_{hashlib.sha256(os.fsencode(path)).hexdigest()[:8]}"
     os.environ[VARIABLE] = json.dumps({**_files(), name: str(path)})

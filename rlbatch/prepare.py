@@ -66,10 +66,8 @@ def prepared_run(config: Config, registry: Registry) -> Iterator[tuple[Config, P
 
 
 def find_problems(config: Config, registry: Registry) -> tuple[list[RlbatchError], Path, ModelFamily | None]:
-    """What ``prepared_run`` would refuse, without leaving anything on disk.
-
-    Returns:
-        All that is wrong, the run folder that would be made, and the model's family if it is known.
+    """What ``prepared_run`` would refuse, without leaving anything on disk; with the run folder that would be made, and the model's family
+    if it is known.
     """
     problems: list[RlbatchError] = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -160,11 +158,7 @@ def mpi_hosts(config: Config, registry: Registry) -> tuple[Host, ...]:
 
 
 def node_ranks(registry: Registry, config: Config) -> tuple[int, ...] | None:
-    """How many ranks each node will have; None: the hostfile cannot be read.
-
-    Raises:
-        ConfigError: nodes that would not all be full.
-    """
+    """How many ranks each node will have; None: the hostfile cannot be read. Nodes that would not all be full raise ConfigError."""
     if config.launcher == "local":
         return (config.layout.world_size,)
     if config.launcher != "mpi":
@@ -176,11 +170,7 @@ def node_ranks(registry: Registry, config: Config) -> tuple[int, ...] | None:
 
 
 def placement(config: Config, registry: Registry) -> Placement | None:
-    """Tells where ranks will be; None: the hostfile's hosts take differently many, or there is no such file.
-
-    Raises:
-        ConfigError: nodes that would not all be full.
-    """
+    """Tells where ranks will be; None: the hostfile's hosts take differently many, or there is no such file. Raises as ``node_ranks``."""
     ranks = node_ranks(registry, config)
     return Placement(len(ranks), ranks[0]) if ranks and len(set(ranks)) == 1 else None
 

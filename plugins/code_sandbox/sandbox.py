@@ -243,10 +243,8 @@ def converse(first: tuple[Sequence[str], Mapping[str, str]], second: tuple[Seque
 
 
 def missing(limits: Limits) -> dict[str, str]:
-    """What this machine does not keep programs from, and is not among ``limits.weaker``, -> why.
-
-    Raises:
-        SandboxError: for another reason nothing runs.
+    """What this machine does not keep programs from, and is not among ``limits.weaker``, -> why; raises SandboxError if for another reason
+    nothing runs.
     """
     python, _ = interpreter()
     try:

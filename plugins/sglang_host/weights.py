@@ -36,10 +36,8 @@ class WorkerWeights:
         self._current = ""
 
     def identify(self) -> dict[str, Any]:
-        """Shows that the plugin is there; this worker's ``device`` and the ``experts`` that it holds (see ``held_experts``).
-
-        Raises:
-            RuntimeError: SGLang did not apply a hook. (It only logs that.)
+        """Shows that the plugin is there; this worker's ``device`` and the ``experts`` that it holds (see ``held_experts``). Raises
+        RuntimeError if SGLang did not apply a hook; SGLang only logs that.
         """
         if lacking := missing():
             raise RuntimeError(f"rollout=sglang: {lacking[0]} is not there to hook into. Use a version that is supported.")
@@ -90,10 +88,8 @@ class WorkerWeights:
             raise
 
     def finish(self) -> dict[str, Any]:
-        """Ends an update; returns the audit's report, if there was one.
-
-        Raises:
-            ValueError: a tensor came without the one that it is loaded with.
+        """Ends an update; returns the audit's report, if there was one. Raises ValueError if a tensor came without the one that it is
+        loaded with.
         """
         self._receiver.finish()
         self._pairs.finish()

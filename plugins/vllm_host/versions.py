@@ -92,10 +92,8 @@ async def finish_steps(llm: Any) -> None:
 
 
 async def stop_lockstep(llm: Any) -> bool:
-    """Ends the steps that data-parallel engines take together, unless there are none or they sleep; a collective of all of them.
-
-    Returns:
-        Whether they were stopped, and must be resumed.
+    """Ends the steps that data-parallel engines take together, unless there are none or they sleep, and returns whether they must be
+    resumed; a collective of all of them.
     """
     if llm.vllm_config.parallel_config.data_parallel_size == 1 or await llm.is_paused():
         return False

@@ -19,11 +19,7 @@ SCALES = ("_scale", "_scale_inv")
 
 
 def check_values(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Looks at every value once; the device is waited for once.
-
-    Raises:
-        ValueError: a value that is not finite, or a scale that is not greater than zero.
-    """
+    """Raises ValueError at a value that is not finite, or a scale that is not greater than zero; the device is waited for once."""
     named = [(name, tensor) for name, tensor in tensors if tensor.numel() and tensor.is_floating_point()]
     if not named:
         return
@@ -73,11 +69,7 @@ class WriteAudit:
 
     @contextmanager
     def counting(self, *, enabled: bool) -> Iterator[None]:
-        """Around ``load_weights``; an error of it gets the name of the tensor.
-
-        Raises:
-            ValueError: vLLM does not take a tensor.
-        """
+        """Around ``load_weights``; raises ValueError with the name of a tensor that vLLM does not take."""
         measure = layerwise.get_numel_loaded
 
         def counted(loader: Any, arguments: Any) -> Any:

@@ -14,10 +14,8 @@ _REJECT = "correction.reject."
 
 
 def check_band(key: str, value: str) -> None:
-    """Refuses two bounds in one number, as verl writes them (``0.5_2`` is a number to many parsers, 0.52), and one where two are needed.
-
-    Raises:
-        ConfigError: how the bounds are written here.
+    """Refuses, with ConfigError, two bounds in one number, as verl writes them (``0.5_2`` is a number to many parsers, 0.52), and one where
+    two are needed.
     """
     if key.startswith(f"{_REJECT}k1") and re.fullmatch(r"\d*\.?\d+", value.strip()):
         _check_bounds(key, f"{key}={value}", (float(value),))

@@ -10,11 +10,7 @@ from rlbatch.config.foreign import MissingFileError, read_json
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:
-    """The parsed config.json of a Hugging Face folder.
-
-    Raises:
-        DataError: there is none, or it is not a JSON object.
-    """
+    """The parsed config.json of a Hugging Face folder; raises DataError if there is none, or it is not a JSON object."""
     path = folder / "config.json"
     try:
         return read_json(path, "Download the folder again.")

@@ -43,8 +43,7 @@ def choice_tree(group: str, name: str) -> Mapping[str, Any]:
 
 
 def give_to_hydra(files: Mapping[str, Mapping[str, Path]], cluster: str = "") -> None:
-    """Stores every choice, and the root of them all. Clusters of an earlier call are gone. Files of a user's folder may be anything but for
-    the cluster that is chosen.
+    """Stores every choice, and the root of them all. Clusters of an earlier call are gone.
 
     Raises:
         ConfigError: its file is not yaml. Other files of a user's folder may be anything.

@@ -30,11 +30,7 @@ def read_jsonl(path: Path, kind: Kind) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def parse_line(path: Path, line: int, text: str) -> dict[str, Any]:
-    """A line's object.
-
-    Raises:
-        DataError: it is none, or has a name twice.
-    """
+    """A line's object; raises DataError if it is none, or has a name twice."""
     fields = parse_json(text, str(path), FORM, line=line, pairs=_unique)
     if not isinstance(fields, dict):
         raise DataError(f'{path}:{line}: must be a JSON object, is {json_type(fields)}. Write {{"prompt": ..., "label": ...}}.')
@@ -42,11 +38,7 @@ def parse_line(path: Path, line: int, text: str) -> dict[str, Any]:
 
 
 def decode_line(path: Path, line: int, raw: bytes) -> str:
-    """A line's text, without blanks around it.
-
-    Raises:
-        DataError: it is not UTF-8.
-    """
+    """A line's text, without blanks around it; raises DataError if it is not UTF-8."""
     try:
         return (raw.removeprefix(BOM) if line == 1 else raw).decode("utf-8").strip()
     except UnicodeDecodeError as error:

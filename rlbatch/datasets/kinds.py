@@ -34,11 +34,7 @@ _TEXT = "text without a sign of that"
 
 
 def kind_of(path: Path) -> Kind:
-    """What a file is.
-
-    Raises:
-        DataError: it cannot be read, is no data file, or another than its name says.
-    """
+    """What a file is; raises DataError if it cannot be read, is no data file, or another than its name says."""
     with open_regular(path, FIX) as file:
         start = file.read(START_BYTES)
     if not start:
@@ -54,11 +50,7 @@ def kind_of(path: Path) -> Kind:
 
 
 def check_unpacked(path: Path, start: bytes) -> None:
-    """Refuses a compressed file that holds something else than jsonl.
-
-    Raises:
-        DataError: what it holds.
-    """
+    """Refuses, with DataError, a compressed file that holds something else than jsonl."""
     _refuse_others(path, "compressed jsonl", start)
     for magic, (_, words) in _BY_MAGIC.items():
         if start.startswith(magic):

@@ -23,11 +23,7 @@ STREAM_BYTES = 2**20
 
 @contextmanager
 def opened(path: Path) -> Iterator[pyarrow.parquet.ParquetFile]:
-    """A parquet file.
-
-    Raises:
-        DataError: it is broken, as far as it is read within the context.
-    """
+    """A parquet file; raises DataError if it is broken, as far as it is read within the context."""
     import pyarrow
     import pyarrow.parquet
 
@@ -53,11 +49,7 @@ def batches(file: pyarrow.parquet.ParquetFile, columns: Sequence[str]) -> Iterat
 
 
 def read_parquet(path: Path, wanted: Sequence[str] | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Number, from 1, and fields of each row.
-
-    Raises:
-        DataError: see ``opened``.
-    """
+    """Number, from 1, and fields of each row; see ``opened``."""
     number = 0
     with opened(path) as file:
         for batch in batches(file, columns_of(file, wanted)):

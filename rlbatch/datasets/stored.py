@@ -89,11 +89,7 @@ class StoredRows:
         return self._file.sha256
 
     def fields(self, number: int) -> tuple[int, dict[str, Any]]:
-        """Line (of parquet: number from 1) and fields of row ``number``, from 0.
-
-        Raises:
-            DataError: it is malformed.
-        """
+        """Line (of parquet: number from 1) and fields of row ``number``, from 0; raises DataError if it is malformed."""
         if self._file.content.endswith(".arrow"):
             batch = int(np.searchsorted(self._index, number, side="right")) - 1
             row = self._arrow.get_batch(batch).slice(number - int(self._index[batch]), 1)

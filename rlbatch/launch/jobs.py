@@ -65,11 +65,7 @@ class JobRecord:
         return self._summary_state() or state if state.state == UNKNOWN else state
 
     def cancel(self) -> None:
-        """Ends it.
-
-        Raises:
-            ConfigError: it cannot be ended from here.
-        """
+        """Ends it; raises ConfigError if it cannot be ended from here."""
         if self.is_slurm:
             state = job_state(self.job_id)
             if state.ended and state.state != UNKNOWN:  # scancel says nothing then

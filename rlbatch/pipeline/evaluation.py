@@ -38,10 +38,8 @@ class Evaluated:
 
 
 def evaluate(job: EngineJob, step: int) -> Evaluated | None:
-    """Samples, scores and measures all sets, in prompt order whichever rank sampled what; a collective.
-
-    Returns:
-        What came of it; None, on every rank, if the job has to stop.
+    """Samples, scores and measures all sets, in prompt order whichever rank sampled what; a collective. None everywhere: the job has to
+    stop.
     """
     started = time.perf_counter()
     asked = [(held_out, prompt) for held_out in job.eval_sets for prompt in held_out.prompts]

@@ -16,13 +16,8 @@ _PATH, _TUPLE = "rlbatch path", "rlbatch tuple"
 
 
 def on_first_rank(function: Callable[[], T]) -> T:
-    """Calls a function on rank 0 and gives its result to every rank; a collective.
-
-    Args:
-        function: Returns something small, JSON or a path; takes no part in collectives.
-
-    Raises:
-        RlbatchError: what the function raised, on every rank.
+    """Gives every rank what a function, without collectives, returns on rank 0 (small JSON or a path), or raises what it raised; a
+    collective.
     """
     answer: dict[str, Any] = {}
     if dist.get_rank() == 0:

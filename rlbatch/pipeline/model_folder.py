@@ -53,10 +53,8 @@ def check_model_folder(folder: Path, hf_config: Mapping[str, Any], vocab_size: i
 
 
 def load_tokenizer(folder: Path, name: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer, as transformers reads it from ``folder``, the model's or what engines read of it; messages name ``name``.
-
-    Raises:
-        DataError: it cannot.
+    """The tokenizer, as transformers reads it from ``folder``, the model's or what engines read of it; DataError, if it cannot, names
+    ``name``.
     """
     from transformers import AutoTokenizer
 

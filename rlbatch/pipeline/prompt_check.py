@@ -84,11 +84,7 @@ class CheckedRows:
 
 
 def check_rows(config: Config, registry: Registry, one: PromptSet) -> CheckedRows:
-    """Reads a data set: all of it, or of a large one as much as a few seconds allow.
-
-    Raises:
-        DataError: see ``RowReader.read`` and ``RowChecks.check``.
-    """
+    """Reads a data set: all of it, or of a large one what a few seconds allow; raises as ``RowReader.read`` and ``RowChecks.check``."""
     checks, likeliest, started = RowChecks(config, registry), _Likeliest(), time.thread_time()
     for count, row in enumerate(islice(RowReader(one.data, one.reward).read(one.paths), one.most or None), start=1):
         checks.check(row, one.data)

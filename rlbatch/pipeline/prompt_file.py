@@ -120,11 +120,7 @@ class RowReader:
 
 
 def read_prompt_rows(paths: Path | Sequence[Path], data: DataConfig, most: int = 0) -> list[PromptRow]:
-    """The rows of prompt files (``most``, from the top; 0: all), in file order, without a tokenizer; never none.
-
-    Raises:
-        DataError: see ``RowReader.read``.
-    """
+    """The rows of prompt files (``most``, from the top; 0: all) as ``RowReader.read``, in file order, without a tokenizer; never none."""
     return list(islice(RowReader(data).read([paths] if isinstance(paths, Path) else paths), most or None))
 
 

@@ -266,10 +266,8 @@ def equal_groups(verdicts: Iterable[Verdict]) -> tuple[int, int]:
 
 
 def count_trained(job: Job, batch: Batch) -> dict[str, float]:
-    """Counts the tokens that this step's updates use; ``Job.waiting`` keeps the sum.
-
-    Raises:
-        RolloutError: one of them is too old, which cannot be.
+    """Counts the tokens that this step's updates use; ``Job.waiting`` keeps the sum. One that is too old, which cannot be, raises
+    RolloutError.
     """
     limit = most_lag(job.config)
     if batch.most_lag > limit:

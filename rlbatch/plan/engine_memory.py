@@ -48,11 +48,7 @@ class MemoryInputs:
 
 
 def memory_inputs(config: Config, registry: Registry, family: ModelFamily | None, *, on_gpu: bool) -> MemoryInputs:
-    """Asks the plugins of a job.
-
-    Raises:
-        RlbatchError: options that cannot be.
-    """
+    """Asks the plugins of a job; raises RlbatchError for options that cannot be."""
     return MemoryInputs(
         config,
         ModelSize(family) if family else None,

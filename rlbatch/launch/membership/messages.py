@@ -56,11 +56,7 @@ class Link:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_S * 1000)
 
     def send(self, message: Mapping[str, Any]) -> bool:
-        """Sends a message.
-
-        Returns:
-            Whether the connection is still there. That the peer read it is not known.
-        """
+        """Sends a message, and returns whether the connection is still there. That the peer read it is not known."""
         return self.send_bytes(json.dumps(message).encode() + b"\n")
 
     def send_bytes(self, content: bytes) -> bool:

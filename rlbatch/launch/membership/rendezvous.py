@@ -168,11 +168,7 @@ def _forget_earlier_failure(run_dir: Path) -> None:
 
 
 def _find(info: RankInfo, run_dir: Path, timeout_s: float, launch: str) -> tuple[Attempt, Link, str, int]:
-    """Reads where rank 0 is, until it answers there.
-
-    Returns:
-        Rank 0's attempt, the link to it, the address that led to it, and the store's port.
-    """
+    """Reads where rank 0 is, until it answers there; returns its attempt, the link, the address that led to it, and the store's port."""
     until, pause_s, trouble = time.monotonic() + timeout_s, 0.02, ""
     while True:
         attempt = read_attempt(run_dir)

@@ -52,20 +52,12 @@ class JobStore:
         self.store.set(_PREFIX + key, value)  # type: ignore[arg-type]  # bytes work, the stub says str
 
     def get(self, key: str, timeout_s: float) -> bytes:
-        """Waits for a value.
-
-        Raises:
-            LaunchError: it did not come.
-        """
+        """Waits for a value; raises LaunchError if it did not come."""
         self._wait(_PREFIX + key, timeout_s, f"store: nobody wrote `{key}` within {timeout_s:g} s.")
         return self.store.get(_PREFIX + key)
 
     def add(self, key: str, number: int) -> int:
-        """Adds to a counter, which starts at 0, in one go.
-
-        Returns:
-            Its new value.
-        """
+        """Adds to a counter, which starts at 0, in one go; returns its new value."""
         return self.store.add(_PREFIX + key, number)
 
     def check(self, key: str) -> bool:

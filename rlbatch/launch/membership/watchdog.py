@@ -106,11 +106,7 @@ class Watchdog:
         self.leave(stopped)
 
     def leave(self, stopped: str) -> None:
-        """Tells that this rank ends as it should, and on rank 0 waits for the others; on any thread.
-
-        Args:
-            stopped: The signal that stopped it; empty: it is done.
-        """
+        """Tells that this rank ends as it should, or by which signal it was stopped; rank 0 waits for the others. On any thread."""
         if not self._meeting:
             return
         self._leaving = True
@@ -125,11 +121,7 @@ class Watchdog:
             self._meeting.overseer.join(LEAVING_S + CLOSING_S)
 
     def wait_for_ranks(self) -> tuple[str, ...]:
-        """Waits until every rank has joined. If some do not, rank 0 ends the job, and this process.
-
-        Returns:
-            The node of each rank.
-        """
+        """Waits until every rank has joined, and returns the node of each. If some do not, rank 0 ends the job, and this process."""
         self._met.wait()
         return self._hosts
 

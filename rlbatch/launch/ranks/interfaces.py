@@ -64,10 +64,8 @@ def interface_of(address: str) -> str:
 
 
 def own_address(host: str) -> str:
-    """This machine's address on the network of the job: of the interface that gloo uses, else of its name.
-
-    Raises:
-        ConfigError: neither has one.
+    """This machine's address on the network of the job: of the interface that gloo uses, else of its name. Without one it raises
+    ConfigError.
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     if addresses := _addresses().get(interface):

@@ -19,11 +19,7 @@ PROBE_BYTES = 2**20
 
 
 def write_problem(folder: Path) -> str:
-    """Tries to write.
-
-    Returns:
-        E.g. ``the disk is full. Free space there``: what is wrong, and what to do; empty: nothing.
-    """
+    """Tries to write; returns what is wrong, and what to do, e.g. ``the disk is full. Free space there``; empty: nothing."""
     probe = folder / f".probe-{socket.gethostname()}-{os.getpid()}"
     try:
         with probe.open("wb") as file:

@@ -91,11 +91,7 @@ def reporting_failures(run_dir: Path, rank: int) -> Iterator[None]:
 
 
 def report_failure(run_dir: Path, rank: int, error: BaseException) -> bool:
-    """Records and prints an error unless another rank was first.
-
-    Returns:
-        Whether this was the first.
-    """
+    """Records and prints an error unless another rank was first; returns whether this was the first."""
     return claim(run_dir, failure_of(error, rank, socket.gethostname(), run_dir))
 
 
@@ -141,11 +137,7 @@ def _is_claimed(run_dir: Path) -> bool:
 
 
 def claim(run_dir: Path, error: FirstError) -> bool:
-    """Writes first_error.json if there is none, and prints the error. Where it cannot be written, memory has to do for the decision.
-
-    Returns:
-        Whether there was none.
-    """
+    """Writes first_error.json and prints the error; False: there is one. Where it cannot be written, memory has to do for the decision."""
     # Linking a finished file claims the name atomically and never shows half a record.
     draft = run_dir / f".{FIRST_ERROR}.{error.rank}.{os.getpid()}"
     unrecorded, is_claimed = "", _is_claimed(run_dir)

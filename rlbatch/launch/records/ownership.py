@@ -28,11 +28,7 @@ def read_run_id(run_dir: Path) -> str:
 
 
 def ensure_run_id(run_dir: Path) -> str:
-    """Reads the id of a folder that exists, as ``read_run_id``; one without an id gets one.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Reads the id of a folder that exists, as ``read_run_id``; one without an id gets one, or OSError is raised."""
     run = read_run_id(run_dir)
     if not run:
         run = secrets.token_hex(16)

@@ -286,10 +286,8 @@ def _prctl(option: int, value: int) -> None:
 
 
 def report_death(run_dir: Path, info: RankInfo, how: str, told: RankFacts) -> FirstError | None:
-    """Records and prints that a rank ended without having said why, unless another failure came first.
-
-    Returns:
-        The job's first error; None: the run folder is another attempt's.
+    """Records and prints that a rank ended without having said why, unless another failure came first. Returns the job's first error; None:
+    the run folder is another attempt's.
     """
     if "token" in told and is_superseded(run_dir, told["token"]):
         return None

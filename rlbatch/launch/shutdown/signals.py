@@ -120,11 +120,7 @@ class StopNotice:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """What is inside can be left at any moment: only the main thread, no collectives.
-
-        Raises:
-            Interrupted: another thread called ``interrupt``.
-        """
+        """What is inside can be left at any moment, with Interrupted: only the main thread, no collectives."""
         self._is_inside, self._quiet_until = True, 0.0
         try:
             if self._is_interrupting:

@@ -212,11 +212,7 @@ def mpirun_variables(config: Config, mpi: Mpi, hosts: Sequence[Host]) -> Mapping
 
 
 def run_mpi(job: MpiJob, config: Config, run_dir: Path) -> int:
-    """Runs the job to its end; its output is this process's.
-
-    Returns:
-        As of ``run_local``.
-    """
+    """Runs the job to its end, as ``run_local``; its output is this process's."""
     (run_dir / FIRST_ERROR).unlink(missing_ok=True)
     mark_unfinished(run_dir)
     (run_dir / LOGS).mkdir(exist_ok=True)

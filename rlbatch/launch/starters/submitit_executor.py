@@ -72,11 +72,7 @@ def task_command(python: str, run_dir: Path) -> list[str]:
 
 
 def submit_batch(script: str, run_dir: Path, config: Config, module: str) -> str:
-    """Gives sbatch a script whose ranks run ``task_command``, and returns the job's id.
-
-    Raises:
-        ConfigError: sbatch refused it; its message, and the key to change.
-    """
+    """Gives sbatch a script whose ranks run ``task_command``, and returns the job's id; raises ConfigError if sbatch refused it."""
     folder = run_dir / FOLDER
     folder.mkdir(mode=0o700, exist_ok=True)
     said = io.StringIO()
