@@ -19,12 +19,7 @@ MAX_TOKENS = 40
 
 
 def random_model(config: Mapping[str, Any], folder: Path) -> torch.nn.Module:
-    """transformers' model of a config.json, with weights far from their initialisation.
-
-    Args:
-        config: The config.json.
-        folder: Where it is written, to be read by transformers.
-    """
+    """transformers' model of a config.json, with weights far from their initialisation."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 

@@ -105,12 +105,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def tiny_config(hf_config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json of the same model with small sizes.
-
-    Args:
-        hf_config: The model's.
-        changes: Fields to be as given.
-    """
+    """A config.json of the same model with small sizes, but for ``changes``."""
     config = {name: value for name, value in hf_config.items() if name not in DROPPED}
     heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")
     for name, most in TINY.items():

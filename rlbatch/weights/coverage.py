@@ -117,14 +117,8 @@ def expert_names(family: ModelFamily) -> dict[str, int]:
 
 
 def audit(family: ModelFamily, names: Iterable[str], *, is_quantised: bool = False) -> Audit:
-    """Sorts the names of a checkpoint.
-
-    A checkpoint is taken for a block-quantised one if it has any scales; each of ``fp8_names`` must then have them.
-
-    Args:
-        family: Of the model.
-        names: Of all tensors, each once.
-        is_quantised: Whether it is block-quantised also if it has no scales at all.
+    """Sorts the names of a checkpoint, each once. It is taken for a block-quantised one if it has any scales, or is said to be; each of
+    ``fp8_names`` must then have them.
     """
     trained, carried = trained_names(family), passthrough_names(family, is_dropped=False)
     dropped = passthrough_names(family, is_dropped=True)
@@ -150,10 +144,6 @@ def check_names(family: ModelFamily, names: Iterable[str]) -> None:
     """Refuses a checkpoint with tensors that the family does not use (computing without them would be another model), or that lacks some.
 
     Tensors to be carried may be missing: exports then lack them too.
-
-    Args:
-        family: Of the model.
-        names: Of all tensors in the Hugging Face folder.
 
     Raises:
         ModelError: tensors that nothing names, or that are not there.

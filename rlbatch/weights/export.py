@@ -68,14 +68,7 @@ class _EntryPlan:
 
 
 class Exporter:
-    """Exports of parameters of certain shapes; every rank makes one, a collective.
-
-    Args:
-        family: Of the model.
-        groups: Who holds what.
-        entries: What is exported, in order.
-        described: What this rank holds.
-        quantize: Whether the family's fp8 weights leave as e4m3 and scales.
+    """Exports of parameters of certain shapes, with ``quantize`` the family's fp8 weights as e4m3 and scales; a collective of all ranks.
 
     Raises:
         ModelError: an entry that no rank holds, or a layer with experts of both kinds.

@@ -27,12 +27,7 @@ def _ignore(nbytes: int) -> None:
 
 
 class ParameterMap:
-    """A family's mappings over one layout.
-
-    Args:
-        family: Mappings.
-        groups: Who holds what.
-    """
+    """A family's mappings over one layout."""
 
     def __init__(self, family: ModelFamily, groups: ParallelGroups) -> None:
         self._family = family
@@ -78,12 +73,7 @@ class ParameterMap:
                 loaded(param.nbytes)
 
     def origin(self, name: str, local_expert: int = 0) -> tuple[int | None, str]:
-        """Layer and Hugging Face names of a Megatron tensor; of a stack of experts, those of one of this rank's.
-
-        Args:
-            name: Global, in Megatron's model.
-            local_expert: Its place in the stack.
-        """
+        """Layer and Hugging Face names of a Megatron tensor; of a stack of experts, those of one of this rank's."""
         entry = next(entry for entry in self._entries if entry.name == name)
         experts = self._family.num_experts // self._groups.ep.size()
         expert = self._groups.ep.rank() * experts + local_expert if is_expert(entry.mapping) else None

@@ -129,12 +129,6 @@ class Routes:
 def gathered_routes(place: Place, wanted: Sequence[int] | None, num_experts: int, device: torch.device) -> Routes | None:
     """The routes of all ranks of the trainer; a collective.
 
-    Args:
-        place: Of this rank.
-        wanted: By it.
-        num_experts: Of a layer.
-        device: On which messages will be sent.
-
     Returns:
         None if every rank wants every expert.
     """

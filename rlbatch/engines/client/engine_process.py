@@ -144,11 +144,8 @@ class EngineHost:
         return self._process.pid
 
     def started(self, needed: Iterable[int], hang_limit_s: float) -> None:
-        """The engine has started; from here on its end is noticed whether something is awaited of it or not.
-
-        Args:
-            needed: Ids of the processes without which it is lost.
-            hang_limit_s: See the attribute.
+        """The engine has started; from here on its end is noticed, and that of processes that it needs, whether something is awaited of it
+        or not.
         """
         self.hang_limit_s = hang_limit_s
         self.processes.started(needed)
@@ -163,11 +160,8 @@ class EngineHost:
         self._durations[operation] = max(seconds, self._durations.get(operation, 0.0))
 
     def busy_limit_s(self, operation: str, limit_s: float) -> float:
-        """How long the engine may work on a call without an answer, which a GPU that waits for another for ever seems to do too.
-
-        Args:
-            operation: Of the engine.
-            limit_s: When its kind is not known: then it may compile, or be a model's first.
+        """How long the engine may work on a call without an answer, which a GPU that waits for another for ever seems to do too:
+        ``limit_s`` when its kind is not known, as it may compile then, or be a model's first.
         """
         if operation not in self._usual_durations:
             return limit_s
@@ -186,13 +180,7 @@ class EngineHost:
             self.outlasts = False
 
     def begin(self, operation: str, header: Header | None = None, payload: bytes = b"", *, after: Call | None = None) -> Call:
-        """Sends a call, whose answers may be awaited later.
-
-        Args:
-            operation: Of the engine.
-            header: What it is told, JSON.
-            payload: More of that.
-            after: A call that it begins after; it fails if that does.
+        """Sends a call, whose answers may be awaited later; it begins after another one, and fails if that does.
 
         Raises:
             EngineLost: the engine is lost.
@@ -248,10 +236,7 @@ class EngineHost:
         return self.lose(f"the engine's process {self._ending()}")
 
     def check(self, operation: str = "") -> None:
-        """Looks at its processes.
-
-        Args:
-            operation: What is awaited, if anything.
+        """Looks at its processes, while an operation is awaited, if any.
 
         Raises:
             EngineLost: the host has ended, or a process that the engine needs; others may hold its end of the connection.

@@ -51,12 +51,8 @@ _RUN = "from rlbatch.engines.host.inventory import main; main()"
 
 
 def engine_environment(variables: Mapping[str, str], site: Path, *, keep_path: bool) -> dict[str, str]:
-    """An environment for an engine.
-
-    Args:
-        variables: Of this process.
-        site: First on the import path.
-        keep_path: Whether this process's PYTHONPATH follows it: only for the same interpreter.
+    """An environment for an engine, with ``site`` first on the import path; this process's PYTHONPATH follows only for the same
+    interpreter.
     """
     kept = {name: value for name, value in variables.items() if name not in LAUNCHER_VARIABLES and not name.startswith(LAUNCHER_PREFIXES)}
     inherited = [kept["PYTHONPATH"]] if keep_path and kept.get("PYTHONPATH") else []

@@ -36,9 +36,6 @@ class Processes:
     """An engine's host and all that it started, as far as they were ever seen."""
 
     def __init__(self, pid: int) -> None:
-        """Args:
-        pid: Of the host.
-        """
         self._host = psutil.Process(pid)
         self._seen: set[psutil.Process] = set()
         self._needed: list[psutil.Process] = []
@@ -136,15 +133,8 @@ class WatchedEngine(Protocol):
 
 
 class Liveness:
-    """Signs of life of an engine that a call waits for.
-
-    A ping is answered by the engine itself, not only by its host; while it loads weights or compiles it cannot answer, but works.
-
-    Args:
-        engine: The engine.
-        operation: What waits.
-        hang_limit_s: Longest time without any sign.
-        busy_limit_s: Longest time in which it works and answers nothing.
+    """Signs of life of an engine that a call waits for. A ping is answered by the engine itself, not only by its host; while it loads
+    weights or compiles it cannot answer, but works: at most ``busy_limit_s``, and ``hang_limit_s`` without any sign.
     """
 
     def __init__(self, engine: WatchedEngine, operation: str, hang_limit_s: float, busy_limit_s: float) -> None:
@@ -209,11 +199,7 @@ class Liveness:
 
 
 class IdleWatch:
-    """A thread that looks at an engine until its end, which it notes: the next call fails, and the engine's log says when it was.
-
-    Args:
-        engine: The engine, started.
-    """
+    """A thread that looks at an engine until its end, which it notes: the next call fails, and the engine's log says when it was."""
 
     def __init__(self, engine: WatchedEngine) -> None:
         self._engine, self._over = engine, threading.Event()

@@ -109,9 +109,6 @@ class SampleDeadline:
 
     Of those that are in work the one that began last has begun when another one ended, or with the generation. So if none takes longer than
     the limit, one ends at least as often; however many wait.
-
-    Args:
-        limit_s: Longest time for one sample.
     """
 
     def __init__(self, limit_s: float) -> None:

@@ -44,11 +44,7 @@ def installed_version(distributions: Sequence[str]) -> str:
 
 
 def options(source: str, classes: Sequence[str]) -> list[str]:
-    """Fields of dataclasses, as their source has them.
-
-    Args:
-        source: Path of a module, from its top-level package.
-        classes: Names in it.
+    """Fields of dataclasses, as their source has them, a path from its top-level package.
 
     Returns:
         None of them: there is no such file, or no such class in it.

@@ -62,10 +62,6 @@ class Server:
     """
 
     def __init__(self, engine: HostedEngine, writer: asyncio.StreamWriter) -> None:
-        """Args:
-        engine: Answers.
-        writer: To the rank.
-        """
         self._engine, self._writer = engine, writer
         self._running: dict[int, asyncio.Task[None]] = {}
         self._turn: tuple[int, asyncio.Lock] = (0, asyncio.Lock())

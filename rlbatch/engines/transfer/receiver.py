@@ -18,9 +18,6 @@ EVERY_DEVICE = "*"
 class WeightReceiver:
     """Receives weights in one worker.
 
-    Args:
-        device: ``torch.device`` of the worker.
-
     Attributes:
         lasting: Names of the last call's tensors that may be read until the sync is over.
         all_last: Whether these are all of them.

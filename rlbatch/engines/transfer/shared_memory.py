@@ -30,9 +30,6 @@ _numbers = itertools.count(1)
 class HostMemory:
     """Host memory of this process that another one can open, as long as this object lives.
 
-    Args:
-        num_bytes: Its size.
-
     Attributes:
         tensor: [num_bytes] uint8.
         shared: Its key and handle.
@@ -82,11 +79,7 @@ def _key(number: int) -> str:
 
 
 class OpenMemories:
-    """Memory of other processes that this one has open, by its key.
-
-    Args:
-        device: ``torch.device`` of this process on which a GPU's memory appears.
-    """
+    """Memory of other processes that this one has open, by its key."""
 
     def __init__(self, device: Any) -> None:
         self._device = device
