@@ -34,7 +34,6 @@ def _parts(options: _Options) -> Mapping[str, tuple[str, Mapping[str, Any]]]:
     for name, part in options.parts.items():
         if name == "total":
             raise ConfigError("reward.options.parts.total: is what the parts make together. Call the part otherwise.")
-
         if part.weight != 1 and options.combine == "product":
             raise ConfigError(f"reward.options.parts.{name}.weight={part.weight:g}: must be 1 in a product. Leave it out.")
     if not any(part.weight for part in options.parts.values()):
