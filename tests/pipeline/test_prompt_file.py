@@ -14,7 +14,7 @@ import pytest
 from rlbatch.api import DataError
 from rlbatch.config.schema import DataConfig
 from rlbatch.datasets.jsonl import LONGEST_ROW
-from rlbatch.pipeline.prompt_file import read_prompt_rows
+from rlbatch.pipeline.prompt_file import RowReader, read_prompt_rows
 
 DATA = DataConfig(format="plain")
 
@@ -250,7 +250,7 @@ def test_system_prompt(tmp_path: Path) -> None:
 def test_rewards_of_rows_and_sets(tmp_path: Path) -> None:
     """A row's own wins over its set's; another column may name it, or none."""
     path = write(tmp_path / "p.jsonl", {"prompt": "a", "label": "", "reward": "own"}, {"prompt": "a", "label": "", "by": "other"})
-    assert [row.reward_name for row in read_prompt_rows(path, DATA, "of_set")] == ["own", "of_set"]
+    assert [row.reward_name for row in RowReader(DATA, "of_set").read([path])] == ["own", "of_set"]
     assert [row.reward_name for row in read_prompt_rows(path, replace(DATA, reward_key="by"))] == ["", "other"]
     first, _ = read_prompt_rows(path, replace(DATA, reward_key=""))
     assert (first.reward_name, first.metadata) == ("", {"reward": "own"})
