@@ -102,6 +102,11 @@ def processes_of(folder: Path) -> list[int]:
     return found
 
 
+def commands_of(folder: Path) -> list[str]:
+    """What they are called. Some may end meanwhile."""
+    return [name for pid in processes_of(folder) for name in _lines(Path(f"/proc/{pid}/comm"))]
+
+
 def wait_until_gone(folder: Path) -> None:
     """Returns when none of them lives any more, or fails after a while."""
     deadline = time.monotonic() + GONE_S

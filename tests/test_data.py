@@ -37,7 +37,6 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     write_embedded_task(tmp_path / "task", 0)
     (tmp_path / "rewards.py").write_text(PLUGIN)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(rlbatch.data, "GOLD_S", 1.0)
     return ["model.hf=task/model", "data.train=p.jsonl", "plugins=[rewards.py]", "reward=equals", "rollout.max_response_tokens=4"]
 
 
@@ -86,8 +85,12 @@ def test_rows_that_cannot_be_used(job: list[str], capsys: pytest.CaptureFixture[
         ("raises", "the label itself: reward=raises: "),
     ],
 )
-def test_rewards_that_give_no_answer(reward: str, said: str, job: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_rewards_that_give_no_answer(
+    reward: str, said: str, job: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The command ends all the same, and says so."""
+    if reward == "hangs":
+        monkeypatch.setattr(rlbatch.data, "GOLD_S", 1.0)
     write({"prompt": "a", "label": "b"})
     assert rlbatch.data.main([*job, f"reward={reward}"]) == 0
     assert said in capsys.readouterr().out

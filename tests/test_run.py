@@ -18,7 +18,7 @@ import pytest
 
 from rlbatch.launch.ranks.children import dies_with_parent
 from rlbatch.metrics.names import TAGS
-from tests.leftovers import STARTED, no_memory_left, processes_of, wait_until_gone
+from tests.leftovers import STARTED, commands_of, no_memory_left, processes_of, wait_until_gone
 from tests.stopwatch import Stopwatch
 
 LIMIT_S = 600.0
@@ -274,11 +274,12 @@ def test_ctrl_c(tmp_path: Path) -> None:
             del os.environ["RLBATCH_TEST_RUN"]
         assert process.stdout is not None
         hang = threading.Timer(LIMIT_S, process.kill)
+        hang.daemon = True  # if the test fails nobody waits for it
         hang.start()
         for line in process.stdout:
             if line.startswith("step 3/"):
                 break
-        while sum(Path(f"/proc/{pid}/comm").read_text() == "sleep\n" for pid in processes_of(run_dir)) < 2:
+        while commands_of(run_dir).count("sleep") < 2:
             assert process.poll() is None
             time.sleep(0.05)
         hang.cancel()

@@ -27,7 +27,9 @@ with guards, reporting_failures(run_dir, info.rank):
         signal.signal(signal.SIGRTMIN, signal.SIG_IGN)
     if behaviour != "succeed":
         child = subprocess.Popen(["sleep", "600"])
-        (run_dir / f"pids.{info.rank}").write_text(f"{os.getpid()} {child.pid}")
+        part = run_dir / f"part.{info.rank}"
+        part.write_text(f"{os.getpid()} {child.pid}")
+        part.replace(run_dir / f"pids.{info.rank}")  # whoever sees it reads it
     while behaviour != "succeed" and len(list(run_dir.glob("pids.*"))) < info.world_size:
         time.sleep(0.01)
     if info.rank == 1 and behaviour == "refuse":

@@ -214,13 +214,14 @@ def test_rank_0_does_not_come(tmp_path: Path) -> None:
 
 def test_rank_0_cannot_be_reached(tmp_path: Path) -> None:
     """The error says which addresses were tried, what happened, and which key to set."""
-    with socket.create_server(("127.0.0.1", 0)) as closed:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # nobody else can listen there
         port = closed.getsockname()[1]
-    write_attempt(tmp_path, Attempt("4711", 0, "", 2, "token", "n1", ("127.0.0.1", "::1"), port, 1))
-    with pytest.raises(
-        LaunchError, match=rf"rank 0 listens on n1, port {port}, and n2 cannot join it \(127.0.0.1: Connection refused; ::1: "
-    ) as caught:
-        join(rank_of(1), tmp_path, config_of(0.1), "")
+        write_attempt(tmp_path, Attempt("4711", 0, "", 2, "token", "n1", ("127.0.0.1", "::1"), port, 1))
+        with pytest.raises(
+            LaunchError, match=rf"rank 0 listens on n1, port {port}, and n2 cannot join it \(127.0.0.1: Connection refused; ::1: "
+        ) as caught:
+            join(rank_of(1), tmp_path, config_of(0.1), "")
     assert str(caught.value).endswith("Set cluster.interface to the network between the nodes.")
 
 
