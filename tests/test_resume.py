@@ -129,7 +129,9 @@ def assert_same(run_dir: Path, uninterrupted: Path) -> None:
 
 
 def test_a_run_that_was_killed_twice_ends_as_one_that_was_not(uninterrupted: Path, tmp_path: Path) -> None:
-    """SIGKILL of all ranks within a save, then between saves. The same at the end, and rewards of the first attempt in summary.json."""
+    """SIGKILL of all ranks within a save, then between saves. The same at the end, and rewards of the first attempt in summary.json. The
+    last attempt saves asynchronously, which changes nothing but when files are written: all are there before it ends.
+    """
     run_dir = tmp_path / "run"
     checkpoints = run_dir / "checkpoints"
     ended = kill_ranks_before("/step_000004.part/state", checkpoints / "step_000004.part", run_dir, *RUN)
@@ -144,11 +146,14 @@ def test_a_run_that_was_killed_twice_ends_as_one_that_was_not(uninterrupted: Pat
     assert latest(run_dir) == "step_000004"
     assert not list(checkpoints.glob("*.part"))
 
-    ended = submit(run_dir, *RUN, "resume=auto")
+    with no_memory_left():
+        ended = submit(run_dir, *RUN, "resume=auto", "checkpoint.async_save=true")
     assert (ended.code, ended.stderr) == (0, "")
     assert "resumed after step 4" in ended.stdout
     assert sorted(path.name for path in checkpoints.iterdir()) == ["latest.json", "step_000004", "step_000006"]
+    assert latest(run_dir) == "step_000006"
     assert_same(run_dir, uninterrupted)
+    assert processes_of(run_dir) == []
     summary, whole = ended.json("summary.json"), json.loads((uninterrupted / "summary.json").read_text())
     for key in ("status", "steps", "reward_start", "reward_end", "eval_reward_start", "eval_reward"):
         assert summary[key] == whole[key], key
@@ -206,19 +211,6 @@ def test_a_run_that_is_asked_to_stop_again_and_again(uninterrupted: Path, tmp_pa
     told = [(entry["first_step"], entry["last_step"], entry["why"]) for entry in attempts[-5:-1]]
     assert told == [(0, 1, "SIGUSR1"), (1, 2, "SIGUSR2"), (2, 3, "SIGTERM"), (3, 4, "SIGTERM")]
     assert list((run_dir / "groups").iterdir()) == []
-    assert processes_of(run_dir) == []
-
-
-def test_a_run_that_saves_asynchronously_ends_the_same(uninterrupted: Path, tmp_path: Path) -> None:
-    """checkpoint.async_save changes nothing but when files are written: the last checkpoint is completed before the run ends."""
-    run_dir = tmp_path / "run"
-    with no_memory_left():
-        ended = submit(run_dir, *RUN, "checkpoint.async_save=true")
-    assert (ended.code, ended.stderr) == (0, "")
-    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["latest.json", "step_000004", "step_000006"]
-    assert latest(run_dir) == "step_000006"
-    assert progress(run_dir) == progress(uninterrupted)
-    assert tensors(run_dir) == tensors(uninterrupted)
     assert processes_of(run_dir) == []
 
 
