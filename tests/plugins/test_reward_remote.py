@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -19,16 +17,6 @@ from tests.plugins.reward_cases import registry
 
 Answer = Callable[[list[dict[str, Any]], int], tuple[int, bytes]]
 """Of the samples that were asked for and the number of the request: status and body."""
-
-
-class HttpServer(ThreadingHTTPServer):
-    """Says nothing of clients that hung up, as one does at its deadline: a later test would find it in its own output."""
-
-    daemon_threads = True
-
-    def handle_error(self, *request: Any) -> None:
-        if not isinstance(sys.exc_info()[1], ConnectionError):
-            super().handle_error(*request)
 
 
 class Server:
@@ -54,7 +42,8 @@ class Server:
             def log_message(self, *args: Any) -> None:
                 """Not into the test's output."""
 
-        self._server = HttpServer(("localhost", 0), Handler if answer else ExampleHandler)
+        self._server = ThreadingHTTPServer(("localhost", 0), Handler if answer else ExampleHandler)
+        self._server.daemon_threads = False  # closing waits for them: a later test would find what they say in its own output
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
         self.url = f"http://localhost:{self._server.server_address[1]}/score"
 
@@ -145,11 +134,13 @@ def test_what_is_tried_again(serve: Callable[[Answer | None], Server], broken: A
 
 def test_one_that_hangs_and_one_that_is_away(serve: Callable[[Answer | None], Server]) -> None:
     """Both end as a failure that may pass does."""
-    hanging = serve(lambda asked, number: (time.sleep(30), (200, b""))[1])
+    given_up = threading.Event()
+    hanging = serve(lambda asked, number: (given_up.wait(60), (200, b""))[1])
     for url in (hanging.url, "http://localhost:1/"):
         with pytest.raises(RewardError, match="gave no rewards in 1 tries") as caught:
             rewards(url, retries=0, request_timeout_s=0.2)
         assert isinstance(caught.value.__cause__, Unscored)
+    given_up.set()
 
 
 def test_a_mistake_is_an_error_at_once(serve: Callable[[Answer | None], Server], monkeypatch: pytest.MonkeyPatch) -> None:
