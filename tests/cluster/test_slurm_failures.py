@@ -25,7 +25,7 @@ QUICK = ("train.steps=3", "checkpoint.save_interval=-1", f"launch.generation_lim
     ("what", "rank", "words"),
     [
         pytest.param("kill", 1, ["ended without a word ("], marks=LONG),
-        ("kill", 0, ["ended without a word ("]),
+        pytest.param("kill", 0, ["ended without a word ("], marks=LONG),
         pytest.param("raise", 3, ["reward=fault", "ValueError", "this reward cannot be computed"], marks=LONG),
         pytest.param("exit", 2, ["ended without a word ("], marks=LONG),
         ("hang", 1, ["This rank is at tests/cluster/faults.py:", "Stacks of all ranks: logs/rank*.stacks"]),

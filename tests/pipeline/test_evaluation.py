@@ -107,6 +107,7 @@ def test_the_best_checkpoint_is_kept(whole: Ended) -> None:
     assert folders == ["best.json", "latest.json", *sorted({f"step_{best:06d}", "step_000003"})]
 
 
+@pytest.mark.long("jobs")
 def test_a_run_that_was_stopped_in_an_evaluation_ends_the_same(whole: Ended, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It saves the step, evaluates first when it is resumed, and still knows which checkpoint is the best."""
     run_dir = tmp_path / "run"

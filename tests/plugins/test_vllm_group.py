@@ -100,6 +100,7 @@ def engine(repository: Path, tmp_path: Path) -> Iterator[TwoRanks]:
     assert processes_of(tmp_path) == []
 
 
+@pytest.mark.long("vllm")
 def test_an_engine_that_fails_in_the_middle_of_a_sync(engine: TwoRanks) -> None:
     """A worker killed: a loss within 30 s, both ranks come out of the sync, and the engine that is started anew meets them in a new group
     and generates as before. Then a tensor of a shape that is refused: an error with its name. No other machine could reach the engine or
