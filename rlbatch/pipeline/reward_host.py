@@ -34,12 +34,10 @@ from rlbatch.pipeline.reward_worker import Scoring, serve
 from rlbatch.pipeline.score import prepare
 from rlbatch.registry import load_plugins
 
-SLOW_S, SLOW_TIMES, MOST_SLOW = 0.1, 20.0, 32
-"""A task that takes longer than both, the latter in means of its like, makes room: another worker starts beside it, at most so many."""
+SLOW_S, SLOW_TIMES, MOST_SLOW = 0.1, 20.0, 64
+"""A task that takes longer than both, the latter in means of its like, may make room: another worker starts beside it, at most so many."""
 TICK_S, KILL_S = 0.05, 5.0
 """Longest wait for killed processes to be gone, between other things and at the end."""
-LOW_PRIORITY = 10
-"""Of what makes room: a ninth of the time that others get. With less, an answer that was slow by chance would not be done in its time."""
 OUT_OF_MEMORY = 113
 """Exit code of a worker that gets no more."""
 _PR_SET_CHILD_SUBREAPER = 36
@@ -53,15 +51,52 @@ class _Worker:
         pid: Its id, and that of its session.
         peer: The way to it.
         task: What it is at.
-        began: When it began with that.
+        began: When it began with that, as if it had never stood still.
+        look_s: How long after that it is to be looked at, if it is slow.
         is_slow: Whether it makes room for another.
+        still_since: When it was stopped; None: it goes.
     """
 
     pid: int
     peer: Peer
     task: Frame | None = None
     began: float = 0.0
+    look_s: float = 0.0
     is_slow: bool = False
+    still_since: float | None = None
+
+    def __post_init__(self) -> None:
+        """It has taken nothing yet."""
+        self._process = psutil.Process(self.pid)
+        self._taken = (0.0, 0.0)
+
+    def begin(self, task: Frame) -> None:
+        """Gives it a task."""
+        self.task, self.began, self.look_s, self._taken = task, time.monotonic(), 0.0, _processor_s(self._process)
+        self.peer.send(task)
+
+    def computed_s(self) -> float:
+        """Processor time that it has taken itself for its task, seconds."""
+        return _processor_s(self._process)[0] - self._taken[0]
+
+    def children_s(self) -> float:
+        """The same of processes that it has started."""
+        with suppress(psutil.Error):
+            living = sum(sum(_processor_s(child)) for child in self._process.children(recursive=True))
+            return _processor_s(self._process)[1] - self._taken[1] + living
+        return 0.0
+
+    def stand_still(self, now: float) -> None:
+        """Stops it, and its clock."""
+        self.still_since = now
+        signal_group(self.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Lets it go on, if it stands still."""
+        if self.still_since is not None:
+            self.began += time.monotonic() - self.still_since
+            self.still_since = None
+            signal_group(self.pid, signal.SIGCONT)
 
 
 @dataclass
@@ -94,6 +129,7 @@ class RewardHost:
         signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
         while self.rank.is_open:
             self._begin()
+            self._mind_clocks()
             peers = [self.rank, *(worker.peer for worker in self._workers.values())]
             unsent = [peer.socket for peer in peers if peer.has_unsent]
             readable: list[int | socket.socket] = [ended, *(peer.socket for peer in peers if peer.is_open)]
@@ -107,7 +143,6 @@ class RewardHost:
             for worker in list(self._workers.values()):
                 self._hear(worker)
             self._bury()
-            self._end_overdue()
             self._end_strays()
         for worker in list(self._workers.values()):
             self._kill(worker)
@@ -120,12 +155,17 @@ class RewardHost:
         while self.waiting:
             idle = next((worker for worker in self._workers.values() if worker.task is None and worker.peer.is_open), None)
             if idle is None:
-                slow = sum(worker.is_slow for worker in self._workers.values())
-                if len(self._workers) - min(slow, MOST_SLOW) >= self.limit:
+                if len(self._workers) - min(self._slow(), MOST_SLOW) >= self.limit:
                     return
                 idle = self._fork()
-            idle.task, idle.began = self.waiting.popleft(), time.monotonic()
-            idle.peer.send(idle.task)
+            idle.begin(self.waiting.popleft())
+
+    def _slow(self) -> int:
+        return sum(worker.is_slow for worker in self._workers.values())
+
+    def _others_wait(self) -> bool:
+        """Whether slow ones are to make room: there is a task for it, and there may be another worker."""
+        return bool(self.waiting) and self._slow() < self.limit + MOST_SLOW
 
     def _fork(self) -> _Worker:
         ours, theirs = socket.socketpair()
@@ -145,10 +185,10 @@ class RewardHost:
             return None
         now, soonest = time.monotonic(), float("inf")
         for worker in self._workers.values():
-            if worker.task:
+            if worker.task and worker.still_since is None:
                 soonest = min(soonest, worker.began + worker.task.seconds)
-                if not worker.is_slow and self.waiting:
-                    soonest = min(soonest, worker.began + self._slow_s())
+                if self._others_wait():
+                    soonest = min(soonest, worker.began + max(self._slow_s(), worker.look_s))
         return min(max(soonest - now, 0.0), 1.0)  # strays are looked for too
 
     def _slow_s(self) -> float:
@@ -160,6 +200,7 @@ class RewardHost:
             if worker.task is None or answer.number != worker.task.number:
                 worker.peer.is_open = False  # it says what it was not asked
                 break
+            worker.go_on()
             self._done += 1
             self._mean_s += (time.monotonic() - worker.began - self._mean_s) / self._done
             worker.task, worker.is_slow = None, False
@@ -191,21 +232,30 @@ class RewardHost:
                 worker.task = None
                 self.rank.send(answer)
 
-    def _end_overdue(self) -> None:
-        now = time.monotonic()
+    def _mind_clocks(self) -> None:
+        """Ends what is overdue, and has slow ones make room. Those that wait, e.g. for a server, are joined by others. Those that compute
+        stand still until nothing else is to begin: then all of these go on beside each other, and together take no longer than one. Those
+        whose own processes compute keep their places: they cannot be stopped, and with others beside them their own limits would hit them.
+        """
+        now, slow_s, others_wait = time.monotonic(), self._slow_s(), self._others_wait()
         for worker in list(self._workers.values()):
             if worker.task is None:
                 continue
-            if now >= worker.began + worker.task.seconds:
+            took = now - worker.began
+            if worker.still_since is not None:
+                if not others_wait:
+                    worker.go_on()
+            elif took >= worker.task.seconds:
                 self._answer(worker.task, {"timeout": worker.task.seconds})
                 worker.task = None
                 self._kill(worker)
-            elif not worker.is_slow and self.waiting and now >= worker.began + self._slow_s():
-                worker.is_slow = True
-                with suppress(OSError):
-                    os.setpriority(os.PRIO_PROCESS, worker.pid, LOW_PRIORITY)
-                    # Where the kernel groups processes by session, priorities count within a session alone.
-                    Path(f"/proc/{worker.pid}/autogroup").write_text(str(LOW_PRIORITY), encoding="ascii")
+            elif others_wait and took >= max(slow_s, worker.look_s):
+                worker.look_s = 2 * took
+                if worker.computed_s() >= slow_s:
+                    worker.is_slow = True
+                    worker.stand_still(now)
+                elif worker.computed_s() + worker.children_s() < took / 2:
+                    worker.is_slow = True
 
     def _kill(self, worker: _Worker) -> None:
         """A worker with all that it started; what comes up from there is a stray."""
@@ -234,6 +284,14 @@ class RewardHost:
                 with suppress(ChildProcessError):
                     os.waitpid(pid, os.WNOHANG)
         return False
+
+
+def _processor_s(process: psutil.Process) -> tuple[float, float]:
+    """Processor time that a process has taken, and its children that have ended, seconds; 0 if it is gone."""
+    with suppress(psutil.Error):
+        times = process.cpu_times()
+        return times.user + times.system, times.children_user + times.children_system
+    return 0.0, 0.0
 
 
 def _children() -> set[int]:

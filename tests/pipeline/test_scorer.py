@@ -274,6 +274,21 @@ def test_slow_ones_do_not_hold_up_the_others(registry: Registry) -> None:
         scorer.close()
 
 
+def test_slow_ones_that_compute_go_on_behind_the_others(registry: Registry) -> None:
+    """More of them than workers, with a deadline far away: all others are scored, and one of them that is right gets its reward."""
+    scorer = Scorer(replace(Config(), plugins=(PLUGIN,), reward=RewardConfig("each", 2, 600.0)), registry)
+    try:
+        for one in (group(0, ["1"] * 20), group(1, ["spin", "compute 1", "spin"]), group(2, ["1"] * 100)):
+            scorer.submit(one)
+        until = time.monotonic() + 120
+        while len(scorer._answers) < 121 and time.monotonic() < until:
+            time.sleep(0.05)
+            scorer._take()
+        assert len(scorer._answers) == 121  # all but those that spin
+    finally:
+        scorer.close()
+
+
 def test_nothing_is_left_at_the_end(registry: Registry) -> None:
     """Workers in the middle of an answer, and what they started, end with their scorer."""
     reward = RewardConfig("each", 2, 600.0)
