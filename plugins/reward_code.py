@@ -20,18 +20,17 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
-from rlbatch.api import ConfigError, Configurable, Count, CountOrZero, DataError, Range, Reward, RewardError, RewardSpec, Sample, hookimpl
+from rlbatch.api import ConfigError, Configurable, Count, DataError, Range, Reward, RewardError, RewardSpec, Sample, hookimpl
 from rlbatch.api import Seconds as Limit
 from rlbatch.api.values import option
 
 from .code_sandbox.labels import Checks, checks_of
-from .code_sandbox.sandbox import MIB, Limits, SandboxError, converse, interpreter, missing, run
+from .code_sandbox.sandbox import MIB, SETUP_S, Limits, SandboxError, converse, interpreter, missing, run
 
 FOLDER = Path(__file__).parent / "code_sandbox"
 GUARDS = ("user", "files", "processes", "network", "memory", "syscalls")
@@ -55,7 +54,6 @@ class Options:
     )
     languages: tuple[str, ...] = option(("python", "py", "python3"), "Names of fences that hold a program.")
     show: tuple[str, ...] = option((), "Folders that programs see, beside the system's, e.g. of a compiler.")
-    parallel: CountOrZero = option(0, "Answers that are judged at once; 0: this process's processors.")
     partial: bool = option(False, "The share of tests of standard input that pass, in the place of 1 or 0.")
     solution_seconds: float = option(10.0, "How long submit runs the labels' solutions against their tests, the first rows first; 0: not.")
     allow_weaker: tuple[str, ...] = option(
@@ -153,8 +151,7 @@ def build(options: Options) -> Reward:
     check_machine(options)
 
     def code(samples: Sequence[Sample]) -> list[float]:
-        with ThreadPoolExecutor(options.parallel or len(os.sched_getaffinity(0))) as pool:
-            return list(pool.map(lambda sample: _score(sample, options), samples))
+        return [_score(sample, options) for sample in samples]
 
     return code
 
@@ -167,6 +164,11 @@ def _score(sample: Sample, options: Options) -> float:
     except SandboxError as error:
         raise RewardError(f"reward=code: prompt {sample.prompt.prompt_id} sample {sample.sample_index} was not run: {error}") from error
     return passed if options.partial else float(passed == 1.0)
+
+
+def deadline_s(options: Options) -> float:
+    """Of an answer: beyond what its programs may take."""
+    return options.answer_seconds + options.seconds + 2 * SETUP_S
 
 
 def check_machine(options: Options) -> None:
@@ -216,4 +218,4 @@ def check_label(options: Options, label: Any) -> None:
 @hookimpl
 def rlbatch_register_rewards() -> Mapping[str, Configurable]:
     """Supplies ``code``."""
-    return {"code": RewardSpec(build, Options, check_label=check_label, scope="rank")}
+    return {"code": RewardSpec(build, Options, check_label=check_label, scope="sample", timeout_s=deadline_s)}

@@ -113,6 +113,8 @@ class Registry:
         self.ranks_per_engine(config)
         check_plugins(config, self.rollouts, self.advantages, self.losses, self.filters)
         rollout, algorithm, sampling = config.rollout, config.algorithm, config.sampling
+        for name, one in config.data.sets.items():
+            _completed(self.rewards, one.reward or "", {}, f"data.sets.{name}.reward")
         sets = {
             name: dataclasses.replace(
                 each, reward_options=_completed(self.rewards, each.reward, each.reward_options, f"eval.sets.{name}.reward")
@@ -213,6 +215,10 @@ class Registry:
     def reward_scope(self, name: str, options: Mapping[str, Any]) -> Scope:
         """What one call of a reward gets, and where; see ``RewardSpec``."""
         return reward_parts.scope_of(self.rewards, name, options)
+
+    def reward_deadline(self, name: str, options: Mapping[str, Any]) -> float:
+        """Seconds that a call of a reward may take, if ``reward.timeout_s`` does not say it."""
+        return reward_parts.deadline_of(self.rewards, name, options)
 
     def build_filters(self, config: Config) -> dict[str, GroupFilter]:
         """The group filters in order, ready to be called; raises as ``build_reward``."""

@@ -30,7 +30,7 @@ def build(rewards: Table, name: str, options: Mapping[str, Any], within: tuple[s
         return cast(Reward, rewards.built(name, options, "samples"))
     built = {}
     for part, (reward, given) in parts.items():
-        if rewards[reward].value.scope == "rank":
+        if rewards.named(reward, f"reward={name}: the part {part}: reward").value.scope == "rank":
             raise ConfigError(f"reward={name}: the part {part} is reward={reward}, which runs in the rank alone. Name another reward.")
         built[part] = build(rewards, reward, given, (*within, name))
     return cast(Reward, rewards.built(name, options, "samples", built))
@@ -53,6 +53,17 @@ def scope_of(rewards: Table, name: str, options: Mapping[str, Any]) -> Scope:
         return "rank"
     parts = (_parts(rewards, name, options) or {}).values()
     return "group" if any(scope_of(rewards, reward, given) == "group" for reward, given in parts) else spec.scope
+
+
+def deadline_of(rewards: Table, name: str, options: Mapping[str, Any]) -> float:
+    """Seconds that a call may take: at least what all its parts may."""
+    entry = rewards[name]
+    own = entry.value.timeout_s
+    if callable(own):
+        parsed = entry.parse(options, rewards.key)
+        with foreign_code(f"reward={name}", "its timeout_s", error_type=ConfigError):
+            own = own(parsed)
+    return max(float(own), sum(deadline_of(rewards, *part) for part in (_parts(rewards, name, options) or {}).values()))
 
 
 def label_check(rewards: Table, name: str, options: Mapping[str, Any]) -> Callable[[Any], None]:

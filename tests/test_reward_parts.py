@@ -1,4 +1,4 @@
-"""What a reward says of a response beside its reward: its final answer."""
+"""What a reward says beside its reward: the final answer of a response, and how long it may take."""
 
 from __future__ import annotations
 
@@ -52,3 +52,14 @@ def test_what_a_reward_says_is_the_answer(tmp_path: Path) -> None:
     assert answers("number", "so 1/2", "0.50", "nothing") == ["1/2", "1/2", None]
     with pytest.raises(RewardError, match="reward=plain: its answer must be a text or None, is int"):
         answers("plain", "bad")
+
+
+def test_how_long_a_reward_may_take() -> None:
+    """What it says, or says of its options; one that is made of others has the time of all of them."""
+    registry = load_plugins()
+    assert registry.reward_deadline("math", {}) == 10.0
+    slow = {"answer_seconds": 500.0}
+    assert registry.reward_deadline("code", slow) >= 500.0 + 10.0
+    parts = {"code": {"options": slow}, "math": {}}
+    assert registry.reward_deadline("composite", {"parts": parts}) == registry.reward_deadline("code", slow) + 10.0
+    assert registry.reward_deadline("composite", {"parts": {"math": {}}}) == 120.0

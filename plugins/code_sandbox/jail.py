@@ -231,6 +231,7 @@ class Jail:
         }
         if job["limit_addresses"]:
             limits[resource.RLIMIT_AS] = job["memory"]
+        limits[resource.RLIMIT_DATA] = resource.getrlimit(resource.RLIMIT_DATA)[1]  # a worker's own bound is none of its programs
         for kind, most in limits.items():
             allowed = resource.getrlimit(kind)[1]
             most = most if allowed == resource.RLIM_INFINITY else min(most, allowed)

@@ -81,6 +81,9 @@ def _add(tests: Checks, label: Any) -> None:
 
 def _add_mapping(tests: Checks, label: Mapping[str, Any]) -> None:
     tests.entry = _first(label, ENTRIES) or tests.entry
+    for name in SOLUTIONS:
+        if not isinstance(label.get(name, ""), str | None):
+            raise ValueError(f"has a `{name}` of type {type(label[name]).__name__}: it must be a text. Correct the prompt file.")
     tests.solution = _first(label, SOLUTIONS) or tests.solution
     for name in SETUPS:
         if setup := label.get(name):

@@ -57,7 +57,8 @@ class RewardSpec(Configurable):
         parts: Given the options: other rewards that this one is made of, name of the part -> name and options of its reward. ``build`` then
             takes the options and name of the part -> reward. Their labels are checked, and they may not be ``rank``.
         unscored: What becomes of samples without a verdict if ``reward.on_timeout`` does not say it.
-        timeout_s: Deadline of a call, seconds, if ``reward.timeout_s`` does not say it.
+        timeout_s: Deadline of a call, seconds, or what gives it for the options, if ``reward.timeout_s`` does not say it. Of one that is
+            made of others: the least.
         answer: Given the options and a sample: its final answer, or None; see ``AnswerReader``. By default the whole response.
     """
 
@@ -67,7 +68,7 @@ class RewardSpec(Configurable):
     is_light: bool = False
     parts: Callable[[Any], Mapping[str, tuple[str, Mapping[str, Any]]]] | None = None
     unscored: Literal["zero", "drop_group"] = "zero"
-    timeout_s: float = 60.0
+    timeout_s: float | Callable[[Any], float] = 60.0
     answer: Callable[[Any, Any], str | None] = whole_response
 
 

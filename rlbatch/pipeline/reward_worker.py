@@ -33,7 +33,7 @@ class Scoring:
             most = psutil.Process().memory_info().data + int(self.setup.memory_gib * 2**30)
             allowed = resource.getrlimit(resource.RLIMIT_DATA)[1]
             most = most if allowed == resource.RLIM_INFINITY else min(most, allowed)
-            resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+            resource.setrlimit(resource.RLIMIT_DATA, (most, allowed))  # a reward may give what it starts a limit of its own
 
     def __call__(self, payload: bytes) -> bytes:
         """What is said to a task: ``rewards``, ``parts`` and ``answers``, or what is wrong."""

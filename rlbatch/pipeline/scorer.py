@@ -95,7 +95,7 @@ class Scorer:
         specs = {key: registry.rewards[name].value for key, (name, _) in rewards.items()}
         self._unscored = {key: self._config.on_timeout or spec.unscored for key, spec in specs.items()}
         self.may_drop = "drop_group" in (self._config.on_error, *(self._unscored[key] for key in trained))
-        self._limits = {key: self._config.timeout_s or spec.timeout_s for key, spec in specs.items()}
+        self._limits = {key: self._config.timeout_s or registry.reward_deadline(*said) for key, said in rewards.items()}
         served = {key: said for key, said in rewards.items() if scopes[key] != "rank"}
         at_once = self._config.workers or min(max(workers, 1), MOST_WORKERS)
         self._setup = Setup(config.plugins, served, config.seed, at_once, self._config.memory_gib)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
-from rlbatch.api import ConfigError, DataError, Prompt, RewardError, Sample
+from rlbatch.api import ConfigError, DataError, Prompt, RewardError, Sample, SampleGroup
+from rlbatch.config.schema import Config, RewardConfig
+from rlbatch.pipeline.scorer import Scorer
 from rlbatch.registry import load_plugins
 from rlbatch_plugins.code_sandbox.labels import checks_of
 from rlbatch_plugins.code_sandbox.sandbox import interpreter
@@ -36,8 +40,8 @@ def verdict(program: str, label: Any, **options: Any) -> float:
 
 
 def test_answers_are_scored_in_order_and_a_label_as_text_is_one() -> None:
-    """Several at once; the label as verl's files have it, as JSON in a text."""
-    reward = load_plugins().build_reward("code", {"parallel": 4})
+    """The label as verl's files have it, as JSON in a text."""
+    reward = load_plugins().build_reward("code", {})
     label = json.dumps({"inputs": ["3\n", "4\n"], "outputs": ["6\n", "8"]})
     empty = torch.zeros(0)
     answers = ["```python\nprint(int(input()) * 2)\n```", "```python\nprint(6)\n```", "no program", ""]
@@ -105,6 +109,7 @@ def test_the_forms_of_labels() -> None:
         (["assert f(1) ==="], "label has a test that is no Python (SyntaxError"),
         ([3], "label has a test of type int"),
         ({"inputs": ["1"], "outputs": ["2"], "test": "assert f(1)"}, "label has several kinds of tests"),
+        ({"inputs": ["1"], "outputs": ["1"], "solution": ["print(1)"]}, "label has a `solution` of type list: it must be a text"),
     ],
 )
 def test_labels_without_tests_are_refused(label: Any, message: str) -> None:
@@ -220,6 +225,42 @@ def test_partial_and_time() -> None:
     assert verdict("print(input())", label, partial=True, answer_seconds=1e-9) == 0.0
     assert verdict("def f():\n    while True: pass", ["assert f() == 1"], seconds=1.0) == 0.0
     assert verdict("def f(): return 1", ["assert f() == 1\nwhile True: pass"], seconds=1.0) == 0.0
+
+
+RIGHT = "print(int(input()) * 2)"
+ATTACKS = {
+    "loop": "while True: pass",
+    "forks": "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
+    "parent": "import os\nos.kill(os.getppid(), 9)\nos.kill(-1, 9)",
+    "worker": "import os\nfor pid in range(1, 99999):\n    try: os.kill(pid, 9)\n    except OSError: pass",
+    "verdict": """for number in range(3, 99):
+    try: __import__("os").write(number, b'{"rewards": [1.0], "parts": [{}], "answers": []}')
+    except OSError: pass
+print('{"rewards": [1.0]}')""",
+    "daemon": "import os, time\nif not os.fork():\n    os.setsid()\n    if not os.fork(): time.sleep(600)\n    os._exit(0)",
+    "none": "",
+}
+
+
+def test_workers_judge_and_attacks_cost_their_own_answer() -> None:
+    """While others are generated; the memory of a program is its own limit, not its worker's; nothing is left."""
+    options = {"seconds": 2.0, "memory_mib": 512}
+    reward = RewardConfig("code", 2, memory_gib=0.1, options=options)
+    scorer = Scorer(replace(Config(), reward=reward), load_plugins())
+    programs = [RIGHT, *ATTACKS.values(), f"held = bytearray(300 * 2**20)\n{RIGHT}", RIGHT]
+    prompt = Prompt(0, "", (), label={"inputs": ["3\n", "4\n"], "outputs": ["6\n", "8\n"]})
+    empty = torch.zeros(0)
+    group = SampleGroup(prompt, [Sample(prompt, place, empty, empty, empty, program, "stop") for place, program in enumerate(programs)])
+    try:
+        scorer.submit(group)
+        assert scorer._host is not None
+        host = psutil.Process(scorer._host.pid)
+        scorer.finish([group])
+        assert group.rewards == [1.0, *[0.0] * len(ATTACKS), 1.0, 1.0]
+        assert (group.failures, scorer.counts) == ([""] * len(programs), {})
+        assert not [child for worker in host.children() for child in worker.children(recursive=True)]
+    finally:
+        scorer.close()
 
 
 def test_other_languages_by_a_command() -> None:

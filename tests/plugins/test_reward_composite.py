@@ -46,7 +46,7 @@ def test_its_calls_are_as_wide_as_its_parts_need() -> None:
         ({"parts": {"number": {"weight": 0}}}, "all weights are 0"),
         ({"parts": {"number": {"weight": 0.5}}, "combine": "product"}, "must be 1 in a product"),
         ({"parts": {"total": NUMBER}}, r"parts\.total"),
-        ({"parts": {"nmber": {}}}, "reward=nmber: unknown"),
+        ({"parts": {"nmber": {}}}, "reward=composite: the part nmber: reward=nmber: unknown"),
         ({"parts": {"form": {"reward": "regex"}}}, r"pattern: has 0 characters"),
         ({"parts": {"more": {"reward": "composite", "options": {"parts": {"number": {}}}}}}, "a part of itself"),
         ({"parts": {"number": {"wieght": 1}}}, "wieght: unknown key. Did you mean"),
