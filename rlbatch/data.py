@@ -127,12 +127,13 @@ def look(one: PromptSet, config: Config, registry: Registry, tokenizer: PreTrain
     report, checks, batch = Report(), RowChecks(config, registry), list[PromptRow]()
     started = time.monotonic()
     for row in islice(_rows(one, report), one.most or None):
+        report.labels[json_type(row.label)] += 1
+        report.rewards[row.reward_name or config.reward.name] += 1
         try:
             checks.check(row, one.data)
         except DataError as error:
             report.refuse(row.place, error)
-        report.labels[json_type(row.label)] += 1
-        report.rewards[row.reward_name or config.reward.name] += 1
+            continue
         if time.monotonic() - started < TOKENIZE_S:
             batch.append(row)
         if len(batch) == BATCH_ROWS:

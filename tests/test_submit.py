@@ -158,6 +158,7 @@ def test_nothing_embedded_for_a_model_of_ones_own(
         ),
         (["mode=eval", "checkpoint.load=absent"], "/absent: there is no such folder."),
         (["data.train=rewards.jsonl"], "rewards.jsonl:1: reward `nope` is unknown. Known: "),
+        (["data.train=", "data.sets.a.path=one.jsonl", "data.sets.a.reward=nope"], "data.sets.a.reward=nope: unknown. "),
         (
             ["data.train=one.jsonl"],
             "train.prompts_per_step=64: must be at most the prompts of data.train (1). Use 1 or less, or add prompts.",

@@ -10,7 +10,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
@@ -24,7 +25,7 @@ from rlbatch.config.schema import Config, DataConfig
 from rlbatch.datasets.jsonl import json_type
 from rlbatch.pipeline.acceptance import round_size
 from rlbatch.pipeline.model_folder import TOKENIZER, TOKENIZER_CONFIG, end_tokens, load_tokenizer, unseen_end
-from rlbatch.pipeline.prompt_file import USUAL_LABEL_FIELDS, PromptRow, RowReader, usual_names, value_names
+from rlbatch.pipeline.prompt_file import USUAL_LABEL_FIELDS, PromptRow, RowReader, find_value, usual_names, value_names
 from rlbatch.pipeline.prompt_sets import PromptSet
 from rlbatch.pipeline.prompts import LongPrompts, prompt_limit, tokenize_rows
 from rlbatch.registry import Registry
@@ -56,10 +57,11 @@ class RowChecks:
             raise DataError(
                 f"{row.place}: reward `{row.reward_name}` is unknown. Known: {', '.join(sorted(known))}; others need plugins=[...]."
             )
+        takes = self._label_check(name)
         try:
-            self._label_check(name)(row.label)
+            takes(row.label)
         except DataError as error:
-            raise DataError(f"{row.place}: {error}{_inner_label(data.label_key or 'label', row.label)}") from error
+            raise DataError(f"{row.place}: {error}{_inner_label(data.label_key or 'label', row.label, takes)}") from error
         kind, place = self._kinds.setdefault(name, (json_type(row.label), row.place))
         if kind != json_type(row.label):
             raise DataError(
@@ -84,14 +86,26 @@ class CheckedRows:
 
 
 def check_rows(config: Config, registry: Registry, one: PromptSet) -> CheckedRows:
-    """Reads a data set: all of it, or of a large one what a few seconds allow; raises as ``RowReader.read`` and ``RowChecks.check``."""
+    """Reads a data set: all of it, or of a large one what a few seconds allow; raises as ``RowReader.read``, and as ``RowChecks.check``: of
+    several rows that cannot be used the first, and how many they are.
+    """
     checks, likeliest, started = RowChecks(config, registry), _Likeliest(), time.thread_time()
+    first, unusable, is_whole = "", 0, True
     for count, row in enumerate(islice(RowReader(one.data, one.reward).read(one.paths), one.most or None), start=1):
-        checks.check(row, one.data)
+        try:
+            checks.check(row, one.data)
+        except DataError as error:
+            first, unusable = first or str(error), unusable + 1
         likeliest.add(row)
         if count % 1024 == 0 and time.thread_time() - started > READ_S:
-            return CheckedRows(likeliest.rows(), count, is_whole=False)
-    return CheckedRows(likeliest.rows(), count, is_whole=True)
+            is_whole = False
+            break
+    if unusable > 1:
+        read = "rows" if is_whole else "rows that were read"
+        first += f" {unusable} of {count} {read} cannot be used: `python -m rlbatch.data` tells all reasons."
+    if unusable:
+        raise DataError(first)
+    return CheckedRows(likeliest.rows(), count, is_whole)
 
 
 def check_count(config: Config, sets: Sequence[PromptSet], checked: Sequence[CheckedRows]) -> None:
@@ -188,10 +202,13 @@ def _characters(row: PromptRow) -> int:
     return len(row.prompt) if isinstance(row.prompt, str) else sum(len(message["content"]) for message in row.prompt)
 
 
-def _inner_label(key: str, label: Any) -> str:
-    """A hint for labels that lie in an object."""
-    names = usual_names(list(value_names(label, f"{key}.")), USUAL_LABEL_FIELDS) if isinstance(label, Mapping) else []
-    return f" Or set data.label_key={names[0]}." if names else ""
+def _inner_label(key: str, label: Any, takes: Callable[[Any], None]) -> str:
+    """A hint for labels that lie in an object: the first of the usual fields that the reward would take."""
+    for name in usual_names(list(value_names(label)), USUAL_LABEL_FIELDS) if isinstance(label, Mapping) else []:
+        with suppress(DataError):
+            takes(find_value(label, name))
+            return f" Or set data.label_key={key}.{name}."
+    return ""
 
 
 def _check_end(tokenizer: PreTrainedTokenizerBase, family: ModelFamily, folder: Path) -> None:

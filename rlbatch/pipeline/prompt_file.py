@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -24,6 +25,7 @@ from rlbatch.datasets.records import read_records
 USUAL_PROMPT_FIELDS = ("prompt", "question", "problem", "input", "query", "instruction", "messages")
 USUAL_LABEL_FIELDS = ("label", "ground_truth", "answer", "solution", "target", "output")
 SHOWN_NAMES = 12
+FLOAT64_MAX = int(sys.float_info.max)
 FORMATS: Mapping[str, tuple[str, str]] = {
     "plain": ("prompt", "label"),
     "verl": ("prompt", "reward_model.ground_truth"),
@@ -67,7 +69,7 @@ class RowReader:
     """
 
     def __init__(self, data: DataConfig, reward: str = "") -> None:
-        self._data, self._reward = data, reward
+        self._data, self._reward, self._curriculum = data, reward, Curriculum(data.curriculum)
         self._keys: tuple[str, str] | None = None
 
     @property
@@ -76,7 +78,7 @@ class RowReader:
         data = self._data
         if data.metadata_keys is None:
             return None
-        own = (data.prompt_key, data.label_key, data.reward_key, *data.metadata_keys)
+        own = (data.prompt_key, data.label_key, data.reward_key, data.curriculum, *data.metadata_keys)
         return top_columns([*own, *(key for pair in FORMATS.values() for key in pair)])
 
     def read(self, paths: Sequence[Path]) -> Iterator[PromptRow]:
@@ -102,7 +104,7 @@ class RowReader:
         prompt = _field(place, "data.prompt_key", prompt_key, fields, fields, USUAL_PROMPT_FIELDS)
         others = {name: value for name, value in fields.items() if name != prompt_key}
         label = _field(place, "data.label_key", label_key, fields, others, USUAL_LABEL_FIELDS)
-        named = _find(fields, data.reward_key) if data.reward_key else ""
+        named = find_value(fields, data.reward_key) if data.reward_key else ""
         reward_name = "" if named in (None, _MISSING) else named
         if not isinstance(reward_name, str):
             raise DataError(
@@ -114,6 +116,8 @@ class RowReader:
             name: value for name, value in others.items() if name not in (label_key, data.reward_key) and (kept is None or name in kept)
         }
         checked = _with_roles(place, data, _check_prompt(place, prompt_key, prompt))
+        if data.curriculum:
+            self._curriculum.value(place, fields)
         if data.format == "slime" and path.suffix != ".parquet" and json_type(label) == "a number":
             label = str(label)  # as slime reads jsonl
         return PromptRow(path, line, checked, label, reward_name or self._reward, metadata)
@@ -124,9 +128,28 @@ def read_prompt_rows(paths: Path | Sequence[Path], data: DataConfig, most: int =
     return list(islice(RowReader(data).read([paths] if isinstance(paths, Path) else paths), most or None))
 
 
-def column_value(place: str, option: str, key: str, fields: Mapping[str, Any]) -> Any:
-    """A column of a row, or a field of an object in it; raises DataError if it has none."""
-    return _field(place, option, key, fields, fields, ())
+class Curriculum:
+    """The column by which a set is ordered: numbers in all rows, or texts."""
+
+    def __init__(self, column: str) -> None:
+        self._column, self._kind, self._first = column, "", ""
+
+    def value(self, place: str, fields: Mapping[str, Any]) -> int | float | str:
+        """That of a row.
+
+        Raises:
+            DataError: the row has none, or one of another type than the rows before.
+        """
+        value = _field(place, "data.curriculum", self._column, fields, fields, ())
+        self._kind, self._first = (self._kind, self._first) if self._kind else (json_type(value), place)
+        if isinstance(value, bool) or not isinstance(value, (int, float, str)) or json_type(value) != self._kind:
+            raise DataError(
+                f"{place}: `{self._column}` (data.curriculum) is {json_type(value)}: must be a number in all rows, or a string in all rows"
+                f"{f', as at {self._first}' if place != self._first else ''}. Correct it, or choose another column."
+            )
+        if isinstance(value, int) and abs(value) > FLOAT64_MAX:
+            raise DataError(f"{place}: `{self._column}` (data.curriculum) must be within float64 (1.8e308). Write a smaller number.")
+        return value
 
 
 def top_columns(keys: Iterable[str | None]) -> tuple[str, ...]:
@@ -139,7 +162,7 @@ def _keys(data: DataConfig, fields: Mapping[str, Any]) -> tuple[str, str]:
     """Columns of prompt and label."""
     names = list(FORMATS) if data.format == "auto" else [data.format]
     pairs = [(data.prompt_key or FORMATS[name][0], data.label_key or FORMATS[name][1]) for name in names]
-    return next((pair for pair in pairs if all(_find(fields, key) is not _MISSING for key in pair)), pairs[0])
+    return next((pair for pair in pairs if all(find_value(fields, key) is not _MISSING for key in pair)), pairs[0])
 
 
 def _with_roles(place: str, data: DataConfig, prompt: str | tuple[Mapping[str, str], ...]) -> str | tuple[Mapping[str, str], ...]:
@@ -190,7 +213,7 @@ def _check_values(place: str, fields: Mapping[str, Any]) -> None:
 
 def _field(place: str, option: str, key: str, fields: Mapping[str, Any], eligible: Mapping[str, Any], usual: tuple[str, ...]) -> Any:
     """A row's value; the message for a missing one names the field that was probably meant: a similar or a usual one."""
-    value = _find(fields, key)
+    value = find_value(fields, key)
     if value is not _MISSING:
         return value
     present = list(value_names(eligible))
@@ -201,14 +224,14 @@ def _field(place: str, option: str, key: str, fields: Mapping[str, Any], eligibl
     raise DataError(f"{place}: no field `{key}` ({option}); has {has or 'no other field'}. Add it, or {fix}.")
 
 
-def _find(value: Any, key: str) -> Any:
-    """The value of a field, or of one in an object; a field whose own name has the dots wins."""
+def find_value(value: Any, key: str) -> Any:
+    """The value of a field, or of one in an object; a field whose own name has the dots wins. ``_MISSING``: there is none."""
     if not isinstance(value, dict):
         return _MISSING
     if key in value:
         return value[key]
     parts = key.split(".")
-    found = (_find(value.get(".".join(parts[:count])), ".".join(parts[count:])) for count in range(len(parts) - 1, 0, -1))
+    found = (find_value(value.get(".".join(parts[:count])), ".".join(parts[count:])) for count in range(len(parts) - 1, 0, -1))
     return next((item for item in found if item is not _MISSING), _MISSING)
 
 

@@ -54,11 +54,12 @@ def training_sets(config: Config, run_dir: Path) -> list[PromptSet]:
 
 def held_out_sets(config: Config, run_dir: Path) -> Iterator[tuple[PromptSet, Config]]:
     """Each evaluation set, with the config whose reward and longest response are the set's."""
+    data = dataclasses.replace(config.data, curriculum="")
     for name, each in eval_sets(config).items():
         reward = RewardConfig(each.reward, options=each.reward_options) if each.reward else config.reward
         rollout = dataclasses.replace(config.rollout, max_response_tokens=each.max_response_tokens or 0)
         paths = files_of(each.file, run_dir, "eval")
-        one = PromptSet(key_of(name, "file"), "", each.file, paths, config.data, most=each.prompts, limit_key=limit_key(config, name))
+        one = PromptSet(key_of(name, "file"), "", each.file, paths, data, most=each.prompts, limit_key=limit_key(config, name))
         yield one, dataclasses.replace(config, reward=reward, rollout=rollout)
 
 

@@ -17,15 +17,14 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from rlbatch.api import DataError, ModelFamily, Prompt
+from rlbatch.api import ModelFamily, Prompt
 from rlbatch.checkpoint.identity import prompts_identity
 from rlbatch.config.schema import Config
-from rlbatch.datasets.jsonl import json_type
 from rlbatch.datasets.records import read_records
 from rlbatch.datasets.stored import StoredFile, StoredRows, store_files
 from rlbatch.pipeline.first_rank import on_first_rank
 from rlbatch.pipeline.prompt_check import RowChecks
-from rlbatch.pipeline.prompt_file import RowReader, column_value, top_columns
+from rlbatch.pipeline.prompt_file import Curriculum, RowReader, top_columns
 from rlbatch.pipeline.prompt_order import PromptOrder, SetOrder
 from rlbatch.pipeline.prompt_sets import PromptSet, training_sets
 from rlbatch.pipeline.prompts import BATCH_ROWS, LongPrompts, make_prompt, prompt_limit, tokenize_rows
@@ -262,21 +261,11 @@ def _save_values(one: PromptSet, path: Path) -> str:
     column = one.data.curriculum
     if not column:
         return ""
-    values: list[Any] = []
-    kind, first = "", ""
+    curriculum, values = Curriculum(column), list[Any]()
     for source in one.paths:
         for line, fields in read_records(source, top_columns([column])):
-            place = f"{source}:{line}"
-            value = column_value(place, "data.curriculum", column, fields)
-            is_orderly = isinstance(value, (int, float, str)) and not isinstance(value, bool)
-            kind, first = (kind, first) if kind else (json_type(value), place)
-            if not is_orderly or json_type(value) != kind:
-                raise DataError(
-                    f"{place}: `{column}` (data.curriculum) is {json_type(value)}: must be a number in all rows, or a string in all rows"
-                    f"{f', as at {first}' if place != first else ''}. Correct it, or choose another column."
-                )
-            values.append(value)
-    array = np.array(values, np.float64) if kind == "a number" else np.unique(np.array(values), return_inverse=True)[1]
+            values.append(curriculum.value(f"{source}:{line}", fields))
+    array = np.unique(np.array(values), return_inverse=True)[1] if isinstance(values[0], str) else np.array(values, np.float64)
     with path.open("wb") as file:
         np.save(file, array)
     return str(path)

@@ -65,6 +65,12 @@ def test_labels_that_a_reward_does_not_take(tmp_path: Path) -> None:
     message = refused(["reward=number", "data.label_key=reward_model"], path)
     assert message.startswith(f"{path}:2: reward=number: label {{'style': 'rule-v2', 'ground_truth': '2'}} has no number")
     assert message.endswith("Or set data.label_key=reward_model.ground_truth.")
+    inner = {"text": "a", "solution": "b"}
+    assert refused(["reward=number"], write(path, {"prompt": "a", "label": inner})).endswith("or choose another reward.")
+    several = [{"prompt": "a", "label": label} for label in ("1", "x", "2", "y")]
+    message = refused(["reward=number"], write(path, *several))
+    assert message.startswith(f"{path}:2: reward=number: label 'x' has no number")
+    assert message.endswith(" 2 of 4 rows cannot be used: `python -m rlbatch.data` tells all reasons.")
     (tmp_path / "choice.py").write_text(PLUGIN)
     plugins = (str(tmp_path / "choice.py"),)
     rows = [{"prompt": "a", "label": "E"}, {"prompt": "a", "label": "E", "reward": "letter"}]

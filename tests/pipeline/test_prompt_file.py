@@ -254,3 +254,24 @@ def test_rewards_of_rows_and_sets(tmp_path: Path) -> None:
     assert [row.reward_name for row in read_prompt_rows(path, replace(DATA, reward_key="by"))] == ["", "other"]
     first, _ = read_prompt_rows(path, replace(DATA, reward_key=""))
     assert (first.reward_name, first.metadata) == ("", {"reward": "own"})
+
+
+@pytest.mark.parametrize(
+    ("level", "message"),
+    [
+        ("high", r"p\.jsonl:2: `level` \(data\.curriculum\) is a string: must be a number in all rows, .*, as at .*p\.jsonl:1"),
+        (True, r"p\.jsonl:2: `level` \(data\.curriculum\) is a boolean"),
+        (None, r"p\.jsonl:2: `level` \(data\.curriculum\) is null"),
+        (10**400, r"p\.jsonl:2: `level` \(data\.curriculum\) must be within float64"),
+    ],
+)
+def test_a_curriculum_needs_one_type(level: Any, message: str, tmp_path: Path) -> None:
+    """Both places are told; so is a column that is not there, also of parquet that is read by columns."""
+    path = write(tmp_path / "p.jsonl", {"prompt": "a", "label": "", "level": 1}, {"prompt": "a", "label": "", "level": level})
+    with pytest.raises(DataError, match=message):
+        read_prompt_rows(path, replace(DATA, curriculum="level"))
+    with pytest.raises(DataError, match=r"p\.jsonl:1: no field `levle` \(data\.curriculum\); has `level`, .* set data\.curriculum=level"):
+        read_prompt_rows(path, replace(DATA, curriculum="levle"))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": "a", "label": "b", "level": 3}]), tmp_path / "p.parquet")
+    (row,) = read_prompt_rows(tmp_path / "p.parquet", replace(DATA, curriculum="level", metadata_keys=()))
+    assert row.metadata == {}

@@ -153,24 +153,6 @@ def test_names_of_rewards_are_known_before_the_first_step(model: Path, tmp_path:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize(
-    ("level", "message"),
-    [
-        ("high", r"p\.jsonl:2: `level` \(data\.curriculum\) is a string: must be a number in all rows, .*, as at .*p\.jsonl:1"),
-        (True, r"p\.jsonl:2: `level` \(data\.curriculum\) is a boolean"),
-        (None, r"p\.jsonl:2: `level` \(data\.curriculum\) is null"),
-    ],
-)
-def test_a_curriculum_needs_one_type(level: Any, message: str, model: Path, tmp_path: Path) -> None:
-    """Both places are told; so is a column that is not there."""
-    path = write(tmp_path / "p.jsonl", {"prompt": "a", "label": "", "level": 1}, {"prompt": "a", "label": "", "level": level})
-    with pytest.raises(DataError, match=message):
-        opened(compose([f"data.train={path}", "data.curriculum=level"]), tmp_path, model)
-    with pytest.raises(DataError, match=r"p\.jsonl:1: no field `levle` \(data\.curriculum\); has `level`, .* set data\.curriculum=level"):
-        opened(compose([f"data.train={path}", "data.curriculum=levle"]), tmp_path, model)
-
-
-@pytest.mark.usefixtures("alone")
 def test_large_sets_have_an_identity_too(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By their files and some rows: the same if moved or compressed, another if a row, or what the template makes of it, differs."""
     monkeypatch.setattr(prompt_store, "IDENTITY_ROWS", 2)
