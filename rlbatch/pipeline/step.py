@@ -30,15 +30,8 @@ from rlbatch.pipeline.updates import Update, plan_updates, shuffled_groups
 
 
 def train_step(job: Job, step: int) -> tuple[StepResult, list[SampleGroup], list[float]] | None:
-    """Generates, scores and updates, unless the job has to stop before the update.
-
-    Args:
-        job: This rank's part of the job.
-        step: From 1.
-
-    Returns:
-        The step's metrics (the same on every rank), this rank's groups, and the mean advantage of each of their samples. None, on every
-        rank: the job has to stop, and the policy is that of the last step.
+    """Generates, scores and updates; ``step`` is from 1. Returns the step's metrics (the same on every rank), this rank's groups, and the
+    mean advantage of each of their samples. None, on every rank: the job has to stop before the update, with the last step's policy.
     """
     config, clock = job.config, PhaseClock()
 
