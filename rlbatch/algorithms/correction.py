@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from rlbatch.algorithms.aggregate import loss_weights
-from rlbatch.api import Microbatch
+from rlbatch.api import Microbatch, of_one_rank
 from rlbatch.config.schema import CorrectionConfig
 
 MAX_LOG_RATIO = 20.0
@@ -61,8 +61,9 @@ class _Pack:
         lengths: [N] float64, sampled tokens of each sequence.
     """
 
-    def __init__(self, microbatch: Microbatch) -> None:
+    def __init__(self, microbatch: Microbatch, over_ranks: Callable[[Tensor], Tensor]) -> None:
         assert microbatch.old_logprobs is not None
+        self._over_ranks = over_ranks
         self.sampled = microbatch.loss_mask > 0
         self.d = (microbatch.old_logprobs.double() - microbatch.rollout_logprobs.double()).where(self.sampled, 0.0)
         self.lengths = microbatch.sampled_tokens.double()
@@ -71,7 +72,7 @@ class _Pack:
     def total(self, values: Tensor) -> Tensor:
         """[T] -> [N]: the sum over a sequence's sampled tokens."""
         values = values.double().where(self.sampled, 0.0)
-        return values.new_zeros(len(self.lengths)).index_add(0, self._ids, values)
+        return self._over_ranks(values.new_zeros(len(self.lengths)).index_add(0, self._ids, values))
 
     def mean(self, values: Tensor) -> Tensor:
         """[T] -> [N]; 0 for a sequence without a sampled token."""
@@ -96,14 +97,15 @@ def rejects(correction: CorrectionConfig) -> bool:
     return bool(_rules(correction)) or correction.veto is not None or correction.opsm_delta is not None
 
 
-def correct(microbatch: Microbatch, correction: CorrectionConfig) -> Corrected:
-    """Weights and what is kept of a whole pack, before context parallelism slices it.
+def correct(microbatch: Microbatch, correction: CorrectionConfig, over_ranks: Callable[[Tensor], Tensor] = of_one_rank) -> Corrected:
+    """Weights and what is kept of a pack; T may be a context-parallel rank's part.
 
     Args:
         microbatch: With old log-probs, and advantages if there is an ``opsm_delta``.
         correction: What to do.
+        over_ranks: See ``Sequences``.
     """
-    pack = _Pack(microbatch)
+    pack = _Pack(microbatch, over_ranks)
     kept = pack.sampled
     for name, bound in _rules(correction).items():
         kind, over = name.split("_")
@@ -116,7 +118,14 @@ def correct(microbatch: Microbatch, correction: CorrectionConfig) -> Corrected:
     return Corrected(_weights(pack, correction).where(kept, 0.0), kept.float())
 
 
-def with_denominator_of_kept(weights: Tensor, kept: Tensor, microbatch: Microbatch, aggregation: str, ratio: float) -> Tensor:
+def with_denominator_of_kept(
+    weights: Tensor,
+    kept: Tensor,
+    microbatch: Microbatch,
+    aggregation: str,
+    ratio: float,
+    over_ranks: Callable[[Tensor], Tensor] = of_one_rank,
+) -> Tensor:
     """Weights that turn the mean over all that was sampled into one over what is kept.
 
     Args:
@@ -125,11 +134,12 @@ def with_denominator_of_kept(weights: Tensor, kept: Tensor, microbatch: Microbat
         microbatch: The same pack.
         aggregation: ``algorithm.loss_aggregation``.
         ratio: Of the update's denominators, before over after rejection; any if nothing is kept.
+        over_ranks: As for ``correct``.
 
     Returns:
         [T] as ``weights``.
     """
-    pack = _Pack(microbatch)
+    pack = _Pack(microbatch, over_ranks)
     before = loss_weights(microbatch.loss_mask, microbatch.sequence_ids, microbatch.sampled_tokens, aggregation).double()
     after = loss_weights(kept, microbatch.sequence_ids, pack.total(kept).float(), aggregation).double()
     return weights * (after / before.where(pack.sampled, 1.0)) * ratio
@@ -195,13 +205,13 @@ def mismatch_sums(microbatch: Microbatch, correction: CorrectionConfig) -> tuple
     """What ``mismatch`` is made of, to be added up over all packs of a step; whether it is corrected or not.
 
     Args:
-        microbatch: As for ``correct``.
+        microbatch: Whole, as for ``correct``.
         correction: What is done.
 
     Returns:
         Sums [12] float64, and the largest ratio [] float64 (0: there is no token), of which the largest is taken.
     """
-    pack, corrected = _Pack(microbatch), correct(microbatch, correction)
+    pack, corrected = _Pack(microbatch, of_one_rank), correct(microbatch, correction)
     ratio, weight, rejected = _ratio(pack.d), corrected.weights, pack.sampled & (corrected.kept == 0)
     rows = (pack.lengths > 0).double()
     per_token = (pack.sampled, -pack.d, _KINDS["k3"](pack.d), ratio, ratio.square(), weight, weight.square(), rejected)

@@ -1,25 +1,27 @@
 """What an update minimises: policy loss + kl_loss_coef x KL - entropy_coef x entropy, every term with the same weights and denominator.
 
-Only the policy loss is corrected for what engine and trainer disagree on (``rlbatch.algorithms.correction``).
+Only the policy loss is corrected for what engine and trainer disagree on (``rlbatch.algorithms.correction``). A microbatch without old
+log-probs is of the step's first update: they are its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rlbatch.algorithms.aggregate import loss_weights
+from rlbatch.algorithms.correction import correct, is_on, with_denominator_of_kept
 from rlbatch.algorithms.kl import kl_penalty
 from rlbatch.api import Microbatch, PluginError, PolicyLoss, PolicyLossInputs, PolicyLossOutputs, Sequences, of_one_rank
-from rlbatch.config.schema import AlgorithmConfig
+from rlbatch.config.schema import AlgorithmConfig, CorrectionConfig
 from rlbatch.foreign_code import foreign_code
 
-SUMS = ("loss", "policy_loss", "ppo_kl", "kl", "entropy", "clip_fraction", "rollout_difference")
-"""What ``LossPart.sums`` holds, in this order; all but the first two are sums over unmasked tokens, the last of those that are not old."""
+SUMS = ("loss", "policy_loss", "ppo_kl", "kl", "entropy", "clip_fraction")
+"""What ``LossPart.sums`` holds, in this order; all but the first two are sums over unmasked tokens."""
 
 
 class LossPart(NamedTuple):
@@ -43,10 +45,14 @@ class Objective:
     Attributes:
         algorithm: Coefficients and aggregation.
         policy_loss: The plugin.
+        correction: What the policy loss is multiplied with.
+        kept_ratio: Of the update's denominators, before over after rejection; for ``correction.denominator=kept`` alone.
     """
 
     algorithm: AlgorithmConfig
     policy_loss: PolicyLoss
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    kept_ratio: float = 1.0
 
     def __call__(
         self,
@@ -63,7 +69,7 @@ class Objective:
         Args:
             logprobs: [T] float32 nats, carries the gradient; T may be a context-parallel rank's part.
             entropy: [T] float32 nats, carries the gradient.
-            microbatch: The same tokens; has old log-probs, and reference log-probs if the KL is measured.
+            microbatch: The same tokens; has old log-probs unless they are ``logprobs``, and reference log-probs if the KL is measured.
             denominator: Of the whole update, all ranks together.
             over_ranks: See ``Sequences``.
 
@@ -79,7 +85,7 @@ class Objective:
         own = logprobs.detach().requires_grad_(logprobs.requires_grad)
         losses, clipped = self._policy(own, old, microbatch, over_ranks)
         losses, clipped = losses.where(keep, 0.0).float(), clipped.where(keep, 0).float()
-        policy_loss = (_corrected(losses, microbatch.correction) * weights).sum()
+        policy_loss = (self._corrected(losses, replace(microbatch, old_logprobs=old), over_ranks) * weights).sum()
         derivatives = self._derivatives(policy_loss, own).where(keep, 0.0)
         total = -self.algorithm.entropy_coef * entropy
         kl = torch.zeros_like(entropy)
@@ -89,8 +95,7 @@ class Objective:
                 total = total + self.algorithm.kl_loss_coef * kl
         # Value and gradient of the policy loss, without its graph.
         loss = policy_loss.detach() + ((logprobs - logprobs.detach()) * derivatives).sum() + (total * weights).sum()
-        difference = (logprobs - microbatch.rollout_logprobs).abs().where(_lags(microbatch) == 0, 0.0)
-        per_token = [values.where(keep, 0.0).sum(dtype=torch.float64) for values in (old - logprobs, kl, entropy, clipped, difference)]
+        per_token = [values.where(keep, 0.0).sum(dtype=torch.float64) for values in (old - logprobs, kl, entropy, clipped)]
         values = {
             "log-prob": logprobs,
             "entropy": entropy,
@@ -126,7 +131,7 @@ class Objective:
                 over_ranks,
             ),
             ref_logprobs=None if microbatch.ref_logprobs is None else microbatch.ref_logprobs.where(microbatch.loss_mask > 0, 0.0),
-            lags=_lags(microbatch).clone(),
+            lags=torch.zeros_like(microbatch.token_ids) if microbatch.lags is None else microbatch.lags.clone(),
         )
         with foreign_code(f"algorithm.loss={self.algorithm.loss}", on=f"a pack of {len(logprobs)} tokens"):
             answer: Any = self.policy_loss(given)
@@ -146,6 +151,17 @@ class Objective:
                 raise self._error(f"{name} is of {values.dtype}", "Return torch.float32.")
         return answer.losses, answer.clipped.detach()
 
+    def _corrected(self, losses: Tensor, microbatch: Microbatch, over_ranks: Callable[[Tensor], Tensor]) -> Tensor:
+        """What has weight 0 is replaced, not multiplied with it: an infinite loss there is none."""
+        if not is_on(self.correction):
+            return losses
+        factors, kept = correct(microbatch, self.correction, over_ranks)
+        if self.correction.denominator == "kept":
+            aggregation, ratio = self.algorithm.loss_aggregation, self.kept_ratio
+            factors = with_denominator_of_kept(factors, kept, microbatch, aggregation, ratio, over_ranks)
+        factors = factors.float()
+        return losses.where(factors > 0, 0.0) * factors
+
     def _derivatives(self, policy_loss: Tensor, logprobs: Tensor) -> Tensor:
         """[T] by the log-probs; a loss that does not depend on them would leave the policy to the other terms."""
         if not logprobs.requires_grad:
@@ -157,12 +173,3 @@ class Objective:
 
     def _error(self, found: str, fix: str) -> PluginError:
         return PluginError(f"algorithm.loss={self.algorithm.loss}: {found}. {fix}")
-
-
-def _lags(microbatch: Microbatch) -> Tensor:
-    return torch.zeros_like(microbatch.token_ids) if microbatch.lags is None else microbatch.lags
-
-
-def _corrected(losses: Tensor, correction: Tensor | None) -> Tensor:
-    """What has weight 0 is replaced, not multiplied with it: an infinite loss there is none."""
-    return losses if correction is None else losses.where(correction > 0, 0.0) * correction

@@ -78,7 +78,7 @@ class AdvantageSpec(Configurable):
 
     Attributes:
         min_group_size: Least ``algorithm.group_size``: 2 of one that compares the samples of a prompt.
-        needs_reference: Whether it reads ``AdvantageInputs.old_logprobs`` and ``ref_logprobs``.
+        needs_reference: Whether it reads ``AdvantageInputs.old_logprobs`` and ``ref_logprobs``: both then have a forward pass of their own.
     """
 
     options: type = NoOptions

@@ -199,9 +199,9 @@ class Microbatch:
         sequence_ids: [T] int64, the token's sequence, from 0.
         sampled_tokens: [N] float32, unmasked tokens of each sequence.
         truncated: [N] bool, whether the sequence was cut at the length limit.
-        old_logprobs: [T] float32 nats, by the policy before this step's first update; None before they are computed.
+        old_logprobs: [T] float32 nats, by the policy before this step's first update; None before they are computed, which for that
+            update's own packs may be in its forward pass.
         ref_logprobs: [T] float32 nats, by the reference model; None if nothing needs them.
-        correction: [T] float32, what the policy loss of each token is multiplied with (``correction.*``); None: nothing is.
         kept: What each of the T tokens was chosen from: all log-probs are of the distribution over these alone; None: the whole vocabulary.
         lags: [T] int64, how many policy versions (optimizer updates) before the step's first one each token was sampled; 0 where masked;
             None: 0 everywhere.
@@ -217,7 +217,6 @@ class Microbatch:
     truncated: Tensor
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
-    correction: Tensor | None = None
     kept: KeptTokens | None = None
     lags: Tensor | None = None
 

@@ -217,7 +217,8 @@ class AlgorithmConfig:
         None, "With overlong_penalty: over how many tokens before rollout.max_response_tokens it grows from 0; null: a fifth of them."
     )
     old_logprobs: Literal["recompute", "rollout"] = key(
-        "recompute", "Old log-probs: the trainer's, by a forward pass of their own, or those of the engine, without that pass."
+        "recompute",
+        "Old log-probs: the trainer's, by the first update's own forward pass and one for the samples of later ones, or the engine's.",
     )
 
 

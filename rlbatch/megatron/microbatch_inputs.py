@@ -27,7 +27,6 @@ PER_TOKEN = (
     "sequence_ids",
     "old_logprobs",
     "ref_logprobs",
-    "correction",
     "lags",
 )
 """Fields of a ``Microbatch`` that concern single tokens, and what the loss sees of them."""

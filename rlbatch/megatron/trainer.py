@@ -125,17 +125,28 @@ class Trainer(Policy):
             return output.sum(), torch.tensor(0, dtype=torch.int), output[0].float()
 
         packs = self._inputs(microbatches)
-        outputs = self._run(packs, [keep] * len(packs), forward_only=True)
+        return self._whole(microbatches, packs, self._run(packs, [keep] * len(packs), forward_only=True))
+
+    def _whole(self, microbatches: Sequence[Microbatch], packs: Sequence[MicrobatchInputs], outputs: Sequence[Tensor]) -> list[Tensor]:
+        """What ``logprobs`` returns, of the [T_local] of each pack that the last stage has."""
         whole = [pack.restore(self._from_last_stage(outputs[i] if outputs else None, pack.local_tokens)) for i, pack in enumerate(packs)]
         return [values[: len(mb.token_ids)].where(mb.loss_mask.cpu() > 0, 0.0) for values, mb in zip(whole, microbatches, strict=True)]
 
-    def update(self, microbatches: Sequence[Microbatch], objective: Objective, denominator: float) -> dict[str, float]:
+    def update(
+        self,
+        microbatches: Sequence[Microbatch],
+        objective: Objective,
+        denominator: float,
+        known: Callable[[list[Tensor]], None] | None = None,
+    ) -> dict[str, float]:
         """One optimizer step.
 
         Args:
             microbatches: As for ``logprobs``.
             objective: Loss of a microbatch.
             denominator: Of the whole update: all microbatches of all data-parallel ranks.
+            known: Told, on every rank, what ``logprobs`` would have returned, as the update's forward pass gave it: before anything is
+                changed, and what it raises ends the update.
 
         Returns:
             ``SUMS`` over all ranks (as sums), ``grad_norm`` and ``lr``.
@@ -145,7 +156,7 @@ class Trainer(Policy):
             PluginError: on every rank, the policy loss answered tensor-parallel ranks differently; nothing was changed.
             ModelError: on every rank, the optimizer made a weight that is not finite.
         """
-        sums, values = self._backward(microbatches, objective, denominator)
+        sums, values = self._backward(microbatches, objective, denominator, known)
         norm = norm_of_all(self._gradients.shards())
         if any_rank(not norm < MAX_GRADIENT_NORM or not all(map(math.isfinite, sums.values()))):
             where = "" if norm < MAX_GRADIENT_NORM else f" (the backward pass came first to {self._finite.first_gradient()})"
@@ -170,7 +181,11 @@ class Trainer(Policy):
         return self._backward(microbatches, objective, denominator)[0]
 
     def _backward(
-        self, microbatches: Sequence[Microbatch], objective: Objective, denominator: float
+        self,
+        microbatches: Sequence[Microbatch],
+        objective: Objective,
+        denominator: float,
+        known: Callable[[list[Tensor]], None] | None = None,
     ) -> tuple[dict[str, float], list[tuple[Mapping[str, Tensor], Tensor]]]:
         """``backward``, and for each microbatch what this rank's losses were made of, with its positions in the pack."""
         self._gradients.restore()
@@ -184,6 +199,8 @@ class Trainer(Policy):
             return part.loss, torch.tensor(0, dtype=torch.int), part
 
         parts: list[LossPart] = self._run(packs, [partial(loss_of, pack) for pack in packs], forward_only=False)
+        if known is not None:
+            known(self._whole(microbatches, packs, [part.values["log-prob"] for part in parts]))
         sums = (
             torch.stack([part.sums for part in parts]).sum(0) if parts else torch.zeros(len(SUMS), dtype=torch.float64, device=self._device)
         )

@@ -75,7 +75,7 @@ _DEFINED = (
     Tag(
         "train/rollout_logprob_diff_max",
         "nats",
-        "Trainer and engine log-probs: largest absolute difference; not with algorithm.old_logprobs=rollout.",
+        "Trainer and engine log-probs: largest absolute difference, of the same tokens.",
     ),
     Tag("mismatch/kl_k1", "nats", "KL of the engine to the trainer by k1: mean of engine's less trainer's log-prob."),
     Tag("mismatch/kl_k3", "nats", "The same by k3: mean of w - 1 - log(w), where w is trainer's over engine's probability of a token."),

@@ -70,7 +70,7 @@ def assemble(
     return Job(
         **vars(engine_job),
         estimator=registry.build_advantage(config.algorithm),
-        objective=Objective(config.algorithm, registry.build_loss(config.algorithm)),
+        objective=Objective(config.algorithm, registry.build_loss(config.algorithm), config.correction),
         prompts=train.prompts,
         prompts_identity=train.identity,
         order=train.order,

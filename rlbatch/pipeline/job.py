@@ -87,7 +87,7 @@ class Job(EngineJob):
         prompts_identity: Tells them from another run's.
         order: Which prompts a step takes.
         needs_reference: Whether log-probs of the reference model are computed.
-        needs_logprobs: Whether the estimator reads them, and the old policy's.
+        needs_logprobs: Whether the estimator reads them, and the old policy's, which are then computed before any update.
         health: Ends a run that would go on with values that are not finite, or learn nothing.
         filters: Of groups, by name, in order.
         waiting: Groups that the last step left to the next.

@@ -21,8 +21,9 @@ from rlbatch.megatron import parallel
 from rlbatch.megatron.finite import NotFinite
 from rlbatch.metrics.phases import PhaseClock
 from rlbatch.pipeline import step_metrics
-from rlbatch.pipeline.corrected import corrected
+from rlbatch.pipeline.corrected import with_kept_ratio
 from rlbatch.pipeline.exchange import Batch, all_gather_samples, deal, deal_values, exchange
+from rlbatch.pipeline.first_policy import FirstPolicy
 from rlbatch.pipeline.job import Job
 from rlbatch.pipeline.sample_finder import SampleFinder
 from rlbatch.pipeline.sampling import count_trained, take_groups, without_update
@@ -56,27 +57,27 @@ def train_step(job: Job, step: int) -> tuple[StepResult, list[SampleGroup], list
 
     with job.training():
         with clock.phase("logprobs"):
-            _add_logprobs(job, updates)
-            broken = finder.broken_logprobs(updates)
+            first = FirstPolicy(job, updates, finder)
+            first.score()
         with clock.phase("exchange"):
-            advantages = None if broken else _advantages(job, finder, updates)
+            advantages = None if first.broken else _advantages(job, finder, updates)
         with clock.phase("update"):
             job.trainer.next_learning_rate()
-            if advantages is None:
-                job.health.pass_over(f"log-probs of step {step} must be finite: {broken}", planned)
-            made = [] if advantages is None else _update(job, step, _epochs(job, step, updates, trained, advantages), finder, planned)
+            made = [] if advantages is None else _update(job, step, trained, planned, first, advantages)
+            if first.broken:
+                job.health.pass_over(f"log-probs of step {step} must be finite: {first.broken}", planned)
+                advantages = None
 
     metrics = (
         step_metrics.samples(batch, advantages)
         | step_metrics.verdicts(job, taken.groups)
         | step_metrics.updates(made, planned, with_kl=job.needs_reference)
-        | ({} if advantages is None else step_metrics.rollout_mismatch(config, updates, advantages, made))
+        | first.metrics
         | ({**taken.metrics, **of_sampling} if taken.metrics else {})
         | step_metrics.generation(job)
-        | step_metrics.speed(job, batch, clock)
+        | step_metrics.speed(job, batch, clock, first.scored)
         | step_metrics.memory(clock)
     )
-    step_metrics.check_logprob_difference(config, metrics)
     step_metrics.check_clip_fraction(config, metrics)
     job.stopping.step_done()
     shown = [math.nan if advantages is None else float(advantages[i].mean()) for i in batch.own]
@@ -102,37 +103,27 @@ def _epochs(job: Job, step: int, updates: Sequence[Update], batch: Batch, advant
             yield update.with_advantages(advantages)
 
 
-def _update(job: Job, step: int, updates: Iterator[Update], finder: SampleFinder, planned: int) -> list[tuple[Update, dict[str, float]]]:
+def _update(
+    job: Job, step: int, batch: Batch, planned: int, first: FirstPolicy, advantages: Advantages
+) -> list[tuple[Update, dict[str, float]]]:
     """Each update that was made, with what ``Trainer.update`` returned. One whose values are not finite is not made: the run ends, or
-    passes over it.
+    passes over it; over all of them if the first one finds log-probs that are not.
     """
     made = []
-    for number, update in enumerate(updates, start=1):
-        packs = corrected([pack.microbatch for pack in update.packs], job.config.correction, job.config.algorithm.loss_aggregation)
+    for number, update in enumerate(_epochs(job, step, first.updates, batch, advantages), start=1):
+        packs = [pack.microbatch for pack in update.packs]
+        known = partial(first.known, advantages) if number == 1 else None
         try:
-            result = job.trainer.update(packs, job.objective, update.denominator)
+            result = job.trainer.update(packs, with_kept_ratio(job.objective, packs), update.denominator, known)
         except NotFinite as error:
+            if first.broken:
+                return []
             which = f"update {number} of {planned} of step {step} must be finite, {error.found}"
-            job.health.pass_over(f"{which}: {finder.first(update, error.token)}")
+            job.health.pass_over(f"{which}: {first.finder.first(update, error.token)}")
         else:
             job.health.updated()
             made.append((update, result))
     return made
-
-
-def _add_logprobs(job: Job, updates: Sequence[Update]) -> None:
-    """Old log-probs into all packs, by the policy before the first update, and the reference's where something needs them."""
-    microbatches = [pack.microbatch for update in updates for pack in update.packs]
-    if job.config.algorithm.old_logprobs == "rollout":
-        for microbatch in microbatches:
-            microbatch.old_logprobs = microbatch.rollout_logprobs
-    else:
-        for microbatch, values in zip(microbatches, job.trainer.logprobs(microbatches), strict=True):
-            microbatch.old_logprobs = values
-    if job.needs_reference:
-        with job.trainer.reference():
-            for microbatch, values in zip(microbatches, job.trainer.logprobs(microbatches), strict=True):
-                microbatch.ref_logprobs = values
 
 
 def _advantages(job: Job, finder: SampleFinder, updates: Sequence[Update]) -> Advantages:

@@ -10,13 +10,12 @@ import torch
 import torch.distributed as dist
 
 from rlbatch.algorithms.advantages import Advantages
-from rlbatch.api import PluginError, RolloutError, SampleGroup
+from rlbatch.api import Microbatch, PluginError, RolloutError, SampleGroup
 from rlbatch.collectives import gathered
 from rlbatch.config.schema import Config
 from rlbatch.megatron import parallel
 from rlbatch.metrics import mfu
 from rlbatch.metrics.phases import PhaseClock
-from rlbatch.pipeline import corrected
 from rlbatch.pipeline.exchange import Batch
 from rlbatch.pipeline.job import Job
 from rlbatch.pipeline.rollout import Work
@@ -84,21 +83,12 @@ def updates(made: Sequence[tuple[Update, Mapping[str, float]]], planned: int, *,
     return skipped | metrics | ({"train/kl": per_token("kl")} if with_kl else {})
 
 
-def rollout_mismatch(
-    config: Config, planned: Sequence[Update], advantages: Advantages, made: Sequence[tuple[Update, Mapping[str, float]]]
-) -> dict[str, float]:
-    """How far the engine's log-probs are from the trainer's, on the sampled tokens of all ranks, and what was corrected of it.
+def rollout_mismatch(microbatches: Sequence[Microbatch]) -> dict[str, float]:
+    """How far the engine's log-probs are from the trainer's, on the sampled tokens of all ranks; a collective.
 
     Args:
-        config: Of the job.
-        planned: The step's updates, of one epoch.
-        advantages: Of each sample.
-        made: As for ``updates``. With ``algorithm.old_logprobs=rollout`` only the first of them is computed by the weights that sampled: of
-            its tokens the mean difference is known, and nothing else.
+        microbatches: This rank's; their old log-probs are the trainer's.
     """
-    if config.algorithm.old_logprobs == "rollout":
-        return {"train/rollout_logprob_diff_mean": made[0][1]["rollout_difference"] / max(made[0][0].new_tokens, 1)} if made else {}
-    microbatches = [pack.microbatch for update in planned for pack in update.with_advantages(advantages).packs]
     sums, largest = torch.zeros(2, dtype=torch.float64), torch.zeros(1)
     for microbatch in microbatches:
         assert microbatch.old_logprobs is not None
@@ -108,7 +98,7 @@ def rollout_mismatch(
         largest = torch.maximum(largest, difference.max())
     dist.all_reduce(sums, group=parallel.dp_group())
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=parallel.dp_group())
-    return corrected.measured(microbatches, config.correction) | {
+    return {
         "train/rollout_logprob_diff_mean": float(sums[0] / sums[1].clamp(min=1.0)),
         "train/rollout_logprob_diff_max": float(largest),
     }
@@ -142,12 +132,19 @@ def check_clip_fraction(config: Config, metrics: Mapping[str, float]) -> None:
         )
 
 
-def speed(job: Job, batch: Batch, clock: PhaseClock) -> dict[str, float]:
-    """Times, throughput and model FLOPs utilisation."""
+def speed(job: Job, batch: Batch, clock: PhaseClock, scored: Sequence[Update]) -> dict[str, float]:
+    """Times, throughput and model FLOPs utilisation.
+
+    Args:
+        job: This rank's part of the job.
+        batch: The step's samples.
+        clock: Of the step.
+        scored: Updates whose samples had a forward pass for their old log-probs.
+    """
     seconds, world_size, lengths = clock.total(), job.config.layout.world_size, batch.lengths
     per_second = sum(lengths) / seconds
-    forwards = job.needs_reference + (job.config.algorithm.old_logprobs == "recompute")
-    flops = job.config.train.epochs * mfu.training_flops(job.family, lengths) + forwards * mfu.forward_flops(job.family, lengths)
+    forwards = [lengths[i] for update in scored for share in update.shares for i in share] + job.needs_reference * lengths
+    flops = job.config.train.epochs * mfu.training_flops(job.family, lengths) + mfu.forward_flops(job.family, forwards)
     trained = clock.seconds("logprobs", "update")
     return clock.tags() | {
         "time/step_s": seconds,

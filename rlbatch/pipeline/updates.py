@@ -42,7 +42,6 @@ class Update:
         packs: Of these samples; as many on every data-parallel rank, dummies included.
         denominator: Of the loss, over the samples of all ranks.
         tokens: Sampled tokens, of all ranks.
-        new_tokens: Those of them that the step's first policy sampled.
     """
 
     shares: Sequence[Sequence[int]]
@@ -50,7 +49,6 @@ class Update:
     packs: tuple[Pack, ...]
     denominator: float
     tokens: int
-    new_tokens: int
 
     def with_advantages(self, advantages: Advantages) -> Update:
         """The update with the advantages (of the whole batch) in its packs."""
@@ -58,8 +56,11 @@ class Update:
 
     def with_logprobs(self, name: str, logprobs: Mapping[int, Tensor]) -> Update:
         """The update with log-probs ([L_i] for each of its samples, by index in the batch) in its packs, as ``Microbatch.<name>``."""
-        filled = spread_over_packs(self.packs, [logprobs[i] for i in self.samples])
-        changes: list[dict[str, Any]] = [{name: values} for values in filled]
+        return self.with_values(name, spread_over_packs(self.packs, [logprobs[i] for i in self.samples]))
+
+    def with_values(self, name: str, values: Sequence[Tensor]) -> Update:
+        """The update with [T] for each of its packs, as ``Microbatch.<name>``."""
+        changes: list[dict[str, Any]] = [{name: of_pack} for of_pack in values]
         packs = [replace(pack, microbatch=replace(pack.microbatch, **new)) for pack, new in zip(self.packs, changes, strict=True)]
         return replace(self, packs=tuple(packs))
 
@@ -123,5 +124,4 @@ def _plan(batch: Batch, samples: list[int], config: Config, dp_rank: int, dp_siz
         tuple(pad_with_dummies(packs, most_packs, multiple)),
         denominator=denominator_of(sampled, config.algorithm.loss_aggregation, constant) or 1.0,  # all are left out: a loss of 0
         tokens=int(sampled.sum()),
-        new_tokens=int(batch.new_lengths[samples].sum()),
     )

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import AlgorithmConfig, Config, CorrectionConfig, LayoutConfig, TrainConfig
 from rlbatch.megatron import parallel
 from rlbatch.megatron.trainer import Trainer
-from rlbatch.pipeline.corrected import corrected
+from rlbatch.pipeline.corrected import with_kept_ratio
 from rlbatch.pipeline.packing import (
     Pack,
     assign_to_ranks,
@@ -120,20 +120,21 @@ def gradients_of(
     loss: str = "clip",
     options: Mapping[str, Any] = MappingProxyType({}),
     correction: CorrectionConfig | None = None,
+    old: Literal["moved", "before", "own"] = "moved",
 ) -> dict[str, torch.Tensor]:
-    """The same for a trainer that exists."""
+    """The same for a trainer that exists. Old log-probs are another policy's, or the trainer's: by a pass before the update, or its own."""
     algorithm = AlgorithmConfig(
         loss=loss, loss_aggregation=cast(Any, aggregation), loss_options=options, kl_loss=True, kl_loss_coef=0.3, entropy_coef=0.1
     )
-    objective = Objective(algorithm, plugins_of().build_loss(algorithm))
+    objective = Objective(algorithm, plugins_of().build_loss(algorithm), correction or CorrectionConfig())
     batches = [pack.microbatch for pack in packs]
-    for batch, old in zip(batches, trainer.logprobs(batches), strict=True):
-        batch.old_logprobs, batch.ref_logprobs, batch.rollout_logprobs = old - 0.05 * batch.loss_mask, 0.9 * old, 0.95 * old
-    if correction is not None:
-        for batch in batches:
-            assert batch.old_logprobs is not None
-            batch.rollout_logprobs = batch.old_logprobs + 0.4 * (3.0 * batch.token_ids + 1.0).sin() * batch.loss_mask
-        batches = corrected(batches, correction, aggregation)
+    for batch, values in zip(batches, trainer.logprobs(batches), strict=True):
+        before = values - 0.05 * batch.loss_mask if old == "moved" else values
+        batch.old_logprobs = None if old == "own" else before
+        batch.ref_logprobs, batch.rollout_logprobs = 0.9 * values, 0.95 * values
+        if correction is not None:
+            batch.rollout_logprobs = before + 0.4 * (3.0 * batch.token_ids + 1.0).sin() * batch.loss_mask
+    objective = with_kept_ratio(objective, batches)
     total = torch.tensor(sum(denominator(b.loss_mask, b.cu_seqlens, aggregation, 7.0) for b in batches))
     dist.all_reduce(total, group=parallel.dp_group())
     sums = trainer.backward(batches, objective, float(total))
@@ -143,11 +144,15 @@ def gradients_of(
 
 
 def gradients_of_each(
-    folder: str, layout: LayoutConfig, max_tokens: int, cases: Sequence[tuple[str, str, Mapping[str, Any], CorrectionConfig | None]]
+    folder: str,
+    layout: LayoutConfig,
+    max_tokens: int,
+    cases: Sequence[tuple[str, str, Mapping[str, Any], CorrectionConfig | None]],
+    old: Sequence[Literal["moved", "before", "own"]] = ("moved",),
 ) -> list[dict[str, torch.Tensor]]:
-    """``gradients`` for several losses: aggregation, name and options of each, and its correction."""
+    """``gradients`` for several losses: aggregation, name and options of each, and its correction; with each kind of old log-probs."""
     trainer, packs = build_trainer(Path(folder), layout), my_packs(layout, max_tokens)
-    return [gradients_of(trainer, packs, *case) for case in cases]
+    return [gradients_of(trainer, packs, *case, kind) for case in cases for kind in old]
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from rlbatch.algorithms.aggregate import denominator
-from rlbatch.algorithms.correction import correct, is_on, mismatch, mismatch_sums, rejects, with_denominator_of_kept
+from rlbatch.algorithms.correction import correct, is_on, mismatch, mismatch_sums, rejects
 from rlbatch.algorithms.objective import Objective
-from rlbatch.api import Microbatch, PolicyLossInputs, PolicyLossOutputs
+from rlbatch.api import Microbatch, PolicyLoss, PolicyLossInputs, PolicyLossOutputs
 from rlbatch.config.schema import AlgorithmConfig, CorrectionConfig, RejectConfig
 from rlbatch_plugins.loss_clip import ClipOptions, build_clip
 
@@ -70,13 +70,11 @@ def measured(pack: Microbatch, correction: CorrectionConfig) -> dict[str, float]
     return {tag.removeprefix("mismatch/"): value for tag, value in mismatch(sums, float(largest)).items()}
 
 
-def with_correction(pack: Microbatch, correction: CorrectionConfig, aggregation: str) -> Microbatch:
-    """As an update of this pack alone corrects it."""
-    weights, kept = correct(pack, correction)
-    if correction.denominator == "kept":
-        before, after = (denominator(mask, pack.cu_seqlens, aggregation) for mask in (pack.loss_mask, kept))
-        weights = with_denominator_of_kept(weights, kept, pack, aggregation, before / after if after else 0.0)
-    return replace(pack, correction=weights.float())
+def corrected(algorithm: AlgorithmConfig, loss: PolicyLoss, pack: Microbatch, correction: CorrectionConfig) -> Objective:
+    """Of an update of this pack alone."""
+    masks = pack.loss_mask, correct(pack, correction).kept
+    before, after = (denominator(mask, pack.cu_seqlens, algorithm.loss_aggregation) for mask in masks)
+    return Objective(algorithm, loss, correction, before / after if after else 0.0)
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case["id"] for case in CASES])
@@ -105,11 +103,11 @@ LOSSES = [case for case in CASES if "logprobs" in case]
 @pytest.mark.parametrize("case", LOSSES, ids=[case["id"] for case in LOSSES])
 def test_corrected_losses(case: dict[str, Any], of: str, aggregation: str) -> None:
     """Value and gradient of the clipped loss, over all that was sampled and over what is kept."""
-    pack = with_correction(pack_of(case), correction_of(case["correction"], denominator=of), aggregation)
+    pack, correction = pack_of(case), correction_of(case["correction"], denominator=of)
     logprobs = torch.tensor(case["logprobs"]).flatten().requires_grad_()
     algorithm = AlgorithmConfig(loss_aggregation=cast(Any, aggregation), eps_clip=0.2, eps_clip_high=0.28)
     total = denominator(pack.loss_mask, pack.cu_seqlens, aggregation)
-    part = Objective(algorithm, clip)(logprobs, torch.zeros_like(logprobs), pack, total)
+    part = corrected(algorithm, clip, pack, correction)(logprobs, torch.zeros_like(logprobs), pack, total)
     part.loss.backward()
     expected = case["expected"]["denominator"][of]
     assert float(part.loss.detach()) == pytest.approx(expected["loss"][aggregation], rel=1e-4, abs=1e-5)
@@ -215,9 +213,9 @@ def test_the_denominator_of_what_is_kept(random_cases: list[tuple[Microbatch, Co
         of_rows = [w.sum() / (k.sum() if aggregation == "sequence_mean" else 1) for w, k in rows]
         expected = 0.0 if not rows else weights.sum() / kept.sum() if aggregation == "token_mean" else np.mean(of_rows)
         total = denominator(pack.loss_mask, pack.cu_seqlens, aggregation) or 1.0
-        filled = with_correction(pack, replace(correction, denominator="kept"), aggregation)
+        objective = corrected(AlgorithmConfig(loss_aggregation=cast(Any, aggregation)), one, pack, replace(correction, denominator="kept"))
         logprobs = cast(torch.Tensor, pack.old_logprobs).clone().requires_grad_()
-        part = Objective(AlgorithmConfig(loss_aggregation=cast(Any, aggregation)), one)(logprobs, logprobs * 0, filled, total)
+        part = objective(logprobs, logprobs * 0, pack, total)
         assert float(part.sums[1]) == pytest.approx(expected, rel=1e-4)
 
 
@@ -246,19 +244,35 @@ def test_packing_does_not_matter(random_cases: list[tuple[Microbatch, Correction
         assert max(largest) == most
 
 
+@pytest.mark.parametrize("case", LOSSES, ids=[case["id"] for case in LOSSES])
+def test_an_update_may_correct_with_its_own_log_probs(case: dict[str, Any]) -> None:
+    """A pack without old log-probs takes those that it is given as they are: value, gradient and measures are bitwise the same."""
+    correction, algorithm = correction_of(case["correction"]), AlgorithmConfig(kl_loss=True, kl_loss_coef=0.3, entropy_coef=0.1)
+    pack = replace(pack_of(case), ref_logprobs=pack_of(case).rollout_logprobs)
+    parts, gradients = [], []
+    for old in (pack.old_logprobs, None):
+        logprobs = cast(torch.Tensor, pack.old_logprobs).clone().requires_grad_()
+        part = Objective(algorithm, clip, correction)(logprobs, logprobs * 0.1, replace(pack, old_logprobs=old), 11.0)
+        part.loss.backward()
+        parts.append(part)
+        gradients.append(cast(torch.Tensor, logprobs.grad))
+    assert torch.equal(parts[0].sums, parts[1].sums)
+    assert torch.equal(*gradients)
+    assert gradients[0].any()
+
+
 def test_an_infinite_loss_at_a_rejected_token_is_none() -> None:
     """What is rejected is replaced, not multiplied with 0."""
     case = next(case for case in LOSSES if case["id"].endswith("tis_and_geo"))
-    pack = with_correction(pack_of(case), correction_of(case["correction"]), "token_mean")
-    assert pack.correction is not None
-    gone = (pack.correction == 0) & (pack.loss_mask > 0)
+    pack, correction = pack_of(case), correction_of(case["correction"])
+    gone = (correct(pack, correction).weights == 0) & (pack.loss_mask > 0)
     assert gone.any()
 
     def broken(inputs: PolicyLossInputs) -> PolicyLossOutputs:
         return PolicyLossOutputs(clip(inputs).losses.where(~gone, torch.inf), torch.zeros_like(inputs.logprobs))
 
     logprobs = torch.tensor(case["logprobs"]).flatten().requires_grad_()
-    part = Objective(AlgorithmConfig(), broken)(logprobs, torch.zeros_like(logprobs), pack, 11.0)
+    part = Objective(AlgorithmConfig(), broken, correction)(logprobs, torch.zeros_like(logprobs), pack, 11.0)
     part.loss.backward()
     assert float(part.loss.detach()) != 0
     assert part.loss.isfinite()
@@ -270,10 +284,11 @@ def test_nothing_but_the_policy_loss_is_corrected() -> None:
     """KL and entropy terms of tokens with weight 0 stay."""
     pack = replace(pack_of(LOSSES[0]), ref_logprobs=pack_of(LOSSES[0]).rollout_logprobs)
     algorithm = AlgorithmConfig(kl_loss=True, kl_loss_coef=0.3, entropy_coef=0.1)
+    nothing = CorrectionConfig(weights="token", weight_limit="band", weight_low=1e6, weight_high=1e7)
     losses = []
-    for correction in (None, torch.zeros_like(pack.loss_mask)):
+    for correction in (CorrectionConfig(), nothing):
         logprobs = torch.tensor(LOSSES[0]["logprobs"]).flatten().requires_grad_()
-        part = Objective(algorithm, clip)(logprobs, logprobs * 0.1, replace(pack, correction=correction), 11.0)
+        part = Objective(algorithm, clip, correction)(logprobs, logprobs * 0.1, pack, 11.0)
         losses.append(part.sums[0] - part.sums[1])
-        assert (part.sums[1] == 0) == (correction is not None)
+        assert (part.sums[1] == 0) == (correction is nothing)
     assert float(losses[0]) == pytest.approx(float(losses[1]), rel=1e-6)

@@ -74,14 +74,18 @@ def followed(config: Config, run_dir: str, count: int) -> Followed:
     job, seen = job_of(config, run_dir), Followed()
     trainer_update, kept = job.trainer.update, {}
 
-    def update(microbatches: Any, *arguments: Any) -> dict[str, float]:
-        for m in microbatches:
-            difference = (m.old_logprobs - m.rollout_logprobs).abs()
-            for name, chosen in (("worst_new", m.lags == 0), ("worst_old", m.lags > 0)):
-                worst = float(difference.where(chosen & (m.loss_mask > 0), 0.0).max())
-                setattr(seen, name, max(getattr(seen, name), worst))
-            seen.most_lag = max(seen.most_lag, int(m.lags.max()))
-        return trainer_update(microbatches, *arguments)
+    def update(microbatches: Any, objective: Any, denominator: float, known: Any = None) -> dict[str, float]:
+        def told(own: list[torch.Tensor]) -> None:
+            for m, now in zip(microbatches, own, strict=True):
+                difference = ((now if m.old_logprobs is None else m.old_logprobs) - m.rollout_logprobs).abs()
+                for name, chosen in (("worst_new", m.lags == 0), ("worst_old", m.lags > 0)):
+                    worst = float(difference.where(chosen & (m.loss_mask > 0), 0.0).max())
+                    setattr(seen, name, max(getattr(seen, name), worst))
+                seen.most_lag = max(seen.most_lag, int(m.lags.max()))
+            if known is not None:
+                known(own)
+
+        return trainer_update(microbatches, objective, denominator, told)
 
     job.trainer.update = update
     for step in range(1, 1 + count):

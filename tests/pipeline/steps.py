@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlbatch.algorithms.objective import Objective
+from rlbatch.algorithms.correction import correct
+from rlbatch.algorithms.objective import LossPart, Objective
 from rlbatch.api import PluginError, PolicyLossInputs, PolicyLossOutputs, RlbatchError, RolloutError
 from rlbatch.config.compose import compose
 from rlbatch.config.schema import EMBEDDED, Config
@@ -133,29 +134,39 @@ class Passes:
     """What the updates of one step got on this rank.
 
     Attributes:
-        tokens: Of each update: (advantage, old, engine's, reference log-prob, weight) at each unmasked token, sorted.
+        tokens: Of each update: (advantage, old, engine's, reference log-prob, weight, log-prob now) at each unmasked token, sorted.
         scored: How often the trainer was asked for log-probs.
         metrics: Of the step.
+        had_old: Of each update, whether old log-probs were there before its forward pass.
     """
 
     tokens: list[list[tuple[float, ...]]]
     scored: int
     metrics: dict[str, float]
+    had_old: list[bool]
 
 
 def passes(config: Config, run_dir: str) -> Passes:
-    """One step."""
-    job, calls, seen = job_of(config, run_dir), count(), Passes([], 0, {})
+    """One step, whose reference model is loaded."""
+    job, calls, seen = job_of(config, run_dir), count(), Passes([], 0, {}, [])
     trainer_update, logprobs = job.trainer.update, job.trainer.logprobs
 
-    def update(microbatches: Any, *arguments: Any) -> dict[str, float]:
+    def update(microbatches: Any, objective: Any, denominator: float, known: Any = None) -> dict[str, float]:
         tokens: list[tuple[float, ...]] = []
-        for m in microbatches:
-            of_token = (m.advantages, m.old_logprobs, m.rollout_logprobs, m.ref_logprobs, m.correction)
-            values = [torch.zeros_like(m.loss_mask) if value is None else value for value in of_token]
-            tokens += map(tuple, torch.stack(values)[:, m.loss_mask > 0].T.tolist())
+
+        def told(own: list[torch.Tensor]) -> None:
+            for m, now in zip(microbatches, own, strict=True):
+                whole = replace(m, old_logprobs=now if m.old_logprobs is None else m.old_logprobs)
+                weights = correct(whole, config.correction).weights
+                values = (m.advantages, whole.old_logprobs, m.rollout_logprobs, m.ref_logprobs, weights.float(), now)
+                tokens.extend(map(tuple, torch.stack(values)[:, m.loss_mask > 0].T.tolist()))
+            if known is not None:
+                known(own)
+
+        seen.had_old.append(all(m.old_logprobs is not None for m in microbatches))
+        result = trainer_update(microbatches, objective, denominator, told)
         seen.tokens.append(sorted(tokens))
-        return trainer_update(microbatches, *arguments)
+        return result
 
     def scoring(microbatches: Any) -> list[torch.Tensor]:
         next(calls)
@@ -194,14 +205,26 @@ def reference_is_the_first_policy(config: Config, run_dir: str) -> dict[str, Any
     }
 
 
-def refused_step(config: Config, run_dir: str, count: int) -> str:
-    """The message of the RolloutError that ends one of the first steps; empty if none does."""
+def refused_step(config: Config, run_dir: str, count: int) -> tuple[str, int]:
+    """The message of the RolloutError that ends one of the first steps (empty if none does), and how many updates were made."""
     job = job_of(config, run_dir)
     try:
         run_steps(job, count)
     except RolloutError as error:
-        return str(error)
-    return ""
+        return str(error), job.trainer.policy_version
+    return "", job.trainer.policy_version
+
+
+def with_and_without_a_pass(config: Config, run_dir: str, count: int) -> list[tuple[list[dict[str, float]], dict[str, torch.Tensor], int]]:
+    """Steps of two jobs, the second with an estimator that asks for log-probs: metrics, weights, and how many packs were scored."""
+    seen = []
+    for is_asked in (False, True):
+        job = job_of(config, run_dir)
+        calls, logprobs = [], job.trainer.logprobs
+        job.trainer.logprobs = lambda microbatches, calls=calls, logprobs=logprobs: calls.extend(microbatches) or logprobs(microbatches)
+        metrics = run_steps(replace(job, needs_logprobs=is_asked), count).metrics
+        seen.append((metrics, {name: param.detach().clone() for name, param in job.trainer.params.items()}, len(calls)))
+    return seen
 
 
 def sync_stops_after_a_step(config: Config, run_dir: str) -> list[dict[str, float]]:
@@ -255,7 +278,8 @@ def lost_differently(config: Config, run_dir: str, size: float) -> tuple[str, in
 
 
 def not_finite(config: Config, run_dir: str, what: str, count: int) -> tuple[list[dict[str, float]], list[str], str, bool]:
-    """Steps in which one value is NaN on the last rank: of the policy loss (``loss``) after a while, or of the second step's log-probs.
+    """Steps in which one value is NaN on the last rank: of the policy loss (``loss``) after a while, or of the second step's log-probs, by
+    a pass before its updates, or by its first update (``own log-prob``).
 
     Returns:
         Metrics, what was told, the error that ended them, and whether the last error or step left all weights finite.
@@ -279,8 +303,18 @@ def not_finite(config: Config, run_dir: str, what: str, count: int) -> tuple[lis
             values[0][microbatches[0].loss_mask.argmax()] = torch.nan
         return values
 
+    class BrokenForward(Objective):
+        def __call__(self, logprobs: torch.Tensor, entropy: torch.Tensor, microbatch: Any, *arguments: Any) -> LossPart:
+            places = microbatch.loss_mask.nonzero().flatten()
+            is_second = microbatch.old_logprobs is None and job.trainer.policy_version == config.train.updates_per_step
+            if is_there and is_second and len(places) and not next(calls):
+                logprobs = logprobs.index_fill(0, places[:1], torch.nan)
+            return super().__call__(logprobs, entropy, microbatch, *arguments)
+
     if what == "loss":
         job = replace(job, objective=Objective(config.algorithm, broken_loss))
+    elif what == "own log-prob":
+        job = replace(job, objective=BrokenForward(config.algorithm, policy_loss))
     else:
         job.trainer.logprobs = broken_logprobs
     metrics, error = [], ""

@@ -28,7 +28,7 @@ def world_size(layout: str) -> int:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_first_update_has_ratio_one(layout: str, run_dir: Path, rank_pool) -> None:
-    """With old log-probs from a separate forward pass, every importance ratio of the first update is exactly 1; later ones are not."""
+    """Every importance ratio of the first update is exactly 1; later ones are not."""
     seen = rank_pool(world_size(layout)).run(steps.ratios, small_config(layout), str(run_dir))
     assert {ratio for first, _, _ in seen for ratio in first} == {1.0}
     assert any(ratio != 1.0 for _, later, _ in seen for ratio in later)
@@ -78,13 +78,16 @@ def test_trainer_and_engine_agree_on_a_part_of_the_vocabulary(layout: str, overr
 
 
 def test_the_agreement_check_sees_a_missing_weight_sync(run_dir: Path, rank_pool) -> None:
-    """With rollout.sync_weights=false the difference is far above 1e-4, and rollout.max_logprob_diff ends the run."""
-    message = rank_pool(2).run(steps.refused_step, small_config("ep2", "rollout.sync_weights=false"), str(run_dir), 1)[0]
-    assert message.startswith("rollout.max_logprob_diff=0.0001: trainer and engine differ by ")
+    """With rollout.sync_weights=false the difference is far above 1e-4, and rollout.max_logprob_diff ends the run before any update."""
+    for override in ("train.updates_per_step=1", "train.updates_per_step=2", "algorithm.old_logprobs=rollout"):
+        config = small_config("ep2", "rollout.sync_weights=false", override)
+        message, updates = rank_pool(2).run(steps.refused_step, config, str(run_dir), 1)[0]
+        assert message.startswith("rollout.max_logprob_diff=0.0001: trainer and engine differ by ")
+        assert updates == 0
     config = small_config("ep2", "rollout.sync_weights=false", "rollout.max_logprob_diff=null")
     [metrics] = rank_pool(2).run(steps.steps, config, str(run_dir), 1)[0].metrics
     assert metrics["train/rollout_logprob_diff_max"] > 100 * TOLERANCE
-    assert rank_pool(2).run(steps.refused_step, small_config("ep2"), str(run_dir), 1) == ["", ""]
+    assert rank_pool(2).run(steps.refused_step, small_config("ep2"), str(run_dir), 1) == [("", 2), ("", 2)]
 
 
 def test_the_agreement_check_sees_weights_that_are_one_step_old(run_dir: Path, rank_pool) -> None:
@@ -128,7 +131,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(layout: str, run_dir: Path, rank
         assert is_finite
 
 
-@pytest.mark.parametrize(("what", "skipped"), [("loss", 4), ("log-prob", 2)])
+@pytest.mark.parametrize(("what", "skipped"), [("loss", 4), ("log-prob", 2), ("own log-prob", 2)])
 def test_what_is_not_finite_can_be_left_out(what: str, skipped: int, run_dir: Path, rank_pool) -> None:
     """Updates that are left out are told and counted, and the others are made; NaN log-probs leave out the step's; then the run goes on."""
     config = small_config("ep2", "train.on_nonfinite=skip", "rollout.max_logprob_diff=1")
@@ -138,8 +141,13 @@ def test_what_is_not_finite_can_be_left_out(what: str, skipped: int, run_dir: Pa
         assert 6 > sum(counts) >= skipped
         assert all(("train/loss" in step) == (count < 2) for step, count in zip(metrics, counts, strict=True))
         assert re.match(
-            rf"train\.on_nonfinite=skip: .* of step \d must be finite.*: {SAMPLE}.*{what} nan: .* gave the last: left out$", told[0]
+            rf"train\.on_nonfinite=skip: .* of step \d must be finite.*: {SAMPLE}.*{what.split()[-1]} nan: .* gave the last: left out$",
+            told[0],
         )
+        if what != "loss":
+            assert counts == [0, 2, 0]
+            assert re.search(r"log-probs of step 2 must be finite: .* a forward pass gave the last", told[0])
+            assert ["mismatch/kl_k3" in step for step in metrics] == [True, False, True]
 
 
 @pytest.fixture(scope="module")
@@ -253,21 +261,55 @@ def test_the_teacher_is_the_reference(loss: str, run_dir: Path, rank_pool, other
 @pytest.mark.parametrize(("layout", "old"), [("dp2", "recompute"), ("ep2", "rollout")])
 def test_epochs_share_log_probs_and_advantages(layout: str, old: str, run_dir: Path, rank_pool) -> None:
     """Each pass has every token once, with the same old, engine's and reference log-probs, advantage and correction, whatever rank it is
-    on; in other updates. With the engine's log-probs as old ones only the reference's forward pass is run.
+    on; in other updates. The first one's old log-probs are of its own forward pass; with the engine's as old ones only the reference's
+    forward pass is run.
     """
     correction = ["correction.weights=token", "correction.weight_high=2"] if old == "recompute" else ["algorithm.old_logprobs=rollout"]
     config = small_config(layout, "train.epochs=2", "algorithm.kl_loss=true", *correction)
     ranks = rank_pool(2).run(steps.passes, config, str(run_dir))
-    updates = [sorted(token for rank in ranks for token in rank.tokens[number]) for number in range(4)]
+    updates = [sorted(token[:5] for rank in ranks for token in rank.tokens[number]) for number in range(4)]
     assert all(len(rank.tokens) == 4 for rank in ranks)
     assert sorted(updates[0] + updates[1]) == sorted(updates[2] + updates[3])
     assert updates[0] not in updates[2:]
     for rank in ranks:
         assert rank.scored == (2 if old == "recompute" else 1)
-        assert all(before == engines for tokens in rank.tokens for _, before, engines, _, _ in tokens) == (old == "rollout")
+        assert rank.had_old == [old == "rollout", True, True, True]
+        assert all(token[1] == token[5] for token in rank.tokens[0]) == (old == "recompute")
+        assert all(token[1] == token[2] for tokens in rank.tokens for token in tokens) == (old == "rollout")
         assert ("mismatch/kl_k3" in rank.metrics) == (old == "recompute")
         assert 0 < rank.metrics["train/rollout_logprob_diff_mean"] < TOLERANCE
         assert rank.metrics["train/skipped_updates"] == 0
+
+
+CORRECTED = ("correction.weights=sequence", "correction.weight_high=1.0000001", "correction.opsm_delta=0")
+MEASURED = ("algorithm.kl_loss=true", "algorithm.kl_loss_coef=0.1")
+"""The reference is then there, for an estimator that asks for log-probs."""
+
+
+@pytest.mark.parametrize(
+    ("layout", "overrides", "share"),
+    [
+        ("1 rank", ("train.updates_per_step=1", "train.epochs=2"), 0.5),
+        ("dp2", ("layout.cp_size=2", "train.updates_per_step=1", *CORRECTED), 0.5),
+        ("pp2", ("train.updates_per_step=2", *CORRECTED), 0.75),
+        ("tp2 ep2", ("train.updates_per_step=2", "algorithm.loss=gspo", "algorithm.loss_aggregation=sequence_mean"), 0.75),
+        ("dp2", ("train.updates_per_step=1", "correction.reject.k1_token=[0.9999999,1.0000001]", "correction.denominator=kept"), 1.0),
+        ("dp2", ("train.updates_per_step=1", "algorithm.kl_reward_coef=0.1"), 1.0),
+    ],
+)
+def test_no_forward_pass_is_made_twice(layout: str, overrides: tuple[str, ...], share: float, run_dir: Path, rank_pool) -> None:
+    """Two steps give bitwise the metrics and weights that they give with a pass for the old log-probs of all samples. Besides the
+    reference's pass there is one for the samples of later updates, or for all where something needs them before the loss.
+    """
+    config = small_config(layout, *MEASURED, "optimizer.lr=2e-2", *overrides)
+    for without, asked in rank_pool(world_size(layout)).run(steps.with_and_without_a_pass, config, str(run_dir), 2):
+        assert without[2] / asked[2] == pytest.approx(share, abs=0.1)
+        assert all(torch.equal(without[1][name], asked[1][name]) for name in asked[1])
+        for step, other in zip(without[0], asked[0], strict=True):
+            own = {tag: value for tag, value in step.items() if not tag.startswith(("time/", "perf/", "memory/", "rollout/"))}
+            assert own == {tag: other[tag] for tag in own}
+            assert own["train/grad_norm"] > 0
+            assert "mismatch/kl_k3" in own
 
 
 @pytest.mark.parametrize("recipe", group_files()["algorithm"])
