@@ -174,7 +174,7 @@ class EngineShape:
         offloaded_gib: Of the weights on each GPU, what the engine keeps in host memory instead, GiB.
         value_bytes: Of a weight that is not quantised; 0: as the trainer's.
         cached_bytes: Of a number in the cache; 0: as ``value_bytes``.
-        gone_options: Of ``rollout.options``, with what values weights are ``gone``.
+        gone_options: Of ``rollout.options``, with what values weights are ``gone``, on GPUs: on CPUs they stay.
         memory_option: Of ``rollout.engine``, what says ``memory_share``; empty: nothing does.
         context_option: Of ``rollout.engine``, what says ``context_tokens``.
         replicas_option: Of ``rollout.engine``, what says ``replicas``.

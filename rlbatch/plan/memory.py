@@ -194,7 +194,7 @@ def _engine(job: MemoryInputs) -> Mapping[str, Parts]:
         return _NOTHING
     weights, cache = {"engine's weights": memory.weights * GIB}, {"engine's cache": memory.cache * GIB}
     staying: Parts = {}
-    if shape.asleep == "gpu" or (shape.asleep == "host" and not job.on_gpu):
+    if shape.asleep == "gpu" or (not job.on_gpu and (shape.asleep == "host" or shape.gone_options)):  # nothing sleeps on CPUs
         share = engine_share_gib(job, trainer_gib(job)) if job.on_gpu and shape.fills_share and shape.memory_share < 1 else 0.0
         kept = max(memory.cache, share - memory.weights) if job.has_process else 0.0
         staying = weights | {"engine's cache": kept * GIB}

@@ -163,9 +163,10 @@ def test_engines_on_gpus_of_their_own() -> None:
     assert host(apart)["load"] == {"processes": 2 * PROCESS_GIB["gpu"] * GIB}
 
 
-def test_on_cpus_the_host_has_all() -> None:
-    """Weights, gradients and optimizer, and the engine, which does not sleep there."""
-    found = host(job(on_gpu=False, asleep="host"))
+@pytest.mark.parametrize("engine", [{"asleep": "host"}, {"asleep": "gone", "gone_options": {"sleep_level": 2}}], ids=["host", "gone"])
+def test_on_cpus_the_host_has_all(engine: dict[str, Any]) -> None:
+    """Weights, gradients and optimizer, and the engine, which does not sleep there, whatever it would do on GPUs."""
+    found = host(job(on_gpu=False, **engine))
     assert not any(gpu(job(on_gpu=False)).values())
     trainer = sum(found["update"][name] for name in ("weights", "gradients", "main weights", "moments"))
     assert trainer == pytest.approx(6 * SHARE.held + 12 * SHARE.owned)

@@ -229,7 +229,7 @@ def test_the_shape_of_an_engine() -> None:
     options = SglangOptions(gpus_per_engine=4)
     shape = rollout_sglang.engine_shape(options, {"mem_fraction_static": 0.5, "context_length": 100})
     names = {"memory_option": "mem_fraction_static", "context_option": "context_length"}
-    own = {"asleep": "host", "gone_options": {"sleep_level": 2}}
+    own = {"gone_options": {"sleep_level": 2}}
     assert shape == EngineShape(4, 1, 0.5, 100, context_spare=2, is_share_of_free=True, **names, **own)
     other = {"max_total_tokens": 4096, "cpu_offload_gb": 3, "dtype": "float16", "kv_cache_dtype": "fp8_e5m2"}
     shape = rollout_sglang.engine_shape(replace(options, sleep_level=0, separate_gpus=8), other)

@@ -219,9 +219,9 @@ def test_the_shape_of_an_engine() -> None:
     """The 64-GPU engine: eight copies of what is no expert, each on eight GPUs."""
     engine = {"data_parallel_size": 8, "enable_expert_parallel": True, "gpu_memory_utilization": 0.7, "max_model_len": 34816}
     options = {"memory_option": "gpu_memory_utilization", "context_option": "max_model_len"}
-    own = {"asleep": "host", "gone_options": {"sleep_level": 2}, "replicas_option": "data_parallel_size", "cpu_head_sizes": CPU_HEAD_SIZES}
+    own = {"gone_options": {"sleep_level": 2}, "replicas_option": "data_parallel_size", "cpu_head_sizes": CPU_HEAD_SIZES}
     assert engine_shape(VllmOptions(gpus_per_engine=64), engine) == EngineShape(8, 8, 0.7, 34816, **options, **own)
     other = {"kv_cache_memory_bytes": 2**30, "cpu_offload_gb": 3, "dtype": "bfloat16", "kv_cache_dtype": "fp8"}
-    shape = engine_shape(VllmOptions(sleep_level=2), other)
+    shape = engine_shape(VllmOptions(sleep_level=1), other)
     assert (shape.fills_share, shape.offloaded_gib, shape.value_bytes, shape.cached_bytes) == (False, 3.0, 2.0, 1.0)
-    assert (shape.asleep, shape.is_colocated) == ("gone", True)
+    assert (shape.asleep, shape.is_colocated) == ("host", True)

@@ -62,7 +62,7 @@ class HostedOptions:
     sync_timeout_s: Seconds = option(600.0, "Seconds for an engine to load a bucket of weights, to sleep or to wake.")
     min_response_tokens: CountOrZero = option(0, "Tokens before a stop token can be sampled.")
     sleep_level: Literal[0, 1, 2] = option(
-        1, "On GPUs, while training: 1 keeps the weights in host memory, 2 drops them, 0 keeps the GPU's memory."
+        2, "On GPUs, while training: 2 drops the weights (each sync brings them), 1 keeps them in host memory, 0 on the GPU."
     )
     separate_gpus: CountOrZero = option(
         0, "GPUs of each node, behind those of its ranks, that only generate: as many as ranks. 0: engines share the ranks' GPUs."
@@ -305,7 +305,10 @@ class HostedRollout:
     def _awake(self) -> None:
         """Makes sure that the engine has its weights and its cache."""
         if self._asleep == 2:
-            raise RolloutError("rollout.options.sleep_level=2: the engine has dropped its weights. Sync them before generating.")
+            raise RolloutError(
+                "rollout.options.sleep_level=2: the engine has dropped its weights, and got none. Sync them before generating "
+                "(rollout.sync_weights=true), or use rollout.options.sleep_level=1."
+            )
         if self._asleep:
             self._wake("weights")
             self._wake("kv_cache")
