@@ -45,6 +45,7 @@ class VllmEngine(SamplingEngine):
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.logger import init_logger
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
         if told := versions.untried(distribution, version):
@@ -56,7 +57,7 @@ class VllmEngine(SamplingEngine):
         defaults = {name: value for name, value in header["defaults"].items() if name in known}
         try:
             arguments = AsyncEngineArgs(**{**defaults, **header["options"], **decided, **engine_options.FIXED})
-            config = arguments.create_engine_config()
+            config = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)  # without one its limits know no card
         except (ValueError, TypeError, AssertionError, NotImplementedError) as error:
             traceback.print_exc()
             raise Refused(engine_options.refused(error, header["options"], version)) from error

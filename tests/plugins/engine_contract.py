@@ -288,6 +288,9 @@ class OwnEngine:
         """What a start is told beside the options."""
         raise NotImplementedError
 
+    def look(self, log: str, sizes: Mapping[str, Any]) -> None:
+        """At what an engine of two ranks with these options said."""
+
     def test_two_ranks_share_an_engine(
         self, sizes: Mapping[str, Any], transport: str, backend: Backend, python: str, alone: None, tmp_path: Path
     ) -> None:
@@ -317,6 +320,7 @@ class OwnEngine:
                 for version in range(2):
                     pair.sync(version, 1.0 + version)
                     assert_equal_to_transformers(pair)
+                self.look((tmp_path / "engine/engine.log").read_text(), sizes)
             finally:
                 leader.close()
             thread.join(60)

