@@ -14,11 +14,12 @@ from rlbatch.api.exit_codes import DONE, REFUSED
 from rlbatch.config.evaluation import SIMPLE, eval_sets
 from rlbatch.config.schema import Config
 from rlbatch.config.structured import NAME, key_docs, show_value, to_plain
-from rlbatch.launch.shutdown.grace_period import checkpoint_bytes, notice_s
+from rlbatch.launch.shutdown.grace_period import notice_s
 from rlbatch.launch.starters.container import cluster_variables
 from rlbatch.launch.starters.hostfile import Host
 from rlbatch.launch.starters.mpirun import Mpi, find_mpi, mpi_job, mpirun_variables
 from rlbatch.launch.starters.sbatch import NOTICE_SIGNAL, job_name
+from rlbatch.plan.checkpoint_size import checkpoint_bytes
 from rlbatch.plan.engine_memory import MemoryInputs
 from rlbatch.plan.layout import degrees
 from rlbatch.plan.memory import PHASES, Peak, memory_floor

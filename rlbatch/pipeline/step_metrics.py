@@ -20,6 +20,7 @@ from rlbatch.pipeline.exchange import Batch
 from rlbatch.pipeline.job import Job
 from rlbatch.pipeline.rollout import Work
 from rlbatch.pipeline.updates import Update
+from rlbatch.plan.flops import forward_flops, training_flops
 
 GIB = 2**30
 TOLERANCE = 1e-6
@@ -144,7 +145,7 @@ def speed(job: Job, batch: Batch, clock: PhaseClock, scored: Sequence[Update]) -
     seconds, world_size, lengths = clock.total(), job.config.layout.world_size, batch.lengths
     per_second = sum(lengths) / seconds
     forwards = [lengths[i] for update in scored for share in update.shares for i in share] + job.needs_reference * lengths
-    flops = job.config.train.epochs * mfu.training_flops(job.family, lengths) + mfu.forward_flops(job.family, forwards)
+    flops = job.config.train.epochs * training_flops(job.family, lengths) + forward_flops(job.family, forwards)
     trained = clock.seconds("logprobs", "update")
     return clock.tags() | {
         "time/step_s": seconds,

@@ -1,4 +1,7 @@
-"""Counts a model's parameters from its family's data alone: in its layers, on a pipeline stage, on a rank."""
+"""Counts a model's parameters from its family's data alone: in its layers, on a pipeline stage, on a rank; and those that a token meets.
+
+Exact: equal to what transformers builds from the same config.json, and to what Megatron builds on every rank.
+"""
 
 from __future__ import annotations
 
@@ -62,19 +65,26 @@ class Share:
 
     Attributes:
         held: All, with those that other ranks hold too.
+        experts: Of ``held``, those of routed experts.
         owned: Whose optimizer state this rank has: its part of what data-parallel ranks hold alike.
         last_buffer: Of the buffer that is made last.
         largest: Of the largest dense tensor and of the largest stack of experts, together.
     """
 
     held: float
+    experts: float
     owned: float
     last_buffer: float
     largest: float
 
 
 class ModelSize:
-    """A family's parameters, counted once; ``total`` are all that are trained."""
+    """A family's parameters, counted once.
+
+    Attributes:
+        total: All that are trained.
+        active: Those of ``total`` that one token meets: all but the experts that are not chosen for it.
+    """
 
     def __init__(self, family: ModelFamily) -> None:
         self.family = family
@@ -83,6 +93,7 @@ class ModelSize:
         self._layers = tuple(_layer(family, has_experts=is_sparse) for is_sparse in family.has_experts)
         self._output = (PartSize() if family.tie_embeddings else self._embedding) + PartSize(whole=norm, unquantised=norm)
         self.total = _sum([self._embedding, *self._layers, self._output])
+        self.active = self.total.dense + active_experts(family, self.total)
 
     @property
     def carried(self) -> PartSize:
@@ -121,6 +132,7 @@ class ModelSize:
         stage = _sum(chunks)
         return Share(
             held=sum(size for size, _ in buffers),
+            experts=stage.experts / experts,
             owned=sum(size / ranks for size, ranks in buffers),
             last_buffer=buffers[-1][0],
             largest=stage.largest / tp + stage.largest_stack / experts,
@@ -132,7 +144,13 @@ def least_share(total: float, layout: LayoutConfig) -> Share:
     divided part can be.
     """
     held = total / (layout.pp_size * max(layout.tp_size, layout.ep_size * layout.etp_size))
-    return Share(held, total / layout.world_size, 0.0, held)
+    return Share(held, 0.0, total / layout.world_size, 0.0, held)
+
+
+def active_experts(family: ModelFamily, part: PartSize) -> int:
+    """Those parameters of a part's experts that one token meets: of the experts that are chosen for it."""
+    chosen = int(family.transformer.get("moe_router_topk", 2))  # Megatron's default
+    return part.experts * chosen // family.num_experts if family.num_experts else 0
 
 
 def _sum(parts: Iterable[PartSize]) -> PartSize:

@@ -18,8 +18,9 @@ from rlbatch.algorithms.objective import Objective
 from rlbatch.config.schema import AlgorithmConfig, Config, LayoutConfig, TrainConfig
 from rlbatch.megatron import parallel
 from rlbatch.megatron.trainer import Trainer
-from rlbatch.metrics.mfu import PEAK_FLOPS, mfu, training_flops
+from rlbatch.metrics.mfu import mfu, peak_flops
 from rlbatch.pipeline.packing import build_microbatches, with_advantages
+from rlbatch.plan.flops import training_flops
 from rlbatch.registry import load_plugins
 from tests.gpu.fields import tried
 from tests.gpu.torchrun import process_group
@@ -90,7 +91,7 @@ def _time(case: str, layers: int, layout: LayoutConfig, spec: str) -> None:
         seconds.append(time.perf_counter() - started)
     if dist.get_rank() == 0:
         device = torch.cuda.get_device_name()
-        peak = next(flops for name, flops in PEAK_FLOPS.items() if name in device)
+        peak = peak_flops("cuda")
         used = mfu(training_flops(family, LENGTHS) * dist.get_world_size(), min(seconds[2:]), dist.get_world_size(), peak)
         memory = torch.cuda.max_memory_allocated() / 2**30
         shown = " ".join(f"{x:.3f}" for x in seconds[1:])

@@ -141,7 +141,7 @@ def check_every_rank(model: str, layout: LayoutConfig) -> int:
     - Ranks of a stage hold the same parameters; every parameter is in one stage (a tied embedding in the first and the last).
     - Of every parameter each part is there, on equally many ranks.
     - Each part counted once, they are as many values as were published.
-    - A rank has as many parameters as ``rlbatch.plan`` counts for its stage.
+    - A rank has as many parameters, and of experts, as ``rlbatch.plan`` counts for its stage.
 
     Returns:
         The number of values.
@@ -155,8 +155,10 @@ def check_every_rank(model: str, layout: LayoutConfig) -> int:
         wrong = {name: shape for name, shape in rank.shapes.items() if expected.get(name) != shape}
         assert not wrong, f"rank {number}: {wrong}"
         assert of_stage.setdefault(rank.pp, set(rank.shapes)) == set(rank.shapes), f"rank {number} is not like others of stage {rank.pp}"
-        held = sum(math.prod(shape) for name, shape in rank.shapes.items() if not isinstance(mappings[name][0], Buffer))
-        assert held == shares[rank.pp].held, f"rank {number}: the plan counts {shares[rank.pp].held:g} parameters, it has {held}"
+        sizes = {name: math.prod(shape) for name, shape in rank.shapes.items() if not isinstance(mappings[name][0], Buffer)}
+        held = sum(sizes.values()), sum(size for name, size in sizes.items() if is_expert(mappings[name][0]))
+        planned = shares[rank.pp].held, shares[rank.pp].experts
+        assert held == planned, f"rank {number}: the plan counts {planned} parameters, all and of experts, it has {held}"
         for name in rank.shapes:
             holders[name][rank.part(mappings[name][0])] += 1
     stages_of = Counter(name for names in of_stage.values() for name in names)

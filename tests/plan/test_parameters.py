@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from itertools import product
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlbatch.api import ConfigError
 from rlbatch.config.schema import LayoutConfig
@@ -16,6 +18,40 @@ from tests.megatron.real_models import CONFIGS, PARAMETERS
 
 REGISTRY = load_plugins()
 SIZES = {name: ModelSize(REGISTRY.resolve_model_family(config)) for name, config in CONFIGS.items()}
+
+ACTIVE = {
+    "DeepSeek-V3": 37_552_282_624,
+    "Moonlight-16B-A3B": 2_914_774_528,
+    "Qwen3-235B-A22B": 22_190_763_520,
+    "Qwen3-30B-A3B": 3_353_032_704,
+    "Mixtral-8x7B": 12_879_925_248,
+    "Mixtral-8x22B": 39_161_468_928,
+}
+"""Of models with experts, as transformers counts them."""
+OTHERS = {
+    "Qwen3-4B": ("Qwen3-8B", {"hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True}),
+    "Qwen2.5-0.5B": (
+        "Qwen2.5-7B",
+        {
+            "hidden_size": 896,
+            "intermediate_size": 4864,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 14,
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": True,
+            "vocab_size": 151936,
+        },
+    ),
+    "Mixtral-8x22B-v0.1": ("Mixtral-8x22B", {"vocab_size": 32000}),
+    "some layers without experts": (
+        "Qwen3-30B-A3B",
+        {"num_hidden_layers": 12, "decoder_sparse_step": 2, "mlp_only_layers": [3, 7], "tie_word_embeddings": True},
+    ),
+    "no dense layer, 4 shared experts": ("DeepSeek-V3", {"num_hidden_layers": 4, "first_k_dense_replace": 0, "n_shared_experts": 4}),
+    "no shared expert": ("DeepSeek-V3", {"num_hidden_layers": 4, "n_shared_experts": 0}),
+    "no experts": ("DeepSeek-V3", {"num_hidden_layers": 3}),
+}
+"""Other models of the same families: of which one, and what is different."""
 
 
 def layouts(name: str) -> Iterator[LayoutConfig]:
@@ -37,7 +73,25 @@ def layouts(name: str) -> Iterator[LayoutConfig]:
 def test_as_published(name: str) -> None:
     """Every one, without the layers that are carried; of these DeepSeek-V3 has one."""
     assert SIZES[name].total.total == PARAMETERS[name]
+    assert SIZES[name].active == ACTIVE.get(name, PARAMETERS[name])
     assert SIZES[name].carried.total == (11_610_046_464 if name == "DeepSeek-V3" else 0)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_as_transformers_builds_it(name: str) -> None:
+    """All, and those that a token meets, from the same config.json."""
+    base, changes = OTHERS[name]
+    fields = {**CONFIGS[base], **changes}
+    size = ModelSize(REGISTRY.resolve_model_family(fields))
+    config = AutoConfig.for_model(**{field: value for field, value in fields.items() if field != "quantization_config"})
+    with torch.device("meta"):
+        named = dict(AutoModelForCausalLM.from_config(config).named_parameters())
+    routed = sum(parameter.numel() for field, parameter in named.items() if ".experts." in field)
+    idle = 1 - config.num_experts_per_tok / size.family.num_experts if routed else 0
+    assert size.total.total == sum(parameter.numel() for parameter in named.values())
+    assert size.total.experts == routed
+    assert size.active == size.total.total - routed * idle
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -52,6 +106,9 @@ def test_each_is_counted_once(name: str) -> None:
         twice = whole * (tp - 1) + copied * size.family.vocab_size * size.family.transformer["hidden_size"]
         owned = sum(share.owned for share in size.shares(layout)) * layout.world_size / layout.pp_size
         assert owned == pytest.approx(PARAMETERS[name] + twice, rel=1e-9)
+        copies = layout.world_size / layout.pp_size / (layout.ep_size * layout.etp_size)
+        of_all = sum(share.experts for share in size.shares(layout)) * layout.world_size / layout.pp_size
+        assert of_all == size.total.experts * copies
     assert tried > 10
 
 

@@ -9,9 +9,8 @@ from pathlib import Path
 from rlbatch.api import ConfigError
 from rlbatch.config.schema import Config
 from rlbatch.launch.records.history import read_history
+from rlbatch.plan.checkpoint_size import checkpoint_bytes
 
-BYTES_PER_PARAMETER = {"bf16": 14, "fp32": 16}
-"""A checkpoint's: weights as trained, then fp32 main weights and Adam's two moments."""
 SLOWER = 1.25
 """A file system that others use too is at times slower than it was measured."""
 MARGIN_S = 120
@@ -21,11 +20,6 @@ LONGEST_S = 65535
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-(?P<h>\d+)(?::(?P<m>\d+))?(?::(?P<s>\d+))?)|(?:(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?)")
 _ENDLESS = ("unlimited", "infinite", "-1")
-
-
-def checkpoint_bytes(num_parameters: float, precision: str) -> float:
-    """Size of a checkpoint, for so many parameters and ``train.precision``."""
-    return num_parameters * BYTES_PER_PARAMETER[precision]
 
 
 def estimate_write_s(config: Config, num_parameters: float, run_dir: Path) -> float:

@@ -10,7 +10,8 @@ import pytest
 from rlbatch.api import ConfigError
 from rlbatch.config.schema import ClusterConfig, Config, LaunchConfig, TrainConfig
 from rlbatch.launch.records.history import ATTEMPTS
-from rlbatch.launch.shutdown.grace_period import MARGIN_S, SLOWER, checkpoint_bytes, notice_s, time_limit_s
+from rlbatch.launch.shutdown.grace_period import MARGIN_S, SLOWER, notice_s, time_limit_s
+from rlbatch.plan.checkpoint_size import checkpoint_bytes
 
 
 def config(storage: float = 10.0, limit: str = "", asked: int | None = None) -> Config:
