@@ -21,9 +21,11 @@ from rlbatch.launch.starters.mpirun import Mpi, find_mpi, mpi_job, mpirun_variab
 from rlbatch.launch.starters.sbatch import NOTICE_SIGNAL, job_name
 from rlbatch.plan.checkpoint_size import checkpoint_bytes
 from rlbatch.plan.engine_memory import MemoryInputs
+from rlbatch.plan.job_plan import plan_job
 from rlbatch.plan.layout import degrees
 from rlbatch.plan.memory import PHASES, Peak, memory_floor
 from rlbatch.plan.nodes import place_ranks, stages
+from rlbatch.plan.report import summary
 from rlbatch.prepare import (
     engine_plan,
     find_problems,
@@ -137,6 +139,8 @@ def _engines(config: Config, registry: Registry, family: ModelFamily | None) -> 
         if config.cluster.gpu_memory_gib:
             yield f"Memory      {engine_plan(config, registry).memory_line(job)}"
         yield from _floor(job, registry)
+        if job.model and job.on_gpu and (ranks := node_ranks(registry, config)):
+            yield from summary(plan_job(job, ranks))
     if registry.rollout(config).has_engine:
         yield f"Interpreter {_interpreter(config, registry)}"
 

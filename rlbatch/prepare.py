@@ -169,6 +169,18 @@ def node_ranks(registry: Registry, config: Config) -> tuple[int, ...] | None:
     return None
 
 
+def planned_nodes(registry: Registry, config: Config) -> tuple[int, ...]:
+    """How many ranks each node will have, on the cluster of the config also where the ranks would start on this machine.
+
+    Raises:
+        ConfigError: nodes that would not all be full.
+    """
+    if config.launcher == "mpi" and (ranks := node_ranks(registry, config)):
+        return ranks
+    where = place_ranks(config, registry)
+    return (where.ranks_per_node,) * where.nodes
+
+
 def placement(config: Config, registry: Registry) -> Placement | None:
     """Tells where ranks will be; None: the hostfile's hosts take differently many, or there is no such file. Raises as ``node_ranks``."""
     ranks = node_ranks(registry, config)
@@ -207,13 +219,20 @@ def names_engine_here(config: Config) -> bool:
 
 
 def _check_rollout(config: Config, registry: Registry, run_dir: Path) -> None:
-    """An engine holds the whole model, on its rank's GPU or on those of the ranks that share it."""
+    check_engines(config, registry, known_family(config, registry, run_dir))
+
+
+def check_engines(config: Config, registry: Registry, family: ModelFamily | None) -> None:
+    """An engine holds the whole model, on its rank's GPU or on those of the ranks that share it.
+
+    Raises:
+        ConfigError: engines that cannot be.
+    """
     plan = engine_plan(config, registry)
     plan.check_context()
     plan.check_shortest()
     plan.check_nodes()
     plan.check_separate_gpus()
-    family = known_family(config, registry, run_dir)
     if family is not None:
         plan.check_experts(family)
         plan.check_heads(family, on_gpu=on_gpu(config))
@@ -221,6 +240,8 @@ def _check_rollout(config: Config, registry: Registry, run_dir: Path) -> None:
 
 def _check_memory(config: Config, registry: Registry, run_dir: Path) -> None:
     """Checks the memory of GPUs and nodes, in every phase."""
+    if not config.plan.enforce:
+        return
     job = job_memory_inputs(config, registry, known_family(config, registry, run_dir))
     if job is not None:
         check_fit(job, registry, partial(node_ranks, registry))

@@ -180,6 +180,7 @@ class EngineShape:
         replicas_option: Of ``rollout.engine``, what says ``replicas``.
         context_spare: How many of ``context_tokens`` the engine keeps for itself.
         is_share_of_free: Whether ``memory_share`` is one of what is free beside the trainer when the engine starts, not of all.
+        samples_at_once: Most samples that a replica works on at once; 0: not said.
         cpu_head_sizes: Sizes of attention heads for which it has kernels on CPUs; empty: any. Latent attention has its own.
     """
 
@@ -200,6 +201,7 @@ class EngineShape:
     replicas_option: str = ""
     context_spare: int = 0
     is_share_of_free: bool = False
+    samples_at_once: int = 0
     cpu_head_sizes: Sequence[int] = ()
 
     @property

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from rlbatch.api.values import INT32, INT64, Count, CountOrZero, FilePath, PathRule, Range, Seconds
+from rlbatch.config.assumptions import PlanConfig
 
 EMBEDDED = "embedded"
 """Value of ``model.hf``, ``data.train`` and ``data.eval`` for what the embedded run generates in its run folder."""
@@ -61,8 +62,7 @@ class TrainConfig:
     )
     logprob_chunk_tokens: Count = key(4096, "Tokens whose logits exist at once; memory is chunk x vocabulary / tp_size.")
     on_nonfinite: Literal["stop", "skip"] = key(
-        "stop",
-        "Where log-probs, loss or gradients are infinite or NaN: end the run, or leave the update out and go on. Nothing is saved of it.",
+        "stop", "Where log-probs, loss or gradients are infinite or NaN: end the run, or go on without that update, and save nothing of it."
     )
     max_skipped_updates: CountOrZero = key(10, "With on_nonfinite=skip: most updates in a row that are left out; more end the run.")
     max_steps_without_signal: CountOrZero = key(
@@ -217,8 +217,7 @@ class AlgorithmConfig:
         None, "With overlong_penalty: over how many tokens before rollout.max_response_tokens it grows from 0; null: a fifth of them."
     )
     old_logprobs: Literal["recompute", "rollout"] = key(
-        "recompute",
-        "Old log-probs: the trainer's, by the first update's own forward pass and one for the samples of later ones, or the engine's.",
+        "recompute", "Old log-probs: the trainer's (the first update's own forward pass, one for later ones' samples), or the engine's."
     )
 
 
@@ -330,8 +329,7 @@ class DataConfig:
         "label); auto: the first of these that a row has. slime reads numbers in labels as text.",
     )
     prompt_key: str | None = key(
-        None,
-        "Column with the prompt: a string, or a list of {role, content} for the template; dots lead into objects; null: by data.format.",
+        None, "Column with the prompt: a string, or a list of {role, content}; dots lead into objects; null: by data.format."
     )
     label_key: str | None = key(None, "Column with what the reward compares with; null: by data.format.")
     reward_key: str = key("reward", "Column with the name of a row's own reward, which it need not have; empty: none.")
@@ -499,3 +497,4 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlbatch.api import ConfigError, RlbatchError
-from rlbatch.config.foreign import read_text
+from rlbatch.config.foreign import read_json, read_text
 from rlbatch.config.yaml_files import CORRECT, read_yaml
 
 CONFIG_PACKAGE = "rlbatch_configs"
@@ -35,6 +35,12 @@ def group_files(cluster_dir: str = "") -> Mapping[str, Mapping[str, Path]]:
     except OSError as error:
         raise ConfigError(f"cluster_dir={cluster_dir}: cannot be read ({error.strerror}). Name a folder of yaml files.") from None
     return {**_shipped(), CLUSTER: dict(sorted({**_shipped()[CLUSTER], **own}.items()))}
+
+
+def published_config(model: str) -> Mapping[str, Any] | None:
+    """The config.json of a model that layouts are shipped for (``model.name``), as published; None: another model."""
+    found = [file for file in (_folder() / "model").glob("*.json") if file.stem == model]
+    return read_json(found[0], CORRECT) if found else None
 
 
 def choice_tree(group: str, name: str) -> Mapping[str, Any]:

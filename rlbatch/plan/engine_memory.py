@@ -84,15 +84,25 @@ class EngineMemory:
 def engine_memory(job: MemoryInputs) -> EngineMemory:
     """The floor of an engine."""
     shape, config = job.shape, job.config
-    full = shape.value_bytes or (FP8_COMPUTES_IN if job.is_fp8 else WEIGHT_BYTES[config.train.precision])
+    full = plain_bytes(job)
     if job.model is None:
         weights, cache = config.model.parameters * (1 if job.is_fp8 else full) / job.gpus, 0.0
     else:
         part = job.model.total + (job.model.carried if job.draft == "" else PartSize())
         weights = _weights(part, job, full) + (_folder_bytes(Path(job.draft)) / job.gpus if job.draft else 0)
         tokens = shape.context_tokens or longest_response(config)[0]
-        cache = tokens * cache_bytes(job.model.family, shape, shape.cached_bytes or full)
+        cache = tokens * cache_bytes(job.model.family, shape, cached_bytes(job))
     return EngineMemory(max(weights / GIB - shape.offloaded_gib, 0.0), cache / GIB)
+
+
+def plain_bytes(job: MemoryInputs) -> float:
+    """Bytes of an engine's number that is not quantised."""
+    return job.shape.value_bytes or (FP8_COMPUTES_IN if job.is_fp8 else WEIGHT_BYTES[job.config.train.precision])
+
+
+def cached_bytes(job: MemoryInputs) -> float:
+    """Bytes of a number in an engine's cache."""
+    return job.shape.cached_bytes or plain_bytes(job)
 
 
 def cache_bytes(family: ModelFamily, shape: EngineShape, value_bytes: float) -> float:

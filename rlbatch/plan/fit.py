@@ -73,10 +73,10 @@ def _engines(job: MemoryInputs, registry: Registry, nodes: Sequence[int] | None)
 
 def _fix(job: MemoryInputs, registry: Registry, nodes: Nodes) -> str:
     """The first of all candidates, cheapest first, that fits."""
-    for layout in filter(partial(_may_fit, job), _layouts(job)):
-        for changes in _spare(job, registry):
-            with_both = {**_layout_changes(job.config.layout, layout), **changes}
-            if _fits(job, _changed(job.config, with_both, registry), registry, nodes):
+    for layout in filter(partial(may_fit, job), layouts(job)):
+        for changes in spare(job, registry):
+            with_both = {**layout_changes(job.config.layout, layout), **changes}
+            if _fits(job, changed(job.config, with_both, registry), registry, nodes):
                 return f"Use {' '.join(f'{key}={show_value(value)}' for key, value in with_both.items())}"
     return next(_more_gpus(job, nodes), "Use GPUs or nodes with more memory, or a smaller model")
 
@@ -96,7 +96,7 @@ def _more_gpus(job: MemoryInputs, nodes: Nodes) -> Iterator[str]:
                 yield f"Use {more}sizes that divide the model further"
 
 
-def _may_fit(job: MemoryInputs, layout: LayoutConfig) -> bool:
+def may_fit(job: MemoryInputs, layout: LayoutConfig) -> bool:
     """Whether weights and gradients alone have room, and the layout is one."""
     config, total = job.config, job.config.cluster.gpu_memory_gib * GIB
     if job.model is None:
@@ -112,17 +112,17 @@ def _may_fit(job: MemoryInputs, layout: LayoutConfig) -> bool:
 def _fits(job: MemoryInputs, config: Config, registry: Registry, nodes: Nodes) -> bool:
     try:
         where = nodes(config)
-        changed = replace(memory_inputs(config, registry, None, on_gpu=job.on_gpu), model=job.model, is_fp8=job.is_fp8)
-        plan = _engines(changed, registry, where)
+        after = replace(memory_inputs(config, registry, None, on_gpu=job.on_gpu), model=job.model, is_fp8=job.is_fp8)
+        plan = _engines(after, registry, where)
         plan.check_nodes()
         plan.check_separate_gpus()
-        plan.check_memory(changed)
+        plan.check_memory(after)
     except RlbatchError:
         return False
-    return not excesses(changed, memory_floor(changed), where)
+    return not excesses(after, memory_floor(after), where)
 
 
-def _layouts(job: MemoryInputs) -> Iterator[LayoutConfig]:
+def layouts(job: MemoryInputs) -> Iterator[LayoutConfig]:
     """The job's own, and those that divide the model further, or over more GPUs: few changes first."""
     layout = job.config.layout
     for growth in GROWTH:
@@ -160,12 +160,13 @@ def _divisions(layout: LayoutConfig) -> list[Changes]:
     return sorted([*one, *two], key=lambda sizes: (len(sizes), math.prod(sizes.values())))
 
 
-def _layout_changes(before: LayoutConfig, after: LayoutConfig) -> Changes:
+def layout_changes(before: LayoutConfig, after: LayoutConfig) -> Changes:
+    """The keys in which a layout differs from another."""
     names = [field.name for field in fields(before) if getattr(before, field.name) != getattr(after, field.name)]
     return {f"layout.{name}": getattr(after, name) for name in names}
 
 
-def _spare(job: MemoryInputs, registry: Registry) -> list[Changes]:
+def spare(job: MemoryInputs, registry: Registry) -> list[Changes]:
     """Changes that need no other layout, and their combinations: few first, and those that take less host memory."""
     algorithm, shape = job.config.algorithm, job.shape
     is_kept = shape.is_colocated and shape.asleep != "gone"
@@ -185,7 +186,7 @@ def _offloads(job: MemoryInputs, registry: Registry) -> list[Changes]:
     for name in registry.offloads:
         changes: dict[str, Any] = {"offload": name}
         try:
-            config = _changed(job.config, changes, registry)
+            config = changed(job.config, changes, registry)
             registry.check_hardware(config, on_gpu=job.on_gpu)
             memory = registry.offload_memory(config)
         except RlbatchError:
@@ -197,7 +198,12 @@ def _offloads(job: MemoryInputs, registry: Registry) -> list[Changes]:
     return [changes for _, changes in sorted(found, key=lambda offload: offload[0])]
 
 
-def _changed(config: Config, changes: Changes, registry: Registry) -> Config:
+def changed(config: Config, changes: Changes, registry: Registry) -> Config:
+    """The config with other values of these keys.
+
+    Raises:
+        RlbatchError: a plugin's option that cannot be.
+    """
     for key, value in changes.items():
         config = replace(config, offload=OffloadConfig(name=value)) if key == "offload" else _with(config, key.split("."), value)
     return registry.complete(config)

@@ -91,6 +91,7 @@ def hosted_shape(options: HostedOptions) -> EngineShape:
         separate_gpus=options.separate_gpus,
         asleep=levels[options.sleep_level],
         gone_options={"sleep_level": 2},
+        samples_at_once=options.max_concurrency_per_replica,
     )
 
 

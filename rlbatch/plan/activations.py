@@ -1,0 +1,154 @@
+"""Counts what a forward pass keeps for the backward pass, from this trainer's own modules (``rlbatch.megatron``): bytes of a GPU.
+
+Derived from the code, not fitted: which tensors torch's autograd holds of each part of a layer, with Megatron's sequence parallelism (what
+is between attention and MLP is divided over tensor-parallel ranks). Left out: masks, indices, statistics of norms.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlbatch.api import ModelFamily
+from rlbatch.config.schema import LayoutConfig
+from rlbatch.plan.layout import stage_chunks
+
+ROUTER_BYTES = 4
+"""The router multiplies in fp32."""
+LOGIT_BYTES = {"forward": 10, "backward": 12}
+"""Of bf16 logits in ``rlbatch.megatron.logprobs``: themselves, their distance from the largest and its exponent (fp32), then a gradient."""
+HEAD_GRADIENT_BYTES = 6
+"""Of a parameter of the output layer, in its backward pass: the sum over chunks in fp32, and the gradient in bf16."""
+
+
+@dataclass(frozen=True)
+class TokenBytes:
+    """Bytes that a layer keeps of each token of a rank's pack.
+
+    Attributes:
+        kept: All, with experts that get equally many tokens.
+        rows: Of ``kept``, what grows with the tokens that experts get.
+        backward: Of gradients beside them while the layer's backward pass runs: of its widest part.
+    """
+
+    kept: float
+    rows: float
+    backward: float
+
+
+def layer_bytes(family: ModelFamily, layout: LayoutConfig, value_bytes: int, *, has_experts: bool) -> TokenBytes:
+    """What one layer keeps.
+
+    Args:
+        family: The model.
+        layout: Divides it.
+        value_bytes: Of an activation: 2 (bf16) or 4.
+        has_experts: Whether the layer has experts.
+    """
+    hidden, tp = int(family.transformer["hidden_size"]), layout.tp_size
+    between = 3 * hidden / tp  # inputs of both norms, output of the first
+    attention = _attention(family, tp)
+    if not has_experts:
+        width = int(family.transformer["ffn_hidden_size"]) / tp
+        mlp = hidden / tp + 4 * width  # input, gate and up, activation, product
+        return TokenBytes((between + attention + mlp) * value_bytes, 0.0, 3 * width * value_bytes)
+    model, etp = family.transformer, layout.etp_size
+    width = int(model.get("moe_ffn_hidden_size") or model["ffn_hidden_size"]) / etp
+    rows = int(model.get("moe_router_topk", 2)) * etp / tp  # of the experts, for each token of the pack
+    routed = rows * (hidden + 5 * width)  # input, gate and up, activation, product, the product with the routing weight
+    shared = 4 * int(model.get("moe_shared_expert_intermediate_size") or 0) / tp
+    router = ROUTER_BYTES * hidden / tp  # its input; the norm's output itself is not needed then
+    kept = (between + attention + routed + shared) * value_bytes + router
+    return TokenBytes(kept, routed * value_bytes, rows * (hidden + 3 * width) * value_bytes)
+
+
+def _attention(family: ModelFamily, tp: int) -> float:
+    """Numbers of a token: projections (inputs of norms; values are a part of them), what RoPE makes of queries and keys, the output."""
+    model, heads = family.transformer, family.transformer["num_attention_heads"] / tp
+    query, value = family.head_sizes
+    if model.get("multi_latent_attention"):
+        low_rank = 2 * (model.get("q_lora_rank") or 0) + 2 * model["kv_lora_rank"] + model["qk_pos_emb_head_dim"]
+        return float(low_rank + heads * (2 * query + model["qk_head_dim"] + 2 * value))
+    groups = (model.get("num_query_groups") or model["num_attention_heads"]) / tp
+    return float((heads + 2 * groups) * query + (heads + groups) * query + heads * value)
+
+
+@dataclass(frozen=True)
+class StageActivations:
+    """What a pipeline stage has at its peak, bytes of a GPU.
+
+    Attributes:
+        kept: Of all microbatches in flight, until their backward pass.
+        working: Of the layer that is recomputed, or whose backward pass runs.
+        logits: Of a chunk of tokens in the output layer; other stages have none.
+        imbalance: Of ``kept`` and ``working``, what the fullest expert-parallel rank has more of.
+        scoring: Of a layer's forward pass alone, which keeps nothing.
+        scoring_logits: Of a chunk's forward pass alone.
+    """
+
+    kept: float
+    working: float
+    logits: float
+    imbalance: float
+    scoring: float
+    scoring_logits: float
+
+
+def stage_activations(
+    family: ModelFamily, layout: LayoutConfig, *, value_bytes: int, tokens: int, chunk: int, microbatches: int, imbalance: float
+) -> tuple[StageActivations, ...]:
+    """Each stage's.
+
+    Args:
+        family: The model.
+        layout: One that ``check_layout`` accepts.
+        value_bytes: Of an activation.
+        tokens: Of a rank in a microbatch: its part of a pack.
+        chunk: ``train.logprob_chunk_tokens``.
+        microbatches: Of an update and data-parallel rank.
+        imbalance: Tokens of the fullest expert-parallel rank over the mean.
+    """
+    kinds = {kind: layer_bytes(family, layout, value_bytes, has_experts=kind) for kind in set(family.has_experts)}
+    vocabulary = -(-family.vocab_size // layout.tp_size)
+    hidden = int(family.transformer["hidden_size"])
+    entry = hidden / layout.tp_size * value_bytes
+    uneven = imbalance - 1 if layout.ep_size > 1 else 0.0
+    found = []
+    for stage, chunks in enumerate(stage_chunks(layout, family.num_layers)):
+        layers = [kinds[family.has_experts[layer]] for chunk_layers in chunks for layer in chunk_layers]
+        flying = in_flight(layout, stage, microbatches)
+        remade = _recomputed(layout, len(layers))
+        group = layout.recompute_num_layers or 1 if layout.recompute_method == "uniform" else 1
+        plain = layers[remade:]
+        kept = entry * -(-remade // group) + sum(layer.kept for layer in plain)
+        widest = max(layers, key=lambda layer: layer.kept + layer.backward)
+        working = (widest.kept * group if remade else 0.0) + widest.backward
+        extra = sum(layer.rows for layer in plain) * flying + (widest.rows * group if remade else 0.0)
+        scored = min(tokens, chunk) * vocabulary if stage == layout.pp_size - 1 else 0
+        head = HEAD_GRADIENT_BYTES * vocabulary * hidden if scored else 0
+        found.append(
+            StageActivations(
+                kept=tokens * kept * flying,
+                working=tokens * working,
+                logits=scored * LOGIT_BYTES["backward"] + head,
+                imbalance=tokens * extra * uneven,
+                scoring=tokens * (widest.kept + widest.rows * uneven),
+                scoring_logits=scored * LOGIT_BYTES["forward"],
+            )
+        )
+    return tuple(found)
+
+
+def in_flight(layout: LayoutConfig, stage: int, microbatches: int) -> float:
+    """Microbatches whose activations a stage holds at once: of 1F1B, and of its interleaved form in parts of a stage."""
+    stages, parts = layout.pp_size, layout.vpp_size
+    if parts == 1:
+        return min(stages - stage, microbatches)
+    chunks = 2 * (stages - stage - 1) + (parts - 1) * stages + 1  # Megatron's warm-up, and one
+    return min(chunks, microbatches * parts) / parts
+
+
+def _recomputed(layout: LayoutConfig, layers: int) -> int:
+    """Layers of a stage whose input alone is kept. Selective recomputation spares what flash attention does not keep anyway."""
+    if layout.recompute_granularity != "full":
+        return 0
+    return min(layout.recompute_num_layers or 0, layers) if layout.recompute_method == "block" else layers

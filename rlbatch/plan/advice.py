@@ -1,0 +1,95 @@
+"""Finds the cheapest changes with which a job fits: each with its memory, and what a step then takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import combinations, islice
+from typing import Any
+
+from rlbatch.api import RlbatchError
+from rlbatch.config.structured import show_value
+from rlbatch.plan.engine_plan import EnginePlan
+from rlbatch.plan.fit import changed, layout_changes, layouts, may_fit, spare
+from rlbatch.plan.job_plan import JobPlan, changed_plan
+from rlbatch.plan.nodes import place_ranks
+from rlbatch.registry import Registry
+
+MOST_LAYOUTS = 60
+SHOWN = 3
+RECOMPUTE = {"layout.recompute_granularity": "full", "layout.recompute_method": "uniform", "layout.recompute_num_layers": 1}
+SHARES = (0.85, 0.7, 0.55, 0.4)
+"""Of an engine's share of a GPU: what is tried in its place."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A job that differs in some keys, and fits.
+
+    Attributes:
+        keys: Key -> value.
+        plan: Of the changed job.
+    """
+
+    keys: Mapping[str, Any]
+    plan: JobPlan
+
+    def __str__(self) -> str:
+        return " ".join(f"{key}={show_value(value)}" for key, value in self.keys.items())
+
+
+def cheapest_changes(plan: JobPlan, registry: Registry) -> list[Change]:
+    """Those after which the job fits: of one key, or else of two, or else other layouts on as few GPUs as possible; the fastest first."""
+    for group in (_single(plan, registry), _pairs(plan, registry), _layouts(plan)):
+        found = [change for keys in group if (change := _change(plan, keys, registry))]
+        if found:
+            least = min(change.plan.job.config.layout.world_size for change in found)
+            own = [change for change in found if change.plan.job.config.layout.world_size == least]
+            return sorted(own, key=lambda change: (_seconds(change.plan), len(change.keys)))[:SHOWN]
+    return []
+
+
+def _seconds(plan: JobPlan) -> float:
+    return plan.time.seconds if plan.time else 0.0
+
+
+def _change(plan: JobPlan, keys: Mapping[str, Any], registry: Registry) -> Change | None:
+    """The changed job, if its options are possible and it fits."""
+    try:
+        config = changed(plan.job.config, keys, registry)
+        where = place_ranks(config, registry)
+        after = changed_plan(plan, config, registry, (where.ranks_per_node,) * where.nodes)
+        engines = EnginePlan(config, registry, after.job.gpus, after.job.shape, where)
+        engines.check_nodes()
+        engines.check_separate_gpus()
+        engines.check_memory(after.job)
+    except RlbatchError:
+        return None
+    return Change(keys, after) if after.verdict == "fits" else None
+
+
+def _single(plan: JobPlan, registry: Registry) -> list[Mapping[str, Any]]:
+    """What can be changed without another layout."""
+    job, config = plan.job, plan.job.config
+    found: list[Mapping[str, Any]] = [each for each in spare(job, registry) if each]
+    if config.layout.recompute_granularity != "full":
+        found.append(RECOMPUTE)
+    least, tokens = -(-plan.work.longest // config.layout.cp_size), config.train.max_tokens_per_gpu
+    found += [{"train.max_tokens_per_gpu": max(tokens // part, least)} for part in (2, 4) if least < tokens]
+    if job.shape.memory_option and job.shape.memory_share < 1:
+        key = f"rollout.engine.{job.shape.memory_option}"
+        found += [{key: share} for share in SHARES if share < job.shape.memory_share]
+    return found
+
+
+def _pairs(plan: JobPlan, registry: Registry) -> Iterator[Mapping[str, Any]]:
+    for first, second in combinations(_single(plan, registry), 2):
+        if not set(first) & set(second):
+            yield {**first, **second}
+
+
+def _layouts(plan: JobPlan) -> Iterator[Mapping[str, Any]]:
+    for layout in islice(filter(partial(may_fit, plan.job), layouts(plan.job)), MOST_LAYOUTS):
+        if keys := layout_changes(plan.job.config.layout, layout):
+            yield keys

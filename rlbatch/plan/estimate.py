@@ -1,0 +1,145 @@
+"""Estimates the memory of a job, phase by phase: the floor, which is certainly held, and what comes on top of it.
+
+Parts of the floor have no error; each other part has ``plan.assume.memory_error``. Where a part's size comes from: ``activations`` (derived
+from the code), ``plan.assume`` (each with its source).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from rlbatch.plan.activations import StageActivations, stage_activations
+from rlbatch.plan.engine_memory import GIB, WEIGHT_BYTES, MemoryInputs
+from rlbatch.plan.layout import degrees
+from rlbatch.plan.memory import BESIDE_ENGINES, PHASES, MemoryFloor, Parts, Peak, RankMemory, engine_share_gib, memory_floor, trainer_gib
+from rlbatch.plan.workload import microbatches, pack_tokens, workload
+
+MIB = 2**20
+PINNED_BYTES = 8
+"""Of a parameter whose optimizer is on the host, what Megatron's hybrid optimizer page-locks: the fp32 main weight and its gradient."""
+
+SHARED = ("engine's cache", "engine's workspace")
+"""Parts that divide a share of the GPU among themselves, which an engine keeps to."""
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """What a job is expected to take.
+
+    Attributes:
+        floor: Certainly.
+        expected: All of it.
+        error: Of each part that is not in the floor, as a share of it.
+    """
+
+    floor: MemoryFloor
+    expected: MemoryFloor
+    error: float
+
+    def spread(self, expected: Peak, floor: Peak) -> float:
+        """By how much a phase may be off, GiB."""
+        own = sum(size for name, size in expected.parts.items() if name not in SHARED and name not in floor.parts)
+        return self.error * own / GIB
+
+    def gpu_of_stage(self, stage: int, phase: str) -> tuple[Peak, float]:
+        """A rank of the stage, and by how much that may be off."""
+        peak, certain = (Peak(phase, memory.stages[stage].gpu[phase]) for memory in (self.expected, self.floor))
+        return peak, self.spread(peak, certain)
+
+    def gpu(self) -> tuple[int, Peak, float]:
+        """The stage and phase that take most on a GPU, and by how much that may be off."""
+        found = [(stage, *self.gpu_of_stage(stage, phase)) for stage in range(len(self.expected.stages)) for phase in PHASES]
+        return max(found, key=lambda each: each[1].gib)
+
+    def host(self, nodes: tuple[int, ...], phase: str) -> tuple[Peak, float]:
+        """The node that takes most of its host memory in a phase, and by how much that may be off."""
+        peak, certain = (memory.fullest_host(nodes, [phase]) for memory in (self.expected, self.floor))
+        return peak, self.spread(peak, certain)
+
+
+def estimate_memory(job: MemoryInputs) -> MemoryEstimate:
+    """Trainer, engines and what libraries take.
+
+    Args:
+        job: Its model is known, and its layout is one that ``check_layout`` accepts.
+    """
+    floor, assume = memory_floor(job), job.config.plan.assume
+    stages = [
+        RankMemory(
+            {phase: {**certain.gpu[phase], **more} for phase, more in _on_gpu(job, certain, activations)} if job.on_gpu else certain.gpu,
+            {phase: {**parts, **_on_host(job, parts)} for phase, parts in certain.host.items()},
+        )
+        for certain, activations in zip(floor.stages, _activations(job), strict=True)
+    ]
+    return MemoryEstimate(floor, MemoryFloor(stages, floor.world_size, floor.shm_gib), assume.memory_error)
+
+
+def _activations(job: MemoryInputs) -> tuple[StageActivations, ...]:
+    assert job.model is not None
+    config, family, work = job.config, job.model.family, workload(job.config)
+    return stage_activations(
+        family,
+        config.layout,
+        value_bytes=WEIGHT_BYTES[config.train.precision],
+        tokens=pack_tokens(config, work),
+        chunk=config.train.logprob_chunk_tokens,
+        microbatches=microbatches(config, work, degrees(config.layout, family.num_layers)),
+        imbalance=config.plan.assume.expert_imbalance,
+    )
+
+
+def _on_gpu(job: MemoryInputs, certain: RankMemory, activations: StageActivations) -> Iterator[tuple[str, Parts]]:
+    """What comes on top in each phase, bytes."""
+    assume, is_eval = job.config.plan.assume, job.config.mode == "eval"
+    always = {"CUDA and NCCL": assume.cuda_gib * GIB}
+    process = {"engine's process": assume.engine_process_gib * GIB} if job.has_process and job.shape.is_colocated else {}
+    trained: Mapping[str, Parts] = {
+        "update": {
+            "activations": activations.kept,
+            "logits": max(activations.logits - activations.working, 0.0),
+            "layer in work": activations.working,
+            "expert imbalance": activations.imbalance,
+        },
+        "log-probs": {"layer in work": activations.scoring, "logits": max(activations.scoring_logits - activations.scoring, 0.0)},
+    }
+    for phase in PHASES:
+        parts = dict(always) if certain.gpu[phase] else {}
+        if phase in trained and not is_eval:
+            parts |= trained[phase]
+        if phase in BESIDE_ENGINES:
+            parts |= _engine(job, certain.gpu[phase], phase)
+        if phase != "load" and parts:
+            parts |= process
+        own = sum(size for name, size in {**certain.gpu[phase], **parts}.items() if not name.startswith(("engine's", "CUDA")))
+        if parts:
+            parts["fragmentation"] = assume.fragmentation * own
+        yield phase, parts
+
+
+def _engine(job: MemoryInputs, certain: Parts, phase: str) -> Parts:
+    """What an engine takes beside what is certain: the rest of its share, or the sync's buffers."""
+    shape, assume = job.shape, job.config.plan.assume
+    if not shape.is_colocated or "engine's weights" not in certain:
+        return {}
+    workspace = {"engine's workspace": assume.engine_workspace_gib * GIB} if job.has_process else {}
+    if phase == "sync":
+        assert job.model is not None
+        family = job.model.family
+        tensor = family.vocab_size * int(family.transformer["hidden_size"]) * WEIGHT_BYTES[job.config.train.precision]
+        return workspace | {"sync's buffers": 2.0 * max(job.config.rollout.bucket_mib * MIB, tensor)}
+    if not (job.has_process and shape.memory_share < 1 and shape.fills_share and job.config.cluster.gpu_memory_gib):
+        return workspace
+    rest = engine_share_gib(job, trainer_gib(job)) * GIB - certain["engine's weights"] - assume.engine_workspace_gib * GIB
+    return workspace | {"engine's cache": max(rest, certain["engine's cache"])}
+
+
+def _on_host(job: MemoryInputs, parts: Parts) -> Parts:
+    """What a rank's host memory takes beside what is certain."""
+    assume, config = job.config.plan.assume, job.config
+    offload = job.offload
+    pinned = parts.get("optimizer state that left the GPU", 0.0)
+    if offload and offload.hosted_bytes:
+        pinned += parts.get("optimizer", 0.0) * PINNED_BYTES / offload.hosted_bytes
+    node = assume.node_gib * GIB / min(config.cluster.gpus_per_node, config.layout.world_size)
+    return {"page-locked memory's rounding": pinned * assume.pinned_rounding, "operating system, data, rewards": node}

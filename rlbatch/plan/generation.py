@@ -1,0 +1,129 @@
+"""How engines generate: how many tokens their cache holds, whether they preempt, how long a step's samples take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlbatch.plan.engine_memory import GIB, MemoryInputs, cache_bytes, cached_bytes, engine_memory, plain_bytes
+from rlbatch.plan.flops import attention_flops_per_squared_token, matmul_flops_per_token
+from rlbatch.plan.hardware import Gpu
+from rlbatch.plan.memory import engine_share_gib, trainer_gib
+from rlbatch.plan.parameters import ModelSize
+from rlbatch.plan.workload import POINTS, Workload
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Keys and values of a replica.
+
+    Attributes:
+        tokens: That it holds; 0: not known.
+        samples: At once, that a replica is given.
+        needed: Tokens, if all of these are of mean length.
+        needed_most: Tokens, if all are as long as they may be.
+    """
+
+    tokens: int
+    samples: int
+    needed: float
+    needed_most: float
+
+    @property
+    def warning(self) -> str:
+        """Whether samples are thrown out of the cache, to begin again; empty: never."""
+        if not self.tokens or self.needed_most <= self.tokens:
+            return ""
+        each = self.tokens // self.samples
+        often = "as soon as they are of mean length" if self.needed > self.tokens else "where many are long"
+        return (
+            f"a replica's cache holds {self.tokens:,} tokens, {each:,} of each of {self.samples} samples at once, which may have "
+            f"{self.needed_most / self.samples:,.0f}: the engine preempts samples {often}"
+        )
+
+
+def replica_cache(job: MemoryInputs, model: ModelSize, work: Workload) -> Cache:
+    """The cache of a data-parallel replica.
+
+    Args:
+        job: Its engines.
+        model: Not None.
+        work: A step.
+    """
+    shape, assume = job.shape, job.config.plan.assume
+    replicas = max(job.config.layout.world_size // job.gpus, 1) * shape.replicas
+    samples = -(-work.samples // replicas)
+    samples = min(samples, shape.samples_at_once) if shape.samples_at_once else samples
+    room = 0.0
+    if job.config.cluster.gpu_memory_gib and job.on_gpu:
+        share = engine_share_gib(job, trainer_gib(job))
+        room = max(share - engine_memory(job).weights - assume.engine_workspace_gib, 0.0) * GIB
+    tokens = int(room / cache_bytes(model.family, shape, cached_bytes(job)))
+    return Cache(tokens, samples, samples * (work.prompt + work.response), samples * float(work.longest))
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A step's generation.
+
+    Attributes:
+        seconds: Of the replica that takes longest.
+        tail_seconds: Of these, while fewer than half of the samples at once are left.
+        tokens_per_second: Of all engines.
+    """
+
+    seconds: float
+    tail_seconds: float
+    tokens_per_second: float
+
+
+def generation(job: MemoryInputs, model: ModelSize, work: Workload, cache: Cache, gpu: Gpu, ranks_per_node: int) -> Generation:
+    """Decodes the step's samples: at full concurrency until none waits, then the long tail.
+
+    A decoding step takes the time to read the weights that it meets and the cache, from the GPU's memory (or the matrix products', if that
+    is longer), and of collectives and draws.
+    """
+    assume, shape = job.config.plan.assume, job.shape
+    replicas = max(job.config.layout.world_size // job.gpus, 1) * shape.replicas
+    here = -(-work.samples // replicas)
+    fitting = int(cache.tokens / (work.prompt + work.response)) if cache.tokens else cache.samples
+    at_once = max(min(cache.samples, fitting, here), 1)
+    step = _Step(job, model, gpu, ranks_per_node)
+    waiting = here - at_once
+    full = step.seconds(at_once, work.prompt + work.response / 2)
+    before = waiting * work.response / at_once * full
+    tail = [0.0, 0.0]
+    width = work.longest_response / POINTS
+    for index, share in enumerate(work.surviving):
+        running = at_once * share
+        if running < 0.5:
+            break
+        tail[running < at_once / 2] += width * step.seconds(running, work.prompt + (index + 0.5) * width)
+    forward = matmul_flops_per_token(model.family) * work.prompt + attention_flops_per_squared_token(model.family) * work.prompt**2
+    prefill = here * forward / (shape.replica_gpus * gpu.flops * assume.matmul_efficiency)
+    seconds = before + sum(tail) + prefill
+    return Generation(seconds, tail[1], work.samples * work.response / seconds)
+
+
+class _Step:
+    """Seconds of one decoding step."""
+
+    def __init__(self, job: MemoryInputs, model: ModelSize, gpu: Gpu, ranks_per_node: int) -> None:
+        self._assume, self._shape, family = job.config.plan.assume, job.shape, model.family
+        weights = engine_memory(job).weights * GIB
+        self._experts = min(model.total.experts * (1 if job.is_fp8 else plain_bytes(job)) / job.gpus, weights)
+        self._others = weights - self._experts
+        self._cache = cache_bytes(family, job.shape, cached_bytes(job))
+        chosen = int(family.transformer.get("moe_router_topk", 2)) / family.num_experts if family.num_experts else 0.0
+        self._idle = 1 - chosen
+        self._flops = matmul_flops_per_token(family) / job.shape.replica_gpus / (gpu.flops * self._assume.matmul_efficiency)
+        self._bandwidth = gpu.memory_gbs * 1e9 * self._assume.decode_efficiency
+        within = 2 * (job.shape.replica_gpus > 1)  # after attention and after the MLP
+        between = 2 * (job.gpus > ranks_per_node)  # to the experts and back
+        collectives = within * self._assume.decode_collective_us + between * self._assume.decode_network_us
+        self._collectives = family.num_layers * collectives * 1e-6
+
+    def seconds(self, samples: float, context: float) -> float:
+        """Of a step of so many samples a replica, each with so many tokens before it."""
+        met = 1 - float(self._idle ** (samples * self._shape.replicas))
+        read = (self._others + self._experts * met + samples * context * self._cache) / self._bandwidth
+        return max(read, samples * self._flops) + self._collectives + samples * self._assume.decode_sample_ms * 1e-3

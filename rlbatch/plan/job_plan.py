@@ -1,0 +1,146 @@
+"""The plan of a job: everything that is known of it before it is queued, in one object.
+
+``python -m rlbatch.plan`` prints it, submit and the dry run show its verdict, and the search compares many of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from rlbatch.config.schema import Config
+from rlbatch.plan.engine_memory import MemoryInputs, memory_inputs
+from rlbatch.plan.estimate import MemoryEstimate, estimate_memory
+from rlbatch.plan.generation import Cache, Generation, generation, replica_cache
+from rlbatch.plan.hardware import Gpu, known_gpu
+from rlbatch.plan.memory import PHASES, WHEN, Peak
+from rlbatch.plan.parameters import ModelSize
+from rlbatch.plan.step_time import StepTime, step_time
+from rlbatch.plan.workload import Workload, workload
+from rlbatch.registry import Registry
+
+Verdict = Literal["fits", "too close", "does not fit", "not known"]
+
+
+@dataclass(frozen=True)
+class Need:
+    """The memory of a GPU or of a node, in its fullest phase, GiB.
+
+    Attributes:
+        where: In words.
+        key: The config key that says what there is.
+        peak: Expected.
+        spread: By how much that may be off.
+        certain: Of it, what is certainly held.
+        has: What there is; 0: not said.
+    """
+
+    where: str
+    key: str
+    peak: Peak
+    spread: float
+    certain: float
+    has: float
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether it fits: with its error, without, or perhaps."""
+        if not self.has:
+            return "not known"
+        if max(self.certain, self.peak.gib - self.spread) > self.has:
+            return "does not fit"
+        return "fits" if self.peak.gib + self.spread <= self.has else "too close"
+
+    @property
+    def share(self) -> float:
+        """Of what there is."""
+        return self.peak.gib / self.has if self.has else 0.0
+
+    def __str__(self) -> str:
+        has = f" of {self.has:g} ({self.key})" if self.has else ""
+        return f"{self.where} {WHEN[self.peak.phase]}: {self.peak.gib:.1f} +- {self.spread:.1f} GiB{has}"
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """What is known of a job.
+
+    Attributes:
+        job: What it consists of.
+        model: Its parameters.
+        nodes: Ranks of each.
+        work: A step's samples.
+        memory: Of GPUs and nodes.
+        needs: Of the fullest GPU and the fullest node.
+        cache: Of an engine's replica.
+        generated: A step's generation; None: what the GPUs can do is not known.
+        time: Of a step; None: as above.
+    """
+
+    job: MemoryInputs
+    model: ModelSize
+    nodes: tuple[int, ...]
+    work: Workload
+    memory: MemoryEstimate
+    needs: tuple[Need, ...]
+    cache: Cache
+    generated: Generation | None
+    time: StepTime | None
+
+    @property
+    def binding(self) -> Need:
+        """What is fullest."""
+        return max(self.needs, key=lambda need: (need.verdict == "does not fit", need.share, need.peak.gib))
+
+    @property
+    def verdict(self) -> Verdict:
+        """Of all together: the worst."""
+        found = {need.verdict for need in self.needs}
+        order: tuple[Verdict, ...] = ("does not fit", "too close", "not known", "fits")
+        return next(each for each in order if each in found)
+
+
+def plan_job(job: MemoryInputs, nodes: tuple[int, ...]) -> JobPlan:
+    """Plans a job.
+
+    Args:
+        job: Its model is known, and its layout is one that ``check_layout`` accepts.
+        nodes: Ranks of each of its nodes.
+    """
+    assert job.model is not None
+    work, memory = workload(job.config), estimate_memory(job)
+    cache, gpu = replica_cache(job, job.model, work), gpu_of(job.config)
+    generated = generation(job, job.model, work, cache, gpu, nodes[0]) if gpu and job.on_gpu else None
+    time = step_time(job, job.model, work, generated, gpu, nodes[0]) if gpu and generated and job.config.mode == "train" else None
+    return JobPlan(job, job.model, nodes, work, memory, _needs(job, memory, nodes), cache, generated, time)
+
+
+def changed_plan(plan: JobPlan, config: Config, registry: Registry, nodes: tuple[int, ...]) -> JobPlan:
+    """The plan of the same model's job with another config.
+
+    Raises:
+        RlbatchError: options that cannot be.
+    """
+    inputs = memory_inputs(config, registry, None, on_gpu=plan.job.on_gpu)
+    return plan_job(replace(inputs, model=plan.model, is_fp8=plan.job.is_fp8), nodes)
+
+
+def gpu_of(config: Config) -> Gpu | None:
+    """What the cluster's GPUs can do: as it says, else by their name; None: neither is known."""
+    cluster, known = config.cluster, known_gpu(config.cluster.gpu)
+    flops, link = cluster.gpu_bf16_tflops * 1e12, cluster.gpu_link_gbs
+    memory = config.plan.assume.memory_gbs or (known.memory_gbs if known else 0.0)
+    found = Gpu(flops or (known.flops if known else 0.0), memory, link or (known.link_gbs if known else 0.0))
+    return found if found.flops and found.memory_gbs and found.link_gbs else None
+
+
+def _needs(job: MemoryInputs, memory: MemoryEstimate, nodes: tuple[int, ...]) -> tuple[Need, ...]:
+    cluster, needs = job.config.cluster, []
+    if job.on_gpu:
+        stage, peak, spread = memory.gpu()
+        certain = max(memory.floor.gpu(phases=[phase]).gib for phase in PHASES)
+        needs.append(Need(f"a GPU of stage {stage}", "cluster.gpu_memory_gib", peak, spread, certain, cluster.gpu_memory_gib))
+    peak, spread = max((memory.host(nodes, phase) for phase in PHASES), key=lambda found: found[0].gib)
+    certain = memory.floor.fullest_host(nodes).gib
+    needs.append(Need("a node", "cluster.host_memory_gib", peak, spread, certain, cluster.host_memory_gib))
+    return tuple(needs)

@@ -1,0 +1,163 @@
+"""Shows a plan: as lines for a terminal, and as JSON. Sizes are GiB (2^30 bytes), times seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rlbatch.config.assumptions import SOURCE, sources
+from rlbatch.plan.advice import Change
+from rlbatch.plan.checkpoint_size import checkpoint_bytes
+from rlbatch.plan.engine_memory import GIB
+from rlbatch.plan.job_plan import JobPlan
+from rlbatch.plan.layout import stage_chunks
+from rlbatch.plan.memory import PHASES, Peak
+
+BILLION = 1e9
+
+
+def summary(plan: JobPlan) -> Iterator[str]:
+    """The verdict, what is fullest, and a step: for submit and the dry run."""
+    yield f"Plan        {plan.verdict}: {'; '.join(map(str, plan.needs))}"
+    if plan.time:
+        error = plan.job.config.plan.assume.time_error
+        phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in plan.time.phases.items())
+        yield (
+            f"            a step in {plan.time.seconds:.0f} +- {error * plan.time.seconds:.0f} s ({phases}), MFU {plan.time.mfu:.2f}; "
+            "expected, not measured: python -m rlbatch.plan"
+        )
+
+
+def lines(plan: JobPlan, problems: Sequence[str], changes: Sequence[Change]) -> Iterator[str]:
+    """The whole plan."""
+    config, model = plan.job.config, plan.model
+    yield from summary(plan)
+    yield f"Binding     {plan.binding}"
+    if plan.cache.warning:
+        yield f"Warning     {plan.cache.warning}"
+    yield from (f"Refused     {problem}" for problem in problems)
+    for number, change in enumerate(changes):
+        price = f", a step in {change.plan.time.seconds:.0f} s" if change.plan.time else ""
+        yield f"{'' if number else 'Would fit':<12}{change}: {'; '.join(map(str, change.plan.needs))}{price}"
+    yield ""
+    total = model.total
+    yield (f"Parameters  {total.total:,} in all: {total.dense:,} dense, {total.experts:,} of experts; a token meets {model.active:,}")
+    yield f"Checkpoint  {checkpoint_bytes(total.total, config.train.precision) / BILLION:,.0f} GB, {_write_s(plan):,.0f} s to write"
+    yield f"Cache       {plan.cache.tokens:,} tokens a replica, for {plan.cache.samples} samples at once"
+    if plan.time and plan.generated:
+        time, generated = plan.time, plan.generated
+        yield (
+            f"Pipeline    {time.microbatches} microbatches an update, bubble {time.bubble:.2f}, balance of stages {time.balance:.2f}; "
+            f"{generated.tokens_per_second:,.0f} tokens/s generated, {generated.tail_seconds:.0f} s of it with few samples left"
+        )
+    yield ""
+    yield from _stages(plan)
+    yield ""
+    yield from _parts(plan)
+    yield ""
+    yield "Assumptions (plan.assume.<name>=<value> for another)"
+    yield from (f"  {name}={each['value']:g}: {each['meaning']} ({each[SOURCE]})" for name, each in sources(config.plan.assume).items())
+
+
+def _write_s(plan: JobPlan) -> float:
+    config = plan.job.config
+    return checkpoint_bytes(plan.model.total.total, config.train.precision) / (config.cluster.storage_gbs * BILLION)
+
+
+def _stages(plan: JobPlan) -> Iterator[str]:
+    shown = [phase for phase in PHASES if any(stage.gpu[phase] for stage in plan.memory.expected.stages)]
+    title = "".join(f"{phase:>11}" for phase in shown)
+    yield f"{'Stage':<6}{'layers':<18}{'dense':>15}{'experts':>17}  parameters a rank; GiB of a GPU:{title}"
+    for number, stage in enumerate(_stage_rows(plan)):
+        sizes = "".join(f"{stage['gpu_gib'][phase]:>11.1f}" for phase in shown)
+        name = f"{stage['layers']}{' + embedding' * stage['has_embedding']}{' + head' * stage['has_head']}"
+        yield f"{number:<6}{name:<18}{stage['dense']:>15,.0f}{stage['experts']:>17,.0f}{'':>33}{sizes}"
+
+
+def _parts(plan: JobPlan) -> Iterator[str]:
+    """The parts of the fullest GPU and node in each phase."""
+    if plan.job.on_gpu:
+        yield "A GPU, in the stage that has most"
+        for phase in PHASES:
+            yield _peak_line(max(_gpu_peaks(plan, phase), key=lambda found: found[0].gib), phase)
+    yield "A node, of those the fullest"
+    for phase in PHASES:
+        yield _peak_line(plan.memory.host(plan.nodes, phase), phase)
+
+
+def _peak_line(found: tuple[Peak, float], phase: str) -> str:
+    peak, spread = found
+    return f"  {phase:<11}{peak.gib:8.1f} +- {spread:<5.1f} {peak.parts_listed()}"
+
+
+def _gpu_peaks(plan: JobPlan, phase: str) -> list[tuple[Peak, float]]:
+    return [plan.memory.gpu_of_stage(stage, phase) for stage in range(len(plan.memory.expected.stages))]
+
+
+def _stage_rows(plan: JobPlan) -> list[dict[str, Any]]:
+    """Each pipeline stage: its layers, what a rank of it holds, GiB of a GPU by phase and part."""
+    layout, rows = plan.job.config.layout, []
+    shares = plan.model.shares(layout)
+    for number, chunks in enumerate(stage_chunks(layout, plan.model.family.num_layers)):
+        peaks = {phase: plan.memory.gpu_of_stage(number, phase)[0] for phase in PHASES}
+        rows.append(
+            {
+                "layers": sum(map(len, chunks)),
+                "has_embedding": number == 0,
+                "has_head": number == layout.pp_size - 1,
+                "parameters": shares[number].held,
+                "dense": shares[number].held - shares[number].experts,
+                "experts": shares[number].experts,
+                "gpu_gib": {phase: peak.gib for phase, peak in peaks.items()},
+                "gpu_parts_gib": {phase: _gib(peak) for phase, peak in peaks.items()},
+            }
+        )
+    return rows
+
+
+def _gib(peak: Peak) -> dict[str, float]:
+    return {name: size / GIB for name, size in peak.parts.items()}
+
+
+def as_json(plan: JobPlan, problems: Sequence[str], changes: Sequence[Change]) -> dict[str, Any]:
+    """Everything, under names that stay."""
+    config, total, time = plan.job.config, plan.model.total, plan.time
+    host = {phase: plan.memory.host(plan.nodes, phase) for phase in PHASES}
+    gpu = plan.memory.gpu() if plan.job.on_gpu else None
+    return {
+        "verdict": plan.verdict,
+        "binding": str(plan.binding),
+        "problems": [*problems, *filter(None, [plan.cache.warning])],
+        "changes": [
+            {
+                "keys": dict(change.keys),
+                "needs": list(map(str, change.plan.needs)),
+                "step_seconds": change.plan.time.seconds if change.plan.time else None,
+            }
+            for change in changes
+        ],
+        "parameters": {"total": total.total, "active": plan.model.active, "dense": total.dense, "experts": total.experts},
+        "stages": _stage_rows(plan),
+        "gpu_gib_peak": gpu[1].gib if gpu else None,
+        "gpu_gib_error": gpu[2] if gpu else None,
+        "host_gib_per_node": max(peak.gib for peak, _ in host.values()),
+        "host_gib_error": max(host.values(), key=lambda found: found[0].gib)[1],
+        "host_parts_gib": {phase: _gib(peak) for phase, (peak, _) in host.items()},
+        "checkpoint_gb": checkpoint_bytes(total.total, config.train.precision) / BILLION,
+        "checkpoint_write_seconds": _write_s(plan),
+        "cache": {
+            "tokens_per_replica": plan.cache.tokens,
+            "samples_at_once": plan.cache.samples,
+            "tokens_needed": plan.cache.needed,
+            "tokens_needed_at_most": plan.cache.needed_most,
+        },
+        "step_seconds": time.seconds if time else None,
+        "step_seconds_error": config.plan.assume.time_error * time.seconds if time else None,
+        "phase_seconds": time.phases if time else None,
+        "microbatches": time.microbatches if time else None,
+        "bubble": time.bubble if time else None,
+        "balance": time.balance if time else None,
+        "mfu": time.mfu if time else None,
+        "generated_tokens_per_second": plan.generated.tokens_per_second if plan.generated else None,
+        "assumptions": sources(config.plan.assume),
+    }

@@ -1,0 +1,201 @@
+"""Estimates how long a step takes, phase by phase.
+
+A stage's forward pass of one microbatch is the sum of what does not overlap: matrix products at a share of the peak, everything else at the
+speed of the GPU's memory, tokens and activations between GPUs, and the GPU's waiting for its host. A backward pass is two of it. Every rate
+is one of ``plan.assume``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from rlbatch.plan.activations import layer_bytes
+from rlbatch.plan.checkpoint_size import checkpoint_bytes
+from rlbatch.plan.engine_memory import GIB, WEIGHT_BYTES, MemoryInputs, engine_memory
+from rlbatch.plan.flops import attention_flops_per_squared_token, logits_flops, matmul_flops_per_token, part_flops
+from rlbatch.plan.generation import Generation
+from rlbatch.plan.hardware import Gpu
+from rlbatch.plan.layout import Degrees, degrees, stage_chunks
+from rlbatch.plan.memory import GRADIENT_BYTES, MAIN_WEIGHT_BYTES, MOMENT_BYTES
+from rlbatch.plan.parameters import ModelSize, PartSize, Share
+from rlbatch.plan.workload import Workload, microbatches
+
+FORWARD_SHARE = 1 / 3
+"""Of forward and backward pass."""
+HOST_ADAM_BYTES = 28
+"""Of a parameter of Adam on the host: fp32 weight, gradient and two moments are read, all but the gradient written."""
+PCIE_BYTES = 6
+"""Of such a parameter, between GPU and host: its gradient in fp32, the new weight in bf16."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step, by phase.
+
+    Attributes:
+        phases: In the order of the step.
+        stage_seconds: Of each pipeline stage, forward and backward pass of one microbatch.
+        microbatches: Of an update and data-parallel rank.
+        bubble: Share of an update in which a stage waits for others, of equal stages.
+        balance: Mean of ``stage_seconds`` over the largest.
+        mfu: Of log-probs and updates, by Megatron's count.
+        tokens: Of the step's samples.
+    """
+
+    phases: dict[str, float]
+    stage_seconds: tuple[float, ...]
+    microbatches: int
+    bubble: float
+    balance: float
+    mfu: float
+    tokens: float
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return sum(self.phases.values())
+
+
+def step_time(job: MemoryInputs, model: ModelSize, work: Workload, generated: Generation, gpu: Gpu, ranks_per_node: int) -> StepTime:
+    """All phases.
+
+    Args:
+        job: Its layout is one that ``check_layout`` accepts.
+        model: Not None.
+        work: A step's samples.
+        generated: Its generation.
+        gpu: What a GPU can do.
+        ranks_per_node: Ranks of a node.
+    """
+    config, layout, assume = job.config, job.config.layout, job.config.plan.assume
+    over = degrees(layout, model.family.num_layers)
+    count = microbatches(config, work, over)
+    per_microbatch = work.tokens / config.train.updates_per_step / over.dp_size / count
+    stages = _Stages(job, model, gpu, ranks_per_node, per_microbatch, work.squares / work.tokens)
+    longest, waiting = max(stages.forward), (layout.pp_size - 1) / layout.vpp_size
+    pipeline = count * longest + (sum(stages.forward) - longest) / layout.vpp_size
+    passes = 4 if layout.recompute_granularity == "full" else 3
+    updates = config.train.updates_per_step * config.train.epochs
+    later = 1 - 1 / config.train.updates_per_step  # the first update's own forward pass gives its old log-probs
+    forwards = job.has_reference + later * (config.algorithm.old_logprobs == "recompute")
+    shares = model.shares(layout)
+    ends = max(_update_end(job, share, over, gpu, ranks_per_node) for share in shares)
+    phases = {
+        "sync": _sync(job, ranks_per_node) + _moving(job, shares),
+        "generate": generated.seconds,
+        "log-probs": forwards * config.train.updates_per_step * pipeline,
+        "update": updates * (passes * pipeline + ends),
+        "other": assume.other_s,
+    }
+    if config.checkpoint.save_interval > 0:
+        phases["save"] = checkpoint_bytes(model.total.total, config.train.precision) / (config.cluster.storage_gbs * 1e9)
+        phases["save"] /= config.checkpoint.save_interval
+    needed = matmul_flops_per_token(model.family) * work.tokens + attention_flops_per_squared_token(model.family) * work.squares
+    flops = (3 * config.train.epochs + forwards) * needed
+    trained = phases["log-probs"] + phases["update"]
+    return StepTime(
+        phases,
+        tuple(3 * seconds for seconds in stages.forward),
+        count,
+        waiting / (count + waiting),
+        sum(stages.forward) / len(stages.forward) / longest,
+        flops / (trained * layout.world_size * gpu.flops),
+        work.tokens,
+    )
+
+
+class _Stages:
+    """Forward passes of each pipeline stage, of one microbatch.
+
+    Args:
+        tokens: Of the microbatch, of all ranks that share it.
+        context: Mean of the squares of samples' lengths over the mean of lengths: the tokens that a token's attention is charged with.
+    """
+
+    def __init__(self, job: MemoryInputs, model: ModelSize, gpu: Gpu, ranks_per_node: int, tokens: float, context: float) -> None:
+        self._job, self._model, self._gpu, self._ranks_per_node = job, model, gpu, ranks_per_node
+        self._tokens, self._context = tokens, context
+
+    @cached_property
+    def forward(self) -> tuple[float, ...]:
+        """Seconds of each stage."""
+        layout = self._job.config.layout
+        chunks = stage_chunks(layout, self._model.family.num_layers)
+        parts = self._model.stages(layout)
+        return tuple(
+            self._stage([layer for chunk in chunks[stage] for layer in chunk], parts[stage], has_head=stage == layout.pp_size - 1)
+            for stage in range(layout.pp_size)
+        )
+
+    def _stage(self, layers: list[int], parts: tuple[PartSize, ...], *, has_head: bool) -> float:
+        family, layout, assume = self._model.family, self._job.config.layout, self._job.config.plan.assume
+        own = self._tokens / layout.cp_size  # tokens of a rank
+        attention = attention_flops_per_squared_token(family) * len(layers) / family.num_layers * self._context
+        flops = sum(part_flops(family, part) for part in parts) + attention + (logits_flops(family) if has_head else 0.0)
+        products = own * flops / layout.tp_size / (self._gpu.flops * assume.matmul_efficiency)
+        value = WEIGHT_BYTES[self._job.config.train.precision]
+        kept = sum(layer_bytes(family, layout, value, has_experts=family.has_experts[layer]).kept for layer in layers)
+        logits = family.vocab_size / layout.tp_size * assume.logit_traffic if has_head else 0.0
+        traffic = own * (kept * assume.activation_traffic + logits) * FORWARD_SHARE / (self._gpu.memory_gbs * 1e9)
+        between = own * sum(self._exchanged(has_experts=family.has_experts[layer]) for layer in layers)
+        waiting = assume.launch_ms * 1e-3 * FORWARD_SHARE * len(layers)
+        return products + traffic + between + waiting
+
+    def _exchanged(self, *, has_experts: bool) -> float:
+        """Seconds that a layer's forward pass spends on moving one token of a rank to other ranks and back."""
+        family, layout = self._model.family, self._job.config.layout
+        size = int(family.transformer["hidden_size"]) * WEIGHT_BYTES[self._job.config.train.precision]
+        gathers = 2 if has_experts else 4  # to attention and back, to a dense MLP and back
+        seconds = gathers * size * (1 - 1 / layout.tp_size) / self._rate(layout.tp_size)
+        if has_experts:
+            group = layout.ep_size * layout.etp_size
+            rows = int(family.transformer.get("moe_router_topk", 2)) / layout.tp_size
+            seconds += 2 * rows * size * (1 - 1 / group) / self._rate(group)
+        if layout.cp_size > 1:
+            query, value = family.head_sizes
+            heads = (family.transformer.get("num_query_groups") or family.transformer["num_attention_heads"]) / layout.tp_size
+            seconds += heads * (query + value) * 2 * (layout.cp_size - 1) / self._rate(layout.tp_size * layout.cp_size)
+        return seconds
+
+    def _rate(self, group: int) -> float:
+        """Bytes a second of a rank in a group of so many, which are neighbours."""
+        return rate(self._job, self._gpu, spans_nodes=group > self._ranks_per_node)
+
+
+def rate(job: MemoryInputs, gpu: Gpu, *, spans_nodes: bool) -> float:
+    """Bytes a second that reach a GPU in a collective."""
+    assume = job.config.plan.assume
+    if spans_nodes:
+        return assume.network_gbs * assume.network_efficiency * 1e9
+    return gpu.link_gbs * assume.link_efficiency * 1e9
+
+
+def _update_end(job: MemoryInputs, share: Share, over: Degrees, gpu: Gpu, ranks_per_node: int) -> float:
+    """Gradients between data-parallel ranks, and the optimizer."""
+    layout, assume, value = job.config.layout, job.config.plan.assume, WEIGHT_BYTES[job.config.train.precision]
+    seconds = 0.0
+    for held, replicas in ((share.held - share.experts, over.dp_size * layout.cp_size), (share.experts, over.edp_size)):
+        rank_rate = rate(job, gpu, spans_nodes=layout.world_size // layout.pp_size > ranks_per_node)
+        seconds += held * (GRADIENT_BYTES + value) * (1 - 1 / replicas) / rank_rate
+    hosted = job.offload.hosted_share if job.offload else 0.0
+    seconds += share.owned * (1 - hosted) * assume.adam_traffic / (gpu.memory_gbs * 1e9)
+    on_host = share.owned * hosted
+    return seconds + on_host * (HOST_ADAM_BYTES * ranks_per_node / assume.host_adam_gbs + PCIE_BYTES / assume.pcie_gbs) * 1e-9
+
+
+def _sync(job: MemoryInputs, ranks_per_node: int) -> float:
+    """Each engine GPU gets its part of the weights, in the trainer's precision; waking the engine."""
+    assume, layout = job.config.plan.assume, job.config.layout
+    arriving = engine_memory(job).weights * GIB * (2 if job.is_fp8 else 1)
+    is_local = layout.world_size <= ranks_per_node or (layout.world_size // layout.pp_size <= ranks_per_node and layout.pp_size == 1)
+    speed = assume.sync_gbs if is_local else assume.network_gbs * assume.network_efficiency
+    return arriving / (speed * 1e9) + (assume.wake_s if job.has_process else 0.0)
+
+
+def _moving(job: MemoryInputs, shares: tuple[Share, ...]) -> float:
+    """Optimizer state that leaves the GPU and comes back."""
+    if not (job.offload and job.offload.moves_state):
+        return 0.0
+    size = MAIN_WEIGHT_BYTES[job.config.train.precision] + MOMENT_BYTES
+    return 2 * size * max(share.owned for share in shares) / (job.config.plan.assume.pcie_gbs * 1e9)

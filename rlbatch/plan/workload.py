@@ -1,0 +1,93 @@
+"""What a step works on: how many samples of which lengths, and how they are packed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+from rlbatch.config.schema import Config
+from rlbatch.plan.layout import Degrees
+
+POINTS = 512
+"""Of a distribution's survival function."""
+PROMPT_SHARE, RESPONSE_SHARE, DEFAULT_PROMPT = 8, 4, 256
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Samples of a step; lengths are tokens.
+
+    Attributes:
+        samples: Prompts x ``algorithm.group_size``.
+        prompt: Mean of a prompt.
+        response: Mean of a response.
+        longest_prompt: Most of a prompt; the mean, if nothing says.
+        longest_response: Most of a response.
+        surviving: Share of responses that are longer than i / ``POINTS`` of the longest.
+    """
+
+    samples: int
+    prompt: float
+    response: float
+    longest_prompt: int
+    longest_response: int
+    surviving: tuple[float, ...]
+
+    @property
+    def tokens(self) -> float:
+        """Of all samples."""
+        return self.samples * (self.prompt + self.response)
+
+    @property
+    def squares(self) -> float:
+        """Sum over samples of (prompt + response)^2, prompts taken as alike."""
+        step = self.longest_response / POINTS
+        squared = sum(2 * (index + 0.5) * step * step * share for index, share in enumerate(self.surviving))  # E[R^2]
+        return self.samples * (self.prompt**2 + 2 * self.prompt * self.response + squared)
+
+    @property
+    def longest(self) -> int:
+        """Most of a sample."""
+        return self.longest_prompt + self.longest_response
+
+
+def workload(config: Config) -> Workload:
+    """Of a training step: lognormal responses, cut at their limit."""
+    assume, most = config.plan.assume, config.rollout.max_response_tokens
+    limit = config.data.max_prompt_tokens
+    prompt = assume.mean_prompt_tokens or (max(limit // PROMPT_SHARE, 1) if limit else DEFAULT_PROMPT)
+    response = min(assume.mean_response_tokens or max(most / RESPONSE_SHARE, 1), most)
+    surviving = _surviving(response / most, assume.response_spread)
+    samples = config.train.prompts_per_step * config.algorithm.group_size
+    return Workload(samples, prompt, response, max(limit or 0, prompt), most, surviving)
+
+
+def pack_tokens(config: Config, work: Workload) -> int:
+    """Most tokens of a rank in a microbatch: a sample that is longer than a pack forms its own."""
+    return max(config.train.max_tokens_per_gpu, -(-work.longest // config.layout.cp_size))
+
+
+def microbatches(config: Config, work: Workload, over: Degrees) -> int:
+    """Of an update and data-parallel rank."""
+    packed = config.train.max_tokens_per_gpu * config.layout.cp_size * config.plan.assume.pack_fullness
+    tokens = work.tokens / config.train.updates_per_step / over.dp_size
+    samples = work.samples / config.train.updates_per_step / over.dp_size
+    return max(1, min(math.ceil(tokens / packed), math.ceil(samples)))
+
+
+@cache
+def _surviving(mean: float, spread: float) -> tuple[float, ...]:
+    """Shares above each of the points, of a lognormal distribution cut at 1 whose mean, so cut, is as asked."""
+    if mean >= 1:
+        return (1.0,) * POINTS
+    logs = [math.log((index + 0.5) / POINTS) for index in range(POINTS)]
+
+    def shares(middle: float) -> tuple[float, ...]:
+        return tuple(math.erfc((log - middle) / (spread * math.sqrt(2))) / 2 for log in logs)
+
+    low, high = -20.0, 20.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(shares(middle)) / POINTS < mean else (low, middle)
+    return shares((low + high) / 2)

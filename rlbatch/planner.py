@@ -1,0 +1,130 @@
+"""The command ``python -m rlbatch.plan``: whether a job fits, how long a step takes, and what to change, before it is queued.
+
+Runs on a login node: imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from rlbatch.api import ConfigError, RlbatchError
+from rlbatch.api.exit_codes import DONE, REFUSED
+from rlbatch.config.schema import Config
+from rlbatch.config.sources import published_config
+from rlbatch.launch.records.streams import end_with_reader, exit_code_of_display, keep_output
+from rlbatch.plan.advice import cheapest_changes
+from rlbatch.plan.engine_memory import memory_inputs
+from rlbatch.plan.fit import check_fit
+from rlbatch.plan.job_plan import JobPlan, plan_job
+from rlbatch.plan.layout import check_expert_widths, check_layout
+from rlbatch.plan.report import as_json, lines
+from rlbatch.prepare import check_engines, model_family, planned_nodes, write_embedded
+from rlbatch.registry import Registry, compose_job
+
+FORMATS = ("table", "json")
+USAGE = """\
+Shows what a job will need and how long a step will take, before it is queued: memory of GPUs and nodes by phase and part, a step by phase,
+whether it fits, and the cheapest changes with which it does. Expected, not measured: each assumption is listed with its source.
+
+Usage: python -m rlbatch.plan [key=value ...] [format=table|json]     the same arguments as python -m rlbatch.submit
+
+  python -m rlbatch.plan +cluster=h20x96
+  python -m rlbatch.plan +cluster=h20x32 model=qwen3_30b layout.tp_size=2 format=json
+  python -m rlbatch.plan model.hf=/models/mine layout.world_size=8 layout.ep_size=8 cluster.gpu=H100 cluster.gpu_memory_gib=79
+
+Of model.hf a config.json is enough; of models that layouts are shipped for not even that. Starts nothing.
+Exit codes: 0 it fits, or nobody says how much there is, 1 it is too close, 2 it does not fit, or the arguments are refused.
+"""
+TOO_CLOSE = 1
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command.
+
+    Args:
+        arguments: Overrides, ``format=...`` or ``--help``.
+
+    Returns:
+        The exit code.
+    """
+    if {"-h", "--help"} & set(arguments):
+        print(USAGE)
+        return DONE
+    try:
+        shown, overrides = _format(arguments)
+        config, registry = compose_job(overrides)
+        end_with_reader()
+        return exit_code_of_display(_show(config, registry, shown))
+    except RlbatchError as error:
+        print(error, file=sys.stderr)
+        return REFUSED
+
+
+def _format(arguments: Sequence[str]) -> tuple[str, list[str]]:
+    """The format, and all other arguments."""
+    asked = [text.partition("=")[2] for text in arguments if text.startswith("format=")]
+    if wrong := [name for name in asked if name not in FORMATS]:
+        raise ConfigError(f"format={wrong[0]}: must be {' or '.join(FORMATS)}. Choose one.")
+    return asked[-1] if asked else FORMATS[0], [text for text in arguments if not text.startswith("format=")]
+
+
+def _show(config: Config, registry: Registry, shown: str) -> int:
+    plan, problems = make_plan(config, registry)
+    changes = cheapest_changes(plan, registry) if plan.verdict in ("does not fit", "too close") else []
+    if shown == "json":
+        print(json.dumps(as_json(plan, problems, changes), indent=1))
+    else:
+        print(*lines(plan, problems, changes), sep="\n")
+    if problems or plan.verdict == "does not fit":
+        return REFUSED
+    return TOO_CLOSE if plan.verdict == "too close" else DONE
+
+
+def make_plan(config: Config, registry: Registry) -> tuple[JobPlan, list[str]]:
+    """The plan of a job on its cluster, and why submit would refuse it.
+
+    Raises:
+        RlbatchError: there is no plan: the model is not known, or cannot be divided so.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        config = _with_model(config, Path(scratch))
+        write_embedded(config, Path(scratch))
+        family = model_family(config, registry, Path(scratch))
+        on_gpu = bool(config.cluster.gres)
+        check_expert_widths(family, config.train.precision, on_gpu=on_gpu)
+        check_layout(config.layout, family, on_gpu=on_gpu)
+        nodes = planned_nodes(registry, config)
+        job = memory_inputs(config, registry, family, on_gpu=on_gpu)
+        checks: list[Callable[[], None]] = [
+            partial(check_engines, config, registry, family),
+            partial(check_fit, job, registry, partial(planned_nodes, registry)),
+        ]
+        return plan_job(job, nodes), [said for check in checks if (said := _refusal(check))]
+
+
+def _refusal(check: Callable[[], None]) -> str:
+    try:
+        check()
+    except RlbatchError as error:
+        return str(error)
+    return ""
+
+
+def _with_model(config: Config, scratch: Path) -> Config:
+    """With the published config.json of a shipped model whose folder is not named."""
+    published = published_config(config.model.name)
+    if published is None or not config.model.hf.startswith("$"):
+        return config
+    (scratch / "config.json").write_text(json.dumps(published), encoding="utf-8")
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, hf=str(scratch)))
+
+
+if __name__ == "__main__":
+    keep_output()
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,79 @@
+"""The planner in docs/: its assumptions are those of the code, and beside what was measured stands what it computes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rlbatch.config.assumptions import AssumeConfig, sources
+from rlbatch.config.compose import compose
+from rlbatch.plan.engine_memory import GIB, memory_inputs
+from rlbatch.plan.job_plan import JobPlan, plan_job
+from rlbatch.plan.parameters import ModelSize
+from rlbatch.planner import make_plan
+from rlbatch.registry import compose_job, load_plugins
+from tests.megatron.real_models import CONFIGS
+
+REGISTRY = load_plugins()
+NOT_THE_TRAINERS = ("CUDA and NCCL", "engine's process", "fragmentation")
+
+
+def test_every_assumption_is_on_the_page(repository: Path) -> None:
+    """With its value, meaning and source."""
+    rows = (repository / "docs/use/planner.md").read_text(encoding="utf-8").splitlines()
+    for name, each in sources(AssumeConfig()).items():
+        assert f"| `{name}` | {each['value']:g} | {each['meaning']} | {each['source']} |" in rows
+
+
+def planned(layers: int, overrides: str) -> JobPlan:
+    """Of a model of the shape of Qwen3-30B-A3B with so many layers, on two H200."""
+    family = REGISTRY.resolve_model_family({**CONFIGS["Qwen3-30B-A3B"], "num_hidden_layers": layers})
+    config = REGISTRY.complete(compose([*overrides.split(), "model.hf=x", "data.train=x"]))
+    inputs = replace(memory_inputs(config, REGISTRY, None, on_gpu=True), model=ModelSize(family))
+    return plan_job(inputs, (2,))
+
+
+@pytest.fixture(scope="module")
+def page(repository: Path) -> str:
+    return (repository / "docs/measurements/planner.md").read_text(encoding="utf-8")
+
+
+def test_beside_what_was_measured(page: str) -> None:
+    """Each row's planned numbers, from the options that the page names."""
+    common = re.search(r"^Common: `([^`]*)`", page, re.MULTILINE)
+    rows = re.findall(r"^\| (\d+) layers, `([^`]*)` \| (.*) \|$", page, re.MULTILINE)
+    assert common and len(rows) == 4
+    for layers, own, cells in rows:
+        plan = planned(int(layers), f"{common[1]} {own}")
+        assert plan.time and plan.generated
+        parts, phases = plan.memory.expected.stages[0].gpu, plan.time.phases
+        trainer = sum(size for name, size in parts["update"].items() if name not in NOT_THE_TRAINERS) / GIB
+        numbers = {
+            "peak": f"{trainer:.1f}",
+            "update": f"{phases['update']:.2f}",
+            "generate": f"{phases['generate']:.1f}",
+            "used": f"{sum(parts['generate'].values()) / GIB:.1f}, {sum(parts['update'].values()) / GIB:.1f}",
+        }
+        planned_cells = [cell.rpartition("; ")[2] for cell in cells.split(" | ") if "; " in cell]
+        names = ("peak", "used", "generate", "update") if len(planned_cells) == 4 else ("peak", "update")
+        assert planned_cells == [numbers[name] for name in names], (layers, own, numbers)
+
+
+def test_beside_the_guides_figures(page: str) -> None:
+    """Of both clusters, in GB."""
+    v3 = plan_of("+cluster=h20x96", "plan.assume.mean_prompt_tokens=150", "plan.assume.mean_response_tokens=1960", "rollout.quantization=none")
+    r1 = plan_of("+cluster=h100x128", "model=deepseek_r1")
+    assert v3.time and r1.time
+    gpu = max(sum(stage.gpu["update"].values()) for stage in v3.memory.expected.stages) / 1e9
+    first, last = (plan.memory.host(plan.nodes, "update")[0].gib * GIB / 1e9 for plan in (v3, r1))
+    planned = [f"{gpu:.0f} GB", f"{first:.0f} GB", f"{v3.time.seconds:.0f} s", f"{v3.time.phases['generate']:.0f} s", f"{v3.time.mfu:.2f}"]
+    rows = re.findall(r"^\|.*\| (\S+(?: (?:GB|s))?) \|$", page.partition("## The guides' figures")[2], re.MULTILINE)
+    assert [row for row in rows if row[0].isdigit()] == [*planned, f"{last:.0f} GB"]
+
+
+def plan_of(*overrides: str) -> JobPlan:
+    """As the command makes it."""
+    return make_plan(*compose_job(overrides))[0]

@@ -1,0 +1,129 @@
+"""`python -m rlbatch.plan`: a table for people, JSON for programs, refusals with what would do; no torch, no folder of a model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlbatch.config.sources import published_config
+from rlbatch.plan.parameters import ModelSize
+from rlbatch.planner import main
+from rlbatch.registry import load_plugins
+from tests.megatron.real_models import CONFIGS, PARAMETERS
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
+    code = main([*arguments, "format=json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture(autouse=True)
+def no_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """MODEL_DIR names nothing."""
+    for name in ("MODEL_DIR", "TRAIN_DATA", "EVAL_DATA"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "published"), [("deepseek671b", "DeepSeek-V3"), ("qwen3_235b", "Qwen3-235B-A22B"), ("qwen3_30b", "Qwen3-30B-A3B")]
+)
+def test_shipped_models_need_no_folder(name: str, published: str) -> None:
+    """Their config.json is here, as published."""
+    fields = published_config(name)
+    assert fields == CONFIGS[published]
+    assert ModelSize(load_plugins().resolve_model_family(fields)).total.total == PARAMETERS[published]
+    assert published_config("nothing") is published_config("") is None
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    """Names that programs rely on; sizes of stages are sums of their parts."""
+    code, said = planned(capsys, "+cluster=h20x64")
+    assert (code, said["verdict"]) == (0, "fits")
+    assert said["parameters"]["total"] == PARAMETERS["Qwen3-235B-A22B"]
+    assert said["parameters"]["active"] == 22_190_763_520
+    assert [stage["layers"] for stage in said["stages"]] == [11, *[12] * 6, 11]
+    for stage in said["stages"]:
+        assert stage["parameters"] == stage["dense"] + stage["experts"]
+        for phase, gib in stage["gpu_gib"].items():
+            assert gib == pytest.approx(sum(stage["gpu_parts_gib"][phase].values()))
+    assert said["gpu_gib_peak"] == max(max(stage["gpu_gib"].values()) for stage in said["stages"])
+    assert said["host_gib_per_node"] == pytest.approx(max(sum(parts.values()) for parts in said["host_parts_gib"].values()))
+    assert said["step_seconds"] == pytest.approx(sum(said["phase_seconds"].values()))
+    assert said["assumptions"]["cuda_gib"]["value"] == 3.0
+    assert all(each["source"] for each in said["assumptions"].values())
+
+
+def test_another_assumption(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its value counts, and it is said to be given."""
+    before, after = (planned(capsys, "+cluster=h20x64", f"plan.assume.cuda_gib={gib}")[1] for gib in (3.0, 4.0))
+    assert after["gpu_gib_peak"] == pytest.approx(before["gpu_gib_peak"] + 1)
+    assert after["assumptions"]["cuda_gib"]["source"] == "given: plan.assume"
+
+
+def test_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    """Verdict, needs, parameters, stages, parts, assumptions; what would fit."""
+    assert main(["+cluster=h100x8", "rollout.engine.gpu_memory_utilization=0.9"]) == 2
+    said = capsys.readouterr().out
+    for words in (
+        "Plan        does not fit",
+        "Would fit   ",
+        "Parameters  30,532,122,624 in all",
+        "Stage ",
+        "A GPU, in",
+        "A node, of",
+        "cuda_gib=3",
+    ):
+        assert words in said, words
+
+
+def test_a_folder_with_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Any model of a family, without weights and tokenizer; the GPUs are the cluster's, also where submit would start here."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(CONFIGS["Qwen3-8B"]))
+    h100 = ["cluster.gpu=H100", "cluster.gpu_memory_gib=79", "cluster.host_memory_gib=1000", "reward=number", "data.train=x"]
+    _, said = planned(capsys, "model.hf=model", "layout.world_size=8", "layout.tp_size=4", "train.precision=bf16", *h100)
+    assert said["parameters"]["total"] == PARAMETERS["Qwen3-8B"] == said["parameters"]["active"]
+    assert said["step_seconds"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["+cluster=h20x97"], "cluster=h20x97: unknown. Did you mean `h20x96`"),
+        (["model=deepseek671"], "model=deepseek671: unknown. Did you mean `deepseek671b`"),
+        (["+cluster=h20x96", "format=xml"], "format=xml: must be table or json. Choose one."),
+        (["+cluster=h20x96", "layout.pp_size=4"], "layout.last_stage_layers=6: leaves 55 of 61 layers for 3 other stages"),
+        (["+cluster=h20x96", "layout.world_size=0"], "layout.world_size=0: must be greater than 0"),
+        (["+cluster=h20x96", "layout.tp_size=7"], "layout.tp_size=7: must divide num_attention_heads (128). Use 2, 4 or 8."),
+        (["+cluster=h20x96", "layout.last_stage_layers=6.5"], "layout.last_stage_layers=6.5: must be an integer or null"),
+        (["+cluster=h20x96", "plan.assume.cuda_gb=2"], "plan.assume.cuda_gb: unknown key. Did you mean `plan.assume.cuda_gib`"),
+        (["+cluster=h20x96", "plan.assume.matmul_efficiency=1.5"], "plan.assume.matmul_efficiency=1.5: must be 1 or less"),
+        (["model.hf=nowhere", "data.train=x", "reward=number"], "nowhere/config.json: not there."),
+    ],
+)
+def test_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Field, value, rule and what would do; nothing else."""
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_what_submit_would_refuse_is_a_problem(capsys: pytest.CaptureFixture[str]) -> None:
+    """In the words of submit, beside the plan."""
+    code, said = planned(capsys, "+cluster=h20x32", "offload=optimizer_state")
+    assert code == 2
+    assert any(problem.startswith("layout.world_size=32: a GPU needs at least 125.2 GiB in updates") for problem in said["problems"])
+
+
+def test_a_program_without_torch() -> None:
+    """The login node has none."""
+    blocked = "import sys; sys.modules['torch'] = sys.modules['transformers'] = sys.modules['megatron'] = None\n"
+    program = f"{blocked}from rlbatch.planner import main\nsys.exit(main(['+cluster=h20x64', 'format=json']))"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["verdict"] == "fits"
