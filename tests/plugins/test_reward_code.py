@@ -244,7 +244,7 @@ print('{"rewards": [1.0]}')""",
 
 def test_workers_judge_and_attacks_cost_their_own_answer() -> None:
     """While others are generated; the memory of a program is its own limit, not its worker's; nothing is left."""
-    options = {"seconds": 2.0, "memory_mib": 512}
+    options = {"seconds": 5.0, "memory_mib": 512}
     reward = RewardConfig("code", 2, memory_gib=0.1, options=options)
     scorer = Scorer(replace(Config(), reward=reward), load_plugins())
     programs = [RIGHT, *ATTACKS.values(), f"held = bytearray(300 * 2**20)\n{RIGHT}", RIGHT]
