@@ -60,6 +60,24 @@ class KeptTokens:
     counts: Tensor
 
 
+@dataclass(frozen=True)
+class Routes:
+    """The experts that tokens went to, in some or all of the layers with experts, which are in the model's order.
+
+    Attributes:
+        experts: [T, layers, K] uint8, or int16 where a layer has more than 256 experts; a token's are distinct in each layer. Any where not
+            known.
+        known: [T] bool.
+    """
+
+    experts: Tensor
+    known: Tensor
+
+    def at(self, positions: Any) -> Routes:
+        """Those of some tokens: whatever indexes a tensor."""
+        return Routes(self.experts[positions], self.known[positions])
+
+
 class Span(NamedTuple):
     """Tokens of a sample that one policy sampled.
 
@@ -88,6 +106,7 @@ class Sample:
         finish_reason: ``stop`` if a stop token ended it, ``length`` if the limit did.
         policy_version: Of the weights that sampled it, or the last part of it; -1: unknown.
         spans: Who sampled which tokens, from the response's first to its last, where versions are known; empty: ``policy_version`` all.
+        routes: Of the L tokens, as the engine routed them when it sampled, in all layers with experts; None: not asked for.
     """
 
     prompt: Prompt
@@ -100,6 +119,7 @@ class Sample:
     policy_version: int = -1
     kept: KeptTokens | None = None
     spans: tuple[Span, ...] = ()
+    routes: Routes | None = None
 
     @property
     def response_length(self) -> int:
@@ -140,6 +160,7 @@ class SamplingParams:
         seed: (run seed, step): with the prompt id and the sample index it determines a sample; see ``draw_key``.
         top_p: Tokens are chosen from the fewest, most likely first, whose probabilities reach this sum; 1: from all.
         top_k: Tokens are chosen from this many, the most likely; 0: from all. With both, ``top_p`` counts among these.
+        with_routes: Whether the completions must say to which experts tokens went (``Completion.routes``).
     """
 
     temperature: float
@@ -149,6 +170,7 @@ class SamplingParams:
     seed: tuple[int, int]
     top_p: float = 1.0
     top_k: int = 0
+    with_routes: bool = False
 
     @property
     def is_truncated(self) -> bool:
@@ -205,6 +227,7 @@ class Microbatch:
         kept: What each of the T tokens was chosen from: all log-probs are of the distribution over these alone; None: the whole vocabulary.
         lags: [T] int64, how many policy versions (optimizer updates) before the step's first one each token was sampled; 0 where masked;
             None: 0 everywhere.
+        routes: Of the T tokens, in the layers with experts that this rank has; None: the routers choose.
     """
 
     token_ids: Tensor
@@ -219,6 +242,7 @@ class Microbatch:
     ref_logprobs: Tensor | None = None
     kept: KeptTokens | None = None
     lags: Tensor | None = None
+    routes: Routes | None = None
 
 
 @dataclass(frozen=True)

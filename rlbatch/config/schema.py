@@ -216,6 +216,10 @@ class AlgorithmConfig:
     overlong_buffer_tokens: Count | None = key(
         None, "With overlong_penalty: over how many tokens before rollout.max_response_tokens it grows from 0; null: a fifth of them."
     )
+    routing_replay: Literal["none", "recorded", "rollout"] = key(
+        "none",
+        "Whose experts the trainer's tokens go to: its routers choose; in updates those of the pass for old log-probs; the engine's.",
+    )
     old_logprobs: Literal["recompute", "rollout"] = key(
         "recompute", "Old log-probs: the trainer's (the first update's own forward pass, one for later ones' samples), or the engine's."
     )

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rlbatch.api import Microbatch
+from rlbatch.api import Microbatch, Routes
 from rlbatch.megatron.attention import zigzag_indices
 from rlbatch.megatron.kept_tokens import at_positions
 
@@ -41,10 +41,11 @@ def padded_to(microbatch: Microbatch, tokens: int) -> Microbatch:
     values = {name: getattr(microbatch, name) for name in flat}
     padded = {name: None if value is None else pad(value, (0, missing)) for name, value in values.items()}
     padded["sequence_ids"] = pad(microbatch.sequence_ids, (0, missing), value=len(microbatch.truncated))
-    kept = microbatch.kept
+    kept, routes = microbatch.kept, microbatch.routes
     return replace(
         microbatch,
         kept=kept and replace(kept, counts=pad(kept.counts, (0, missing))),
+        routes=routes and Routes(pad(routes.experts, (0, 0, 0, 0, 0, missing)), pad(routes.known, (0, missing))),
         cu_seqlens=pad(microbatch.cu_seqlens, (0, 1), value=tokens),
         sampled_tokens=pad(microbatch.sampled_tokens, (0, 1)),
         truncated=pad(microbatch.truncated, (0, 1)),
@@ -62,7 +63,7 @@ class MicrobatchInputs:
         targets: [T_local] the next token.
         cu_seqlens: [N+1] int32, of the whole pack.
         longest: Tokens of the longest sequence.
-        microbatch: The loss's inputs, [T_local], aligned with ``targets``.
+        microbatch: The loss's inputs, [T_local], aligned with ``targets``; but its routes, which are of ``token_ids``.
         select: [T_local] indices into the whole pack.
         cp_group: Ranks that share the pack.
     """
@@ -109,6 +110,7 @@ class MicrobatchInputs:
                 sampled_tokens=microbatch.sampled_tokens.to(device),
                 truncated=microbatch.truncated.to(device),
                 kept=kept and at_positions(kept, (select + 1) % bounds[-1]),
+                routes=microbatch.routes and microbatch.routes.at(select),
                 **{name: shifted(getattr(microbatch, name)) for name in PER_TOKEN},
             ),
             select=select,
@@ -131,15 +133,18 @@ class MicrobatchInputs:
 
     def restore(self, values: Tensor) -> Tensor:
         """[T_local] values aligned with ``targets`` -> [T] aligned with the whole pack's tokens, on the host; a collective over CP."""
+        return self.whole(values).roll(1, 0)
+
+    def whole(self, values: Tensor) -> Tensor:
+        """[T_local, ...] values of ``token_ids`` -> [T, ...] of the whole pack's, on the host; a collective over CP."""
         size = self.cp_group.size()
-        whole = torch.empty(len(values) * size, dtype=values.dtype)
         if size == 1:
-            return values.detach().cpu().roll(1, 0)
-        parts = torch.empty(len(values) * size, dtype=values.dtype, device=values.device)
+            return values.detach().cpu()
+        parts = values.new_empty(len(values) * size, *values.shape[1:])
         dist.all_gather_into_tensor(parts, values.detach().contiguous(), group=self.cp_group)
         bounds = self.cu_seqlens.tolist()
-        whole[torch.cat([zigzag_indices(bounds, size, rank) for rank in range(size)])] = parts.cpu()
-        return whole.roll(1, 0)
+        order = torch.cat([zigzag_indices(bounds, size, rank) for rank in range(size)])
+        return parts.cpu()[order.argsort()]
 
 
 class _SumOverRanks(torch.autograd.Function):

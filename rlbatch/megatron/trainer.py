@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
@@ -26,6 +25,7 @@ from rlbatch.megatron.gradients import GradientMemory
 from rlbatch.megatron.microbatch_inputs import MicrobatchInputs, padded_to
 from rlbatch.megatron.optimizer import build_optimizer, build_schedule, optimizer_spec, wrap_data_parallel
 from rlbatch.megatron.policy import Policy
+from rlbatch.megatron.routing_replay import PackRouting, RoutedPack, RoutingReplay
 from rlbatch.weights.params import NamedTensor
 
 LossFunction = Callable[[Tensor], tuple[Tensor, Tensor, Any]]
@@ -50,9 +50,11 @@ class Trainer(Policy):
             spec = offload.configure_optimizer(optimizer_spec(config.optimizer, config.train.precision))
         self.optimizer = build_optimizer(spec, self._chunks)
         self.schedule = build_schedule(self.optimizer, config.optimizer, config.train.steps)
+        self.replay = RoutingReplay(self.stages, self._device) if config.algorithm.routing_replay != "none" else None
         self._gradients = GradientMemory(self._chunks, self.optimizer)
         self._finite = FiniteCheck(self.params, self._map.origin, self.optimizer)
         self._reference: dict[str, Tensor] = {}
+        self._is_reference = False
         with foreign_code(strategy):
             offload.attach(self)
 
@@ -83,7 +85,7 @@ class Trainer(Policy):
 
     @contextlib.contextmanager
     def reference(self) -> Iterator[None]:
-        """The reference model's weights in the place of the policy's: no second model on the accelerator."""
+        """The reference model's weights in the place of the policy's: no second model on the accelerator. It routes tokens as it would."""
         if not self._reference:
             raise ModelError("algorithm.kl_loss: no reference model was loaded. Set kl_loss or kl_reward_coef before the run starts.")
         self._swap_reference()
@@ -93,6 +95,7 @@ class Trainer(Policy):
             self._swap_reference()
 
     def _swap_reference(self) -> None:
+        self._is_reference = not self._is_reference
         with torch.no_grad():
             for name, param in self.params.items():
                 kept = param.detach().to("cpu", copy=True)
@@ -111,11 +114,12 @@ class Trainer(Policy):
         gradients = {name: param.main_grad for name, param in self.params.items() if isinstance(param, torch.nn.Parameter)}
         return self._map.export(gradients, gradients=True)
 
-    def logprobs(self, microbatches: Sequence[Microbatch]) -> list[Tensor]:
+    def logprobs(self, microbatches: Sequence[Microbatch], *, record: bool = False) -> list[Tensor]:
         """Log-probabilities under the model's current weights.
 
         Args:
             microbatches: As many on every data-parallel rank; the same on the ranks that share the model.
+            record: Puts the routes of this pass into them.
 
         Returns:
             [T] float32 nats on the host for each microbatch, 0 where masked; on every rank.
@@ -125,7 +129,12 @@ class Trainer(Policy):
             return output.sum(), torch.tensor(0, dtype=torch.int), output[0].float()
 
         packs = self._inputs(microbatches)
-        return self._whole(microbatches, packs, self._run(packs, [keep] * len(packs), forward_only=True))
+        routings = [self.replay.recording() for _ in packs] if record and self.replay else self._replaying(packs, trains=False)
+        outputs = self._run(packs, [keep] * len(packs), routings, forward_only=True)
+        if record and self.replay:
+            for microbatch, pack, routing in zip(microbatches, packs, routings, strict=True):
+                microbatch.routes = self.replay.recorded(routing, pack, len(microbatch.token_ids))
+        return self._whole(microbatches, packs, outputs)
 
     def _whole(self, microbatches: Sequence[Microbatch], packs: Sequence[MicrobatchInputs], outputs: Sequence[Tensor]) -> list[Tensor]:
         """What ``logprobs`` returns, of the [T_local] of each pack that the last stage has."""
@@ -198,7 +207,8 @@ class Trainer(Policy):
             part = objective(output[0], output[1], pack.microbatch, denominator, pack.over_ranks)
             return part.loss, torch.tensor(0, dtype=torch.int), part
 
-        parts: list[LossPart] = self._run(packs, [partial(loss_of, pack) for pack in packs], forward_only=False)
+        losses = [partial(loss_of, pack) for pack in packs]
+        parts: list[LossPart] = self._run(packs, losses, self._replaying(packs, trains=True), forward_only=False)
         if known is not None:
             known(self._whole(microbatches, packs, [part.values["log-prob"] for part in parts]))
         sums = (
@@ -231,25 +241,43 @@ class Trainer(Policy):
             microbatches = [padded_to(microbatch, longest) for microbatch in microbatches]
         return [MicrobatchInputs.of(microbatch, self._device, group) for microbatch in microbatches]
 
-    def _run(self, packs: Sequence[MicrobatchInputs], losses: Sequence[LossFunction], *, forward_only: bool) -> list[Any]:
+    def _replaying(self, packs: Sequence[MicrobatchInputs], *, trains: bool) -> list[PackRouting | None]:
+        """What the routers do with each pack; None: they choose."""
+        if self.replay is None or self._is_reference:
+            return [None] * len(packs)
+        given = [pack.microbatch.routes for pack in packs]
+        return [None if routes is None else self.replay.replaying(routes, trains=trains) for routes in given]
+
+    def _run(
+        self,
+        packs: Sequence[MicrobatchInputs],
+        losses: Sequence[LossFunction],
+        routings: Sequence[PackRouting | None],
+        *,
+        forward_only: bool,
+    ) -> list[Any]:
         """Megatron's pipeline schedule over the packs; what the losses keep, on the last stage only."""
 
-        def forward_step(iterator: Iterator[tuple[MicrobatchInputs, LossFunction]], model: Any) -> tuple[Tensor, LossFunction]:
-            pack, loss = next(iterator)
+        def forward_step(iterator: Iterator[tuple[MicrobatchInputs, LossFunction, Any]], model: Any) -> tuple[Tensor, LossFunction]:
+            pack, loss, routing = next(iterator)
             for stage in self.stages:
                 stage.kept = pack.microbatch.kept
-            return _forward(pack, model), loss
+            return _forward(pack, model, routing), loss
 
         with torch.set_grad_enabled(not forward_only):
-            return get_forward_backward_func()(
+            outputs: list[Any] = get_forward_backward_func()(
                 forward_step_func=forward_step,
-                data_iterator=[iter(list(zip(packs, losses, strict=True))) for _ in self._chunks],
+                data_iterator=[iter(list(zip(packs, losses, routings, strict=True))) for _ in self._chunks],
                 model=self._chunks,
                 num_microbatches=len(packs),
                 seq_length=max(pack.local_tokens for pack in packs) * self._config.layout.cp_size,
                 micro_batch_size=1,
                 forward_only=forward_only,
             )
+        for routing in routings:
+            if routing is not None:
+                routing.check()
+        return outputs
 
     def _from_last_stage(self, values: Tensor | None, tokens: int) -> Tensor:
         filled = torch.empty(tokens, device=self._device) if values is None else values
@@ -262,13 +290,14 @@ class Trainer(Policy):
             dist.broadcast(values, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
 
 
-def _forward(pack: MicrobatchInputs, model: Any) -> Tensor:
-    packed = PackedSeqParams(
+def _forward(pack: MicrobatchInputs, model: Any, routing: PackRouting | None) -> Tensor:
+    packed = RoutedPack(
         qkv_format="thd",
         cu_seqlens_q=pack.cu_seqlens,
         cu_seqlens_kv=pack.cu_seqlens,
         max_seqlen_q=pack.longest,
         max_seqlen_kv=pack.longest,
+        routing=routing,
     )
     output: Tensor = model(pack.token_ids[None], pack.position_ids[None], None, labels=pack.targets[None], packed_seq_params=packed)
     return output

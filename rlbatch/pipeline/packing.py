@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rlbatch.api import KeptTokens, Microbatch
+from rlbatch.api import KeptTokens, Microbatch, Routes
 from rlbatch.config.schema import LayoutConfig
 
 
@@ -103,6 +103,7 @@ def build_microbatches(
     truncated: Sequence[bool] = (),
     kept: Sequence[KeptTokens] = (),
     lags: Sequence[Tensor] = (),
+    routes: Sequence[Routes] = (),
 ) -> list[Pack]:
     """Packs this rank's samples. Advantages are 0 until ``with_advantages``.
 
@@ -117,6 +118,7 @@ def build_microbatches(
         truncated: Whether each sample was cut at the length limit; empty: none was.
         kept: What each sample's tokens were chosen from; empty: the whole vocabulary.
         lags: [L_i] integers for each sample, see ``Microbatch``, any where masked; empty: 0.
+        routes: Of each sample's tokens, in this rank's layers; empty: the routers choose, as they do for padding.
 
     Returns:
         No pack for no samples.
@@ -126,7 +128,8 @@ def build_microbatches(
 
     def build(indices: list[int]) -> Pack:
         def flat(values: Sequence[Tensor]) -> Tensor:
-            return torch.cat([pad(values[i], (0, more)) if (more := padded[i] - lengths[i]) else values[i] for i in indices])
+            parts = ((values[i], padded[i] - lengths[i]) for i in indices)
+            return torch.cat([pad(of_sample, (0,) * (2 * of_sample.dim() - 1) + (more,)) if more else of_sample for of_sample, more in parts])
 
         sizes = [padded[i] for i in indices]
         cut = [bool(truncated) and truncated[i] for i in indices]
@@ -135,6 +138,8 @@ def build_microbatches(
             microbatch.kept = KeptTokens(torch.cat([kept[i].ids for i in indices]), flat([of_sample.counts for of_sample in kept]))
         if lags:
             microbatch.lags = flat(lags).long().masked_fill(microbatch.loss_mask == 0, 0)
+        if routes:
+            microbatch.routes = Routes(flat([each.experts for each in routes]), flat([each.known for each in routes]))
         return Pack(microbatch, tuple(indices), tuple(lengths[i] for i in indices))
 
     return [build(indices) for indices in pack(padded, max_tokens)]

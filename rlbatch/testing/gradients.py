@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from rlbatch.algorithms.aggregate import denominator
 from rlbatch.algorithms.objective import Objective
-from rlbatch.api import KeptTokens
+from rlbatch.api import KeptTokens, Routes
 from rlbatch.checkpoint.hf import HfTensors
 from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import AlgorithmConfig, Config, CorrectionConfig, LayoutConfig, TrainConfig
@@ -50,9 +50,11 @@ def samples(lengths: Sequence[int] = LENGTHS, vocab: int = VOCAB) -> tuple[list[
     return tokens, masks, advantages
 
 
-def build_trainer(folder: Path, layout: LayoutConfig, plugins: tuple[str, ...] = (), **train: Any) -> Trainer:
+def build_trainer(
+    folder: Path, layout: LayoutConfig, plugins: tuple[str, ...] = (), algorithm: AlgorithmConfig | None = None, **train: Any
+) -> Trainer:
     """A trainer on this rank with the folder's weights."""
-    config = Config(layout=layout, train=TrainConfig(**train))
+    config = Config(layout=layout, train=TrainConfig(**train), algorithm=algorithm or AlgorithmConfig())
     parallel.initialize_groups(layout, seed=0)
     registry = plugins_of(plugins)
     trainer = Trainer(config, registry.resolve_model_family(read_config(folder)), registry.build_offload("none", {}))
@@ -70,7 +72,13 @@ def chosen_from(tokens: torch.Tensor, vocab: int) -> KeptTokens:
 
 
 def my_packs(
-    layout: LayoutConfig, max_tokens: int, lengths: Sequence[int] = LENGTHS, vocab: int = VOCAB, *, is_truncated: bool = False
+    layout: LayoutConfig,
+    max_tokens: int,
+    lengths: Sequence[int] = LENGTHS,
+    vocab: int = VOCAB,
+    *,
+    is_truncated: bool = False,
+    routes: Sequence[Routes] = (),
 ) -> list[Pack]:
     """This rank's microbatches of the test batch, as many as on every other rank."""
     tokens, masks, advantages = samples(lengths, vocab)
@@ -83,6 +91,7 @@ def my_packs(
         max_tokens=max_tokens * layout.cp_size,
         pad_multiple=multiple,
         kept=[chosen_from(tokens[i], vocab) for i in mine] if is_truncated else (),
+        routes=[routes[i] for i in mine] if routes else (),
     )
     count = torch.tensor(len(packs))
     dist.all_reduce(count, dist.ReduceOp.MAX)

@@ -1,0 +1,175 @@
+"""Routing replay: routers take the experts that an engine, or an earlier pass, chose, with weights and gradients of their own scores.
+
+A router asks ``router_replay`` for its experts (Megatron-core from 0.16 on). Megatron's own answers by counting: the next forward pass, the
+next recomputation. Here what is to be replayed comes with the pack, among the arguments of each layer, which recomputation gives it again:
+no order of passes can mix packs up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from rlbatch.api import ModelError, Routes
+from rlbatch.megatron.microbatch_inputs import MicrobatchInputs
+
+
+class PackRouting:
+    """What this rank's routers do with one pack in one pass.
+
+    Args:
+        layers: Numbers of the layers whose routers take part.
+        routes: [T, layers, K] of the tokens that they see; None: they choose, and it is recorded.
+        device: Where they are.
+        trains: Whether the pass has a backward pass.
+
+    Attributes:
+        recorded: Of each layer [T, K], see ``Routes``.
+    """
+
+    def __init__(self, layers: Sequence[int], routes: Routes | None, device: Any, *, trains: bool) -> None:
+        self._layers, self._trains = layers, trains
+        self._is_whole = routes is not None and bool(routes.known.all())
+        self._routes = routes and Routes(routes.experts.to(device), routes.known.to(device))
+        self._asked = [0] * len(layers)
+        self.recorded: list[Tensor | None] = [None] * len(layers)
+
+    def choose(self, place: int, scores: Tensor, native: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Answers a router.
+
+        Args:
+            place: Of its layer among ``layers``.
+            scores: [T, experts], by which it would choose.
+            native: Its own choice.
+
+        Returns:
+            [T, K] scores of the chosen experts, which carry the gradient; [T, K] int64 experts.
+        """
+        # With recomputation each layer runs twice: without a gradient, then with it.
+        self._asked[place] += torch.is_grad_enabled() == self._trains
+        if self._routes is None:
+            values, chosen = native()
+            self.recorded[place] = chosen.to(expert_dtype(scores.shape[1]))
+            return values, chosen
+        chosen = self._routes.experts[:, place].long()
+        if chosen.shape[0] != scores.shape[0]:
+            raise ModelError(f"routing replay: layer {self._layers[place]} has {scores.shape[0]} tokens, the pack {chosen.shape[0]}.")
+        if not self._is_whole:
+            chosen = chosen.where(self._routes.known.unsqueeze(1), native()[1])
+        return scores.gather(1, chosen), chosen
+
+    def check(self) -> None:
+        """Raises ModelError unless every router has asked exactly once."""
+        for layer, times in zip(self._layers, self._asked, strict=True):
+            if times != 1:
+                raise ModelError(
+                    f"algorithm.routing_replay: layer {layer} took its experts {times} times in one pass over a pack: must be once. "
+                    "Its router does not ask router_replay, or is recomputed without its layer. Use algorithm.routing_replay=none."
+                )
+
+
+@dataclass
+class RoutedPack(PackedSeqParams):  # type: ignore[misc]
+    """What Megatron tells each layer of a pack, and what its router does with it; None: as ever."""
+
+    routing: PackRouting | None = None
+
+
+class _LayerReplay:
+    """``router_replay`` of one layer."""
+
+    def __init__(self, place: int) -> None:
+        self._place = place
+        self._routing: PackRouting | None = None
+
+    def enter(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Runs before the layer, also when it is recomputed."""
+        self._routing = getattr(kwargs.get("packed_seq_params"), "routing", None)
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: Any = None, group_topk: Any = None, default_compute_topk: Any = None
+    ) -> tuple[Tensor, Tensor]:
+        """What Megatron calls; see its ``RouterReplay``."""
+        native = partial(default_compute_topk, scores, topk, num_groups=num_groups, group_topk=group_topk)
+        return native() if self._routing is None else self._routing.choose(self._place, scores, native)
+
+
+class RoutingReplay:
+    """The routers of this rank, which are made to ask.
+
+    Args:
+        stages: This rank's model chunks.
+        device: Where they are.
+
+    Attributes:
+        layers: Numbers of the layers with experts that this rank has, ascending.
+
+    Raises:
+        ModelError: a router would not ask.
+    """
+
+    def __init__(self, stages: Sequence[Any], device: Any) -> None:
+        self._device, self._group = device, parallel_state.get_tensor_model_parallel_group()
+        self._dtype = expert_dtype(stages[0].config.num_moe_experts or 0)
+        found = [layer for stage in stages for layer in stage.decoder.layers if isinstance(layer.mlp, MoELayer)]
+        self.layers = [int(layer.layer_number) - 1 for layer in found]
+        asking = {layer.mlp.router for layer in found}
+        for stage in stages:
+            for name, module in stage.named_modules():
+                if isinstance(module, TopKRouter) and (module not in asking or module.config.moe_router_fusion):
+                    raise ModelError(
+                        f"algorithm.routing_replay: {name} would choose by itself: it must be its layer's mlp.router, built with "
+                        "moe_router_fusion=False. Correct the model family's plugin, or use algorithm.routing_replay=none."
+                    )
+        for place, layer in enumerate(found):
+            layer.mlp.router.router_replay = replay = _LayerReplay(place)
+            layer.register_forward_pre_hook(replay.enter, with_kwargs=True)
+
+    def recording(self) -> PackRouting:
+        """Of a pass without a backward pass that records."""
+        return PackRouting(self.layers, None, self._device, trains=False)
+
+    def replaying(self, routes: Routes, *, trains: bool) -> PackRouting:
+        """Of a pass that replays.
+
+        Args:
+            routes: Of the pack's tokens on this context-parallel rank.
+            trains: See ``PackRouting``.
+        """
+        size, rank = self._group.size(), self._group.rank()  # sequence parallelism: a part of the tokens on each
+        rows = Routes(routes.experts.chunk(size)[rank], routes.known.chunk(size)[rank])
+        return PackRouting(self.layers, rows, self._device, trains=trains)
+
+    def recorded(self, routing: PackRouting, pack: MicrobatchInputs, tokens: int) -> Routes:
+        """What a pass recorded of the whole pack; a collective of the ranks that share it and have the same layers.
+
+        Args:
+            routing: From ``recording``.
+            pack: Of the pass.
+            tokens: Of the pack, without what was added to it.
+        """
+        known = torch.ones(tokens, dtype=torch.bool)
+        chosen = [each for each in routing.recorded if each is not None]
+        if not chosen:
+            return Routes(torch.empty(tokens, 0, 1, dtype=self._dtype), known)
+        rows = torch.stack(chosen, 1).view(torch.uint8)  # gloo and NCCL send no int16
+        whole = rows
+        if self._group.size() > 1:
+            whole = rows.new_empty(len(rows) * self._group.size(), *rows.shape[1:])
+            dist.all_gather_into_tensor(whole, rows, group=self._group)
+        return Routes(pack.whole(whole).view(self._dtype)[:tokens], known)
+
+
+def expert_dtype(num_experts: int) -> torch.dtype:
+    """The smallest integers that tell so many experts apart, of those that torch computes with."""
+    return torch.uint8 if num_experts <= 256 else torch.int16
