@@ -45,7 +45,12 @@ def rlbatch_register_rollout_backends() -> Mapping[str, RolloutSpec]:
     """Offers ``rollout=transformers``."""
     return {
         "transformers": RolloutSpec(
-            TransformersRollout, TransformersOptions, engine_shape=engine_shape, returns_kept_tokens=True, continues=True
+            TransformersRollout,
+            TransformersOptions,
+            engine_shape=engine_shape,
+            returns_kept_tokens=True,
+            continues=True,
+            returns_routes=True,
         )
     }
 
@@ -70,6 +75,7 @@ class TransformersRollout:
             torch.manual_seed(INITIAL_SEED)
             self._model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, context.dtype)).eval()
         self._targets = _checkpoint_views(self._model)
+        self._routes = _Routes(self._model)
         # transformers 5.2x renamed the argument and warns at every use of the old name.
         known = inspect.signature(self._model.forward).parameters
         self._cache_argument = "cache" if "cache" in known else "past_key_values"
@@ -115,6 +121,7 @@ class TransformersRollout:
         alive = torch.ones(len(wanted), dtype=torch.bool, device=self._device)
         chosen, logprobs, keeps, ends, cache = [], [], [], [], None
         started = time.perf_counter()
+        self._routes.begin(is_kept=params.with_routes)
         with torch.inference_mode():
             for step in range(params.max_response_tokens):
                 options = {self._cache_argument: cache, "use_cache": True, "logits_to_keep": 1}
@@ -136,11 +143,56 @@ class TransformersRollout:
                 tokens, positions = token.unsqueeze(-1), positions[:, -1:] + 1
                 mask = torch.cat([mask, mask.new_ones(len(wanted), 1)], dim=-1)
         rows = zip(torch.stack(chosen, 1).tolist(), torch.stack(logprobs, 1).tolist(), (~alive).tolist(), strict=True)
-        return [_completion(ids, values, stopped, ends, [kept[row] for kept in keeps]) for row, (ids, values, stopped) in enumerate(rows)]
+        routes = self._routes.of([len(prompt.token_ids) for prompt, _ in wanted])
+        return [
+            _completion(ids, values, stopped, ends, [kept[row] for kept in keeps], routes[row])
+            for row, (ids, values, stopped) in enumerate(rows)
+        ]
 
     def close(self) -> None:
         """Drops the model."""
-        del self._model, self._targets
+        del self._model, self._targets, self._routes
+
+
+class _Routes:
+    """The experts that each token of a batch goes to, taken from what each layer's experts are called with."""
+
+    def __init__(self, model: Any) -> None:
+        self._is_kept = False
+        self._steps: list[list[Tensor]] = []
+        # transformers calls whatever holds stacked experts with tokens, their experts, and weights.
+        self._layers = [module for module in model.modules() if hasattr(module, "gate_up_proj") and hasattr(module, "num_experts")]
+        model.register_forward_pre_hook(self._next_step)
+        for module in self._layers:
+            module.register_forward_pre_hook(self._take)
+
+    def begin(self, *, is_kept: bool) -> None:
+        """Before a batch."""
+        self._is_kept, self._steps = is_kept, []
+
+    def _next_step(self, model: Any, args: Any) -> None:
+        if self._is_kept:
+            self._steps.append([])
+
+    def _take(self, module: Any, args: tuple[Tensor, ...]) -> None:
+        import torch
+
+        if self._is_kept:
+            self._steps[-1].append(args[1].to("cpu", torch.int16))
+
+    def of(self, prompts: Sequence[int]) -> list[Tensor | None]:
+        """Of each row of the batch [its prompt's tokens + steps - 1, layers, K] int16, where they were kept.
+
+        Args:
+            prompts: Tokens of each prompt; they were padded on the left to the longest.
+        """
+        import torch
+
+        if not self._is_kept:
+            return [None] * len(prompts)
+        steps = [torch.stack(layers, 1).unflatten(0, (len(prompts), -1)) for layers in self._steps]
+        rows = torch.cat(steps, 1)
+        return [row[max(prompts) - tokens :] for row, tokens in zip(rows, prompts, strict=True)]
 
 
 def _checkpoint_views(model: Any) -> dict[str, Tensor]:
@@ -225,7 +277,10 @@ def _sample(logits: Tensor, is_greedy: bool, draws: Tensor) -> tuple[Tensor, Ten
     return tokens, logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
 
-def _completion(ids: list[int], logprobs: list[float], stopped: bool, ends: list[float], keeps: Sequence[Tensor]) -> Completion:
+def _completion(
+    ids: list[int], logprobs: list[float], stopped: bool, ends: list[float], keeps: Sequence[Tensor], routes: Tensor | None
+) -> Completion:
     length = ids.index(-1) if -1 in ids else len(ids)
+    routes = None if routes is None else routes[: len(routes) - len(ids) + length]
     kept = [row.nonzero().flatten().tolist() for row in keeps[:length]] or None
-    return Completion(ids[:length], logprobs[:length], "stop" if stopped else "length", seconds=ends[length - 1], kept=kept)
+    return Completion(ids[:length], logprobs[:length], "stop" if stopped else "length", seconds=ends[length - 1], kept=kept, routes=routes)

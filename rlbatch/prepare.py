@@ -36,7 +36,7 @@ from rlbatch.plan.engine_memory import MemoryInputs, memory_inputs
 from rlbatch.plan.engine_plan import EnginePlan
 from rlbatch.plan.engine_precision import check_device, engine_quantization
 from rlbatch.plan.fit import check_fit
-from rlbatch.plan.layout import check_expert_widths, check_layout
+from rlbatch.plan.layout import check_expert_widths, check_layout, check_routing_replay
 from rlbatch.plan.nodes import Placement, place_ranks
 from rlbatch.plan.parameters import ModelSize
 from rlbatch.registry import Registry
@@ -136,6 +136,7 @@ def _check_model(config: Config, registry: Registry, run_dir: Path) -> None:
     check_model_folder(folder, read_config(folder), family.vocab_size)
     check_expert_widths(family, config.train.precision, on_gpu=on_gpu(config))
     check_layout(config.layout, family, on_gpu=on_gpu(config))
+    check_routing_replay(config.algorithm.routing_replay, family)
     check_device(config, engine_quantization(config, registry, family, read_config(folder)), on_gpu=on_gpu(config))
     most, key = longest_response(config)
     if most >= family.max_sequence_length:

@@ -240,6 +240,8 @@ class RolloutSpec(Configurable):
         has_fp8: Whether its engine, on GPUs, takes weights that are quantised in blocks (``rollout.quantization``).
         returns_kept_tokens: Whether its samples say what each token was chosen from (``Completion.kept``); without that ``rollout.top_p``
             and ``rollout.top_k`` are refused.
+        returns_routes: Whether its samples say which experts tokens went to (``Completion.routes``); without that
+            ``algorithm.routing_replay=rollout`` is refused.
         draft: Whose weights its engine speculates with, given ``rollout.engine.*``: a Hugging Face folder, empty for the layers that the
             model's family carries, None for none; may raise ``ConfigError``.
     """
@@ -255,4 +257,5 @@ class RolloutSpec(Configurable):
     continues: bool = False
     has_fp8: bool = False
     returns_kept_tokens: bool = False
+    returns_routes: bool = False
     draft: Callable[[Mapping[str, Any]], str | None] = no_draft

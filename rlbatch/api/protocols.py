@@ -125,6 +125,9 @@ class Completion:
         seconds: From its beginning to its end in the engine; None: not measured.
         kept: The tokens that each one was chosen from, itself among them; None: the whole vocabulary. Needed where
             ``SamplingParams.is_truncated``, by a backend that ``returns_kept_tokens``; evaluation does without.
+        routes: [T, layers with experts, K] integers on the host, the experts of each token of the prompt and of the response, from the
+            first on; less than 0: not known, as of tokens that are left out at the end. None: of none. Asked for by
+            ``SamplingParams.with_routes``, of a backend that ``returns_routes``.
     """
 
     token_ids: Sequence[int]
@@ -133,6 +136,7 @@ class Completion:
     policy_version: int | None = None
     seconds: float | None = field(default=None, compare=False)
     kept: Sequence[Sequence[int]] | None = None
+    routes: Tensor | None = field(default=None, compare=False)
 
 
 def alone(content: bytes) -> list[bytes]:

@@ -65,6 +65,7 @@ def check_config(config: Config) -> None:
     _check_recompute(config.layout)
     _check_algorithm(config.algorithm, config.rollout.max_response_tokens)
     check_correction(config.correction, config.algorithm)
+    _check_routing_replay(config)
     _check_sampling(config)
     _check_rollout(config.rollout)
     _check_checkpoint(config.checkpoint)
@@ -74,6 +75,23 @@ def check_config(config: Config) -> None:
     for key, value in (("model.hf", config.model.hf), ("data.train", config.data.train or config.data.sets or config.mode == "eval")):
         if not value:
             raise ConfigError(f"{key}=: must not be empty. Give a path, or `embedded`.")
+
+
+def _check_routing_replay(config: Config) -> None:
+    """The first update's own forward pass is that of the old policy: there is nothing to replay in it."""
+    if config.algorithm.routing_replay != "recorded":
+        return
+    typed = "algorithm.routing_replay=recorded"
+    if config.algorithm.old_logprobs == "rollout":
+        raise ConfigError(
+            f"{typed}: records the pass for old log-probs, which algorithm.old_logprobs=rollout leaves out. "
+            "Use algorithm.old_logprobs=recompute, or algorithm.routing_replay=none."
+        )
+    if config.train.updates_per_step * config.train.epochs == 1:
+        raise ConfigError(
+            f"{typed}: has an effect on updates after a step's first, of which train.updates_per_step=1 train.epochs=1 has none. "
+            "Use algorithm.routing_replay=none, or more updates."
+        )
 
 
 def _check_train(train: TrainConfig) -> None:

@@ -29,6 +29,7 @@ def check_plugins(
     _check_group_size(config.algorithm, advantages)
     _check_aggregation(config.algorithm, losses)
     _check_kept_tokens(config.rollout, rollouts)
+    _check_routes(config, rollouts)
     _check_filters(config, filters)
     _check_partial(config, rollouts, advantages)
 
@@ -63,6 +64,16 @@ def _check_kept_tokens(rollout: RolloutConfig, rollouts: Mapping[str, Any]) -> N
         raise ConfigError(
             f"rollout.{said}: rollout={rollout.name} does not say which tokens each one was chosen from, and the trainer's log-probs "
             f"must be of the same. Use rollout.top_p=1 rollout.top_k=0{others}."
+        )
+
+
+def _check_routes(config: Config, rollouts: Mapping[str, Any]) -> None:
+    rollout = config.rollout.name
+    if config.algorithm.routing_replay == "rollout" and not rollouts[rollout].value.returns_routes:
+        others = "".join(f", or rollout={entry.name}" for entry in rollouts.values() if entry.value.returns_routes)
+        raise ConfigError(
+            f"algorithm.routing_replay=rollout: rollout={rollout} does not say which experts its tokens went to. "
+            f"Use algorithm.routing_replay=none{others}."
         )
 
 

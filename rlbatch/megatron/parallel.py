@@ -65,6 +65,16 @@ def dp_group() -> dist.ProcessGroup:
     return parallel_state.get_data_parallel_group()
 
 
+def pp_group() -> dist.ProcessGroup:
+    """Ranks with the stages of one model."""
+    return parallel_state.get_pipeline_model_parallel_group()
+
+
+def pp_rank() -> int:
+    """This rank's stage."""
+    return int(parallel_state.get_pipeline_model_parallel_rank())
+
+
 def sharing_groups() -> list[dist.ProcessGroup]:
     """Groups that together have all ranks with this rank's share of the samples: over nodes first, where stages are."""
     groups = (parallel_state.get_pipeline_model_parallel_group(), parallel_state.get_tensor_and_context_parallel_group())

@@ -21,6 +21,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from rlbatch.api import ModelError, Routes
+from rlbatch.collectives import gathered
+from rlbatch.megatron import parallel
 from rlbatch.megatron.microbatch_inputs import MicrobatchInputs
 
 
@@ -105,7 +107,7 @@ class _LayerReplay:
 
 
 class RoutingReplay:
-    """The routers of this rank, which are made to ask.
+    """The routers of this rank, which are made to ask. To build it is a collective.
 
     Args:
         stages: This rank's model chunks.
@@ -113,6 +115,7 @@ class RoutingReplay:
 
     Attributes:
         layers: Numbers of the layers with experts that this rank has, ascending.
+        stages: Those of each pipeline stage.
 
     Raises:
         ModelError: a router would not ask.
@@ -123,6 +126,7 @@ class RoutingReplay:
         self._dtype = expert_dtype(stages[0].config.num_moe_experts or 0)
         found = [layer for stage in stages for layer in stage.decoder.layers if isinstance(layer.mlp, MoELayer)]
         self.layers = [int(layer.layer_number) - 1 for layer in found]
+        self.stages: list[list[int]] = gathered(self.layers, parallel.pp_group())
         asking = {layer.mlp.router for layer in found}
         for stage in stages:
             for name, module in stage.named_modules():

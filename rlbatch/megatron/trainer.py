@@ -58,6 +58,11 @@ class Trainer(Policy):
         with foreign_code(strategy):
             offload.attach(self)
 
+    @property
+    def routed_layers(self) -> list[list[int]]:
+        """Of each pipeline stage the layers whose routing is replayed or recorded."""
+        return self.replay.stages if self.replay else []
+
     def weights_changed(self) -> None:
         """See ``Policy``."""
         self.optimizer.reload_model_params()

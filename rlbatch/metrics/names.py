@@ -56,6 +56,11 @@ _DEFINED = (
     Tag("sampling/lag_max", "policy versions", "Age of the oldest token that an update used."),
     Tag("sampling/trained_share", "share", "Of the tokens that the run has sampled so far, those that an update used."),
     Tag(
+        "train/native_routes",
+        "share",
+        "Of the tokens that engines read, those whose experts they did not tell; only with algorithm.routing_replay=rollout.",
+    ),
+    Tag(
         "train/skipped_updates",
         "1",
         "Updates that were not made, as loss, gradients or log-probs were not finite (train.on_nonfinite=skip).",

@@ -38,10 +38,11 @@ from rlbatch.pipeline.prompt_sets import held_out_sets
 from rlbatch.pipeline.prompt_store import Training, open_training
 from rlbatch.pipeline.prompts import load_prompts
 from rlbatch.pipeline.rollout import Rollout
+from rlbatch.pipeline.routers import Routers
 from rlbatch.pipeline.scorer import Scorer
 from rlbatch.pipeline.stopping import Stopping
 from rlbatch.plan.engine_precision import Quantization, check_device, engine_quantization
-from rlbatch.plan.layout import check_expert_widths, check_layout
+from rlbatch.plan.layout import check_expert_widths, check_layout, check_routing_replay
 from rlbatch.plan.parameters import ModelSize
 from rlbatch.registry import Registry, load_plugins
 from rlbatch.weights.coverage import expert_names
@@ -136,6 +137,7 @@ class _Assembly:
         family = self.registry.resolve_model_family(read_config(hf_folder))
         check_expert_widths(family, config.train.precision, on_gpu=on_gpu)
         check_layout(config.layout, family, on_gpu=on_gpu)
+        check_routing_replay(config.algorithm.routing_replay, family)
         seed_random_numbers(config.seed, info.rank)
         if info.local_rank == 0:
             self.registry.check_engine(config)
@@ -177,6 +179,7 @@ class _Assembly:
             carried=carried,
             experts=frozenset(expert_names(family)),
             sampler=sampler_key(config, backend, folder),
+            routers=Routers.of(family) if config.algorithm.routing_replay == "rollout" else None,
         )
         return rollout, tokenizer
 

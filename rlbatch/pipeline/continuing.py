@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlbatch.api import Continued, KeptTokens, Prompt, Sample, SampleGroup, Span
+from rlbatch.api import Continued, KeptTokens, Prompt, Routes, Sample, SampleGroup, Span
 from rlbatch.pipeline.waiting import Candidate, spans_of
 
 
@@ -62,6 +62,7 @@ def joined(prompt: Prompt, before: Sample | None, part: Sample, text: str) -> Sa
         policy_version=part.policy_version,
         kept=_kept(before, part, start),
         spans=tuple(spans),
+        routes=_routes(before, part),
     )
 
 
@@ -69,3 +70,13 @@ def _kept(before: Sample | None, part: Sample, start: int) -> KeptTokens | None:
     if before is None or before.kept is None or part.kept is None:
         return part.kept
     return KeptTokens(torch.cat([before.kept.ids, part.kept.ids]), torch.cat([before.kept.counts, part.kept.counts[start:]]))
+
+
+def _routes(before: Sample | None, part: Sample) -> Routes | None:
+    """Each token's of when it was first read: its log-prob, or that of the token behind it, is of these experts."""
+    if before is None or before.routes is None or part.routes is None:
+        return part.routes
+    read, experts, known = before.routes.known, part.routes.experts.clone(), part.routes.known.clone()
+    experts[: len(read)][read] = before.routes.experts[read]
+    known[: len(read)] |= read
+    return Routes(experts, known)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rlbatch.api import KeptTokens, Prompt, Sample, SampleGroup, Span
+from rlbatch.api import KeptTokens, Prompt, Routes, Sample, SampleGroup, Span
 from rlbatch.collectives import all_gather_ragged, all_to_all_ragged
 
 NO_LIMIT = torch.iinfo(torch.int32).max
@@ -34,12 +34,14 @@ class Row(NamedTuple):
         logprobs: [L] float32 nats, the engine's.
         ages: [L] int32, how many policy versions before the step's first one the token was sampled; -1: it is masked.
         kept: What the tokens were chosen from; None: the whole vocabulary.
+        routes: Of the tokens, in this rank's layers; None: the routers choose.
     """
 
     token_ids: Tensor
     logprobs: Tensor
     ages: Tensor
     kept: KeptTokens | None
+    routes: Routes | None = None
 
 
 Deal = Callable[[Shares], Mapping[int, Row]]
@@ -194,11 +196,11 @@ def deal(batch: Batch, shares: Shares, group: Any, sharing: Sequence[Any] = ()) 
 
 def _deal(batch: Batch, shares: Shares, group: Any, sharing: Sequence[Any]) -> dict[int, Row]:
     own = [i for i in chain(*shares) if i in batch.own]
-    columns = _dealt(batch.columns(own), shares, batch.lengths, 3 + batch.with_kept, group, sharing)
+    columns = dealt(batch.columns(own), shares, batch.lengths, 3 + batch.with_kept, group, sharing)
     kept: dict[int, KeptTokens] = {}
     if batch.with_kept:
         counts = {i: int(values[3].sum()) for i, values in columns.items()}
-        ids = _dealt({i: chosen.ids.int()[None] for i in own if (chosen := batch.own[i].kept)}, shares, counts, 1, group, sharing)
+        ids = dealt({i: chosen.ids.int()[None] for i in own if (chosen := batch.own[i].kept)}, shares, counts, 1, group, sharing)
         kept = {i: KeptTokens(ids[i][0], values[3].long()) for i, values in columns.items()}
     return {i: Row(values[0], values[1].view(torch.float32), values[2], kept.get(i)) for i, values in columns.items()}
 
@@ -212,8 +214,8 @@ def deal_values(mine: Mapping[int, Tensor], shares: Shares, lengths: Sequence[in
         lengths: L_i of all N samples.
         group: Its ranks together have every sample once.
     """
-    dealt = _dealt({i: values.view(torch.int32)[None] for i, values in mine.items()}, shares, lengths, 1, group)
-    return {i: values[0].view(torch.float32) for i, values in dealt.items()}
+    found = dealt({i: values.view(torch.int32)[None] for i, values in mine.items()}, shares, lengths, 1, group)
+    return {i: values[0].view(torch.float32) for i, values in found.items()}
 
 
 def all_gather_samples(mine: Mapping[int, Tensor], lengths: Sequence[int], group: Any) -> list[Tensor]:
@@ -265,7 +267,7 @@ def _flat(values: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(values)) if values else torch.empty(0)
 
 
-def _dealt(
+def dealt(
     mine: Mapping[int, Tensor],
     shares: Shares,
     lengths: Mapping[int, int] | Sequence[int],
@@ -273,24 +275,25 @@ def _dealt(
     group: Any,
     sharing: Sequence[Any] = (),
 ) -> dict[int, Tensor]:
-    """[C, L_i] int32 of each sample of this rank's share, of those that ranks have."""
-    messages = all_to_all_ragged([_message({i: mine[i] for i in share if i in mine}) for share in shares], group)
-    found = _read(messages, lengths, columns)
+    """[C, L_i] int32 of each sample of this rank's share, of those that ranks have; a collective of ``group`` and of ``sharing``."""
+    messages = all_to_all_ragged([message({i: mine[i] for i in share if i in mine}) for share in shares], group)
+    found = read(messages, lengths, columns)
     for ranks in sharing:
-        found = _read(all_gather_ragged(_message(found), ranks), lengths, columns)
+        found = read(all_gather_ragged(message(found), ranks), lengths, columns)
     return found
 
 
-def _message(values: Mapping[int, Tensor]) -> Tensor:
+def message(values: Mapping[int, Tensor]) -> Tensor:
     """[n] int32: how many samples, which, and their columns."""
     head = torch.tensor([len(values), *values], dtype=torch.int32)
     return torch.cat([head, torch.cat(list(values.values()), 1).flatten()]) if values else head
 
 
-def _read(messages: Sequence[Tensor], lengths: Mapping[int, int] | Sequence[int], columns: int) -> dict[int, Tensor]:
+def read(messages: Sequence[Tensor], lengths: Mapping[int, int] | Sequence[int], columns: int) -> dict[int, Tensor]:
+    """[C, L_i] int32 of each sample that messages have."""
     found: dict[int, Tensor] = {}
-    for message in messages:
-        start = 1 + int(message[0])
-        indices = message[1:start].tolist()
-        found |= zip(indices, message[start:].view(columns, -1).split([lengths[i] for i in indices], 1), strict=True)
+    for each in messages:
+        start = 1 + int(each[0])
+        indices = each[1:start].tolist()
+        found |= zip(indices, each[start:].view(columns, -1).split([lengths[i] for i in indices], 1), strict=True)
     return found

@@ -95,6 +95,9 @@ class FinishedGroups:
         if kept := [ids for completion in completions for ids in completion.kept or ()]:
             tensors["kept_counts"] = torch.tensor(list(map(len, kept)), dtype=torch.int32)
             tensors["kept_ids"] = torch.tensor([token for ids in kept for token in ids], dtype=torch.int32)
+        if routes := [completion.routes for completion in completions if completion.routes is not None]:
+            tensors["routes"] = torch.cat(routes)
+            tensors["route_counts"] = torch.tensor([-1 if each.routes is None else len(each.routes) for each in completions])
         ends = json.dumps([[len(completion.token_ids), completion.finish_reason] for completion in completions])
         path = self._path(prompt, parts)
         draft = path.with_name(f".{path.name}.part")
@@ -119,8 +122,13 @@ class FinishedGroups:
         if "kept_counts" in tensors:
             by_token = iter(tensors["kept_ids"].split(tensors["kept_counts"].tolist()))
             kept = [[ids.tolist() for ids in islice(by_token, size)] for size in sizes]
-        rows = zip(tokens, logprobs, ends, kept, strict=True)
-        return [Completion(ids, values, reason, kept=chosen_from) for ids, values, (_, reason), chosen_from in rows]
+        routes: list[Tensor | None] = [None] * len(sizes)
+        if "routes" in tensors:
+            counts = tensors["route_counts"]
+            parts = iter(tensors["routes"].split(counts[counts >= 0].tolist()))
+            routes = [next(parts) if count >= 0 else None for count in counts.tolist()]
+        rows = zip(tokens, logprobs, ends, kept, routes, strict=True)
+        return [Completion(ids, values, reason, kept=chosen_from, routes=of) for ids, values, (_, reason), chosen_from, of in rows]
 
     def _path(self, prompt: Prompt, parts: Sequence[Continued]) -> Path:
         part = "".join(f"_{number}" for number in parts[0].draw) if parts else ""

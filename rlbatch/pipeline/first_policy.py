@@ -38,13 +38,18 @@ class FirstPolicy:
     @property
     def scored(self) -> Sequence[Update]:
         """Those whose samples have a forward pass for their old log-probs. The first one computes its own, unless something asks for them
-        before its loss.
+        before its loss, or for its routes in later epochs.
         """
         config = self.job.config
         if self._is_engines:
             return ()
         is_asked = self.job.needs_logprobs or config.algorithm.kl_reward_coef != 0 or config.correction.denominator == "kept"
-        return self.updates if is_asked else self.updates[1:]
+        is_replayed = self._records and config.train.epochs > 1
+        return self.updates if is_asked or is_replayed else self.updates[1:]
+
+    @property
+    def _records(self) -> bool:
+        return self.job.config.algorithm.routing_replay == "recorded"
 
     @property
     def _is_engines(self) -> bool:
@@ -57,7 +62,7 @@ class FirstPolicy:
             for microbatch in every:
                 microbatch.old_logprobs = microbatch.rollout_logprobs
         if scored:
-            for microbatch, values in zip(scored, trainer.logprobs(scored), strict=True):
+            for microbatch, values in zip(scored, trainer.logprobs(scored, record=self._records), strict=True):
                 microbatch.old_logprobs = values
         if self.job.needs_reference:
             with trainer.reference():

@@ -128,8 +128,8 @@ def build_microbatches(
 
     def build(indices: list[int]) -> Pack:
         def flat(values: Sequence[Tensor]) -> Tensor:
-            parts = ((values[i], padded[i] - lengths[i]) for i in indices)
-            return torch.cat([pad(of_sample, (0,) * (2 * of_sample.dim() - 1) + (more,)) if more else of_sample for of_sample, more in parts])
+            before = (0,) * (2 * values[indices[0]].dim() - 1)
+            return torch.cat([pad(values[i], (*before, more)) if (more := padded[i] - lengths[i]) else values[i] for i in indices])
 
         sizes = [padded[i] for i in indices]
         cut = [bool(truncated) and truncated[i] for i in indices]

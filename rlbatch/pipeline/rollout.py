@@ -40,6 +40,7 @@ from rlbatch.foreign_code import state_kept
 from rlbatch.launch.shutdown.signals import Interrupted, StopNotice
 from rlbatch.pipeline.continuing import joined, parts_of, tokens_so_far, unfinished
 from rlbatch.pipeline.finished_groups import FinishedGroups, WeightsProbe
+from rlbatch.pipeline.routers import Routers
 from rlbatch.pipeline.waiting import Candidate
 from rlbatch.weights.export import buckets
 
@@ -82,6 +83,7 @@ class Rollout:
         carried: What the engine speculates with; None: nothing.
         experts: Names of the routed experts' tensors.
         sampler: ``sampler_key`` of the backend.
+        routers: Of the model, if the engine is to say which experts tokens went to.
 
     Attributes:
         engine: As given.
@@ -106,6 +108,7 @@ class Rollout:
         carried: Carried | None = None,
         experts: Container[str] = (),
         sampler: str = "",
+        routers: Routers | None = None,
     ) -> None:
         self._backend, self._tokenizer, self._config, self._stops = backend, tokenizer, config, stop_token_ids
         self._rank, self._num_engines = rank, num_engines
@@ -113,7 +116,7 @@ class Rollout:
         self._weights, self._was_interrupted = "", False
         self._name = f"rollout={config.rollout.name}"
         self._version: int | None = None
-        self._carried, self._experts, self._sampler = carried, experts, sampler
+        self._carried, self._experts, self._sampler, self._routers = carried, experts, sampler, routers
         self.engine, self.work = engine, Work()
         self.lost: EngineLost | None = None
         self.restarts: Counter[int] = Counter()
@@ -240,7 +243,7 @@ class Rollout:
     def _training_params(self, step: int) -> SamplingParams:
         rollout = self._config.rollout
         params = self._params(rollout.temperature, self._config.algorithm.group_size, step)
-        return replace(params, top_p=rollout.top_p, top_k=rollout.top_k)
+        return replace(params, top_p=rollout.top_p, top_k=rollout.top_k, with_routes=self._routers is not None)
 
     def _found_or_sampled(
         self, asked: Sequence[tuple[Prompt, Sequence[Continued]]], params: SamplingParams, step: int
@@ -349,6 +352,7 @@ class Rollout:
             finish_reason=completion.finish_reason,
             policy_version=self._checked_version(prompt, completion),
             kept=self._kept(which, before, completion),
+            routes=None if self._routers is None else self._routers.checked(which, completion.routes, before + len(tokens)),
         )
 
     def _kept(self, which: str, before: int, completion: Completion) -> KeptTokens | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -16,15 +16,17 @@ from torch import Tensor
 from rlbatch.algorithms.advantages import Advantages, advantage_inputs, token_advantages
 from rlbatch.algorithms.kl import kl_penalty
 from rlbatch.algorithms.overlong import overlong_penalties
-from rlbatch.api import Microbatch, PluginError, SampleGroup, StepResult
+from rlbatch.api import Microbatch, PluginError, Routes, SampleGroup, StepResult
 from rlbatch.megatron import parallel
 from rlbatch.megatron.finite import NotFinite
 from rlbatch.metrics.phases import PhaseClock
 from rlbatch.pipeline import step_metrics
 from rlbatch.pipeline.corrected import with_kept_ratio
-from rlbatch.pipeline.exchange import Batch, all_gather_samples, deal, deal_values, exchange
+from rlbatch.pipeline.exchange import Batch, Deal, all_gather_samples, deal, deal_values, exchange
 from rlbatch.pipeline.first_policy import FirstPolicy
 from rlbatch.pipeline.job import Job
+from rlbatch.pipeline.routers import Routers
+from rlbatch.pipeline.routes import RouteExchange, native_share, of_own, with_routes
 from rlbatch.pipeline.sample_finder import SampleFinder
 from rlbatch.pipeline.sampling import count_trained, take_groups, without_update
 from rlbatch.pipeline.updates import Update, plan_updates, shuffled_groups
@@ -75,6 +77,7 @@ def train_step(job: Job, step: int) -> tuple[StepResult, list[SampleGroup], list
         | first.metrics
         | ({**taken.metrics, **of_sampling} if taken.metrics else {})
         | step_metrics.generation(job)
+        | ({"train/native_routes": native_share(batch)} if config.algorithm.routing_replay == "rollout" else {})
         | step_metrics.speed(job, batch, clock, first.scored)
         | step_metrics.memory(clock)
     )
@@ -84,8 +87,10 @@ def train_step(job: Job, step: int) -> tuple[StepResult, list[SampleGroup], list
     return StepResult(step, job.trainer.policy_version, metrics), taken.groups, shown
 
 
-def _plan(job: Job, batch: Batch, order: Sequence[int] | None = None) -> list[Update]:
-    dealing = partial(deal, batch, group=parallel.dp_group(), sharing=parallel.sharing_groups())
+def _plan(job: Job, batch: Batch, order: Sequence[int] | None = None, recorded: Mapping[int, Routes] | None = None) -> list[Update]:
+    dealing: Deal = partial(deal, batch, group=parallel.dp_group(), sharing=parallel.sharing_groups())
+    if recorded is not None or job.config.algorithm.routing_replay == "rollout":
+        dealing = with_routes(dealing, RouteExchange(Routers.of(job.family), job.trainer.routed_layers), batch, recorded)
     return plan_updates(batch, job.config, parallel.dp_rank(), parallel.dp_size(), dealing, order)
 
 
@@ -96,8 +101,9 @@ def _epochs(job: Job, step: int, updates: Sequence[Update], batch: Batch, advant
         return
     names = ("old_logprobs", "ref_logprobs") if job.needs_reference else ("old_logprobs",)
     logprobs = {name: _of_own(updates, attrgetter(name)) for name in names}
+    recorded = of_own(updates) if job.config.algorithm.routing_replay == "recorded" else None
     for epoch in range(1, job.config.train.epochs):
-        for update in _plan(job, batch, shuffled_groups(job.config.seed, step, epoch, batch.num_groups)):
+        for update in _plan(job, batch, shuffled_groups(job.config.seed, step, epoch, batch.num_groups), recorded):
             for name, values in logprobs.items():
                 update = update.with_logprobs(name, deal_values(values, update.shares, batch.lengths, parallel.dp_group()))
             yield update.with_advantages(advantages)

@@ -115,6 +115,7 @@ def _plan(batch: Batch, samples: list[int], config: Config, dp_rank: int, dp_siz
         truncated=batch.truncated[shares[dp_rank]].tolist(),
         kept=[row.kept for row in mine if row.kept],
         lags=[row.ages for row in mine],
+        routes=[row.routes for row in mine if row.routes],
     )
     constant = config.algorithm.loss_norm_constant or config.rollout.max_response_tokens
     sampled = batch.response_lengths[samples]

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from rlbatch.api import DataError, KeptTokens, Prompt, Sample, SampleGroup, Span
+from rlbatch.api import DataError, KeptTokens, Prompt, Routes, Sample, SampleGroup, Span
 from rlbatch.collectives import gathered
 
 FILE = "waiting_{rank:05d}.safetensors"
@@ -146,6 +146,8 @@ def pack_candidates(candidates: Sequence[Candidate]) -> bytes:
     if samples and all(sample.kept for sample in samples):
         kept = [sample.kept for sample in samples if sample.kept]
         tensors |= {"kept_counts": torch.cat([each.counts for each in kept]), "kept_ids": torch.cat([each.ids for each in kept])}
+    if routes := [sample.routes for sample in samples if sample.routes]:
+        tensors |= {"routes": torch.cat([each.experts for each in routes]), "routes_known": torch.cat([each.known for each in routes])}
     said = [
         {
             "place": [candidate.number, candidate.position],
@@ -179,6 +181,11 @@ def unpack_candidates(content: bytes, prompts: Sequence[Prompt]) -> list[Candida
         ids = tensors["kept_ids"].split([int(each.sum()) for each in counts])
         for sample, *kept in zip(samples, ids, counts, strict=True):
             sample.kept = KeptTokens(*kept)
+    if "routes" in tensors:
+        samples = [sample for candidate in candidates for sample in candidate.group.samples]
+        both = (tensors[name].split([len(sample.token_ids) for sample in samples]) for name in ("routes", "routes_known"))
+        for sample, *routes in zip(samples, *both, strict=True):
+            sample.routes = Routes(*routes)
     return candidates
 
 

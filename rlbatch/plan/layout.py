@@ -119,6 +119,14 @@ def _check_experts(layout: LayoutConfig, family: ModelFamily, on_gpu: bool) -> N
         )
 
 
+def check_routing_replay(routing_replay: str, family: ModelFamily) -> None:
+    """Refuses ``algorithm.routing_replay`` of a model without routers."""
+    if routing_replay != "none" and not any(family.has_experts):
+        raise ConfigError(
+            f"algorithm.routing_replay={routing_replay}: {family.name} has no layer with experts here. Use algorithm.routing_replay=none."
+        )
+
+
 def check_expert_widths(family: ModelFamily, precision: str, *, on_gpu: bool) -> None:
     """Refuses experts that grouped matrix products cannot take: the trainer's on GPUs, and an engine's of transformers also on CPUs.
 

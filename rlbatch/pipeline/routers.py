@@ -1,0 +1,73 @@
+"""What is checked of the routes that an engine gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from rlbatch.api import ModelFamily, RolloutError, Routes
+from rlbatch.megatron.routing_replay import expert_dtype
+
+
+@dataclass(frozen=True)
+class Routers:
+    """The routers of a model.
+
+    Attributes:
+        layers: Numbers of the layers that have one.
+        experts: Of a layer.
+        chosen: Of them, for each token.
+    """
+
+    layers: tuple[int, ...]
+    experts: int
+    chosen: int
+
+    @classmethod
+    def of(cls, family: ModelFamily) -> Routers:
+        """Those of a family."""
+        layers = tuple(layer for layer, has in enumerate(family.has_experts) if has)
+        return cls(layers, family.num_experts, int(family.transformer.get("moe_router_topk", 2)))
+
+    def checked(self, which: str, given: Any, tokens: int) -> Routes:
+        """What an engine said of a sample (``Completion.routes``).
+
+        Args:
+            which: Whose, and ``has``, for messages.
+            given: The engine's; None: it knows nothing.
+            tokens: Of the sample, the prompt's included.
+
+        Raises:
+            RolloutError: it is not of this model, or experts of a token are not distinct.
+        """
+        empty = torch.zeros(tokens, len(self.layers), self.chosen, dtype=expert_dtype(self.experts))
+        if given is None:
+            return Routes(empty, torch.zeros(tokens, dtype=torch.bool))
+        shape = (len(self.layers), self.chosen)
+        is_right = isinstance(given, Tensor) and given.dim() == 3 and tuple(given.shape[1:]) == shape and len(given) <= tokens
+        if not is_right or given.is_floating_point():
+            found = f"{given.dtype} {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+            raise RolloutError(
+                f"{which} routes {found}; must be integers of at most {tokens} tokens, {shape[0]} layers with experts and {shape[1]} "
+                "experts each. Fix the backend."
+            )
+        is_known = given[:, 0, 0] >= 0
+        known = given[is_known]
+        if len(known) and (int(known.min()) < 0 or int(known.max()) >= self.experts):
+            raise RolloutError(
+                f"{which} routes to experts {int(known.min())} to {int(known.max())}; the model has 0 to {self.experts - 1} in a layer "
+                "(redundant experts must be told by their number in the model). Fix the backend."
+            )
+        twice = (known.sort(-1).values.diff(dim=-1) == 0).any(-1).nonzero()
+        if len(twice):
+            row, layer = twice[0].tolist()
+            raise RolloutError(
+                f"{which} a token that layer {self.layers[layer]} routed to {known[row, layer].tolist()}; must be {self.chosen} different "
+                "experts. Fix the backend."
+            )
+        empty[: len(given)][is_known] = known.to(empty.dtype)
+        return Routes(empty, pad(is_known, (0, tokens - len(given))))
