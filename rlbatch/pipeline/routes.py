@@ -83,7 +83,7 @@ class RouteExchange:
 
     def _routes(self, columns: Tensor) -> Routes:
         layers = len(self._places[parallel.pp_rank()])
-        rows = columns.T.contiguous().view(torch.uint8)
+        rows = columns.T.clone(memory_format=torch.contiguous_format).view(torch.uint8)  # a single column has any stride
         experts = rows[:, : self._bytes(layers)].contiguous().view(expert_dtype(self._routers.experts))
         return Routes(experts.view(len(rows), layers, self._routers.chosen), rows[:, -1] > 0)
 

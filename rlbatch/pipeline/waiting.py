@@ -146,8 +146,9 @@ def pack_candidates(candidates: Sequence[Candidate]) -> bytes:
     if samples and all(sample.kept for sample in samples):
         kept = [sample.kept for sample in samples if sample.kept]
         tensors |= {"kept_counts": torch.cat([each.counts for each in kept]), "kept_ids": torch.cat([each.ids for each in kept])}
-    if routes := [sample.routes for sample in samples if sample.routes]:
-        tensors |= {"routes": torch.cat([each.experts for each in routes]), "routes_known": torch.cat([each.known for each in routes])}
+    if routes := [sample.routes for sample in samples if sample.routes is not None]:
+        tensors |= {name: torch.cat([getattr(each, name) for each in routes]) for name in ("experts", "known")}
+        tensors["routed"] = torch.tensor([sample.routes is not None for sample in samples])
     said = [
         {
             "place": [candidate.number, candidate.position],
@@ -181,10 +182,11 @@ def unpack_candidates(content: bytes, prompts: Sequence[Prompt]) -> list[Candida
         ids = tensors["kept_ids"].split([int(each.sum()) for each in counts])
         for sample, *kept in zip(samples, ids, counts, strict=True):
             sample.kept = KeptTokens(*kept)
-    if "routes" in tensors:
+    if "routed" in tensors:
         samples = [sample for candidate in candidates for sample in candidate.group.samples]
-        both = (tensors[name].split([len(sample.token_ids) for sample in samples]) for name in ("routes", "routes_known"))
-        for sample, *routes in zip(samples, *both, strict=True):
+        routed = [sample for sample, is_routed in zip(samples, tensors["routed"].tolist(), strict=True) if is_routed]
+        both = (tensors[name].split([len(sample.token_ids) for sample in routed]) for name in ("experts", "known"))
+        for sample, *routes in zip(routed, *both, strict=True):
             sample.routes = Routes(*routes)
     return candidates
 

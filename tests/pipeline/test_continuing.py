@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from rlbatch.api import Continued, KeptTokens, Prompt, Sample, SampleGroup, SamplingParams, Span, draw_key
+from rlbatch.api import Continued, KeptTokens, Prompt, Routes, Sample, SampleGroup, SamplingParams, Span, draw_key
 from rlbatch.pipeline.continuing import joined, parts_of, unfinished
 from rlbatch.pipeline.exchange import lags_of
 from rlbatch.pipeline.waiting import Candidate, pack_candidates, unpack_candidates
@@ -29,7 +29,14 @@ def part_of(prompt: Prompt, tokens: list[int], version: int, reason: str = "leng
         finish_reason=reason,  # type: ignore[arg-type]
         policy_version=version,
         kept=KeptTokens(torch.tensor(tokens, dtype=torch.int32), torch.tensor([0] * before + [1] * len(tokens))) if kept else None,
+        routes=routes_of(before + len(tokens), version) if kept else None,
     )
+
+
+def routes_of(tokens: int, version: int) -> Routes:
+    """By a policy; the last token was not read, nor the first one by version 7."""
+    known = torch.tensor([version != 7] + [True] * (tokens - 2) + [False])
+    return Routes(torch.full((tokens, 2, 2), version, dtype=torch.uint8).masked_fill(~known[:, None, None], 0), known)
 
 
 def in_parts(tokens: list[list[int]], versions: list[int], index: int = 0, kept: bool = False) -> Sample:
@@ -58,6 +65,9 @@ def test_a_part_joins_what_was_there(kept: bool) -> None:
     if kept:
         assert sample.kept is not None
         assert (sample.kept.ids.tolist(), sample.kept.counts.tolist()) == ([5, 6, 9, 4, 1], [0, 0, 1, 1, 1, 1, 1])
+        assert sample.routes is not None
+        assert sample.routes.experts[:, 1, 1].tolist() == [3, 3, 3, 3, 7, 7, 0]
+        assert sample.routes.known.tolist() == [True] * 6 + [False]
 
 
 def test_parts_have_random_numbers_of_their_own() -> None:
@@ -114,4 +124,8 @@ def test_waiting_groups_come_back_as_they_were(kept: bool) -> None:
             if one.kept and other.kept:
                 assert torch.equal(one.kept.ids, other.kept.ids)
                 assert torch.equal(one.kept.counts, other.kept.counts)
+            assert (one.routes is None) == (other.routes is None)
+            if one.routes and other.routes:
+                assert torch.equal(one.routes.experts, other.routes.experts)
+                assert torch.equal(one.routes.known, other.routes.known)
     assert unpack_candidates(pack_candidates([]), PROMPTS) == []

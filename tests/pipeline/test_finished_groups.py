@@ -56,6 +56,16 @@ def test_what_tokens_were_chosen_from_comes_back(tmp_path: Path) -> None:
     assert groups(tmp_path, []).load(PROMPT) == answer
 
 
+def test_routes_come_back(tmp_path: Path) -> None:
+    """Of the samples that have some, as the engine gave them."""
+    routes = [torch.arange(12, dtype=torch.int16).view(3, 2, 2) - 4, None, torch.ones(0, 2, 2, dtype=torch.int16)]
+    groups(tmp_path, []).save(PROMPT, [replace(completion, routes=of) for completion, of in zip(ANSWER, routes, strict=True)])
+    again = groups(tmp_path, []).load(PROMPT)
+    assert again == float32(ANSWER)
+    for completion, of in zip(again, routes, strict=True):
+        assert completion.routes is None if of is None else completion.routes.equal(of)
+
+
 @pytest.mark.parametrize(
     "other",
     [
@@ -65,6 +75,7 @@ def test_what_tokens_were_chosen_from_comes_back(tmp_path: Path) -> None:
         {"params": replace(PARAMS, samples_per_prompt=4)},
         {"params": replace(PARAMS, max_response_tokens=5)},
         {"params": replace(PARAMS, top_p=0.9)},
+        {"params": replace(PARAMS, with_routes=True)},
         {"sampler": "other"},
     ],
 )
