@@ -106,7 +106,7 @@ class Sample:
         finish_reason: ``stop`` if a stop token ended it, ``length`` if the limit did.
         policy_version: Of the weights that sampled it, or the last part of it; -1: unknown.
         spans: Who sampled which tokens, from the response's first to its last, where versions are known; empty: ``policy_version`` all.
-        routes: Of the L tokens, as the engine routed them when it sampled, in all layers with experts; None: not asked for.
+        routes: Of the L tokens, as the engine routed them when it sampled, in all layers with experts; None: not known.
     """
 
     prompt: Prompt

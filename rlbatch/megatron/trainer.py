@@ -119,27 +119,35 @@ class Trainer(Policy):
         gradients = {name: param.main_grad for name, param in self.params.items() if isinstance(param, torch.nn.Parameter)}
         return self._map.export(gradients, gradients=True)
 
-    def logprobs(self, microbatches: Sequence[Microbatch], *, record: bool = False) -> list[Tensor]:
+    def logprobs(self, microbatches: Sequence[Microbatch]) -> list[Tensor]:
         """Log-probabilities under the model's current weights.
 
         Args:
             microbatches: As many on every data-parallel rank; the same on the ranks that share the model.
-            record: Puts the routes of this pass into them.
 
         Returns:
             [T] float32 nats on the host for each microbatch, 0 where masked; on every rank.
         """
+        packs = self._inputs(microbatches)
+        return self._scored(microbatches, packs, self._replaying(packs, trains=False))
 
+    def record(self, microbatches: Sequence[Microbatch]) -> list[Tensor]:
+        """``logprobs``, with the experts that the routers choose, which become the microbatches' routes."""
+        assert self.replay is not None
+        packs = self._inputs(microbatches)
+        routings = [self.replay.recording() for _ in packs]
+        logprobs = self._scored(microbatches, packs, routings)
+        for microbatch, pack, routing in zip(microbatches, packs, routings, strict=True):
+            microbatch.routes = self.replay.recorded(routing, pack, len(microbatch.token_ids))
+        return logprobs
+
+    def _scored(
+        self, microbatches: Sequence[Microbatch], packs: Sequence[MicrobatchInputs], routings: Sequence[PackRouting | None]
+    ) -> list[Tensor]:
         def keep(output: Tensor) -> tuple[Tensor, Tensor, Any]:
             return output.sum(), torch.tensor(0, dtype=torch.int), output[0].float()
 
-        packs = self._inputs(microbatches)
-        routings = [self.replay.recording() for _ in packs] if record and self.replay else self._replaying(packs, trains=False)
-        outputs = self._run(packs, [keep] * len(packs), routings, forward_only=True)
-        if record and self.replay:
-            for microbatch, pack, routing in zip(microbatches, packs, routings, strict=True):
-                microbatch.routes = self.replay.recorded(routing, pack, len(microbatch.token_ids))
-        return self._whole(microbatches, packs, outputs)
+        return self._whole(microbatches, packs, self._run(packs, [keep] * len(packs), routings, forward_only=True))
 
     def _whole(self, microbatches: Sequence[Microbatch], packs: Sequence[MicrobatchInputs], outputs: Sequence[Tensor]) -> list[Tensor]:
         """What ``logprobs`` returns, of the [T_local] of each pack that the last stage has."""

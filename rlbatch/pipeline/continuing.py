@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from rlbatch.api import Continued, KeptTokens, Prompt, Routes, Sample, SampleGroup, Span
 from rlbatch.pipeline.waiting import Candidate, spans_of
@@ -74,9 +75,10 @@ def _kept(before: Sample | None, part: Sample, start: int) -> KeptTokens | None:
 
 def _routes(before: Sample | None, part: Sample) -> Routes | None:
     """Each token's of when it was first read: its log-prob, or that of the token behind it, is of these experts."""
-    if before is None or before.routes is None or part.routes is None:
+    if before is None or before.routes is None:
         return part.routes
-    read, experts, known = before.routes.known, part.routes.experts.clone(), part.routes.known.clone()
-    experts[: len(read)][read] = before.routes.experts[read]
-    known[: len(read)] |= read
-    return Routes(experts, known)
+    old, more = before.routes, len(part.token_ids) - len(before.token_ids)
+    experts, known = pad(old.experts, (0, 0, 0, 0, 0, more)), pad(old.known, (0, more))
+    if part.routes is None:
+        return Routes(experts, known)
+    return Routes(experts.where(known[:, None, None], part.routes.experts), known | part.routes.known)

@@ -62,7 +62,8 @@ class FirstPolicy:
             for microbatch in every:
                 microbatch.old_logprobs = microbatch.rollout_logprobs
         if scored:
-            for microbatch, values in zip(scored, trainer.logprobs(scored, record=self._records), strict=True):
+            score = trainer.record if self._records else trainer.logprobs
+            for microbatch, values in zip(scored, score(scored), strict=True):
                 microbatch.old_logprobs = values
         if self.job.needs_reference:
             with trainer.reference():

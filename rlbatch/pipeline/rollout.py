@@ -341,7 +341,7 @@ class Rollout:
                 f"{which} the log-prob {logprobs[broken[0]]} at token {broken[0]}, by policy version {self._version}; must be finite. The "
                 "weights that the engine was sent are: if train/grad_norm grew without end, lower optimizer.lr; else mend the backend."
             )
-        before = len(prompt.token_ids)
+        before, given = len(prompt.token_ids), completion.routes
         return Sample(
             prompt=prompt,
             sample_index=index,
@@ -352,7 +352,7 @@ class Rollout:
             finish_reason=completion.finish_reason,
             policy_version=self._checked_version(prompt, completion),
             kept=self._kept(which, before, completion),
-            routes=None if self._routers is None else self._routers.checked(which, completion.routes, before + len(tokens)),
+            routes=None if self._routers is None or given is None else self._routers.checked(which, given, before + len(tokens)),
         )
 
     def _kept(self, which: str, before: int, completion: Completion) -> KeptTokens | None:

@@ -33,20 +33,22 @@ class Routers:
         layers = tuple(layer for layer, has in enumerate(family.has_experts) if has)
         return cls(layers, family.num_experts, int(family.transformer.get("moe_router_topk", 2)))
 
+    def unknown(self, tokens: int) -> Routes:
+        """Of tokens of which nothing is known."""
+        experts = torch.zeros(tokens, len(self.layers), self.chosen, dtype=expert_dtype(self.experts))
+        return Routes(experts, torch.zeros(tokens, dtype=torch.bool))
+
     def checked(self, which: str, given: Any, tokens: int) -> Routes:
         """What an engine said of a sample (``Completion.routes``).
 
         Args:
             which: Whose, and ``has``, for messages.
-            given: The engine's; None: it knows nothing.
+            given: The engine's.
             tokens: Of the sample, the prompt's included.
 
         Raises:
             RolloutError: it is not of this model, or experts of a token are not distinct.
         """
-        empty = torch.zeros(tokens, len(self.layers), self.chosen, dtype=expert_dtype(self.experts))
-        if given is None:
-            return Routes(empty, torch.zeros(tokens, dtype=torch.bool))
         shape = (len(self.layers), self.chosen)
         is_right = isinstance(given, Tensor) and given.dim() == 3 and tuple(given.shape[1:]) == shape and len(given) <= tokens
         if not is_right or given.is_floating_point():
@@ -69,5 +71,6 @@ class Routers:
                 f"{which} a token that layer {self.layers[layer]} routed to {known[row, layer].tolist()}; must be {self.chosen} different "
                 "experts. Fix the backend."
             )
-        empty[: len(given)][is_known] = known.to(empty.dtype)
-        return Routes(empty, pad(is_known, (0, tokens - len(given))))
+        experts = self.unknown(tokens).experts
+        experts[: len(given)][is_known] = known.to(experts.dtype)
+        return Routes(experts, pad(is_known, (0, tokens - len(given))))

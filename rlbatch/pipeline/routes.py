@@ -62,8 +62,7 @@ class RouteExchange:
         return self._dealt({i: self._columns(routes, range(len(own))) for i, routes in mine.items()}, shares, lengths, [])
 
     def _of(self, sample: Sample) -> Routes:
-        """One that waited since before the replay was switched on has none."""
-        return sample.routes or self._routers.checked("", None, len(sample.token_ids))
+        return sample.routes or self._routers.unknown(len(sample.token_ids))
 
     @property
     def _width(self) -> int:

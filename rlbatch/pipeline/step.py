@@ -54,6 +54,7 @@ def train_step(job: Job, step: int) -> tuple[StepResult, list[SampleGroup], list
         trained = scored.without_old() if config.sampling.old_tokens == "mask" else scored
         of_sampling = count_trained(job, trained)
         updates = _plan(job, trained)
+        routed = {"train/native_routes": native_share(batch)} if config.algorithm.routing_replay == "rollout" else {}
         planned = len(updates) * config.train.epochs
         finder = SampleFinder(scored, partial(scored.name, prompts=taken.prompts))
 
@@ -77,7 +78,7 @@ def train_step(job: Job, step: int) -> tuple[StepResult, list[SampleGroup], list
         | first.metrics
         | ({**taken.metrics, **of_sampling} if taken.metrics else {})
         | step_metrics.generation(job)
-        | ({"train/native_routes": native_share(batch)} if config.algorithm.routing_replay == "rollout" else {})
+        | routed
         | step_metrics.speed(job, batch, clock, first.scored)
         | step_metrics.memory(clock)
     )

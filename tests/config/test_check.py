@@ -74,6 +74,14 @@ def nested(key: str, value: Any) -> dict[str, Any]:
         (["train.prompts_per_step=4", "train.updates_per_step=9"], "Use 4."),
         (["train.spec=transformer_engine"], "train.spec=transformer_engine: its attention over packs has no fp32 kernels"),
         (["optimizer.lr=1.0e-6", "optimizer.min_lr=1.0e-5"], "optimizer.min_lr=1e-05: must be at most optimizer.lr (1e-06)"),
+        (
+            ["algorithm.routing_replay=recorded", "algorithm.old_logprobs=rollout", "train.updates_per_step=2"],
+            "algorithm.routing_replay=recorded: records the pass for old log-probs, which algorithm.old_logprobs=rollout leaves out. ",
+        ),
+        (
+            ["algorithm.routing_replay=recorded"],
+            "algorithm.routing_replay=recorded: has an effect on updates after a step's first",
+        ),
         (["optimizer.beta1=1"], "optimizer.beta1=1.0: must be less than 1."),
         (["optimizer.lr=1.0e+20"], "optimizer.lr=1e+20: must be 1e+15 or less. Use e.g. 1e-06."),
         (["optimizer.eps=1.0e-50"], "optimizer.eps=1e-50: must be 1e-37 or more. Use e.g. 1e-08."),

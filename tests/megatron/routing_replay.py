@@ -75,7 +75,7 @@ def recorded(folder: str, layout: LayoutConfig, max_tokens: int, is_used: bool =
     """Gradients by name after the routers have changed, with the experts that they chose before."""
     trainer = build_trainer(Path(folder), layout, algorithm=RECORDED)
     packs = my_packs(layout, max_tokens)
-    trainer.logprobs([pack.microbatch for pack in packs], record=is_used)
+    (trainer.record if is_used else trainer.logprobs)([pack.microbatch for pack in packs])
     change_routers(trainer)
     return gradients_of(trainer, packs, "token_mean")
 
@@ -123,7 +123,7 @@ def scored(folder: str, sequences: Sequence[torch.Tensor], routes: Sequence[Rout
     def by_sample(values: torch.Tensor) -> list[torch.Tensor]:
         return split_by_sample([pack], [values])
 
-    (native,) = trainer.logprobs([batch], record=True)
+    (native,) = trainer.record([batch])
     assert batch.routes is not None
     experts, known = by_sample(batch.routes.experts), by_sample(batch.routes.known)
     (pack,) = build_microbatches(sequences, masks, zeros, max_tokens=10_000, routes=routes)

@@ -178,6 +178,45 @@ def passes(config: Config, run_dir: str) -> Passes:
     return seen
 
 
+def routed(config: Config, run_dir: str) -> tuple[list[list[tuple[float, ...]]], dict[str, float]]:
+    """One step: of each of its updates (token, engine's log-prob, its experts ...) at each unmasked token that is not its response's last,
+    sorted; and its metrics.
+    """
+    job, seen = job_of(config, run_dir), []
+    trainer_update = job.trainer.update
+
+    def update(microbatches: Any, *arguments: Any) -> dict[str, float]:
+        tokens: list[tuple[float, ...]] = []
+        for m in microbatches:
+            if m.routes is not None:
+                values = torch.cat([m.token_ids[:, None], m.rollout_logprobs[:, None], m.routes.experts.flatten(1)], 1)
+                tokens += map(tuple, values[(m.loss_mask > 0) & (m.loss_mask.roll(-1) > 0)].tolist())
+        seen.append(sorted(tokens))
+        return trainer_update(microbatches, *arguments)
+
+    job.trainer.update = update
+    return seen, run_steps(job, 1).metrics[0]
+
+
+def with_other_routes(config: Config, run_dir: str, how: str) -> dict[str, float] | str:
+    """One step whose engine tells other experts: the ``next`` ones, ``none``, or those of ``some`` tokens; its metrics, or the error."""
+    job = job_of(config, run_dir)
+    engine = job.rollout._backend
+    generate = engine.generate
+
+    def other(completion: Any) -> Any:
+        routes = completion.routes
+        if how == "some":
+            routes[::2] = -1
+        return replace(completion, routes=None if how == "none" else (routes + 1) % 4 if how == "next" else routes)
+
+    engine.generate = lambda *asked: ([other(completion) for completion in group] for group in generate(*asked))
+    try:
+        return run_steps(job, 1).metrics[0]
+    except RolloutError as error:
+        return str(error)
+
+
 def reference_is_the_first_policy(config: Config, run_dir: str) -> dict[str, Any]:
     """Measures, with the policy as its own reference, what the reference gives before and after updates."""
     from rlbatch.testing.gradients import my_packs

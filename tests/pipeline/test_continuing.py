@@ -98,6 +98,16 @@ def test_which_responses_go_on() -> None:
     assert unfinished(SampleGroup(PROMPT, []), 3, 4) == [0, 1, 2]
 
 
+def test_a_part_without_routes() -> None:
+    """What was known stays known."""
+    first = joined(PROMPT, None, part_of(PROMPT, [5, 6], 3, kept=True), "")
+    asked = parts_of(Candidate(5, 1, SampleGroup(PROMPT, [first])), [0])[0]
+    both = joined(PROMPT, first, part_of(asked, [9], 4), "")
+    assert both.routes is not None
+    assert both.routes.known.tolist() == [True, True, True, False, False]
+    assert both.routes.experts[:, 0, 0].tolist() == [3, 3, 3, 0, 0]
+
+
 @pytest.mark.parametrize("kept", [False, True])
 def test_waiting_groups_come_back_as_they_were(kept: bool) -> None:
     """From bytes, bitwise: finished groups and others, with spans, rewards and texts."""

@@ -33,8 +33,9 @@ def test_the_last_expert_has_room(experts: int, dtype: torch.dtype) -> None:
 
 
 def test_no_routes_are_none() -> None:
-    """A request that the engine put off may come back without."""
-    assert ROUTERS.checked("it has", None, 3).known.tolist() == [False] * 3
+    """Of a sample without routes, they have the form of the others."""
+    assert ROUTERS.unknown(3).known.tolist() == [False] * 3
+    assert ROUTERS.unknown(3).experts.shape == ROUTERS.checked("it has", GOOD, 3).experts.shape
 
 
 def changed(place: tuple[int, ...], value: int) -> torch.Tensor:

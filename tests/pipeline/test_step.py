@@ -312,6 +312,35 @@ def test_no_forward_pass_is_made_twice(layout: str, overrides: tuple[str, ...], 
             assert "mismatch/kl_k3" in own
 
 
+@pytest.mark.parametrize(("layout", "replay"), [("dp2", "rollout"), ("pp2", "rollout"), ("tp2 ep2", "recorded"), ("pp2", "recorded")])
+def test_routes_follow_their_tokens(layout: str, replay: str, run_dir: Path, rank_pool) -> None:
+    """Each pass over the samples has the same experts at each token, whatever rank it is on; each stage those of its layers. Engine and
+    trainer agree, and no token is routed by the trainer.
+    """
+    config = small_config(layout, "train.epochs=2", f"algorithm.routing_replay={replay}", "algorithm.kl_loss=true", "optimizer.lr=2e-2")
+    ranks = rank_pool(2).run(steps.routed, config, str(run_dir))
+    shares = [[rank] for rank in ranks] if layout == "pp2" else [ranks]
+    for share in shares:
+        updates = [[token for seen, _ in share for token in seen[number]] for number in range(4)]
+        assert sorted(updates[0] + updates[1]) == sorted(updates[2] + updates[3])
+        assert min(map(len, updates)) > 0
+    for _, metrics in ranks:
+        assert metrics["train/rollout_logprob_diff_max"] < TOLERANCE
+        assert metrics.get("train/native_routes") == (0.0 if replay == "rollout" else None)
+
+
+def test_the_engines_routes_decide(run_dir: Path, rank_pool) -> None:
+    """Other experts, other log-probs; of some tokens no experts: these are counted, and routed as the engine did; of none: refused."""
+    found = {}
+    for seed, how in enumerate(("next", "some", "none")):  # another seed, or the groups of before are found finished
+        config = small_config("dp2", "algorithm.routing_replay=rollout", "rollout.max_logprob_diff=100", f"seed={seed}")
+        found[how] = rank_pool(2).run(steps.with_other_routes, config, str(run_dir), how)[0]
+    assert found["next"]["train/rollout_logprob_diff_mean"] > 10 * TOLERANCE
+    assert found["some"]["train/rollout_logprob_diff_max"] < TOLERANCE
+    assert 0.4 < found["some"]["train/native_routes"] < 0.7
+    assert found["none"].startswith("algorithm.routing_replay=rollout: the engines gave no routes of this step's samples")
+
+
 @pytest.mark.parametrize("recipe", group_files()["algorithm"])
 def test_recipes_run(recipe: str, run_dir: Path, rank_pool) -> None:
     """Every file of configs/algorithm makes a step with finite metrics; engine and trainer agree, so corrections hardly change anything."""

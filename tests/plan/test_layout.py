@@ -9,7 +9,7 @@ import pytest
 
 from rlbatch.api import ConfigError, ModelError, ModelFamily
 from rlbatch.config.schema import LayoutConfig
-from rlbatch.plan.layout import check_expert_widths, check_layout, degrees
+from rlbatch.plan.layout import check_expert_widths, check_layout, check_routing_replay, degrees
 
 
 def family(**transformer: Any) -> ModelFamily:
@@ -194,3 +194,12 @@ def test_grouped_gemm_rows() -> None:
     check_layout(layout, model, on_gpu=False)
     with pytest.raises(ConfigError, match=r"leaves 10 rows of moe_ffn_hidden_size \(20\) a rank, grouped GEMM needs a multiple of 8"):
         check_layout(layout, model, on_gpu=True)
+
+
+@pytest.mark.parametrize("model", [DENSE, replace(MOE, transformer={**MOE.transformer, "moe_layer_freq": [0] * 94})])
+def test_routing_replay_needs_routers(model: ModelFamily) -> None:
+    """In a model without it would do nothing."""
+    check_routing_replay("none", model)
+    check_routing_replay("rollout", FIRST_LAYER_DENSE)
+    with pytest.raises(ConfigError, match=r"^algorithm.routing_replay=rollout: some_model has no layer with experts here. Use "):
+        check_routing_replay("rollout", model)
