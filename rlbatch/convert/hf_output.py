@@ -15,10 +15,10 @@ from torch import Tensor
 
 from rlbatch.api import DataError
 from rlbatch.checkpoint.archive import raw_bytes
+from rlbatch.checkpoint.block_file import Part
 from rlbatch.checkpoint.hf_index import INDEX
 from rlbatch.checkpoint.model_files import open_found
 from rlbatch.checkpoint.safetensors_file import DTYPES
-from rlbatch.convert.block_file import Part
 from rlbatch.convert.output import Output
 from rlbatch.weights.codec import Source
 from rlbatch.weights.quantize import BLOCK, SCALE_SUFFIX, check_scales, quantize, scales_shape

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from rlbatch.api import CheckpointError, ConfigError, DataError, LaunchError, RlbatchError
+from rlbatch.checkpoint.block_file import BLOCK_BYTES, BlockFile, Part
 from rlbatch.checkpoint.origin import MARKER
 from rlbatch.checkpoint.run_folder import sync
-from rlbatch.convert.block_file import BLOCK_BYTES, BlockFile, Part
 
 PLAN = ".plan.json"
 START_S = 600.0

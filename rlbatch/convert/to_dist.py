@@ -13,10 +13,10 @@ from torch import Tensor
 
 from rlbatch.api import DataError, ModelError, ModelFamily, ParamMapping
 from rlbatch.checkpoint import archive
+from rlbatch.checkpoint.block_file import Part
 from rlbatch.checkpoint.hf import HfTensors
 from rlbatch.checkpoint.torch_dist import CHUNK_SUFFIX, Chunk
 from rlbatch.config.schema import LayoutConfig
-from rlbatch.convert.block_file import Part
 from rlbatch.convert.output import Output
 from rlbatch.convert.parameters import by_name
 from rlbatch.megatron.checkpoint_chunks import RankChunks, rank_chunks

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rlbatch.convert import block_file
-from rlbatch.convert.block_file import BLOCK_BYTES, BlockFile, Part
+from rlbatch.checkpoint import block_file
+from rlbatch.checkpoint.block_file import BLOCK_BYTES, BlockFile, Part
 
 CONTENT = random.Random(0).randbytes(2 * BLOCK_BYTES + 12_345)
 

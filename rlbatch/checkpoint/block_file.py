@@ -26,24 +26,26 @@ Part = bytes | memoryview
 
 
 class BlockFile:
-    """A new file that is written from its first byte to its last, with its CRC-32.
+    """A new file that is written from its first byte to its last.
 
     A second thread writes, with ``O_DIRECT`` where the file system can: to find and fill pages of the page cache takes more processor time
     than everything else about a copy, and they throw out what others need.
 
     Args:
         path: To be made.
+        has_crc: Whether its CRC-32 is computed, which takes longer than a fast disk.
 
     Attributes:
         nbytes: Written so far.
-        crc32: Of the whole file, once it is finished.
+        crc32: Of the whole file, once it is finished; 0 without.
 
     Raises:
         OSError: it cannot be written; of every method.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, has_crc: bool = True) -> None:
         self.nbytes = self.crc32 = 0
+        self._has_crc = has_crc
         self._descriptor, self._is_direct = _create(path)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rlbatch-write")
         self._blocks = [np.frombuffer(mmap.mmap(-1, BLOCK_BYTES), dtype=np.uint8) for _ in range(BLOCKS)]
@@ -66,7 +68,8 @@ class BlockFile:
         while len(rest):
             room = self._block[self._filled :][: len(rest)]
             room[:], rest = rest[: len(room)], rest[len(room) :]
-            self._thread.submit(self._check, room)
+            if self._has_crc:
+                self._thread.submit(self._check, room)
             self._filled += len(room)
             if self._filled == BLOCK_BYTES:
                 self._hand_over(BLOCK_BYTES)
