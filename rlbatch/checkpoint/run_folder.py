@@ -187,8 +187,9 @@ def read_progress(folder: Path, fix: str = "") -> dict[str, Any]:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"{folder / PROGRESS}: is damaged ({error!r}). {fix}") from error
     for path, (size, digest) in listed.items():
-        found = path.stat().st_size if path.is_file() else 0
-        if found != size:
+        if not path.is_file():
+            raise DataError(f"{path}: is missing, {size} bytes were written. {fix}")
+        if (found := path.stat().st_size) != size:
             raise DataError(f"{path}: has {found} bytes, {size} were written. {fix}")
         if digest and _listing(path)[1] != digest:
             raise DataError(f"{path}: was changed after it was written. {fix}")

@@ -10,7 +10,7 @@ import io
 import itertools
 import json
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -37,6 +37,8 @@ from rlbatch.checkpoint.unpickle import read_metadata
 COMMON = "common.pt"
 CHUNK_SUFFIX = ".distcp"
 EMPTY = f"__empty{CHUNK_SUFFIX}"
+OPEN_FILES = 256
+"""Most that are open at once: a checkpoint may have thousands."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +66,13 @@ class Chunk:
     length: int
 
 
-def small_files(chunks: Iterable[Chunk], empty_objects: Iterable[str] = ()) -> dict[str, bytes]:
+def small_files(chunks: Iterable[Chunk], empty_objects: Sequence[str] = (), common: Mapping[str, Any] | None = None) -> dict[str, bytes]:
     """What makes a folder with chunk files a checkpoint: name -> content.
 
     Args:
         chunks: All that the files hold. A tensor whose pieces have several types is described by the widest.
         empty_objects: Keys of Megatron's objects that hold None; they share one file.
+        common: Plain values.
     """
     tensors: dict[str, TensorStorageMetadata] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
@@ -83,7 +86,8 @@ def small_files(chunks: Iterable[Chunk], empty_objects: Iterable[str] = ()) -> d
     described: dict[str, Any] = {**tensors, **{index.fqn: BytesStorageMetadata() for index in places if index.fqn not in tensors}}
     backends = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
     metadata = Metadata(described, planner_data={}, storage_data=places, version=CURRENT_DCP_VERSION)
-    return {EMPTY: nothing, COMMON: _saved({}), METADATA: pickle.dumps(metadata), FORMAT: json.dumps(backends).encode()}
+    described_by = {COMMON: _saved(dict(common or {})), METADATA: pickle.dumps(metadata), FORMAT: json.dumps(backends).encode()}
+    return described_by | ({EMPTY: nothing} if empty_objects else {})
 
 
 def _saved(value: Any) -> bytes:
@@ -168,8 +172,8 @@ class TorchDist:
         place = self._metadata.storage_data.get(MetadataIndex(key, chunk.offsets))
         if place is None:
             raise DataError(f"{self.folder / METADATA}: does not say where {key} at {list(chunk.offsets)} lies. Convert it anew.")
-        file = self._open(place.relative_path)
         try:
+            file = self._open(place.relative_path)
             layout = archive.find(file, place.offset, place.length)
             if layout.shape != tuple(chunk.sizes):
                 raise pickle.UnpicklingError(f"{key} has shape {layout.shape} at byte {place.offset}, metadata says {tuple(chunk.sizes)}")
@@ -182,6 +186,8 @@ class TorchDist:
 
     def _open(self, name: str) -> IO[bytes]:
         if name not in self._files:
+            if len(self._files) == OPEN_FILES:
+                self._files.pop(next(iter(self._files))).close()
             self._files[name] = (self.folder / name).open("rb", buffering=0)
         return self._files[name]
 
@@ -191,8 +197,9 @@ class TorchDist:
             ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
         for name, end in ends.items():
             path = self.folder / name
-            found = path.stat().st_size if path.is_file() else 0
-            if found < end:
+            if not path.is_file():
+                raise DataError(f"{path}: is missing, the metadata names it. The checkpoint is incomplete: restore the file.")
+            if (found := path.stat().st_size) < end:
                 raise DataError(f"{path}: has {found} bytes, the metadata speaks of {end}. The checkpoint is incomplete: restore the file.")
 
 

@@ -1,49 +1,39 @@
-"""Model and optimizer as a torch_dist checkpoint, through Megatron's distributed checkpointing; written at once, or by a child process."""
+"""Model and optimizer as a torch_dist checkpoint: every rank writes what it has, and reads what it needs, part by part."""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories, is_main_replica
-from megatron.core.dist_checkpointing.strategies import torch as strategies
-from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
-from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+import torch.distributed as dist
 
 from rlbatch.api import DataError
-from rlbatch.checkpoint.unpickle import read_metadata
+from rlbatch.checkpoint.torch_dist import COMMON, TorchDist
+from rlbatch.collectives import gathered
+from rlbatch.megatron.checkpoint_chunks import ParameterChunk, placed_chunks
+from rlbatch.megatron.held_parts import Part, runs, weights, written
 from rlbatch.megatron.policy import Policy
-from rlbatch.megatron.state_writer import Writing
+from rlbatch.megatron.state_writer import Writing, buffer_bytes, plan, write_bytes
 from rlbatch.megatron.trainer import Trainer
-
-TENSOR_OVERHEAD_BYTES = 4096
-"""Most that a tensor costs on disk beyond its values: its archive's headers and its entry in the metadata."""
 
 
 class TrainerState:
-    """Weights, main weights, moments and step counts of a trainer, ready to be written. Building it is a collective.
-
-    The distributed optimizer's parts are gathered to the host, for each data-parallel group whole: the checkpoint then loads under any
-    layout.
+    """Weights, main weights, moments and step counts of a trainer, ready to be written from where they are.
 
     Attributes:
         write_bytes: What this rank will write.
+        buffer_bytes: Host memory that this rank takes meanwhile.
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        self._state = _sharded_state(trainer, is_loading=False)
-        apply_factories(self._state)
-        mine = [v for v in nested_values(self._state) if isinstance(v, ShardedTensor) and is_main_replica(v.replica_id)]
-        self.write_bytes = sum(tensor.data.nbytes + TENSOR_OVERHEAD_BYTES for tensor in mine)
+        self._planned = plan(written(trainer.stages, trainer.optimizer.chained_optimizers), dist.get_rank())
+        self._steps = max(map(_steps_of, trainer.optimizer.chained_optimizers), default=0)
+        self.write_bytes, self.buffer_bytes = write_bytes(self._planned), buffer_bytes(self._planned)
 
     def write(self, folder: Path) -> None:
         """Writes the state, and returns when every rank has; a collective.
@@ -54,20 +44,17 @@ class TrainerState:
         Raises:
             CheckpointError: a rank could not write; on every rank.
         """
-        self._writing(folder).run_here()
+        Writing(folder, self._planned, self._steps).run_here()
 
     def start_writing(self, folder: Path) -> Writing:
         """Begins to write the state as it is now from a child process of each rank; a collective."""
-        writing = self._writing(folder)
+        writing = Writing(folder, self._planned, self._steps)
         writing.start()
         return writing
 
-    def _writing(self, folder: Path) -> Writing:
-        return Writing(dist_checkpointing.save(self._state, str(folder), async_sharded_save=True))
-
 
 def load_state(trainer: Trainer, folder: Path) -> None:
-    """Reads what ``TrainerState`` wrote, under the same layout or another; a collective.
+    """Reads what ``TrainerState`` wrote, or Megatron's ``fully_reshardable``, under the same layout or another; a collective.
 
     Learning rate, weight decay and betas stay those of the config; the schedule sets the rate anew.
 
@@ -78,21 +65,18 @@ def load_state(trainer: Trainer, folder: Path) -> None:
     Raises:
         DataError: the state cannot be read, or has values that are infinite or NaN.
     """
-    inner = [optimizer.optimizer for optimizer in trainer.optimizer.chained_optimizers]
-    kept = [[{k: v for k, v in group.items() if k not in ("params", "step")} for group in o.param_groups] for o in inner]
-    for optimizer in trainer.optimizer.chained_optimizers:
-        optimizer._init_optimizer_states_with_dummy_values()  # torch's Adam has no moments to fill before its first step
-    with _reading(folder):
-        loaded = dist_checkpointing.load(_sharded_state(trainer, is_loading=True), str(folder))
-    _fill_stages(trainer, loaded)
-    trainer.optimizer.load_state_dict(loaded["optimizer"])
-    for optimizer, groups in zip(inner, kept, strict=True):
-        for group, values in zip(optimizer.param_groups, groups, strict=True):
-            group.update(values)
-        for state in optimizer.state.values():
-            if torch.is_tensor(state.get("step")):
-                # Megatron gives all parameters one tensor, which every parameter's update would then count up.
-                state["step"] = state["step"].clone()
+    with _reading(folder) as stored:
+        steps = _stored_steps(folder)
+        optimizers = [one for one in trainer.optimizer.chained_optimizers if any(group["params"] for group in one.param_groups)]
+        for optimizer in optimizers:
+            _make_state(optimizer, steps)
+        _fill(stored, weights(trainer.stages))
+        chunks: defaultdict[int, list[ParameterChunk]] = defaultdict(list)
+        for stage in trainer.stages:
+            for tensor, chunk, _ in placed_chunks(stage):
+                chunks[id(tensor)].append(chunk)
+        for optimizer in optimizers:
+            _fill_state(stored, optimizer, chunks)
     if broken := trainer.not_finite(with_optimizer=True):
         raise DataError(f"{folder}: has what is infinite or NaN: {broken}. Name an earlier checkpoint in latest.json.")
 
@@ -107,68 +91,81 @@ def load_weights(trainer: Policy, folder: Path) -> None:
     Raises:
         DataError: the state cannot be read.
     """
-    with _reading(folder):
-        loaded = dist_checkpointing.load(_sharded_weights(trainer), str(folder))
-    _fill_stages(trainer, loaded)
+    with _reading(folder) as stored:
+        _fill(stored, weights(trainer.stages))
     trainer.weights_changed()
 
 
 @contextmanager
-def _reading(folder: Path) -> Iterator[None]:
+def _reading(folder: Path) -> Iterator[TorchDist]:
+    """An open checkpoint; what one rank cannot read is every rank's error."""
+    failure = ""
     try:
-        yield
-    except (CheckpointException, CheckpointingException, OSError, EOFError, pickle.UnpicklingError) as error:
-        causes = [str(cause) for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [str(error)]
-        text = (causes or ["another rank failed"])[0].strip().splitlines()[0]
-        if text.startswith("Weights only load failed"):  # torch goes on to advise how to run it
-            text = "a file is damaged, or holds more than tensors and plain values; nothing of it was run"
-        raise DataError(f"{folder}: cannot be read ({text}). Name another checkpoint in latest.json, or restore the folder.") from error
+        with TorchDist(folder) as stored, torch.no_grad():
+            yield stored
+    except DataError as error:
+        failure = str(error)
+    if found := next(filter(None, gathered(failure)), ""):
+        raise DataError(found)
 
 
-def _fill_stages(trainer: Policy, loaded: dict[str, Any]) -> None:
-    with torch.no_grad():
-        for index, stage in enumerate(trainer.stages):
-            stage.load_state_dict(loaded[f"model{index}"], strict=True)
+def _fill(stored: TorchDist, parts: Iterable[Part]) -> None:
+    shapes = stored.shapes()
+    for part in parts:
+        found, values = shapes.get(part.key, part.shape), part.values
+        if found[1:] != part.shape[1:] or (found[0] != part.shape[0] and not part.is_padded):
+            sizes = f"has shape {list(found)}, this model's has {list(part.shape)}"
+            raise DataError(f"{stored.folder}: {part.key} {sizes}. Name a checkpoint of this model.")
+        rows = min(len(values), max(0, found[0] - part.start[0]))
+        values[rows:].zero_()
+        if rows:
+            values[:rows].copy_(stored.read(part.key, part.start, (rows, *values.shape[1:])))
 
 
-def _sharded_weights(trainer: Policy) -> dict[str, Any]:
-    return {f"model{index}": stage.sharded_state_dict(metadata=sharding_metadata()) for index, stage in enumerate(trainer.stages)}
+def _fill_state(stored: TorchDist, optimizer: Any, chunks: dict[int, list[ParameterChunk]]) -> None:
+    for run in runs(optimizer):
+        for chunk in chunks[id(run.param)]:
+            _fill(stored, run.parts(chunk))
+        optimizer._set_main_param_and_optimizer_states(run.param, run.state)  # of what is not kept as it is given
+    if hasattr(optimizer.optimizer, "_sync_hdo_state_to_sub_optimizers"):
+        optimizer.optimizer._sync_hdo_state_to_sub_optimizers()
 
 
-def _sharded_state(trainer: Trainer, *, is_loading: bool) -> dict[str, Any]:
-    state = _sharded_weights(trainer)
-    state["optimizer"] = trainer.optimizer.sharded_state_dict(dict(state), is_loading, metadata=sharding_metadata())
-    return state
+def _make_state(optimizer: Any, steps: int) -> None:
+    """Gives an optimizer that made no step its moments, and the step count."""
+    optimizer._init_optimizer_states_with_dummy_values()
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    optimizer.load_state_dict({"optimizer": {"param_groups": [{**group, "step": steps} for group in groups]}})
+    for state in optimizer.optimizer.state.values():
+        if torch.is_tensor(state.get("step")):
+            # Megatron gives all parameters one tensor, which every parameter's update would then count up.
+            state["step"] = state["step"].clone()
 
 
-def sharding_metadata() -> dict[str, Any]:
-    """How Megatron names and splits what it saves; the same for every checkpoint that rlbatch reads or writes."""
-    return {
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "distrib_optim_fully_reshardable_mem_efficient": False,
-        "singleton_local_shards": False,
-        "chained_optim_avoid_prefix": True,
-    }
+def _steps_of(optimizer: Any) -> int:
+    """Counted by parameter (torch) or by group (Transformer Engine); a group may also have the number with which it was resumed."""
+    held = [*optimizer.optimizer.state.values(), *optimizer.param_groups]
+    return max((int(one["step"]) for one in held if "step" in one), default=0)
 
 
-class _Reader(CachedMetadataFileSystemReader):
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if self._cached_metadata is None:
-            self._cached_metadata = read_metadata(Path(self.path))
-            self._cached_metadata.storage_meta = self._cached_metadata.storage_meta or StorageMeta()
-            self._cached_metadata.storage_meta.load_id = self.load_id
-        return self._cached_metadata
+def _stored_steps(folder: Path) -> int:
+    """All optimizers step together; Megatron writes the number with every group, and 0 with those that have no parameters."""
+    path = folder / COMMON
+    try:
+        common = torch.load(path, weights_only=True)
+    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+        text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if isinstance(error, pickle.UnpicklingError):  # torch goes on to advise how to run it
+            text = "it is damaged, or holds more than tensors and plain values; nothing of it was run"
+        raise DataError(f"{path}: cannot be read ({text}). Name another checkpoint in latest.json, or restore the file.") from error
+    if not (steps := list(_found_steps(common.get("optimizer") if isinstance(common, dict) else None))):
+        raise DataError(f"{folder}: has weights, and no state of an optimizer. Name a run's checkpoint.")
+    return max(steps)
 
 
-class _Planner(strategies.MCoreLoadPlanner):
-    def load_bytes(self, read_item: Any, value: Any) -> None:
-        loaded = torch.load(value, weights_only=True)
-        if self.flatten_state_dict:
-            set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)
-        else:
-            self.state_dict[read_item.dest_index.fqn] = loaded
-
-
-strategies._get_filesystem_reader = lambda checkpoint_dir, cache_metadata=False: _Reader(checkpoint_dir)
-strategies.MCoreLoadPlanner = _Planner
+def _found_steps(value: Any) -> Iterator[int]:
+    if isinstance(value, dict) and "step" in value:
+        yield int(value["step"])
+    elif isinstance(value, (dict, list)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _found_steps(part)

@@ -1,12 +1,13 @@
-"""Finds which part of which checkpoint tensor a rank of a layout holds, without ranks: its model is built on the meta device.
+"""Finds which part of which checkpoint tensor a rank holds: of its own model, or of any layout's without ranks, on the meta device.
 
-The answer comes from the same ``sharded_state_dict`` as training's, in a process that simulates one rank after the other.
+Either answer comes from Megatron's ``sharded_state_dict``; without ranks a process simulates one after the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,6 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factor
 from rlbatch.api import ModelFamily
 from rlbatch.config.schema import LayoutConfig
 from rlbatch.megatron import parallel
-from rlbatch.megatron.checkpoint import sharding_metadata
 from rlbatch.megatron.names import canonical_tensors
 from rlbatch.megatron.simulated_rank import on_meta, simulated_rank, stages
 
@@ -33,6 +33,7 @@ class ParameterChunk:
         key: Of the checkpoint's tensor.
         global_shape: Of the checkpoint's tensor: the parameter's dimensions, perhaps behind one for the layer.
         global_start: Of the box in the checkpoint's tensor.
+        is_padded: Whether another layout's tensor may have more or fewer rows, which are filled up for tensor parallelism.
     """
 
     name: str
@@ -42,6 +43,7 @@ class ParameterChunk:
     key: str
     global_shape: tuple[int, ...]
     global_start: tuple[int, ...]
+    is_padded: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,18 +92,29 @@ def _may_write() -> bool:
 def _chunks(family: ModelFamily, layout: LayoutConfig) -> Iterator[ParameterChunk]:
     with on_meta():
         for stage in stages(family, layout):
-            names = {id(tensor): name for name, tensor in canonical_tensors([stage]).items()}
-            tensors = stage.state_dict(keep_vars=True)
-            state = stage.sharded_state_dict(metadata=sharding_metadata())
-            apply_factories(state)
-            for name, value in state.items():
-                for sharded in value if isinstance(value, list) else [value]:
-                    if isinstance(sharded, ShardedTensor) and is_main_replica(sharded.replica_id):
-                        yield _chunk(names[id(tensors[name])], tensors[name], sharded)
+            yield from (chunk for _, chunk, replica in placed_chunks(stage) if is_main_replica(replica))
+
+
+def placed_chunks(stage: Any) -> Iterator[tuple[torch.Tensor, ParameterChunk, tuple[int, ...]]]:
+    """The chunks of a model chunk's parameters and buffers, each with the whole tensor and Megatron's number of this copy of it: of its
+    pipeline stage, tensor-parallel and data-parallel rank, as far as these hold the same.
+    """
+    names = {id(tensor): name for name, tensor in canonical_tensors([stage]).items()}
+    tensors, state = stage.state_dict(keep_vars=True), stage.sharded_state_dict(metadata=sharding_metadata())
+    apply_factories(state)
+    for name, value in state.items():
+        for sharded in value if isinstance(value, list) else [value]:
+            if isinstance(sharded, ShardedTensor):
+                yield tensors[name], _chunk(names[id(tensors[name])], tensors[name], sharded), sharded.replica_id
+
+
+def sharding_metadata() -> dict[str, Any]:
+    """How Megatron names and splits what it saves; the same for every checkpoint that rlbatch reads or writes."""
+    return {"dp_cp_group": parallel.dp_cp_group(), "singleton_local_shards": False}
 
 
 def _chunk(name: str, parameter: torch.Tensor, sharded: ShardedTensor) -> ParameterChunk:
-    offset, start = sharded.data.storage_offset(), []
+    offset, start = sharded.data.storage_offset() - parameter.storage_offset(), []
     for stride in parameter.stride():
         start.append(offset // stride)
         offset %= stride
@@ -113,4 +126,5 @@ def _chunk(name: str, parameter: torch.Tensor, sharded: ShardedTensor) -> Parame
         key=sharded.key,
         global_shape=tuple(sharded.global_shape),
         global_start=tuple(sharded.global_offset),
+        is_padded=sharded.allow_shape_mismatch,
     )

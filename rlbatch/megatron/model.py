@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -54,11 +53,6 @@ class PolicyModel(GPTModel):
         """Leaves out Transformer Engine's extra states: they are empty without fp8, and a checkpoint must load under either layer spec."""
         state = super().sharded_state_dict(*args, **kwargs)
         return {name: value for name, value in state.items() if not name.endswith(EXTRA_STATE)}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads what ``sharded_state_dict`` gives, as torch's does."""
-        extra = {name: value for name, value in self.state_dict().items() if name.endswith(EXTRA_STATE)}
-        return super().load_state_dict({**extra, **state_dict}, strict, assign)
 
     def _postprocess(
         self, hidden_states: Tensor, input_ids: Any, position_ids: Any, labels: Tensor | None, *args: Any, **kwargs: Any

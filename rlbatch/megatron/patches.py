@@ -11,16 +11,10 @@ def install() -> None:
     """Applies all patches; may be called again."""
     _fix_hybrid_optimizer()
     _judge_groups_of_experts_by_two()
-    _gather_state_in_pieces()
-    _checkpoint_stages_without_experts()
-    from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
-
     try:
         import transformer_engine  # noqa: F401
     except ImportError:
         _live_without_transformer_engine()
-    if not HAVE_APEX_OR_TE:
-        _let_torch_adam_load()
 
 
 def _judge_groups_of_experts_by_two() -> None:
@@ -41,44 +35,6 @@ def _judge_groups_of_experts_by_two() -> None:
     moe_utils.group_limited_topk = choose
 
 
-def _gather_state_in_pieces() -> None:
-    """A checkpoint's main weights and moments are gathered whole on every GPU, and cut out of all buckets' states in a row, by positions
-    that count the padding between buckets, which the row leaves out: behind a tied embedding, which has a bucket of its own, all is wrong.
-    """
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    from rlbatch.megatron.gathered_state import gathered_state
-
-    DistributedOptimizer.get_parameter_state_dp_zero = gathered_state
-
-
-def _checkpoint_stages_without_experts() -> None:
-    """A pipeline stage of dense layers only has an optimizer for experts without parameters: saving it fails, as it has no step count, and
-    if it is the first rank's, no rank would find one. All optimizers step together: the dense one's count is everybody's.
-    """
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-    from megatron.core.optimizer.optimizer import ChainedOptimizer
-
-    save, load = DistributedOptimizer.state_dict, ChainedOptimizer.load_state_dict
-
-    def state_dict(self: Any) -> dict[str, Any]:
-        inner = self.optimizer.state_dict()
-        if inner["state"] or any(group["params"] for group in inner["param_groups"]):
-            return save(self)
-        groups = [{name: value for name, value in group.items() if name != "params"} for group in inner["param_groups"]]
-        return {"optimizer": {"param_groups": [{"step": 0.0, **group} for group in groups]}}
-
-    def load_state_dict(self: Any, state_dict: Any) -> None:
-        parts = state_dict.values() if set(state_dict) == set(range(len(self.chained_optimizers))) else []
-        groups = [group for part in parts for group in part["optimizer"]["param_groups"]]
-        for group in groups:
-            if "step" in groups[0]:
-                group["step"] = groups[0]["step"]
-        load(self, state_dict)
-
-    DistributedOptimizer.state_dict, ChainedOptimizer.load_state_dict = state_dict, load_state_dict
-
-
 def _live_without_transformer_engine() -> None:
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.multi_latent_attention as mla
@@ -88,24 +44,6 @@ def _live_without_transformer_engine() -> None:
         moe_utils.te_general_gemm = None  # the router's gating tests it; 0.16.1 leaves it undefined
     mla.HAVE_TE = False  # else it tests isinstance against a mock
     utils.get_te_version = lambda: utils.PkgVersion("0")  # else the precision-aware optimizer's config compares None with a version
-
-
-def _let_torch_adam_load() -> None:
-    """Loads torch's Adam, which keeps its step count as a tensor beside the moments; Megatron's loader expects it among the loaded ones."""
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    original = DistributedOptimizer._set_main_param_and_optimizer_states
-
-    def set_states(self: Any, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
-        if self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
-            return original(self, model_param, tensors)
-        group, position = self.model_param_group_index_map[model_param]
-        main_param = self.optimizer.param_groups[group]["params"][position]
-        for name, target in {"param": main_param, **self.optimizer.state[main_param]}.items():
-            if name in tensors:
-                target.copy_(tensors[name])
-
-    DistributedOptimizer._set_main_param_and_optimizer_states = set_states
 
 
 def _fix_hybrid_optimizer() -> None:

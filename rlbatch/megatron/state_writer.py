@@ -1,133 +1,123 @@
-"""Writes the tensors of a torch_dist checkpoint: in this process, or in a forked child that writes the state of that moment.
+"""Writes a checkpoint's tensors: each rank its own parts, one after the other, in this process or in a forked child.
 
-Megatron's own way starts a manager process, and one more process for every file, which outlive a rank that is killed. Here a rank has at
-most one child, which dies with it.
+A rank has at most one child, which dies with it and writes the state of the moment of the fork. The files are ``torch.distributed``'s
+(torch_dist): where every part of every rank lies is known before anything is written.
 """
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
-import pickle
-import queue
-from collections.abc import Callable
-from types import SimpleNamespace
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
 from rlbatch.api import CheckpointError
-from rlbatch.collectives import gathered
+from rlbatch.checkpoint import archive
+from rlbatch.checkpoint.block_file import BLOCK_BYTES, BLOCKS, BlockFile
+from rlbatch.checkpoint.torch_dist import CHUNK_SUFFIX, Chunk, small_files
+from rlbatch.collectives import gather_lines, gathered
 from rlbatch.launch.ranks.children import dies_with_parent
+from rlbatch.megatron.held_parts import Part
+
+FILE_BYTES = 2**32
+"""Most of a file. Some file systems take none of ten, and what one file takes of another rank's disk stays small."""
+MARK_BYTES = 64
+"""Random bytes at the start of each file, of which its digest is made with others: no other save's file has the same."""
+SHOWN_RANKS = 3
+
+Failure = tuple[int, str]
+"""The system's number of an error, 0 if it is none of the system's, and what went wrong."""
 
 
-class _SharedResults:
-    """What a forked child hands back: a file in memory that both processes hold, and nobody else sees."""
+@dataclass(frozen=True)
+class Planned:
+    """A part, and where it will lie."""
 
-    def __init__(self) -> None:
-        self._file = os.fdopen(os.memfd_create("rlbatch-checkpoint"), "w+b")
-
-    def put(self, results: Any) -> None:
-        pickle.dump(results, self._file)
-        self._file.flush()
-
-    def get_nowait(self) -> Any:
-        self._file.seek(0)
-        try:
-            return pickle.load(self._file)
-        except EOFError:
-            raise queue.Empty from None
+    part: Part
+    chunk: Chunk
 
 
-class _Part:
-    """A host tensor in the memory of a larger one. Megatron would copy all of them before the first is written, which doubles what a save
-    takes of the host; to it this is a tensor on another device, which it leaves alone.
-    """
-
-    device = SimpleNamespace(type="host")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def detach(self) -> _Part:
-        """Itself."""
-        return self
-
-    def to(self, device: str, **_: Any) -> Tensor:
-        """A copy, alone in its memory; it is there at once."""
-        return self._tensor.to(device, copy=True)
+def plan(parts: Iterable[Part], rank: int) -> list[Planned]:
+    """Lays a rank's parts out in files, in their order."""
+    planned: list[Planned] = []
+    number, end = 0, MARK_BYTES
+    for part in parts:
+        shape, dtype = tuple(part.values.shape), part.values.dtype
+        length = archive.length(shape, dtype)
+        if end > MARK_BYTES and end + length > FILE_BYTES:
+            number, end = number + 1, MARK_BYTES
+        name = f"__{rank}_{number}{CHUNK_SUFFIX}"
+        planned.append(Planned(part, Chunk(part.key, dtype, part.shape, part.start, shape, name, end, length)))
+        end += length
+    return planned
 
 
-class _PartsPlanner:
-    """Gives what another planner gives, and host tensors as ``_Part``."""
-
-    def __init__(self, planner: Any) -> None:
-        self._planner = planner
-
-    def resolve_data(self, item: Any) -> Any:
-        """Gives the data of an item to write."""
-        data = self._planner.resolve_data(item)
-        return _Part(data.detach()) if isinstance(data, Tensor) and data.device.type == "cpu" else data
+def write_bytes(planned: Sequence[Planned]) -> int:
+    """Bytes of a rank's files."""
+    return sum(one.chunk.length for one in planned) + MARK_BYTES * len({one.chunk.file for one in planned})
 
 
-_prepare_write_data = filesystem_async.FileSystemWriterAsync.prepare_write_data
-
-
-def _prepare(self: Any, plan: Any, planner: Any) -> None:
-    _prepare_write_data(self, plan, _PartsPlanner(planner))
-
-
-filesystem_async.FileSystemWriterAsync.prepare_write_data = _prepare
-# Megatron's is a queue in a manager process: seconds to start, and an orphan if this process is killed.
-filesystem_async._get_write_results_queue = _SharedResults
+def buffer_bytes(planned: Sequence[Planned]) -> int:
+    """Host memory that writing takes beside what is written."""
+    copied = (one.part.values.nbytes for one in planned if not _is_ready(one.part.values))
+    return BLOCKS * BLOCK_BYTES + max(copied, default=0)
 
 
 class Writing:
     """A checkpoint that is being written: this rank's part of it. Every method but ``abort`` is a collective.
 
     Args:
-        request: Of ``dist_checkpointing.save(..., async_sharded_save=True)``.
+        folder: Existing and empty, seen by all ranks.
+        planned: This rank's parts.
+        steps: Of the optimizer, as far as this rank knows them.
     """
 
-    def __init__(self, request: Any) -> None:
-        self._request = request
-        self._results: _SharedResults | None = request.async_fn_args[2] if request.async_fn else None
+    def __init__(self, folder: Path, planned: Sequence[Planned], steps: int) -> None:
+        self._folder, self._planned, self._steps = folder, planned, steps
+        self._chunks = [one.chunk for one in planned]
         self._process: Any = None
+        self._answer: Any = None
 
     def run_here(self) -> None:
-        """Writes and completes in this process; tensors come to the host one by one.
+        """Writes and completes in this process.
 
         Raises:
-            CheckpointError: a rank could not write; on every rank.
+            CheckpointError: a rank could not write; on every rank. What the system said is behind it.
         """
-        if self._results:
-            self._write(lambda tensors: ((item, tensor.to("cpu")) for item, tensor in tensors))
+        on_every_rank(lambda: _write_files(self._folder, self._planned))
         self._complete()
 
     def start(self) -> None:
-        """Copies what is not on the host and forks a child that writes all; what is there the child has as it is now."""
-        if not self._results:
-            return
-        copied: dict[int, list[Any]] = {}
-        for _, _, (_, tensors) in self._request.async_fn_args[1]:
-            copied[id(tensors)] = [(item, tensor if isinstance(tensor, _Part) else tensor.to("cpu")) for item, tensor in tensors]
+        """Copies what a child of this process could not read, or would see changing, and forks one that writes all."""
+        planned = [replace(one, part=replace(one.part, values=_kept(one.part.values))) for one in self._planned]
+        self._planned = ()  # what it was taken from may go
+        self._answer = os.fdopen(os.memfd_create("rlbatch-checkpoint"), "w+b")
         die = dies_with_parent()
 
         def child() -> None:
             die()
             torch.set_num_threads(1)  # the threads of OpenMP's pool were not forked
-            self._write(lambda tensors: ((item, tensor.to("cpu")) for item, tensor in copied[id(tensors)]))
+            failure = _failure(lambda: _write_files(self._folder, planned))
+            self._answer.write(json.dumps(failure).encode())
+            self._answer.flush()
 
         self._process = multiprocessing.get_context("fork").Process(target=child)
         self._process.start()
 
     def is_done(self) -> bool:
         """Whether no rank's child is writing any more."""
-        running = torch.tensor([self._process is not None and self._process.is_alive()], dtype=torch.int, device=_device())
+        is_running = self._process is not None and self._process.is_alive()
+        running = torch.tensor([is_running], dtype=torch.int, device=torch.cuda.current_device())
         dist.all_reduce(running)
         return int(running) == 0
 
@@ -135,12 +125,16 @@ class Writing:
         """Waits for the children and completes the checkpoint.
 
         Raises:
-            CheckpointError: a rank could not write; on every rank.
+            CheckpointError: a rank could not write; on every rank. What the system said is behind it.
         """
         if self._process is not None:
             self._process.join()
             self._process.close()
             self._process = None
+        with self._answer as file:
+            file.seek(0)
+            answer = file.read()
+        _raise_failures(json.loads(answer) if answer else (0, "the writing process was killed (out of memory?)"))
         self._complete()
 
     def abort(self) -> None:
@@ -149,45 +143,101 @@ class Writing:
             self._process.kill()
             self._process.join()
             self._process = None
-
-    def _write(self, on_host: Callable[[Any], Any]) -> None:
-        _, buckets, results = self._request.async_fn_args
-        transforms = self._request.async_fn.args[0]
-        written: Any = {}
-        for index, (path, name, (objects, tensors)) in enumerate(buckets):
-            answers: Any = queue.Queue()
-            pending: Any = queue.Queue()
-            pending.put(index)
-            filesystem_async.FileSystemWriterAsync.write_preloaded_data(
-                transforms, index, (path, name, (objects, on_host(tensors))), answers, pending, use_fsync=True
-            )
-            _, answer = answers.get()
-            if isinstance(answer, Exception):
-                written = RuntimeError(str(answer))  # what is told must be picklable
-                break
-            written[index] = answer
-        results.put(written)
+            self._answer.close()
 
     def _complete(self) -> None:
-        self._raise_failures()
-        try:
-            for finalize in self._request.finalize_fns:
-                finalize()
-        except CheckpointException as error:  # not an Exception: it would pass everything that reports errors
-            raise CheckpointError(f"it cannot be completed: {error}") from error
+        told = [b"".join(lines) for lines in gather_lines([json.dumps([self._steps, list(map(_told, self._chunks))]).encode()])]
+        on_every_rank(lambda: self._describe(told))
 
-    def _raise_failures(self) -> None:
-        failure = ""
-        if self._results:
-            try:
-                outcome = self._results.get_nowait()
-                failure = str(outcome) if isinstance(outcome, Exception) else ""
-            except queue.Empty:
-                failure = "the writing process was killed (out of memory?)"
-        told = [f"rank {rank}: {text}" for rank, text in enumerate(gathered(failure)) if text]
-        if told:
-            raise CheckpointError("; ".join(told[:3]))
+    def _describe(self, told: Sequence[bytes]) -> None:
+        if not told:  # but on rank 0
+            return
+        steps, rows = zip(*map(json.loads, told), strict=True)
+        chunks = [_heard(row) for of_rank in rows for row in of_rank]
+        for name, content in small_files(chunks, common={"optimizer": {"step": max(steps)}}).items():
+            (self._folder / name).write_bytes(content)
 
 
-def _device() -> Any:
-    return torch.cuda.current_device()
+def _write_files(folder: Path, planned: Sequence[Planned]) -> None:
+    buffer = torch.empty(max((one.part.values.nbytes for one in planned if not _is_ready(one.part.values)), default=0), dtype=torch.uint8)
+    for name, of_file in groupby(planned, key=lambda one: one.chunk.file):
+        with naming(name), BlockFile(folder / name, has_crc=False) as file:
+            file.write(secrets.token_bytes(MARK_BYTES))
+            for one in of_file:
+                for content in archive.parts(_on_host(one.part.values, buffer)):
+                    file.write(content)
+            file.finish()
+
+
+def _is_ready(values: Tensor) -> bool:
+    """Whether they can be written from where they are."""
+    return values.device.type == "cpu" and values.is_contiguous()
+
+
+def _on_host(values: Tensor, buffer: Tensor) -> Tensor:
+    return values if _is_ready(values) else buffer[: values.nbytes].view(values.dtype).view(values.shape).copy_(values)
+
+
+def _kept(values: Tensor) -> Tensor:
+    """What a forked child reads as it is now: memory of the host, but none that the GPU's driver shares, which forks do not get."""
+    return values.to("cpu", copy=True) if values.device.type != "cpu" or values.is_pinned() else values
+
+
+@contextmanager
+def naming(file: str) -> Iterator[None]:
+    """Lets the system's errors name a file, as those of writes do not."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = file
+        raise
+
+
+def on_every_rank(work: Callable[[], None]) -> None:
+    """Does some of the writing on each rank; a collective.
+
+    Args:
+        work: Takes part in no collectives.
+
+    Raises:
+        CheckpointError: a rank could not; on every rank. What the system said is behind it.
+    """
+    _raise_failures(_failure(work))
+
+
+def _failure(work: Callable[[], None]) -> Failure | None:
+    """What went wrong in some work; None: nothing."""
+    try:
+        work()
+    except OSError as error:
+        where = f"{Path(error.filename).name}: " if error.filename else ""
+        return error.errno or 0, f"{where}{error.strerror or error}"
+    except Exception as error:
+        return 0, f"{type(error).__name__}: {error}".splitlines()[0]
+    return None
+
+
+def _raise_failures(failure: Failure | None) -> None:
+    told = [(rank, *failure) for rank, failure in enumerate(gathered(failure)) if failure]
+    if told:
+        _, number, _ = told[0]
+        text = "; ".join(f"rank {rank}: {text}" for rank, _, text in told[:SHOWN_RANKS])
+        raise CheckpointError(text) from (OSError(number, os.strerror(number)) if number else None)
+
+
+def _told(chunk: Chunk) -> list[Any]:
+    return [
+        chunk.key,
+        str(chunk.dtype).removeprefix("torch."),
+        chunk.shape,
+        chunk.offset,
+        chunk.size,
+        chunk.file,
+        chunk.start,
+        chunk.length,
+    ]
+
+
+def _heard(row: Sequence[Any]) -> Chunk:
+    key, dtype, shape, offset, size, file, start, length = row
+    return Chunk(key, getattr(torch, dtype), tuple(shape), tuple(offset), tuple(size), file, start, length)

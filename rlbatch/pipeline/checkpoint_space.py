@@ -1,22 +1,36 @@
-"""Checks whether there is room for a checkpoint: on the disk, and on the hosts for the copy that is written while training goes on."""
+"""Checks whether there is room for a checkpoint, on the disk and in the hosts' memory, and says what to do about one that failed."""
 
 from __future__ import annotations
 
+import errno
 import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
-
 from rlbatch.api import CheckpointError
 from rlbatch.collectives import gathered
+from rlbatch.launch.preflight.node_facts import host_memory
 from rlbatch.pipeline.first_rank import on_first_rank
 
-MIB = 2**20
-SPARE_BYTES = MIB // 4
+SPARE_BYTES = 2**18
 """Room for progress.json, metadata and folders."""
+KEPT = "The previous checkpoint stays the latest."
+FULL = (errno.ENOSPC, errno.EDQUOT)
+READ_ONLY = "It may not be written to: mount it for writing or mend its permissions, or choose another folder."
+ADVICE = {
+    errno.ENOSPC: "Free space, or choose another folder.",
+    errno.EDQUOT: "Your quota there is used up: free space, ask for more, or choose another folder.",
+    errno.EFBIG: "A file may not become so large there: raise the limit (`ulimit -f`), or choose a folder on another file system.",
+    errno.EROFS: READ_ONLY,
+    errno.EACCES: READ_ONLY,
+    errno.EPERM: READ_ONLY,
+    errno.ENOMEM: "Leave more memory free on that host.",
+}
+OTHER_ADVICE = "Look at that disk (`dmesg`), or choose another folder."
+NO_ADVICE = "The output above may say why."
+"""Of what is none of the system's errors."""
 
 
 def size(num_bytes: float) -> str:
@@ -44,8 +58,8 @@ def check_disk(root: Path, need: int, step: int) -> None:
         free = shutil.disk_usage(root).free
         if free < need + SPARE_BYTES:
             raise CheckpointError(
-                f"checkpoint.save={root}: the checkpoint of step {step} needs {size(need + SPARE_BYTES)}, {size(free)} are free. "
-                "The previous checkpoint stays the latest. Free space, or choose another folder."
+                f"checkpoint.save={root}: the checkpoint of step {step} needs {size(need + SPARE_BYTES)}, {size(free)} are free. {KEPT} "
+                f"{ADVICE[errno.ENOSPC]}"
             )
 
     on_first_rank(check)
@@ -53,29 +67,61 @@ def check_disk(root: Path, need: int, step: int) -> None:
 
 @contextmanager
 def explaining_write_errors(root: Path, need: int, step: int) -> Iterator[None]:
-    """Turns what writing raises, also where the disk has become full, into an error with path, need and free space."""
+    """Turns what writing raises into an error with the folder, what the system said, and what to do about that; with need and free space
+    where space is what lacks.
+    """
     try:
         yield
     except (CheckpointError, OSError, RuntimeError) as error:
-        free = shutil.disk_usage(next(folder for folder in (root, *root.parents) if folder.exists())).free
-        if isinstance(error, RuntimeError) and free >= MIB:  # torch raises nothing better when the disk is full
+        cause = system_error(error)
+        if str(error).startswith("checkpoint.save=") or (isinstance(error, RuntimeError) and cause is None):
             raise
+        text = cause.strerror or cause if cause and not isinstance(error, CheckpointError) else error
+        space = ""
+        if cause and cause.errno in FULL:
+            free = shutil.disk_usage(next(folder for folder in (root, *root.parents) if folder.exists())).free
+            space = f" It needs {size(need)}, {size(free)} are free."
+        advice = ADVICE.get(cause.errno or 0, OTHER_ADVICE) if cause else NO_ADVICE
         raise CheckpointError(
-            f"checkpoint.save={root}: the checkpoint of step {step} could not be written ({error}). It needs {size(need)}, "
-            f"{size(free)} are free. The previous checkpoint stays the latest. Free space, or choose another folder."
+            f"checkpoint.save={root}: the checkpoint of step {step} could not be written ({text}).{space} {KEPT} {advice}"
         ) from error
 
 
-def host_without_room(need: int) -> str:
-    """Which host has no memory for the copies of its ranks, in words; empty if all have. A collective.
+def system_error(error: BaseException | None) -> OSError | None:
+    """The system's own error in or behind another one: torch hides it."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def check_memory(root: Path, need: int, step: int) -> None:
+    """Refuses to write where that could end a host's memory; a collective.
 
     Args:
-        need: Bytes of this rank's copy.
+        root: For the message.
+        need: Bytes that this rank takes meanwhile.
+        step: For the message.
+
+    Raises:
+        CheckpointError: on every rank, with both numbers.
     """
-    rows = gathered((socket.gethostname(), need, psutil.virtual_memory().available))
+    if reason := host_without_room(need):
+        raise CheckpointError(
+            f"checkpoint.save={root}: writing the checkpoint of step {step} {reason}. {KEPT} Leave more memory free there, e.g. with fewer "
+            "ranks a host or a larger job."
+        )
+
+
+def host_without_room(need: int) -> str:
+    """Which host has no memory for its ranks to write, in words; empty if all have. A collective.
+
+    Args:
+        need: Bytes of this rank.
+    """
+    rows = gathered((socket.gethostname(), need, host_memory()[1]))
     for host in dict.fromkeys(name for name, _, _ in rows):
         needed = sum(need for name, need, _ in rows if name == host)
         available = min(available for name, _, available in rows if name == host)
         if needed > available:
-            return f"the copy needs {size(needed)} of memory on host {host}, {size(available)} are available"
+            return f"needs {size(needed)} of memory on host {host}, {size(available)} are available"
     return ""

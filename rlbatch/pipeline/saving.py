@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +25,7 @@ from rlbatch.launch.records.history import record_write
 from rlbatch.launch.records.ownership import Lock, ensure_run_id
 from rlbatch.megatron.checkpoint import TrainerState
 from rlbatch.megatron.rng import rng_states, set_rng_states
-from rlbatch.megatron.state_writer import Writing
+from rlbatch.megatron.state_writer import Writing, naming, on_every_rank
 from rlbatch.pipeline import checkpoint_space
 from rlbatch.pipeline.first_rank import on_first_rank
 from rlbatch.pipeline.job import Job
@@ -153,42 +154,37 @@ class Checkpoints:
             self._saved_step = step
             return
         started = time.perf_counter()
-        draft = run_folder.draft_folder(self._root, step)
-        if self._job.rank == 0:
-            run_folder.begin(self._root, step)
-        dist.barrier()
-        self._job.trainer.release_gradients()  # nothing needs them any more, and gathering takes memory
+        draft = on_first_rank(lambda: run_folder.begin(self._root, step))
+        self._job.trainer.release_gradients()  # nothing needs them any more, and writing takes some memory
         with self._removing(draft):
-            state = TrainerState(self._job.trainer)
-            waiting = self._job.waiting.to_bytes()
-            need = torch.tensor(state.write_bytes + len(waiting))
-            dist.all_reduce(need)
-            checkpoint_space.check_disk(self._root, int(need), step)
-            with checkpoint_space.explaining_write_errors(self._root, int(need), step):
-                self._save_rng(draft)
-                if waiting:
-                    path = draft / WAITING.format(rank=self._job.rank)
-                    path.write_bytes(waiting)
-                    run_folder.sync(path)
-                progress = self._progress(step) | {"is_followed_up": is_followed_up}
-                if self._may_write_later(step, state.write_bytes):
-                    self._pending = _Pending(step, int(need), progress, state.start_writing(draft / run_folder.STATE))
+            state, beside = TrainerState(self._job.trainer), self._beside()
+            total = torch.tensor(state.write_bytes + sum(map(len, beside.values())))
+            dist.all_reduce(total)
+            need = int(total)
+            checkpoint_space.check_disk(self._root, need, step)
+            is_later = self._may_write_later(step, state.write_bytes + state.buffer_bytes)
+            if not is_later:
+                checkpoint_space.check_memory(self._root, state.buffer_bytes, step)
+            progress = self._progress(step) | {"is_followed_up": is_followed_up}
+            with checkpoint_space.explaining_write_errors(self._root, need, step):
+                on_every_rank(lambda: _write(draft, beside))
+                if is_later:
+                    self._pending = _Pending(step, need, progress, state.start_writing(draft / run_folder.STATE))
                 else:
                     state.write(draft / run_folder.STATE)
-                    self._complete(step, progress)
-                    self._measure(int(need), time.perf_counter() - started)
+            if not is_later:
+                self._complete(step, need, progress)
+                self._measure(need, time.perf_counter() - started)
         self._saved_step = step
 
     def close(self) -> None:
         """Waits for a checkpoint that is being written and makes it the newest."""
         pending = self._pending
         if pending:
-            with (
-                self._removing(run_folder.draft_folder(self._root, pending.step)),
-                checkpoint_space.explaining_write_errors(self._root, pending.need, pending.step),
-            ):
-                pending.writing.finish()
-                self._complete(pending.step, pending.progress)
+            with self._removing(run_folder.draft_folder(self._root, pending.step)):
+                with checkpoint_space.explaining_write_errors(self._root, pending.need, pending.step):
+                    pending.writing.finish()
+                self._complete(pending.step, pending.need, pending.progress)
             self._pending = None
 
     def abort(self) -> None:
@@ -206,7 +202,7 @@ class Checkpoints:
         reason = checkpoint_space.host_without_room(own_bytes)
         if reason:
             self._announce(
-                f"checkpoint.async_save=true: refused at step {step}: {reason}. This checkpoint is written while training waits."
+                f"checkpoint.async_save=true: refused at step {step}: the copy {reason}. This checkpoint is written while training waits."
             )
         return not reason
 
@@ -220,20 +216,34 @@ class Checkpoints:
                 shutil.rmtree(draft, ignore_errors=True)
             raise
 
-    def _complete(self, step: int, progress: dict[str, Any]) -> None:
-        if self._job.rank == 0:
-            run_folder.complete(self._root, step, progress, self._run, self._job.config.checkpoint.keep)
-        dist.barrier()
+    def _complete(self, step: int, need: int, progress: dict[str, Any]) -> None:
+        keep = self._job.config.checkpoint.keep
+        self._on_disk(step, need, lambda: run_folder.complete(self._root, step, progress, self._run, keep))
+
+    def _on_disk(self, step: int, need: int, write: Callable[[], object]) -> None:
+        """Lets rank 0 write; what it meets is every rank's error."""
+
+        def explained() -> None:
+            with checkpoint_space.explaining_write_errors(self._root, need, step):
+                write()
+
+        on_first_rank(explained)
 
     def _measure(self, num_bytes: int, seconds: float) -> None:
         self._job.stopping.pace.save_s = seconds
         if self._job.rank == 0:
             record_write(self._job.run_dir, num_bytes, seconds)
 
-    def _save_rng(self, draft: Path) -> None:
-        ranks = all_gather_ragged(rng_states())
+    def _beside(self) -> dict[str, bytes]:
+        """What this rank writes beside the trainer's state: name -> content."""
+        files, ranks = {}, all_gather_ragged(rng_states())
         if self._job.rank == 0:
-            torch.save([states.clone() for states in ranks], draft / run_folder.RNG)
+            saved = io.BytesIO()
+            torch.save([states.clone() for states in ranks], saved)
+            files[run_folder.RNG] = saved.getvalue()
+        if waiting := self._job.waiting.to_bytes():
+            files[WAITING.format(rank=self._job.rank)] = waiting
+        return files
 
     def _progress(self, step: int) -> dict[str, Any]:
         job = self._job
@@ -247,3 +257,11 @@ class Checkpoints:
             "best": asdict(self._best) if self._best else None,
             **self._identity,
         }
+
+
+def _write(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Writes files, which are on the disk then: rank 0 might wait for its own host's only."""
+    for name, content in files.items():
+        with naming(name):
+            (folder / name).write_bytes(content)
+            run_folder.sync(folder / name)

@@ -119,7 +119,7 @@ def lose(name: str) -> Callable[[Path], None]:
     ("damage", "message"),
     [
         (lose(PROGRESS), r"has no whole checkpoint\. .*step_000010/progress\.json: cannot be read"),
-        (lose(f"{STATE}/weights"), r"has no whole checkpoint\. .*step_000010/state/weights: has 0 bytes, 10 were written"),
+        (lose(f"{STATE}/weights"), r"has no whole checkpoint\. .*step_000010/state/weights: is missing, 10 bytes were written"),
         (lambda root: (root / "step_000010").rename(root / "step_000010 (copy)"), r"the only checkpoints are step_000010 \(copy\), which"),
         (lambda root: (root / "step_000010").rename(root / "best"), r"the only checkpoints are best, which are not called step_<number>"),
     ],

@@ -214,7 +214,7 @@ def checkpoints(root: Path) -> list[str]:
     [
         (lambda folder: (folder / STATE / "weights").write_text("of step 1X"), r"state/weights: was changed after it was written"),
         (lambda folder: os.truncate(folder / STATE / "weights", 3), r"state/weights: has 3 bytes, 10 were written"),
-        (lambda folder: (folder / STATE / "weights").unlink(), r"state/weights: has 0 bytes, 10 were written"),
+        (lambda folder: (folder / STATE / "weights").unlink(), r"state/weights: is missing, 10 bytes were written"),
         (lambda folder: (folder / PROGRESS).write_text("{"), r"progress\.json:1: not JSON"),
         (lambda folder: (folder / PROGRESS).write_text(f'{{"format": {FORMAT}, "files": {{}}}}'), r"progress\.json: is damaged \(KeyError"),
         (lambda folder: (folder / PROGRESS).write_text(f'{{"format": {FORMAT}, "step": 1, "files": [1]}}'), r"progress\.json: is damaged"),

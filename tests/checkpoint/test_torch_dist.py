@@ -82,5 +82,5 @@ def test_faults_are_told(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=rf"__0_1\.distcp: has {len(content) - 1} bytes, the metadata speaks of {len(content)}"):
         TorchDist(folder)
     path.unlink()
-    with pytest.raises(DataError, match=r"__0_1\.distcp: has 0 bytes"):
+    with pytest.raises(DataError, match=r"__0_1\.distcp: is missing"):
         TorchDist(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from rlbatch.algorithms.aggregate import denominator
 from rlbatch.algorithms.objective import Objective
 from rlbatch.config.schema import AlgorithmConfig, LayoutConfig
-from rlbatch.megatron import parallel
+from rlbatch.megatron import held_parts, parallel, state_writer
 from rlbatch.megatron.checkpoint import TrainerState, load_state
 from rlbatch.megatron.trainer import Trainer
 from rlbatch.testing.gradients import build_trainer, my_packs, plugins_of
@@ -38,14 +39,15 @@ def exported(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def save_between_updates(folder: str, layout: LayoutConfig, state: str) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """Three updates, saving after the second; the weights after the third and what it reported."""
+    """Three updates, saving after the second, in many small parts and files; the weights after the third and what it reported."""
     trainer = build_trainer(Path(folder), layout)
     update(trainer, layout)
     update(trainer, layout)
     if dist.get_rank() == 0:
         Path(state).mkdir()
     dist.barrier()
-    TrainerState(trainer).write(Path(state))
+    with mock.patch.object(held_parts, "PART_BYTES", 2**12), mock.patch.object(state_writer, "FILE_BYTES", 2**16):
+        TrainerState(trainer).write(Path(state))
     last = update(trainer, layout)
     return exported(trainer), last
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from rlbatch.api import RlbatchError
 from rlbatch.checkpoint import run_folder
 from rlbatch.config.schema import Config
+from rlbatch.megatron import checkpoint
 from rlbatch.pipeline.job import Job
 from rlbatch.pipeline.resuming import resume
 from rlbatch.pipeline.saving import Checkpoints
@@ -32,9 +33,9 @@ State = dict[str, torch.Tensor]
 TIMES = ("time/", "perf/", "memory/", "rollout/")
 
 
-def saving_to(config: Config, root: Path | str, **checkpoint: Any) -> Config:
+def saving_to(config: Config, root: Path | str, **keys: Any) -> Config:
     """The config with a folder of checkpoints."""
-    return replace(config, resume="auto", checkpoint=replace(config.checkpoint, save=str(root), **checkpoint))
+    return replace(config, resume="auto", checkpoint=replace(config.checkpoint, save=str(root), **keys))
 
 
 def root_of(job: Job) -> Path:
@@ -114,9 +115,8 @@ def continued(config: Config, run_dir: str, first: int, more: int, break_load: b
     at_end = state_of(job)
     job = job_of(config, run_dir)
     random.random(), np.random.rand(), torch.rand(1)  # whatever a new process draws before it resumes
-    if break_load:
-        job.trainer.optimizer.load_state_dict = lambda state: None
-    assert resume(job, print).step == first
+    with without_optimizer() if break_load else contextlib.nullcontext():
+        assert resume(job, print).step == first
     # The random numbers of a job that went on: its state was drawn from between save and end.
     after_load = state_of(job)
     again = run_steps(job, more, first + 1)
@@ -130,6 +130,16 @@ def continued(config: Config, run_dir: str, first: int, more: int, break_load: b
         steps.samples == again.samples and steps.advantages == again.advantages,
         (measured(steps), measured(again)),
     )
+
+
+@contextlib.contextmanager
+def without_optimizer() -> Iterator[None]:
+    """Loading leaves out the optimizer."""
+    with (
+        mock.patch.object(checkpoint, "_make_state", lambda optimizer, steps: optimizer._init_optimizer_states_with_dummy_values()),
+        mock.patch.object(checkpoint, "_fill_state", lambda *arguments: None),
+    ):
+        yield
 
 
 def save_after(config: Config, run_dir: str, count: int) -> tuple[State, Steps, State]:
@@ -197,6 +207,26 @@ def failing_save(config: Config, run_dir: str, how: str) -> tuple[str, str]:
     return message, json.loads((root_of(job) / run_folder.LATEST).read_text())["folder"]
 
 
+def host_has(num_bytes: int) -> contextlib.AbstractContextManager[Any]:
+    """So much memory is left."""
+    return mock.patch("rlbatch.pipeline.checkpoint_space.host_memory", lambda: (num_bytes, num_bytes))
+
+
+def save_without_memory(config: Config, run_dir: str, num_bytes: int) -> str:
+    """The message with which saving a step is refused."""
+    job = job_of(config, run_dir)
+    run_steps(job, 1)
+    checkpoints = Checkpoints(job, print)
+    try:
+        with host_has(num_bytes):
+            checkpoints.save(1)
+    except RlbatchError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        checkpoints.abort()
+    return ""
+
+
 @dataclass
 class Asynchronous:
     """What an asynchronous save did on this rank."""
@@ -215,7 +245,7 @@ def asynchronous(config: Config, run_dir: str, memory: int | None) -> Asynchrono
     checkpoints = Checkpoints(job, told.append)
     with contextlib.ExitStack() as stack:
         if memory is not None:
-            stack.enter_context(mock.patch("psutil.virtual_memory", lambda: mock.Mock(available=memory)))
+            stack.enter_context(host_has(memory))
         checkpoints.save(1)
     at_save = state_of(job)
     latest = (root_of(job) / run_folder.LATEST).exists()

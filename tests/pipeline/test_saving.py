@@ -216,16 +216,19 @@ def test_folders_without_weights_are_refused(name: str, message: str, saved, run
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("little space", ("the checkpoint of step 2 needs 3.", " MiB, 1.0 MiB are free.")),
-        ("little space for what waits", ("the checkpoint of step 2 needs 15.", " MiB, 1.0 MiB are free.")),
-        ("full on the way", ("the checkpoint of step 2 could not be written (rank 0: ", "File too large", "It needs 2.", " are free.")),
+        ("little space", ("the checkpoint of step 2 needs 2.", " MiB, 1.0 MiB are free.")),
+        ("little space for what waits", ("the checkpoint of step 2 needs 1", " MiB, 1.0 MiB are free.")),
+        (
+            "full on the way",
+            ("the checkpoint of step 2 could not be written (rank 0: __0_0.distcp: File too large; rank 1: ", "`ulimit -f`"),
+        ),
     ],
 )
 def test_a_failed_save_keeps_the_previous(
     how: str, words: tuple[str, ...], is_async: bool, run_dir: Path, tmp_path: Path, rank_pool
 ) -> None:
-    """Without room on the disk, before or while writing: an error on every rank with path, need and free space; the previous checkpoint is
-    the latest, and what was written is gone.
+    """Without room on the disk, before or while writing: an error on every rank with path, what was met and what to do about it; the
+    previous checkpoint is the latest, and what was written is gone.
     """
     config = saving_to(config_for("ep2"), tmp_path, async_save=is_async)
     for message, latest in rank_pool(2).run(saving.failing_save, config, str(run_dir), how):
@@ -273,10 +276,19 @@ def test_an_asynchronous_save_is_of_its_moment(run_dir: Path, tmp_path: Path, ra
 def test_an_asynchronous_save_needs_memory(run_dir: Path, tmp_path: Path, rank_pool) -> None:
     """Where the host has no room for the copies of its ranks, training waits for this checkpoint, and says why."""
     config = saving_to(config_for("ep2"), tmp_path, async_save=True)
-    for rank in rank_pool(2).run(saving.asynchronous, config, str(run_dir), 2**20):
+    for rank in rank_pool(2).run(saving.asynchronous, config, str(run_dir), 49 * 2**20):
         assert rank.latest_while_writing
         [line] = rank.told
-        assert line.startswith("checkpoint.async_save=true: refused at step 1: the copy needs 2.")
+        assert line.startswith("checkpoint.async_save=true: refused at step 1: the copy needs 50.")
         assert " MiB of memory on host " in line
-        assert "1.0 MiB are available" in line
+        assert "49.0 MiB are available" in line
         assert rank.differs_after_resume == []
+
+
+def test_a_save_needs_memory(run_dir: Path, tmp_path: Path, rank_pool) -> None:
+    """Less than its buffers: it is refused on every rank before anything is written, with both numbers, and leaves nothing."""
+    for message in rank_pool(2).run(saving.save_without_memory, saving_to(config_for("ep2"), tmp_path), str(run_dir), 2**20):
+        assert message.startswith(f"CheckpointError: checkpoint.save={tmp_path}: writing the checkpoint of step 1 needs 48.")
+        assert " MiB of memory on host " in message
+        assert "1.0 MiB are available. The previous checkpoint stays the latest. " in message
+    assert list(tmp_path.iterdir()) == []
