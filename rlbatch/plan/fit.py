@@ -16,7 +16,7 @@ from rlbatch.config.structured import show_value
 from rlbatch.plan.engine_memory import GIB, WEIGHT_BYTES, MemoryInputs, memory_inputs
 from rlbatch.plan.engine_plan import EnginePlan
 from rlbatch.plan.layout import check_layout
-from rlbatch.plan.memory import BESIDE_ENGINES, GRADIENT_BYTES, PHASES, SAVED_BYTES, WHEN, MemoryFloor, memory_floor
+from rlbatch.plan.memory import BESIDE_ENGINES, GRADIENT_BYTES, PHASES, STATE_BYTES, WHEN, MemoryFloor, memory_floor
 from rlbatch.plan.nodes import Placement
 from rlbatch.plan.parameters import ModelSize, Share, least_share
 from rlbatch.registry import Registry
@@ -193,7 +193,7 @@ def _offloads(job: MemoryInputs, registry: Registry) -> list[Changes]:
             continue
         options = {f"offload.options.{key}": value for key, value in config.offload.options.items()}
         if memory and config.offload != job.config.offload:
-            cost = memory.hosted_share * memory.hosted_bytes + memory.moves_state * SAVED_BYTES
+            cost = memory.hosted_share * memory.hosted_bytes + memory.moves_state * STATE_BYTES
             found.append((cost, changes | options))
     return [changes for _, changes in sorted(found, key=lambda offload: offload[0])]
 

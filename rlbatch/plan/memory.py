@@ -38,8 +38,8 @@ NODE_SHM_GIB = 1.0
 GRADIENT_BYTES = 4
 MAIN_WEIGHT_BYTES = {"bf16": 4, "fp32": 0}
 MOMENT_BYTES = 8
-SAVED_BYTES = 12
-"""fp32 main weights and moments, which every data-parallel rank has whole on the host before a checkpoint is written."""
+STATE_BYTES = 12
+"""fp32 main weights and moments."""
 STATE = ("main weights", "moments")
 UNKNOWN = OffloadMemory(releases_gradients=True, hosted_share=1.0)
 """What is taken of an offload strategy that does not say what it does: all that could leaves the GPU, to nowhere."""
@@ -220,7 +220,6 @@ def _host(job: MemoryInputs, share: Share) -> Mapping[str, Parts]:
     asleep = {}
     if job.on_gpu and shape.is_colocated and shape.asleep == "host":
         asleep = {"weights of sleeping engines": engine_memory(job).weights * GIB}
-    saved = {"checkpoint": SAVED_BYTES * share.held} if config.checkpoint.save_interval >= 0 else {}
     generating = later if _updates_before_generating(config) else always | (moved if offload.moves_state else {})
     return {
         "load": always,
@@ -228,8 +227,7 @@ def _host(job: MemoryInputs, share: Share) -> Mapping[str, Parts]:
         "sync": generating,
         "generate": generating,
         "log-probs": generating | asleep,
-        "update": later | asleep,
-        "save": later | asleep | saved,
+        **dict.fromkeys(("update", "save"), later | asleep),
     }
 
 

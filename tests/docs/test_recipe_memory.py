@@ -47,7 +47,7 @@ DIVIDED = "model=deepseek671b layout.world_size=32 layout.tp_size=8 layout.pp_si
     ("model", "command", "shown"),
     [
         ("deepseek671b", "+cluster=h100x128", {"use/slurm": [*ENGINES, "At least ", "of 2000 GiB a node: "], "use/vllm": ENGINES}),
-        ("qwen3_235b", "+cluster=h20x32 cluster.host_memory_gib=1700 rollout.options.sleep_level=1", {"use/slurm": REFUSED}),
+        ("qwen3_235b", "+cluster=h20x32 cluster.host_memory_gib=1100 rollout.options.sleep_level=1", {"use/slurm": REFUSED}),
         ("deepseek671b", f"+cluster=h100x128 {DIVIDED}", {"how_it_works/memory": REFUSED}),
     ],
 )

@@ -45,9 +45,8 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             (*DEEPSEEK_ON_32, "model.hf=deepseek671b"),
             (
                 "layout.world_size=32: a GPU needs at least 171.9 GiB while the model is loaded (gradients 86.6, weights 43.3, weights on "
-                "their way into a buffer 42.0), 129.9 in updates, and has 79 (cluster.gpu_memory_gib); a node needs at least 4882.8 GiB "
-                "while a checkpoint is saved (optimizer 2771.9, checkpoint 2078.9, processes 32.0), 2803.9 ",
-                "and has 2000 (cluster.host_memory_gib). Use layout.world_size=",
+                "their way into a buffer 42.0), 129.9 in updates, and has 79 (cluster.gpu_memory_gib); a node needs at least 2803.9 GiB "
+                "in the weight sync (optimizer 2771.9, processes 32.0), 2803.9 while engines generate, 2803.9 for log-probs, and has 2000 (cluster.host_memory_gib). Use layout.world_size=",
             ),
             "layout.pp_size",
         ),
@@ -62,18 +61,24 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "offload=cpu_adam",
         ),
         (
-            ("+cluster=h20x96", "model.hf=deepseek671b", "rollout.options.sleep_level=1"),
-            ("a node needs at least 2045.2 GiB while a checkpoint is saved (optimizer 1053.3, checkpoint 790.0, weights of sleeping ",),
+            ("+cluster=h20x96", "model.hf=deepseek671b", "rollout.options.sleep_level=1", "cluster.host_memory_gib=1200"),
+            ("a node needs at least 1255.3 GiB for log-probs (optimizer 1053.3, weights of sleeping engines 170.0, processes 32.0), ",),
             "rollout.options.sleep_level=2",
         ),
         (
-            ("+cluster=h20x96", "model.hf=deepseek671b", "algorithm.kl_loss=true"),
+            ("+cluster=h20x96", "model.hf=deepseek671b", "algorithm.kl_loss=true", "cluster.host_memory_gib=1200"),
             ("reference model 131.7",),
             "algorithm.kl_loss=false",
         ),
         (
-            ("+cluster=h20x96", "model.hf=deepseek671b", "algorithm.kl_loss=true", "algorithm.kl_loss_coef=0.01"),
-            ("2006.9 GiB while a checkpoint is saved (optimizer 1053.3, checkpoint 790.0, reference model 131.7, processes 32.0)",),
+            (
+                "+cluster=h20x96",
+                "model.hf=deepseek671b",
+                "algorithm.kl_loss=true",
+                "algorithm.kl_loss_coef=0.01",
+                "cluster.host_memory_gib=1200",
+            ),
+            ("1216.9 GiB in the weight sync (optimizer 1053.3, reference model 131.7, processes 32.0)",),
             "layout.last_stage_layers=4",
         ),
         (
@@ -103,8 +108,8 @@ def test_without_the_model() -> None:
     """The number of parameters is enough to see what no division of them could mend."""
     said = refused(*DEEPSEEK_ON_32)
     assert "layout.world_size=32: a GPU needs at least 117.2 GiB " in said
-    assert "a node needs at least 4406.4 GiB while a checkpoint is saved (optimizer 2499.7, checkpoint " in said
-    assert said.endswith("Use layout.world_size=96 or more, and sizes that divide the model further.")
+    assert "a node needs at least 2531.7 GiB in the weight sync (optimizer 2499.7, processes 32.0), " in said
+    assert said.endswith("Use layout.world_size=64 or more, and sizes that divide the model further.")
 
 
 def test_a_cluster_that_is_too_small() -> None:
@@ -119,8 +124,8 @@ def test_hosts_that_take_differently_many(models: None, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("n1 slots=7\nn2 slots=1\n")
     job = ("+cluster=h20x8", "launcher=mpi", "cluster.hostfile=hosts", "model.hf=qwen3_30b", "rollout.options.gpus_per_engine=1")
     job += ("rollout.engine.gpu_memory_utilization=0.8",)
-    assert "a node needs at least 830.2 GiB" in refused(*job, "cluster.host_memory_gib=830")
-    assert refused(*job, "cluster.host_memory_gib=831") == ""
+    assert "a node needs at least 426.1 GiB" in refused(*job, "cluster.host_memory_gib=426")
+    assert refused(*job, "cluster.host_memory_gib=427") == ""
 
 
 def test_nodes_without_gpus(models: None) -> None:
@@ -134,7 +139,7 @@ def test_nodes_without_gpus(models: None) -> None:
         "cluster.host_memory_gib=500",
     )
     said = refused(*job)
-    assert "a node needs at least 933.4 GiB while a checkpoint is saved (" in said
+    assert "a node needs at least 694.8 GiB while engines generate (" in said
     assert "engine's weights 227.5" in said
 
 
