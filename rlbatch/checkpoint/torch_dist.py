@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import math
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -148,17 +149,15 @@ class TorchDist:
         Raises:
             DataError: no such tensor, chunks that leave a hole, or a damaged file.
         """
-        pieces = []
-        for chunk, first, extent in self._grid(key).touching(starts, sizes):
-            pieces.append((first, self._read_chunk(key, chunk, [f - o for f, o in zip(first, chunk.offsets, strict=True)], extent)))
-        if sum(piece.numel() for _, piece in pieces) != torch.Size(sizes).numel():
+        touched = list(self._grid(key).touching(starts, sizes))
+        if sum(math.prod(extent) for _, _, extent in touched) != math.prod(sizes):
             raise DataError(f"{self.folder}: chunks of {key} do not cover {list(starts)} + {list(sizes)} once. Convert it anew.")
-        if len(pieces) == 1:
-            return pieces[0][1]
+        if len(touched) == 1:
+            return self._read_chunk(key, *touched[0])
         box = torch.empty(tuple(sizes), dtype=self.dtype(key))
-        for first, piece in pieces:
-            place = tuple(slice(f - s, f - s + size) for f, s, size in zip(first, starts, piece.shape, strict=True))
-            box[place].copy_(piece)
+        for chunk, first, extent in touched:  # one after the other: of each more may be read than is wanted
+            place = tuple(slice(f - s, f - s + size) for f, s, size in zip(first, starts, extent, strict=True))
+            box[place].copy_(self._read_chunk(key, chunk, first, extent))
         return box
 
     def _grid(self, key: str) -> _Grid:
@@ -168,7 +167,8 @@ class TorchDist:
             self._grids[key] = _Grid(self._tensors[key].chunks)
         return self._grids[key]
 
-    def _read_chunk(self, key: str, chunk: ChunkStorageMetadata, starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    def _read_chunk(self, key: str, chunk: ChunkStorageMetadata, first: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        starts = [f - o for f, o in zip(first, chunk.offsets, strict=True)]
         place = self._metadata.storage_data.get(MetadataIndex(key, chunk.offsets))
         if place is None:
             raise DataError(f"{self.folder / METADATA}: does not say where {key} at {list(chunk.offsets)} lies. Convert it anew.")

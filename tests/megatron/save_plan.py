@@ -1,24 +1,33 @@
-"""What every rank of a layout would write, of models of any size, on the meta device.
+"""What every rank of a layout would write and read of a checkpoint, of models of any size, on the meta device.
 
     python -m tests.megatron.save_plan
 
-plans the whole of DeepSeek-V3 for 64 ranks and prints what they write.
+plans a save of the whole of DeepSeek-V3 by 64 ranks, makes the checkpoint's files without content, plans its load by the ranks of
+another layout, and prints both.
 """
 
 from __future__ import annotations
 
+import math
+import os
+import resource
+import tempfile
+import time
 import warnings
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from rlbatch.api import ModelFamily
-from rlbatch.checkpoint.torch_dist import Chunk
+from rlbatch.checkpoint.torch_dist import Chunk, TorchDist, small_files
 from rlbatch.config.schema import LayoutConfig
-from rlbatch.megatron.held_parts import written
+from rlbatch.megatron.checkpoint_chunks import placed_chunks
+from rlbatch.megatron.held_parts import Part, runs, weights, written
 from rlbatch.megatron.optimizer import wrap_data_parallel
 from rlbatch.megatron.simulated_rank import on_meta, simulated_rank, stages
 from rlbatch.megatron.state_writer import buffer_bytes, plan, write_bytes
@@ -26,17 +35,21 @@ from rlbatch.megatron.state_writer import buffer_bytes, plan, write_bytes
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What a rank writes.
+    """What a rank writes, and what it reads of a checkpoint.
 
     Attributes:
         chunks: Where each of its parts lies.
         disk_bytes: Of its files.
         host_bytes: What it takes of the host's memory meanwhile.
+        weights: What it reads: of the model,
+        state: and of the optimizer.
     """
 
     chunks: list[Chunk]
     disk_bytes: int
     host_bytes: int
+    weights: list[Part]
+    state: list[Part]
 
 
 class Shards:
@@ -57,27 +70,78 @@ class Shards:
         return {**state, "step": torch.zeros((), device="meta")}
 
 
-def plans(family: ModelFamily, layout: LayoutConfig) -> Iterator[RankPlan]:
-    """Plans of one rank after the other."""
-    for rank in range(layout.world_size):
+def plans(family: ModelFamily, layout: LayoutConfig, ranks: Iterable[int] | None = None) -> Iterator[RankPlan]:
+    """Plans of one rank after the other; None: of all."""
+    for rank in range(layout.world_size) if ranks is None else ranks:
         with simulated_rank(layout, rank):
             with on_meta():
                 held = stages(family, layout)
                 wrapped = wrap_data_parallel(held[0].config, held)
                 optimizers = [Shards([b for chunk in wrapped for b in getattr(chunk, n)]) for n in ("buffers", "expert_parallel_buffers")]
-                parts = list(written(held, optimizers))
+                chunks = defaultdict(list)
+                for tensor, chunk, _ in (found for stage in held for found in placed_chunks(stage)):
+                    chunks[id(tensor)].append(chunk)
+                owned = ((run, chunk) for optimizer in optimizers for run in runs(optimizer) for chunk in chunks[id(run.param)])
+                state = [part for run, chunk in owned for part in run.parts(chunk)]
+                parts, needed = list(written(held, optimizers)), list(weights(held))
             planned = plan(parts, rank)
-            yield RankPlan([one.chunk for one in planned], write_bytes(planned), buffer_bytes(planned))
+            yield RankPlan([one.chunk for one in planned], write_bytes(planned), buffer_bytes(planned), needed, state)
 
 
-if __name__ == "__main__":
+def without_content(folder: Path, plans: Iterable[RankPlan]) -> Path:
+    """A checkpoint whose files have their sizes and nothing else, and take no room."""
+    chunks = [chunk for rank in plans for chunk in rank.chunks]
+    ends: dict[str, int] = {}
+    for chunk in chunks:
+        ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.start + chunk.length)
+    for name, end in ends.items():
+        (folder / name).touch()
+        os.truncate(folder / name, end)
+    for name, content in small_files(chunks).items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def read_bytes(stored: TorchDist, part: Part) -> int:
+    """Most of the host's memory that reading a part takes: the part, and of one piece after the other, at most all.
+
+    Raises:
+        AssertionError: pieces do not have each of its elements once.
+    """
+    size = part.values.shape
+    touched = list(stored._grid(part.key).touching(part.start, size))
+    assert sum(math.prod(extent) for _, _, extent in touched) == math.prod(size), part
+    return part.values.nbytes + max(math.prod(chunk.sizes) for chunk, _, _ in touched) * part.values.itemsize
+
+
+def _main() -> None:
     from tests.megatron.every_rank import family_of
     from tests.megatron.real_models import PARAMETERS
 
     warnings.simplefilter("ignore")
-    found = list(plans(family_of("DeepSeek-V3"), LayoutConfig(world_size=64, tp_size=8, pp_size=8, ep_size=8, last_stage_layers=5)))
-    sizes, host = [rank.disk_bytes for rank in found], max(rank.host_bytes for rank in found)
-    files = len({chunk.file for rank in found for chunk in rank.chunks})
-    parameters, parts_ = PARAMETERS["DeepSeek-V3"], sum(len(rank.chunks) for rank in found)
-    print(f"{sum(sizes)} bytes in {files} files and {parts_} parts, {sum(sizes) / parameters:.4f} a parameter")
-    print(f"a rank {min(sizes) / 1e9:.1f} to {max(sizes) / 1e9:.1f} GB, with {host / 2**20:.0f} MiB of host memory")
+    family, parameters, gib = family_of("DeepSeek-V3"), PARAMETERS["DeepSeek-V3"], 2**30
+    saving = list(plans(family, LayoutConfig(world_size=64, tp_size=8, pp_size=8, ep_size=8, last_stage_layers=5)))
+    sizes, host = [rank.disk_bytes for rank in saving], max(rank.host_bytes for rank in saving)
+    files, pieces = len({chunk.file for rank in saving for chunk in rank.chunks}), sum(len(rank.chunks) for rank in saving)
+    values = sum(math.prod(chunk.size) * chunk.dtype.itemsize for rank in saving for chunk in rank.chunks)
+    print(f"{sum(sizes)} bytes in {files} files and {pieces} parts, {values} of them values, {values / parameters:.4f} a parameter")
+    print(f"a rank writes {min(sizes) / 1e9:.1f} to {max(sizes) / 1e9:.1f} GB, with {host / 2**20:.0f} MiB of host memory", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        without_content(Path(folder), saving)
+        del saving
+        before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+        with TorchDist(Path(folder)) as stored:
+            taken, seconds = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, time.perf_counter() - started
+            metadata = (Path(folder) / ".metadata").stat().st_size
+            print(f".metadata has {metadata / 2**20:.1f} MiB; read in {seconds:.1f} s, it takes at most {taken / 2**10:.0f} MiB")
+            most, state, read = 0, 0, []
+            for rank in plans(family, LayoutConfig(world_size=128, tp_size=4, pp_size=4, ep_size=32, last_stage_layers=13)):
+                most = max([most, *(read_bytes(stored, part) for part in (*rank.weights, *rank.state))])
+                read.append(sum(part.values.nbytes for part in (*rank.weights, *rank.state)))
+                state += sum(part.values.nbytes for part in rank.state)
+    print(f"128 ranks of another layout read {state} bytes of state, {state / parameters:.4f} a parameter")
+    print(f"a rank reads {min(read) / gib:.1f} to {max(read) / gib:.1f} GiB, with at most {most / 2**20:.0f} MiB of host memory")
+
+
+if __name__ == "__main__":
+    _main()

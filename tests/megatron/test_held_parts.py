@@ -6,11 +6,12 @@ import itertools
 import math
 import random
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 import torch
 
-from rlbatch.checkpoint.torch_dist import Chunk
+from rlbatch.checkpoint.torch_dist import Chunk, TorchDist
 from rlbatch.config.schema import LayoutConfig
 from rlbatch.megatron import held_parts
 from rlbatch.megatron.checkpoint_chunks import ParameterChunk
@@ -19,7 +20,7 @@ from rlbatch.megatron.state_writer import FILE_BYTES
 from rlbatch.plan.parameters import ModelSize
 from rlbatch.registry import load_plugins
 from tests.megatron.real_models import CONFIGS
-from tests.megatron.save_plan import RankPlan, plans
+from tests.megatron.save_plan import RankPlan, plans, read_bytes, without_content
 
 STATE = ("param", "exp_avg", "exp_avg_sq")
 DATA_BYTES = 2 + 3 * 4
@@ -91,12 +92,19 @@ def check(model: dict[str, object], layout: LayoutConfig) -> list[RankPlan]:
     return ranks
 
 
-def test_64_ranks_write_deepseek_v3() -> None:
+def test_64_ranks_write_deepseek_v3(tmp_path: Path) -> None:
     """Its shapes in 5 of 61 layers, under tensor, pipeline, expert and data parallelism: what ranks write is the state's bytes, in boxes of
-    bounded size; none writes much more than another of its stage.
+    bounded size; none writes much more than another of its stage. Under another layout ranks find all that they need in it, each element
+    once, and read it in bounded memory.
     """
-    layout = LayoutConfig(world_size=64, tp_size=4, pp_size=2, ep_size=16, first_stage_layers=3)
-    ranks = check({**CONFIGS["DeepSeek-V3"], "num_hidden_layers": 5}, layout)
+    model = {**CONFIGS["DeepSeek-V3"], "num_hidden_layers": 5}
+    ranks = check(model, LayoutConfig(world_size=64, tp_size=4, pp_size=2, ep_size=16, first_stage_layers=3))
     for stage in (ranks[:32], ranks[32:]):
         sizes = [sum(chunk.length for chunk in rank.chunks) for rank in stage]
         assert max(sizes) < 1.3 * sum(sizes) / len(sizes)
+    other = LayoutConfig(world_size=96, tp_size=2, pp_size=3, ep_size=8, first_stage_layers=1, last_stage_layers=2)
+    with TorchDist(without_content(tmp_path, ranks)) as stored:
+        for rank in plans(load_plugins().resolve_model_family(model), other, range(1, 96, 19)):
+            assert rank.state
+            assert sum(part.values.numel() for part in rank.weights) > sum(part.values.numel() for part in rank.state) / len(STATE)
+            assert max(read_bytes(stored, part) for part in (*rank.weights, *rank.state)) <= 2 * PART_BYTES
