@@ -218,16 +218,12 @@ class Checkpoints:
 
     def _complete(self, step: int, need: int, progress: dict[str, Any]) -> None:
         keep = self._job.config.checkpoint.keep
-        self._on_disk(step, need, lambda: run_folder.complete(self._root, step, progress, self._run, keep))
 
-    def _on_disk(self, step: int, need: int, write: Callable[[], object]) -> None:
-        """Lets rank 0 write; what it meets is every rank's error."""
-
-        def explained() -> None:
+        def complete() -> None:
             with checkpoint_space.explaining_write_errors(self._root, need, step):
-                write()
+                run_folder.complete(self._root, step, progress, self._run, keep)
 
-        on_first_rank(explained)
+        on_first_rank(complete)
 
     def _measure(self, num_bytes: int, seconds: float) -> None:
         self._job.stopping.pace.save_s = seconds
