@@ -105,18 +105,20 @@ def restored(folder: Path, counts: Any, prompts: Sequence[Prompt]) -> Waiting:
         prompts: Of the run.
 
     Raises:
-        DataError: it cannot be read.
+        DataError: it cannot be read by one of the ranks; on every rank.
     """
     if counts is None:
         return Waiting()
-    path, held = folder, dict[int, Candidate]()
+    path, failure, held = folder, "", dict[int, Candidate]()
     try:
         number, drawn, generated, trained = (int(counts[name]) for name in ("accepted", "drawn", "generated", "trained"))
         for path in sorted(folder.glob("waiting*.safetensors")):
             if int(path.stem.partition("_")[2] or 0) % dist.get_world_size() == dist.get_rank():
                 held |= {each.number: each for each in unpack_candidates(path.read_bytes(), prompts)}
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, IndexError, RuntimeError) as error:
-        raise DataError(f"{path}: cannot be read ({error!r}). Restore it, or name another checkpoint.") from error
+        failure = f"{path}: cannot be read ({error!r}). Restore it, or name another checkpoint."
+    if told := next(filter(None, gathered(failure)), ""):
+        raise DataError(told)
     mine = [(bool(each.group.rewards), each.number, each.position, each.oldest_version) for each in held.values()]
     said = sorted(one for part in gathered(mine) for one in part)
     unfinished, accepted = (tuple(Ticket(*one) for is_scored, *one in said if is_scored == which) for which in (False, True))

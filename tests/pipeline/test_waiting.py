@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -72,3 +73,12 @@ def test_a_file_that_is_gone_is_missed(tmp_path: Path, rank_pool) -> None:
     folder = written(tmp_path / "step", {0: [0, 2, 1]})
     told = f"{folder}: 2 of 3 groups that waited are there. Restore it, or name another checkpoint."
     assert rank_pool(2).run(read, folder) == [told, told]
+
+
+def test_a_file_that_one_rank_cannot_read_is_every_ranks_error(tmp_path: Path, rank_pool) -> None:
+    """None waits for the one that has met it."""
+    folder = written(tmp_path / "step", {0: [0, 2], 1: [1, 3]})
+    os.truncate(folder / FILE.format(rank=1), 100)
+    [told, _] = said = rank_pool(2).run(read, folder)
+    assert said == [told, told]
+    assert str(told).startswith(f"{folder / FILE.format(rank=1)}: cannot be read (")
