@@ -8,9 +8,9 @@ another layout, and prints both.
 
 from __future__ import annotations
 
+import gc
 import math
 import os
-import resource
 import tempfile
 import time
 import warnings
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -129,11 +130,12 @@ def _main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         without_content(Path(folder), saving)
         del saving
-        before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+        gc.collect()
+        before, started = psutil.Process().memory_info().rss, time.perf_counter()
         with TorchDist(Path(folder)) as stored:
-            taken, seconds = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, time.perf_counter() - started
+            taken, seconds = psutil.Process().memory_info().rss - before, time.perf_counter() - started
             metadata = (Path(folder) / ".metadata").stat().st_size
-            print(f".metadata has {metadata / 2**20:.1f} MiB; read in {seconds:.1f} s, it takes at most {taken / 2**10:.0f} MiB")
+            print(f".metadata has {metadata / 2**20:.1f} MiB; read in {seconds:.1f} s, it takes {taken / 2**20:.0f} MiB", flush=True)
             most, state, read = 0, 0, []
             for rank in plans(family, LayoutConfig(world_size=128, tp_size=4, pp_size=4, ep_size=32, last_stage_layers=13)):
                 most = max([most, *(read_bytes(stored, part) for part in (*rank.weights, *rank.state))])
