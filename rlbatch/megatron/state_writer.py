@@ -6,10 +6,10 @@ A rank has at most one child, which dies with it and writes the state of the mom
 
 from __future__ import annotations
 
+import hashlib
 import json
 import multiprocessing
 import os
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,6 +17,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -31,8 +32,8 @@ from rlbatch.megatron.held_parts import Part
 
 FILE_BYTES = 2**32
 """Most of a file. Some file systems take none of ten, and what one file takes of another rank's disk stays small."""
-MARK_BYTES = 64
-"""Random bytes at the start of each file, of which its digest is made with others: no other save's file has the same."""
+SUM_BYTES = 64
+"""At the end of each file, made of all of it: a checkpoint's digest of a file is made of a few pieces, of which these are in the last."""
 SHOWN_RANKS = 3
 
 Failure = tuple[int, str]
@@ -50,12 +51,12 @@ class Planned:
 def plan(parts: Iterable[Part], rank: int) -> list[Planned]:
     """Lays a rank's parts out in files, in their order."""
     planned: list[Planned] = []
-    number, end = 0, MARK_BYTES
+    number = end = 0
     for part in parts:
         shape, dtype = tuple(part.values.shape), part.values.dtype
         length = archive.length(shape, dtype)
-        if end > MARK_BYTES and end + length > FILE_BYTES:
-            number, end = number + 1, MARK_BYTES
+        if end and end + length + SUM_BYTES > FILE_BYTES:
+            number, end = number + 1, 0
         name = f"__{rank}_{number}{CHUNK_SUFFIX}"
         planned.append(Planned(part, Chunk(part.key, dtype, part.shape, part.start, shape, name, end, length)))
         end += length
@@ -64,7 +65,7 @@ def plan(parts: Iterable[Part], rank: int) -> list[Planned]:
 
 def write_bytes(planned: Sequence[Planned]) -> int:
     """Bytes of a rank's files."""
-    return sum(one.chunk.length for one in planned) + MARK_BYTES * len({one.chunk.file for one in planned})
+    return sum(one.chunk.length for one in planned) + SUM_BYTES * len({one.chunk.file for one in planned})
 
 
 def buffer_bytes(planned: Sequence[Planned]) -> int:
@@ -162,11 +163,20 @@ def _write_files(folder: Path, planned: Sequence[Planned]) -> None:
     buffer = torch.empty(max((one.part.values.nbytes for one in planned if not _is_ready(one.part.values)), default=0), dtype=torch.uint8)
     for name, of_file in groupby(planned, key=lambda one: one.chunk.file):
         with naming(name), BlockFile(folder / name, has_crc=False) as file:
-            file.write(secrets.token_bytes(MARK_BYTES))
+            total = hashlib.blake2b(digest_size=SUM_BYTES)
             for one in of_file:
                 for content in archive.parts(_on_host(one.part.values, buffer)):
                     file.write(content)
+                    _add(total, content)
+            file.write(total.digest())
             file.finish()
+
+
+def _add(total: hashlib.blake2b, content: bytes | memoryview) -> None:
+    """Takes the sum of large contents: to hash them takes longer than to write them."""
+    words = np.frombuffer(content, dtype=np.uint64, count=len(content) // 8)
+    total.update(words.sum(dtype=np.uint64).tobytes())
+    total.update(content[words.nbytes :])
 
 
 def _is_ready(values: Tensor) -> bool:
