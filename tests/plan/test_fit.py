@@ -46,7 +46,8 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             (
                 "layout.world_size=32: a GPU needs at least 171.9 GiB while the model is loaded (gradients 86.6, weights 43.3, weights on "
                 "their way into a buffer 42.0), 129.9 in updates, and has 79 (cluster.gpu_memory_gib); a node needs at least 2803.9 GiB "
-                "in the weight sync (optimizer 2771.9, processes 32.0), 2803.9 while engines generate, 2803.9 for log-probs, and has 2000 (cluster.host_memory_gib). Use layout.world_size=",
+                "in the weight sync (optimizer 2771.9, processes 32.0), 2803.9 while engines generate, 2803.9 for log-probs, "
+                "and has 2000 (cluster.host_memory_gib). Use layout.world_size=",
             ),
             "layout.pp_size",
         ),
