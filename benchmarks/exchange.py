@@ -2,7 +2,8 @@
 
 More arguments: ``tp=1 pp=1``. A fake engine on each rank has its share of the groups, with responses of up to twice that many tokens. What
 a step does with them between generation and log-probs is done on gloo: exchange, packs, advantages (``grpo``); then the samples are
-written. Prints the seconds of the slowest rank, and by how much a rank's memory grew at most beyond the samples that it generated.
+written. Prints the seconds of the slowest rank, how many of them a rank had a processor (at most; all, if each rank has one), and by how
+much a rank's memory grew at most beyond the samples that it generated.
 """
 
 from __future__ import annotations
@@ -62,24 +63,24 @@ def memory(key: str) -> float:
     return int(line.split()[1]) * 1024 / 1e6
 
 
-def step(config: Config, groups: int, samples: int, tokens: int, run_dir: str) -> tuple[dict[str, float], dict[str, float]]:
-    """On this rank: seconds, and MB of growth, of each part."""
+def step(config: Config, groups: int, samples: int, tokens: int, run_dir: str) -> dict[str, tuple[float, float, float]]:
+    """On this rank, of each part: seconds, those with a processor, and MB of growth."""
     parallel.initialize_groups(config.layout, 0)
     rank, size = dist.get_rank(), dist.get_world_size()
     own = fake_groups(range(rank, groups, size), samples, tokens)
     estimator = load_plugins().build_advantage(config.algorithm)
     log, positions = RunLog(Path(run_dir), 0, rank, io.StringIO()), list(range(rank, groups, size))
-    seconds: dict[str, float] = {}
-    grown: dict[str, float] = {}
+    found: dict[str, tuple[float, float, float]] = {}
     before = memory("VmRSS")
 
-    def measured(name: str, started: float) -> float:
+    def measured(name: str, started: tuple[float, float]) -> tuple[float, float]:
+        used = time.process_time() - started[1]
         dist.barrier()
-        seconds[name], grown[name] = time.perf_counter() - started, memory("VmHWM") - before
+        found[name] = time.perf_counter() - started[0], used, memory("VmHWM") - before
         Path("/proc/self/clear_refs").write_text("5")
-        return time.perf_counter()
+        return time.perf_counter(), time.process_time()
 
-    started = measured("", time.perf_counter())
+    started = measured("", (0.0, 0.0))
     batch = exchange(own, positions, 0)
     started = measured("numbers", started)
     dealing = partial(deal, batch, group=parallel.dp_group(), sharing=parallel.sharing_groups())
@@ -91,8 +92,8 @@ def step(config: Config, groups: int, samples: int, tokens: int, run_dir: str) -
     started = measured("advantages", started)
     log.samples(1, all_lines(1, own, [float(advantages[i].mean()) for i in batch.own]))
     measured("samples file", started)
-    del seconds[""], grown[""]
-    return seconds, grown
+    del found[""]
+    return found
 
 
 def main(arguments: list[str]) -> None:
@@ -110,8 +111,9 @@ def main(arguments: list[str]) -> None:
         written = sum(path.stat().st_size for path in Path(run_dir).rglob("*.jsonl")) / 1e6
     pool.close()
     print(", ".join(f"{name}={value}" for name, value in numbers.items()))
-    for name in answers[0][0]:
-        print(f"{name:14} {max(seconds[name] for seconds, _ in answers):6.2f} s  {max(grown[name] for _, grown in answers):6.0f} MB")
+    for name in answers[0]:
+        seconds, used, grown = (max(values) for values in zip(*(answer[name] for answer in answers), strict=True))
+        print(f"{name:14} {seconds:6.2f} s, {used:6.2f} s with a processor, {grown:6.0f} MB")
     print(f"{written:.0f} MB of samples were written")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 
 PADDED_BYTES = 2**20
 """Of all ranks together, that are gathered at once and padded to the longest; more come rank by rank: one rank of ten may have all."""
-BLOCKS_BYTES = 2**26
+BLOCKS_BYTES = 2**24
 """That rank 0 holds of the lines that it reads."""
 
 
@@ -123,7 +124,8 @@ def _lines_of(rank: int) -> Iterator[bytes]:
             return
         block = torch.empty(int(length), dtype=torch.uint8)
         dist.recv(block, rank)
-        yield from block.numpy().tobytes().splitlines()
+        for line in io.BytesIO(block.numpy().tobytes()):
+            yield line[:-1]
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:

@@ -20,7 +20,7 @@ from rlbatch.api import KeptTokens, Prompt, Routes, Sample, SampleGroup, Span
 from rlbatch.collectives import all_gather_ragged, all_to_all_ragged
 
 NO_LIMIT = torch.iinfo(torch.int32).max
-ROUND_TOKENS = 2**20
+ROUND_TOKENS = 2**18
 """That a rank gives at once, on average: what is on its way is held up to four times, 12 bytes a token."""
 Shares = Sequence[Sequence[int]]
 """Of each data-parallel rank the samples that it trains on, by their indices in the batch."""
@@ -30,18 +30,29 @@ class Row(NamedTuple):
     """What is trained on of a sample.
 
     Attributes:
-        token_ids: [L] int32.
-        logprobs: [L] float32 nats, the engine's.
-        ages: [L] int32, how many policy versions before the step's first one the token was sampled; -1: it is masked.
+        columns: [3 or more, L] int32, of ``Batch.columns``: a rank has ten thousands of samples, and a view takes half a kilobyte.
         kept: What the tokens were chosen from; None: the whole vocabulary.
         routes: Of the tokens, in this rank's layers; None: the routers choose.
     """
 
-    token_ids: Tensor
-    logprobs: Tensor
-    ages: Tensor
-    kept: KeptTokens | None
+    columns: Tensor
+    kept: KeptTokens | None = None
     routes: Routes | None = None
+
+    @property
+    def token_ids(self) -> Tensor:
+        """[L] int32."""
+        return self.columns[0]
+
+    @property
+    def logprobs(self) -> Tensor:
+        """[L] float32 nats, the engine's."""
+        return self.columns[1].view(torch.float32)
+
+    @property
+    def ages(self) -> Tensor:
+        """[L] int32, how many policy versions before the step's first one the token was sampled; -1: it is masked."""
+        return self.columns[2]
 
 
 Deal = Callable[[Shares], Mapping[int, Row]]
@@ -202,7 +213,7 @@ def _deal(batch: Batch, shares: Shares, group: Any, sharing: Sequence[Any]) -> d
         counts = {i: int(values[3].sum()) for i, values in columns.items()}
         ids = dealt({i: chosen.ids.int()[None] for i in own if (chosen := batch.own[i].kept)}, shares, counts, 1, group, sharing)
         kept = {i: KeptTokens(ids[i][0], values[3].long()) for i, values in columns.items()}
-    return {i: Row(values[0], values[1].view(torch.float32), values[2], kept.get(i)) for i, values in columns.items()}
+    return {i: Row(values, kept.get(i)) for i, values in columns.items()}
 
 
 def deal_values(mine: Mapping[int, Tensor], shares: Shares, lengths: Sequence[int], group: Any) -> dict[int, Tensor]:

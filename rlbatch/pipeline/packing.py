@@ -123,26 +123,65 @@ def build_microbatches(
     Returns:
         No pack for no samples.
     """
-    lengths = [len(tokens) for tokens in token_ids]
-    padded = [-(-length // pad_multiple) * pad_multiple for length in lengths]
+    padded = [-(-len(tokens) // pad_multiple) * pad_multiple for tokens in token_ids]
 
     def build(indices: list[int]) -> Pack:
-        def flat(values: Sequence[Tensor]) -> Tensor:
-            before = (0,) * (2 * values[indices[0]].dim() - 1)
-            return torch.cat([pad(values[i], (*before, more)) if (more := padded[i] - lengths[i]) else values[i] for i in indices])
-
-        sizes = [padded[i] for i in indices]
-        cut = [bool(truncated) and truncated[i] for i in indices]
-        microbatch = _microbatch(flat(token_ids).long(), sizes, flat(loss_mask), flat(rollout_logprobs), cut)
-        if kept:
-            microbatch.kept = KeptTokens(torch.cat([kept[i].ids for i in indices]), flat([of_sample.counts for of_sample in kept]))
-        if lags:
-            microbatch.lags = flat(lags).long().masked_fill(microbatch.loss_mask == 0, 0)
-        if routes:
-            microbatch.routes = Routes(flat([each.experts for each in routes]), flat([each.known for each in routes]))
-        return Pack(microbatch, tuple(indices), tuple(lengths[i] for i in indices))
+        columns = [[values[i] for i in indices] if values else () for values in (token_ids, loss_mask, rollout_logprobs, lags)]
+        return build_pack(
+            indices,
+            *columns,
+            pad_multiple=pad_multiple,
+            truncated=[truncated[i] for i in indices] if truncated else (),
+            kept=[kept[i] for i in indices] if kept else (),
+            routes=[routes[i] for i in indices] if routes else (),
+        )
 
     return [build(indices) for indices in pack(padded, max_tokens)]
+
+
+def build_pack(
+    indices: Sequence[int],
+    token_ids: Sequence[Tensor],
+    loss_mask: Sequence[Tensor],
+    rollout_logprobs: Sequence[Tensor],
+    lags: Sequence[Tensor] = (),
+    *,
+    pad_multiple: int = 1,
+    truncated: Sequence[bool] = (),
+    kept: Sequence[KeptTokens] = (),
+    routes: Sequence[Routes] = (),
+) -> Pack:
+    """One pack, of samples that ``pack`` put together.
+
+    Args:
+        indices: Of its samples, for ``Pack.sample_indices``.
+        token_ids: As for ``build_microbatches``, of these samples; so are the others.
+        loss_mask: Likewise.
+        rollout_logprobs: Likewise.
+        lags: Likewise.
+        pad_multiple: See ``sequence_multiple``.
+        truncated: Likewise.
+        kept: Likewise.
+        routes: Likewise.
+    """
+    lengths = [len(tokens) for tokens in token_ids]
+    missing = [-length % pad_multiple for length in lengths]
+
+    def flat(values: Sequence[Tensor]) -> Tensor:
+        before = (0,) * (2 * values[0].dim() - 1)
+        return torch.cat([pad(each, (*before, more)) if more else each for each, more in zip(values, missing, strict=True)])
+
+    sizes = [length + more for length, more in zip(lengths, missing, strict=True)]
+    cut = truncated or [False] * len(sizes)
+    microbatch = _microbatch(flat(token_ids).long(), sizes, flat(loss_mask), flat(rollout_logprobs), cut)
+    if kept:
+        microbatch.kept = KeptTokens(torch.cat([of_sample.ids for of_sample in kept]), flat([of_sample.counts for of_sample in kept]))
+    ages = flat(lags).masked_fill(microbatch.loss_mask == 0, 0) if lags else None
+    if ages is not None and ages.any():
+        microbatch.lags = ages.long()
+    if routes:
+        microbatch.routes = Routes(flat([each.experts for each in routes]), flat([each.known for each in routes]))
+    return Pack(microbatch, tuple(indices), tuple(lengths))
 
 
 def _microbatch(
@@ -158,13 +197,18 @@ def _microbatch(
         token_ids=token_ids,
         cu_seqlens=cu_seqlens.int(),
         loss_mask=mask,
-        advantages=torch.zeros_like(mask),
+        advantages=_zeros_like(mask),  # until they are known
         rollout_logprobs=rollout_logprobs.float().masked_fill(mask == 0, 0.0),
         sequence_ids=sequence,
         sampled_tokens=unmasked,
         truncated=torch.tensor(truncated, dtype=torch.bool, device=token_ids.device),
-        lags=torch.zeros_like(token_ids),
+        lags=_zeros_like(token_ids),
     )
+
+
+def _zeros_like(values: Tensor) -> Tensor:
+    """Which take no memory, and are not to be written into."""
+    return values.new_zeros(()).expand(values.shape)
 
 
 def pad_with_dummies(packs: Sequence[Pack], count: int, pad_multiple: int = 1, device: torch.device | str = "cpu") -> list[Pack]:

@@ -17,11 +17,11 @@ from torch import Tensor
 from rlbatch.algorithms.advantages import Advantages
 from rlbatch.algorithms.aggregate import denominator_of
 from rlbatch.config.schema import Config
-from rlbatch.pipeline.exchange import Batch, Deal
+from rlbatch.pipeline.exchange import Batch, Deal, Row
 from rlbatch.pipeline.packing import (
     Pack,
     assign_to_ranks,
-    build_microbatches,
+    build_pack,
     microbatch_multiple,
     pack,
     pad_with_dummies,
@@ -102,27 +102,33 @@ def _plan(batch: Batch, samples: list[int], config: Config, dp_rank: int, dp_siz
     max_tokens = config.train.max_tokens_per_gpu * layout.cp_size
     shares = [[samples[i] for i in share] for share in assign_to_ranks([batch.lengths[i] for i in samples], dp_size)]
     padded = [[-(-batch.lengths[i] // multiple) * multiple for i in share] for share in shares]
-    most_packs = max(1, *(len(pack(lengths, max_tokens)) for lengths in padded))  # all its groups may be left out
+    division = [pack(lengths, max_tokens) for lengths in padded]
+    most_packs = max(1, *map(len, division))  # all its groups may be left out
     most_packs = -(-most_packs // microbatch_multiple(layout)) * microbatch_multiple(layout)
-    rows = deal(shares)
-    mine = [rows[i] for i in shares[dp_rank]]
-    packs = build_microbatches(
-        [row.token_ids for row in mine],
-        [row.ages >= 0 for row in mine],
-        [row.logprobs for row in mine],
-        max_tokens=max_tokens,
-        pad_multiple=multiple,
-        truncated=batch.truncated[shares[dp_rank]].tolist(),
-        kept=[row.kept for row in mine if row.kept],
-        lags=[row.ages for row in mine],
-        routes=[row.routes for row in mine if row.routes],
-    )
+    rows, mine = deal(shares), shares[dp_rank]
+    packs = [_pack(batch, rows, [mine[place] for place in places], places, multiple) for places in division[dp_rank]]
     constant = config.algorithm.loss_norm_constant or config.rollout.max_response_tokens
     sampled = batch.response_lengths[samples]
     return Update(
         shares,
-        shares[dp_rank],
+        mine,
         tuple(pad_with_dummies(packs, most_packs, multiple)),
         denominator=denominator_of(sampled, config.algorithm.loss_aggregation, constant) or 1.0,  # all are left out: a loss of 0
         tokens=int(sampled.sum()),
+    )
+
+
+def _pack(batch: Batch, rows: Mapping[int, Row], samples: Sequence[int], places: Sequence[int], multiple: int) -> Pack:
+    """One pack of samples of the batch, at these places of this rank's share."""
+    mine = [rows[i] for i in samples]
+    return build_pack(
+        places,
+        [row.token_ids for row in mine],
+        [row.ages >= 0 for row in mine],
+        [row.logprobs for row in mine],
+        pad_multiple=multiple,
+        truncated=batch.truncated[samples].tolist(),
+        kept=[row.kept for row in mine if row.kept],
+        lags=[row.ages for row in mine],
+        routes=[row.routes for row in mine if row.routes],
     )

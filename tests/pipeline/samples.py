@@ -71,4 +71,4 @@ def dealt(distribution: list[list[int]], layout: LayoutConfig, shares: list[list
     others = deal_values({i: row.logprobs for i, row in rows.items()}, shares[::-1], batch.lengths, group)
     back = deal_values(others, shares, batch.lengths, group)
     assert sorted(others) == sorted(shares[::-1][dp_rank])
-    return dp_rank, {i: row._replace(logprobs=back[i]) for i, row in rows.items()}
+    return dp_rank, {i: Row(torch.stack([row.token_ids, back[i].view(torch.int32), row.ages]), row.kept) for i, row in rows.items()}

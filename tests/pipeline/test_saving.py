@@ -28,6 +28,8 @@ FAST = (
     "optimizer.lr=2e-3",
     "optimizer.weight_decay=0.1",
 )
+WAITING = ("sampling.oversampling=4", "sampling.filters=[length]", "sampling.partial_tokens=4", "rollout.max_response_tokens=16")
+"""Groups wait for the next step, finished and not."""
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +51,7 @@ def config_for(layout: str, *overrides: str):
         ("ep2", ()),
         ("ep2", ("train.updates_per_step=1", "train.epochs=2", "algorithm=icepop")),
         ("tp2 ep2", ()),
-        ("ep2", ("sampling.oversampling=4", "sampling.filters=[length]", "sampling.partial_tokens=4", "rollout.max_response_tokens=16")),
+        ("ep2", WAITING),
         ("ep2", ("train.precision=bf16", "rollout.max_logprob_diff=null", "offload=gradients")),
     ],
 )
@@ -85,32 +87,33 @@ def saved(run_dir: Path, tmp_path_factory: pytest.TempPathFactory, rank_pool):
     """Checkpoints after two steps, by layout, each with the step after it."""
     made = {}
 
-    def under(layout: str):
-        if layout not in made:
+    def under(layout: str, overrides: tuple[str, ...] = ()):
+        if (layout, overrides) not in made:
             root = tmp_path_factory.mktemp("saved")
-            config = saving_to(config_for(layout), root)
-            made[layout] = root, rank_pool(world_size(layout)).run(saving.save_after, config, str(run_dir), 2)
-        return made[layout]
+            config = saving_to(config_for(layout, *overrides), root)
+            made[layout, overrides] = root, rank_pool(world_size(layout)).run(saving.save_after, config, str(run_dir), 2)
+        return made[layout, overrides]
 
     return under
 
 
 @pytest.mark.parametrize(
-    ("source", "target"),
+    ("source", "target", "overrides"),
     [
-        ("ep2", "1 rank"),
-        ("ep2", "pp2"),
-        ("ep2", "tp2"),
-        ("dp2", "ep2"),
+        ("ep2", "1 rank", WAITING),
+        ("ep2", "pp2", ()),
+        ("ep2", "tp2", ()),
+        ("dp2", "ep2", ()),
     ],
 )
-def test_another_layout_takes_the_same_step(source: str, target: str, saved, run_dir: Path, rank_pool) -> None:
-    """Weights are bitwise those that were saved; the next step has the same samples, and loss, gradient norm and updated weights within
-    1e-5: moments and step counts were resharded. The change is announced.
+def test_another_layout_takes_the_same_step(source: str, target: str, overrides: tuple[str, ...], saved, run_dir: Path, rank_pool) -> None:
+    """Weights are bitwise those that were saved; the next step has the same samples, also of groups that waited on two ranks, and loss,
+    gradient norm and updated weights within 1e-5: moments and step counts were resharded. The change is announced.
     """
-    root, ranks = saved(source)
+    root, ranks = saved(source, overrides)
     before, steps, after = ranks[0]
-    resumed = rank_pool(world_size(target)).run(saving.resumed, saving_to(config_for(target), root), str(run_dir), 2)
+    assert len(list((root / "step_000002").glob("waiting_*"))) == (2 if overrides else 0)
+    resumed = rank_pool(world_size(target)).run(saving.resumed, saving_to(config_for(target, *overrides), root), str(run_dir), 2)
     assert saving.different(resumed[0][0], before) == []
     assert merged([rank[1].samples[0] for rank in resumed]) == merged([rank[1].samples[0] for rank in ranks])
     [want] = saving.measured(steps)

@@ -49,7 +49,7 @@ def sample(index: int) -> Sample:
 
 def dealing(rank: int) -> Deal:
     """What comes to a rank."""
-    return lambda shares: {i: Row(v[0], v[1].view(torch.float32), v[2], None) for i, v in batch().columns(shares[rank]).items()}
+    return lambda shares: {i: Row(values) for i, values in batch().columns(shares[rank]).items()}
 
 
 def config(updates: int, max_tokens: int = 20, aggregation: str = "token_mean", **layout: int) -> Config:
