@@ -131,7 +131,7 @@ class Objective:
                 over_ranks,
             ),
             ref_logprobs=None if microbatch.ref_logprobs is None else microbatch.ref_logprobs.where(microbatch.loss_mask > 0, 0.0),
-            lags=torch.zeros_like(microbatch.token_ids) if microbatch.lags is None else microbatch.lags.clone(),
+            lags=torch.zeros_like(logprobs, dtype=torch.int64) if microbatch.lags is None else microbatch.lags.clone(),
         )
         with foreign_code(f"algorithm.loss={self.algorithm.loss}", on=f"a pack of {len(logprobs)} tokens"):
             answer: Any = self.policy_loss(given)

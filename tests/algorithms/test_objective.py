@@ -24,7 +24,7 @@ def part_of(
     """The objective's answer for five tokens, two of them masked, and the gradient of the log-probs."""
     leaf = logprobs.clone().requires_grad_()
     batch = Microbatch(
-        token_ids=torch.arange(5),
+        token_ids=torch.arange(10),  # of both context-parallel ranks; the others are this one's
         cu_seqlens=torch.tensor([0, 3, 5]),
         loss_mask=MASK,
         advantages=ADVANTAGES,
