@@ -127,6 +127,7 @@ def rlbatch_register_rollout_backends() -> Mapping[str, RolloutSpec]:
         SglangOptions,
         engine_shape=engine_shape,
         check_engine=check_engine,
+        returns_routes=True,
     )
     return {"sglang": sglang}
 
@@ -153,6 +154,7 @@ def program(context: RolloutContext, options: SglangOptions, devices: Sequence[s
                 "tp_size": options.gpus_per_engine,
                 "enable_memory_saver": level > 0,
                 "enable_weights_cpu_backup": level == 1,
+                "enable_return_routed_experts": context.with_routes,
             },
         },
         python=str(own.get("python", "")),

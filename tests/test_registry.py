@@ -406,7 +406,7 @@ def test_failed_file_leaves_no_module(plugin: Write) -> None:
         (
             ["rollout=vllm", "algorithm.routing_replay=rollout"],
             "algorithm.routing_replay=rollout: rollout=vllm does not say which experts its tokens went to. "
-            "Use algorithm.routing_replay=none, or rollout=transformers.",
+            "Use algorithm.routing_replay=none, or rollout=sglang, or rollout=transformers.",
         ),
         (["rollout=sglang", "rollout.top_k=20"], "rollout.top_k=20: rollout=sglang does not say which tokens"),
         (["rollout.top_p=0"], "rollout.top_p=0.0: must be greater than 0"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import dataclasses
 import json
 import math
@@ -11,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -116,7 +118,13 @@ class SglangEngine(SamplingEngine):
         }
         began = time.monotonic()
         try:
-            output = await self._engine.async_generate(input_ids=prompt, sampling_params=params, return_logprob=True, rid=name)
+            output = await self._engine.async_generate(
+                input_ids=prompt,
+                sampling_params=params,
+                return_logprob=True,
+                rid=name,
+                return_routed_experts=header.get("with_routes", False),
+            )
         except asyncio.CancelledError:
             self._engine.tokenizer_manager.abort_request(name)
             raise
@@ -128,8 +136,12 @@ class SglangEngine(SamplingEngine):
         values = [value for value, token, _ in details["output_token_logprobs"]]
         if [token for _, token, _ in details["output_token_logprobs"]] != tokens:
             raise RuntimeError(f"sample {name}: SGLang's log-probs are of other tokens than its output")
+        routes = _routes(details.get("routed_experts"), len(prompt) + len(tokens) - 1, self._layers())
         # SGLang looks at the length first.
-        return Sampled(tokens, values, "stop" if tokens[-1] in header["stop_token_ids"] else reason["type"], seconds)
+        return Sampled(tokens, values, "stop" if tokens[-1] in header["stop_token_ids"] else reason["type"], seconds, routes)
+
+    def _layers(self) -> int:
+        return int(self._engine.tokenizer_manager.model_config.hf_text_config.num_hidden_layers)
 
     async def op_join(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
         """All workers join the group over which weights come: ``path``, ``size`` and ``limit_s`` of ``WeightGroup``."""
@@ -196,6 +208,14 @@ class SglangEngine(SamplingEngine):
         """Ends SGLang's processes."""
         if self._engine is not None:
             self._engine.shutdown()
+
+
+def _routes(told: str | None, tokens: int, layers: int) -> tuple[Sequence[int], bytes] | None:
+    """What SGLang says of all tokens but the last, in all layers: int32, as text."""
+    if told is None:
+        return None
+    values = array("i", base64.b64decode(told))
+    return (tokens, layers, len(values) // (tokens * layers)), array("h", values).tobytes()
 
 
 def _end() -> None:

@@ -47,6 +47,7 @@ DECIDED = {
     "tp_size": "rollout.options.gpus_per_engine",
     "enable_memory_saver": "rollout.options.sleep_level",
     "enable_weights_cpu_backup": "rollout.options.sleep_level",
+    "enable_return_routed_experts": "algorithm.routing_replay",
 }
 """Option -> who decides it."""
 

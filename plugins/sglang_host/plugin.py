@@ -66,6 +66,25 @@ def prepare_min_tokens(original: Any, penalizer: Any) -> None:
             request.tokenizer = None
 
 
+def keep_routes(original: Any, cache: Any, *sizes: Any, **named: Any) -> None:
+    """Keeps the experts of tokens in ordinary memory where no device could copy from pinned memory."""
+    import torch
+
+    if torch.cuda.is_available():
+        original(cache, *sizes, **named)
+        return
+    zeros = torch.zeros
+
+    def unpinned(*shape: Any, pin_memory: bool = False, **options: Any) -> Any:
+        return zeros(*shape, **options)
+
+    torch.zeros = unpinned  # type: ignore[assignment]
+    try:
+        original(cache, *sizes, **named)
+    finally:
+        torch.zeros = zeros
+
+
 def cache_bytes(original: Any, runner: Any, free_gib: float) -> Any:
     """What is left for the cache, or an error with the numbers."""
     try:
@@ -107,6 +126,12 @@ HOOKS = (
         "AROUND",
         cache_bytes,
         "the error has no sizes",
+    ),
+    Hook(
+        "sglang.srt.state_capturer.base.BaseHostCache.__init__",
+        "AROUND",
+        keep_routes,
+        "without a GPU it fails at pinned memory",
     ),
     # The last one: SGLang only logs that a plugin fails, and then the host's first call is not understood.
     Hook(f"{_RUNNER}.update_weights_from_ipc", "AROUND", take_weights, "weights come with another project's program, over ZeroMQ"),

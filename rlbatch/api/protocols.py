@@ -125,8 +125,8 @@ class Completion:
         seconds: From its beginning to its end in the engine; None: not measured.
         kept: The tokens that each one was chosen from, itself among them; None: the whole vocabulary. Needed where
             ``SamplingParams.is_truncated``, by a backend that ``returns_kept_tokens``; evaluation does without.
-        routes: [T, layers with experts, K] integers on the host, the experts of each token of the prompt and of the response, from the
-            first on; less than 0: not known, as of tokens that are left out at the end. None: of none. Asked for by
+        routes: [T, layers with experts (or all layers), K] integers on the host, the experts of each token of the prompt and of the
+            response, from the first on; less than 0: not known, as of tokens that are left out at the end. None: of none. Asked for by
             ``SamplingParams.with_routes``, of a backend that ``returns_routes``.
     """
 
@@ -162,6 +162,7 @@ class RolloutContext:
         address: Of the engine's first node, on the network of the job.
         folder: This engine's own, for logs and the like; made when needed.
         audit_sync: ``rollout.audit_sync``.
+        with_routes: Whether ``SamplingParams.with_routes`` may be set.
     """
 
     hf_folder: Path
@@ -177,6 +178,7 @@ class RolloutContext:
     address: str = "127.0.0.1"
     folder: Path = Path("engine")
     audit_sync: str = "first"
+    with_routes: bool = False
 
 
 class RolloutBackend(Protocol):

@@ -199,6 +199,7 @@ class _Assembly:
             address=engine.address,
             folder=self.run_dir / "engines" / str(engine.host),
             audit_sync=self.config.rollout.audit_sync,
+            with_routes=self.config.algorithm.routing_replay == "rollout",
         )
 
     def _carried(self, family: ModelFamily, hf_folder: Path, folder: Path) -> Carried | None:

@@ -21,17 +21,19 @@ class Routers:
         layers: Numbers of the layers that have one.
         experts: Of a layer.
         chosen: Of them, for each token.
+        depth: Layers of the model, those without a router too.
     """
 
     layers: tuple[int, ...]
     experts: int
     chosen: int
+    depth: int
 
     @classmethod
     def of(cls, family: ModelFamily) -> Routers:
         """Those of a family."""
         layers = tuple(layer for layer, has in enumerate(family.has_experts) if has)
-        return cls(layers, family.num_experts, int(family.transformer.get("moe_router_topk", 2)))
+        return cls(layers, family.num_experts, int(family.transformer.get("moe_router_topk", 2)), family.num_layers)
 
     def unknown(self, tokens: int) -> Routes:
         """Of tokens of which nothing is known."""
@@ -50,6 +52,8 @@ class Routers:
             RolloutError: it is not of this model, or experts of a token are not distinct.
         """
         shape = (len(self.layers), self.chosen)
+        if isinstance(given, Tensor) and given.dim() == 3 and given.shape[1] == self.depth:
+            given = given[:, list(self.layers)]
         is_right = isinstance(given, Tensor) and given.dim() == 3 and tuple(given.shape[1:]) == shape and len(given) <= tokens
         if not is_right or given.is_floating_point():
             found = f"{given.dtype} {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__

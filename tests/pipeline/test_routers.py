@@ -10,7 +10,7 @@ import torch
 from rlbatch.api import RolloutError
 from rlbatch.pipeline.routers import Routers
 
-ROUTERS = Routers((1, 3), 6, 2)
+ROUTERS = Routers((1, 3), 6, 2, depth=5)
 GOOD = torch.tensor([[[0, 1], [5, 2]], [[-1, -1], [-1, -1]], [[4, 3], [0, 5]]])
 
 
@@ -27,7 +27,7 @@ def test_what_is_known(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("experts", "dtype"), [(256, torch.uint8), (257, torch.int16)])
 def test_the_last_expert_has_room(experts: int, dtype: torch.dtype) -> None:
     """257 do not go into a byte."""
-    routes = Routers((0,), experts, 1).checked("it has", torch.tensor([[[experts - 1]]]), 1)
+    routes = Routers((0,), experts, 1, depth=1).checked("it has", torch.tensor([[[experts - 1]]]), 1)
     assert routes.experts.dtype == dtype
     assert routes.experts.tolist() == [[[experts - 1]]]
 

@@ -26,7 +26,7 @@ def test_routes_go_to_who_trains_on_the_tokens(
     layout: dict[str, int], experts: int, chosen: int, distribution: list[list[int]], stages: list[tuple[int, ...]], rank_pool
 ) -> None:
     """Of its share and its stage, bit by bit, with the largest number of an expert; again after another division, as in a later epoch."""
-    config, routers = LayoutConfig(world_size=4, ep_size=1, **layout), Routers(LAYERS, experts, chosen)
+    config, routers = LayoutConfig(world_size=4, ep_size=1, **layout), Routers(LAYERS, experts, chosen, depth=9)
     dp_size = 4 // (config.tp_size * config.pp_size * config.cp_size)
     shares = [[index for index in range(len(LENGTHS)) if index % 5 % dp_size == rank] for rank in range(dp_size)]
     for dp_rank, layers, (given, back, without) in rank_pool(4).run(dealt_routes, distribution, config, shares, routers, stages):

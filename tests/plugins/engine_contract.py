@@ -57,6 +57,7 @@ class Backend:
         options: ``rollout.options``.
         write_model: A tiny model of a family as a folder.
         python: An interpreter that has it.
+        returns_routes: Whether it tells which experts tokens went to.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Backend:
     options: Callable[..., HostedOptions]
     write_model: Callable[[str, Path], Path]
     python: Callable[[Path], str]
+    returns_routes: bool = False
 
 
 class Pairs:
@@ -77,7 +79,8 @@ class Pairs:
         if family not in self._made:
             self.close()
             folder = self._backend.write_model(family, self._new_folder(family))
-            context = RolloutContext(folder, "cpu", "float32", engine={"python": self._python}, folder=self._new_folder("engine"))
+            routes, engine = self._backend.returns_routes and family != "qwen2", {"python": self._python}
+            context = RolloutContext(folder, "cpu", "float32", engine=engine, folder=self._new_folder("engine"), with_routes=routes)
             oracle = TransformersRollout(context, TransformersOptions())
             self._made[family] = Pair(folder, self._backend.make(context, self._backend.options()), oracle)
         return self._made[family]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from concurrent import futures
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rlbatch.api import (
     Completion,
@@ -39,6 +40,9 @@ from rlbatch.engines.transfer.sender import WeightSender
 from rlbatch.engines.transfer.shared_memory import device_identity
 from rlbatch.engines.transfer.weight_group import SENDER, WeightGroup, join_in_background
 from rlbatch.launch.ranks.interfaces import LOOPBACK_INTERFACE
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 OWN_KEYS = ("python", "environment")
 """Keys of ``rollout.engine`` that are ours; all others are the engine's."""
@@ -284,6 +288,7 @@ class HostedRollout:
             "max_tokens": params.max_response_tokens,
             "min_tokens": self._options.min_response_tokens,
             "stop_token_ids": list(params.stop_token_ids),
+            "with_routes": params.with_routes,
             "max_concurrency": self._options.max_concurrency_per_replica * (self._program.replicas if self._program else 1),
             "request_timeout_s": self._options.request_timeout_s,
         }
@@ -408,16 +413,31 @@ def _seed(params: SamplingParams, prompt: Prompt, index: int) -> int:
 
 
 def _completions(answer: Mapping[str, Any], payload: bytes) -> list[Completion]:
-    """One prompt's samples: int32 tokens, then as many float32 log-probs."""
+    """One prompt's samples: int32 tokens, then as many float32 log-probs, then int16 routes of those that have some."""
     lengths = answer["lengths"]
     middle = 4 * sum(lengths)
-    logprobs, start, completions = array("f", payload[middle:]), 0, []
-    rows, measured = unpack_ints(payload[:middle], lengths), answer.get("seconds", [None] * len(lengths))
-    for tokens, reason, seconds in zip(rows, answer["reasons"], measured, strict=True):
+    logprobs, start, completions = array("f", payload[middle : 2 * middle]), 0, []
+    rows, nothing = unpack_ints(payload[:middle], lengths), [None] * len(lengths)
+    routes = _routes(answer.get("routes", nothing), payload[2 * middle :])
+    for tokens, reason, seconds, own in zip(rows, answer["reasons"], answer.get("seconds", nothing), routes, strict=True):
         values = logprobs[start : start + len(tokens)].tolist()
-        completions.append(Completion(tokens, values, reason, answer["policy_version"], seconds))
+        completions.append(Completion(tokens, values, reason, answer["policy_version"], seconds, routes=own))
         start += len(tokens)
     return completions
+
+
+def _routes(shapes: Sequence[Sequence[int] | None], payload: bytes) -> Iterator[Tensor | None]:
+    """Of each sample int16 of its shape."""
+    start = 0
+    for shape in shapes:
+        if shape is None:
+            yield None
+            continue
+        import torch
+
+        end = start + 2 * math.prod(shape)
+        yield torch.frombuffer(bytearray(payload[start:end]), dtype=torch.int16).view(*shape)
+        start = end
 
 
 class ExpertParallelRollout(HostedRollout):

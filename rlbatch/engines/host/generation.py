@@ -25,12 +25,14 @@ class Sampled:
         logprobs: Of each token.
         reason: Why it ended, ``stop`` or ``length``.
         seconds: That it took, without those in the engine's queue if the engine says how many these were.
+        routes: Of tokens of the prompt and the response, if asked for: [tokens, layers, experts a token], and as many int16.
     """
 
     tokens: Sequence[int]
     logprobs: Sequence[float]
     reason: str
     seconds: float
+    routes: tuple[Sequence[int], bytes] | None = None
 
 
 class SamplingEngine(ABC):
@@ -52,7 +54,8 @@ class SamplingEngine(ABC):
         Args:
             name: Of the sample; no other one's name begins with it.
             prompt: Token ids.
-            header: Of the call: ``temperature``, ``top_p``, ``top_k`` (0: all), ``max_tokens``, ``min_tokens`` and ``stop_token_ids``.
+            header: Of the call: ``temperature``, ``top_p``, ``top_k`` (0: all), ``max_tokens``, ``min_tokens``, ``stop_token_ids`` and
+                ``with_routes``.
             seed: 62 bits.
         """
 
@@ -78,9 +81,10 @@ class SamplingEngine(ABC):
                 "reasons": [each.reason for each in done],
                 "policy_version": self.version,
                 "seconds": [each.seconds for each in done],
+                "routes": [each.routes and each.routes[0] for each in done],
             }
-            logprobs = array("f", [value for each in done for value in each.logprobs])
-            send(answer, pack_ints(each.tokens for each in done) + logprobs.tobytes())
+            logprobs = array("f", [value for each in done for value in each.logprobs]).tobytes()
+            send(answer, pack_ints(each.tokens for each in done) + logprobs + b"".join(each.routes[1] for each in done if each.routes))
 
         await _all(group(index, prompt) for index, prompt in enumerate(prompts))
         return {}
