@@ -82,6 +82,10 @@ def tags(run_dir: Path) -> dict[str, list[int]]:
     return {tag: [event.step for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
+EXPORT = "checkpoint.export_hf=true", "checkpoint.export_interval=1"
+PROFILE = "profile.kind=torch", "profile.steps=[4]", "profile.ranks=[0,1]"
+
+
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return submit(tmp_path_factory.mktemp("good") / "run", *TINY, "train.steps=2", "train.eval_interval=1")
@@ -157,11 +161,15 @@ def test_summary_of_a_good_run(good: Ended) -> None:
 
 
 def test_a_finished_run_goes_on(good: Ended) -> None:
-    """resume=auto in its folder with more train.steps does the further steps only, and exports the policy when asked, on the way too."""
+    """resume=auto in its folder with more train.steps does the further steps only, exports the policy when asked, on the way too, and
+    profiles what it is asked to.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     before = (good.run_dir / "samples/step_000001.jsonl").read_bytes()
-    ended = submit(good.run_dir, *TINY, "train.steps=4", "resume=auto", "checkpoint.export_hf=true", "checkpoint.export_interval=1")
+    ended = submit(
+        good.run_dir, *TINY, "train.steps=4", "resume=auto", "checkpoint.export_hf=true", "checkpoint.export_interval=1", *PROFILE
+    )
     assert (ended.code, ended.stderr) == (0, "")
     assert "resumed after step 2" in ended.stdout
     assert [line.split()[1] for line in ended.stdout.splitlines() if line.startswith("step ")] == ["3/4", "4/4"]
@@ -299,7 +307,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("trian.steps=3", "trian.steps: unknown key. Did you mean `train.steps` or `train.epochs` or `train.spec`?"),
+        ("trian.steps=3", "trian.steps: unknown key. Did you mean `train.steps` or `profile.steps` or `train.epochs`?"),
         ("plugins=[plugin.py]", "/plugin.py: does not import: ZeroDivisionError: division by zero. Correct it"),
         ("data.train=prompts.jsonl", "/prompts.jsonl:2: not JSON"),
     ],

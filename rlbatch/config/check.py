@@ -69,6 +69,7 @@ def check_config(config: Config) -> None:
     _check_sampling(config)
     _check_rollout(config.rollout)
     _check_checkpoint(config.checkpoint)
+    _check_profile(config)
     check_cluster(config.cluster)
     _check_data(config.data)
     check_evaluation(config)
@@ -92,6 +93,15 @@ def _check_routing_replay(config: Config) -> None:
             f"{typed}: has an effect on updates after a step's first, of which train.updates_per_step=1 train.epochs=1 has none. "
             "Use algorithm.routing_replay=none, or more updates."
         )
+
+
+def _check_profile(config: Config) -> None:
+    profile = config.profile
+    limits = [("steps", profile.steps, "train.steps", config.train.steps)]
+    limits += [("ranks", profile.ranks, "layout.world_size - 1", config.layout.world_size - 1)]
+    for key, values, name, most in limits if profile.kind != "none" else ():
+        if not values or max(values) > most:
+            raise ConfigError(f"profile.{key}={list(values)}: must be some of those up to {name} ({most}). Use e.g. [{most}].")
 
 
 def _check_train(train: TrainConfig) -> None:

@@ -410,6 +410,17 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class ProfileConfig:
+    """``profile.*``: where the time or the memory of some steps goes, into <run_dir>/profile."""
+
+    kind: Literal["none", "torch", "memory", "nsys"] = key(
+        "none", "torch: a time line and a table by phase and module; memory: every allocation on a GPU; nsys: for Nsight Systems."
+    )
+    steps: tuple[Count, ...] = key((3,), "Steps that are profiled. The first ones hold compilation and the first sync.")
+    ranks: tuple[CountOrZero, ...] = key((0,), "Ranks that are profiled.")
+
+
+@dataclass(frozen=True)
 class ClusterConfig:
     """``+cluster=<name>`` and ``cluster.*``: the machines of a job."""
 
@@ -499,6 +510,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)

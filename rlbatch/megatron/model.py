@@ -18,11 +18,13 @@ from megatron.core.tensor_parallel.layers import (
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from torch import Tensor
+from torch.profiler import record_function
 
 from rlbatch.api import ConfigError, KeptTokens, ModelFamily
 from rlbatch.config.schema import LayoutConfig
 from rlbatch.megatron import local_spec, te_spec
 from rlbatch.megatron.logprobs import chunked_logprobs
+from rlbatch.metrics.device_time import MODULE
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SPLIT_DIM = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
@@ -65,17 +67,18 @@ class PolicyModel(GPTModel):
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden_states, group=tp_group)  # backward all-reduces
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
-        logprobs, entropy = chunked_logprobs(
-            hidden.squeeze(1),
-            weight,
-            labels.squeeze(0),
-            temperature=self.temperature,
-            chunk_tokens=self.chunk_tokens,
-            vocab_size=self.unpadded_vocab_size,
-            first=tp_group.rank() * weight.shape[0],
-            group=tp_group,
-            kept=self.kept,
-        )
+        with record_function(MODULE + "output_layer"):
+            logprobs, entropy = chunked_logprobs(
+                hidden.squeeze(1),
+                weight,
+                labels.squeeze(0),
+                temperature=self.temperature,
+                chunk_tokens=self.chunk_tokens,
+                vocab_size=self.unpadded_vocab_size,
+                first=tp_group.rank() * weight.shape[0],
+                group=tp_group,
+                kept=self.kept,
+            )
         return torch.stack([logprobs, entropy])
 
 

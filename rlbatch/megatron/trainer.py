@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
+from torch.profiler import record_function
 
 from rlbatch.algorithms.objective import SUMS, LossPart, Objective
 from rlbatch.api import Microbatch, ModelError, ModelFamily, OffloadStrategy, PluginError
@@ -26,6 +27,7 @@ from rlbatch.megatron.microbatch_inputs import MicrobatchInputs, padded_to
 from rlbatch.megatron.optimizer import build_optimizer, build_schedule, optimizer_spec, wrap_data_parallel
 from rlbatch.megatron.policy import Policy
 from rlbatch.megatron.routing_replay import PackRouting, RoutedPack, RoutingReplay
+from rlbatch.metrics.device_time import MODULE
 from rlbatch.weights.params import NamedTensor
 
 LossFunction = Callable[[Tensor], tuple[Tensor, Tensor, Any]]
@@ -188,7 +190,8 @@ class Trainer(Policy):
                 f"algorithm.loss={self._config.algorithm.loss}: tensor-parallel ranks got different losses for the same tokens. "
                 "Seed what it draws, the same on every rank."
             )
-        _, grad_norm, _ = self.optimizer.step()  # Megatron says that it failed only where it scales losses
+        with record_function(MODULE + "optimizer"):
+            _, grad_norm, _ = self.optimizer.step()  # Megatron says that it failed only where it scales losses
         self.policy_version += 1
         lr = float(self.optimizer.param_groups[0]["lr"])
         if broken := self.not_finite():

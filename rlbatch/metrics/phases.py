@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch.profiler import record_function
+
+from rlbatch.metrics.device_time import PHASE
 
 GIB = 2**30
 SHOWN = ("sync", "rollout", "logprobs", "update")
@@ -76,7 +79,7 @@ class PhaseClock:
     def phase(self, name: str) -> Iterator[None]:
         """Times a block; a name may come again."""
         started = time.perf_counter()
-        with self.memory.phase(name):
+        with record_function(PHASE + name), self.memory.phase(name):
             yield
             if torch.cuda.is_available():
                 torch.cuda.synchronize()

@@ -13,6 +13,7 @@ from rlbatch.launch.records.history import ATTEMPTS, begin_attempt
 from rlbatch.launch.shutdown.signals import Ending
 from rlbatch.metrics.evaluations import told
 from rlbatch.metrics.names import check_tags
+from rlbatch.metrics.profiling import check_profile, profiled
 from rlbatch.metrics.report import line_of, place_of, sample_rows
 from rlbatch.metrics.run_log import RunLog
 from rlbatch.pipeline.evaluation import Evaluated, evaluate
@@ -40,6 +41,7 @@ class EarlyEnd:
 
 def run(job: Job, log: RunLog) -> EarlyEnd | None:
     """Runs ``train.steps`` steps. Returns how it ended before that; None: it did not."""
+    check_profile(job.config.profile)
     resumed = resume(job, log.phase)
     log.begin(resumed.step)
     if resumed.step:
@@ -119,7 +121,8 @@ def _run_steps(job: Job, log: RunLog, checkpoints: Checkpoints, resumed: Resumed
             checkpoints.is_best(done, evaluated.metrics)
     for step in range(done + 1, steps + 1):
         boundary = Boundary.of(job)
-        stepped = train_step(job, step)
+        with profiled(config.profile, job.run_dir, job.rank, step, job.trainer.stages, log.phase):
+            stepped = train_step(job, step)
         if stepped is None:
             boundary.restore(job)
             return Resumed(step - 1)
