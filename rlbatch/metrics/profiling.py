@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -57,6 +58,7 @@ def profiled(config: ProfileConfig, run_dir: Path, rank: int, step: int, stages:
 
 @contextmanager
 def _torch(stem: Path, say: Say) -> Iterator[None]:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it announces itself on stderr
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
     with torch.profiler.profile(activities=activities) as profiler:
         yield
