@@ -29,7 +29,8 @@ ONE_RANK = ("layout.world_size=1", "layout.ep_size=1")
 SUMMARY = "status reward_start reward_end eval_reward_start eval_reward steps seconds tokens_per_s phase_seconds first_error".split()
 SUMMARY += ["evaluations", "sync_median_s", "rollout_logprob_diff", "skipped_updates", "steps_without_signal", "sampling"]
 SAMPLE = "step prompt_id sample_index prompt response label reward advantage finish_reason policy_version".split()
-WITHOUT_GPU = {tag for tag in TAGS if not tag.startswith(("memory/gpu", "sampling/"))} - {"train/kl", "time/restart_s"}
+ASKED_FOR = {"train/kl", "train/native_routes", "time/restart_s"}
+WITHOUT_GPU = {tag for tag in TAGS if not tag.startswith(("memory/gpu", "sampling/"))} - ASKED_FOR
 
 
 @dataclass
