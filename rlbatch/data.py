@@ -16,7 +16,8 @@ from rlbatch.api import ConfigError, DataError, Prompt, RlbatchError
 from rlbatch.api.exit_codes import DONE, REFUSED
 from rlbatch.config.evaluation import needs_reward
 from rlbatch.config.hf_config import read_config
-from rlbatch.config.schema import EMBEDDED, Config
+from rlbatch.config.keys import EMBEDDED
+from rlbatch.config.schema import Config
 from rlbatch.datasets.jsonl import json_type
 from rlbatch.datasets.records import read_records
 from rlbatch.launch.records.streams import end_with_reader, exit_code_of_display, keep_output

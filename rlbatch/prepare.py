@@ -21,8 +21,9 @@ from rlbatch.checkpoint.run_folder import check_places, checkpoint_root
 from rlbatch.config.compose import CONFIG_FILE, load_config, save_config
 from rlbatch.config.evaluation import eval_sets, longest_response, needs_reward
 from rlbatch.config.hf_config import read_config
+from rlbatch.config.keys import EMBEDDED
 from rlbatch.config.paths import check_variable, paths_of
-from rlbatch.config.schema import EMBEDDED, Config
+from rlbatch.config.schema import Config
 from rlbatch.launch.ranks.interfaces import addresses_of
 from rlbatch.launch.ranks.rank_info import check_trainer, visible_gpus
 from rlbatch.launch.records.ownership import read_run_id

@@ -13,8 +13,9 @@ from textwrap import fill
 from rlbatch.api import PluginError, RlbatchError
 from rlbatch.api.exit_codes import REFUSED
 from rlbatch.config.choices import AUTO, choice_values
+from rlbatch.config.keys import EMBEDDED
 from rlbatch.config.overrides import text_value
-from rlbatch.config.schema import EMBEDDED, Config
+from rlbatch.config.schema import Config
 from rlbatch.config.sources import group_files
 from rlbatch.config.structured import KeyDoc, key_docs, show_value
 from rlbatch.dry_run import show

@@ -11,8 +11,8 @@ from rlbatch.config.check_cluster import check_cluster
 from rlbatch.config.check_correction import check_correction
 from rlbatch.config.check_secrets import check_secrets
 from rlbatch.config.evaluation import COLDEST, check_evaluation
+from rlbatch.config.keys import EMBEDDED
 from rlbatch.config.schema import (
-    EMBEDDED,
     AlgorithmConfig,
     CheckpointConfig,
     Config,

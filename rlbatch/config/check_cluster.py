@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from rlbatch.api import ConfigError
-from rlbatch.config.schema import ClusterConfig
+from rlbatch.config.machines import ClusterConfig
 
 OURS = (
     "--nodes",

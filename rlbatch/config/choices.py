@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rlbatch.api import ConfigError
-from rlbatch.config.schema import EMBEDDED
+from rlbatch.config.keys import EMBEDDED
 from rlbatch.config.sources import choice_tree, group_files
 from rlbatch.config.text_keys import quoted
 

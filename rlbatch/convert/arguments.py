@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal
 import yaml  # type: ignore[import-untyped]
 
 from rlbatch.api import ConfigError, Count, CountOrZero, Range
-from rlbatch.config.schema import LayoutConfig, Ranks, key
+from rlbatch.config.keys import Ranks, key
+from rlbatch.config.schema import LayoutConfig
 from rlbatch.config.structured import MISSING_VALUE, from_mapping, key_docs, show_value, unknown_key
 
 _NUMBER = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")

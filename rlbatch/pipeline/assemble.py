@@ -15,7 +15,8 @@ from rlbatch.algorithms.objective import Objective
 from rlbatch.api import ConfigError, ModelFamily, Prompt, RolloutContext
 from rlbatch.checkpoint.carried import Carried, carried_layers, draft_model
 from rlbatch.config.hf_config import read_config
-from rlbatch.config.schema import EMBEDDED, Config
+from rlbatch.config.keys import EMBEDDED
+from rlbatch.config.schema import Config
 from rlbatch.launch.membership.store import JobStore
 from rlbatch.launch.membership.watchdog import Watchdog
 from rlbatch.launch.shutdown.grace_period import estimate_write_s

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from rlbatch.config.data_files import paths_in
 from rlbatch.config.evaluation import eval_sets, key_of, limit_key
-from rlbatch.config.schema import EMBEDDED, Config, DataConfig, DataSetConfig, RewardConfig
+from rlbatch.config.keys import EMBEDDED
+from rlbatch.config.schema import Config, DataConfig, DataSetConfig, RewardConfig
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from rlbatch.config.schema import LaunchConfig
+from rlbatch.config.machines import LaunchConfig
 from rlbatch.launch.membership.store import JobStore
 from rlbatch.launch.membership.watchdog import Phase, Watchdog
 from rlbatch.launch.shutdown.signals import Ending, Interrupted, StopNotice, find_ending

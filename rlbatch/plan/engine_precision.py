@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from rlbatch.api import ConfigError, ModelError, ModelFamily
 from rlbatch.config.hf_config import read_config
-from rlbatch.config.schema import EMBEDDED, Config
+from rlbatch.config.keys import EMBEDDED
+from rlbatch.config.schema import Config
 from rlbatch.registry import Registry
 
 Quantization = Literal["none", "fp8"]

@@ -10,7 +10,8 @@ import pytest
 
 from rlbatch.api import ConfigError
 from rlbatch.config.compose import compose
-from rlbatch.config.schema import ClusterConfig, LayoutConfig
+from rlbatch.config.machines import ClusterConfig
+from rlbatch.config.schema import LayoutConfig
 from rlbatch.config.sources import group_files
 from rlbatch.plan.layout import check_layout, degrees
 from rlbatch.plan.nodes import place_ranks

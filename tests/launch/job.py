@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from rlbatch.config.schema import Config, LaunchConfig, LayoutConfig
+from rlbatch.config.machines import LaunchConfig
+from rlbatch.config.schema import Config, LayoutConfig
 from rlbatch.launch.starters.local import run_local
 
 RANK = """

@@ -16,7 +16,8 @@ from functools import partial
 from pathlib import Path
 
 from rlbatch.api import ConfigError
-from rlbatch.config.schema import ClusterConfig, Config, LaunchConfig
+from rlbatch.config.machines import ClusterConfig, LaunchConfig
+from rlbatch.config.schema import Config
 from rlbatch.launch.membership import overseer
 from rlbatch.launch.membership import watchdog as watchdog_module
 from rlbatch.launch.membership.rendezvous import Meeting, join, launch_id

@@ -15,7 +15,8 @@ from rlbatch.algorithms.correction import correct
 from rlbatch.algorithms.objective import LossPart, Objective
 from rlbatch.api import PluginError, PolicyLossInputs, PolicyLossOutputs, RlbatchError, RolloutError
 from rlbatch.config.compose import compose
-from rlbatch.config.schema import EMBEDDED, Config
+from rlbatch.config.keys import EMBEDDED
+from rlbatch.config.schema import Config
 from rlbatch.launch.membership.store import JobStore
 from rlbatch.launch.membership.watchdog import Watchdog
 from rlbatch.launch.ranks.rank_info import RankInfo

@@ -12,7 +12,8 @@ import pytest
 
 from rlbatch.api import ConfigError, Direct, ModelError, ModelFamily
 from rlbatch.config.compose import compose
-from rlbatch.config.schema import EMBEDDED, Config
+from rlbatch.config.keys import EMBEDDED
+from rlbatch.config.schema import Config
 from rlbatch.convert.__main__ import main as convert
 from rlbatch.pipeline.engine_model import write_engine_folder
 from rlbatch.plan.engine_precision import check_device, engine_quantization

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rlbatch.checkpoint.run_folder import LATEST, PROGRESS, STATE
-from rlbatch.config.schema import EMBEDDED
+from rlbatch.config.keys import EMBEDDED
 from tests.leftovers import no_memory_left
 from tests.pipeline import saving
 from tests.pipeline.saving import saving_to

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlbatch.config.schema import EMBEDDED
+from rlbatch.config.keys import EMBEDDED
 from rlbatch.config.sources import group_files
 from tests.pipeline import steps
 from tests.pipeline.steps import LAYOUTS, merged, prepared, small_config

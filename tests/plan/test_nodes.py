@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 
 from rlbatch.api import ConfigError
-from rlbatch.config.schema import ClusterConfig, Config, LayoutConfig, RolloutConfig
+from rlbatch.config.machines import ClusterConfig
+from rlbatch.config.schema import Config, LayoutConfig, RolloutConfig
 from rlbatch.plan.nodes import Placement, Stage, place_ranks, stages
 from rlbatch.registry import load_plugins
 

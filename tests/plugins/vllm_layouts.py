@@ -20,7 +20,8 @@ import torch.distributed as dist
 from rlbatch.api import Completion, ConfigError, RolloutContext, SamplingParams
 from rlbatch.config.compose import compose
 from rlbatch.config.hf_config import read_config
-from rlbatch.config.schema import EMBEDDED, Config
+from rlbatch.config.keys import EMBEDDED
+from rlbatch.config.schema import Config
 from rlbatch.engines.backend.hosted import HostedRollout
 from rlbatch.pipeline.embedded import write_embedded_task
 from rlbatch.pipeline.exporting import export_hf

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlbatch.config.schema import LaunchConfig
+from rlbatch.config.machines import LaunchConfig
 from rlbatch.launch.membership.messages import PROBE_S, Handshake, Link, MachineLost, Message
 from rlbatch.launch.membership.stack_locations import StackLocation, find_culprit
 from rlbatch.launch.membership.store_port import End, StorePort

@@ -17,7 +17,8 @@ import signal
 import zlib
 from pathlib import Path
 
-from rlbatch.config.schema import ClusterConfig, Config, LaunchConfig
+from rlbatch.config.machines import ClusterConfig, LaunchConfig
+from rlbatch.config.schema import Config
 from rlbatch.launch.membership.rendezvous import join, launch_id
 from rlbatch.launch.membership.watchdog import Watchdog
 from rlbatch.launch.ranks.rank_info import RankInfo

@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import IO, Literal
 
 from rlbatch.api import LaunchError
-from rlbatch.config.schema import LaunchConfig
+from rlbatch.config.machines import LaunchConfig
 from rlbatch.launch.membership.messages import MachineLost
 from rlbatch.launch.membership.overseer import ANSWER_S, DEATH_PATIENCE_S, ENDED, LEAVING_S, PATIENCE_S
 from rlbatch.launch.membership.rendezvous import Meeting

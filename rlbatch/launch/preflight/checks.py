@@ -21,7 +21,8 @@ from rich.table import Table
 
 from rlbatch.api import PreflightError
 from rlbatch.config.hf_config import read_config
-from rlbatch.config.schema import EMBEDDED, Config
+from rlbatch.config.keys import EMBEDDED
+from rlbatch.config.schema import Config
 from rlbatch.launch.membership.store import JobStore
 from rlbatch.launch.preflight import rules
 from rlbatch.launch.preflight.link_check import LinkSpeeds, check_links

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from rlbatch.config.schema import ClusterConfig
+from rlbatch.config.machines import ClusterConfig
 from rlbatch.launch.preflight.node_facts import SOURCES, NodeFacts
 from rlbatch.plan.memory import MemoryFloor
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rlbatch.api import ConfigError
-from rlbatch.config.schema import ClusterConfig
+from rlbatch.config.machines import ClusterConfig
 
 PYTHON_INSIDE = "python"
 """The image's own interpreter, where rlbatch is installed."""

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from rlbatch.api import ConfigError, LaunchError
-from rlbatch.config.schema import ClusterConfig, Config, LaunchConfig
+from rlbatch.config.machines import ClusterConfig, LaunchConfig
+from rlbatch.config.schema import Config
 from rlbatch.launch.membership import rendezvous
 from rlbatch.launch.membership.rendezvous import Meeting, first_port, join
 from rlbatch.launch.ranks.interfaces import addresses_of, interface_of, listen, named_address, reachable_addresses, set_interface

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from rlbatch.config.schema import ClusterConfig
+from rlbatch.config.machines import ClusterConfig
 from rlbatch.launch.preflight.checks import faulty_ranks, one_line
 from rlbatch.launch.preflight.link_check import LinkSpeeds
 from rlbatch.launch.preflight.node_facts import SOURCES, Gpu, NodeFacts

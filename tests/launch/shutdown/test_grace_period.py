@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from rlbatch.api import ConfigError
-from rlbatch.config.schema import ClusterConfig, Config, LaunchConfig, TrainConfig
+from rlbatch.config.machines import ClusterConfig, LaunchConfig
+from rlbatch.config.schema import Config, TrainConfig
 from rlbatch.launch.records.history import ATTEMPTS
 from rlbatch.launch.shutdown.grace_period import MARGIN_S, SLOWER, notice_s, time_limit_s
 from rlbatch.plan.checkpoint_size import checkpoint_bytes

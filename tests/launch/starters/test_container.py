@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlbatch.api import ConfigError
-from rlbatch.config.schema import ClusterConfig
+from rlbatch.config.machines import ClusterConfig
 from rlbatch.launch.starters.container import check_container, in_container, python, srun_options
 
 RUN_DIR = Path("/lustre/me/runs/1")

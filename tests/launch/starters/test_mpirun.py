@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from rlbatch.api import ConfigError
-from rlbatch.config.schema import ClusterConfig, Config, LayoutConfig
+from rlbatch.config.machines import ClusterConfig
+from rlbatch.config.schema import Config, LayoutConfig
 from rlbatch.launch.records.failures import read_first_error
 from rlbatch.launch.starters import mpirun
 from rlbatch.launch.starters.hostfile import Host

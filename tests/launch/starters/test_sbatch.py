@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rlbatch.config.schema import ClusterConfig, Config, LaunchConfig, LayoutConfig, ModelConfig
+from rlbatch.config.machines import ClusterConfig, LaunchConfig
+from rlbatch.config.schema import Config, LayoutConfig, ModelConfig
 from rlbatch.launch.starters.sbatch import batch_script, explain_rejection
 from rlbatch.plan.nodes import Placement
 
