@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rlbatch.algorithms.advantages import Advantages
 from rlbatch.api import Microbatch
+from rlbatch.config.old_logprobs import scores_first_update
 from rlbatch.megatron.finite import NotFinite
 from rlbatch.pipeline import step_metrics
 from rlbatch.pipeline.corrected import measured
@@ -43,9 +44,7 @@ class FirstPolicy:
         config = self.job.config
         if self._is_engines:
             return ()
-        is_asked = self.job.needs_logprobs or config.algorithm.kl_reward_coef != 0 or config.correction.denominator == "kept"
-        is_replayed = self._records and config.train.epochs > 1
-        return self.updates if is_asked or is_replayed else self.updates[1:]
+        return self.updates if self.job.needs_logprobs or scores_first_update(config) else self.updates[1:]
 
     @property
     def _records(self) -> bool:

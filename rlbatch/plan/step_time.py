@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from rlbatch.config.old_logprobs import scores_first_update
 from rlbatch.plan.activations import layer_bytes
 from rlbatch.plan.checkpoint_size import checkpoint_bytes
 from rlbatch.plan.engine_memory import GIB, WEIGHT_BYTES, MemoryInputs, engine_memory
@@ -77,8 +78,8 @@ def step_time(job: MemoryInputs, model: ModelSize, work: Workload, generated: Ge
     pipeline = count * longest + (sum(stages.forward) - longest) / layout.vpp_size
     passes = 4 if layout.recompute_granularity == "full" else 3
     updates = config.train.updates_per_step * config.train.epochs
-    later = 1 - 1 / config.train.updates_per_step  # the first update's own forward pass gives its old log-probs
-    forwards = job.has_reference + later * (config.algorithm.old_logprobs == "recompute")
+    scored = 1.0 if scores_first_update(config) else 1 - 1 / config.train.updates_per_step
+    forwards = job.has_reference + scored * (config.algorithm.old_logprobs == "recompute")
     shares = model.shares(layout)
     ends = max(_update_end(job, share, over, gpu, ranks_per_node) for share in shares)
     phases = {

@@ -70,3 +70,8 @@ def test_what_the_job_does_more_often() -> None:
 def test_old_logprobs_of_the_engine_need_no_pass() -> None:
     """Neither do jobs without a reference model."""
     assert time(*QWEN, "algorithm.old_logprobs=rollout").phases["log-probs"] == 0
+
+
+def test_kl_in_the_reward_takes_a_pass_more() -> None:
+    """Of the first of four updates: old log-probs are read before its loss. The reference model's passes come besides."""
+    assert time(*QWEN, "algorithm.kl_reward_coef=0.1").phases["log-probs"] == pytest.approx(2 / 0.75 * time(*QWEN).phases["log-probs"])
