@@ -32,6 +32,15 @@ def test_the_last_expert_has_room(experts: int, dtype: torch.dtype) -> None:
     assert routes.experts.tolist() == [[[experts - 1]]]
 
 
+def test_layers_without_experts_are_left_out() -> None:
+    """An engine may tell zeros of them."""
+    every = torch.zeros(3, 5, 2, dtype=torch.int64)
+    every[:, [1, 3]] = GOOD
+    routes, expected = (ROUTERS.checked("it has", each, 3) for each in (every, GOOD))
+    assert routes.experts.equal(expected.experts)
+    assert routes.known.equal(expected.known)
+
+
 def test_no_routes_are_none() -> None:
     """Of a sample without routes, they have the form of the others."""
     assert ROUTERS.unknown(3).known.tolist() == [False] * 3
