@@ -86,6 +86,16 @@ def left() -> list[int]:
     return found
 
 
+def is_all_gone() -> bool:
+    """Whether nothing is left, and nothing comes up for three seconds either: what was about to start when the verdict came."""
+    until, since = time.monotonic() + 60, time.monotonic()
+    while time.monotonic() < min(until, since + 3):
+        if left():
+            since = time.monotonic()
+        time.sleep(0.05)
+    return time.monotonic() < until
+
+
 def test_verdicts_return_to_their_samples(make: Make) -> None:
     """Of many groups and rewards that interleave, however long each takes; those of this process are among them."""
     groups = [group(i, [f"{i}.{j}" for j in range(4)], NAMES[i % 3] if i % 3 else "") for i in range(12)]
@@ -132,7 +142,7 @@ def test_a_hang_costs_its_deadline_and_its_own_sample(make: Make) -> None:
     assert scored(scorer, group(0, ["1"]), hung, other) == [[1.0], [1.0, *[0.0] * 6, 3.0], [4.0, 5.0]]
     assert hung.failures == ["", *["timeout"] * 6, ""]
     assert scorer.counts == {"timeout": 6}
-    assert left() == []
+    assert is_all_gone()
     assert scored(scorer, group(3, ["6"])) == [[6.0]]
 
 
@@ -167,10 +177,7 @@ def test_what_a_reward_leaves_does_not_matter(make: Make, answer: str) -> None:
     """A thread, a process that left its session and its variables, and words that look like a verdict."""
     scorer = make()
     assert scored(scorer, group(0, [answer, "2"])) == [[0.25 if answer == "print" else 0.5, 2.0]]
-    until = time.monotonic() + 20
-    while left() and time.monotonic() < until:
-        time.sleep(0.05)
-    assert left() == []
+    assert is_all_gone()
 
 
 def test_an_error_stops_the_job_by_default(make: Make, capfd: pytest.CaptureFixture[str]) -> None:
