@@ -3,7 +3,7 @@
     python -m benchmarks.overlap [key=value of rlbatch.submit ...]
 
 By default the embedded run on one rank with ``rollout=vllm`` (``rollout.engine.python=.venv-vllm/bin/python``), 256 samples a step of which
-the engine takes 16 at once, and 8 workers. The reward gives 0, so that each job samples the same. Prints medians over the steps behind the
+the engine takes 4 at once, and 8 workers. The reward gives 0, so that each job samples the same. Prints medians over the steps behind the
 first: generation and scoring together, beside the longer of the two: generation alone, and what the workers sleep in all. On a machine
 that does other things too, generation of the same step is the better measure.
 """
@@ -52,7 +52,7 @@ def steps(folder: Path, name: str, seconds: float, arguments: list[str]) -> list
     given = [
         "rollout=vllm",
         "rollout.engine.python=.venv-vllm/bin/python",
-        "rollout.engine.max_num_seqs=16",
+        "rollout.engine.max_num_seqs=4",
         "rollout.max_response_tokens=56",
         "layout.world_size=1",
         "layout.ep_size=1",
