@@ -113,8 +113,9 @@ def stage_activations(
     entry = hidden / layout.tp_size * value_bytes
     uneven = imbalance - 1 if layout.ep_size > 1 else 0.0
     found = []
+    has_experts = family.has_experts
     for stage, chunks in enumerate(stage_chunks(layout, family.num_layers)):
-        layers = [kinds[family.has_experts[layer]] for chunk_layers in chunks for layer in chunk_layers]
+        layers = [kinds[has_experts[layer]] for chunk_layers in chunks for layer in chunk_layers]
         flying = in_flight(layout, stage, microbatches)
         remade = _recomputed(layout, len(layers))
         group = layout.recompute_num_layers or 1 if layout.recompute_method == "uniform" else 1

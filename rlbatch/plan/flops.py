@@ -22,9 +22,14 @@ def logits_flops(family: ModelFamily) -> float:
     return 2.0 * int(family.transformer["hidden_size"]) * family.vocab_size
 
 
-def matmul_flops_per_token(family: ModelFamily) -> float:
+def model_flops(model: ModelSize) -> float:
     """Forward FLOPs of a token in matrix products with weights: attention projections, MLPs, top-k and shared experts, logits."""
-    return part_flops(family, ModelSize(family).total) + logits_flops(family)
+    return part_flops(model.family, model.total) + logits_flops(model.family)
+
+
+def matmul_flops_per_token(family: ModelFamily) -> float:
+    """``model_flops`` of a family."""
+    return model_flops(ModelSize(family))
 
 
 def attention_flops_per_squared_token(family: ModelFamily) -> float:

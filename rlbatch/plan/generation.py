@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlbatch.plan.engine_memory import GIB, MemoryInputs, cache_bytes, cached_bytes, engine_memory, plain_bytes
-from rlbatch.plan.flops import attention_flops_per_squared_token, matmul_flops_per_token
+from rlbatch.plan.flops import attention_flops_per_squared_token, model_flops
 from rlbatch.plan.hardware import Gpu
 from rlbatch.plan.memory import engine_share_gib, trainer_gib
 from rlbatch.plan.parameters import ModelSize
@@ -98,7 +98,7 @@ def generation(job: MemoryInputs, model: ModelSize, work: Workload, cache: Cache
         if running < 0.5:
             break
         tail[running < at_once / 2] += width * step.seconds(running, work.prompt + (index + 0.5) * width)
-    forward = matmul_flops_per_token(model.family) * work.prompt + attention_flops_per_squared_token(model.family) * work.prompt**2
+    forward = model_flops(model) * work.prompt + attention_flops_per_squared_token(model.family) * work.prompt**2
     prefill = here * forward / (shape.replica_gpus * gpu.flops * assume.matmul_efficiency)
     seconds = before + sum(tail) + prefill
     return Generation(seconds, tail[1], work.samples * work.response / seconds)
@@ -115,7 +115,7 @@ class _Step:
         self._cache = cache_bytes(family, job.shape, cached_bytes(job))
         chosen = int(family.transformer.get("moe_router_topk", 2)) / family.num_experts if family.num_experts else 0.0
         self._idle = 1 - chosen
-        self._flops = matmul_flops_per_token(family) / job.shape.replica_gpus / (gpu.flops * self._assume.matmul_efficiency)
+        self._flops = model_flops(model) / job.shape.replica_gpus / (gpu.flops * self._assume.matmul_efficiency)
         self._bandwidth = gpu.memory_gbs * 1e9 * self._assume.decode_efficiency
         within = 2 * (job.shape.replica_gpus > 1)  # after attention and after the MLP
         between = 2 * (job.gpus > ranks_per_node)  # to the experts and back

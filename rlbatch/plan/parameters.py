@@ -5,7 +5,7 @@ Exact: equal to what transformers builds from the same config.json, and to what 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import reduce
 
@@ -90,7 +90,9 @@ class ModelSize:
         self.family = family
         table, norm = family.vocab_size * int(family.transformer["hidden_size"]), _norm(family)
         self._embedding = PartSize(vocabulary=table, largest=table)
-        self._layers = tuple(_layer(family, has_experts=is_sparse) for is_sparse in family.has_experts)
+        kinds = {is_sparse: _layer(family, has_experts=is_sparse) for is_sparse in set(family.has_experts)}
+        self._layers = tuple(kinds[is_sparse] for is_sparse in family.has_experts)
+        self._shares: dict[LayoutConfig, tuple[Share, ...]] = {}
         self._output = (PartSize() if family.tie_embeddings else self._embedding) + PartSize(whole=norm, unquantised=norm)
         self.total = _sum([self._embedding, *self._layers, self._output])
         self.active = self.total.dense + active_experts(family, self.total)
@@ -115,11 +117,16 @@ class ModelSize:
         """What a rank of each pipeline stage has, of a layout that ``check_layout`` accepts. An embedding that is the output layer too is
         on the first and on the last stage.
         """
+        if layout not in self._shares:
+            self._shares[layout] = tuple(self._counted(layout))
+        return self._shares[layout]
+
+    def _counted(self, layout: LayoutConfig) -> Iterator[Share]:
         stages = list(self.stages(layout))
         if self.family.tie_embeddings and layout.pp_size > 1:
             stages[-1] = (*stages[-1][:-1], stages[-1][-1] + self._embedding)
         over = degrees(layout, len(self._layers))
-        return tuple(self._share(chunks, layout, over.dp_size * layout.cp_size, over.edp_size) for chunks in stages)
+        yield from (self._share(chunks, layout, over.dp_size * layout.cp_size, over.edp_size) for chunks in stages)
 
     def _share(self, chunks: Iterable[PartSize], layout: LayoutConfig, replicas: int, expert_replicas: int) -> Share:
         tp, experts, rows = layout.tp_size, layout.ep_size * layout.etp_size, self.family.vocab_size

@@ -7,6 +7,7 @@ is one of ``plan.assume``.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,7 +15,7 @@ from rlbatch.config.old_logprobs import scores_first_update
 from rlbatch.plan.activations import layer_bytes
 from rlbatch.plan.checkpoint_size import checkpoint_bytes
 from rlbatch.plan.engine_memory import GIB, WEIGHT_BYTES, MemoryInputs, engine_memory
-from rlbatch.plan.flops import attention_flops_per_squared_token, logits_flops, matmul_flops_per_token, part_flops
+from rlbatch.plan.flops import attention_flops_per_squared_token, logits_flops, model_flops, part_flops
 from rlbatch.plan.generation import Generation
 from rlbatch.plan.hardware import Gpu
 from rlbatch.plan.layout import Degrees, degrees, stage_chunks
@@ -92,7 +93,7 @@ def step_time(job: MemoryInputs, model: ModelSize, work: Workload, generated: Ge
     if config.checkpoint.save_interval > 0:
         phases["save"] = checkpoint_bytes(model.total.total, config.train.precision) / (config.cluster.storage_gbs * 1e9)
         phases["save"] /= config.checkpoint.save_interval
-    needed = matmul_flops_per_token(model.family) * work.tokens + attention_flops_per_squared_token(model.family) * work.squares
+    needed = model_flops(model) * work.tokens + attention_flops_per_squared_token(model.family) * work.squares
     flops = (3 * config.train.epochs + forwards) * needed
     trained = phases["log-probs"] + phases["update"]
     return StepTime(
@@ -131,15 +132,17 @@ class _Stages:
 
     def _stage(self, layers: list[int], parts: tuple[PartSize, ...], *, has_head: bool) -> float:
         family, layout, assume = self._model.family, self._job.config.layout, self._job.config.plan.assume
+        has_experts = family.has_experts
         own = self._tokens / layout.cp_size  # tokens of a rank
         attention = attention_flops_per_squared_token(family) * len(layers) / family.num_layers * self._context
         flops = sum(part_flops(family, part) for part in parts) + attention + (logits_flops(family) if has_head else 0.0)
         products = own * flops / layout.tp_size / (self._gpu.flops * assume.matmul_efficiency)
         value = WEIGHT_BYTES[self._job.config.train.precision]
-        kept = sum(layer_bytes(family, layout, value, has_experts=family.has_experts[layer]).kept for layer in layers)
+        kinds = Counter(has_experts[layer] for layer in layers)
+        kept = sum(number * layer_bytes(family, layout, value, has_experts=kind).kept for kind, number in kinds.items())
         logits = family.vocab_size / layout.tp_size * assume.logit_traffic if has_head else 0.0
         traffic = own * (kept * assume.activation_traffic + logits) * FORWARD_SHARE / (self._gpu.memory_gbs * 1e9)
-        between = own * sum(self._exchanged(has_experts=family.has_experts[layer]) for layer in layers)
+        between = own * sum(number * self._exchanged(has_experts=kind) for kind, number in kinds.items())
         waiting = assume.launch_ms * 1e-3 * FORWARD_SHARE * len(layers)
         return products + traffic + between + waiting
 
