@@ -9,7 +9,7 @@ import dataclasses
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -21,21 +21,31 @@ from rlbatch.launch.records.streams import end_with_reader, exit_code_of_display
 from rlbatch.plan.advice import cheapest_changes
 from rlbatch.plan.engine_memory import memory_inputs
 from rlbatch.plan.fit import check_fit
+from rlbatch.plan.hardware import GPUS
 from rlbatch.plan.job_plan import JobPlan, plan_job
 from rlbatch.plan.layout import check_expert_widths, check_layout
-from rlbatch.plan.report import as_json, lines
+from rlbatch.plan.page import page
+from rlbatch.plan.report import as_json, change_json, lines, ranking
+from rlbatch.plan.search import best_layouts, smallest_cluster
 from rlbatch.prepare import check_engines, model_family, planned_nodes, write_embedded
 from rlbatch.registry import Registry, compose_job
 
-FORMATS = ("table", "json")
+FORMATS = ("table", "json", "html")
+SWITCHES = ("search", "min_gpus")
 USAGE = """\
 Shows what a job will need and how long a step will take, before it is queued: memory of GPUs and nodes by phase and part, a step by phase,
 whether it fits, and the cheapest changes with which it does. Expected, not measured: each assumption is listed with its source.
 
-Usage: python -m rlbatch.plan [key=value ...] [format=table|json]     the same arguments as python -m rlbatch.submit
+Usage: python -m rlbatch.plan [key=value ...] [format=table|json|html] [search=true] [min_gpus=true]
+
+Keys are those of python -m rlbatch.submit.
+
 
   python -m rlbatch.plan +cluster=h20x96
   python -m rlbatch.plan +cluster=h20x32 model=qwen3_30b layout.tp_size=2 format=json
+  python -m rlbatch.plan +cluster=h20x96 format=html > plan.html
+  python -m rlbatch.plan +cluster=h100x8 search=true          the ten fastest layouts that fit as many GPUs
+  python -m rlbatch.plan +cluster=h100x8 min_gpus=true        the fewest GPUs that do, and the fastest layouts there
   python -m rlbatch.plan model.hf=/models/mine layout.world_size=8 layout.ep_size=8 cluster.gpu=H100 cluster.gpu_memory_gib=79
 
 Of model.hf a config.json is enough; of models that layouts are shipped for not even that. Starts nothing.
@@ -48,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command.
 
     Args:
-        arguments: Overrides, ``format=...`` or ``--help``.
+        arguments: Overrides, what is the planner's own, or ``--help``.
 
     Returns:
         The exit code.
@@ -57,33 +67,67 @@ def main(arguments: Sequence[str]) -> int:
         print(USAGE)
         return DONE
     try:
-        shown, overrides = _format(arguments)
+        own, overrides = _own(arguments)
         config, registry = compose_job(overrides)
         end_with_reader()
-        return exit_code_of_display(_show(config, registry, shown))
+        return exit_code_of_display(_show(config, registry, own))
     except RlbatchError as error:
         print(error, file=sys.stderr)
         return REFUSED
 
 
-def _format(arguments: Sequence[str]) -> tuple[str, list[str]]:
-    """The format, and all other arguments."""
-    asked = [text.partition("=")[2] for text in arguments if text.startswith("format=")]
-    if wrong := [name for name in asked if name not in FORMATS]:
-        raise ConfigError(f"format={wrong[0]}: must be {' or '.join(FORMATS)}. Choose one.")
-    return asked[-1] if asked else FORMATS[0], [text for text in arguments if not text.startswith("format=")]
+def _own(arguments: Sequence[str]) -> tuple[Mapping[str, str], list[str]]:
+    """What is the planner's own, with its values, and all other arguments."""
+    known = {"format": FORMATS, **dict.fromkeys(SWITCHES, ("false", "true"))}
+    own, others = {name: choices[0] for name, choices in known.items()}, []
+    for text in arguments:
+        name, equals, value = text.partition("=")
+        if not equals or name not in known:
+            others.append(text)
+        elif value not in known[name]:
+            raise ConfigError(f"{name}={value}: must be {', '.join(known[name][:-1])} or {known[name][-1]}. Choose one.")
+        else:
+            own[name] = value
+    return own, others
 
 
-def _show(config: Config, registry: Registry, shown: str) -> int:
+def _show(config: Config, registry: Registry, own: Mapping[str, str]) -> int:
     plan, problems = make_plan(config, registry)
+    if "true" in [own[name] for name in SWITCHES]:
+        return _search(plan, registry, own)
     changes = cheapest_changes(plan, registry) if plan.verdict in ("does not fit", "too close") else []
-    if shown == "json":
+    if own["format"] == "json":
         print(json.dumps(as_json(plan, problems, changes), indent=1))
     else:
-        print(*lines(plan, problems, changes), sep="\n")
+        table = list(lines(plan, problems, changes))
+        print(page(plan, table) if own["format"] == "html" else "\n".join(table))
     if problems or plan.verdict == "does not fit":
         return REFUSED
     return TOO_CLOSE if plan.verdict == "too close" else DONE
+
+
+def _search(plan: JobPlan, registry: Registry, own: Mapping[str, str]) -> int:
+    """Shows the fastest layouts that fit.
+
+    Raises:
+        ConfigError: what the GPUs have or can do is not known.
+    """
+    cluster = plan.job.config.cluster
+    if plan.time is None or not cluster.gpu_memory_gib:
+        raise ConfigError(
+            f"search: cluster.gpu={cluster.gpu} cluster.gpu_memory_gib={cluster.gpu_memory_gib:g} do not say what GPUs have and can do. "
+            f"Use +cluster=<name>, or cluster.gpu={' or '.join(GPUS)} and cluster.gpu_memory_gib."
+        )
+    world = plan.job.config.layout.world_size
+    if own["min_gpus"] == "true":
+        world, found = smallest_cluster(plan, registry)
+    else:
+        found = best_layouts(plan, registry)
+    if own["format"] == "json":
+        print(json.dumps({"gpus": world if found else None, "best": [change_json(change) for change in found]}, indent=1))
+    else:
+        print(f"{world} GPUs" if found else "Nothing of what was tried fits", *(ranking(found) if found else ()), sep="\n")
+    return DONE if found else REFUSED
 
 
 def make_plan(config: Config, registry: Registry) -> tuple[JobPlan, list[str]]:

@@ -97,7 +97,12 @@ def test_a_folder_with_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[st
     [
         (["+cluster=h20x97"], "cluster=h20x97: unknown. Did you mean `h20x96`"),
         (["model=deepseek671"], "model=deepseek671: unknown. Did you mean `deepseek671b`"),
-        (["+cluster=h20x96", "format=xml"], "format=xml: must be table or json. Choose one."),
+        (["+cluster=h20x96", "format=xml"], "format=xml: must be table, json or html. Choose one."),
+        (["+cluster=h20x96", "search=yes"], "search=yes: must be false or true. Choose one."),
+        (
+            ["+cluster=h20x64", "cluster.gpu=X1", "cluster.gpu_bf16_tflops=0", "search=true"],
+            "search: cluster.gpu=X1 cluster.gpu_memory_gib=95",
+        ),
         (["+cluster=h20x96", "layout.pp_size=4"], "layout.last_stage_layers=6: leaves 55 of 61 layers for 3 other stages"),
         (["+cluster=h20x96", "layout.world_size=0"], "layout.world_size=0: must be greater than 0"),
         (["+cluster=h20x96", "layout.tp_size=7"], "layout.tp_size=7: must divide num_attention_heads (128). Use 2, 4 or 8."),
@@ -127,3 +132,25 @@ def test_a_program_without_torch() -> None:
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["verdict"] == "fits"
+
+
+def test_a_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a small model on two GPUs: the fastest first, with keys that make a plan which fits; and that one node is enough."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(CONFIGS["Qwen3-0.6B"]))
+    own = ["model.hf=model", "data.train=x", "reward=number", "train.precision=bf16", "layout.world_size=2", "rollout=vllm"]
+    own += ["cluster.gpu=H100", "cluster.gpu_memory_gib=79", "cluster.host_memory_gib=1000", "cluster.gpus_per_node=2"]
+    code, said = planned(capsys, *own, "search=true")
+    seconds = [each["step_seconds"] for each in said["best"]]
+    assert (code, said["gpus"], seconds) == (0, 2, sorted(seconds))
+    keys = [f"{key}={'null' if value is None else value}" for key, value in said["best"][0]["keys"].items()]
+    code, again = planned(capsys, *own, *keys)
+    assert (code, again["step_seconds"]) == (0, pytest.approx(seconds[0]))
+    assert main([*own, "min_gpus=true"]) == 0
+    assert capsys.readouterr().out.startswith("2 GPUs")
+
+
+def test_a_page(capsys: pytest.CaptureFixture[str]) -> None:
+    """On standard output."""
+    assert main(["+cluster=h20x64", "format=html"]) == 0
+    assert capsys.readouterr().out.startswith("<!DOCTYPE html>")

@@ -173,14 +173,14 @@ def spare(job: MemoryInputs, registry: Registry) -> list[Changes]:
     asleep = [{f"rollout.options.{key}": value for key, value in shape.gone_options.items()}] if is_kept and shape.gone_options else []
     is_only_measured = algorithm.kl_loss and not (algorithm.kl_loss_coef or registry.needs_reference(replace(algorithm, kl_loss=False)))
     unmeasured = [{"algorithm.kl_loss": False}] if is_only_measured else []
-    choices = product([{}, *_offloads(job, registry)], [{}, *unmeasured], [{}, *asleep])
+    choices = product([{}, *offloads(job, registry)], [{}, *unmeasured], [{}, *asleep])
     return [
         dict(pair for changes in chosen for pair in changes.items())
         for chosen in sorted(choices, key=lambda chosen: sum(map(bool, chosen)))
     ]
 
 
-def _offloads(job: MemoryInputs, registry: Registry) -> list[Changes]:
+def offloads(job: MemoryInputs, registry: Registry) -> list[Changes]:
     """Other strategies that say what they do, and this one with its default options; those first that take less host memory."""
     found = []
     for name in registry.offloads:

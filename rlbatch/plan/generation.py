@@ -77,8 +77,9 @@ class Generation:
 
 
 def generation(job: MemoryInputs, model: ModelSize, work: Workload, cache: Cache, gpu: Gpu, ranks_per_node: int) -> Generation:
-    """Decodes the step's samples: at full concurrency until none waits, then the long tail.
+    """Decodes the step's samples: the n-th tokens of all that have so many, as many at once as the cache takes; few have the last ones.
 
+    As if the longest began first, so that the tail is the shortest possible; never slower with a larger cache.
     A decoding step takes the time to read the weights that it meets and the cache, from the GPU's memory (or the matrix products', if that
     is longer), and of collectives and draws.
     """
@@ -88,20 +89,19 @@ def generation(job: MemoryInputs, model: ModelSize, work: Workload, cache: Cache
     fitting = int(cache.tokens / (work.prompt + work.response)) if cache.tokens else cache.samples
     at_once = max(min(cache.samples, fitting, here), 1)
     step = _Step(job, model, gpu, ranks_per_node)
-    waiting = here - at_once
-    full = step.seconds(at_once, work.prompt + work.response / 2)
-    before = waiting * work.response / at_once * full
-    tail = [0.0, 0.0]
-    width = work.longest_response / POINTS
+    width, seconds, tail = work.longest_response / POINTS, 0.0, 0.0
     for index, share in enumerate(work.surviving):
-        running = at_once * share
-        if running < 0.5:
+        wanted = here * share  # samples that have this token
+        if wanted < 0.5:
             break
-        tail[running < at_once / 2] += width * step.seconds(running, work.prompt + (index + 0.5) * width)
+        running = min(wanted, float(at_once))
+        spent = width * wanted / running * step.seconds(running, work.prompt + (index + 0.5) * width)
+        seconds += spent
+        tail += spent if running < at_once / 2 else 0.0
     forward = model_flops(model) * work.prompt + attention_flops_per_squared_token(model.family) * work.prompt**2
     prefill = here * forward / (shape.replica_gpus * gpu.flops * assume.matmul_efficiency)
-    seconds = before + sum(tail) + prefill
-    return Generation(seconds, tail[1], work.samples * work.response / seconds)
+    seconds += prefill
+    return Generation(seconds, tail, work.samples * work.response / seconds)
 
 
 class _Step:

@@ -59,6 +59,22 @@ def lines(plan: JobPlan, problems: Sequence[str], changes: Sequence[Change]) -> 
     yield from (f"  {name}={each['value']:g}: {each['meaning']} ({each[SOURCE]})" for name, each in sources(config.plan.assume).items())
 
 
+def ranking(found: Sequence[Change]) -> Iterator[str]:
+    """Jobs that fit, the fastest first, and in which phase each is faster than the next."""
+    yield f"{'':<4}{'step s':>8}{'GPU GiB':>9}{'node GiB':>10}  with"
+    for number, change in enumerate(found, 1):
+        time, needs = change.plan.time, {need.key: need for need in change.plan.needs}
+        assert time is not None
+        gpu, node = (needs[key].peak.gib if key in needs else 0.0 for key in ("cluster.gpu_memory_gib", "cluster.host_memory_gib"))
+        yield f"{number:<4}{time.seconds:>8.1f}{gpu:>9.1f}{node:>10.1f}  {change if change.keys else 'the job as it is'}"
+        after = found[number].plan.time if number < len(found) else None
+        if after:
+            gains = {phase: after.phases[phase] - seconds for phase, seconds in time.phases.items()}
+            phase = max(gains, key=lambda name: gains[name])
+            why = f"bubble {time.bubble:.2f} for {after.bubble:.2f}, balance {time.balance:.2f} for {after.balance:.2f}"
+            yield f"{'':<31}  beats the next by {gains[phase]:.1f} s of {phase} ({why})"
+
+
 def _write_s(plan: JobPlan) -> float:
     config = plan.job.config
     return checkpoint_bytes(plan.model.total.total, config.train.precision) / (config.cluster.storage_gbs * BILLION)
@@ -119,6 +135,15 @@ def _gib(peak: Peak) -> dict[str, float]:
     return {name: size / GIB for name, size in peak.parts.items()}
 
 
+def change_json(change: Change) -> dict[str, Any]:
+    """A changed job that fits."""
+    return {
+        "keys": dict(change.keys),
+        "needs": list(map(str, change.plan.needs)),
+        "step_seconds": change.plan.time.seconds if change.plan.time else None,
+    }
+
+
 def as_json(plan: JobPlan, problems: Sequence[str], changes: Sequence[Change]) -> dict[str, Any]:
     """Everything, under names that stay."""
     config, total, time = plan.job.config, plan.model.total, plan.time
@@ -128,14 +153,7 @@ def as_json(plan: JobPlan, problems: Sequence[str], changes: Sequence[Change]) -
         "verdict": plan.verdict,
         "binding": str(plan.binding),
         "problems": [*problems, *filter(None, [plan.cache.warning])],
-        "changes": [
-            {
-                "keys": dict(change.keys),
-                "needs": list(map(str, change.plan.needs)),
-                "step_seconds": change.plan.time.seconds if change.plan.time else None,
-            }
-            for change in changes
-        ],
+        "changes": [change_json(change) for change in changes],
         "parameters": {"total": total.total, "active": plan.model.active, "dense": total.dense, "experts": total.experts},
         "stages": _stage_rows(plan),
         "gpu_gib_peak": gpu[1].gib if gpu else None,

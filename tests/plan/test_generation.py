@@ -53,12 +53,9 @@ def test_what_makes_generation_slower() -> None:
     assert even is not None and even.tail_seconds < base.tail_seconds
 
 
-def test_samples_that_wait_are_generated_in_the_same_time_each() -> None:
-    """Twice as many samples beyond what runs at once take as much longer as their tokens do at full concurrency."""
-
-    def seconds(prompts: int) -> float:
-        found = plan(*QWEN, "rollout.options.max_concurrency_per_replica=64", f"train.prompts_per_step={prompts}").generated
-        assert found is not None
-        return found.seconds
-
-    assert seconds(96) - seconds(64) == pytest.approx(seconds(64) - seconds(32), rel=1e-6)
+def test_more_at_once_is_never_slower() -> None:
+    """Whatever the cache: samples wait for each other, or for memory."""
+    found = [plan(*QWEN, f"rollout.options.max_concurrency_per_replica={size}").generated for size in (16, 64, 256, 1024)]
+    seconds = [each.seconds for each in found if each]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[0] > 2 * seconds[-1]

@@ -1,0 +1,83 @@
+"""The search: what it returns are the fastest of all that fit, each a job that can be planned again; the smallest cluster."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from rlbatch.plan.advice import Change
+from rlbatch.plan.fit import changed, offloads
+from rlbatch.plan.job_plan import JobPlan, changed_plan, plan_job
+from rlbatch.plan.layout import check_layout
+from rlbatch.plan.parameters import ModelSize
+from rlbatch.plan.report import ranking
+from rlbatch.plan.search import all_layouts, best_layouts, candidates, smallest_cluster
+from tests.megatron.real_models import CONFIGS
+from tests.plan.planned import REGISTRY, job, nodes
+
+DENSE = ModelSize(REGISTRY.resolve_model_family(CONFIGS["Qwen3-8B"]))
+
+
+def dense(*overrides: str) -> JobPlan:
+    """Qwen3-8B on 4 GPUs, with engines of as many."""
+    inputs = replace(job("+cluster=h100x8", "layout.world_size=4", "layout.ep_size=1", "offload=gradients", *overrides), model=DENSE)
+    return plan_job(inputs, nodes(inputs))
+
+
+@pytest.fixture(scope="module")
+def plan() -> JobPlan:
+    return dense()
+
+
+@pytest.fixture(scope="module")
+def found(plan: JobPlan) -> list[Change]:
+    return best_layouts(plan, REGISTRY)
+
+
+def test_nothing_better_is_missed(plan: JobPlan, found: list[Change]) -> None:
+    """Every candidate with every offload strategy, planned one by one."""
+    ways = [changed(plan.job.config, keys, REGISTRY) for keys in ({}, *offloads(plan.job, REGISTRY))]
+    seconds = []
+    for candidate in candidates(plan):
+        for way in ways:
+            config = replace(way, layout=candidate.config.layout, train=candidate.config.train)
+            each = changed_plan(plan, config, REGISTRY, plan.nodes)
+            assert each.time
+            assert each.time.seconds >= candidate.bound * (1 - 1e-9)
+            seconds += [each.time.seconds] if each.verdict == "fits" else []
+    assert len(seconds) > 20
+    assert [change.plan.time.seconds for change in found if change.plan.time] == pytest.approx(sorted(seconds)[:10])
+
+
+def test_what_is_found_is_a_job(found: list[Change]) -> None:
+    """Its keys alone lead to the same plan; it fits; no faster one comes later."""
+    for change in found[:3]:
+        again = dense(*str(change).split())
+        assert (again.verdict, again.time, again.needs) == ("fits", change.plan.time, change.plan.needs)
+    times = [change.plan.time.seconds for change in found if change.plan.time]
+    assert all(first <= second for first, second in pairwise(times))
+
+
+def test_every_layout_is_accepted(plan: JobPlan) -> None:
+    """And none comes twice."""
+    layouts = list(all_layouts(plan))
+    for layout in layouts:
+        check_layout(layout, DENSE.family, on_gpu=True)
+    assert len(set(layouts)) == len(layouts)
+    assert {(layout.tp_size, layout.pp_size, layout.cp_size) for layout in layouts} >= {(4, 1, 1), (1, 4, 1), (2, 1, 2), (1, 1, 4)}
+
+
+def test_the_ranking_says_why(found: list[Change]) -> None:
+    """A line for each, and between two in which phase the first is faster."""
+    lines = list(ranking(found))
+    assert len(lines) == 2 * len(found)
+    assert all("beats the next by" in line for line in lines[2::2])
+
+
+def test_the_smallest_cluster(plan: JobPlan) -> None:
+    """In whole nodes; with room that no cluster has, none."""
+    world, best = smallest_cluster(plan, REGISTRY)
+    assert (world, best[0].keys["layout.world_size"]) == (8, 8)
+    assert smallest_cluster(dense("cluster.gpu_memory_gib=2"), REGISTRY) == (0, [])
