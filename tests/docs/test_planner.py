@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 import pytest
 
 from rlbatch.config.assumptions import AssumeConfig, sources
+from rlbatch.config.sources import group_files
 from rlbatch.config.compose import compose
 from rlbatch.plan.engine_memory import GIB, memory_inputs
 from rlbatch.plan.job_plan import JobPlan, plan_job
+from rlbatch.plan.layout import degrees
 from rlbatch.plan.parameters import ModelSize
 from rlbatch.planner import make_plan
 from rlbatch.registry import compose_job, load_plugins
@@ -77,3 +80,27 @@ def test_beside_the_guides_figures(page: str) -> None:
 def plan_of(*overrides: str) -> JobPlan:
     """As the command makes it."""
     return make_plan(*compose_job(overrides))[0]
+
+
+def layout_row(layout: str) -> str:
+    """The row of a shipped layout on its cluster."""
+    model, _, cluster = layout.rpartition("_")
+    gpus, _, gpu = cluster.partition("x")
+    plan = plan_of(f"+cluster={gpu}x{gpus}", f"model={model}")
+    assert plan.time
+    on_gpu, on_node = plan.needs
+    layers = list(degrees(plan.job.config.layout, plan.model.family.num_layers).stage_layers)
+    groups = [f"{len(list(alike))} x {size}" for size, alike in groupby(layers)]
+    time, cache = plan.time, plan.cache
+    each = cache.tokens // cache.samples
+    return (
+        f"| `{layout}` | {' + '.join(groups)} | {on_gpu.peak.gib:.0f} +- {on_gpu.spread:.0f} of {on_gpu.has:g}, {on_gpu.peak.phase} | "
+        f"{on_node.peak.gib:.0f} +- {on_node.spread:.0f}, {on_node.peak.phase} | {time.seconds:.0f} | {plan.time.phases['generate']:.0f} | "
+        f"{time.mfu:.2f} | {time.bubble:.2f} | {time.balance:.2f} | {each:,} | {plan.verdict} |"
+    )
+
+
+@pytest.mark.parametrize("layout", sorted(group_files()["layout"]))
+def test_a_shipped_layout(layout: str, repository: Path) -> None:
+    """Its row is what the planner says."""
+    assert layout_row(layout) in (repository / "docs/use/layouts.md").read_text(encoding="utf-8").splitlines()
