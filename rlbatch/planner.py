@@ -17,6 +17,7 @@ from rlbatch.api import ConfigError, RlbatchError
 from rlbatch.api.exit_codes import DONE, REFUSED
 from rlbatch.config.schema import Config
 from rlbatch.config.sources import published_config
+from rlbatch.launch.ranks.rank_info import check_trainer
 from rlbatch.launch.records.streams import end_with_reader, exit_code_of_display, keep_output
 from rlbatch.plan.advice import cheapest_changes
 from rlbatch.plan.engine_memory import memory_inputs
@@ -31,12 +32,12 @@ from rlbatch.prepare import check_engines, model_family, planned_nodes, write_em
 from rlbatch.registry import Registry, compose_job
 
 FORMATS = ("table", "json", "html")
-SWITCHES = ("search", "min_gpus")
+SWITCHES = ("search", "min_gpus", "verify")
 USAGE = """\
 Shows what a job will need and how long a step will take, before it is queued: memory of GPUs and nodes by phase and part, a step by phase,
 whether it fits, and the cheapest changes with which it does. Expected, not measured: each assumption is listed with its source.
 
-Usage: python -m rlbatch.plan [key=value ...] [format=table|json|html] [search=true] [min_gpus=true]
+Usage: python -m rlbatch.plan [key=value ...] [format=table|json|html] [search=true] [min_gpus=true] [verify=true]
 
 Keys are those of python -m rlbatch.submit.
 
@@ -46,6 +47,7 @@ Keys are those of python -m rlbatch.submit.
   python -m rlbatch.plan +cluster=h20x96 format=html > plan.html
   python -m rlbatch.plan +cluster=h100x8 search=true          the ten fastest layouts that fit as many GPUs
   python -m rlbatch.plan +cluster=h100x8 min_gpus=true        the fewest GPUs that do, and the fastest layouts there
+  python -m rlbatch.plan +cluster=h20x96 verify=true          parameters of each stage beside those that Megatron builds; needs torch
   python -m rlbatch.plan model.hf=/models/mine layout.world_size=8 layout.ep_size=8 cluster.gpu=H100 cluster.gpu_memory_gib=79
 
 Of model.hf a config.json is enough; of models that layouts are shipped for not even that. Starts nothing.
@@ -93,7 +95,9 @@ def _own(arguments: Sequence[str]) -> tuple[Mapping[str, str], list[str]]:
 
 def _show(config: Config, registry: Registry, own: Mapping[str, str]) -> int:
     plan, problems = make_plan(config, registry)
-    if "true" in [own[name] for name in SWITCHES]:
+    if own["verify"] == "true":
+        return _verify(plan)
+    if "true" in (own["search"], own["min_gpus"]):
         return _search(plan, registry, own)
     changes = cheapest_changes(plan, registry) if plan.verdict in ("does not fit", "too close") else []
     if own["format"] == "json":
@@ -128,6 +132,24 @@ def _search(plan: JobPlan, registry: Registry, own: Mapping[str, str]) -> int:
     else:
         print(f"{world} GPUs" if found else "Nothing of what was tried fits", *(ranking(found) if found else ()), sep="\n")
     return DONE if found else REFUSED
+
+
+def _verify(plan: JobPlan) -> int:
+    """Compares the plan's parameters of each stage with those that Megatron builds; needs torch.
+
+    Raises:
+        ConfigError: torch or Megatron is not installed here.
+    """
+    check_trainer("verify=true")
+    from rlbatch.megatron.stage_counts import stage_counts
+
+    layout, wrong = plan.job.config.layout, 0
+    for stage, ((held, experts), share) in enumerate(zip(stage_counts(plan.model.family, layout), plan.model.shares(layout), strict=True)):
+        of_all, of_experts = held - share.held, experts - share.experts
+        wrong += (of_all, of_experts) != (0, 0)
+        print(f"stage {stage}: {held:,} parameters a rank, {experts:,} of experts; difference to the plan {of_all:g}, {of_experts:g}")
+    print("The plan counts as Megatron builds" if not wrong else f"{wrong} stages are not as planned")
+    return TOO_CLOSE if wrong else DONE
 
 
 def make_plan(config: Config, registry: Registry) -> tuple[JobPlan, list[str]]:

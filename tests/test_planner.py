@@ -154,3 +154,14 @@ def test_a_page(capsys: pytest.CaptureFixture[str]) -> None:
     """On standard output."""
     assert main(["+cluster=h20x64", "format=html"]) == 0
     assert capsys.readouterr().out.startswith("<!DOCTYPE html>")
+
+
+@pytest.mark.parametrize("layout", ["layout.pp_size=2", "layout.tp_size=2"])
+def test_verified_by_megatron(layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A tied embedding, twice in a pipeline; a divided vocabulary."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(CONFIGS["Qwen3-0.6B"]))
+    assert main(["model.hf=model", "data.train=x", "reward=number", "layout.world_size=2", layout, "verify=true"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1] == "The plan counts as Megatron builds"
+    assert all(line.endswith("difference to the plan 0, 0") for line in said[:-1])
