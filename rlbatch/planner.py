@@ -9,7 +9,7 @@ import dataclasses
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -31,8 +31,8 @@ from rlbatch.plan.search import best_layouts, smallest_cluster
 from rlbatch.prepare import check_engines, model_family, planned_nodes, write_embedded
 from rlbatch.registry import Registry, compose_job
 
-FORMATS = ("table", "json", "html")
-SWITCHES = ("search", "min_gpus", "verify")
+FORMATS = {"": ("table", "json", "html"), "search": ("table", "json"), "min_gpus": ("table", "json"), "verify": ("table",)}
+"""Question -> how its answer can be shown."""
 USAGE = """\
 Shows what a job will need and how long a step will take, before it is queued: memory of GPUs and nodes by phase and part, a step by phase,
 whether it fits, and the cheapest changes with which it does. Expected, not measured: each assumption is listed with its source.
@@ -51,7 +51,8 @@ Keys are those of python -m rlbatch.submit.
   python -m rlbatch.plan model.hf=/models/mine layout.world_size=8 layout.ep_size=8 cluster.gpu=H100 cluster.gpu_memory_gib=79
 
 Of model.hf a config.json is enough; of models that layouts are shipped for not even that. Starts nothing.
-Exit codes: 0 it fits, or nobody says how much there is, 1 it is too close, 2 it does not fit, or the arguments are refused.
+Exit codes: 0 it fits, or nobody says how much there is, 1 it is too close, or not as Megatron builds it, 2 it does not fit, or the
+arguments are refused.
 """
 TOO_CLOSE = 1
 
@@ -69,18 +70,18 @@ def main(arguments: Sequence[str]) -> int:
         print(USAGE)
         return DONE
     try:
-        own, overrides = _own(arguments)
+        question, shown, overrides = _own(arguments)
         config, registry = compose_job(overrides)
         end_with_reader()
-        return exit_code_of_display(_show(config, registry, own))
+        return exit_code_of_display(_show(config, registry, question, shown))
     except RlbatchError as error:
         print(error, file=sys.stderr)
         return REFUSED
 
 
-def _own(arguments: Sequence[str]) -> tuple[Mapping[str, str], list[str]]:
-    """What is the planner's own, with its values, and all other arguments."""
-    known = {"format": FORMATS, **dict.fromkeys(SWITCHES, ("false", "true"))}
+def _own(arguments: Sequence[str]) -> tuple[str, str, list[str]]:
+    """What is asked besides the plan, the format, and all other arguments."""
+    known = {"format": FORMATS[""], **dict.fromkeys(filter(None, FORMATS), ("false", "true"))}
     own, others = {name: choices[0] for name, choices in known.items()}, []
     for text in arguments:
         name, equals, value = text.partition("=")
@@ -90,47 +91,53 @@ def _own(arguments: Sequence[str]) -> tuple[Mapping[str, str], list[str]]:
             raise ConfigError(f"{name}={value}: must be {', '.join(known[name][:-1])} or {known[name][-1]}. Choose one.")
         else:
             own[name] = value
-    return own, others
+    asked, shown = [name for name, value in own.items() if value == "true"], own["format"]
+    if len(asked) > 1:
+        raise ConfigError(f"{asked[1]}=true: is another question than {asked[0]}=true. Ask one at a time.")
+    question = asked[0] if asked else ""
+    if shown not in FORMATS[question]:
+        raise ConfigError(f"format={shown}: of {question}=true there is {' and '.join(FORMATS[question])}. Choose one.")
+    return question, shown, others
 
 
-def _show(config: Config, registry: Registry, own: Mapping[str, str]) -> int:
+def _show(config: Config, registry: Registry, question: str, shown: str) -> int:
     plan, problems = make_plan(config, registry)
-    if own["verify"] == "true":
-        return _verify(plan)
-    if "true" in (own["search"], own["min_gpus"]):
-        return _search(plan, registry, own)
-    changes = cheapest_changes(plan, registry) if plan.verdict in ("does not fit", "too close") else []
-    if own["format"] == "json":
+    if question:
+        return _verify(plan) if question == "verify" else _search(plan, registry, question, shown)
+    changes = [] if plan.has_room else cheapest_changes(plan, registry)
+    if shown == "json":
         print(json.dumps(as_json(plan, problems, changes), indent=1))
     else:
         table = list(lines(plan, problems, changes))
-        print(page(plan, table) if own["format"] == "html" else "\n".join(table))
+        print(page(plan, table) if shown == "html" else "\n".join(table))
     if problems or plan.verdict == "does not fit":
         return REFUSED
     return TOO_CLOSE if plan.verdict == "too close" else DONE
 
 
-def _search(plan: JobPlan, registry: Registry, own: Mapping[str, str]) -> int:
+def _search(plan: JobPlan, registry: Registry, question: str, shown: str) -> int:
     """Shows the fastest layouts that fit.
 
     Raises:
-        ConfigError: what the GPUs have or can do is not known.
+        ConfigError: nothing is trained, or what the GPUs have or can do is not known.
     """
-    cluster = plan.job.config.cluster
+    config, cluster = plan.job.config, plan.job.config.cluster
+    if config.mode != "train":
+        raise ConfigError(f"{question}=true: compares training steps, mode={config.mode} has none. Use mode=train.")
     if plan.time is None or not cluster.gpu_memory_gib:
         raise ConfigError(
-            f"search: cluster.gpu={cluster.gpu} cluster.gpu_memory_gib={cluster.gpu_memory_gib:g} do not say what GPUs have and can do. "
-            f"Use +cluster=<name>, or cluster.gpu={' or '.join(GPUS)} and cluster.gpu_memory_gib."
+            f"{question}=true: cluster.gpu={cluster.gpu} cluster.gpu_memory_gib={cluster.gpu_memory_gib:g} do not say what GPUs have and "
+            f"can do. Use +cluster=<name>, or cluster.gpu={' or '.join(GPUS)} and cluster.gpu_memory_gib."
         )
-    world = plan.job.config.layout.world_size
-    if own["min_gpus"] == "true":
+    if question == "min_gpus":
         world, found = smallest_cluster(plan, registry)
     else:
-        found = best_layouts(plan, registry)
-    if own["format"] == "json":
+        world, found = config.layout.world_size, best_layouts(plan, registry)
+    if shown == "json":
         print(json.dumps({"gpus": world if found else None, "best": [change_json(change) for change in found]}, indent=1))
     else:
-        print(f"{world} GPUs" if found else "Nothing of what was tried fits", *(ranking(found) if found else ()), sep="\n")
+        nothing = ["Nothing of what was tried fits; engines were left as they are"]
+        print(*([f"GPUs: {world}", *ranking(found)] if found else nothing), sep="\n")
     return DONE if found else REFUSED
 
 

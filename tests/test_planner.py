@@ -101,8 +101,11 @@ def test_a_folder_with_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["+cluster=h20x96", "search=yes"], "search=yes: must be false or true. Choose one."),
         (
             ["+cluster=h20x64", "cluster.gpu=X1", "cluster.gpu_bf16_tflops=0", "search=true"],
-            "search: cluster.gpu=X1 cluster.gpu_memory_gib=95",
+            "search=true: cluster.gpu=X1 cluster.gpu_memory_gib=95 do not say what GPUs have and can do. Use +cluster=<name>, or",
         ),
+        (["+cluster=h20x96", "verify=true", "search=true"], "verify=true: is another question than search=true. Ask one at a time."),
+        (["+cluster=h20x96", "search=true", "format=html"], "format=html: of search=true there is table and json. Choose one."),
+        (["+cluster=h20x96", "min_gpus=true", "mode=eval", "data.eval=x"], "min_gpus=true: compares training steps, mode=eval has none."),
         (["+cluster=h20x96", "layout.pp_size=4"], "layout.last_stage_layers=6: leaves 55 of 61 layers for 3 other stages"),
         (["+cluster=h20x96", "layout.world_size=0"], "layout.world_size=0: must be greater than 0"),
         (["+cluster=h20x96", "layout.tp_size=7"], "layout.tp_size=7: must divide num_attention_heads (128). Use 2, 4 or 8."),
@@ -135,7 +138,9 @@ def test_a_program_without_torch() -> None:
 
 
 def test_a_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a small model on two GPUs: the fastest first, with keys that make a plan which fits; and that one node is enough."""
+    """Of a small model on two GPUs: the fastest first, with keys that make a plan which fits; and that one of them is enough, also where
+    nobody says what the host has.
+    """
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text(json.dumps(CONFIGS["Qwen3-0.6B"]))
     own = ["model.hf=model", "data.train=x", "reward=number", "train.precision=bf16", "layout.world_size=2", "rollout=vllm"]
@@ -146,8 +151,8 @@ def test_a_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keys = [f"{key}={'null' if value is None else value}" for key, value in said["best"][0]["keys"].items()]
     code, again = planned(capsys, *own, *keys)
     assert (code, again["step_seconds"]) == (0, pytest.approx(seconds[0]))
-    assert main([*own, "min_gpus=true"]) == 0
-    assert capsys.readouterr().out.startswith("2 GPUs")
+    code, smallest = planned(capsys, *own, "min_gpus=true", "cluster.host_memory_gib=0")
+    assert (code, smallest["gpus"], smallest["best"][0]["keys"]["layout.world_size"]) == (0, 1, 1)
 
 
 def test_a_page(capsys: pytest.CaptureFixture[str]) -> None:

@@ -93,6 +93,9 @@ class StageActivations:
     scoring_logits: float
 
 
+NO_ACTIVATIONS = StageActivations(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
 def stage_activations(
     family: ModelFamily, layout: LayoutConfig, *, value_bytes: int, tokens: int, chunk: int, microbatches: int, imbalance: float
 ) -> tuple[StageActivations, ...]:

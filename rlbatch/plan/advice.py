@@ -10,9 +10,10 @@ from typing import Any
 
 from rlbatch.api import RlbatchError
 from rlbatch.config.structured import show_value
+from rlbatch.plan.engine_memory import MemoryInputs, changed_inputs
 from rlbatch.plan.engine_plan import EnginePlan
 from rlbatch.plan.fit import changed, layout_changes, layouts, may_fit, spare
-from rlbatch.plan.job_plan import JobPlan, changed_plan
+from rlbatch.plan.job_plan import JobPlan, plan_job
 from rlbatch.plan.nodes import place_ranks
 from rlbatch.registry import Registry
 
@@ -57,16 +58,19 @@ def _seconds(plan: JobPlan) -> float:
 def _change(plan: JobPlan, keys: Mapping[str, Any], registry: Registry) -> Change | None:
     """The changed job, if its options are possible and it fits."""
     try:
-        config = changed(plan.job.config, keys, registry)
-        where = place_ranks(config, registry)
-        after = changed_plan(plan, config, registry, (where.ranks_per_node,) * where.nodes)
-        engines = EnginePlan(config, registry, after.job.gpus, after.job.shape, where)
-        engines.check_nodes()
-        engines.check_separate_gpus()
-        engines.check_memory(after.job)
+        job = changed_inputs(plan.job, changed(plan.job.config, keys, registry), registry)
+        nodes = engine_nodes(job, registry)
     except RlbatchError:
         return None
-    return Change(keys, after) if after.verdict == "fits" else None
+    after = plan_job(job, nodes)
+    return Change(keys, after) if after.has_room else None
+
+
+def engine_nodes(job: MemoryInputs, registry: Registry) -> tuple[int, ...]:
+    """The ranks of each node of a job whose engines have a place there; raises RlbatchError if they have none."""
+    where = place_ranks(job.config, registry)
+    EnginePlan(job.config, registry, job.gpus, job.shape, where).check_place(job)
+    return (where.ranks_per_node,) * where.nodes
 
 
 def _single(plan: JobPlan, registry: Registry) -> list[Mapping[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlbatch.api import EngineShape, ModelFamily, OffloadMemory
@@ -61,6 +61,11 @@ def memory_inputs(config: Config, registry: Registry, family: ModelFamily | None
         on_gpu,
         registry.needs_reference(config.algorithm),
     )
+
+
+def changed_inputs(job: MemoryInputs, config: Config, registry: Registry) -> MemoryInputs:
+    """The same model's job with another config; raises as ``memory_inputs``."""
+    return replace(memory_inputs(config, registry, None, on_gpu=job.on_gpu), model=job.model, is_fp8=job.is_fp8)
 
 
 @dataclass(frozen=True)

@@ -120,6 +120,12 @@ class EnginePlan:
                 f"{', '.join(map(str, sizes))}. Use another model or another rollout."
             )
 
+    def check_place(self, job: MemoryInputs) -> None:
+        """Refuses, with ConfigError, engines that have no place: on nodes, on GPUs of their own, in memory."""
+        self.check_nodes()
+        self.check_separate_gpus()
+        self.check_memory(job)
+
     def check_memory(self, job: MemoryInputs, fix: Callable[[], str] = lambda: LARGER) -> None:
         """Refuses engines that have no room on their GPUs, which the trainer may share.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from rlbatch.plan.activations import StageActivations, stage_activations
+from rlbatch.plan.activations import NO_ACTIVATIONS, StageActivations, stage_activations
 from rlbatch.plan.engine_memory import GIB, WEIGHT_BYTES, MemoryInputs
 from rlbatch.plan.layout import degrees
 from rlbatch.plan.memory import BESIDE_ENGINES, PHASES, MemoryFloor, Parts, Peak, RankMemory, engine_share_gib, memory_floor, trainer_gib
@@ -58,19 +58,21 @@ class MemoryEstimate:
         return peak, self.spread(peak, certain)
 
 
-def estimate_memory(job: MemoryInputs) -> MemoryEstimate:
+def estimate_memory(job: MemoryInputs, *, has_activations: bool = True) -> MemoryEstimate:
     """Trainer, engines and what libraries take.
 
     Args:
         job: Its model is known, and its layout is one that ``check_layout`` accepts.
+        has_activations: Without them it is what the job takes at least, with any recomputation and packs.
     """
     floor, assume = memory_floor(job), job.config.plan.assume
+    activations = _activations(job) if has_activations else (NO_ACTIVATIONS,) * len(floor.stages)
     stages = [
         RankMemory(
-            {phase: {**certain.gpu[phase], **more} for phase, more in _on_gpu(job, certain, activations)} if job.on_gpu else certain.gpu,
+            {phase: {**certain.gpu[phase], **more} for phase, more in _on_gpu(job, certain, kept)} if job.on_gpu else certain.gpu,
             {phase: {**parts, **_on_host(job, parts)} for phase, parts in certain.host.items()},
         )
-        for certain, activations in zip(floor.stages, _activations(job), strict=True)
+        for certain, kept in zip(floor.stages, activations, strict=True)
     ]
     return MemoryEstimate(floor, MemoryFloor(stages, floor.world_size, floor.shm_gib), assume.memory_error)
 

@@ -13,7 +13,7 @@ from typing import Any
 from rlbatch.api import ConfigError, ModelFamily, RlbatchError
 from rlbatch.config.schema import Config, LayoutConfig, OffloadConfig
 from rlbatch.config.structured import show_value
-from rlbatch.plan.engine_memory import GIB, WEIGHT_BYTES, MemoryInputs, memory_inputs
+from rlbatch.plan.engine_memory import GIB, WEIGHT_BYTES, MemoryInputs, changed_inputs
 from rlbatch.plan.engine_plan import EnginePlan
 from rlbatch.plan.layout import check_layout
 from rlbatch.plan.memory import BESIDE_ENGINES, GRADIENT_BYTES, PHASES, STATE_BYTES, WHEN, MemoryFloor, memory_floor
@@ -112,11 +112,8 @@ def may_fit(job: MemoryInputs, layout: LayoutConfig) -> bool:
 def _fits(job: MemoryInputs, config: Config, registry: Registry, nodes: Nodes) -> bool:
     try:
         where = nodes(config)
-        after = replace(memory_inputs(config, registry, None, on_gpu=job.on_gpu), model=job.model, is_fp8=job.is_fp8)
-        plan = _engines(after, registry, where)
-        plan.check_nodes()
-        plan.check_separate_gpus()
-        plan.check_memory(after)
+        after = changed_inputs(job, config, registry)
+        _engines(after, registry, where).check_place(after)
     except RlbatchError:
         return False
     return not excesses(after, memory_floor(after), where)

@@ -49,16 +49,25 @@ def replica_cache(job: MemoryInputs, model: ModelSize, work: Workload) -> Cache:
         model: Not None.
         work: A step.
     """
-    shape, assume = job.shape, job.config.plan.assume
-    replicas = max(job.config.layout.world_size // job.gpus, 1) * shape.replicas
-    samples = -(-work.samples // replicas)
-    samples = min(samples, shape.samples_at_once) if shape.samples_at_once else samples
+    shape, assume, samples = job.shape, job.config.plan.assume, samples_at_once(job, work)
     room = 0.0
     if job.config.cluster.gpu_memory_gib and job.on_gpu:
         share = engine_share_gib(job, trainer_gib(job))
         room = max(share - engine_memory(job).weights - assume.engine_workspace_gib, 0.0) * GIB
     tokens = int(room / cache_bytes(model.family, shape, cached_bytes(job)))
     return Cache(tokens, samples, samples * (work.prompt + work.response), samples * float(work.longest))
+
+
+def samples_at_once(job: MemoryInputs, work: Workload) -> int:
+    """Of a replica: its part of the step's, or as many as it is told to take."""
+    here = _samples_here(job, work)
+    return min(here, job.shape.samples_at_once) if job.shape.samples_at_once else here
+
+
+def _samples_here(job: MemoryInputs, work: Workload) -> int:
+    """Of a replica: its part of the step's."""
+    replicas = max(job.config.layout.world_size // job.gpus, 1) * job.shape.replicas
+    return -(-work.samples // replicas)
 
 
 @dataclass(frozen=True)
@@ -84,8 +93,7 @@ def generation(job: MemoryInputs, model: ModelSize, work: Workload, cache: Cache
     is longer), and of collectives and draws.
     """
     assume, shape = job.config.plan.assume, job.shape
-    replicas = max(job.config.layout.world_size // job.gpus, 1) * shape.replicas
-    here = -(-work.samples // replicas)
+    here = _samples_here(job, work)
     fitting = int(cache.tokens / (work.prompt + work.response)) if cache.tokens else cache.samples
     at_once = max(min(cache.samples, fitting, here), 1)
     step = _Step(job, model, gpu, ranks_per_node)

@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import product
 from typing import Literal
 
 from rlbatch.config.schema import Config
-from rlbatch.plan.engine_memory import MemoryInputs, memory_inputs
+from rlbatch.plan.engine_memory import MemoryInputs
 from rlbatch.plan.estimate import MemoryEstimate, estimate_memory
 from rlbatch.plan.generation import Cache, Generation, generation, replica_cache
 from rlbatch.plan.hardware import Gpu, known_gpu
@@ -17,9 +18,12 @@ from rlbatch.plan.memory import PHASES, WHEN, Peak
 from rlbatch.plan.parameters import ModelSize
 from rlbatch.plan.step_time import StepTime, step_time
 from rlbatch.plan.workload import Workload, workload
-from rlbatch.registry import Registry
 
-Verdict = Literal["fits", "too close", "does not fit", "not known"]
+Verdict = Literal["fits", "not known", "too close", "does not fit"]
+ORDER: tuple[Verdict, ...] = ("fits", "not known", "too close", "does not fit")
+"""The worse later."""
+ROOM = ORDER[:2]
+"""Of what fits in all that is known."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ class JobPlan:
         nodes: Ranks of each.
         work: A step's samples.
         memory: Of GPUs and nodes.
-        needs: Of the fullest GPU and the fullest node.
+        needs: Of the fullest GPU and the fullest node, of those with the worst verdict.
         cache: Of an engine's replica.
         generated: A step's generation; None: what the GPUs can do is not known.
         time: Of a step; None: as above.
@@ -90,14 +94,17 @@ class JobPlan:
     @property
     def binding(self) -> Need:
         """What is fullest."""
-        return max(self.needs, key=lambda need: (need.verdict == "does not fit", need.share, need.peak.gib))
+        return max(self.needs, key=lambda need: (need.verdict not in ROOM, need.verdict == "does not fit", need.share, need.peak.gib))
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it fits in all that is known."""
+        return self.verdict in ROOM
 
     @property
     def verdict(self) -> Verdict:
         """Of all together: the worst."""
-        found = {need.verdict for need in self.needs}
-        order: tuple[Verdict, ...] = ("does not fit", "too close", "not known", "fits")
-        return next(each for each in order if each in found)
+        return max((need.verdict for need in self.needs), key=ORDER.index)
 
 
 def plan_job(job: MemoryInputs, nodes: tuple[int, ...]) -> JobPlan:
@@ -115,16 +122,6 @@ def plan_job(job: MemoryInputs, nodes: tuple[int, ...]) -> JobPlan:
     return JobPlan(job, job.model, nodes, work, memory, _needs(job, memory, nodes), cache, generated, time)
 
 
-def changed_plan(plan: JobPlan, config: Config, registry: Registry, nodes: tuple[int, ...]) -> JobPlan:
-    """The plan of the same model's job with another config.
-
-    Raises:
-        RlbatchError: options that cannot be.
-    """
-    inputs = memory_inputs(config, registry, None, on_gpu=plan.job.on_gpu)
-    return plan_job(replace(inputs, model=plan.model, is_fp8=plan.job.is_fp8), nodes)
-
-
 def gpu_of(config: Config) -> Gpu | None:
     """What the cluster's GPUs can do: as it says, else by their name; None: neither is known."""
     cluster, known = config.cluster, known_gpu(config.cluster.gpu)
@@ -134,13 +131,17 @@ def gpu_of(config: Config) -> Gpu | None:
     return found if found.flops and found.memory_gbs and found.link_gbs else None
 
 
+def may_have_room(job: MemoryInputs, nodes: tuple[int, ...]) -> bool:
+    """Whether a job could fit with other recomputation and packs: activations aside it does."""
+    return all(need.verdict in ROOM for need in _needs(job, estimate_memory(job, has_activations=False), nodes))
+
+
 def _needs(job: MemoryInputs, memory: MemoryEstimate, nodes: tuple[int, ...]) -> tuple[Need, ...]:
-    cluster, needs = job.config.cluster, []
-    if job.on_gpu:
-        stage, peak, spread = memory.gpu()
-        certain = max(memory.floor.gpu(phases=[phase]).gib for phase in PHASES)
-        needs.append(Need(f"a GPU of stage {stage}", "cluster.gpu_memory_gib", peak, spread, certain, cluster.gpu_memory_gib))
-    peak, spread = max((memory.host(nodes, phase) for phase in PHASES), key=lambda found: found[0].gib)
-    certain = memory.floor.fullest_host(nodes).gib
-    needs.append(Need("a node", "cluster.host_memory_gib", peak, spread, certain, cluster.host_memory_gib))
-    return tuple(needs)
+    cluster, stages = job.config.cluster, range(len(memory.expected.stages))
+    gpu, node = memory.floor.gpu().gib, memory.floor.fullest_host(nodes).gib
+    gpus = [
+        Need(f"a GPU of stage {stage}", "cluster.gpu_memory_gib", *memory.gpu_of_stage(stage, phase), gpu, cluster.gpu_memory_gib)
+        for stage, phase in product(stages if job.on_gpu else (), PHASES)
+    ]
+    hosts = [Need("a node", "cluster.host_memory_gib", *memory.host(nodes, phase), node, cluster.host_memory_gib) for phase in PHASES]
+    return tuple(max(each, key=lambda need: (ORDER.index(need.verdict), need.peak.gib)) for each in (gpus, hosts) if each)

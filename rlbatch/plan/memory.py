@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import accumulate
 
 from rlbatch.api import OffloadMemory
 from rlbatch.config.evaluation import eval_sets
@@ -115,7 +117,8 @@ class MemoryFloor:
 
     def fullest_host(self, nodes: Iterable[int], phases: Iterable[str] = PHASES) -> Peak:
         """What the node that needs most takes of its host memory; ``nodes`` are the ranks of each."""
-        return _largest(self.host(ranks, phases) for ranks in _ranges(nodes))
+        alike = _nodes_stages(tuple(nodes), len(self.stages), self.world_size)
+        return _largest(self._host(stages, phase) for stages in alike for phase in phases)
 
     def _host(self, stages: Mapping[int, int], phase: str) -> Peak:
         parts: dict[str, float] = {}
@@ -125,8 +128,7 @@ class MemoryFloor:
         return Peak(phase, parts)
 
     def _stages(self, ranks: Iterable[int]) -> Mapping[int, int]:
-        """How many of the ranks each stage has."""
-        return Counter(rank * len(self.stages) // self.world_size for rank in ranks)
+        return _stages(ranks, len(self.stages), self.world_size)
 
 
 def memory_floor(job: MemoryInputs) -> MemoryFloor:
@@ -240,9 +242,14 @@ def _largest(peaks: Iterable[Peak]) -> Peak:
     return max(peaks, key=lambda peak: peak.gib)
 
 
-def _ranges(nodes: Iterable[int]) -> Iterable[range]:
-    """The ranks of each node."""
-    first = 0
-    for count in nodes:
-        yield range(first, first + count)
-        first += count
+def _stages(ranks: Iterable[int], stages: int, world_size: int) -> Mapping[int, int]:
+    """How many of the ranks each stage has."""
+    return Counter(rank * stages // world_size for rank in ranks)
+
+
+@cache
+def _nodes_stages(nodes: tuple[int, ...], stages: int, world_size: int) -> tuple[Mapping[int, int], ...]:
+    """How many ranks of which stages nodes have; alike nodes once."""
+    ends = accumulate(nodes)
+    found = [_stages(range(end - count, end), stages, world_size) for end, count in zip(ends, nodes, strict=True)]
+    return tuple({tuple(each.items()): each for each in found}.values())

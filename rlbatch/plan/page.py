@@ -51,7 +51,7 @@ def _memory(plan: JobPlan) -> Iterator[str]:
     names = list(dict.fromkeys(name for _, sizes in rows for name, _ in sizes))
     colours = {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(names)}
     total = plan.job.config.cluster.gpu_memory_gib
-    scale = (WIDTH - LABEL) / max(total, *(sum(size for _, size in sizes) for _, sizes in rows))
+    scale = (WIDTH - LABEL) / (max([total, *(sum(size for _, size in sizes) for _, sizes in rows)]) or 1)
     height = ROW * len(rows) + MARGIN
     yield f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH + MARGIN}" height="{height}" font-size="11">'
     for place, ((phase, sizes), stages) in enumerate(rows.items()):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 from rlbatch.config.schema import Config
 from rlbatch.plan.layout import Degrees
@@ -39,7 +39,7 @@ class Workload:
         """Of all samples."""
         return self.samples * (self.prompt + self.response)
 
-    @property
+    @cached_property
     def squares(self) -> float:
         """Sum over samples of (prompt + response)^2, prompts taken as alike."""
         step = self.longest_response / POINTS
