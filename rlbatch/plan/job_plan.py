@@ -119,7 +119,7 @@ def plan_job(job: MemoryInputs, nodes: tuple[int, ...]) -> JobPlan:
     cache, gpu = replica_cache(job, job.model, work), gpu_of(job.config)
     generated = generation(job, job.model, work, cache, gpu, nodes[0]) if gpu and job.on_gpu else None
     time = step_time(job, job.model, work, generated, gpu, nodes[0]) if gpu and generated and job.config.mode == "train" else None
-    return JobPlan(job, job.model, nodes, work, memory, _needs(job, memory, nodes), cache, generated, time)
+    return JobPlan(job, job.model, nodes, work, memory, needs_of(job, memory, nodes), cache, generated, time)
 
 
 def gpu_of(config: Config) -> Gpu | None:
@@ -133,10 +133,11 @@ def gpu_of(config: Config) -> Gpu | None:
 
 def may_have_room(job: MemoryInputs, nodes: tuple[int, ...]) -> bool:
     """Whether a job could fit with other recomputation and packs: activations aside it does."""
-    return all(need.verdict in ROOM for need in _needs(job, estimate_memory(job, has_activations=False), nodes))
+    return all(need.verdict in ROOM for need in needs_of(job, estimate_memory(job, has_activations=False), nodes))
 
 
-def _needs(job: MemoryInputs, memory: MemoryEstimate, nodes: tuple[int, ...]) -> tuple[Need, ...]:
+def needs_of(job: MemoryInputs, memory: MemoryEstimate, nodes: tuple[int, ...]) -> tuple[Need, ...]:
+    """Of a GPU and a node, in the stage and phase with the worst verdict; where several are as bad, in the fullest."""
     cluster, stages = job.config.cluster, range(len(memory.expected.stages))
     gpu, node = memory.floor.gpu().gib, memory.floor.fullest_host(nodes).gib
     gpus = [

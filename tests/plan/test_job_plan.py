@@ -7,8 +7,9 @@ import pytest
 from rlbatch.config.compose import compose
 from rlbatch.plan.advice import cheapest_changes
 from rlbatch.plan.engine_memory import GIB
-from rlbatch.plan.job_plan import Need, gpu_of
-from rlbatch.plan.memory import Peak
+from rlbatch.plan.estimate import MemoryEstimate
+from rlbatch.plan.job_plan import Need, gpu_of, needs_of
+from rlbatch.plan.memory import PHASES, MemoryFloor, Peak, RankMemory
 from tests.plan.planned import REGISTRY, plan
 
 QWEN = ("+cluster=h100x8", "layout.world_size=8")
@@ -21,6 +22,16 @@ QWEN = ("+cluster=h100x8", "layout.world_size=8")
 def test_a_need(has: float, certain: float, verdict: str) -> None:
     """80 GiB, 10 more or less."""
     assert Need("a GPU", "cluster.gpu_memory_gib", Peak("update", {"weights": 80 * GIB}), 10.0, certain, has).verdict == verdict
+
+
+def test_each_phase_counts_with_its_error() -> None:
+    """In updates 70 GiB of 79, 10 more or less, are worse than 74 for certain while engines generate."""
+    nothing: dict[str, dict[str, float]] = {phase: {} for phase in PHASES}
+    certain = {**nothing, "update": {"weights": 50.0 * GIB}, "generate": {"weights": 74.0 * GIB}}
+    expected = {**certain, "update": {"weights": 50.0 * GIB, "activations": 20.0 * GIB}}
+    floor, memory = (MemoryFloor([RankMemory(gpu, nothing)], world_size=8) for gpu in (certain, expected))
+    found, _ = needs_of(plan(*QWEN).job, MemoryEstimate(floor, memory, error=0.5), (8,))
+    assert (found.verdict, found.peak.phase, found.peak.gib, found.spread) == ("too close", "update", 70, 10)
 
 
 def test_the_worst_counts() -> None:
