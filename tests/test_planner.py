@@ -82,6 +82,17 @@ def test_a_table(capsys: pytest.CaptureFixture[str]) -> None:
         assert words in said, words
 
 
+def test_nothing_would_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is said, also by the search."""
+    tiny = ["+cluster=h100x8", "cluster.gpu_memory_gib=6"]
+    for question, words in (
+        ("search=false", "Would fit   nothing of what was tried"),
+        ("search=true", "Nothing of what was tried fits; engines"),
+    ):
+        assert main([*tiny, question]) == 2
+        assert words in capsys.readouterr().out
+
+
 def test_a_folder_with_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Any model of a family, without weights and tokenizer; the GPUs are the cluster's, also where submit would start here."""
     (tmp_path / "model").mkdir()
