@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rlbatch.api import KeptTokens, Microbatch, Routes
-from rlbatch.config.schema import LayoutConfig
 
 
 @dataclass(frozen=True)
@@ -86,11 +85,6 @@ def sequence_multiple(tp_size: int, cp_size: int) -> int:
     Context parallelism cuts each sequence into 2 x cp_size pieces; sequence parallelism (on when tp_size > 1) cuts each piece into tp_size.
     """
     return tp_size * (2 * cp_size if cp_size > 1 else 1)
-
-
-def microbatch_multiple(layout: LayoutConfig) -> int:
-    """Numbers of microbatches that the pipeline schedule takes: an interleaved one sends them around in rounds of pp_size."""
-    return layout.pp_size if layout.vpp_size > 1 else 1
 
 
 def build_microbatches(

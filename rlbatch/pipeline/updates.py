@@ -22,7 +22,6 @@ from rlbatch.pipeline.packing import (
     Pack,
     assign_to_ranks,
     build_pack,
-    microbatch_multiple,
     pack,
     pad_with_dummies,
     sequence_multiple,
@@ -30,6 +29,7 @@ from rlbatch.pipeline.packing import (
     spread_over_packs,
     with_advantages,
 )
+from rlbatch.plan.layout import microbatch_count
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,7 @@ def _plan(batch: Batch, samples: list[int], config: Config, dp_rank: int, dp_siz
     shares = [[samples[i] for i in share] for share in assign_to_ranks([batch.lengths[i] for i in samples], dp_size)]
     padded = [[-(-batch.lengths[i] // multiple) * multiple for i in share] for share in shares]
     division = [pack(lengths, max_tokens) for lengths in padded]
-    most_packs = max(1, *map(len, division))  # all its groups may be left out
-    most_packs = -(-most_packs // microbatch_multiple(layout)) * microbatch_multiple(layout)
+    most_packs = microbatch_count(layout, max(1, *map(len, division)))  # all its groups may be left out
     rows, mine = deal(shares), shares[dp_rank]
     packs = [_pack(batch, rows, [mine[place] for place in places], places, multiple) for places in division[dp_rank]]
     constant = config.algorithm.loss_norm_constant or config.rollout.max_response_tokens

@@ -51,6 +51,12 @@ def stage_chunks(layout: LayoutConfig, num_layers: int) -> tuple[tuple[range, ..
     return tuple(tuple(range(first := (chunk * stages + stage) * size, first + size) for chunk in range(chunks)) for stage in range(stages))
 
 
+def microbatch_count(layout: LayoutConfig, packs: int) -> int:
+    """Microbatches of the pipeline's schedule for so many packs: an interleaved one sends them around in rounds of pp_size."""
+    multiple = layout.pp_size if layout.vpp_size > 1 else 1
+    return -(-packs // multiple) * multiple
+
+
 def check_layout(layout: LayoutConfig, family: ModelFamily, *, on_gpu: bool) -> None:
     """Refuses a layout that cannot run, or that is known to run and give wrong gradients.
 

@@ -21,7 +21,7 @@ from rlbatch.plan.hardware import Gpu
 from rlbatch.plan.layout import Degrees, degrees, stage_chunks
 from rlbatch.plan.memory import GRADIENT_BYTES, MAIN_WEIGHT_BYTES, MOMENT_BYTES
 from rlbatch.plan.parameters import ModelSize, PartSize, Share
-from rlbatch.plan.workload import Workload, microbatches
+from rlbatch.plan.workload import Workload, microbatch_tokens, microbatches
 
 FORWARD_SHARE = 1 / 3
 """Of forward and backward pass."""
@@ -73,8 +73,7 @@ def step_time(job: MemoryInputs, model: ModelSize, work: Workload, generated: Ge
     config, layout, assume = job.config, job.config.layout, job.config.plan.assume
     over = degrees(layout, model.family.num_layers)
     count = microbatches(config, work, over)
-    per_microbatch = work.tokens / config.train.updates_per_step / over.dp_size / count
-    stages = _Stages(job, model, gpu, ranks_per_node, per_microbatch, work.squares / work.tokens)
+    stages = _Stages(job, model, gpu, ranks_per_node, microbatch_tokens(config, work, over), work.squares / work.tokens)
     longest, waiting = max(stages.forward), (layout.pp_size - 1) / layout.vpp_size
     pipeline = count * longest + (sum(stages.forward) - longest) / layout.vpp_size
     passes = 4 if layout.recompute_granularity == "full" else 3

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 
 from rlbatch.config.schema import Config
-from rlbatch.plan.layout import Degrees
+from rlbatch.plan.layout import Degrees, microbatch_count
 
 POINTS = 512
 """Of a distribution's survival function."""
@@ -69,6 +69,17 @@ def pack_tokens(config: Config, work: Workload) -> int:
 
 
 def microbatches(config: Config, work: Workload, over: Degrees) -> int:
+    """Of an update and data-parallel rank."""
+    return microbatch_count(config.layout, _packs(config, work, over))
+
+
+def microbatch_tokens(config: Config, work: Workload, over: Degrees) -> float:
+    """Of a microbatch, of all ranks that share it: the mean; in an interleaved pipeline all are as long as the longest, which is full."""
+    mean = work.tokens / config.train.updates_per_step / over.dp_size / _packs(config, work, over)
+    return mean / config.plan.assume.pack_fullness if config.layout.vpp_size > 1 else mean
+
+
+def _packs(config: Config, work: Workload, over: Degrees) -> int:
     """Of an update and data-parallel rank."""
     packed = config.train.max_tokens_per_gpu * config.layout.cp_size * config.plan.assume.pack_fullness
     tokens = work.tokens / config.train.updates_per_step / over.dp_size

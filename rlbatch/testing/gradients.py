@@ -24,11 +24,11 @@ from rlbatch.pipeline.packing import (
     Pack,
     assign_to_ranks,
     build_microbatches,
-    microbatch_multiple,
     pad_with_dummies,
     sequence_multiple,
     with_advantages,
 )
+from rlbatch.plan.layout import microbatch_count
 from rlbatch.registry import Registry, load_plugins
 
 LENGTHS = (9, 17, 5, 12, 20, 7, 3, 14, 11)
@@ -95,8 +95,7 @@ def my_packs(
     )
     count = torch.tensor(len(packs))
     dist.all_reduce(count, dist.ReduceOp.MAX)
-    rounds = -(-int(count) // microbatch_multiple(layout)) * microbatch_multiple(layout)
-    return pad_with_dummies(with_advantages(packs, [advantages[i] for i in mine]), rounds, multiple)
+    return pad_with_dummies(with_advantages(packs, [advantages[i] for i in mine]), microbatch_count(layout, int(count)), multiple)
 
 
 def gradients(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ STRICTER = (
     "has equal stages",  # of an interleaved pipeline, as its layers are counted
 )
 """Rules of what Megatron would build."""
-SIZES: dict[str, tuple[int | None, ...]] = {
+SIZES: dict[str, tuple[Any, ...]] = {
     "world_size": (1, 2, 4, 6, 8, 12, 16, 24, 32, 64),
     "tp_size": (1, 2, 3, 4, 8),
     "pp_size": (1, 2, 3, 4, 10),

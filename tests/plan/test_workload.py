@@ -7,7 +7,7 @@ import pytest
 from rlbatch.config.compose import compose
 from rlbatch.config.schema import Config
 from rlbatch.plan.layout import Degrees
-from rlbatch.plan.workload import POINTS, microbatches, pack_tokens, workload
+from rlbatch.plan.workload import POINTS, microbatch_tokens, microbatches, pack_tokens, workload
 
 
 def config(*overrides: str) -> Config:
@@ -52,3 +52,15 @@ def test_packs() -> None:
         )
         == 8
     )
+
+
+def test_packs_of_an_interleaved_pipeline() -> None:
+    """As many as whole rounds of its stages, all as long as the longest."""
+    own = ("train.max_tokens_per_gpu=2048", "train.prompts_per_step=5", "layout.world_size=4", "layout.pp_size=4")
+    plain, interleaved = config(*own), config(*own, "layout.vpp_size=2")
+    work, over = workload(plain), Degrees(1, 1, (1,) * 4)
+    count = microbatches(plain, work, over)
+    assert count % 4
+    assert microbatches(interleaved, work, over) == count + 4 - count % 4
+    assert microbatch_tokens(plain, work, over) * count == pytest.approx(work.tokens / plain.train.updates_per_step)
+    assert microbatch_tokens(interleaved, work, over) == pytest.approx(microbatch_tokens(plain, work, over) / 0.9)
