@@ -136,7 +136,7 @@ def _search(plan: JobPlan, registry: Registry, question: str, shown: str) -> int
     if shown == "json":
         print(json.dumps({"gpus": world if found else None, "best": [change_json(change) for change in found]}, indent=1))
     else:
-        nothing = ["Nothing of what was tried fits; engines were left as they are"]
+        nothing = ["Nothing of what was tried fits; engines had as many GPUs as before"]
         print(*([f"GPUs: {world}", *ranking(found)] if found else nothing), sep="\n")
     return DONE if found else REFUSED
 

@@ -87,7 +87,7 @@ def test_nothing_would_fit(capsys: pytest.CaptureFixture[str]) -> None:
     tiny = ["+cluster=h100x8", "cluster.gpu_memory_gib=6"]
     for question, words in (
         ("search=false", "Would fit   nothing of what was tried"),
-        ("search=true", "Nothing of what was tried fits; engines"),
+        ("search=true", "Nothing of what was tried fits; engines had as many GPUs"),
     ):
         assert main([*tiny, question]) == 2
         assert words in capsys.readouterr().out

@@ -81,10 +81,14 @@ def _single(plan: JobPlan, registry: Registry) -> list[Mapping[str, Any]]:
         found.append(RECOMPUTE)
     least, tokens = -(-plan.work.longest // config.layout.cp_size), config.train.max_tokens_per_gpu
     found += [{"train.max_tokens_per_gpu": max(tokens // part, least)} for part in (2, 4) if least < tokens]
-    if job.shape.memory_option and job.shape.memory_share < 1:
-        key = f"rollout.engine.{job.shape.memory_option}"
-        found += [{key: share} for share in SHARES if share < job.shape.memory_share]
-    return found
+    return found + [keys for share, keys in engine_shares(job).items() if share < job.shape.memory_share]
+
+
+def engine_shares(job: MemoryInputs) -> dict[float, Mapping[str, Any]]:
+    """Shares of a GPU that its engine could take, the largest first, and how that is said; the job's own changes nothing."""
+    own, option = job.shape.memory_share, job.shape.memory_option
+    others = {share: {f"rollout.engine.{option}": share} for share in SHARES} if option and own < 1 else {}
+    return dict(sorted({**others, own: {}}.items(), reverse=True))
 
 
 def _pairs(plan: JobPlan, registry: Registry) -> Iterator[Mapping[str, Any]]:

@@ -1,9 +1,9 @@
 """Searches the layouts of a model on so many GPUs: those that fit, the fastest first.
 
 The space: tensor, pipeline (also with uneven ends, and interleaved), context, expert and expert tensor parallel sizes, recomputation,
-offload strategies with their default options, tokens of a pack; and the job's own. Candidates are looked at in the order of a time that
-none of them can beat: the ten that are returned are the fastest of the whole space that fit, as each of the others is slower by its bound
-already.
+offload strategies with their default options, tokens of a pack, an engine's share of a GPU; and the job's own. Candidates are looked at
+in the order of a time that none of them can beat: the ten that are returned are the fastest of the whole space that fit, as each of the
+others is slower by its bound already.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from rlbatch.api import ConfigError, OffloadMemory, RlbatchError
 from rlbatch.config.schema import Config, LayoutConfig, TrainConfig
-from rlbatch.plan.advice import RECOMPUTE, Change, engine_nodes
+from rlbatch.plan.advice import RECOMPUTE, Change, engine_nodes, engine_shares
 from rlbatch.plan.engine_memory import MemoryInputs, changed_inputs, engine_memory
 from rlbatch.plan.fit import changed, layout_changes, may_fit, offloads
 from rlbatch.plan.generation import Cache, generation, samples_at_once
@@ -58,12 +58,16 @@ def best_layouts(plan: JobPlan, registry: Registry, most: int = BEST) -> list[Ch
         most: How many are looked for.
     """
     own, number = plan.job.config, count()
-    ways = [changed_inputs(plan.job, changed(own, keys, registry), registry) for keys in ({}, *offloads(plan.job, registry))]
+    shares = engine_shares(plan.job).values()
+    ways = [
+        [changed_inputs(plan.job, changed(own, {**keys, **share}, registry), registry) for share in shares]
+        for keys in ({}, *offloads(plan.job, registry))
+    ]
 
     @cache
-    def nodes_of(way: int, layout: LayoutConfig) -> tuple[int, ...]:
+    def nodes_of(way: int, share: int, layout: LayoutConfig) -> tuple[int, ...]:
         """Empty: whatever the recomputation and packs, it does not fit."""
-        job = _with(ways[way], layout, own.train)
+        job = _with(ways[way][share], layout, own.train)
         with suppress(RlbatchError):
             nodes = engine_nodes(job, registry)
             return nodes if may_have_room(job, nodes) else ()
@@ -77,12 +81,15 @@ def best_layouts(plan: JobPlan, registry: Registry, most: int = BEST) -> list[Ch
         if isinstance(first, Change):
             found.setdefault(seconds, first)
             continue
-        for index, way in enumerate(ways):
-            if nodes := nodes_of(index, replace(first.config.layout, **RECOMPUTED[0])):
-                exact = plan_job(_with(way, first.config.layout, first.config.train), nodes)
-                if exact.has_room and exact.time:
+        for way, engines in enumerate(ways):
+            for share, job in enumerate(engines):
+                nodes = nodes_of(way, share, replace(first.config.layout, **RECOMPUTED[0]))
+                exact = plan_job(_with(job, first.config.layout, first.config.train), nodes) if nodes else None
+                if exact and exact.has_room and exact.time:
                     keys = config_changes(own, exact.job.config)
                     heapq.heappush(queue, (exact.time.seconds, len(keys), next(number), Change(keys, exact)))
+                    if job.shape.memory_share <= plan.job.shape.memory_share:
+                        break  # with less memory an engine is no faster
     return list(found.values())
 
 
@@ -149,6 +156,8 @@ def config_changes(before: Config, after: Config) -> dict[str, Any]:
     if before.offload != after.offload:
         keys["offload"] = after.offload.name
         keys |= {f"offload.options.{name}": value for name, value in after.offload.options.items()}
+    engine = after.rollout.engine
+    keys |= {f"rollout.engine.{name}": value for name, value in engine.items() if value != before.rollout.engine.get(name)}
     return keys
 
 
