@@ -111,7 +111,7 @@ def test_a_folder_with_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["+cluster=h20x96", "format=xml"], "format=xml: must be table, json or html. Choose one."),
         (["+cluster=h20x96", "search=yes"], "search=yes: must be false or true. Choose one."),
         (
-            ["+cluster=h20x64", "cluster.gpu=X1", "cluster.gpu_bf16_tflops=0", "search=true"],
+            ["+cluster=h20x64", "layout=qwen3_235b_64xh20", "cluster.gpu=X1", "cluster.gpu_bf16_tflops=0", "search=true"],
             "search=true: cluster.gpu=X1 cluster.gpu_memory_gib=95 do not say what GPUs have and can do. Use +cluster=<name>, or",
         ),
         (["+cluster=h20x96", "verify=true", "search=true"], "verify=true: is another question than search=true. Ask one at a time."),
