@@ -31,7 +31,12 @@ def test_login_node_imports_no_torch() -> None:
 
 @pytest.mark.parametrize(
     ("command", "arguments"),
-    [("submit", ["dry_run=true"]), ("convert.__main__", ["mode=check", "hf={here}"]), ("testing.family", ["{here}"])],
+    [
+        ("submit", ["dry_run=true"]),
+        ("convert.__main__", ["mode=check", "hf={here}"]),
+        ("testing.family", ["{here}"]),
+        ("align.__main__", ["hf={here}"]),
+    ],
 )
 def test_what_trains_here_is_refused(command: str, arguments: list[str], tmp_path: Path) -> None:
     """In one line, not where a rank imports it."""

@@ -1,0 +1,162 @@
+"""Options of a comparison, from ``key=value`` arguments, and layouts by name."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml  # type: ignore[import-untyped]
+
+from rlbatch.api import ConfigError, Count, DataError, ModelFamily, Range
+from rlbatch.config.foreign import read_text
+from rlbatch.config.keys import key
+from rlbatch.config.schema import LayoutConfig
+from rlbatch.config.structured import MISSING_VALUE, from_mapping, key_docs, show_value, unknown_key
+from rlbatch.plan.layout import check_layout
+
+SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp")
+INTRODUCTION = """\
+Says where models part that should compute the same: the first module that differs by more than rounding, what kind of difference it is,
+and how that is known. The same tokens go through transformers in fp32, which is the baseline, and through each other side.
+
+Usage: python -m rlbatch.align hf=<folder> [key=value ...]
+
+Sides, on this machine's processors:
+  transformers         the folder, in fp32: the baseline
+  trainer              the trainer with its local layers, under each of layouts
+  beside=<folder>      another checkpoint of the same model, in transformers in the place of the trainer
+
+Examples:
+  python -m rlbatch.align hf=/models/tiny layouts=[ep1,ep2,tp2+ep2]
+  python -m rlbatch.align hf=/models/tiny beside=/models/exported out=align.html
+
+What is rounding is measured: transformers in the precision of a side beside transformers in more bits, times 10.
+Exit codes: 0 all agree, 1 a side differs or did not run, 2 refused: arguments, folders, layouts, tokens.
+
+Keys (key=value):
+"""
+
+
+@dataclass(frozen=True)
+class Options:
+    """All keys of the command."""
+
+    hf: str = key(MISSING_VALUE, "Hugging Face folder of the model.")
+    beside: str = key("", "Another folder, to be compared with hf by weights and by what both compute in transformers.")
+    layouts: tuple[str, ...] = key(
+        ("ep1",), "Layouts of the trainer: sizes joined by +, e.g. tp2+ep2; the others are 1, ranks as many as that takes."
+    )
+    precision: Literal["fp32", "bf16"] = key("fp32", "Arithmetic of the trainer.")
+    lengths: tuple[Count, ...] = key((9, 17, 1, 12), "Tokens of random sequences.")
+    seed: Annotated[int, Range(least=0, most=2**31)] = key(0, "Of the random tokens.")
+    tokens: str = key("", "File with a JSON list of token ids a line, in the place of random ones.")
+    gradients: bool = key(True, "Compare gradients too, of the first layout with those of the others.")
+    out: str = key("", "HTML page to write.")
+    plugins: tuple[str, ...] = key((), "Extra plugins (model families): python files or importable modules.")
+
+
+def parse(arguments: Sequence[str]) -> Options:
+    """Options from arguments.
+
+    Raises:
+        ConfigError: an argument that is no key=value, an unknown key, a wrong value, or a combination that makes no sense.
+    """
+    known = {doc.name: doc for doc in key_docs(Options)}
+    values: dict[str, Any] = {}
+    for argument in arguments:
+        name, equals, text = argument.partition("=")
+        if not equals:
+            raise ConfigError(f"`{argument}`: not of the form key=value. See --help.")
+        if name not in known:
+            raise unknown_key(name, known)
+        if name in values:
+            raise ConfigError(f"{argument}: `{name}` is given twice. Leave one out.")
+        values[name] = text if isinstance(known[name].default, str) else _value(argument, text)
+    options = from_mapping(Options, values)
+    if options.hf == MISSING_VALUE:
+        raise ConfigError("hf=: has no value. Give the model's folder: hf=<folder>.")
+    if options.beside and "layouts" in values:
+        raise ConfigError("layouts: not used with beside=, which compares two checkpoints in transformers. Leave one of them out.")
+    if options.out and not Path(options.out).resolve().parent.is_dir():
+        raise ConfigError(f"out={options.out}: its folder is not there. Make it, or choose another path.")
+    if not options.layouts:
+        raise ConfigError("layouts=[]: must name at least one. Use layouts=[ep1].")
+    return options
+
+
+def help_text() -> str:
+    """What ``--help`` prints."""
+    return INTRODUCTION + "\n".join(f"  {f'{doc.name}={show_value(doc.default)}':<32} {doc.doc}" for doc in key_docs(Options))
+
+
+def layout_of(name: str, family: ModelFamily) -> LayoutConfig:
+    """A layout from its name: ``tp2+ep2``.
+
+    Raises:
+        ConfigError: a part that is no size, or a layout that the model cannot have.
+    """
+    sizes: dict[str, Any] = dict.fromkeys(SIZES, 1)
+    for part in name.split("+"):
+        match = re.fullmatch(rf"({'|'.join(SIZES)})([1-9]\d{{0,5}})", part)
+        if match is None:
+            raise ConfigError(
+                f"layouts=[{name}]: `{part}` is no size. Join {', '.join(f'{size}<n>' for size in SIZES)} by +, e.g. tp2+ep2."
+            )
+        sizes[match[1]] = int(match[2])
+    if "etp" not in name and sizes["ep"] == 1 and family.num_experts:
+        sizes["etp"] = sizes["tp"]
+    dense, experts = sizes["tp"] * sizes["pp"] * sizes["cp"], sizes["etp"] * sizes["ep"] * sizes["pp"]
+    layout = LayoutConfig(world_size=math.lcm(dense, experts), **{f"{size}_size": number for size, number in sizes.items()})
+    try:
+        check_layout(layout, family, on_gpu=False)
+    except ConfigError as error:
+        raise ConfigError(f"layouts=[{name}]: {error}") from None
+    return layout
+
+
+def token_lists(options: Options, family: ModelFamily) -> list[list[int]]:
+    """The sequences that are compared.
+
+    Raises:
+        ConfigError: one is longer than the model's context.
+        DataError: a line of ``tokens`` that is no list of the model's token ids.
+    """
+    if options.tokens:
+        found = _read_tokens(Path(options.tokens), family)
+    else:
+        import random
+
+        draw = random.Random(options.seed)
+        found = [[draw.randrange(family.vocab_size) for _ in range(length)] for length in options.lengths]
+    what = f"tokens={options.tokens}" if options.tokens else f"lengths=[{','.join(map(str, options.lengths))}]"
+    if not found:
+        raise ConfigError(f"{what}: has no sequence. Give at least one.")
+    if (longest := max(map(len, found))) > family.max_sequence_length:
+        raise ConfigError(f"{what}: a sequence of {longest} tokens, the model's context is {family.max_sequence_length}. Use shorter ones.")
+    return found
+
+
+def _read_tokens(path: Path, family: ModelFamily) -> list[list[int]]:
+    found = []
+    for number, line in enumerate(read_text(path, "Give a file with a JSON list of token ids a line.").splitlines(), 1):
+        try:
+            tokens = json.loads(line)
+        except (ValueError, RecursionError):
+            tokens = None
+        is_right = isinstance(tokens, list) and tokens and all(type(token) is int and 0 <= token < family.vocab_size for token in tokens)
+        if not is_right:
+            raise DataError(f"{path}:{number}: must be a JSON list of token ids below {family.vocab_size}. Correct the line.")
+        found.append(tokens)
+    return found
+
+
+def _value(argument: str, text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"{argument}: the value cannot be read. Write a number, true, false or [a,b].") from None

@@ -1,0 +1,38 @@
+"""What a norm would hold if it were computed otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from rlbatch.align.case import Candidate, Case, number
+
+WEIGHT = {"input_norm": "input_layernorm.weight", "mlp_norm": "pre_mlp_layernorm.weight", "final_norm": "decoder.final_layernorm.weight"}
+
+
+def rms_norm(values: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Over the last dimension."""
+    return values * (values.square().mean(-1, keepdim=True) + epsilon).rsqrt() * weight
+
+
+def of_norm(case: Case) -> Iterator[Candidate]:
+    """A layer's norms and the final one."""
+    name, epsilon = case.place[1], float(case.family.transformer["layernorm_epsilon"])
+    entering = case.entering()
+    entering = entering + case.value("attention") if name == "mlp_norm" else entering
+    (weight,) = case.weights(WEIGHT[name])
+    got, scaled = case.got.values[case.place].double(), entering * weight
+    inverse = (got * scaled).sum(-1) / (scaled * scaled).sum(-1)  # of the root that was taken
+    other = float((inverse**-2 - entering.square().mean(-1)).median())
+    if other > -1e-4:
+        yield Candidate("epsilon", f"epsilon is about {number(max(other, 0.0))}, not {number(epsilon)}", rms_norm(entering, weight, other))
+    yield Candidate("missing", "the norm is left out", entering)
+    yield Candidate("missing", "the norm's weight is left out", rms_norm(entering, torch.ones_like(weight), epsilon))
+    yield Candidate("another offset", "the norm multiplies by 1 + its weight", rms_norm(entering, 1 + weight, epsilon))
+    centred = entering - entering.mean(-1, keepdim=True)
+    yield Candidate("another norm", "the mean is taken off first: LayerNorm, not RMSNorm", rms_norm(centred, weight, epsilon))
+    if name == "mlp_norm":
+        yield Candidate("missing", "attention's output is not added before the norm", rms_norm(case.entering(), weight, epsilon))
+        yield Candidate("missing", "the residual is not added before the norm", rms_norm(case.value("attention"), weight, epsilon))

@@ -1,0 +1,103 @@
+"""Runs the sides of a comparison: the baseline, what rounding makes of it, and each other side beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlbatch.align.answer import Answer, answer
+from rlbatch.align.arguments import Options
+from rlbatch.align.comparison import measured_rounding
+from rlbatch.align.places import Batch, Capture, Place, Side, batch_of
+from rlbatch.align.trainer_side import TrainerSide
+from rlbatch.align.transformers_side import TransformersSide
+from rlbatch.api import ModelError, ModelFamily
+from rlbatch.config.schema import LayoutConfig
+from rlbatch.testing.gradients import relative_error
+
+MORE_BITS = {"fp32": "fp64", "bf16": "fp32"}
+GRADIENT_LIMIT = {"fp32": 1e-5, "bf16": 5e-2}
+"""Relative L2 difference of gradients that another order of addition makes (docs/measurements/gradients.md)."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A side that did not run.
+
+    Attributes:
+        title: The side's.
+        reason: In one line.
+    """
+
+    title: str
+    reason: str
+
+
+def compared(
+    options: Options, family: ModelFamily, layouts: dict[str, LayoutConfig], tokens: Sequence[Sequence[int]], pools: Callable[[int], Any]
+) -> Iterator[Answer | Failed | str]:
+    """One side after the other: its answer or why it has none, and a line on its gradients.
+
+    Args:
+        options: Of the command, checked.
+        family: Of the model.
+        layouts: By name.
+        tokens: The sequences.
+        pools: Gives the processes of a number of ranks.
+
+    Raises:
+        ModelError: transformers cannot compute the baseline.
+    """
+    folder, batch = Path(options.hf), batch_of(tokens)
+    sides: list[Side]
+    if options.beside:
+        sides = [TransformersSide(Path(options.beside), title=f"checkpoint {options.beside}")]
+    else:
+        with_gradients = options.gradients and len(layouts) > 1
+        sides = [
+            TrainerSide(folder, layout, name, options.precision, options.plugins, pools, with_gradients=with_gradients)
+            for name, layout in layouts.items()
+        ]
+    try:
+        baseline = TransformersSide(folder).capture(batch)
+        limits = rounding(folder, batch, baseline, "fp32" if options.beside else options.precision)
+    except Exception as error:  # whatever transformers says to this folder
+        raise ModelError(f"hf={folder}: the baseline, transformers, cannot compute it ({_last_line(error)}). Use another model.") from error
+    first: tuple[str, Capture] | None = None
+    for side in sides:
+        try:
+            got = side.capture(batch)
+        except Exception as error:  # of whatever runs there: the other sides go on
+            yield Failed(side.title, _last_line(error))
+            continue
+        yield answer(family, batch, side, baseline, got, limits)
+        if first is not None and got.gradients:
+            yield _gradients(side, got, *first)
+        first = first or (side.title, got)
+
+
+def rounding(folder: Path, batch: Batch, baseline: Capture, precision: str) -> dict[Place, float]:
+    """What rounding explains at each place, in a precision."""
+    other = TransformersSide(folder, MORE_BITS["fp32"] if precision == "fp32" else precision).capture(batch)
+    return measured_rounding(other, baseline, precision) if precision == "fp32" else measured_rounding(baseline, other, precision)
+
+
+def _gradients(side: Side, got: Capture, title: str, first: Capture) -> str:
+    """A line: the parameter whose gradient differs most."""
+    apart = {
+        name: relative_error(got.gradients[name], want)
+        for name, want in first.gradients.items()
+        if name in got.gradients and name != "loss"
+    }
+    name = max(apart, key=lambda name: apart[name])
+    limit = GRADIENT_LIMIT[side.precision]
+    verdict = "agree" if apart[name] <= limit else "DIFFER"
+    return f"{side.title}: gradients {verdict} with those of {title}; at most {apart[name]:.1e} of {limit:.0e}, {name}."
+
+
+def _last_line(error: Exception) -> str:
+    """Of a rank's traceback the last line says what it was."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1].strip() if lines else ''}"

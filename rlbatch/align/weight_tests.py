@@ -1,0 +1,139 @@
+"""What is different between two sides' weights of the same name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from rlbatch.align.case import Case, Explanation, number
+
+WEIGHT_ROUNDING = {"fp32": 1e-6, "bf16": 6e-3}
+"""Relative difference of weights that were rounded once more."""
+LEFT = 0.05
+"""Part of the difference that an explanation may leave."""
+STALE = 0.5
+"""Relative difference below which a tensor is an older or later state of the same one."""
+OF_PLACE = {
+    "embedding": ("embedding.word_embeddings.weight",),
+    "input_norm": ("input_layernorm.weight",),
+    "query": (
+        "self_attention.linear_qkv.weight",
+        "self_attention.linear_qkv.bias",
+        "self_attention.q_layernorm.weight",
+        "self_attention.linear_q_proj.weight",
+        "self_attention.linear_q_down_proj.weight",
+        "self_attention.linear_q_up_proj.weight",
+    ),
+    "key": (
+        "self_attention.linear_qkv.weight",
+        "self_attention.linear_qkv.bias",
+        "self_attention.k_layernorm.weight",
+        "self_attention.linear_kv_down_proj.weight",
+        "self_attention.kv_layernorm.weight",
+        "self_attention.linear_kv_up_proj.weight",
+    ),
+    "attention": ("self_attention.linear_proj.weight",),
+    "mlp_norm": ("pre_mlp_layernorm.weight",),
+    "router_logits": ("mlp.router.weight",),
+    "router_weights": ("mlp.router.expert_bias",),
+    "shared_experts": ("mlp.shared_experts.linear_fc1.weight", "mlp.shared_experts.linear_fc2.weight"),
+    "mlp": ("mlp.linear_fc1.weight", "mlp.linear_fc2.weight", "mlp.experts.gate_up", "mlp.experts.down"),
+    "final_norm": ("decoder.final_layernorm.weight",),
+    "logprobs": ("output_layer.weight", "embedding.word_embeddings.weight"),
+}
+"""Place -> parameters that it depends on, by their canonical names."""
+OF_PLACE |= {"value": OF_PLACE["key"], "entropy": OF_PLACE["logprobs"], "context": (), "output": ()}
+
+
+def differing(want: Mapping[str, Tensor], got: Mapping[str, Tensor], precision: str) -> dict[str, float]:
+    """Name -> relative difference of every tensor that is not the same; infinite: not there, or of another shape."""
+    apart = {name: _apart(tensor, got.get(name)) for name, tensor in want.items()}
+    return {name: distance for name, distance in apart.items() if distance > WEIGHT_ROUNDING[precision]}
+
+
+def _apart(want: Tensor, got: Tensor | None) -> float:
+    if got is None or got.shape != want.shape:
+        return float("inf")
+    apart = float((got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30))
+    return apart if apart == apart else float("inf")
+
+
+def explain(case: Case, precision: str) -> Explanation | None:
+    """What is wrong with weights of the place, if any is; of several the first."""
+    if not case.got.weights:
+        return None
+    wrong = differing(case.want.weights, case.got.weights, precision)
+    experts = range(case.family.num_experts)
+    own = [
+        name
+        for parameter in [parameter for place in case.unseen() for parameter in OF_PLACE[place]]
+        for expert in (experts if ".experts." in parameter and "shared" not in parameter else (None,))
+        for name in case.names(parameter, expert)
+    ]
+    mine = [name for name in dict.fromkeys(own) if name in wrong]
+    if not mine:
+        return None
+    name = mine[0]
+    kind, words = _kind(name, case.want.weights, case.got.weights)
+    how = f"weights compared by name: {name} differs by {wrong[name]:.1e} of its norm{_others(name, list(wrong), len(case.want.weights))}"
+    return Explanation(kind, words, how)
+
+
+def _others(name: str, wrong: Sequence[str], count: int) -> str:
+    if len(wrong) == 1:
+        return ", all others are the same"
+    place = ".".join(name.split(".")[:3]) + "."
+    layer = f", all in {place.removesuffix('.')}" if all(each.startswith(place) for each in wrong) else ""
+    return f", and {len(wrong) - 1} more of {count} tensors{layer}"
+
+
+def _kind(name: str, want: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> tuple[str, str]:
+    """Kind of the difference, and what the side holds."""
+    ours, theirs = got.get(name), want[name].double()
+    if ours is None:
+        return "missing", f"{name} is not there"
+    if ours.shape != theirs.shape:
+        return "another shape", f"{name} has shape {list(ours.shape)}, not {list(theirs.shape)}"
+    ours = ours.double()
+    if not ours.isfinite().all():
+        return "not finite", f"{name} has values that are infinite or NaN"
+    if not ours.any():
+        return "missing", f"{name} is zero"
+    if theirs.ndim == 1 and bool((ours == 1).all()):
+        return "missing", f"{name} is one everywhere, as if it was never loaded"
+    left = LEFT * float((ours - theirs).norm())
+
+    def is_it(other: Tensor) -> bool:
+        return other.shape == ours.shape and float((ours - other.double()).norm()) <= left
+
+    if same := [other for other, tensor in want.items() if other != name and is_it(tensor)]:
+        return "permuted", f"{name} holds the values of {same[0]}"
+    if theirs.ndim == 2 and is_it(theirs.T):
+        return "permuted", f"{name} is transposed"
+    if theirs.ndim == 2 and is_it(theirs.T.reshape(theirs.shape)):
+        return "permuted", f"{name} is transposed in memory"
+    for what, dim in (("rows", 0), ("columns", -1))[: theirs.ndim]:
+        if order := _order(ours.movedim(dim, 0), theirs.movedim(dim, 0), left):
+            return "permuted", f"{name} has its {what} in another order: {', '.join(map(str, order[:4]))}, ... are the first"
+    factor, shift = float((ours * theirs).sum() / (theirs * theirs).sum()), float((ours - theirs).mean())
+    if is_it(factor * theirs):
+        return "another scale", f"{name} is {number(factor)} times what it should be"
+    if is_it(theirs + shift):
+        return "another offset", f"{name} is larger by {number(shift)} everywhere"
+    near = _apart(theirs, ours) < STALE
+    return (
+        "stale weights",
+        f"{name} is {'near' if near else 'nowhere near'} what it should be{': an older state, or one rounded more' if near else ''}",
+    )
+
+
+def _order(ours: Tensor, theirs: Tensor, left: float) -> list[int]:
+    """Which row of ``theirs`` each row of ``ours`` is; empty: they are no permutation that leaves so little."""
+    if not 2 <= len(ours) <= 4096:
+        return []
+    rows, others = ours.reshape(len(ours), -1), theirs.reshape(len(theirs), -1)
+    nearest = torch.cdist(rows, others).argmin(1)
+    is_one = len(set(nearest.tolist())) == len(rows) and float((rows - others[nearest]).norm()) <= left
+    return nearest.tolist() if is_one else []

@@ -1,0 +1,68 @@
+"""Faults are named: the first module that differs, and what kind of difference it is; without a fault nothing is said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rlbatch.align.answer import Answer, answer
+from rlbatch.align.places import Batch, Capture, Place, batch_of
+from rlbatch.align.sides import rounding
+from rlbatch.align.transformers_side import TransformersSide
+from rlbatch.api import ModelFamily
+from rlbatch.config.hf_config import read_config
+from rlbatch.registry import load_plugins
+from tests import tiny_models
+from tests.align.faults import FAULTS, Fault
+from tests.tiny_models import saved
+
+Baseline = tuple[Path, ModelFamily, Capture, dict[Place, float]]
+
+
+@pytest.fixture(scope="module")
+def batch() -> Batch:
+    """Sequences of 9, 17, 1 and 12 tokens below 61."""
+    return batch_of([[(7 * place * place + 3 * length) % 61 for place in range(length)] for length in (9, 17, 1, 12)])
+
+
+@pytest.fixture(scope="module")
+def baseline(tmp_path_factory: pytest.TempPathFactory, batch: Batch) -> Callable[[str], Baseline]:
+    """A model by name, as a folder, and what transformers computes of it."""
+    made: dict[str, Baseline] = {}
+
+    def of(name: str) -> Baseline:
+        if name not in made:
+            folder = saved(getattr(tiny_models, name)(), tmp_path_factory.mktemp(name))
+            right = TransformersSide(folder).capture(batch)
+            made[name] = folder, load_plugins().resolve_model_family(read_config(folder)), right, rounding(folder, batch, right, "fp32")
+        return made[name]
+
+    return of
+
+
+def asked(baseline: Baseline, batch: Batch, side: TransformersSide) -> Answer:
+    _, family, right, limits = baseline
+    return answer(family, batch, side, right, side.capture(batch), limits)
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=list(FAULTS))
+def test_each_fault_is_named(fault: Fault, baseline: Callable[[str], Baseline], batch: Batch) -> None:
+    """Module, layer and kind."""
+    model = baseline(fault.model)
+    found = asked(model, batch, TransformersSide(model[0], change=fault.put))
+    assert found.first is not None
+    assert found.explanation is not None
+    said = found.sentence(4)
+    assert found.first.place == fault.place, said
+    assert found.explanation.kind == fault.kind, said
+    assert fault.words in said
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "moonlight", "mixtral", "qwen2", "qwen3"])
+def test_what_is_right_is_no_fault(name: str, baseline: Callable[[str], Baseline], batch: Batch) -> None:
+    """The same model again."""
+    found = asked(baseline(name), batch, TransformersSide(baseline(name)[0]))
+    assert found.first is None
+    assert "agrees everywhere up to rounding" in found.sentence(4)
