@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import socket
 from collections.abc import Iterator
@@ -10,13 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rlbatch.api import CheckpointError
+from rlbatch.checkpoint.run_folder import LATEST
 from rlbatch.collectives import gathered
 from rlbatch.launch.preflight.node_facts import host_memory
 from rlbatch.pipeline.first_rank import on_first_rank
 
 SPARE_BYTES = 2**18
 """Room for progress.json, metadata and folders."""
-KEPT = "The previous checkpoint stays the latest."
 FULL = (errno.ENOSPC, errno.EDQUOT)
 READ_ONLY = "It may not be written to: mount it for writing or mend its permissions, or choose another folder."
 ADVICE = {
@@ -58,8 +59,8 @@ def check_disk(root: Path, need: int, step: int) -> None:
         free = shutil.disk_usage(root).free
         if free < need + SPARE_BYTES:
             raise CheckpointError(
-                f"checkpoint.save={root}: the checkpoint of step {step} needs {size(need + SPARE_BYTES)}, {size(free)} are free. {KEPT} "
-                f"{ADVICE[errno.ENOSPC]}"
+                f"checkpoint.save={root}: the checkpoint of step {step} needs {size(need + SPARE_BYTES)}, {size(free)} are free. "
+                f"{_kept(root)} {ADVICE[errno.ENOSPC]}"
             )
 
     on_first_rank(check)
@@ -83,8 +84,13 @@ def explaining_write_errors(root: Path, need: int, step: int) -> Iterator[None]:
             space = f" It needs {size(need)}, {size(free)} are free."
         advice = ADVICE.get(cause.errno or 0, OTHER_ADVICE) if cause else NO_ADVICE
         raise CheckpointError(
-            f"checkpoint.save={root}: the checkpoint of step {step} could not be written ({text}).{space} {KEPT} {advice}"
+            f"checkpoint.save={root}: the checkpoint of step {step} could not be written ({text}).{space} {_kept(root)} {advice}"
         ) from error
+
+
+def _kept(root: Path) -> str:
+    """What there is to go on from."""
+    return "The previous checkpoint stays the latest." if os.path.exists(root / LATEST) else "No checkpoint was saved before it."
 
 
 def system_error(error: BaseException | None) -> OSError | None:
@@ -107,8 +113,8 @@ def check_memory(root: Path, need: int, step: int) -> None:
     """
     if reason := host_without_room(need):
         raise CheckpointError(
-            f"checkpoint.save={root}: writing the checkpoint of step {step} {reason}. {KEPT} Leave more memory free there, e.g. with fewer "
-            "ranks a host or a larger job."
+            f"checkpoint.save={root}: writing the checkpoint of step {step} {reason}. {_kept(root)} Leave more memory free there, e.g. "
+            "with fewer ranks a host or a larger job."
         )
 
 

@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from rlbatch.api import CheckpointError
+from rlbatch.checkpoint.run_folder import LATEST
 from rlbatch.pipeline.checkpoint_space import explaining_write_errors, system_error
 from tests.pipeline.saving import file_limit
 
 
 def said(root: Path, error: BaseException) -> str:
-    """The message for an error."""
+    """The message for an error, where there is a checkpoint already."""
+    (root / LATEST).touch()
     with pytest.raises(CheckpointError) as told, explaining_write_errors(root, 3 * 2**20, 7):
         raise error
     assert told.value.__cause__ is error
@@ -63,7 +65,7 @@ def test_torch_hides_what_the_system_says(tmp_path: Path) -> None:
         (CheckpointError("checkpoint.save=x: so"), "checkpoint.save=x: so"),
         (
             CheckpointError("rank 1: killed"),
-            "checkpoint.save=y: the checkpoint of step 7 could not be written (rank 1: killed). The previous checkpoint stays the latest. "
+            "checkpoint.save=y: the checkpoint of step 7 could not be written (rank 1: killed). No checkpoint was saved before it. "
             "The output above may say why.",
         ),
     ],

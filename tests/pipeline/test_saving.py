@@ -293,5 +293,5 @@ def test_a_save_needs_memory(run_dir: Path, tmp_path: Path, rank_pool) -> None:
     for message in rank_pool(2).run(saving.save_without_memory, saving_to(config_for("ep2"), tmp_path), str(run_dir), 2**20):
         assert message.startswith(f"CheckpointError: checkpoint.save={tmp_path}: writing the checkpoint of step 1 needs 48.")
         assert " MiB of memory on host " in message
-        assert "1.0 MiB are available. The previous checkpoint stays the latest. " in message
+        assert "1.0 MiB are available. No checkpoint was saved before it. " in message
     assert list(tmp_path.iterdir()) == []
