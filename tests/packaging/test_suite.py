@@ -17,6 +17,8 @@ OTHERS = ("cluster", "docs", "examples", "packaging")
 SCENARIOS = {
     "algorithms/test_learning.py",
     "algorithms/test_published_cases.py",
+    "align/test_command.py",
+    "align/test_right_models.py",
     "config/test_clusters.py",  # the shipped files
     "config/test_recipes.py",  # the shipped files
     "convert/test_command.py",
