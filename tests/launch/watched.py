@@ -119,6 +119,9 @@ def behave(behaviour: str, watchdog: Watchdog, meeting: Meeting) -> None:
             return time.sleep(overseer.STOPPING_S + 2)
         if what == "follow" and rank == 0:
             raise ConnectionError("gloo/transport: connection closed by peer")
+        if what == "late":  # rank 1 gave up, which rank 0 notices, and is heard first
+            time.sleep(2 * rank)
+            raise RuntimeError("gloo/transport: " + ("Timed out waiting 5000ms" if rank else "Connection closed by peer"))
         time.sleep(FOREVER_S)
 
 
@@ -193,7 +196,7 @@ def misbehave(what: str) -> None:
     if what == "busy":
         ctypes.PyDLL(None).sleep(4)
         os._exit(0)
-    if what in ("sleep", "abort"):
+    if what in ("sleep", "abort", "late"):
         time.sleep(FOREVER_S)
     if what in ("term", "end"):
         os.kill(os.getpid(), signal.SIGTERM if what == "term" else END_SIGNAL)

@@ -323,11 +323,19 @@ class Overseer(threading.Thread):
         return all(member.location for rank, member in self._members.items() if self._is_running(member) and rank not in failed)
 
     def _waits_for_answers(self, now: float) -> bool:
-        """Whether the decision turns on where ranks are, and one of them, maybe on a busy machine, may still say so."""
+        """Whether the decision turns on what a rank, maybe on a busy machine, may still say: where it is, or why it hung up on another."""
         evidence = self._evidence
-        if self._has_answers() or now > evidence.answer_until or not all(follows for _, follows in evidence.failures):
+        if not evidence.failures and not evidence.deaths:
             return False
-        return self._gave_up() if evidence.deaths else any(_is_late(error) for error, _ in evidence.failures[:1])
+        if now > evidence.answer_until or not all(follows for _, follows in evidence.failures):
+            return False
+        if evidence.deaths:
+            return self._gave_up() and not self._has_answers()
+        return not (self._waited_in_vain() and self._has_answers())
+
+    def _waited_in_vain(self) -> FirstError | None:
+        """A collective's time-out. It also ends connections, and the rank at the other end may be heard first."""
+        return next((error for error, _ in self._evidence.failures if "timed out" in error.message.lower()), None)
 
     def _gave_up(self) -> bool:
         """Whether the first rank that ended may have done so because a collective did: NCCL ends such a process."""
@@ -373,7 +381,7 @@ class Overseer(threading.Thread):
             return FirstError(rank, self._members[rank].host, "Exit", f"was stopped by {name}, and other ranks were not.", "", time.time())
         if evidence.hung:
             return self._hang(find_culprit(locations), locations)
-        if working and _is_late(evidence.failures[0][0]):
+        if working and self._waited_in_vain():
             return self._hang(find_culprit(working), locations)
         return evidence.failures[0][0]
 
@@ -393,7 +401,7 @@ class Overseer(threading.Thread):
             dead, (_, seconds) = next(iter(self._evidence.deaths.items()))
             what = f"launch.collective_timeout_s={self._collective_s:g}: rank {dead} ended after {seconds:.0f} s in phase {member.phase}"
         elif self._evidence.failures:
-            first = self._evidence.failures[0][0]
+            first = self._waited_in_vain() or self._evidence.failures[0][0]
             what = f"rank {first.rank} waited in vain ({first.message.splitlines()[0][:200]})"
         else:
             key = member.phase if member.phase in ("start", "generation", "checkpoint") else "training"
@@ -420,11 +428,6 @@ class Overseer(threading.Thread):
             return  # the folder is another attempt's
         claim(self._run_dir, error)
         self.on_failure(read_first_error(self._run_dir) or error)
-
-
-def _is_late(error: FirstError) -> bool:
-    """Whether it is a collective's time-out."""
-    return "timed out" in error.message.lower()
 
 
 def _named(hosts: Mapping[int, str]) -> str:

@@ -187,6 +187,14 @@ def test_hang_in_a_collective(tmp_path: Path) -> None:
     assert "in with_gloo" in (tmp_path / "logs/rank2.stacks").read_text()
 
 
+def test_a_time_out_that_is_heard_after_its_consequence(tmp_path: Path) -> None:
+    """The rank that gave up hangs up on another one, whose complaint comes first: the rank that both waited for is named all the same."""
+    watched.run(tmp_path, "late", 3, "60")
+    error = first_error(tmp_path)
+    assert (error.rank, error.type) == (2, "Hang")
+    assert "rank 1 waited in vain (gloo/transport: Timed out waiting 5000ms)" in error.message
+
+
 def test_processes_that_their_collectives_ended(tmp_path: Path) -> None:
     """NCCL ends the processes that waited too long, without a word: the rank that was in no collective is named, not they."""
     ended = watched.run(tmp_path, "abort")
