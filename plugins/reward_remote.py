@@ -13,8 +13,6 @@ import json
 import math
 import os
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -82,6 +80,9 @@ def _asked(options: _Options, samples: Sequence[Sample]) -> list[Score]:
 
 
 def _post(options: _Options, body: bytes) -> bytes:
+    import urllib.error  # with HTTP and TLS: only where something is sent
+    import urllib.request
+
     headers = {"Content-Type": "application/json"}
     if options.token_variable:
         headers["Authorization"] = f"Bearer {os.environ.get(options.token_variable, '')}"

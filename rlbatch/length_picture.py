@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from html import escape
 from pathlib import Path
-from xml.sax.saxutils import escape
 
 BINS, BAR_COLUMNS = 16, 50
 WIDTH, HEIGHT, MARGIN = 720, 160, 40

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -67,6 +66,8 @@ def untried(distribution: str, version: str) -> str:
 
 async def ask_workers(llm: Any, method: str, *arguments: Any) -> list[Any]:
     """What a method of every worker returns; vLLM's own call returns those of the first data-parallel engine."""
+    import asyncio  # not where versions are only asked for: it takes as long as all other plugins
+
     core = llm.engine_core
     answers = [core._call_utility_async("collective_rpc", method, None, arguments, {}, engine=engine) for engine in core.core_engines]
     return [answer for workers in await asyncio.gather(*answers) for answer in workers]
@@ -74,6 +75,8 @@ async def ask_workers(llm: Any, method: str, *arguments: Any) -> list[Any]:
 
 async def join_workers(llm: Any, path: str, size: int, limit_s: float) -> None:
     """Lets all workers of this host join a group of ``size`` processes, behind the first one; see ``WeightGroup``."""
+    import asyncio
+
     core, each = llm.engine_core, llm.vllm_config.parallel_config.world_size
     joins = [
         core._call_utility_async("collective_rpc", "rlbatch_join", None, (path, 1 + number * each, size, limit_s), {}, engine=engine)

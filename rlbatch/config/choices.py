@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from rlbatch.api import ConfigError
@@ -47,10 +48,12 @@ def complete_choices(
         ConfigError: there is no layout for this model and cluster.
     """
     chosen, names_model = dict(choices), _names_model(keys)
+    said = cache(lambda: compose(_lines({**choices, "layout": AUTO}, keys)))  # takes a tenth of a second
     if "cluster" in chosen and "model" not in chosen:
-        tree = compose(_lines({**chosen, "layout": AUTO}, keys))
-        cluster, named = (tree.get(section) for section in ("cluster", "model"))
+        cluster, named = (said().get(section) for section in ("cluster", "model"))
         model = cluster.get("model") if isinstance(cluster, Mapping) else None
+        if model and model not in group_files()["model"]:
+            raise ConfigError(f"cluster.model={model}: unknown. Choose {', '.join(group_files()['model'])}, or leave it out.")
         chosen |= {"model": model} if model else {}
         names_model = isinstance(named, Mapping) and named.get("hf") != EMBEDDED
     if "model" in chosen:
@@ -60,7 +63,7 @@ def complete_choices(
     if (experiment := chosen.get("experiment")) in group_files()["algorithm"]:
         chosen.setdefault("algorithm", str(experiment))
     if "model" in chosen or chosen.get("layout") == AUTO:
-        chosen["layout"] = _layout(chosen, keys, compose)
+        chosen["layout"] = _layout(chosen, keys, said)
     return _lines(chosen, [*_dropped_options(chosen, choices), *_no_reward(chosen), *keys])
 
 
@@ -93,12 +96,13 @@ def _overridden(group: str, *file: str) -> str | None:
     return next((entry[f"override /{group}"] for entry in entries if isinstance(entry, Mapping) and f"override /{group}" in entry), None)
 
 
-def _layout(chosen: Mapping[str, str], keys: Sequence[str], compose: Callable[[Sequence[str]], Mapping[str, Any]]) -> str:
+def _layout(chosen: Mapping[str, str], keys: Sequence[str], said: Callable[[], Mapping[str, Any]]) -> str:
+    """``said`` is what the user's own choices say. Of models' names and clusters, files of other groups say nothing."""
     asked = chosen.get("layout")
     if asked and asked != AUTO:
         return asked
-    tree = compose(_lines({**chosen, "layout": AUTO}, keys))
-    model, cluster = tree.get("model", {}).get("name", ""), tree.get("cluster", {})
+    model = said().get("model", {}).get("name") or (choice_values("model", chosen["model"])["model.name"] if "model" in chosen else "")
+    cluster = said().get("cluster", {})
     machines = f"{cluster.get('gpus')}x{str(cluster.get('gpu')).lower()}"
     known = [name for name in group_files()["layout"] if name.startswith(f"{model}_")]
     if f"{model}_{machines}" in known:

@@ -18,7 +18,7 @@ from rlbatch.config.evaluation import without_training
 from rlbatch.config.overrides import PLUGIN_GROUPS, parse_arguments, text_value
 from rlbatch.config.paths import with_absolute_paths
 from rlbatch.config.schema import Config
-from rlbatch.config.sources import CLUSTER, ROOT, give_to_hydra, group_files
+from rlbatch.config.sources import ROOT, group_files
 from rlbatch.config.structured import from_mapping, to_plain
 from rlbatch.config.yaml_files import read_yaml, write_yaml
 
@@ -36,10 +36,11 @@ def compose(overrides: Sequence[str], text_options: Collection[str] = ()) -> Con
     """
     from hydra import compose as hydra_compose
     from hydra import initialize
-    from hydra.core.config_store import ConfigStore
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
+
+    from rlbatch.config.hydra_files import give_to_hydra
 
     def tree(lines: Sequence[str]) -> Mapping[str, Any]:
         try:
@@ -50,10 +51,8 @@ def compose(overrides: Sequence[str], text_options: Collection[str] = ()) -> Con
 
     files = group_files(text_value(overrides, "cluster_dir"))
     asked = parse_arguments(overrides, {group: list(names) for group, names in files.items()}, text_options)
-    give_to_hydra(files, asked.choices.get(CLUSTER, ""))
-    for group, name in asked.choices.items():
-        if group in PLUGIN_GROUPS and name not in files[group]:
-            ConfigStore.instance().store(name, {"name": name}, group)
+    plugins = {group: name for group, name in asked.choices.items() if group in PLUGIN_GROUPS and name not in files[group]}
+    give_to_hydra(files, plugins)
     config = with_absolute_paths(from_mapping(Config, tree(complete_choices(asked.choices, asked.lines, tree))))
     if config.mode == "eval":
         config = without_training(config)

@@ -1,16 +1,15 @@
-"""Finds the choices of config groups: yaml files of the package, and a folder with the user's clusters. Hydra gets them read."""
+"""Finds and reads the choices of config groups: yaml files of the package, and a folder with the user's clusters."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from contextlib import nullcontext, suppress
 from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from rlbatch.api import ConfigError, RlbatchError
+from rlbatch.api import ConfigError
 from rlbatch.config.foreign import read_json, read_text
 from rlbatch.config.yaml_files import CORRECT, read_yaml
 
@@ -45,22 +44,26 @@ def published_config(model: str) -> Mapping[str, Any] | None:
 
 def choice_tree(group: str, name: str) -> Mapping[str, Any]:
     """What the file of a shipped choice says, ``defaults`` included."""
-    return _read(group, _shipped()[group][name])[0]
+    return read_choice(group, _shipped()[group][name])[0]
 
 
-def give_to_hydra(files: Mapping[str, Mapping[str, Path]], cluster: str = "") -> None:
-    """Stores every choice, and the root of them all. Clusters of an earlier call are gone.
+def root_tree() -> Mapping[str, Any]:
+    """The package's config that is composed, with the defaults of the groups."""
+    return read_yaml(_folder() / f"{ROOT}.yaml")
+
+
+def read_choice(group: str, file: Path) -> tuple[Mapping[str, Any], str | None]:
+    """A choice's tree, and where it belongs: None: below its group, as in Hydra's files without a header.
 
     Raises:
-        ConfigError: its file is not yaml. Other files of a user's folder may be anything.
+        ConfigError: its file is not yaml, or says twice where it belongs.
     """
-    from hydra.core.config_store import ConfigStore
-
-    ConfigStore.instance().repo[CLUSTER] = dict(_store_shipped())
-    for name, file in files[CLUSTER].items():
-        if file not in _shipped()[CLUSTER].values():
-            with suppress(RlbatchError) if name != cluster else nullcontext():
-                _store(CLUSTER, name, file)
+    header = _HEADER.search(read_text(file, CORRECT))
+    package = header[1] if header else None
+    tree = read_yaml(file, group if package is None else package.replace(_GLOBAL, ""))
+    if package is None and group in tree:
+        raise ConfigError(f"{file}:1: has a section `{group}`, so its keys are whole. Begin the file with the line `# @package {_GLOBAL}`.")
+    return tree, package
 
 
 @cache
@@ -78,33 +81,3 @@ def _folder() -> Path:
 
 def _choices(folder: Path) -> Mapping[str, Path]:
     return {file.stem: file for file in sorted(folder.iterdir()) if file.suffix == ".yaml" and not file.name.startswith(".")}
-
-
-@cache
-def _store_shipped() -> dict[str, Any]:
-    """Returns what Hydra has of the shipped clusters."""
-    from hydra.core.config_store import ConfigStore
-
-    store = ConfigStore.instance()
-    store.store(ROOT, dict(read_yaml(_folder() / f"{ROOT}.yaml")), provider=CONFIG_PACKAGE)
-    for group, choices in _shipped().items():
-        for name, file in choices.items():
-            _store(group, name, file)
-    return dict(store.repo[CLUSTER])
-
-
-def _store(group: str, name: str, file: Path) -> None:
-    from hydra.core.config_store import ConfigStore
-
-    tree, package = _read(group, file)
-    ConfigStore.instance().store(name, dict(tree), group, package, CONFIG_PACKAGE)
-
-
-def _read(group: str, file: Path) -> tuple[Mapping[str, Any], str | None]:
-    """A choice's tree, and where it belongs: None: below its group, as in Hydra's files without a header."""
-    header = _HEADER.search(read_text(file, CORRECT))
-    package = header[1] if header else None
-    tree = read_yaml(file, group if package is None else package.replace(_GLOBAL, ""))
-    if package is None and group in tree:
-        raise ConfigError(f"{file}:1: has a section `{group}`, so its keys are whole. Begin the file with the line `# @package {_GLOBAL}`.")
-    return tree, package

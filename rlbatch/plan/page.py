@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from xml.sax.saxutils import escape
+from html import escape
 
 from rlbatch.plan.engine_memory import GIB
 from rlbatch.plan.job_plan import JobPlan

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlbatch.api import ConfigError
+from rlbatch.config.choices import choice_values
 from rlbatch.config.compose import compose
 from rlbatch.config.machines import ClusterConfig
 from rlbatch.config.schema import LayoutConfig
@@ -215,3 +216,19 @@ def test_a_model_folder_in_a_cluster_file_is_no_embedded_run(tmp_path: Path) -> 
     config = compose([f"cluster_dir={tmp_path}", "+cluster=mine", "data.train=x"])
     typed = compose(["model.hf=/models/mine", "data.train=x"])
     assert (config.optimizer, config.rollout, config.reward, config.data) == (typed.optimizer, typed.rollout, typed.reward, typed.data)
+
+
+def test_only_models_are_named_and_only_clusters_described() -> None:
+    """What a layout is looked up by is known before the experiment, the algorithm and the layout are chosen."""
+    groups = {group: [choice_values(group, name) for name in names] for group, names in group_files().items()}
+    assert [group for group, files in groups.items() if any("model.name" in values for values in files)] == ["model"]
+    assert [group for group, files in groups.items() if any(key.startswith("cluster.") for values in files for key in values)] == [
+        "cluster"
+    ]
+
+
+def test_a_cluster_of_an_unknown_model(tmp_path: Path) -> None:
+    """Is told which there are."""
+    (tmp_path / "mine.yaml").write_text("# @package _global_\ncluster:\n  model: qwen4\n")
+    with pytest.raises(ConfigError, match=r"^cluster\.model=qwen4: unknown\. Choose deepseek671b, .*, or leave it out\."):
+        compose([f"cluster_dir={tmp_path}", "+cluster=mine"])
