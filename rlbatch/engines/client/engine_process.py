@@ -349,11 +349,12 @@ class Call:
         deadline = began + limit_s
         liveness = self._liveness(self._host.busy_limit_s(self._operation, limit_s))
         while (left := deadline - time.monotonic()) > 0:
-            frame = self.next(min(left, liveness.wait_s()))
+            wait_s = liveness.wait_s()
+            frame = self.next(min(left, wait_s))
             if frame is not None and frame[0].get("end"):
                 self._host.record_duration(self._operation, time.monotonic() - began)
                 return frame[0]
-            if frame is None and liveness.wait_s() < limit_s and time.monotonic() < deadline:
+            if frame is None and wait_s < limit_s and time.monotonic() < deadline:
                 liveness.check()
         raise self._host.lose(f"`{self._operation}` took longer than {limit_s:g} s")
 

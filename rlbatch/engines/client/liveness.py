@@ -134,19 +134,22 @@ class WatchedEngine(Protocol):
 
 class Liveness:
     """Signs of life of an engine that a call waits for. A ping is answered by the engine itself, not only by its host; while it loads
-    weights or compiles it cannot answer, but works: at most ``busy_limit_s``, and ``hang_limit_s`` without any sign.
+    weights or compiles it cannot answer, but works: at most ``busy_limit_s``, and ``hang_limit_s`` without any sign. Seconds in which this
+    process itself stood still (a debugger, a suspended job, a busy machine) say nothing of the engine, and do not count.
     """
 
     def __init__(self, engine: WatchedEngine, operation: str, hang_limit_s: float, busy_limit_s: float) -> None:
         self._engine, self._operation, self._hang_limit_s, self._busy_limit_s = engine, operation, hang_limit_s, busy_limit_s
-        self._answered = self._worked = self._checked = self._sent = self._ran = time.monotonic()
-        self._cpu_s: dict[psutil.Process, float] = {}  # the first check measures
+        self._answered = self._worked = self._checked = self._sent = self._ran = self._due = time.monotonic()
+        self._cpu_s: dict[psutil.Process, float] | None = None  # the first check measures
         self._ping: PendingAnswer | None = None
 
     def wait_s(self) -> float:
-        """Seconds until the next check."""
-        left = self._hang_limit_s - (time.monotonic() - self._last())
-        return min(PING_S, self._hang_limit_s / 4, max(left, 0.05))
+        """Seconds until the next check, from now on."""
+        now = time.monotonic()
+        wait_s = min(PING_S, self._hang_limit_s / 4, max(self._hang_limit_s - (now - self._last()), 0.05))
+        self._due = now + wait_s
+        return wait_s
 
     def answered(self) -> None:
         """The call that waits got something. Of several replicas one may be lost while others answer."""
@@ -166,10 +169,10 @@ class Liveness:
 
     def _check(self) -> None:
         self._engine.check(self._operation)
+        now = self._leave_out(self._due)
         self._see_work()
         if self._hang_limit_s < float("inf"):  # else it starts, and answers nothing
             self._ask()
-        now = time.monotonic()
         for limit_s, since, what in (
             (self._hang_limit_s, self._last(), "no sign of life"),
             (self._busy_limit_s, self._answered, "it works, but answers nothing"),
@@ -178,6 +181,14 @@ class Liveness:
         ):
             if now - since > limit_s:
                 raise self._engine.lose(f"`{self._operation}`: {what} for {limit_s:g} s")
+        self._leave_out(now)
+
+    def _leave_out(self, since: float) -> float:
+        """What has passed since then counts for nothing; returns the time."""
+        now = time.monotonic()
+        marks, late_s = (self._answered, self._worked, self._sent, self._ran), max(now - since, 0.0)
+        self._answered, self._worked, self._sent, self._ran = (min(now, mark + late_s) for mark in marks)
+        return now
 
     def _ask(self) -> None:
         if self._ping is None:
@@ -190,10 +201,11 @@ class Liveness:
 
     def _see_work(self) -> None:
         now, cpu_s = time.monotonic(), self._engine.processes.cpu_s()
-        used = [seconds - self._cpu_s[process] for process, seconds in cpu_s.items() if process in self._cpu_s]
+        before = cpu_s if self._cpu_s is None else self._cpu_s
+        used = [seconds - before[process] for process, seconds in cpu_s.items() if process in before]
         if max(used, default=0.0) > WORKING_SHARE * (now - self._checked):
             self._worked = now
-        if cpu_s or self._cpu_s:
+        if cpu_s or before or self._cpu_s is None:
             self._ran = now  # or the time at which one was first seen stopped
         self._checked, self._cpu_s = now, cpu_s
 

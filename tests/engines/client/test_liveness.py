@@ -15,6 +15,7 @@ import pytest
 from rlbatch.api import EngineLost, RolloutError
 from rlbatch.engines.client import engine_process, liveness
 from rlbatch.engines.client.engine_process import EngineHost
+from rlbatch.engines.client.liveness import Liveness
 from tests.engines.host.test_server import LIMIT_S, start, wait_until_gone
 from tests.stopwatch import Stopwatch
 
@@ -247,3 +248,73 @@ def test_one_that_is_silent_while_another_answers(parts: EngineHost) -> None:
     parts.hang_limit_s = LIMIT_S
     with pytest.raises(EngineLost, match=r"`half`: a part of it answers nothing for 2 s"):
         list(parts.begin("half").frames(2.0))
+
+
+class Silent:
+    """An engine that answers nothing, at a clock of its own.
+
+    Attributes:
+        now: What the clock shows.
+        cpu: Processor seconds of its processes; empty: one of them is stopped.
+        look_s: Seconds that a look at them takes.
+        match: Why it will be lost.
+    """
+
+    match = "no sign of life"
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.cpu, self.look_s, self.log, self.processes = 100.0, {psutil.Process(): 1.0}, 0.0, Path(), self
+        monkeypatch.setattr(liveness.time, "monotonic", lambda: self.now)
+
+    def check(self, operation: str = "") -> None:
+        """None of its processes has ended."""
+
+    def cpu_s(self) -> dict[psutil.Process, float]:
+        self.now += self.look_s
+        return self.cpu
+
+    def begin(self, operation: str) -> Silent:
+        return self
+
+    def next(self, limit_s: float) -> None:
+        """No answer to a ping."""
+
+    def lose(self, reason: str) -> EngineLost:
+        return EngineLost(reason, "")
+
+    def lasts(self, watch: Liveness) -> float:
+        """Seconds from now on until it is lost."""
+        began = self.now
+        with pytest.raises(EngineLost, match=self.match):
+            while True:
+                self.now += watch.wait_s()
+                watch.check()
+        return self.now - began
+
+
+@pytest.mark.parametrize("limit_s", [1.5, 25.0])
+def test_a_rank_that_stood_still_accuses_nobody(limit_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that is suspended for an hour, or a busy machine: while it waited, or looked. What does not answer later is lost as ever."""
+    engine = Silent(monkeypatch)
+    for still in ("nowhere", "waiting", "looking"):
+        watch = Liveness(engine, "echo", limit_s, limit_s)
+        for _ in range(2):
+            engine.now += watch.wait_s() + (3600.0 if still == "waiting" else 0.0)
+            engine.look_s = 3600.0 if still == "looking" else 0.0
+            watch.check()
+        engine.look_s = 0.0
+        left_s = engine.lasts(watch)
+        assert limit_s / 4 <= left_s <= limit_s
+
+
+def test_a_process_is_stopped_from_the_time_at_which_it_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not from the call's beginning, where the first look is late since answers came."""
+    engine = Silent(monkeypatch)
+    engine.match = "one of its processes is stopped, for 25 s"
+    watch = Liveness(engine, "generate", 600.0, 600.0)
+    for _ in range(2):
+        watch.wait_s()
+        engine.now += 4.9
+        engine.cpu.clear()
+        watch.answered()
+    assert engine.lasts(watch) >= 25.0
