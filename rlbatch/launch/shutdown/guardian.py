@@ -135,12 +135,19 @@ class _Guardian:
         try:
             while not self._has_ended():
                 self._wait([])
+            # At once: rank 0 waits a moment for it, and finding descendants takes a while. In a thread: a file system may hang.
+            telling = threading.Thread(target=self._tell)
+            telling.start()
             _kill_descendants()
+            telling.join()
             self._conclude()
         except Exception:  # nothing is above that would tell it
             traceback.print_exc()
         finally:
             os._exit(1)
+
+    def _tell(self) -> None:
+        """Says of the child's end what there is to say."""
 
     def _conclude(self) -> None:
         """Ends this process as the child did."""
@@ -239,29 +246,34 @@ class _LowerGuardian(_Guardian):
     def _stopped(self) -> None:
         """Not for us to judge: the job has limits for ranks that do nothing."""
 
-    def _conclude(self) -> None:
+    def _tell(self) -> None:
         with suppress(BlockingIOError):
             while self._is_open:
                 self._hear()
+        if "end" in self._facts:
+            if self._was_killed and "is_over" not in self._facts and not self._is_orphan():
+                threads = self._facts.get("threads")
+                self._on_hang(f"its threads {', '.join(threads)}" if threads else "what its code does at exit")
+        elif not self._is_orphan():
+            self._on_death(self._how(), self._facts)
+        elif select.select([self._launcher], [], [], 0)[0]:  # else it lives, and says how the job ended
+            self._on_death("what started it was killed", self._facts)
+
+    def _how(self) -> str:
+        code = os.waitstatus_to_exitcode(self._status)
+        if self._was_killed:
+            return "it has become another program (exec), or closed all its files"
+        if code < 0:
+            return f"killed by {signal_name(-code)}{', out of memory?' if -code == signal.SIGKILL else ''}"
+        return f"exit code {code}: os._exit, or exit() in C code"
+
+    def _conclude(self) -> None:
         if self._is_orphan():
-            if "end" not in self._facts and select.select([self._launcher], [], [], 0)[0]:  # else it lives, and says how the job ended
-                self._on_death("what started it was killed", self._facts)
             return
         os.kill(self._parent, signal.SIGCONT)
         if "end" in self._facts:
-            if self._was_killed and "is_over" not in self._facts:
-                threads = self._facts.get("threads")
-                self._on_hang(f"its threads {', '.join(threads)}" if threads else "what its code does at exit")
             os._exit(self._facts["end"])
-        code = os.waitstatus_to_exitcode(self._status)
-        if self._was_killed:
-            how = "it has become another program (exec), or closed all its files"
-        elif code < 0:
-            how = f"killed by {signal_name(-code)}{', out of memory?' if -code == signal.SIGKILL else ''}"
-        else:
-            how = f"exit code {code}: os._exit, or exit() in C code"
-        self._on_death(how, self._facts)
-        if code in (0, STOPPED) or self._was_killed:
+        if self._was_killed or os.waitstatus_to_exitcode(self._status) in (0, STOPPED):
             os._exit(1)
         super()._conclude()
 

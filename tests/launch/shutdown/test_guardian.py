@@ -100,6 +100,22 @@ def test_an_end_that_nobody_announced(body: str, code: int, how: str) -> None:
     assert lines[1].endswith("{'phase': 'training'}")
 
 
+TOLD_FIRST = RANK.replace(
+    "with guardian",
+    """
+told = threading.Event()
+died = lambda how, facts: (print(f"died: {how}", flush=True), told.set())
+guardian._kill_descendants = lambda: print("descendants", told.wait(60), flush=True)
+with guardian""",
+)
+
+
+def test_a_death_is_told_before_all_descendants_are_found() -> None:
+    """Rank 0 decides after a moment what to say of it, and where there are many processes looking for descendants takes longer."""
+    rank = subprocess.Popen([sys.executable, "-c", TOLD_FIRST, "os._exit(7)", PATIENT], stdout=subprocess.PIPE, text=True)
+    assert finish(rank)[1][1:3] == ["died: exit code 7: os._exit, or exit() in C code", "descendants True"]
+
+
 @pytest.mark.parametrize(
     ("body", "code"), [("pass", 0), ("sys.exit()", 0), ("sys.exit(75)", 75), ("guardian.end(143)", 143), ("sys.exit('words')", 1)]
 )
