@@ -90,12 +90,12 @@ class Jail:
     outputs: list[int] = field(default_factory=list)
 
     def read(self, stream: int, most: int) -> bytes | None:
-        """What comes until the stream's end, at most ``most`` bytes; None: it was more, or it was not over in time."""
+        """What comes until the end of the stream, at most ``most`` bytes; None: it was more, or not over in time. What came in time counts
+        whenever it is read.
+        """
         parts: list[bytes] = []
         size = 0
-        while (left := self.deadline - time.monotonic()) > 0:
-            if not select.select([stream], [], [], left)[0]:
-                break
+        while select.select([stream], [], [], max(self.deadline - time.monotonic(), 0.0))[0]:
             part = os.read(stream, 65536)
             if not part:
                 return b"".join(parts)

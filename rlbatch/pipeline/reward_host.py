@@ -133,7 +133,10 @@ class RewardHost:
             peers = [self.rank, *(worker.peer for worker in self._workers.values())]
             unsent = [peer.socket for peer in peers if peer.has_unsent]
             readable: list[int | socket.socket] = [ended, *(peer.socket for peer in peers if peer.is_open)]
-            select.select(readable, unsent, [], self._patience_s())
+            patience_s, since = self._patience_s(), time.monotonic()
+            select.select(readable, unsent, [], patience_s)
+            if patience_s is not None:
+                self._leave_out(time.monotonic() - since - patience_s)
             with suppress(BlockingIOError):
                 os.read(ended, 4096)
             for peer in peers:
@@ -191,6 +194,12 @@ class RewardHost:
                     soonest = min(soonest, worker.began + max(self._slow_s(), worker.look_s))
         return min(max(soonest - now, 0.0), 1.0)  # strays are looked for too
 
+    def _leave_out(self, late_s: float) -> None:
+        """Seconds in which this process stood still, as its workers did where the job was suspended, are no answer's."""
+        for worker in self._workers.values():
+            if worker.still_since is None:
+                worker.began += max(late_s, 0.0)
+
     def _slow_s(self) -> float:
         return max(SLOW_S, SLOW_TIMES * self._mean_s) if self._done else float("inf")
 
@@ -246,6 +255,9 @@ class RewardHost:
                 if not others_wait:
                     worker.go_on()
             elif took >= worker.task.seconds:
+                self._hear(worker)  # it may have answered since it was looked at
+                if worker.task is None:
+                    continue
                 self._answer(worker.task, {"timeout": worker.task.seconds})
                 worker.task = None
                 self._kill(worker)

@@ -98,3 +98,21 @@ def test_an_answer_that_is_overdue_is_told(work: Work) -> None:
     assert host._workers == {}
     with suppress(psutil.NoSuchProcess):
         until(lambda: psutil.Process(worker.pid).status() == psutil.STATUS_ZOMBIE)
+
+
+def test_an_answer_that_came_in_time_counts(work: Work) -> None:
+    """Also where the host gets to it after the deadline; and what stood still with the host has its time left."""
+    host, worker = work(WAIT)
+    ours, theirs = socket.socketpair()
+    worker.peer, far = Peer(ours), Peer(theirs)
+    worker.began -= TASK.seconds
+    host._leave_out(60.0)
+    host._mind_clocks()
+    assert worker.task is TASK
+    worker.began -= 60.0
+    far.send(Frame(TASK.number, 0.0, b"{}"))
+    host._mind_clocks()
+    assert worker.task is None
+    assert list(host._workers.values()) == [worker]
+    far.close()
+    worker.peer.close()

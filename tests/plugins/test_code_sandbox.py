@@ -150,6 +150,20 @@ def test_programs_at_once_do_not_meet() -> None:
     assert [outcome.output for outcome in outcomes] == 4 * [b"1\n"]
 
 
+def test_what_came_in_time_counts_whenever_it_is_read() -> None:
+    """The parent of a program that has ended was itself held up until after the deadline."""
+    heard, told = os.pipe()
+    jail = sandbox.start([sandbox.interpreter()[0], "-c", "print(42)"], {}, LIMITS, text="", stdout=told)
+    os.close(told)
+    jail.outputs.append(heard)
+    jail.process.wait()
+    jail.deadline = time.monotonic() - 1.0
+    try:
+        assert (jail.read(heard, MIB), jail.outcome()["end"]) == (b"42\n", "exit")
+    finally:
+        jail.close()
+
+
 KILLED = """
 from rlbatch_plugins.code_sandbox.sandbox import Limits, interpreter, run
 run([interpreter()[0], "-c", "while True: pass"], {}, "", Limits(seconds=600))
