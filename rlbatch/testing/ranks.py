@@ -24,8 +24,8 @@ from typing import Any
 START_TIMEOUT_S = 300.0
 MAX_THREADS = 1000
 """Threads of a worker after which the pool is replaced: gloo keeps 48 for every model that was trained, a third of which never rest."""
-ENDING_S = 0.2
-"""Time from the end of a rank's connections to its own."""
+ENDING_S = 1.0
+"""Longest time from the end of a rank's connections to its own, on a busy machine."""
 PR_SET_PDEATHSIG = 1
 LAUNCH = "from rlbatch.testing.ranks import work; work()"
 

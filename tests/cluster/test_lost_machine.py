@@ -44,8 +44,8 @@ def test_machine_that_is_cut_off(space: str, tmp_path: Path) -> None:
     variables = [watched.rank_variables(rank, 2, 1) for rank in range(2)]
     near = watched.start(tmp_path, "hang_waiting", variables[0])
     far = watched.start(tmp_path, "hang_waiting", variables[1], within=["ip", "netns", "exec", space])
-    watched.wait_for(lambda: len(list(tmp_path.glob("met.*"))) == 2)
-    time.sleep(3)  # what each does now has reached the other
+    watched.wait_for(lambda: len(list(tmp_path.glob("waits.*"))) == 2)
+    time.sleep(1)  # what each does now has reached the other
     _ip(f"link set {space} down")
     ended = watched.finish([near, far])
     assert ended.codes == [1, 1]

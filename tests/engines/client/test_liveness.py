@@ -47,7 +47,7 @@ def test_work_without_an_answer_has_a_limit(host: EngineHost) -> None:
 
 def test_work_of_a_known_kind_has_a_shorter_limit(host: EngineHost, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that waits for a GPU for ever is busy: a later sync is not waited for as long as a first one."""
-    monkeypatch.setattr(engine_process, "PATIENCE", 2)
+    monkeypatch.setattr(engine_process, "PATIENCE", 3)
     assert host.call("work", {"seconds": 2.0}, limit_s=LIMIT_S)["worked"]  # longer than the hang limit: nobody knows how long it takes
     host.mark_warmed_up()
     assert host.call("work", {"seconds": 2.5}, limit_s=LIMIT_S)["worked"]

@@ -84,20 +84,20 @@ def test_a_call_waits_for_another(host: EngineHost, tmp_path: Path) -> None:
     second = host.begin("echo", {"text": "second"}, after=first)
     assert second.next(0.3) is None
     go.touch()
-    assert second.result(20.0)["text"] == "second"
-    assert first.result(20.0)["text"] == "first"
-    assert host.begin("echo", {"text": "third"}, after=first).result(20.0)["text"] == "third"
+    assert second.result(LIMIT_S)["text"] == "second"
+    assert first.result(LIMIT_S)["text"] == "first"
+    assert host.begin("echo", {"text": "third"}, after=first).result(LIMIT_S)["text"] == "third"
     go.unlink()
     last = host.begin("echo", {"text": "first", "until": str(go)})
     followers = [host.begin("count", after=last) for _ in range(5)]
     Timer(0.2, go.touch).start()
     followers += [host.begin("count", after=last) for _ in range(300)]  # some come when the first is over
-    assert [call.result(20.0)["count"] for call in followers] == list(range(1, 306))
+    assert [call.result(LIMIT_S)["count"] for call in followers] == list(range(1, 306))
     failed = host.begin("refuse")
     for _ in range(2):
         with pytest.raises(RolloutError, match=r"^rollout\.engine\.depth=3: it has no such option"):
-            host.begin("echo", {"text": "fourth"}, after=failed).result(20.0)
-    assert host.call("echo", {"text": "fifth"}, limit_s=20.0)["text"] == "fifth"
+            host.begin("echo", {"text": "fourth"}, after=failed).result(LIMIT_S)
+    assert host.call("echo", {"text": "fifth"}, limit_s=LIMIT_S)["text"] == "fifth"
 
 
 def test_a_failed_call_is_told_with_its_cause_and_the_log(host: EngineHost) -> None:
