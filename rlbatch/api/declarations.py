@@ -136,12 +136,14 @@ class OffloadMemory:
         hosted_bytes: Of host memory, for each of these.
         moves_state: Whether the other optimizer state leaves the accelerator while an engine generates, into host memory that is kept
             from then on.
+        moves_weights: As ``OffloadStrategy.moves_weights``, into host memory that is kept from the start of engines on.
     """
 
     releases_gradients: bool = False
     hosted_share: float = 0.0
     hosted_bytes: float = 0.0
     moves_state: bool = False
+    moves_weights: bool = False
 
 
 @dataclass(frozen=True)
@@ -152,10 +154,12 @@ class OffloadSpec(Configurable):
         needs_gpu: Refused at submit where the ranks would run on CPUs.
         memory: What it does with memory, given its options and ``train.precision``; may raise ``ConfigError``. None: not known, then all
             that it could move counts as nothing.
+        advised: Options with which it is advised where a job does not fit.
     """
 
     needs_gpu: bool = False
     memory: Callable[[Any, str], OffloadMemory] | None = None
+    advised: Sequence[Mapping[str, Any]] = ({},)
 
 
 @dataclass(frozen=True)

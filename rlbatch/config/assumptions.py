@@ -44,9 +44,6 @@ class AssumeConfig:
     )
     fragmentation: Share = assumed(0.02, "What torch's allocator holds beside what is used, over what is used.", "see cuda_gib")
     engine_workspace_gib: Size = assumed(4.0, "Of an engine's share of a GPU: activations and other memory of its own.", NOT_MEASURED)
-    pinned_rounding: Share = assumed(
-        0.386, "What page-locked memory takes beyond its use.", "derived: torch rounds to powers of two, 2 ln 2 - 1 for sizes of all kinds"
-    )
     node_gib: Size = assumed(8.0, "Of a node: its operating system, data, rewards.", NOT_MEASURED)
     memory_error: Share = assumed(0.25, "Error of each part of the memory that is not certainly held.", NOT_MEASURED)
 

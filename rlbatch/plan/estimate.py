@@ -16,9 +16,6 @@ from rlbatch.plan.memory import BESIDE_ENGINES, PHASES, MemoryFloor, Parts, Peak
 from rlbatch.plan.workload import microbatches, pack_tokens, workload
 
 MIB = 2**20
-PINNED_BYTES = 8
-"""Of a parameter whose optimizer is on the host, what Megatron's hybrid optimizer page-locks: the fp32 main weight and its gradient."""
-
 SHARED = ("engine's cache", "engine's workspace")
 """Parts that divide a share of the GPU among themselves, which an engine keeps to."""
 
@@ -70,7 +67,7 @@ def estimate_memory(job: MemoryInputs, *, has_activations: bool = True) -> Memor
     stages = [
         RankMemory(
             {phase: {**certain.gpu[phase], **more} for phase, more in _on_gpu(job, certain, kept)} if job.on_gpu else certain.gpu,
-            {phase: {**parts, **_on_host(job, parts)} for phase, parts in certain.host.items()},
+            {phase: {**parts, **_on_host(job)} for phase, parts in certain.host.items()},
         )
         for certain, kept in zip(floor.stages, activations, strict=True)
     ]
@@ -136,12 +133,7 @@ def _engine(job: MemoryInputs, certain: Parts, phase: str) -> Parts:
     return workspace | {"engine's cache": max(rest, certain["engine's cache"])}
 
 
-def _on_host(job: MemoryInputs, parts: Parts) -> Parts:
+def _on_host(job: MemoryInputs) -> Parts:
     """What a rank's host memory takes beside what is certain."""
     assume, config = job.config.plan.assume, job.config
-    offload = job.offload
-    pinned = parts.get("optimizer state that left the GPU", 0.0)
-    if offload and offload.hosted_bytes:
-        pinned += parts.get("optimizer", 0.0) * PINNED_BYTES / offload.hosted_bytes
-    node = assume.node_gib * GIB / min(config.cluster.gpus_per_node, config.layout.world_size)
-    return {"page-locked memory's rounding": pinned * assume.pinned_rounding, "operating system, data, rewards": node}
+    return {"operating system, data, rewards": assume.node_gib * GIB / min(config.cluster.gpus_per_node, config.layout.world_size)}

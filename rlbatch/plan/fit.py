@@ -37,9 +37,10 @@ def excesses(job: MemoryInputs, floor: MemoryFloor, nodes: Sequence[int] | None)
     beside the trainer is not looked at: see ``EnginePlan``.
     """
     cluster, found = job.config.cluster, []
-    without_engines = [phase for phase in PHASES if phase not in BESIDE_ENGINES]
+    is_full_in_sync = job.offload is not None and job.offload.moves_weights  # and has room when engines take memory for their caches
+    phases = [phase for phase in PHASES if phase not in BESIDE_ENGINES or (phase == "sync" and is_full_in_sync)]
     needs = {
-        "gpu": ("a GPU", [floor.gpu(phases=[phase]) for phase in without_engines]),
+        "gpu": ("a GPU", [floor.gpu(phases=[phase]) for phase in phases]),
         "host": ("a node", [floor.fullest_host(nodes, [phase]) for phase in PHASES] if nodes else []),
     }
     for kind, (what, peaks) in needs.items():
@@ -178,20 +179,21 @@ def spare(job: MemoryInputs, registry: Registry) -> list[Changes]:
 
 
 def offloads(job: MemoryInputs, registry: Registry) -> list[Changes]:
-    """Other strategies that say what they do, and this one with its default options; those first that take less host memory."""
+    """Other strategies that say what they do, and this one with other options; those first that take less host memory."""
     found = []
-    for name in registry.offloads:
-        changes: dict[str, Any] = {"offload": name}
-        try:
-            config = changed(job.config, changes, registry)
-            registry.check_hardware(config, on_gpu=job.on_gpu)
-            memory = registry.offload_memory(config)
-        except RlbatchError:
-            continue
-        options = {f"offload.options.{key}": value for key, value in config.offload.options.items()}
-        if memory and config.offload != job.config.offload:
-            cost = memory.hosted_share * memory.hosted_bytes + memory.moves_state * STATE_BYTES
-            found.append((cost, changes | options))
+    for name, entry in registry.offloads.items():
+        for advised in entry.value.advised:
+            changes: dict[str, Any] = {"offload": name, **{f"offload.options.{key}": value for key, value in advised.items()}}
+            try:
+                config = changed(job.config, changes, registry)
+                registry.check_hardware(config, on_gpu=job.on_gpu)
+                memory = registry.offload_memory(config)
+            except RlbatchError:
+                continue
+            options = {f"offload.options.{key}": value for key, value in config.offload.options.items()}
+            if memory and config.offload != job.config.offload:
+                moved = memory.moves_state * STATE_BYTES + memory.moves_weights * WEIGHT_BYTES[config.train.precision]
+                found.append((memory.hosted_share * memory.hosted_bytes + moved, changes | options))
     return [changes for _, changes in sorted(found, key=lambda offload: offload[0])]
 
 

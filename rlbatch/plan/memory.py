@@ -22,8 +22,10 @@ PHASES = ("load", "start", "sync", "generate", "log-probs", "update", "save")
 """``load``: the model is built and filled; ``start``: engines start, before the optimizer has moments."""
 EVALUATING = ("load", "start", "sync", "generate")
 """What a job comes to that only evaluates."""
-BESIDE_ENGINES = ("start", "sync", "generate")
-"""Engines have memory on their GPUs. In the other phases those are asleep that can."""
+WITH_CACHE = ("start", "generate")
+"""Engines have all of their memory on their GPUs."""
+BESIDE_ENGINES = (*WITH_CACHE, "sync")
+"""Engines have memory on their GPUs, in the sync only for weights. In the other phases those are asleep that can."""
 WHEN = {
     "load": "while the model is loaded",
     "start": "while engines start",
@@ -43,7 +45,7 @@ MOMENT_BYTES = 8
 STATE_BYTES = 12
 """fp32 main weights and moments."""
 STATE = ("main weights", "moments")
-UNKNOWN = OffloadMemory(releases_gradients=True, hosted_share=1.0)
+UNKNOWN = OffloadMemory(releases_gradients=True, hosted_share=1.0, moves_weights=True)
 """What is taken of an offload strategy that does not say what it does: all that could leaves the GPU, to nowhere."""
 
 Parts = Mapping[str, float]
@@ -148,7 +150,7 @@ def trainer_gib(job: MemoryInputs) -> float:
     """What the trainer keeps on each of an engine's GPUs when that starts or generates, GiB."""
     if not job.shape.is_colocated:
         return 0.0
-    phases = [_trainer(job, share)[phase] for share in _shares(job) for phase in BESIDE_ENGINES]
+    phases = [_trainer(job, share)[phase] for share in _shares(job) for phase in WITH_CACHE]
     return max(sum(parts.values()) for parts in phases) / GIB
 
 
@@ -172,7 +174,8 @@ def _trainer(job: MemoryInputs, share: Share) -> Mapping[str, Parts]:
     main = {"main weights": MAIN_WEIGHT_BYTES[precision] * max(own, 0)}
     moments = {"moments": MOMENT_BYTES * max(own, 0)}
     moving = {"weights on their way into a buffer": WEIGHT_BYTES[precision] * share.last_buffer} if job.on_gpu else {}
-    resting = weights if offload.releases_gradients else weights | gradients
+    kept = {} if offload.releases_gradients else gradients
+    resting, beside_cache = weights | kept, kept if offload.moves_weights else weights | kept
     state = main | moments if _updates_before_generating(config) else main
     if config.mode == "eval":
         return {phase: weights if phase in EVALUATING else {} for phase in PHASES}
@@ -180,9 +183,9 @@ def _trainer(job: MemoryInputs, share: Share) -> Mapping[str, Parts]:
     updating = weights | gradients | main | moments
     return {
         "load": weights | gradients | max(main, moving, key=lambda parts: sum(parts.values())),
-        "start": resting | main,
+        "start": beside_cache | ({} if offload.moves_weights and offload.moves_state else main),
         "sync": resting if offload.moves_state else scoring,
-        "generate": resting if offload.moves_state else scoring,
+        "generate": beside_cache | ({} if offload.moves_state else state),
         "log-probs": scoring,
         "update": updating,
         "save": weights | main | moments,
@@ -217,20 +220,30 @@ def _host(job: MemoryInputs, share: Share) -> Mapping[str, Parts]:
     if job.has_reference:
         always["reference model"] = WEIGHT_BYTES[config.train.precision] * share.held
     hosted = {"optimizer": offload.hosted_bytes * offload.hosted_share * share.owned}
-    moved = {"optimizer state that left the GPU": sum(size for name, size in _trainer(job, share)["log-probs"].items() if name in STATE)}
-    later = always | hosted | (moved if offload.moves_state else {})
+    trainer = _trainer(job, share)
+    loaded = started = always
+    if job.offload and offload.moves_weights and config.mode != "eval":
+        always = always | {"weights that left the GPU": trainer["sync"]["weights"]}
+        started = always | (_left(trainer, "load") if offload.moves_state else {})
+    moved = _left(trainer, "log-probs") if offload.moves_state else {}
+    later = always | hosted | moved
     asleep = {}
     if job.on_gpu and shape.is_colocated and shape.asleep == "host":
         asleep = {"weights of sleeping engines": engine_memory(job).weights * GIB}
-    generating = later if _updates_before_generating(config) else always | (moved if offload.moves_state else {})
+    generating = later if _updates_before_generating(config) else always | moved
     return {
-        "load": always,
-        "start": always,
+        "load": loaded,
+        "start": started,
         "sync": generating,
         "generate": generating,
         "log-probs": generating | asleep,
         **dict.fromkeys(("update", "save"), later | asleep),
     }
+
+
+def _left(trainer: Mapping[str, Parts], phase: str) -> Parts:
+    """Optimizer state that leaves the GPU, of what a rank has there in a phase."""
+    return {"optimizer state that left the GPU": sum(size for name, size in trainer[phase].items() if name in STATE)}
 
 
 def _updates_before_generating(config: Config) -> bool:

@@ -197,8 +197,10 @@ def _sync(job: MemoryInputs, ranks_per_node: int) -> float:
 
 
 def _moving(job: MemoryInputs, shares: tuple[Share, ...]) -> float:
-    """Optimizer state that leaves the GPU and comes back."""
-    if not (job.offload and job.offload.moves_state):
+    """Optimizer state and weights that leave the GPU and come back."""
+    if job.offload is None:
         return 0.0
-    size = MAIN_WEIGHT_BYTES[job.config.train.precision] + MOMENT_BYTES
-    return 2 * size * max(share.owned for share in shares) / (job.config.plan.assume.pcie_gbs * 1e9)
+    state, weight = MAIN_WEIGHT_BYTES[job.config.train.precision] + MOMENT_BYTES, WEIGHT_BYTES[job.config.train.precision]
+    own = 1 - job.offload.hosted_share
+    sizes = (job.offload.moves_state * own * state * share.owned + job.offload.moves_weights * weight * share.held for share in shares)
+    return 2 * max(sizes) / (job.config.plan.assume.pcie_gbs * 1e9)

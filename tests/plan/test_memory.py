@@ -92,10 +92,48 @@ def test_a_fraction_on_the_host_is_of_whole_tensors() -> None:
     assert gpu(job("offload=cpu_adam", "offload.options.fraction=0.01"))["update"]["moments"] < 8 * SHARE.owned
 
 
+@pytest.mark.parametrize(
+    ("offload", "state", "starting", "hosted"),
+    [  # bytes of each parameter whose optimizer the rank has: where an engine has its cache, as it starts, and on the host at last
+        ("weights", 12, 4, 0),
+        ("optimizer_state offload.options.weights=true", 0, 0, 12),
+        ("cpu_adam offload.options.weights=true", 0, 0, 16),
+    ],
+)
+def test_weights_leave_engines_the_gpu(offload: str, state: int, starting: int, hosted: int) -> None:
+    """They are there in the sync, when the engine has no cache yet, and not where it has one: what then remains is all that an engine's
+    share has to leave. The host has them from the start of engines on.
+    """
+    moved = job(*f"offload={offload}".split())
+    on_gpu = {phase: {name: size for name, size in parts.items() if "engine" not in name} for phase, parts in gpu(moved).items()}
+    total = {phase: sum(parts.values()) for phase, parts in on_gpu.items()}
+    assert total["start"] == pytest.approx(starting * SHARE.owned)
+    assert total["generate"] == pytest.approx(state * SHARE.owned)
+    assert total["sync"] == pytest.approx(2 * SHARE.held + state * SHARE.owned)
+    assert gpu(moved)["update"] == gpu(job(f"offload={offload.split()[0]}"))["update"]
+    assert trainer_gib(moved) == pytest.approx(max(state, starting) * SHARE.owned / GIB)
+    on_host = host(moved)
+    assert ["weights that left the GPU" in on_host[phase] for phase in PHASES] == [phase != "load" for phase in PHASES]
+    beside = sum(size for name, size in on_host["generate"].items() if name != "processes")
+    assert beside == pytest.approx(2 * SHARE.held + hosted * SHARE.owned)
+
+
+def test_half_on_the_host_and_half_moved() -> None:
+    """The rest of ``cpu_adam`` leaves while an engine generates, and takes its 12 bytes on the host then; nothing is counted twice."""
+    half = job("offload=cpu_adam", "offload.options.fraction=0.5", "offload.options.optimizer_state=true")
+    rest = SHARE.owned / 2 - SHARE.largest
+    assert trainer_gib(half) == pytest.approx((2 * SHARE.held + 4 * rest) / GIB)  # as engines start
+    assert sum(gpu(replace(half, shape=replace(half.shape, separate_gpus=8)))["generate"].values()) == pytest.approx(2 * SHARE.held)
+    assert gpu(half)["update"]["moments"] == pytest.approx(8 * rest)
+    on_host = host(half)["generate"]
+    assert (on_host["optimizer"], on_host["optimizer state that left the GPU"]) == pytest.approx((16 * SHARE.owned / 2, 12 * rest))
+
+
 def test_a_strategy_that_does_not_say() -> None:
-    """Only what nobody could move is counted: weights, and gradients in updates."""
+    """Only what nobody could move is counted: weights where they are used, and gradients in updates."""
     unknown = replace(job(separate_gpus=8), offload=None)
-    assert sum(gpu(unknown)["generate"].values()) == pytest.approx(2 * SHARE.held)
+    assert sum(gpu(unknown)["generate"].values()) == 0
+    assert sum(gpu(unknown)["sync"].values()) == pytest.approx(2 * SHARE.held)
     assert sum(gpu(unknown)["update"].values()) == pytest.approx(6 * SHARE.held)
     assert host(unknown)["update"]["optimizer"] == 0
 
@@ -222,7 +260,7 @@ def test_an_engine_that_speculates_with_carried_layers() -> None:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-@pytest.mark.parametrize("offload", ["none", "gradients", "optimizer_state", "cpu_adam"])
+@pytest.mark.parametrize("offload", ["none", "gradients", "weights", "optimizer_state", "cpu_adam"])
 def test_dividing_a_model_further_never_needs_more(name: str, offload: str) -> None:
     """With as many GPUs: a larger TP, PP or EP lowers each phase's need of a GPU, and a node's, or leaves it. More GPUs do so too."""
     size = ModelSize(REGISTRY.resolve_model_family(PUBLISHED[name]))
@@ -260,7 +298,8 @@ def test_offloading_more_never_needs_more_of_a_gpu(name: str) -> None:
     """From strategy to strategy, and from fraction to fraction."""
     size = ModelSize(REGISTRY.resolve_model_family(PUBLISHED[name]))
     fractions = [f"cpu_adam offload.options.fraction={fraction}" for fraction in (0.1, 0.5, 0.9, 1.0)]
-    strategies = ["none", "gradients", "optimizer_state"], ["none", "gradients", *fractions]
+    both = "optimizer_state offload.options.weights=true"
+    strategies = ["none", "gradients", "optimizer_state", both], ["none", "gradients", "weights", both], ["none", "gradients", *fractions]
     for chain in strategies:
         needs = []
         for strategy in chain:
