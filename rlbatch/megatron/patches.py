@@ -47,15 +47,19 @@ def _live_without_transformer_engine() -> None:
 
 
 def _fix_hybrid_optimizer() -> None:
-    """``HybridDeviceOptimizer`` (Adam partly on the host) in five ways.
+    """``HybridDeviceOptimizer`` (Adam partly on the host) in seven ways.
 
     Its parameter groups carry optimizer classes, which a checkpoint that loads safely refuses. Its map from parameters to fp32 copies lacks
     those that are fp32 already: loading raises KeyError, and their host copies keep the old values after weights or a checkpoint were
     loaded. And it tells host from GPU by the optimizer's class, which is the same for both without Transformer Engine: a resumed GPU part
     finds its moments on the host. With Transformer Engine's Adam on the GPU it goes on wrongly after a resume: both parts are torch's.
+    It locks a bf16 copy of each parameter that nobody reads, and has torch lock memory for gradients, which rounds up to powers of two.
     """
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer as Hybrid
 
+    from rlbatch.megatron.host_memory import HostMemory
+
+    split, fetch_gradients = Hybrid._get_sub_optimizer_param_groups, Hybrid._set_sub_optimizer_grads
     initialise, refresh, synchronise = Hybrid.__init__, Hybrid.update_fp32_param_by_new_param, Hybrid._sync_hdo_state_to_sub_optimizers
 
     def without_classes(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -91,7 +95,29 @@ def _fix_hybrid_optimizer() -> None:
         synchronise(self)
         refresh_host_copies(self)
 
+    def split_without_locking(self: Any, *args: Any) -> Any:
+        lock = torch.Tensor.pin_memory
+        torch.Tensor.pin_memory = lambda tensor, *_, **__: tensor  # type: ignore[method-assign]
+        try:
+            return split(self, *args)
+        finally:
+            torch.Tensor.pin_memory = lock  # type: ignore[method-assign]
+
+    def fetch_into_one_memory(self: Any) -> None:
+        copies = self.cpu_copys_map_gpu_param
+        if copies and not self.cpu_copy_map_grad:  # newly built, or built again of a checkpoint: then with the memory that it has
+            sizes = [copy.nbytes for copy in copies]
+            if not hasattr(self, "gradient_memory"):
+                self.gradient_memory = HostMemory("offload").take(sum(sizes), is_pinned=True)
+            for copy, part in zip(copies, self.gradient_memory.split(sizes), strict=True):
+                self.cpu_copy_map_grad[copy] = part.view(copy.dtype).view(copy.shape)
+        fetch_gradients(self)
+        for copy, param in copies.items():  # Megatron does it where it makes the memory
+            copy.grad = None if getattr(param, "decoupled_grad", param.grad) is None else self.cpu_copy_map_grad[copy]
+
     Hybrid.__init__ = without_classes
+    Hybrid._get_sub_optimizer_param_groups = split_without_locking
+    Hybrid._set_sub_optimizer_grads = fetch_into_one_memory
     Hybrid.update_fp32_param_by_new_param = update_from_model
     Hybrid._update_fp32_params_by_new_state = update_from_state
     Hybrid._move_new_state_to_right_device = move_state

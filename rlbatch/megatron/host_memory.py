@@ -1,0 +1,88 @@
+"""Host memory for what leaves the accelerator: of exact size, page-locked, and this rank's to the end.
+
+torch's own page-locked memory is rounded up to powers of two, and what is freed stays with it: a third more, and twice where sizes change.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlbatch.api import ConfigError
+from rlbatch.launch.preflight.node_facts import host_memory
+
+GIB = 2**30
+
+
+class HostMemory:
+    """What this rank has been given.
+
+    Args:
+        key: Who asks, for messages: a config key with its value.
+
+    Attributes:
+        num_bytes: Of all together.
+    """
+
+    def __init__(self, key: str) -> None:
+        self._key, self.num_bytes = key, 0
+
+    def take(self, num_bytes: int, *, is_pinned: bool) -> Tensor:
+        """New memory, near the GPU; see ``MemoryHandles.host_memory``."""
+        total, free = host_memory()
+        if num_bytes > free:
+            raise ConfigError(
+                f"{self._key}: what leaves this rank's GPU takes {num_bytes / GIB:.1f} GiB of host memory, {free / GIB:.1f} of "
+                f"{total / GIB:.1f} GiB are free on host {socket.gethostname()}. Offload less, use more GPUs, or ask for more (--mem)."
+            )
+        if not num_bytes:
+            return torch.empty(0, dtype=torch.uint8)
+        memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # the system's default would share it with forks
+        tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        if is_pinned and torch.cuda.is_available():
+            memory.madvise(mmap.MADV_DONTFORK)  # a fork would copy every page that is locked
+            with suppress(OSError):  # of a kernel that has none
+                memory.madvise(mmap.MADV_HUGEPAGE)
+            with _on_cores(near_cores(torch.cuda.get_device_properties(torch.cuda.current_device()))):
+                self._lock(tensor)
+        self.num_bytes += num_bytes
+        return tensor
+
+    def _lock(self, tensor: Tensor) -> None:
+        """Makes its pages, which come from the memory of the cores that this thread runs on, and locks them."""
+        if code := int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)):
+            _, free = host_memory()
+            raise ConfigError(
+                f"{self._key}: {tensor.nbytes / GIB:.1f} GiB of host memory cannot be page-locked (CUDA error {code}), "
+                f"{(self.num_bytes + tensor.nbytes) / GIB:.1f} with what this rank has, {free / GIB:.1f} GiB are free. Use "
+                "offload.options.pin_memory=false, or offload less."
+            )
+
+
+def near_cores(gpu: Any, devices: Path = Path("/sys/bus/pci/devices")) -> set[int]:
+    """Cores of this process that are on a GPU's NUMA node, by its device properties; empty: not known, or none of them is."""
+    with suppress(OSError, ValueError, AttributeError):
+        place = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+        listed = (devices / place / "local_cpulist").read_text().strip()
+        ends = [part.partition("-")[::2] for part in listed.split(",")]
+        return {core for first, last in ends for core in range(int(first), int(last or first) + 1)} & os.sched_getaffinity(0)
+    return set()
+
+
+@contextmanager
+def _on_cores(cores: set[int]) -> Iterator[None]:
+    """Lets this thread run on these cores alone; on all that it may, if there are none."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores or before)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
