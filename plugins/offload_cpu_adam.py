@@ -2,7 +2,7 @@
 
 Megatron's ``HybridDeviceOptimizer``: gradients go to the host and new weights come back while other parameters are updated. The GPU is
 spared 12 bytes a parameter that is offloaded, divided over data-parallel ranks; the host takes 16. Gradients give their memory back while
-the engine generates.
+the engine generates. The rest of the optimizer, and the trainer's weights, may leave the GPU meanwhile.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Annotated
 from rlbatch.api import ConfigError, OffloadMemory, OffloadSpec, OptimizerSpec, Range, hookimpl
 from rlbatch.api.values import option
 
-from .offload_gradients import ReleasedGradients
+from .offload_parts.moving import Moving
 
 HOST_BYTES = 16
 """What each parameter takes on the host: fp32 main weight, gradient and moments."""
@@ -27,13 +27,16 @@ class CpuAdamOptions:
     fraction: Annotated[float, Range(above=0, most=1)] = option(
         1.0, "Share of the parameters whose optimizer is on the host, above 0, at most 1."
     )
+    optimizer_state: bool = option(False, "Whether the rest of the optimizer leaves the GPU while the engine generates.")
+    weights: bool = option(False, "Whether the trainer's weights leave the GPU too, between a weight sync and the end of generation.")
+    pin_memory: bool = option(True, "Page-locked host memory for what leaves: faster copies, but the host cannot swap it.")
 
 
-class CpuAdam(ReleasedGradients):
-    """An ``OffloadStrategy`` that builds another optimizer and moves nothing of it afterwards."""
+class CpuAdam(Moving):
+    """An ``OffloadStrategy`` that builds another optimizer. What of it is on the host never moves."""
 
     def __init__(self, options: CpuAdamOptions) -> None:
-        super().__init__()
+        super().__init__(state=options.optimizer_state, weights=options.weights, is_pinned=options.pin_memory)
         self._fraction = options.fraction
 
     def configure_optimizer(self, spec: OptimizerSpec) -> OptimizerSpec:
@@ -55,7 +58,13 @@ class CpuAdam(ReleasedGradients):
 def memory(options: CpuAdamOptions, precision: str) -> OffloadMemory:
     """See ``OffloadSpec``; raises ConfigError for fp32 training."""
     _check_precision(is_bf16=precision == "bf16")
-    return OffloadMemory(releases_gradients=True, hosted_share=options.fraction, hosted_bytes=HOST_BYTES)
+    return OffloadMemory(
+        releases_gradients=True,
+        hosted_share=options.fraction,
+        hosted_bytes=HOST_BYTES,
+        moves_state=options.optimizer_state,
+        moves_weights=options.weights,
+    )
 
 
 def _check_precision(*, is_bf16: bool) -> None:
@@ -66,4 +75,4 @@ def _check_precision(*, is_bf16: bool) -> None:
 @hookimpl
 def rlbatch_register_offload_strategies() -> Mapping[str, OffloadSpec]:
     """Supplies ``cpu_adam``."""
-    return {"cpu_adam": OffloadSpec(CpuAdam, CpuAdamOptions, needs_gpu=True, memory=memory)}
+    return {"cpu_adam": OffloadSpec(CpuAdam, CpuAdamOptions, needs_gpu=True, memory=memory, advised=({}, {"weights": True}))}

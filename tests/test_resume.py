@@ -39,7 +39,8 @@ SIGNALLING = (
     "rollout=signalling",
     "algorithm.loss=signalling",
     "rollout.max_logprob_diff=1e-4",
-    "offload=gradients",  # which may change nothing, in whatever phase the signal comes: the uninterrupted run is without
+    "offload=optimizer_state",
+    "offload.options.weights=true",  # which may change nothing, in whatever phase the signal comes: the uninterrupted run is without
 )
 SLEEP_S = 1000.0
 """Longer than any run may take: an engine that is not interrupted fails the test."""

@@ -417,7 +417,20 @@ class MemoryHandles(Protocol):
     """What an offload strategy may move. Filled by the trainer."""
 
     def optimizer_state(self) -> Iterable[Tensor]:
-        """This rank's optimizer state tensors (master weights and moments)."""
+        """This rank's optimizer state on the accelerator: fp32 main weights, and moments once there was an update. Each has storage of its
+        own, which may be emptied and filled again; so have ``weights``.
+        """
+
+    def weights(self) -> Iterable[Tensor]:
+        """The buffers in which all weights of this rank lie."""
+
+    def host_memory(self, num_bytes: int, *, is_pinned: bool) -> Tensor:
+        """New host memory of exactly this size, [num_bytes] uint8, page-locked if ``is_pinned`` and there is an accelerator. It is this
+        rank's to the end.
+
+        Raises:
+            ConfigError: the host has not so much, or cannot lock it; with both numbers.
+        """
 
     def release_gradients(self) -> None:
         """Gives the memory of this rank's gradients back until the next backward pass, which makes them anew: nothing needs them between
@@ -426,7 +439,14 @@ class MemoryHandles(Protocol):
 
 
 class OffloadStrategy(Protocol):
-    """Who holds the accelerator's memory in which phase. A subclass has what it does otherwise than here, which is nothing."""
+    """Who holds the accelerator's memory in which phase. A subclass has what it does otherwise than here, which is nothing.
+
+    Attributes:
+        moves_weights: Whether weights leave the accelerator in ``sync_ends``. Then no engine reads them in place, engines start and sleep
+            once while they are away, and all engines sleep and take the weights again where one was lost.
+    """
+
+    moves_weights: bool = False
 
     def configure_optimizer(self, spec: OptimizerSpec) -> OptimizerSpec:
         """Called once, before the optimizer is built."""
@@ -437,12 +457,26 @@ class OffloadStrategy(Protocol):
         return
 
     def generating(self) -> AbstractContextManager[None]:
-        """Around weight sync and generation."""
+        """Around weight sync and generation; with ``moves_weights`` also around the start of engines. At its end the weights are back."""
         return nullcontext()
 
+    def sync_begins(self) -> None:
+        """Within ``generating``, before weights are read for engines: they must be on the accelerator. Again if an engine was lost."""
+        return
+
+    def sync_ends(self) -> None:
+        """When engines have all weights, before they take memory for their caches. May be called again, and without ``sync_begins``."""
+        return
+
     def training(self) -> AbstractContextManager[None]:
-        """Around log-probs and updates."""
+        """Around log-probs and updates. When it ends, nobody writes to weights and optimizer state until the next ``generating``, but for
+        a checkpoint that is loaded.
+        """
         return nullcontext()
+
+    def settle(self) -> None:
+        """Before optimizer state is read or written: what still moves has arrived for the current stream."""
+        return
 
 
 OffloadStrategyFactory = Callable[[], OffloadStrategy]

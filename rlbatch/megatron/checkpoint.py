@@ -31,6 +31,7 @@ class TrainerState:
     """
 
     def __init__(self, trainer: Trainer) -> None:
+        trainer.settle()
         self._planned = plan(written(trainer.stages, trainer.optimizer.chained_optimizers), dist.get_rank())
         self._steps = max(map(_steps_of, trainer.optimizer.chained_optimizers), default=0)
         self.write_bytes, self.buffer_bytes = write_bytes(self._planned), buffer_bytes(self._planned)
@@ -65,6 +66,7 @@ def load_state(trainer: Trainer, folder: Path) -> None:
     Raises:
         DataError: the state cannot be read, or has values that are infinite or NaN.
     """
+    trainer.settle()
     with _reading(folder) as stored:
         steps = _stored_steps(folder)
         optimizers = [one for one in trainer.optimizer.chained_optimizers if any(group["params"] for group in one.param_groups)]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
 
 from rlbatch.api import OptimizerSpec
 from rlbatch.config.schema import OptimizerConfig
@@ -59,3 +61,15 @@ def build_schedule(optimizer: MegatronOptimizer, config: OptimizerConfig, steps:
         wd_incr_steps=0,
         wd_incr_style="constant",
     )
+
+
+def held_state(optimizer: Any) -> Iterator[Tensor]:
+    """Main weights, moments and step counts of a rank, wherever they are; some maybe twice."""
+    for one in optimizer.chained_optimizers:
+        for group in one.shard_fp32_from_float16_groups:
+            yield from (main for main in group if main is not None)
+        inner = one.optimizer
+        yield from getattr(inner, "param_to_fp32_param", {}).values()  # of HybridDeviceOptimizer, which has its main weights itself
+        for part in getattr(inner, "sub_optimizers", [inner]):
+            for state in part.state.values():
+                yield from (value for value in state.values() if isinstance(value, Tensor))

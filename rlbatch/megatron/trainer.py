@@ -23,8 +23,9 @@ from rlbatch.foreign_code import foreign_code
 from rlbatch.megatron import parallel
 from rlbatch.megatron.finite import MAX_GRADIENT_NORM, FiniteCheck, NotFinite, any_rank, find_token, norm_of_all
 from rlbatch.megatron.gradients import GradientMemory
+from rlbatch.megatron.host_memory import HostMemory
 from rlbatch.megatron.microbatch_inputs import MicrobatchInputs, padded_to
-from rlbatch.megatron.optimizer import build_optimizer, build_schedule, optimizer_spec, wrap_data_parallel
+from rlbatch.megatron.optimizer import build_optimizer, build_schedule, held_state, optimizer_spec, wrap_data_parallel
 from rlbatch.megatron.policy import Policy
 from rlbatch.megatron.routing_replay import PackRouting, RoutedPack, RoutingReplay
 from rlbatch.metrics.device_time import MODULE
@@ -47,8 +48,8 @@ class Trainer(Policy):
         self._device = torch.cuda.current_device()
         self.megatron_config.finalize_model_grads_func = _finalize_without_scaling
         self._chunks = wrap_data_parallel(self.megatron_config, self.modules)
-        strategy = f"offload={config.offload.name}"
-        with foreign_code(strategy):
+        self._offload, self._strategy = offload, f"offload={config.offload.name}"
+        with foreign_code(self._strategy):
             spec = offload.configure_optimizer(optimizer_spec(config.optimizer, config.train.precision))
         self.optimizer = build_optimizer(spec, self._chunks)
         self.schedule = build_schedule(self.optimizer, config.optimizer, config.train.steps)
@@ -57,7 +58,8 @@ class Trainer(Policy):
         self._finite = FiniteCheck(self.params, self._map.origin, self.optimizer)
         self._reference: dict[str, Tensor] = {}
         self._is_reference = False
-        with foreign_code(strategy):
+        self._host_memory = HostMemory(self._strategy)
+        with foreign_code(self._strategy):
             offload.attach(self)
 
     @property
@@ -67,15 +69,31 @@ class Trainer(Policy):
 
     def weights_changed(self) -> None:
         """See ``Policy``."""
+        self.settle()
         self.optimizer.reload_model_params()
 
+    def settle(self) -> None:
+        """Whoever reads or writes optimizer state calls it before: an offload strategy may still be bringing it back."""
+        with foreign_code(self._strategy):
+            self._offload.settle()
+
     def optimizer_state(self) -> Iterable[Tensor]:
-        """This rank's fp32 main weights (where the model's are bf16) and moments (``MemoryHandles``)."""
-        for optimizer in self.optimizer.chained_optimizers:
-            for group in optimizer.shard_fp32_from_float16_groups:
-                yield from (main for main in group if main is not None)
-            for state in optimizer.optimizer.state.values():
-                yield from (value for value in state.values() if isinstance(value, Tensor))
+        """This rank's fp32 main weights (where the model's are bf16) and moments, those on the accelerator (``MemoryHandles``)."""
+        found = (value for value in held_state(self.optimizer) if value.is_cuda or not torch.cuda.is_available())
+        return {value.untyped_storage()._cdata: value for value in found if value.dim()}.values()
+
+    def weights(self) -> Iterable[Tensor]:
+        """The buffers that have all parameters (``MemoryHandles``)."""
+        return [buffer.param_data for chunk in self._chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+
+    def host_memory(self, num_bytes: int, *, is_pinned: bool) -> Tensor:
+        """See ``MemoryHandles``."""
+        return self._host_memory.take(num_bytes, is_pinned=is_pinned)
+
+    def not_finite(self, *, with_optimizer: bool = False) -> str:
+        """See ``Policy``."""
+        self.settle()
+        return super().not_finite(with_optimizer=with_optimizer)
 
     def release_gradients(self) -> None:
         """Gives the memory of this rank's gradients back, until the next ``backward`` (``MemoryHandles``)."""
@@ -190,6 +208,7 @@ class Trainer(Policy):
                 f"algorithm.loss={self._config.algorithm.loss}: tensor-parallel ranks got different losses for the same tokens. "
                 "Seed what it draws, the same on every rank."
             )
+        self.settle()
         with record_function(MODULE + "optimizer"):
             _, grad_norm, _ = self.optimizer.step()  # Megatron says that it failed only where it scales losses
         self.policy_version += 1

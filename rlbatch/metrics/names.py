@@ -114,6 +114,11 @@ _DEFINED = (
     ),
     Tag("time/step_s", "s", "The whole step, evaluation and checkpoint not included."),
     Tag("time/sync_s", "s", "Weights to the engines."),
+    Tag(
+        "time/offload_s",
+        "s",
+        "Optimizer state that leaves or comes back, as far as that is waited for; the rest is beside other phases (offload).",
+    ),
     Tag("time/restart_s", "s", "Lost engines started anew and given the weights; only in steps that lost one."),
     Tag("time/rollout_s", "s", "Generation."),
     Tag("time/reward_s", "s", "Rewards that are not known yet when generation ends."),

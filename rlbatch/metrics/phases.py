@@ -63,7 +63,8 @@ class GpuMemory:
 
 
 class PhaseClock:
-    """Adds up the seconds of named phases. A phase ends when its kernels have: the next one starts with an idle GPU.
+    """Adds up the seconds of named phases. A phase ends when its kernels have (the next one starts with an idle GPU), unless it is not to
+    wait for what it has begun.
 
     Attributes:
         memory: Of the phases.
@@ -76,12 +77,12 @@ class PhaseClock:
         self.memory = GpuMemory()
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str, *, waits: bool = True) -> Iterator[None]:
         """Times a block; a name may come again."""
         started = time.perf_counter()
         with record_function(PHASE + name), self.memory.phase(name):
             yield
-            if torch.cuda.is_available():
+            if waits and torch.cuda.is_available():
                 torch.cuda.synchronize()
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
 

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from rlbatch.algorithms.objective import Objective
-from rlbatch.api import ConfigError, ModelFamily, Prompt, RolloutContext
+from rlbatch.api import ConfigError, ModelFamily, OffloadStrategy, Prompt, RolloutContext
 from rlbatch.checkpoint.carried import Carried, carried_layers, draft_model
 from rlbatch.config.hf_config import read_config
 from rlbatch.config.keys import EMBEDDED
 from rlbatch.config.schema import Config
+from rlbatch.foreign_code import foreign_code, foreign_context
 from rlbatch.launch.membership.store import JobStore
 from rlbatch.launch.membership.watchdog import Watchdog
 from rlbatch.launch.shutdown.grace_period import estimate_write_s
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+Started = tuple[Rollout, "PreTrainedTokenizerBase"]
 
 
 def assemble(
@@ -104,7 +106,7 @@ class _Assembly:
         trainer = Trainer(config, family, offload) if config.mode == "train" else Policy(config, family)
         load_policy(config, trainer, hf_folder, self.announce, needs_reference=registry.needs_reference(config.algorithm))
         quantization = engine_quantization(config, registry, family, read_config(hf_folder))
-        rollout, tokenizer = self._rollout(family, hf_folder, quantization)
+        rollout, tokenizer = self._beside_weights(offload, partial(self._rollout, family, hf_folder, quantization))
         tell = self.announce if rank == 0 else lambda told: None
         train = open_training(config, self.run_dir, family, tokenizer, registry, tell) if config.mode == "train" else None
         held_out = with_prompts(config, self._held_out(tokenizer, family, tell))
@@ -155,6 +157,18 @@ class _Assembly:
             write_random_weights(folder, self.config.seed)
         dist.barrier()
         return folder
+
+    def _beside_weights(self, offload: OffloadStrategy, start: Callable[[], Started]) -> Started:
+        """Starts engines: where weights are offloaded, with the GPU as they will have it when they generate, which they then give back."""
+        if not offload.moves_weights:
+            return start()
+        strategy = f"offload={self.config.offload.name}"
+        with foreign_context(strategy, offload.generating):
+            with foreign_code(strategy):
+                offload.sync_ends()
+            rollout, tokenizer = start()
+            rollout.sleep()
+        return rollout, tokenizer
 
     def _rollout(self, family: ModelFamily, hf_folder: Path, quantization: Quantization) -> tuple[Rollout, PreTrainedTokenizerBase]:
         """The engine that this rank has a part of, started, and the tokenizer that it has too."""

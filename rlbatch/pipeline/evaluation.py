@@ -52,11 +52,12 @@ def evaluate(job: EngineJob, step: int) -> Evaluated | None:
             own = [prompt for prompt in prompts if set_of[id(prompt)] is held_out]
             yield from job.rollout.evaluate(own, held_out.params(job.config.seed))
 
-    with job.stopping.generating(may_finish=False), job.generating():
+    clock = PhaseClock()
+    with job.stopping.generating(may_finish=False), job.generating(clock):
         with job.watchdog.phase("training"):
             job.sync_weights()
         prompts = [prompt for _, prompt in mine]
-        groups = generate(job, PhaseClock(), prompts, sample, key=id, is_held_out=True)  # prompts of two sets may have one prompt_id
+        groups = generate(job, clock, prompts, sample, key=id, is_held_out=True)  # prompts of two sets may have one prompt_id
         job.rollout.sleep()
         job.scorer.counts = Counter()  # they are the sets', not the next step's
     if groups is None:

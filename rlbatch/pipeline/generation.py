@@ -95,8 +95,11 @@ def _restart(job: EngineJob, lost: Mapping[int, str]) -> bool:
                 f"engine {engine} was lost ({lost[engine]}), restarted in {time.monotonic() - started:.1f} s, "
                 f"restart {rollout.restarts[engine]} of {rollout.max_restarts}"
             )
+    all_take = job.offload.moves_weights
+    if all_take:  # beside engines that are awake there is no room for what they are sent
+        rollout.sleep()
     with job.watchdog.phase("training"):
-        job.sync_weights(is_taken=is_mine and rollout.engine not in met.lost)
+        job.sync_weights(is_taken=(is_mine or all_take) and rollout.engine not in met.lost)
     return True
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,12 @@ from typing import Any
 from rlbatch.algorithms.objective import Objective
 from rlbatch.api import AdvantageEstimator, GroupFilter, ModelFamily, OffloadStrategy, Prompt
 from rlbatch.config.schema import Config
-from rlbatch.foreign_code import foreign_context
+from rlbatch.foreign_code import foreign_code, foreign_context
 from rlbatch.launch.membership.store import JobStore
 from rlbatch.launch.membership.watchdog import Watchdog
 from rlbatch.megatron.policy import Policy
 from rlbatch.megatron.trainer import Trainer
+from rlbatch.metrics.phases import PhaseClock
 from rlbatch.pipeline.eval_sets import EvalSet
 from rlbatch.pipeline.health import Health
 from rlbatch.pipeline.prompt_order import PromptOrder
@@ -63,16 +64,28 @@ class EngineJob:
     eval_sets: Sequence[EvalSet]
     quantises: bool = False
 
-    def generating(self) -> AbstractContextManager[None]:
-        """The offload strategy's, around weight sync and generation."""
-        return foreign_context(f"offload={self.config.offload.name}", self.offload.generating)
+    def generating(self, clock: PhaseClock) -> AbstractContextManager[None]:
+        """The offload strategy's, around weight sync and generation; what it moves then is a phase of its own."""
+        return _timed(clock, foreign_context(self._strategy, self.offload.generating))
+
+    @property
+    def _strategy(self) -> str:
+        return f"offload={self.config.offload.name}"
 
     def sync_weights(self, *, is_taken: bool = True) -> None:
         """Sends the policy to the engines that take it, in the form in which they hold it; a collective."""
+        with foreign_code(self._strategy):
+            self.offload.sync_begins()
         wanted = self.rollout.wanted_experts()
         tensors = self.trainer.export(quantize=self.quantises, wanted=wanted)
-        version, lasting = self.trainer.policy_version, self.trainer.storages()
-        self.rollout.sync_weights(tensors, version, is_taken=is_taken, lasting=lasting, wanted=wanted)
+        version = self.trainer.policy_version
+        lasting = frozenset[int]() if self.offload.moves_weights else self.trainer.storages()
+        self.rollout.sync_weights(tensors, version, is_taken=is_taken, lasting=lasting, wanted=wanted, sent=self._sync_ends)
+        self._sync_ends()  # where nothing was taken
+
+    def _sync_ends(self) -> None:
+        with foreign_code(self._strategy):
+            self.offload.sync_ends()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +118,17 @@ class Job(EngineJob):
     filters: Mapping[str, GroupFilter] = field(default_factory=dict)
     waiting: Waiting = field(default_factory=Waiting)
 
-    def training(self) -> AbstractContextManager[None]:
+    def training(self, clock: PhaseClock) -> AbstractContextManager[None]:
         """The offload strategy's, around log-probs and updates."""
-        return foreign_context(f"offload={self.config.offload.name}", self.offload.training)
+        return _timed(clock, foreign_context(self._strategy, self.offload.training))
+
+
+@contextmanager
+def _timed(clock: PhaseClock, manager: AbstractContextManager[None]) -> Iterator[None]:
+    """Counts what is done at the beginning and at the end, but not what goes on beside what follows."""
+    with ExitStack() as stack:
+        with clock.phase("offload", waits=False):
+            stack.enter_context(manager)
+        yield
+        with clock.phase("offload", waits=False):
+            stack.close()

@@ -133,6 +133,7 @@ class Rollout:
         is_taken: bool = True,
         lasting: Container[int] = (),
         wanted: Sequence[int] | None = None,
+        sent: Callable[[], object] = lambda: None,
     ) -> None:
         """Sends the policy to the engine, and before it what is carried, if the engine lacks that; a collective.
 
@@ -142,6 +143,7 @@ class Rollout:
             is_taken: Whether the engine gets it; else this rank only takes part.
             lasting: As ``buckets``.
             wanted: ``wanted_experts``, which ``tensors`` were exported for.
+            sent: Called when no tensor is read any more, before the engine takes memory for its cache.
         """
         if not self._config.rollout.sync_weights:
             return
@@ -149,19 +151,25 @@ class Rollout:
         watched = probe.watch(tensors)
         if is_taken:
             with self._noticing_loss(), state_kept(self._name):
-                self._backend.update_weights(self._buckets(watched, policy_version, lasting, wanted))
+                self._backend.update_weights(self._buckets(watched, policy_version, lasting, wanted, sent))
         for _ in watched:
             pass
         self._weights, self._version = probe.digest(), policy_version
 
     def _buckets(
-        self, policy: Iterator[tuple[str, Tensor]], version: int, lasting: Container[int], wanted: Sequence[int] | None
+        self,
+        policy: Iterator[tuple[str, Tensor]],
+        version: int,
+        lasting: Container[int],
+        wanted: Sequence[int] | None,
+        sent: Callable[[], object],
     ) -> Iterator[WeightBucket]:
         """The policy comes last: where a draft shares parameters with the model, its checkpoint has older values of them."""
         limit = self._config.rollout.bucket_mib
         if self._carried is not None and isinstance(self._backend, CarryingBackend) and self._backend.lacks_carried:
             yield from buckets(self._carried.read(wanted), limit, version, is_carried=True)
         yield from buckets(policy, limit, version, lasting=lasting)
+        sent()
 
     def restart(self) -> None:
         """Starts a lost engine anew; see ``RestartableBackend``. It may be lost again at once."""

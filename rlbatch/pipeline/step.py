@@ -38,7 +38,7 @@ def train_step(job: Job, step: int) -> tuple[StepResult, list[SampleGroup], list
     """
     config, clock = job.config, PhaseClock()
 
-    with job.stopping.generating(may_finish=True), job.generating():
+    with job.stopping.generating(may_finish=True), job.generating(clock):
         with clock.phase("sync"), job.watchdog.phase("training"):
             job.sync_weights()
         taken = take_groups(job, clock, step)
@@ -58,7 +58,7 @@ def train_step(job: Job, step: int) -> tuple[StepResult, list[SampleGroup], list
         planned = len(updates) * config.train.epochs
         finder = SampleFinder(scored, partial(scored.name, prompts=taken.prompts))
 
-    with job.training():
+    with job.training(clock):
         with clock.phase("logprobs"):
             first = FirstPolicy(job, updates, finder)
             first.score()

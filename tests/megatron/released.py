@@ -1,14 +1,16 @@
-"""Updates with and without giving back the gradients' memory in between, on every rank of a pool."""
+"""Updates with and without offload strategies in between, on every rank of a pool."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from rlbatch.algorithms.aggregate import denominator
 from rlbatch.algorithms.objective import Objective
+from rlbatch.api import OffloadStrategy
 from rlbatch.checkpoint.hf import HfTensors
 from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import AlgorithmConfig, Config, LayoutConfig, OptimizerConfig, TrainConfig
@@ -29,46 +31,56 @@ class Updates:
         logprobs: Before each update.
         tensors: Weights and optimizer state at the end.
         held: Bytes of gradients: after the start, before and after each update, and while released.
+        staying: Bytes of weights, and of optimizer state, while an engine would generate.
     """
 
     sums: list[dict[str, float]]
     logprobs: list[torch.Tensor]
     tensors: list[torch.Tensor]
     held: list[tuple[str, int]]
+    staying: list[tuple[int, int]]
 
 
-def trainer_of(folder: str, layout: LayoutConfig, precision: str, offload: str) -> tuple[Trainer, object]:
+def trainer_of(
+    folder: str, layout: LayoutConfig, precision: str, offload: str, options: dict[str, Any] | None = None
+) -> tuple[Trainer, OffloadStrategy]:
     """A trainer with the folder's weights, and its offload strategy."""
     parallel.initialize_groups(layout, seed=0)
     registry = load_plugins()
-    strategy = registry.build_offload(offload, {})
+    strategy = registry.build_offload(offload, options or {})
     config = Config(layout=layout, train=TrainConfig(precision=precision), optimizer=OptimizerConfig(lr=1e-2, weight_decay=0.1))
     trainer = Trainer(config, registry.resolve_model_family(read_config(Path(folder))), strategy)
     trainer.load(HfTensors(Path(folder)).read)
     return trainer, strategy
 
 
-def updated(folder: str, layout: LayoutConfig, precision: str, offload: str) -> Updates:
+def updated(folder: str, layout: LayoutConfig, precision: str, offload: str, options: dict[str, Any] | None = None) -> Updates:
     """Some updates under an offload strategy, with a phase of generation before each."""
-    trainer, strategy = trainer_of(folder, layout, precision, offload)
-    result = Updates([], [], [], [("start", trainer.gradient_bytes)])
+    trainer, strategy = trainer_of(folder, layout, precision, offload, options)
+    result = Updates([], [], [], [("start", trainer.gradient_bytes)], [])
     objective = Objective(AlgorithmConfig(), load_plugins().build_loss(AlgorithmConfig()))
     batches = [pack.microbatch for pack in my_packs(layout, 40)]
     total = torch.tensor(sum(denominator(b.loss_mask, b.cu_seqlens, "token_mean") for b in batches))
     torch.distributed.all_reduce(total, group=parallel.dp_group())
     for _ in range(UPDATES):
-        with strategy.generating():  # type: ignore[attr-defined]
+        with strategy.generating():
             result.held.append(("generating", trainer.gradient_bytes))
+            strategy.sync_begins()
             for _ in trainer.export():
                 pass
-        old = trainer.logprobs(batches)
-        result.held.append(("logprobs", trainer.gradient_bytes))
-        for batch, values in zip(batches, old, strict=True):
-            batch.old_logprobs = values
-        trainer.next_learning_rate()
-        for _ in range(2):
-            result.sums.append(trainer.update(batches, objective, float(total)))
-            result.held.append(("updated", trainer.gradient_bytes))
+            strategy.sync_ends()
+            parts = (trainer.weights(), trainer.optimizer_state())
+            weights, state = (sum(tensor.untyped_storage().nbytes() for tensor in part) for part in parts)
+            result.staying.append((weights, state))
+        with strategy.training():
+            old = trainer.logprobs(batches)
+            result.held.append(("logprobs", trainer.gradient_bytes))
+            for batch, values in zip(batches, old, strict=True):
+                batch.old_logprobs = values
+            trainer.next_learning_rate()
+            for _ in range(2):
+                result.sums.append(trainer.update(batches, objective, float(total)))
+                result.held.append(("updated", trainer.gradient_bytes))
         result.logprobs += old
     result.tensors = [tensor.detach().clone() for tensor in (*trainer.params.values(), *trainer.optimizer_state())]
     return result
@@ -77,11 +89,23 @@ def updated(folder: str, layout: LayoutConfig, precision: str, offload: str) -> 
 def compared(folder: str, layout: LayoutConfig, precision: str) -> tuple[list[str], dict[str, set[int]], dict[str, set[int]]]:
     """What differs at all between releasing and not, and the bytes held by phase with and without."""
     kept, released = (updated(folder, layout, precision, offload) for offload in ("none", "gradients"))
+    return _differing(kept, released), _by_phase(released), _by_phase(kept)
+
+
+def moved(
+    folder: str, layout: LayoutConfig, precision: str, strategies: list[tuple[str, dict[str, Any]]]
+) -> list[tuple[list[str], list[tuple[int, int]]]]:
+    """Of each strategy what differs at all from ``none``, and the bytes that stay in each generation."""
+    kept, *others = (updated(folder, layout, precision, *strategy) for strategy in (("none", {}), *strategies))
+    return [(_differing(kept, other), other.staying) for other in (kept, *others)]
+
+
+def _differing(kept: Updates, released: Updates) -> list[str]:
     differing = [f"sums {i}" for i, pair in enumerate(zip(kept.sums, released.sums, strict=True)) if pair[0] != pair[1]]
     for name in ("logprobs", "tensors"):
         pairs = enumerate(zip(getattr(kept, name), getattr(released, name), strict=True))
         differing += [f"{name} {i}" for i, (a, b) in pairs if not torch.equal(a, b)]
-    return differing, _by_phase(released), _by_phase(kept)
+    return differing
 
 
 def _by_phase(updates: Updates) -> dict[str, set[int]]:

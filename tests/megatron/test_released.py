@@ -1,4 +1,4 @@
-"""Gradients that give their memory back between updates: nothing else changes."""
+"""Gradients that give their memory back between updates, weights and optimizer state that leave: nothing else changes."""
 
 from __future__ import annotations
 
@@ -42,3 +42,21 @@ def test_released_gradients_are_zeros(folder: Path, rank_pool) -> None:
     ((before, after),) = rank_pool(1).run(released.exported_after_release, str(folder))
     assert before > 0
     assert after == 0
+
+
+MOVING = [("optimizer_state", {}), ("weights", {}), ("optimizer_state", {"weights": True})]
+
+
+@pytest.mark.parametrize(("layout", "precision"), [("ep2", "bf16"), pytest.param("dp2", "fp32", marks=LONG)])
+def test_updates_are_bitwise_those_of_memory_that_stays(layout: str, precision: str, folder: Path, rank_pool) -> None:
+    """The same with main weights and moments, weights, or both away while an engine would generate: none of theirs stays, all of the
+    others' does. In fp32 the weights are their own main weights.
+    """
+    spread = LAYOUTS[layout]
+    for kept, state, weights, both in rank_pool(spread.world_size).run(released.moved, str(folder), spread, precision, MOVING):
+        assert kept[0] == state[0] == weights[0] == both[0] == []
+        assert state[1] == [(size, 0) for size, _ in kept[1]]
+        assert weights[1] == [(0, size) for _, size in kept[1]]
+        assert both[1] == [(0, 0)] * released.UPDATES
+        assert min(size for size, _ in kept[1]) > 0
+        assert kept[1][-1][1] > kept[1][0][1]  # moments came with the first update

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rlbatch.api import RolloutContext
+from rlbatch.api import EngineLost, RolloutContext
 from rlbatch.config.schema import Config
 from rlbatch.engines.backend import hosted
 from rlbatch.engines.backend.hosted import EngineProgram, HostedOptions, HostedRollout
@@ -31,13 +31,13 @@ SLOW_S = 1.0
 
 @dataclass
 class Recorder:
-    """Events of this rank, with their times and the bytes that gradients take then."""
+    """Events of this rank, with their times and the bytes that gradients, or weights, take then."""
 
     events: list[Event] = field(default_factory=list)
-    gradient_bytes: Callable[[], int] = int
+    taken: Callable[[], int] = int
 
     def note(self, event: str) -> None:
-        self.events.append((event, time.monotonic(), self.gradient_bytes()))
+        self.events.append((event, time.monotonic(), self.taken()))
 
     @contextmanager
     def around(self, name: str) -> Iterator[None]:
@@ -50,12 +50,16 @@ class RecordedHost:
     """In place of an engine host; every sample is the stop token."""
 
     lost = None
+    log: Any = SimpleNamespace(name="engine.log", with_name=lambda name: name, replace=lambda name: None)
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder, self.version = recorder, -1
 
     def started(self, needed: Iterable[int], hang_limit_s: float) -> None:
         """Nobody watches it."""
+
+    def close(self) -> None:
+        self.recorder.note("close")
 
     def mark_warmed_up(self) -> None:
         """Its calls take no time."""
@@ -91,6 +95,9 @@ class RecordedSender:
     def __init__(self, recorder: Recorder, host: RecordedHost) -> None:
         self.recorder, self.host = recorder, host
 
+    def close(self) -> None:
+        """It has no group."""
+
     def send(self, buckets: Iterable[Any], *_: Any, **how: Any) -> int:
         versions = {bucket.policy_version for bucket in buckets}
         self.recorder.note("weights")
@@ -98,10 +105,10 @@ class RecordedSender:
         return self.host.version
 
 
-def recorded(config: Config, run_dir: str) -> tuple[Job, Recorder]:
+def recorded(config: Config, run_dir: str, *, of_weights: bool = False) -> tuple[Job, Recorder]:
     """A job whose engine is recorded, and when its offload strategy begins and ends what."""
     job = job_of(config, run_dir)
-    recorder = Recorder(gradient_bytes=lambda: job.trainer.gradient_bytes)
+    recorder = Recorder(taken=lambda: _weight_bytes(job) if of_weights else job.trainer.gradient_bytes)
     hosted.EngineHost = lambda *_, **__: RecordedHost(recorder)  # type: ignore[misc,assignment]
     hosted.WeightSender = lambda host, *_, **__: RecordedSender(recorder, host)  # type: ignore[misc,assignment]
     program = EngineProgram("recorded", "no:Engine", {})
@@ -113,15 +120,42 @@ def recorded(config: Config, run_dir: str) -> tuple[Job, Recorder]:
         with recorder.around("offload"), strategy.generating():
             yield
 
-    offload: Any = SimpleNamespace(generating=generating, training=lambda: recorder.around("training"))
+    @contextmanager
+    def training() -> Iterator[None]:
+        with recorder.around("training"), strategy.training():
+            yield
+
+    others = {"moves_weights": strategy.moves_weights, "sync_begins": strategy.sync_begins, "sync_ends": strategy.sync_ends}
+    offload: Any = SimpleNamespace(generating=generating, training=training, **others)
     return replace(job, offload=offload), recorder
 
 
-def two_steps(config: Config, run_dir: str) -> list[Event]:
+def _weight_bytes(job: Job) -> int:
+    return sum(weights.untyped_storage().nbytes() for weights in job.trainer.weights())
+
+
+def two_steps(config: Config, run_dir: str, of_weights: bool = False) -> list[Event]:
     """What this rank did in two steps."""
-    job, recorder = recorded(config, run_dir)
+    job, recorder = recorded(config, run_dir, of_weights=of_weights)
     for step in (1, 2):
         assert train_step(job, step) is not None
+    return recorder.events
+
+
+def restarted_step(config: Config, run_dir: str) -> list[Event]:
+    """What this rank did in a step in which rank 0 lost its engine once."""
+    job, recorder = recorded(config, run_dir, of_weights=True)
+    generate, rollout = job.rollout.generate, job.rollout
+
+    def lost(*arguments: Any, **options: Any) -> Any:
+        rollout.generate = generate  # type: ignore[method-assign]
+        rollout.lost = EngineLost("it is told to")
+        recorder.note("lost")
+        return []
+
+    if dist.get_rank() == 0:
+        rollout.generate = lost  # type: ignore[method-assign]
+    assert train_step(job, 1) is not None
     return recorder.events
 
 

@@ -131,13 +131,15 @@ def test_a_step_in_rounds_that_is_stopped(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_ranks_that_share_an_engine(undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine of two ranks is lost in a sync, in which the other rank takes part, and in a generation, of which it knows nothing."""
+    """The engine of two ranks is lost in a sync, in which the other rank takes part, and in a generation, of which it knows nothing. Nor
+    does it change anything that the trainer's weights were away.
+    """
     ended = run(
         tmp_path / "run",
         monkeypatch,
         (0, "load", 2, "SIGKILL"),
         (0, "group", 3, "SIGKILL"),
-        overrides=("rollout.options.gpus_per_engine=2",),
+        overrides=("rollout.options.gpus_per_engine=2", "offload=weights"),
     )
     assert (ended.code, ended.stderr) == (0, "")
     assert [number for _, _, number in restarts(ended)] == ["1 of 3", "2 of 3"]

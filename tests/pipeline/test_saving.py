@@ -52,7 +52,7 @@ def config_for(layout: str, *overrides: str):
         ("ep2", ("train.updates_per_step=1", "train.epochs=2", "algorithm=icepop")),
         ("tp2 ep2", ()),
         ("ep2", WAITING),
-        ("ep2", ("train.precision=bf16", "rollout.max_logprob_diff=null", "offload=gradients")),
+        ("ep2", ("train.precision=bf16", "rollout.max_logprob_diff=null", "offload=optimizer_state", "offload.options.weights=true")),
     ],
 )
 def test_a_resumed_job_is_the_one_that_went_on(layout: str, overrides: tuple[str, ...], run_dir: Path, tmp_path: Path, rank_pool) -> None:

@@ -36,10 +36,9 @@ def test_fractions_outside_are_refused(fraction: float) -> None:
         compose_job(["offload=cpu_adam", f"offload.options.fraction={fraction}"])
 
 
-@pytest.mark.parametrize("name", ["cpu_adam", "optimizer_state"])
-def test_without_gpus_it_is_refused(name: str) -> None:
+def test_without_gpus_it_is_refused() -> None:
     """Megatron's hybrid optimizer needs CUDA: the job is refused before it starts."""
-    config, registry = compose_job([f"offload={name}"])
-    with pytest.raises(ConfigError, match=f"offload={name}: needs GPUs"):
+    config, registry = compose_job(["offload=cpu_adam"])
+    with pytest.raises(ConfigError, match="offload=cpu_adam: needs GPUs"):
         registry.check_hardware(config, on_gpu=False)
     registry.check_hardware(config, on_gpu=True)

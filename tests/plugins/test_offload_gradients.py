@@ -22,11 +22,17 @@ class Handles:
     def optimizer_state(self) -> Iterable[torch.Tensor]:
         return ()
 
+    def weights(self) -> Iterable[torch.Tensor]:
+        return ()
+
+    def host_memory(self, num_bytes: int, *, is_pinned: bool) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
     def release_gradients(self) -> None:
         self.releases += 1
 
 
-@pytest.mark.parametrize("name", ["gradients", "cpu_adam", "optimizer_state"])
+@pytest.mark.parametrize("name", ["gradients", "cpu_adam", "optimizer_state", "weights"])
 def test_gradients_are_released_before_an_engine_takes_memory(name: str) -> None:
     """Once when the trainer is there and the engine is not, and at the beginning of every generation; training releases nothing. An error
     in a phase passes through.

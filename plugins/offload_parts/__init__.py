@@ -1,0 +1,1 @@
+"""What offload strategies are made of."""
