@@ -10,7 +10,20 @@ import rlbatch
 from rlbatch.registry import DISTRIBUTION, load_plugins
 
 PACKAGE = Path(rlbatch.__file__).parent
-WORDS = {"none", "number", "sequence", "clip", "gradients", "transformers", "optimizer_state", "weights", "length", "accuracy", "jsonl", "math"}
+WORDS = {
+    "none",
+    "number",
+    "sequence",
+    "clip",
+    "gradients",
+    "transformers",
+    "optimizer_state",
+    "weights",
+    "length",
+    "accuracy",
+    "jsonl",
+    "math",
+}
 """Names that also mean something else: only `<key>=<name>` is one of a plugin."""
 EXEMPT = {
     "config/schema.py": "defaults of keys",

@@ -136,6 +136,10 @@ _DEFINED = (
     Tag("memory/gpu_used_rollout_gib", "GiB", "The same at the end of generation, before the engine sleeps."),
     Tag("memory/gpu_used_logprobs_gib", "GiB", "The same after log-probs, while the engine sleeps."),
     Tag("memory/gpu_used_update_gib", "GiB", "The same after updates."),
+    Tag("memory/node_used_sync_gib", "GiB", "Used of the memory of rank 0's node by all processes, when the sync ended."),
+    Tag("memory/node_used_rollout_gib", "GiB", "The same at the end of generation."),
+    Tag("memory/node_used_logprobs_gib", "GiB", "The same after log-probs."),
+    Tag("memory/node_used_update_gib", "GiB", "The same after updates."),
     Tag("memory/gpu_allocated_gib", "GiB", "Peak of tensors on rank 0's GPU during the step; only with a GPU."),
     Tag("memory/gpu_reserved_gib", "GiB", "Peak of what PyTorch reserved on rank 0's GPU during the step; only with a GPU."),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -16,11 +16,34 @@ SHOWN = ("sync", "rollout", "logprobs", "update")
 """Phases with a tag of their own."""
 
 
-class GpuMemory:
-    """Peaks of what PyTorch holds in this process, and what all processes use when a phase ends; nothing is measured without a GPU."""
+class OutOfMemory(Exception):
+    """The GPU has no memory left, in a phase.
 
-    def __init__(self) -> None:
+    Attributes:
+        phase: Its name.
+        allocated: Bytes of tensors, at most, in it.
+        reserved: Bytes that PyTorch has of the driver.
+        used: Bytes that all processes use.
+    """
+
+    def __init__(self, phase: str, error: torch.OutOfMemoryError) -> None:
+        super().__init__(str(error))
+        self.phase, self.allocated, self.reserved = phase, torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()
+        free, total = torch.cuda.mem_get_info()
+        self.used = total - free
+
+
+class GpuMemory:
+    """Peaks of what PyTorch holds in this process, and what all processes use when a phase ends; without a GPU only of the node.
+
+    Args:
+        node_used: Tells what all processes use of the node's memory, GiB; None: nothing does.
+    """
+
+    def __init__(self, node_used: Callable[[], float] | None = None) -> None:
         """Begins to measure."""
+        self._node_used = node_used
+        self._node: dict[str, float] = {}
         self._is_measured = torch.cuda.is_available()
         self._phases: dict[str, float] = {}
         self._used: dict[str, float] = {}
@@ -35,15 +58,18 @@ class GpuMemory:
         yield
         self._phases[name] = max(self._phases.get(name, 0.0), self._take())
         self._used[name] = max(self._used.get(name, 0.0), self._use())
+        if self._node_used:
+            self._node[name] = max(self._node.get(name, 0.0), self._node_used())
 
     def tags(self) -> dict[str, float]:
-        """Metrics of the step; empty without a GPU."""
+        """Metrics of the step."""
+        node = {f"memory/node_used_{name}_gib": self._node[name] for name in SHOWN if name in self._node}
         if not self._is_measured:
-            return {}
+            return node
         self._take()
         own = {f"memory/gpu_{name}_gib": self._phases.get(name, 0.0) for name in SHOWN}
         used = {f"memory/gpu_used_{name}_gib": self._used.get(name, 0.0) for name in SHOWN}
-        return {**own, **used, "memory/gpu_allocated_gib": self._allocated, "memory/gpu_reserved_gib": self._reserved}
+        return {**node, **own, **used, "memory/gpu_allocated_gib": self._allocated, "memory/gpu_reserved_gib": self._reserved}
 
     def _use(self) -> float:
         """GiB that all processes use now: an engine is another one."""
@@ -70,18 +96,21 @@ class PhaseClock:
         memory: Of the phases.
     """
 
-    def __init__(self) -> None:
-        """Starts the clock."""
+    def __init__(self, node_used: Callable[[], float] | None = None) -> None:
+        """Starts the clock; ``node_used`` as ``GpuMemory``."""
         self._started = time.perf_counter()
         self._seconds: dict[str, float] = {}
-        self.memory = GpuMemory()
+        self.memory = GpuMemory(node_used)
 
     @contextmanager
     def phase(self, name: str, *, waits: bool = True) -> Iterator[None]:
-        """Times a block; a name may come again."""
+        """Times a block; a name may come again. Raises OutOfMemory where torch says so."""
         started = time.perf_counter()
         with record_function(PHASE + name), self.memory.phase(name):
-            yield
+            try:
+                yield
+            except torch.OutOfMemoryError as error:
+                raise OutOfMemory(name, error) from error
             if waits and torch.cuda.is_available():
                 torch.cuda.synchronize()
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started

@@ -24,6 +24,7 @@ from rlbatch.metrics.names import DROPPED_BY
 COUNTED = tuple(f"sampling/{name}" for name in ("sampled", "accepted", "all_right", "all_wrong", "rounds", "stale", "skipped_steps"))
 SAMPLES = "samples"
 """Folder of the training steps' samples."""
+_MEMORY = {"gpu": "memory/gpu_used_{phase}_gib", "trainer": "memory/gpu_{phase}_gib", "node": "memory/node_used_{phase}_gib"}
 _PLACE = re.compile(rb'{"step": \d+, "prompt_id": (\d+), "sample_index": (\d+), ')
 Status = Literal["running", "finished", "failed", "interrupted"]
 
@@ -48,6 +49,7 @@ class Summary:
         steps_without_signal: Steps whose advantages were all 0.
         sampling: With ``sampling.*``: sums over the steps of those ``sampling/`` tags that count, by their names.
         phase_seconds: Sum of each ``time/`` tag over the steps.
+        memory: Phase -> what -> ``planned``, ``at_least`` and ``measured`` (at most, over the steps), GiB.
         first_error: What ended the run: the failure that was reported first; null if none.
     """
 
@@ -66,6 +68,7 @@ class Summary:
     steps_without_signal: int = 0
     sampling: dict[str, int] = field(default_factory=dict)
     phase_seconds: dict[str, float] = field(default_factory=dict)
+    memory: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
     first_error: Mapping[str, Any] | None = None
 
 
@@ -86,6 +89,10 @@ class RunReport:
         """Goes on after step ``done``; from the start (0), an earlier attempt is forgotten."""
         self.summary = replace(self.summary, steps=done) if done else Summary()
         self._write()
+
+    def plan(self, memory: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
+        """Keeps what was planned, beside which steps put what they measure."""
+        self.summary.memory = {phase: {what: dict(row) for what, row in rows.items()} for phase, rows in memory.items()}
 
     def record(self, result: StepResult) -> None:
         """Adds a step (or, as step 0, the evaluation before the first one)."""
@@ -123,6 +130,10 @@ class RunReport:
             if tag.startswith("time/"):
                 phase = tag.removeprefix("time/").removesuffix("_s")
                 self.summary.phase_seconds[phase] = self.summary.phase_seconds.get(phase, 0.0) + value
+        for phase, rows in self.summary.memory.items():
+            for what, row in rows.items():
+                if (tag := _MEMORY[what].format(phase=phase)) in metrics:
+                    row["measured"] = max(row.get("measured", 0.0), metrics[tag])
         self._write()
 
     def finish(self, status: Status, first_error: Mapping[str, Any] | None = None) -> None:

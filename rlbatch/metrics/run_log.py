@@ -61,6 +61,11 @@ class RunLog:
         if self._trackers:
             self._trackers.begin(done)
 
+    def plan(self, memory: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
+        """Puts what was planned of a phase's memory beside what steps measure."""
+        if self._report:
+            self._report.plan(memory)
+
     def record(self, result: StepResult) -> None:
         """Records a step; step 0 is the evaluation before the first one."""
         with self._writing("metrics"):

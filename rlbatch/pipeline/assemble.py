@@ -81,6 +81,7 @@ def assemble(
         needs_reference=registry.needs_reference(config.algorithm),
         needs_logprobs=registry.advantages[config.algorithm.advantage].value.needs_reference,
         health=Health(config.train, announce),
+        registry=registry,
         filters=registry.build_filters(config),
     )
 

@@ -24,6 +24,7 @@ from rlbatch.pipeline.rollout import Rollout
 from rlbatch.pipeline.scorer import Scorer
 from rlbatch.pipeline.stopping import Stopping
 from rlbatch.pipeline.waiting import Waiting
+from rlbatch.registry import Registry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +103,7 @@ class Job(EngineJob):
         needs_reference: Whether log-probs of the reference model are computed.
         needs_logprobs: Whether the estimator reads them, and the old policy's, which are then computed before any update.
         health: Ends a run that would go on with values that are not finite, or learn nothing.
+        registry: The job's plugins.
         filters: Of groups, by name, in order.
         waiting: Groups that the last step left to the next.
     """
@@ -115,6 +117,7 @@ class Job(EngineJob):
     needs_reference: bool
     needs_logprobs: bool
     health: Health
+    registry: Registry
     filters: Mapping[str, GroupFilter] = field(default_factory=dict)
     waiting: Waiting = field(default_factory=Waiting)
 

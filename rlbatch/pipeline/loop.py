@@ -21,6 +21,7 @@ from rlbatch.pipeline.exporting import export_hf
 from rlbatch.pipeline.finished_groups import delete_other_steps
 from rlbatch.pipeline.first_rank import on_first_rank
 from rlbatch.pipeline.job import EngineJob, Job
+from rlbatch.pipeline.memory_plan import explaining_out_of_memory, memory_table
 from rlbatch.pipeline.resuming import Resumed, resume
 from rlbatch.pipeline.saving import Boundary, Checkpoints
 from rlbatch.pipeline.step import train_step
@@ -44,6 +45,8 @@ def run(job: Job, log: RunLog) -> EarlyEnd | None:
     check_profile(job.config.profile)
     resumed = resume(job, log.phase)
     log.begin(resumed.step)
+    if job.rank == 0:
+        log.plan(memory_table(job))
     if resumed.step:
         log.phase(f"resumed after step {resumed.step}")
     elif job.config.resume == "auto":
@@ -121,7 +124,7 @@ def _run_steps(job: Job, log: RunLog, checkpoints: Checkpoints, resumed: Resumed
             checkpoints.is_best(done, evaluated.metrics)
     for step in range(done + 1, steps + 1):
         boundary = Boundary.of(job)
-        with profiled(config.profile, job.run_dir, job.rank, step, job.trainer.stages, log.phase):
+        with explaining_out_of_memory(job), profiled(config.profile, job.run_dir, job.rank, step, job.trainer.stages, log.phase):
             stepped = train_step(job, step)
         if stepped is None:
             boundary.restore(job)

@@ -55,15 +55,31 @@ def _seconds(plan: JobPlan) -> float:
     return plan.time.seconds if plan.time else 0.0
 
 
+def cheapest_relief(plan: JobPlan, registry: Registry, phase: str, gib: float) -> Change | None:
+    """The fastest job with another key whose fullest GPU takes so much less in a phase, whether or not the plan said that it fits."""
+
+    def most(of: JobPlan) -> float:
+        return max(of.memory.gpu_of_stage(stage, phase)[0].gib for stage in range(len(of.memory.expected.stages)))
+
+    changes = ((keys, _changed(plan, keys, registry)) for keys in _single(plan, registry))
+    found = [Change(keys, after) for keys, after in changes if after and after.verdict != "does not fit" and most(after) < most(plan) - gib]
+    return min(found, key=lambda change: (_seconds(change.plan), len(change.keys)), default=None)
+
+
 def _change(plan: JobPlan, keys: Mapping[str, Any], registry: Registry) -> Change | None:
-    """The changed job, if its options are possible and it fits."""
+    """The changed job, if it fits."""
+    after = _changed(plan, keys, registry)
+    return Change(keys, after) if after and after.has_room else None
+
+
+def _changed(plan: JobPlan, keys: Mapping[str, Any], registry: Registry) -> JobPlan | None:
+    """The plan of the changed job, if its options are possible and its engines have room."""
     try:
         job = changed_inputs(plan.job, changed(plan.job.config, keys, registry), registry)
         nodes = engine_nodes(job, registry)
     except RlbatchError:
         return None
-    after = plan_job(job, nodes)
-    return Change(keys, after) if after.has_room else None
+    return plan_job(job, nodes)
 
 
 def engine_nodes(job: MemoryInputs, registry: Registry) -> tuple[int, ...]:

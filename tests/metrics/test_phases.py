@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlbatch.metrics.phases import GIB, SHOWN, GpuMemory
+from rlbatch.metrics.phases import GIB, SHOWN, GpuMemory, OutOfMemory, PhaseClock
 
 
 class Counters:
@@ -68,3 +68,27 @@ def test_without_a_gpu_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> N
         with memory.phase(name):
             pass
     assert memory.tags() == {}
+
+
+def test_the_nodes_memory_is_measured_without_a_gpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of each phase; the most of those that come twice."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    used = iter([3.0, 7.0, 5.0, 9.0])
+    memory = GpuMemory(lambda: next(used))
+    for name in ("sync", "rollout", "rollout", "exchange"):
+        with memory.phase(name):
+            pass
+    assert memory.tags() == {"memory/node_used_sync_gib": 3.0, "memory/node_used_rollout_gib": 7.0}
+
+
+def test_a_gpu_without_memory_is_told_with_its_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And with what was there then: in the innermost phase."""
+    counters, clock = Counters(monkeypatch), PhaseClock()
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: int(12 * GIB))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    with pytest.raises(OutOfMemory, match="Tried to allocate 2") as caught, clock.phase("rollout"), clock.phase("update"):
+        counters.set(11.0)
+        counters.set(1.0)
+        raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+    error = caught.value
+    assert (error.phase, error.allocated, error.reserved, error.used) == ("update", 11 * GIB, 12 * GIB, 31 * GIB)

@@ -42,7 +42,8 @@ def test_a_summary_exists_from_the_start(tmp_path: Path) -> None:
     summary = read(tmp_path)
     assert set(summary) == {
         "status", "steps", "seconds", "reward_start", "reward_end", "eval_reward_start", "eval_reward", "evaluations", "tokens_per_s",
-        "sync_median_s", "rollout_logprob_diff", "skipped_updates", "steps_without_signal", "sampling", "phase_seconds", "first_error",
+        "sync_median_s", "rollout_logprob_diff", "skipped_updates", "steps_without_signal", "sampling", "phase_seconds", "memory",
+        "first_error",
     }  # fmt: skip
     assert (summary["status"], summary["steps"], summary["reward_start"], summary["first_error"]) == ("running", 0, None, None)
 
@@ -94,6 +95,7 @@ def test_a_run_is_summed_up(tmp_path: Path) -> None:
         "steps_without_signal": 1,
         "sampling": {},
         "phase_seconds": {"step": 4.0, "rollout": 1.75, "sync": 9.75},
+        "memory": {},
         "first_error": None,
     }
 
@@ -131,13 +133,26 @@ def test_a_reader_never_sees_a_partial_file(tmp_path: Path, monkeypatch: pytest.
     assert (read(tmp_path)["steps"], read(tmp_path)["reward_end"]) == (1, 0.25)
 
 
+def test_memory_stands_beside_its_plan(tmp_path: Path) -> None:
+    """Of each phase what was planned and the most that any step measured; what is not measured has no number."""
+    report = RunReport(tmp_path)
+    report.begin(0)
+    report.plan({"sync": {"gpu": {"planned": 70.0, "at_least": 60.0}, "node": {"planned": 9.0, "at_least": 5.0}}})
+    for gib in (71.5, 66.0):
+        report.record(step(1, memory__gpu_used_sync_gib=gib, memory__gpu_sync_gib=40.0))
+    assert read(tmp_path)["memory"] == {
+        "sync": {"gpu": {"planned": 70.0, "at_least": 60.0, "measured": 71.5}, "node": {"planned": 9.0, "at_least": 5.0}}
+    }
+
+
 def test_docs_show_every_key() -> None:
     """docs/use/metrics.md lists the keys of summary.json and of a sample row, all of them and no others."""
     _, _, tail = DOCS.read_text().partition("## summary.json")
     summary, _, samples = tail.partition("## samples")
     assert re.findall(r"^\| `(\w+)` \|", summary, flags=re.MULTILINE) == [
         "status", "steps", "seconds", "reward_start", "reward_end", "eval_reward_start", "eval_reward", "evaluations", "tokens_per_s",
-        "sync_median_s", "rollout_logprob_diff", "skipped_updates", "steps_without_signal", "sampling", "phase_seconds", "first_error",
+        "sync_median_s", "rollout_logprob_diff", "skipped_updates", "steps_without_signal", "sampling", "phase_seconds", "memory",
+        "first_error",
     ]  # fmt: skip
     assert {field.name for field in fields(Summary)} == set(re.findall(r"^\| `(\w+)` \|", summary, flags=re.MULTILINE))
     table = "".join(re.findall(r"^(\| `.*?) \|", samples, flags=re.MULTILINE))

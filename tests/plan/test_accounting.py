@@ -1,0 +1,64 @@
+"""Memory beside its plan: what summary.json shows, and what is said where a GPU has none left."""
+
+from __future__ import annotations
+
+from rlbatch.plan.accounting import OTHERS, TENSORS, out_of_memory, planned_memory
+from rlbatch.plan.engine_memory import GIB
+from rlbatch.plan.memory import GRADIENT_BYTES
+from tests.plan.planned import REGISTRY, nodes, plan
+
+QWEN = ("+cluster=h100x8", "layout.world_size=8", "train.max_tokens_per_gpu=10240")
+
+
+def taken(**more: float) -> dict[str, float]:
+    """What a rank of the job takes in updates, as its plan says, with so many GiB more of some."""
+    parts = plan(*QWEN).memory.expected.stages[0].gpu["update"]
+    engine = sum(size for name, size in parts.items() if name.startswith(("engine's", "CUDA")))
+    known = {name: parts[name] for name in ("weights", "gradients", "fragmentation")}
+    state = parts["main weights"] + parts["moments"]
+    rest = sum(parts.values()) - engine - state - sum(known.values())
+    found = {**known, "optimizer state": state, TENSORS: rest, OTHERS: engine}
+    return {name: size + more.get(name.split()[0], 0.0) * GIB for name, size in found.items()}
+
+
+def test_a_phase_of_the_step_beside_its_plan() -> None:
+    """The whole GPU, the trainer's tensors in it, and the node; what is certainly held is never more than what is expected."""
+    job = plan(*QWEN)
+    table = planned_memory(job.memory, nodes(job.job), on_gpu=True)
+    assert list(table) == ["sync", "rollout", "logprobs", "update"]
+    for rows in table.values():
+        assert list(rows) == ["gpu", "trainer", "node"]
+        assert all(0 < row["at_least"] <= row["planned"] for row in rows.values())
+        assert rows["trainer"]["planned"] < rows["gpu"]["planned"]
+    update = table["update"]
+    assert update["trainer"]["at_least"] == update["gpu"]["at_least"]  # the engine sleeps
+    gradients = GRADIENT_BYTES * job.model.shares(job.job.config.layout)[0].held / GIB
+    assert update["trainer"]["at_least"] - table["logprobs"]["trainer"]["at_least"] >= gradients - 1e-6
+    assert list(planned_memory(job.memory, nodes(job.job), on_gpu=False)["sync"]) == ["node"]
+
+
+def test_what_outgrew_its_plan_is_named() -> None:
+    """With both numbers of every component, and the one key with which the phase takes at least so much less than was asked for."""
+    job = plan(*QWEN)
+    said = out_of_memory(
+        job, REGISTRY, 5, "update", taken(activations=9.0, fragmentation=1.0), "CUDA out of memory. Tried to allocate 2.00 GiB."
+    )
+    assert said.startswith("layout.world_size=8: rank 5's GPU has no memory left in updates: activations and other tensors took +9.0 GiB")
+    assert ", and asked for 2.00 GiB more. GiB taken (planned): " in said
+    change = said.rpartition(". Use ")[2].rstrip(".").split()
+    assert len({key.partition("=")[0].partition(".options")[0] for key in change if not key.startswith("layout.recompute")}) <= 1
+    before, after = (each.memory.gpu_of_stage(0, "update")[0].gib for each in (job, plan(*QWEN, *change)))
+    assert after < before - 2
+
+
+def test_another_process_may_be_the_one() -> None:
+    """Of an engine that sleeps badly; in a phase that has no tag of its own; without a number in torch's message."""
+    said = out_of_memory(plan(*QWEN), REGISTRY, 0, "exchange", taken(engine=90.0), "CUDA error: out of memory")
+    assert f"no memory left for log-probs: {OTHERS} took +90.0 GiB beside what was planned. GiB taken" in said
+
+
+def test_what_nothing_mends() -> None:
+    """With every key at its least, only another layout is left."""
+    least = "offload=cpu_adam offload.options.weights=true train.max_tokens_per_gpu=1 layout.recompute_granularity=full".split()
+    said = out_of_memory(plan(*QWEN[:2], *least), REGISTRY, 0, "update", {}, "Tried to allocate 60.00 GiB")
+    assert said.endswith("Use sizes that divide the model further, or more GPUs (layout.world_size).")
