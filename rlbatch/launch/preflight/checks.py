@@ -11,25 +11,29 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from rlbatch.api import PreflightError
+from rlbatch.api import PreflightError, RlbatchError
 from rlbatch.config.hf_config import read_config
 from rlbatch.config.keys import EMBEDDED
 from rlbatch.config.schema import Config
+from rlbatch.config.structured import show_value
 from rlbatch.launch.membership.store import JobStore
 from rlbatch.launch.preflight import rules
 from rlbatch.launch.preflight.link_check import LinkSpeeds, check_links
 from rlbatch.launch.preflight.node_facts import NodeFacts, collect_facts
 from rlbatch.launch.preflight.rules import Finding
 from rlbatch.launch.preflight.shared_folders import SharedFolders, unreadable
-from rlbatch.plan.engine_memory import memory_inputs
+from rlbatch.plan.engine_memory import MemoryInputs, memory_inputs
+from rlbatch.plan.fit import changed, spare
 from rlbatch.plan.memory import MemoryFloor, memory_floor
 from rlbatch.registry import Registry
 
@@ -74,9 +78,10 @@ class Preflight:
         self._clocks = [view["clock"] for view in views]
         unseen = rules.check_visibility(self._facts, [view["unseen"] for view in views])
         self._conclude([*rules.check_folders(self._facts), *unseen, *rules.check_versions(self._facts)], [])
-        self._floor = self._needs()
-        cluster = self._config.cluster
-        found = [*rules.check_gpus(self._facts, cluster, self._floor), *rules.check_memory(self._facts, cluster, self._floor)]
+        job = self._job()
+        self._floor = memory_floor(job)
+        cluster, others = self._config.cluster, partial(self._others, job)
+        found = [*rules.check_gpus(self._facts, cluster, self._floor), *rules.check_memory(self._facts, cluster, self._floor, others)]
         self._conclude([*found, *rules.check_clocks(self._facts, self._clocks)], [])
 
     def check_links(self, device: str) -> None:
@@ -142,12 +147,20 @@ class Preflight:
         shown += [f"error: {finding}" for finding in errors] + [f"warning: {finding}" for finding in self._warnings]
         print("\n".join(shown), flush=True)
 
-    def _needs(self) -> MemoryFloor:
+    def _job(self) -> MemoryInputs:
         hf = self._config.model.hf
         folder = self._run_dir / EMBEDDED / "model" if hf == EMBEDDED else Path(hf)
         family = self._registry.resolve_model_family(read_config(folder))
         on_gpu = any(fact.gpu for fact in self._facts)
-        return memory_floor(memory_inputs(self._config, self._registry, family, on_gpu=on_gpu))
+        return memory_inputs(self._config, self._registry, family, on_gpu=on_gpu)
+
+    def _others(self, job: MemoryInputs) -> Iterator[tuple[str, MemoryFloor]]:
+        """What the job would take with other keys, but with its layout."""
+        for changes in filter(None, spare(job, self._registry)):
+            with suppress(RlbatchError):
+                after = memory_inputs(changed(self._config, changes, self._registry), self._registry, None, on_gpu=job.on_gpu)
+                keys = " ".join(f"{key}={show_value(value)}" for key, value in changes.items())
+                yield keys, memory_floor(replace(after, model=job.model, is_fp8=job.is_fp8))
 
     def _hosts(self) -> list[str]:
         return list(dict.fromkeys(fact.host for fact in self._facts))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -96,13 +96,24 @@ def check_gpus(facts: Sequence[NodeFacts], cluster: ClusterConfig, floor: Memory
             yield Finding(fact.rank, fact.host, text, is_error=False)
 
 
-def check_memory(facts: Sequence[NodeFacts], cluster: ClusterConfig, floor: MemoryFloor) -> Iterator[Finding]:
-    """Host memory and /dev/shm of each node."""
+def check_memory(
+    facts: Sequence[NodeFacts], cluster: ClusterConfig, floor: MemoryFloor, others: Callable[[], Iterable[tuple[str, MemoryFloor]]] = tuple
+) -> Iterator[Finding]:
+    """Host memory and /dev/shm of each node.
+
+    Args:
+        facts: Of every rank.
+        cluster: What the nodes should have.
+        floor: What the run takes.
+        others: What it would take with other keys, which are offered if that fits; the better first.
+    """
     for fact in _firsts(facts):
-        need = floor.host(other.rank for other in facts if other.host == fact.host)
+        here = [other for other in facts if other.host == fact.host]
+        need = floor.host(other.rank for other in here)
         if fact.host_free_gib < need.gib:
             text = f"{fact.host_free_gib:.1f} of {fact.host_total_gib:.1f} GiB of its memory are free, the run takes {need.described()}"
-            yield Finding(fact.rank, fact.host, f"{text}. Free it, ask for more (--mem), or offload less")
+            less = next((f"use {keys}, which takes {gib:.1f}" for keys, gib in _fitting(fact, here, others())), "offload less")
+            yield Finding(fact.rank, fact.host, f"{text}. Free it, ask for more (--mem), or {less}")
         elif fact.host_total_gib < MEMORY_SHARE * cluster.host_memory_gib:
             text = f"it has {fact.host_total_gib:.0f} GiB of memory, cluster.host_memory_gib is {cluster.host_memory_gib:g}"
             yield Finding(fact.rank, fact.host, text, is_error=False)
@@ -110,6 +121,14 @@ def check_memory(facts: Sequence[NodeFacts], cluster: ClusterConfig, floor: Memo
             has = f"has {fact.shm_free_gib:.2f} GiB free" if fact.shm_free_gib else "is missing, full or not to be written"
             text = f"/dev/shm {has}, NCCL and engines may need {floor.shm_gib:g} GiB. Give the container more (--shm-size)"
             yield Finding(fact.rank, fact.host, text, is_error=False)
+
+
+def _fitting(fact: NodeFacts, here: Sequence[NodeFacts], others: Iterable[tuple[str, MemoryFloor]]) -> Iterator[tuple[str, float]]:
+    """Keys with which the run has room on a node and its GPUs, and GiB of the node that it then takes."""
+    for keys, floor in others:
+        gib, gpus = floor.host(other.rank for other in here).gib, [(other.rank, other.gpu) for other in here]
+        if gib <= fact.host_free_gib and all(gpu is None or floor.gpu([rank]).gib <= gpu.free_gib for rank, gpu in gpus):
+            yield keys, gib
 
 
 def check_folders(facts: Sequence[NodeFacts]) -> Iterator[Finding]:

@@ -119,6 +119,17 @@ def test_memory(changes: dict[str, float], is_error: bool, words: str) -> None:
     assert words in found[0].text
 
 
+def test_what_fits_a_full_node_is_offered() -> None:
+    """The first of the other keys with which node and GPUs have room, and what it takes; else what there is to do."""
+    held = [(30.0, 9.0), (79.0, 7.0), (60.0, 7.25), (40.0, 1.0)]  # of a GPU, and of a rank's host memory
+    floors = [MemoryFloor([RankMemory(*({p: {"all": gib * GIB} for p in PHASES} for gib in each))], 8 * NODES) for each in held]
+    others = [(f"offload={number}", floor) for number, floor in enumerate(floors)]
+    (found,) = check_memory(job(3, host_free_gib=60.0), CLUSTER, FLOOR, lambda: others)
+    assert found.text.endswith("Free it, ask for more (--mem), or use offload=2, which takes 58.0")
+    (found,) = check_memory(job(3, host_free_gib=60.0), CLUSTER, FLOOR, lambda: others[:2])
+    assert found.text.endswith("Free it, ask for more (--mem), or offload less")
+
+
 @pytest.mark.parametrize(("seconds", "expected"), [(2.0, []), (20.0, [(8, "n1", False)]), (-90.0, [(8, "n1", True)])])
 def test_clocks(seconds: float, expected: list[tuple[int, str, bool]]) -> None:
     """Up to 5 s may be the barrier's; beyond a minute credentials fail."""
