@@ -190,7 +190,8 @@ def offloads(job: MemoryInputs, registry: Registry) -> list[Changes]:
                 memory = registry.offload_memory(config)
             except RlbatchError:
                 continue
-            options = {f"offload.options.{key}": value for key, value in config.offload.options.items()}
+            own = job.config.offload.options if name == job.config.offload.name else {}
+            options = {f"offload.options.{key}": value for key, value in config.offload.options.items() if own.get(key, value) != value}
             if memory and config.offload != job.config.offload:
                 moved = memory.moves_state * STATE_BYTES + memory.moves_weights * WEIGHT_BYTES[config.train.precision]
                 found.append((memory.hosted_share * memory.hosted_bytes + moved, changes | options))

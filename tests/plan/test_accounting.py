@@ -7,18 +7,18 @@ from rlbatch.plan.engine_memory import GIB
 from rlbatch.plan.memory import GRADIENT_BYTES
 from tests.plan.planned import REGISTRY, nodes, plan
 
-QWEN = ("+cluster=h100x8", "layout.world_size=8", "train.max_tokens_per_gpu=10240")
+QWEN = ("+cluster=h100x8", "layout.world_size=8", "train.max_tokens_per_gpu=65536")
 
 
-def taken(**more: float) -> dict[str, float]:
-    """What a rank of the job takes in updates, as its plan says, with so many GiB more of some."""
-    parts = plan(*QWEN).memory.expected.stages[0].gpu["update"]
+def taken(phase: str, **more: float) -> dict[str, float]:
+    """What a rank of the job takes in a phase, as its plan says, with so many GiB more of some."""
+    parts = plan(*QWEN).memory.expected.stages[0].gpu[phase]
     engine = sum(size for name, size in parts.items() if name.startswith(("engine's", "CUDA")))
-    known = {name: parts[name] for name in ("weights", "gradients", "fragmentation")}
+    known = {name: parts.get(name, 0.0) for name in ("weights", "gradients", "fragmentation")}
     state = parts["main weights"] + parts["moments"]
     rest = sum(parts.values()) - engine - state - sum(known.values())
     found = {**known, "optimizer state": state, TENSORS: rest, OTHERS: engine}
-    return {name: size + more.get(name.split()[0], 0.0) * GIB for name, size in found.items()}
+    return {name: size + more.get(name.split()[0].rstrip(","), 0.0) * GIB for name, size in found.items()}
 
 
 def test_a_phase_of_the_step_beside_its_plan() -> None:
@@ -41,7 +41,7 @@ def test_what_outgrew_its_plan_is_named() -> None:
     """With both numbers of every component, and the one key with which the phase takes at least so much less than was asked for."""
     job = plan(*QWEN)
     said = out_of_memory(
-        job, REGISTRY, 5, "update", taken(activations=9.0, fragmentation=1.0), "CUDA out of memory. Tried to allocate 2.00 GiB."
+        job, REGISTRY, 5, "update", taken("update", activations=9.0, fragmentation=1.0), "CUDA out of memory. Tried to allocate 2.00 GiB."
     )
     assert said.startswith("layout.world_size=8: rank 5's GPU has no memory left in updates: activations and other tensors took +9.0 GiB")
     assert ", and asked for 2.00 GiB more. GiB taken (planned): " in said
@@ -53,8 +53,8 @@ def test_what_outgrew_its_plan_is_named() -> None:
 
 def test_another_process_may_be_the_one() -> None:
     """Of an engine that sleeps badly; in a phase that has no tag of its own; without a number in torch's message."""
-    said = out_of_memory(plan(*QWEN), REGISTRY, 0, "exchange", taken(engine=90.0), "CUDA error: out of memory")
-    assert f"no memory left for log-probs: {OTHERS} took +90.0 GiB beside what was planned. GiB taken" in said
+    said = out_of_memory(plan(*QWEN), REGISTRY, 0, "exchange", taken("log-probs", engine=30.0), "CUDA error: out of memory")
+    assert f"no memory left for log-probs: {OTHERS} took +30.0 GiB beside what was planned. GiB taken" in said
 
 
 def test_what_nothing_mends() -> None:
