@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
+
+from rlbatch.launch.ranks.rank_info import RankInfo
 
 
 def install() -> None:
@@ -47,13 +50,14 @@ def _live_without_transformer_engine() -> None:
 
 
 def _fix_hybrid_optimizer() -> None:
-    """``HybridDeviceOptimizer`` (Adam partly on the host) in seven ways.
+    """``HybridDeviceOptimizer`` (Adam partly on the host) in eight ways.
 
     Its parameter groups carry optimizer classes, which a checkpoint that loads safely refuses. Its map from parameters to fp32 copies lacks
     those that are fp32 already: loading raises KeyError, and their host copies keep the old values after weights or a checkpoint were
     loaded. And it tells host from GPU by the optimizer's class, which is the same for both without Transformer Engine: a resumed GPU part
     finds its moments on the host. With Transformer Engine's Adam on the GPU it goes on wrongly after a resume: both parts are torch's.
     It locks a bf16 copy of each parameter that nobody reads, and has torch lock memory for gradients, which rounds up to powers of two.
+    And it steps with the threads that the process has, which is one.
     """
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer as Hybrid
 
@@ -115,10 +119,34 @@ def _fix_hybrid_optimizer() -> None:
         for copy, param in copies.items():  # Megatron does it where it makes the memory
             copy.grad = None if getattr(param, "decoupled_grad", param.grad) is None else self.cpu_copy_map_grad[copy]
 
+    step = Hybrid.step
+
+    def step_on_own_cores(self: Any, closure: Any = None) -> None:
+        before = torch.get_num_threads()
+        torch.set_num_threads(own_cores())
+        try:
+            step(self, closure)
+        finally:
+            torch.set_num_threads(before)
+
     Hybrid.__init__ = without_classes
+    Hybrid.step = step_on_own_cores
     Hybrid._get_sub_optimizer_param_groups = split_without_locking
     Hybrid._set_sub_optimizer_grads = fetch_into_one_memory
     Hybrid.update_fp32_param_by_new_param = update_from_model
     Hybrid._update_fp32_params_by_new_state = update_from_state
     Hybrid._move_new_state_to_right_device = move_state
     Hybrid._sync_hdo_state_to_sub_optimizers = synchronise_all
+
+
+def own_cores(bound: int | None = None, there: int | None = None, ranks: int | None = None) -> int:
+    """Cores that this rank may keep busy: those that it is bound to alone, or its part of what the node's ranks share.
+
+    Args:
+        bound: Cores that this process may run on; None: as the system says, as of the others.
+        there: Of the machine.
+        ranks: On it.
+    """
+    bound, there = bound or len(os.sched_getaffinity(0)), there or os.cpu_count() or 1
+    ranks = ranks or RankInfo.from_environment().local_size
+    return bound if bound * ranks <= there else max(1, bound // ranks)

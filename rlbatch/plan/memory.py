@@ -45,6 +45,7 @@ MOMENT_BYTES = 8
 STATE_BYTES = 12
 """fp32 main weights and moments."""
 STATE = ("main weights", "moments")
+LEFT = "optimizer state that left the GPU"
 UNKNOWN = OffloadMemory(releases_gradients=True, hosted_share=1.0, moves_weights=True)
 """What is taken of an offload strategy that does not say what it does: all that could leaves the GPU, to nowhere."""
 
@@ -224,8 +225,8 @@ def _host(job: MemoryInputs, share: Share) -> Mapping[str, Parts]:
     loaded = started = always
     if job.offload and offload.moves_weights and config.mode != "eval":
         always = always | {"weights that left the GPU": trainer["sync"]["weights"]}
-        started = always | (_left(trainer, "load") if offload.moves_state else {})
-    moved = _left(trainer, "log-probs") if offload.moves_state else {}
+        started = always | ({LEFT: trainer["save"]["main weights"]} if offload.moves_state else {})
+    moved = {LEFT: sum(size for name, size in trainer["log-probs"].items() if name in STATE)} if offload.moves_state else {}
     later = always | hosted | moved
     asleep = {}
     if job.on_gpu and shape.is_colocated and shape.asleep == "host":
@@ -239,11 +240,6 @@ def _host(job: MemoryInputs, share: Share) -> Mapping[str, Parts]:
         "log-probs": generating | asleep,
         **dict.fromkeys(("update", "save"), later | asleep),
     }
-
-
-def _left(trainer: Mapping[str, Parts], phase: str) -> Parts:
-    """Optimizer state that leaves the GPU, of what a rank has there in a phase."""
-    return {"optimizer state that left the GPU": sum(size for name, size in trainer[phase].items() if name in STATE)}
 
 
 def _updates_before_generating(config: Config) -> bool:

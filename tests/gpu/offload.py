@@ -4,6 +4,7 @@ no GPU).
 - At size, the shape of Qwen3-30B-A3B with so many layers (4: 3.1 B parameters, 41 GiB of host memory): host memory is page-locked and of
   exact size, once; optimizer state and weights go and come at 70 % or more of what one copy of the same machine reaches; 95 % or more of an
   empty GPU is then free for an engine; all values are as before. How long it takes if the copy began early is only told.
+- Half as many layers under `cpu_adam`: the step reaches half of a copy in the host's memory.
 - Five optimizer updates with given gradients of a tiny Qwen3-MoE under each strategy, without and with a save and resume after the third:
   the largest relative difference of any fp32 main weight to `none` without resume. What is only moved must be bitwise the same.
 
@@ -29,6 +30,7 @@ from rlbatch.config.schema import Config, LayoutConfig, OptimizerConfig, TrainCo
 from rlbatch.megatron import parallel
 from rlbatch.megatron.checkpoint import TrainerState, load_state
 from rlbatch.megatron.host_memory import HostMemory
+from rlbatch.megatron.patches import own_cores
 from rlbatch.megatron.trainer import Trainer
 from rlbatch.registry import load_plugins
 from tests import tiny_models
@@ -51,6 +53,8 @@ LAYOUT = LayoutConfig(world_size=1)
 BOUND = 1e-5
 """Largest relative L2 difference of an fp32 main weight."""
 GIB, GB = 2**30, 1e9
+ADAM_BYTES = 28
+"""Of the host's memory, a parameter and step: gradient, main weight and moments read, the last three written."""
 LEAST_RATE = 0.7
 """Of the measured copies'."""
 LEAST_FREE = 0.95
@@ -62,7 +66,8 @@ def main() -> int:
     torch.cuda.set_device(0)
     dist.init_process_group("cpu:gloo,cuda:nccl", init_method="tcp://127.0.0.1:29612", rank=0, world_size=1)
     parallel.initialize_groups(LAYOUT, seed=0)
-    failures = _at_size(int(sys.argv[1]) if len(sys.argv) > 1 else 4)
+    layers = int(sys.argv[1]) if len(sys.argv) > 1 else 4
+    failures = _at_size(layers) + _adam_on_the_host(max(layers // 2, 1))
     failures += not _hybrid_resumes_with_fp32_parameters()
     with tempfile.TemporaryDirectory() as scratch:
         folder = tiny_models.saved(tiny_models.qwen3_moe(moe_intermediate_size=32), Path(scratch) / "model")
@@ -148,6 +153,53 @@ def _at_size(layers: int) -> int:
     del tensors
     _empty(trainer)
     return failures
+
+
+def _adam_on_the_host(layers: int) -> int:
+    """Whether the step of ``cpu_adam`` reaches half of what a copy in the host's memory does, with its copies to the GPU and back."""
+    registry = load_plugins()
+    strategy = registry.build_offload("cpu_adam", {"fraction": 1.0, "weights": True})
+    config = Config(layout=LAYOUT, train=TrainConfig(precision="bf16", spec="local"), optimizer=OptimizerConfig(lr=1e-2))
+    trainer = Trainer(config, registry.resolve_model_family({**MODEL, "num_hidden_layers": layers}), strategy)
+    with torch.no_grad():
+        for param in trainer.params.values():
+            param.fill_(0.5)
+    trainer.weights_changed()
+    trainer.next_learning_rate()
+    seconds = []
+    for _ in range(4):
+        with strategy.generating():
+            strategy.sync_ends()
+        trainer._gradients.restore()
+        for param in trainer.params.values():
+            param.main_grad.fill_(1e-3)
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        assert trainer.optimizer.step()[0]
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    count = sum(param.numel() for param in trainer.params.values())
+    rate, most = ADAM_BYTES * count / min(seconds[1:]) / GB, _host_rate()
+    held = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
+    _empty(trainer)
+    told = f"cpu_adam steps {count / 1e9:.2f} B parameters in {min(seconds[1:]):.2f} s with {own_cores()} cores: {rate:.1f} GB/s"
+    return _told(f"{told}, a copy in the host's memory {most:.1f}: {rate / most:.2f}", rate >= most / 2) + _told(
+        f"{held / GIB:.3f} GiB in torch's cache of page-locked memory", held < GIB // 4
+    )
+
+
+def _host_rate() -> float:
+    """GB/s of a copy in host memory, read and written, on the cores that a rank has."""
+    source, target = torch.ones(GIB, dtype=torch.uint8), torch.zeros(GIB, dtype=torch.uint8)
+    before = torch.get_num_threads()
+    torch.set_num_threads(own_cores())
+    seconds = []
+    for _ in range(5):
+        started = time.perf_counter()
+        target.copy_(source)
+        seconds.append(time.perf_counter() - started)
+    torch.set_num_threads(before)
+    return 2 * GIB / min(seconds) / GB
 
 
 def _copy_rates() -> tuple[float, float]:

@@ -114,6 +114,8 @@ def test_weights_leave_engines_the_gpu(offload: str, state: int, starting: int, 
     assert trainer_gib(moved) == pytest.approx(max(state, starting) * SHARE.owned / GIB)
     on_host = host(moved)
     assert ["weights that left the GPU" in on_host[phase] for phase in PHASES] == [phase != "load" for phase in PHASES]
+    moved_at_start = SHARE.owned * 4 if "optimizer_state" in offload else 0
+    assert on_host["start"].get("optimizer state that left the GPU", 0) == pytest.approx(moved_at_start)
     beside = sum(size for name, size in on_host["generate"].items() if name != "processes")
     assert beside == pytest.approx(2 * SHARE.held + hosted * SHARE.owned)
 
