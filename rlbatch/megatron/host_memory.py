@@ -1,4 +1,4 @@
-"""Host memory for what leaves the accelerator: of exact size, page-locked, and this rank's to the end.
+"""Host memory for what leaves the accelerator: of exact size, page-locked, for as long as somebody has it.
 
 torch's own page-locked memory is rounded up to powers of two, and what is freed stays with it: a third more, and twice where sizes change.
 """
@@ -45,18 +45,18 @@ class HostMemory:
             )
         if not num_bytes:
             return torch.empty(0, dtype=torch.uint8)
-        memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # the system's default would share it with forks
+        memory = _Memory(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # the default would share it with forks
         tensor = torch.frombuffer(memory, dtype=torch.uint8)
         if is_pinned and torch.cuda.is_available():
             memory.madvise(mmap.MADV_DONTFORK)  # a fork would copy every page that is locked
             with suppress(OSError):  # of a kernel that has none
                 memory.madvise(mmap.MADV_HUGEPAGE)
             with _on_cores(near_cores(torch.cuda.get_device_properties(torch.cuda.current_device()))):
-                self._lock(tensor)
+                memory.locked = self._lock(tensor)
         self.num_bytes += num_bytes
         return tensor
 
-    def _lock(self, tensor: Tensor) -> None:
+    def _lock(self, tensor: Tensor) -> int:
         """Makes its pages, which come from the memory of the cores that this thread runs on, and locks them."""
         if code := int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)):
             _, free = host_memory()
@@ -65,6 +65,21 @@ class HostMemory:
                 f"{(self.num_bytes + tensor.nbytes) / GIB:.1f} with what this rank has, {free / GIB:.1f} GiB are free. Use "
                 "offload.options.pin_memory=false, or offload less."
             )
+        return tensor.data_ptr()
+
+
+class _Memory(mmap.mmap):
+    """Unlocks its pages before it gives them back: else the driver would refuse to lock others at their address.
+
+    Attributes:
+        locked: Where they begin; 0: they are not locked.
+    """
+
+    locked = 0
+
+    def __del__(self) -> None:
+        if self.locked:
+            torch.cuda.cudart().cudaHostUnregister(self.locked)
 
 
 def near_cores(gpu: Any, devices: Path = Path("/sys/bus/pci/devices")) -> set[int]:

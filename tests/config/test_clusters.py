@@ -121,7 +121,7 @@ def test_another_offload_than_the_layouts() -> None:
     assert compose(["+cluster=h20x128", "offload=optimizer_state"]).offload.options == {}
     assert compose(["+cluster=h20x128", "offload=none"]).offload.name == "none"
     config = compose(["+cluster=h20x128", "offload=cpu_adam", "offload.options.fraction=0.75"])
-    assert (config.offload.name, config.offload.options) == ("cpu_adam", {"fraction": 0.75})
+    assert (config.offload.name, config.offload.options) == ("cpu_adam", {"fraction": 0.75, "optimizer_state": True})
 
 
 def test_another_rollout_than_the_models() -> None:
