@@ -425,8 +425,8 @@ class MemoryHandles(Protocol):
         """The buffers in which all weights of this rank lie."""
 
     def host_memory(self, num_bytes: int, *, is_pinned: bool) -> Tensor:
-        """New host memory of exactly this size, [num_bytes] uint8, page-locked if ``is_pinned`` and there is an accelerator. It is this
-        rank's to the end.
+        """New host memory of exactly this size, [num_bytes] uint8, page-locked if ``is_pinned`` and there is an accelerator, for as
+        long as somebody has the tensor.
 
         Raises:
             ConfigError: the host has not so much, or cannot lock it; with both numbers.
