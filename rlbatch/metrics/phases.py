@@ -109,8 +109,11 @@ class PhaseClock:
         with record_function(PHASE + name), self.memory.phase(name):
             try:
                 yield
-            except torch.OutOfMemoryError as error:
-                raise OutOfMemory(name, error) from error
+            except Exception as error:  # of a plugin's code it is the cause
+                full = next((each for each in (error, error.__cause__) if isinstance(each, torch.OutOfMemoryError)), None)
+                if full is None:
+                    raise
+                raise OutOfMemory(name, full) from error
             if waits and torch.cuda.is_available():
                 torch.cuda.synchronize()
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rlbatch.api import PluginError
 from rlbatch.metrics.phases import GIB, SHOWN, GpuMemory, OutOfMemory, PhaseClock
 
 
@@ -92,3 +93,8 @@ def test_a_gpu_without_memory_is_told_with_its_phase(monkeypatch: pytest.MonkeyP
         raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
     error = caught.value
     assert (error.phase, error.allocated, error.reserved, error.used) == ("update", 11 * GIB, 12 * GIB, 31 * GIB)
+    with pytest.raises(OutOfMemory) as caught, clock.phase("offload"):
+        raise PluginError("mine raised it") from torch.OutOfMemoryError("Tried to allocate 1.00 GiB")
+    assert (caught.value.phase, str(caught.value)) == ("offload", "Tried to allocate 1.00 GiB")
+    with pytest.raises(PluginError), clock.phase("offload"):
+        raise PluginError("mine raised something else")

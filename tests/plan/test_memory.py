@@ -262,11 +262,11 @@ def test_an_engine_that_speculates_with_carried_layers() -> None:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-@pytest.mark.parametrize("offload", ["none", "gradients", "weights", "optimizer_state", "cpu_adam"])
+@pytest.mark.parametrize("offload", ["none", "gradients", "optimizer_state", "optimizer_state offload.options.weights=true", "cpu_adam"])
 def test_dividing_a_model_further_never_needs_more(name: str, offload: str) -> None:
     """With as many GPUs: a larger TP, PP or EP lowers each phase's need of a GPU, and a node's, or leaves it. More GPUs do so too."""
     size = ModelSize(REGISTRY.resolve_model_family(PUBLISHED[name]))
-    base, config = LayoutConfig(world_size=64), configured(f"offload={offload}", "train.precision=bf16", "algorithm.kl_loss=true")
+    base, config = LayoutConfig(world_size=64), configured(*f"offload={offload}".split(), "train.precision=bf16", "algorithm.kl_loss=true")
     family = size.family
     plans = {
         "tp_size": [{"tp_size": tp, "etp_size": 1, "ep_size": min(family.num_experts or 1, 8)} for tp in (1, 2, 4)],
