@@ -107,8 +107,9 @@ class Moved:
 
 
 def _owns_storage(tensor: Tensor) -> bool:
-    """Whether the storage holds this tensor and nothing else."""
-    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == tensor.nbytes
+    """Whether the storage holds this tensor and nothing else, and can be emptied: on CPUs not where NumPy has seen it."""
+    storage = tensor.untyped_storage()
+    return tensor.numel() > 0 and storage.nbytes() == tensor.nbytes and storage.resizable()
 
 
 def _marks(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:

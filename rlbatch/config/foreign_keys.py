@@ -77,7 +77,7 @@ VERL: Mapping[str, Ours] = {
     f"{_ACTOR}.megatron.expert_tensor_parallel_size": Ours("layout.etp_size"),
     f"{_ACTOR}.megatron.optimizer_offload": Ours("offload.name", "`offload=optimizer_state`."),
     f"{_ACTOR}.megatron.grad_offload": Ours("offload.name", "`offload=gradients`."),
-    f"{_ACTOR}.megatron.param_offload": Ours("offload.name", "`offload=weights`; with the others: `offload.options.weights=true`."),
+    f"{_ACTOR}.megatron.param_offload": Ours("offload.name", "`offload=weights`; with the others their option `weights`."),
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": Ours("none", _PACKS),
     "actor_rollout_ref.ref.megatron.tensor_model_parallel_size": Ours("none", _REF),
     "actor_rollout_ref.ref.megatron.pipeline_model_parallel_size": Ours("none", _REF),

@@ -111,7 +111,7 @@ class PhaseClock:
                 yield
             except Exception as error:  # of a plugin's code it is the cause
                 full = next((each for each in (error, error.__cause__) if isinstance(each, torch.OutOfMemoryError)), None)
-                if full is None:
+                if full is None or isinstance(error, OutOfMemory):
                     raise
                 raise OutOfMemory(name, full) from error
             if waits and torch.cuda.is_available():

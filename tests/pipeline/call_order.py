@@ -31,13 +31,13 @@ SLOW_S = 1.0
 
 @dataclass
 class Recorder:
-    """Events of this rank, with their times and the bytes that gradients, or weights, take then."""
+    """Events of this rank, with their times and the bytes that gradients take then."""
 
     events: list[Event] = field(default_factory=list)
-    taken: Callable[[], int] = int
+    gradient_bytes: Callable[[], int] = int
 
     def note(self, event: str) -> None:
-        self.events.append((event, time.monotonic(), self.taken()))
+        self.events.append((event, time.monotonic(), self.gradient_bytes()))
 
     @contextmanager
     def around(self, name: str) -> Iterator[None]:
@@ -105,10 +105,10 @@ class RecordedSender:
         return self.host.version
 
 
-def recorded(config: Config, run_dir: str, *, of_weights: bool = False) -> tuple[Job, Recorder]:
-    """A job whose engine is recorded, and when its offload strategy begins and ends what."""
+def recorded(config: Config, run_dir: str) -> tuple[Job, Recorder]:
+    """A job whose engine is recorded, and when its offload strategy begins and ends what; of syncs only where it moves weights."""
     job = job_of(config, run_dir)
-    recorder = Recorder(taken=lambda: _weight_bytes(job) if of_weights else job.trainer.gradient_bytes)
+    recorder = Recorder(gradient_bytes=lambda: job.trainer.gradient_bytes)
     hosted.EngineHost = lambda *_, **__: RecordedHost(recorder)  # type: ignore[misc,assignment]
     hosted.WeightSender = lambda host, *_, **__: RecordedSender(recorder, host)  # type: ignore[misc,assignment]
     program = EngineProgram("recorded", "no:Engine", {})
@@ -125,18 +125,25 @@ def recorded(config: Config, run_dir: str, *, of_weights: bool = False) -> tuple
         with recorder.around("training"), strategy.training():
             yield
 
-    others = {"moves_weights": strategy.moves_weights, "sync_begins": strategy.sync_begins, "sync_ends": strategy.sync_ends}
-    offload: Any = SimpleNamespace(generating=generating, training=training, **others)
+    def sync_begins() -> None:
+        strategy.sync_begins()
+        if strategy.moves_weights:
+            recorder.note("weights are there")
+
+    def sync_ends() -> None:
+        if strategy.moves_weights:
+            recorder.note("weights leave")
+        strategy.sync_ends()
+
+    offload: Any = SimpleNamespace(
+        generating=generating, training=training, moves_weights=strategy.moves_weights, sync_begins=sync_begins, sync_ends=sync_ends
+    )
     return replace(job, offload=offload), recorder
 
 
-def _weight_bytes(job: Job) -> int:
-    return sum(weights.untyped_storage().nbytes() for weights in job.trainer.weights())
-
-
-def two_steps(config: Config, run_dir: str, of_weights: bool = False) -> list[Event]:
+def two_steps(config: Config, run_dir: str) -> list[Event]:
     """What this rank did in two steps."""
-    job, recorder = recorded(config, run_dir, of_weights=of_weights)
+    job, recorder = recorded(config, run_dir)
     for step in (1, 2):
         assert train_step(job, step) is not None
     return recorder.events
@@ -144,7 +151,7 @@ def two_steps(config: Config, run_dir: str, of_weights: bool = False) -> list[Ev
 
 def restarted_step(config: Config, run_dir: str) -> list[Event]:
     """What this rank did in a step in which rank 0 lost its engine once."""
-    job, recorder = recorded(config, run_dir, of_weights=True)
+    job, recorder = recorded(config, run_dir)
     generate, rollout = job.rollout.generate, job.rollout
 
     def lost(*arguments: Any, **options: Any) -> Any:

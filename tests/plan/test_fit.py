@@ -54,7 +54,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (
             ("+cluster=h100x8", "model.hf=qwen3_30b", "offload=none"),
             ("rollout=vllm: an engine needs 14.2 GiB for weights and 0.2 GiB to cache one sample on each of its 4 GPUs, and has 7.5 ",),
-            "offload=cpu_adam",
+            "offload=optimizer_state",
         ),
         (
             ("+cluster=h20x32", "model.hf=qwen3_235b", "offload=optimizer_state"),
