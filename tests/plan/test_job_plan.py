@@ -36,7 +36,7 @@ def test_each_phase_counts_with_its_error() -> None:
 
 def test_the_worst_counts() -> None:
     """A GPU that fits does not help a node that does not; the binding need is the fullest."""
-    found = plan(*QWEN, "cluster.host_memory_gib=500")
+    found = plan(*QWEN, "cluster.host_memory_gib=450")
     assert [need.verdict for need in found.needs] == ["fits", "does not fit"]
     assert (found.verdict, found.binding.key) == ("does not fit", "cluster.host_memory_gib")
     assert plan(*QWEN, "cluster.host_memory_gib=0", "cluster.gpu_memory_gib=0").verdict == "not known"
