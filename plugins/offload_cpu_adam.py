@@ -29,7 +29,7 @@ class CpuAdamOptions:
     )
     optimizer_state: bool = option(False, "Whether the rest of the optimizer leaves the GPU while the engine generates.")
     weights: bool = option(False, "Whether the trainer's weights leave the GPU too, between a weight sync and the end of generation.")
-    pin_memory: bool = option(True, "Page-locked host memory for what leaves: faster copies, but the host cannot swap it.")
+    pin_memory: bool = option(True, "Page-locked host memory for gradients and for what leaves: faster copies, but it cannot be swapped.")
 
 
 class CpuAdam(Moving):
@@ -37,7 +37,7 @@ class CpuAdam(Moving):
 
     def __init__(self, options: CpuAdamOptions) -> None:
         super().__init__(state=options.optimizer_state, weights=options.weights, is_pinned=options.pin_memory)
-        self._fraction = options.fraction
+        self._fraction, self._is_locked = options.fraction, options.pin_memory
 
     def configure_optimizer(self, spec: OptimizerSpec) -> OptimizerSpec:
         """Puts the fraction on the host; the optimizer then holds the fp32 main weights itself.
@@ -50,6 +50,7 @@ class CpuAdam(Moving):
             "optimizer_cpu_offload": True,
             "optimizer_offload_fraction": self._fraction,
             "overlap_cpu_optimizer_d2h_h2d": True,
+            "pin_cpu_grads": self._is_locked,
             "use_precision_aware_optimizer": True,
         }
         return replace(spec, arguments={**spec.arguments, **offload})

@@ -71,12 +71,14 @@ class Moved:
         self._is_away, self._is_coming, self._copies, self._copied = False, True, [], []
 
     def finish_back(self) -> None:
-        """Lets the current stream wait for what comes back."""
+        """Lets the current stream wait for what comes back. The caller may write to the tensors: a copy that has begun counts no more."""
         import torch
 
         if self._is_coming and self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
         self._is_coming = False
+        if not self._is_away:
+            self._copied = []
 
     @contextmanager
     def _beside(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import mmap
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -37,24 +38,30 @@ class HostMemory:
 
     def take(self, num_bytes: int, *, is_pinned: bool) -> Tensor:
         """New memory, near the GPU; see ``MemoryHandles.host_memory``."""
-        total, free = host_memory()
-        if num_bytes > free:
-            raise ConfigError(
-                f"{self._key}: what leaves this rank's GPU takes {num_bytes / GIB:.1f} GiB of host memory, {free / GIB:.1f} of "
-                f"{total / GIB:.1f} GiB are free on host {socket.gethostname()}. Offload less, use more GPUs, or ask for more (--mem)."
-            )
+        if num_bytes > host_memory()[1]:
+            raise self._missing(num_bytes)
         if not num_bytes:
             return torch.empty(0, dtype=torch.uint8)
-        memory = _Memory(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # the default would share it with forks
+        try:
+            memory = _Memory(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # the default would share it with forks
+        except OSError as error:  # a limit of this process (ulimit -v), or of a system that promises no more than it has
+            raise self._missing(num_bytes, f" The system refuses it: {error.strerror}.") from error
         tensor = torch.frombuffer(memory, dtype=torch.uint8)
         if is_pinned and torch.cuda.is_available():
-            memory.madvise(mmap.MADV_DONTFORK)  # a fork would copy every page that is locked
-            with suppress(OSError):  # of a kernel that has none
-                memory.madvise(mmap.MADV_HUGEPAGE)
+            for advice in (mmap.MADV_DONTFORK, mmap.MADV_HUGEPAGE):  # a fork would copy every page that is locked
+                with suppress(OSError):  # of a kernel that has none
+                    memory.madvise(advice)
             with _on_cores(near_cores(torch.cuda.get_device_properties(torch.cuda.current_device()))):
                 memory.locked = self._lock(tensor)
         self.num_bytes += num_bytes
         return tensor
+
+    def _missing(self, num_bytes: int, reason: str = "") -> ConfigError:
+        total, free = host_memory()
+        return ConfigError(
+            f"{self._key}: what leaves this rank's GPU takes {num_bytes / GIB:.1f} GiB of host memory, {free / GIB:.1f} of "
+            f"{total / GIB:.1f} GiB are free on host {socket.gethostname()}.{reason} Offload less, use more GPUs, or ask for more (--mem)."
+        )
 
     def _lock(self, tensor: Tensor) -> int:
         """Makes its pages, which come from the memory of the cores that this thread runs on, and locks them."""
@@ -77,8 +84,11 @@ class _Memory(mmap.mmap):
 
     locked = 0
 
+    def __init__(self, *_: int) -> None:
+        self._owner = os.getpid()
+
     def __del__(self) -> None:
-        if self.locked:
+        if self.locked and self._owner == os.getpid() and not sys.is_finalizing():  # a fork has no CUDA; a process that ends lets go
             torch.cuda.cudart().cudaHostUnregister(self.locked)
 
 
@@ -94,10 +104,12 @@ def near_cores(gpu: Any, devices: Path = Path("/sys/bus/pci/devices")) -> set[in
 
 @contextmanager
 def _on_cores(cores: set[int]) -> Iterator[None]:
-    """Lets this thread run on these cores alone; on all that it may, if there are none."""
+    """Lets this thread run on these cores alone; on all that it may, if there are none, or nobody may choose."""
     before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores or before)
+    with suppress(OSError):  # some containers forbid it
+        os.sched_setaffinity(0, cores or before)
     try:
         yield
     finally:
-        os.sched_setaffinity(0, before)
+        with suppress(OSError):
+            os.sched_setaffinity(0, before)

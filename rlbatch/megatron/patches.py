@@ -112,7 +112,7 @@ def _fix_hybrid_optimizer() -> None:
         if copies and not self.cpu_copy_map_grad:  # newly built, or built again of a checkpoint: then with the memory that it has
             sizes = [copy.nbytes for copy in copies]
             if not hasattr(self, "gradient_memory"):
-                self.gradient_memory = HostMemory("offload").take(sum(sizes), is_pinned=True)
+                self.gradient_memory = HostMemory("offload").take(sum(sizes), is_pinned=self.pin_cpu_grads)
             for copy, part in zip(copies, self.gradient_memory.split(sizes), strict=True):
                 self.cpu_copy_map_grad[copy] = part.view(copy.dtype).view(copy.shape)
         fetch_gradients(self)

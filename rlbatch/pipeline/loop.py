@@ -58,7 +58,7 @@ def run(job: Job, log: RunLog) -> EarlyEnd | None:
     on_first_rank(lambda: _begin_life(job, resumed.step))
     checkpoints = Checkpoints(job, log.phase, resumed)
     try:
-        with job.stopping.listening():
+        with job.stopping.listening(), explaining_out_of_memory(job):
             stopped = _run_steps(job, log, checkpoints, resumed)
         if stopped:
             log.phase(f"asked to stop: {job.stopping.ending.why if job.stopping.ending else ''}")
@@ -124,7 +124,7 @@ def _run_steps(job: Job, log: RunLog, checkpoints: Checkpoints, resumed: Resumed
             checkpoints.is_best(done, evaluated.metrics)
     for step in range(done + 1, steps + 1):
         boundary = Boundary.of(job)
-        with explaining_out_of_memory(job), profiled(config.profile, job.run_dir, job.rank, step, job.trainer.stages, log.phase):
+        with profiled(config.profile, job.run_dir, job.rank, step, job.trainer.stages, log.phase):
             stepped = train_step(job, step)
         if stepped is None:
             boundary.restore(job)

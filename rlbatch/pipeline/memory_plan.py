@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from rlbatch.api import ConfigError
+from rlbatch.api import ConfigError, RlbatchError
 from rlbatch.launch.preflight.node_facts import GIB, host_memory
 from rlbatch.metrics.phases import OutOfMemory
 from rlbatch.pipeline.job import Job
@@ -49,8 +49,11 @@ def explaining_out_of_memory(job: Job) -> Iterator[None]:
             "fragmentation": max(error.reserved - error.allocated, 0),
             OTHERS: max(error.used - error.reserved, 0),
         }
-        plan = plan_job(_inputs(job), _nodes(job))
-        raise ConfigError(out_of_memory(plan, job.registry, job.rank, error.phase, taken, str(error))) from error
+        try:
+            told = out_of_memory(plan_job(_inputs(job), _nodes(job)), job.registry, job.rank, error.phase, taken, str(error))
+        except RlbatchError:  # of a plugin that cannot be planned with: what torch said is better than that
+            raise raised from None
+        raise ConfigError(told) from error
 
 
 def _inputs(job: Job) -> MemoryInputs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from rlbatch.api import ConfigError
-from rlbatch.megatron.host_memory import HostMemory, near_cores
+from rlbatch.megatron.host_memory import HostMemory, _on_cores, near_cores
 
 
 def test_it_is_as_large_as_asked_for_and_to_be_written() -> None:
@@ -43,6 +44,31 @@ def test_more_than_there_is() -> None:
     assert said.startswith("offload=optimizer_state: what leaves this rank's GPU takes 1073741824.0 GiB of host memory, ")
     assert "GiB are free on host " in said
     assert said.endswith("Offload less, use more GPUs, or ask for more (--mem).")
+
+
+def test_more_than_this_process_may_have() -> None:
+    """The system's own word, beside what is free."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (held + 2**26, held + 2**26))
+        try:
+            HostMemory("offload=weights").take(2**27, is_pinned=False)
+        except ConfigError as error:
+            os.write(write, str(error).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    said = os.read(read, 1000).decode()
+    assert said.startswith("offload=weights: what leaves this rank's GPU takes 0.1 GiB of host memory, ")
+    assert " The system refuses it: Cannot allocate memory. Offload less, " in said
+
+
+def test_where_cores_cannot_be_chosen() -> None:
+    """The system refuses: memory then comes from where it comes from."""
+    before = os.sched_getaffinity(0)
+    with _on_cores({max(before) + 500}):
+        assert os.sched_getaffinity(0) == before
 
 
 @pytest.mark.parametrize("listed", ["0-3,64", "", "not cores"])

@@ -10,8 +10,10 @@ from rlbatch.registry import compose_job, load_plugins
 
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 def test_megatrons_hybrid_optimizer_is_asked_for(fraction: float) -> None:
-    """The fraction goes to the host with overlapped copies, main weights are the optimizer's; the rest of the spec stays."""
-    strategy = load_plugins().build_offload("cpu_adam", {"fraction": fraction})
+    """The fraction goes to the host with overlapped copies, main weights are the optimizer's; the rest of the spec stays. Memory of
+    gradients is page-locked unless that is declined.
+    """
+    strategy = load_plugins().build_offload("cpu_adam", {"fraction": fraction, "pin_memory": fraction < 1})
     spec = strategy.configure_optimizer(OptimizerSpec({"bf16": True, "lr": 0.5}))
     assert spec.arguments == {
         "bf16": True,
@@ -19,6 +21,7 @@ def test_megatrons_hybrid_optimizer_is_asked_for(fraction: float) -> None:
         "optimizer_cpu_offload": True,
         "optimizer_offload_fraction": fraction,
         "overlap_cpu_optimizer_d2h_h2d": True,
+        "pin_cpu_grads": fraction < 1,
         "use_precision_aware_optimizer": True,
     }
 

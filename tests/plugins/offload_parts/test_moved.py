@@ -91,6 +91,18 @@ def test_what_was_written_to_after_its_copy_is_copied_again() -> None:
     assert handles.main[1].unique().tolist() == [9.0]
 
 
+def test_what_is_written_unseen_after_its_copy_is_copied_again() -> None:
+    """Megatron writes main weights through ``.data``, which no version counts: who writes settles first, and that is enough."""
+    handles, strategy = attached("optimizer_state")
+    with strategy.training():
+        pass
+    strategy.settle()
+    handles.main[0].data.fill_(5)
+    with strategy.generating():
+        pass
+    assert handles.main[0].tolist() == [5.0] * 7
+
+
 def test_weights_leave_between_sync_and_the_end_of_generation() -> None:
     """They are there in the sync, also in a second one for an engine that was lost; whoever has a view of them finds them again. The
     optimizer stays.
