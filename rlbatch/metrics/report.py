@@ -8,7 +8,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -163,7 +163,7 @@ def record_end(run_dir: Path, status: Status, first_error: Mapping[str, Any] | N
     return False
 
 
-def sample_rows(step: int, groups: Sequence[SampleGroup], advantages: Sequence[float]) -> list[dict[str, Any]]:
+def sample_rows(step: int, groups: Sequence[SampleGroup], advantages: Sequence[float]) -> Iterator[dict[str, Any]]:
     """The step's samples as rows of ``samples/``: plain values, to be gathered over ranks.
 
     Args:
@@ -171,12 +171,14 @@ def sample_rows(step: int, groups: Sequence[SampleGroup], advantages: Sequence[f
         groups: Scored groups.
         advantages: [N] one a sample, in the order of the groups' samples.
 
-    Returns:
-        [N] rows.
+    Yields:
+        [N] rows by prompt and sample, each made when it is asked for: their texts are most of what a step has.
     """
-    scored = [(group, sample, place) for group in groups for place, sample in enumerate(group.samples)]
-    return [
-        {
+    places = ((group, place) for group in groups for place in range(len(group.samples)))
+    scored = sorted(zip(places, advantages, strict=True), key=lambda each: _position(*each[0]))
+    for (group, place), advantage in scored:
+        sample = group.samples[place]
+        yield {
             "step": step,
             "prompt_id": group.prompt.prompt_id,
             "sample_index": sample.sample_index,
@@ -190,8 +192,10 @@ def sample_rows(step: int, groups: Sequence[SampleGroup], advantages: Sequence[f
             "finish_reason": sample.finish_reason,
             "policy_version": sample.policy_version,
         }
-        for (group, sample, place), advantage in zip(scored, advantages, strict=True)
-    ]
+
+
+def _position(group: SampleGroup, place: int) -> tuple[int, int]:
+    return group.prompt.prompt_id, group.samples[place].sample_index
 
 
 def line_of(row: Mapping[str, Any]) -> bytes:

@@ -183,5 +183,4 @@ def _is_due(step: int, interval: int, steps: int) -> bool:
 
 def all_lines(step: int, groups: list[SampleGroup], advantages: list[float]) -> Iterator[bytes]:
     """On rank 0, which writes them, the samples of all ranks in prompt order; a collective, which rank 0 takes part in as it reads."""
-    rows = sorted(sample_rows(step, groups, advantages), key=lambda row: (row["prompt_id"], row["sample_index"]))
-    return merge(*gather_lines(map(line_of, rows)), key=place_of)
+    return merge(*gather_lines(map(line_of, sample_rows(step, groups, advantages))), key=place_of)

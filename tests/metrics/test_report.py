@@ -156,12 +156,12 @@ def test_docs_show_every_key() -> None:
     ]  # fmt: skip
     assert {field.name for field in fields(Summary)} == set(re.findall(r"^\| `(\w+)` \|", summary, flags=re.MULTILINE))
     table = "".join(re.findall(r"^(\| `.*?) \|", samples, flags=re.MULTILINE))
-    assert re.findall(r"`(\w+)`", table) == list(sample_rows(1, groups(), [0.0] * 4)[0])
+    assert re.findall(r"`(\w+)`", table) == list(next(sample_rows(1, groups(), [0.0] * 4)))
 
 
 def test_samples_are_written_whole(tmp_path: Path) -> None:
-    """One row a sample in order, with its own reward, advantage and finish reason; the file is named by the step."""
-    lines = list(map(line_of, sample_rows(10, groups(), [-1.0, 1.0, -2.0, math.nan])))
+    """One row a sample by prompt and sample, with its own reward, advantage and finish reason; the file is named by the step."""
+    lines = list(map(line_of, sample_rows(10, groups()[::-1], [-2.0, math.nan, -1.0, 1.0])))
     assert list(map(place_of, lines)) == [(4, 0), (4, 1), (9, 0), (9, 1)]
     path = write_samples(tmp_path, 10, lines)
     assert path == tmp_path / "samples" / "step_000010.jsonl"
@@ -197,7 +197,7 @@ def test_advantages_must_match_the_samples() -> None:
     """One advantage too few or too many is an error, not a silent shift."""
     for count in (3, 5):
         with pytest.raises(ValueError, match="zip"):
-            sample_rows(1, groups(), [0.0] * count)
+            list(sample_rows(1, groups(), [0.0] * count))
 
 
 def test_a_resumed_run_keeps_the_first_rewards(tmp_path: Path) -> None:
