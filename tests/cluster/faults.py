@@ -17,6 +17,8 @@ from rlbatch.api import RewardSpec, Sample, hookimpl
 RANK_VARIABLES = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK")
 EVENT = "RLBATCH_TEST_EVENT"
 """File to which the failing rank writes the time of its failure."""
+SLOW = "RLBATCH_TEST_SLOW"
+"""File that makes calls slow while it is there."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class FaultOptions:
     what: str = field(default="nothing", metadata={"doc": "nothing, raise, kill, exit or hang."})
     rank: int = field(default=1, metadata={"doc": "Rank that fails."})
     call: int = field(default=2, metadata={"doc": "Call of the reward in which it fails, from 1."})
-    seconds: float = field(default=0.0, metadata={"doc": "What each call takes."})
+    seconds: float = field(default=0.0, metadata={"doc": "What a call takes while it shall be slow."})
 
 
 class FaultReward:
@@ -42,7 +44,9 @@ class FaultReward:
     def __call__(self, samples: Sequence[Sample]) -> list[float]:
         """One score a sample."""
         self._calls += 1
-        time.sleep(self._options.seconds)
+        until = time.monotonic() + self._options.seconds
+        while SLOW in os.environ and os.path.exists(os.environ[SLOW]) and time.monotonic() < until:
+            time.sleep(0.02)
         rank = next(int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ)
         if rank == self._options.rank and self._calls == self._options.call:
             self._fail()

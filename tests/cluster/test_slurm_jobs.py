@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.faults import SLOW
 from tests.cluster.jobs import START_S, Job, fault_reward, sbatch, submit
 from tests.cluster.processes import wait_until
 from tests.cluster.slurm import Slurm
 
-STEPS = 16
-STEP_S = 0.7
-"""Slower than steps are, so that a job can be preempted in between."""
+STEPS = 12
+STEP_S = 1.0
+"""Slower than steps are, so that a job can be preempted in between; until it was."""
 RUN = (f"train.steps={STEPS}", "checkpoint.export_hf=true", *fault_reward(seconds=STEP_S))
 
 
@@ -43,8 +44,12 @@ def test_submitit(uninterrupted: Job, slurm: Slurm, repository: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("way", [pytest.param("sbatch", marks=pytest.mark.long("clusters", "jobs")), "submit"])
-def test_preempted_twice(way: str, uninterrupted: Job, slurm: Slurm, repository: Path, tmp_path: Path) -> None:
+def test_preempted_twice(
+    way: str, uninterrupted: Job, slurm: Slurm, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A job that more urgent ones preempt saves, is queued again and goes on, twice in a row: as if nothing had happened."""
+    monkeypatch.setitem(slurm.environment, SLOW, str(tmp_path / "slow"))
+    (tmp_path / "slow").touch()
     script = repository / "slurm" / "local_smoke.sbatch"
     job = sbatch(slurm, script, tmp_path, *RUN) if way == "sbatch" else submit(slurm, tmp_path / "run", *RUN, cwd=repository)
     for requeues in (1, 2):
@@ -52,6 +57,7 @@ def test_preempted_twice(way: str, uninterrupted: Job, slurm: Slurm, repository:
         job.wait_for_step(max(before, default=0) + 2)
         slurm.run("sbatch", "--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
         wait_until(lambda wanted=requeues: int(slurm.job(job.job_id)["Restarts"]) == wanted, START_S, f"requeue: {job.log()}")  # type: ignore[misc]
+    (tmp_path / "slow").unlink()
     fields = job.wait_for_end()
     assert fields["JobState"] == "COMPLETED", job.log()
     assert fields["Restarts"] == "2"

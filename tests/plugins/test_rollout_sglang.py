@@ -133,7 +133,7 @@ class TestCompleteSync(CompleteSync):
 class TestOwnEngines(OwnEngine):
     """SGLang's part of the contract."""
 
-    shared: Mapping[str, Any] = {"tensor parallel": ({}, "shared")}
+    shared: Mapping[str, Any] = {"tensor parallel": pytest.param({}, "shared", marks=pytest.mark.long("sglang"))}
     audit_sync = "always"
     loads: Mapping[str, Any] = {"load_format": "auto"}
     scheduler = "sglang::scheduler"

@@ -69,6 +69,7 @@ def family_of(folder: str) -> ModelFamily:
     return load_plugins().resolve_model_family(read_config(Path(folder)))
 
 
+@lru_cache(maxsize=1)  # several exports of the same, one after the other
 def sharded(folder: str, layout: Layout, dtype: torch.dtype) -> tuple[ParameterMap, dict[str, Tensor]]:
     """The map of a layout, and this rank's parameters with the folder's values."""
     family, groups, tensors = family_of(folder), groups_of(layout), HfTensors(Path(folder))
