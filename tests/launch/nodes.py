@@ -8,6 +8,7 @@ import io
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import torch.distributed as dist
@@ -24,8 +25,8 @@ from rlbatch.registry import load_plugins
 HOSTS = ("n1", "n1", "n2", "n2")
 
 
-def run_preflight(config: Config, run_dir: Path, fault: str, use: int) -> tuple[str, str, float]:
-    """What one of four ranks, two on each node, prints, its error if it has one, and the seconds that it took.
+def run_preflight(config: Config, run_dir: Path, fault: str, use: int) -> tuple[str, str, list[float]]:
+    """What one of four ranks, two on each node, prints, its error if it has one, and for how long it lets the bad rank go first.
 
     Args:
         config: The job's.
@@ -37,21 +38,24 @@ def run_preflight(config: Config, run_dir: Path, fault: str, use: int) -> tuple[
     info = RankInfo(rank, len(HOSTS), rank % 2, 2, rank // 2, HOSTS[rank], job_id=f"7{use}")
     store = JobStore(dist.PrefixStore(str(use), _get_default_store()), info, HOSTS)
     registry = load_plugins(config.plugins)
-    shown, started = io.StringIO(), time.monotonic()
-    with contextlib.redirect_stdout(shown), _impatient(), _faulty(fault if rank == 2 else ""):
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), _impatient() as waits, _faulty(fault if rank == 2 else ""):
         try:
-            checks = Preflight(config, run_dir, store, registry)
-            checks.check_nodes()
-            checks.check_links("cpu")
+            preflight = Preflight(config, run_dir, store, registry)
+            preflight.check_nodes()
+            preflight.check_links("cpu")
         except PreflightError as error:
-            return shown.getvalue(), str(error), time.monotonic() - started
-    return shown.getvalue(), "", time.monotonic() - started
+            return shown.getvalue(), str(error), waits
+    return shown.getvalue(), "", waits
 
 
 @contextlib.contextmanager
-def _impatient() -> Iterator[None]:
-    with mock.patch.object(shared_folders, "PATIENCE_S", 0.5), mock.patch.object(checks, "PEER_PATIENCE_S", 0.5):
-        yield
+def _impatient() -> Iterator[list[float]]:
+    """Waits for no other rank; yields how long it would have."""
+    waits: list[float] = []
+    own = SimpleNamespace(**{**vars(time), "sleep": waits.append})
+    with mock.patch.object(shared_folders, "PATIENCE_S", 0.5), mock.patch.object(checks, "time", own):
+        yield waits
 
 
 @contextlib.contextmanager
@@ -70,7 +74,7 @@ def _faulty(fault: str) -> Iterator[None]:
             contribution = link_check.contribution
             stack.enter_context(mock.patch.object(link_check, "contribution", lambda *args: contribution(*args) * 1.0001))
         if fault == "clock":
-            stack.enter_context(mock.patch("rlbatch.launch.preflight.checks.time.time", lambda: time.monotonic()))
+            stack.enter_context(mock.patch.object(checks.time, "time", time.monotonic))
         yield
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from rlbatch.config.compose import compose
 from rlbatch.config.schema import Config
+from rlbatch.launch.preflight.checks import PEER_PATIENCE_S
 from rlbatch.pipeline.embedded import write_embedded_task
 from rlbatch.testing.ranks import RankPools
 from tests.launch.nodes import run_preflight, with_preflight
@@ -29,8 +30,8 @@ def config() -> Config:
     return compose(["layout.world_size=4", "layout.ep_size=4"])
 
 
-def results(rank_pool: RankPools, config: Config, run_dir: Path, fault: str = "") -> list[tuple[str, str, float]]:
-    answers: list[tuple[str, str, float]] = rank_pool(4).run(run_preflight, config, run_dir, fault, next(CALLS))
+def results(rank_pool: RankPools, config: Config, run_dir: Path, fault: str = "") -> list[tuple[str, str, list[float]]]:
+    answers: list[tuple[str, str, list[float]]] = rank_pool(4).run(run_preflight, config, run_dir, fault, next(CALLS))
     return answers
 
 
@@ -73,12 +74,12 @@ def test_can_be_switched_off(rank_pool: RankPools, config: Config, run_dir: Path
     ],
 )
 def test_a_bad_node_is_named(rank_pool: RankPools, config: Config, run_dir: Path, fault: str, words: str) -> None:
-    """Every rank ends with the same message, which names the node and its fault; the bad rank is the first to end."""
+    """Every rank ends with the same message, which names the node and its fault; the bad rank is the first to end, as the others wait."""
     answers = results(rank_pool, config, run_dir, fault)
     assert len({error for _, error, _ in answers}) == 1
     error = answers[2][1]
     assert error.startswith("launch.preflight=true: 1 of 2 nodes cannot run this job.\n  host n2 (rank 2): ")
     assert words.format(run_dir=run_dir) in error
-    assert min(range(4), key=lambda rank: answers[rank][2]) == 2
+    assert [waits for _, _, waits in answers] == [[] if rank == 2 else [PEER_PATIENCE_S] for rank in range(4)]
     assert "error: host n2 (rank 2): " in answers[0][0]
     assert not list(run_dir.glob(".preflight*"))
