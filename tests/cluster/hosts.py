@@ -38,11 +38,13 @@ def remove_hosts(owner: str) -> None:
 
 @contextmanager
 def _edited() -> Iterator[list[str]]:
-    """The lines, written back at the end into the same file: containers mount it, so that it cannot be replaced."""
+    """The lines, written back at the end into the same file: containers mount it, so that it cannot be replaced. It is never empty
+    meanwhile: whatever runs beside the test looks names up in it.
+    """
     with HOSTS.open("r+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         lines = file.read().splitlines()
         yield lines
         file.seek(0)
-        file.truncate()
         file.write("".join(f"{line}\n" for line in lines))
+        file.truncate()

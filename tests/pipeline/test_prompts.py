@@ -206,7 +206,8 @@ LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range
 )
 def test_templates_without_bounds(template: Any, message: str, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A template is a program that others wrote: one that loops for ever, or makes gigabytes, is a message; its limits end with it."""
-    monkeypatch.setattr(prompts_module, "ROW_S", 0.2)
+    if r"0\.2 s" in message:
+        monkeypatch.setattr(prompts_module, "ROW_S", 0.2)
     monkeypatch.setattr(prompts_module, "MOST_CHARACTERS", 1000)
     tokenizer.chat_template = template
     before = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM)
