@@ -117,7 +117,9 @@ def new_record(job_id: str, launcher: str, name: str, run_dir: Path, log: str) -
     """Records a job that was started just now, in its run folder and in the list."""
     record = JobRecord(job_id, launcher, name, str(run_dir), log, socket.gethostname(), time.time())
     line = json.dumps(asdict(record))
-    (run_dir / RECORD).write_text(line + "\n", encoding="utf-8")
+    draft = run_dir / f".{RECORD}.part"  # whoever lists jobs meanwhile reads a whole one
+    draft.write_text(line + "\n", encoding="utf-8")
+    draft.replace(run_dir / RECORD)
     with suppress(OSError):  # a home that cannot be written: the run folder still has it
         index_path().parent.mkdir(parents=True, exist_ok=True)
         with index_path().open("a", encoding="utf-8") as index:
