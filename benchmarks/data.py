@@ -62,9 +62,9 @@ def measure(path: Path, folder: Path) -> None:
     import torch.distributed as dist
 
     from rlbatch.config.compose import compose
-    from rlbatch.pipeline.embedded import write_embedded_task
-    from rlbatch.pipeline.model_folder import load_tokenizer
-    from rlbatch.pipeline.prompt_store import open_training
+    from rlbatch.prompts.embedded import write_embedded_task
+    from rlbatch.prompts.model_folder import load_tokenizer
+    from rlbatch.prompts.prompt_store import open_training
     from rlbatch.registry import load_plugins
 
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)

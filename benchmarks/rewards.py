@@ -15,8 +15,8 @@ import torch
 
 from rlbatch.api import Prompt, Sample, SampleGroup
 from rlbatch.config.schema import Config, RewardConfig
-from rlbatch.pipeline.scorer import Scorer
 from rlbatch.registry import load_plugins
+from rlbatch.rewards.scorer import Scorer
 
 HANG = r"so it is \boxed{9^{9^{9^{9}}}}"
 

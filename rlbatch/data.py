@@ -22,12 +22,12 @@ from rlbatch.datasets.jsonl import json_type
 from rlbatch.datasets.records import read_records
 from rlbatch.launch.records.streams import end_with_reader, exit_code_of_display, keep_output
 from rlbatch.length_picture import bars, write_svg
-from rlbatch.pipeline.model_folder import load_tokenizer
-from rlbatch.pipeline.prompt_check import RowChecks
-from rlbatch.pipeline.prompt_file import PromptRow, RowReader
-from rlbatch.pipeline.prompt_sets import PromptSet, held_out_sets, training_sets
-from rlbatch.pipeline.prompts import BATCH_ROWS, Limit, make_prompt, prompt_limit, tokenize_rows
 from rlbatch.prepare import model_folder, write_embedded
+from rlbatch.prompts.model_folder import load_tokenizer
+from rlbatch.prompts.prompt_check import RowChecks
+from rlbatch.prompts.prompt_file import PromptRow, RowReader
+from rlbatch.prompts.prompt_sets import PromptSet, held_out_sets, training_sets
+from rlbatch.prompts.tokenizing import BATCH_ROWS, Limit, make_prompt, prompt_limit, tokenize_rows
 from rlbatch.registry import Registry, compose_job
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import torch
 
 from rlbatch.api import Prompt, Reward, RlbatchError, Sample, SampleGroup
 from rlbatch.api.declarations import Scope
-from rlbatch.pipeline.score import prepare, score
+from rlbatch.rewards.score import prepare, score
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

@@ -30,8 +30,6 @@ from rlbatch.launch.records.ownership import read_run_id
 from rlbatch.launch.starters.container import RUN_FOLDER, check_container
 from rlbatch.launch.starters.hostfile import Host
 from rlbatch.launch.starters.mpirun import read_hosts
-from rlbatch.pipeline.model_folder import check_model_folder
-from rlbatch.pipeline.prompt_sets import PromptSet, held_out_sets, training_sets
 from rlbatch.pipeline.weights_check import check_first_weights, check_resumed
 from rlbatch.plan.engine_memory import MemoryInputs, memory_inputs
 from rlbatch.plan.engine_plan import EnginePlan
@@ -40,6 +38,8 @@ from rlbatch.plan.fit import check_fit
 from rlbatch.plan.layout import check_expert_widths, check_layout, check_routing_replay
 from rlbatch.plan.nodes import Placement, place_ranks
 from rlbatch.plan.parameters import ModelSize
+from rlbatch.prompts.model_folder import check_model_folder
+from rlbatch.prompts.prompt_sets import PromptSet, held_out_sets, training_sets
 from rlbatch.registry import Registry
 from rlbatch.run_dir import check_run_dir, run_dir_path, taken_run_dir
 
@@ -124,7 +124,7 @@ def on_gpu(config: Config) -> bool:
 def write_embedded(config: Config, run_dir: Path) -> None:
     """Makes the embedded task, if the job uses it."""
     if EMBEDDED in (config.model.hf, config.data.train, *(each.file for each in eval_sets(config).values())):
-        from rlbatch.pipeline.embedded import write_embedded_task
+        from rlbatch.prompts.embedded import write_embedded_task
 
         write_embedded_task(run_dir / EMBEDDED, config.seed)
 
@@ -349,7 +349,7 @@ def _family_with_tokenizer(config: Config, registry: Registry, run_dir: Path) ->
 
 
 def _check_prompts(config: Config, registry: Registry, run_dir: Path) -> None:
-    from rlbatch.pipeline.prompt_check import check_count, check_rows, check_tokens
+    from rlbatch.prompts.prompt_check import check_count, check_rows, check_tokens
 
     trained = training_sets(config, run_dir) if config.mode == "train" else []
     for one in trained:

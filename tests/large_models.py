@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlbatch.pipeline.embedded import EOS, UNK, _write_tokenizer
+from rlbatch.prompts.embedded import EOS, UNK, _write_tokenizer
 from tests.megatron.real_models import CONFIGS as PUBLISHED
 
 CONFIGS: Mapping[str, Mapping[str, Any]] = {

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import rlbatch.data
-from rlbatch.pipeline.embedded import write_embedded_task
+from rlbatch.prompts.embedded import write_embedded_task
 
 PLUGIN = """
 import os, time

@@ -19,7 +19,7 @@ from rlbatch.checkpoint.identity import identity, prompts_identity
 from rlbatch.config.compose import compose, load_config
 from rlbatch.config.hf_config import read_config
 from rlbatch.launch.records.ownership import RUN_ID_FILE, read_run_id, run_folder_lock
-from rlbatch.pipeline.embedded import write_embedded_task
+from rlbatch.prompts.embedded import write_embedded_task
 from tests.small_disk import small_file_system
 from tests.test_submit import refusal, started  # noqa: F401  (the fixture)
 

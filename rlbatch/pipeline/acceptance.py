@@ -7,11 +7,10 @@ enough, the first groups in the order of prompts are taken; the others wait for 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from fractions import Fraction
-from math import ceil
 from typing import NamedTuple
 
 from rlbatch.config.schema import Config
+from rlbatch.prompts.prompt_order import round_size
 
 STEPS_OF_LAG = 4
 """Whose updates a token may be older than the policy that is trained with it, by default."""
@@ -47,11 +46,6 @@ def most_lag(config: Config) -> int:
     """``sampling.max_version_lag``, or its default."""
     limit = config.sampling.max_version_lag
     return STEPS_OF_LAG * updates_of_a_step(config) if limit is None else limit
-
-
-def round_size(missing: int, oversampling: float) -> int:
-    """New prompts of a round in which so many groups are missing; 1.1 is eleven tenths, whatever the float is."""
-    return ceil(missing * Fraction(str(oversampling)))
 
 
 class Acceptance:

@@ -17,6 +17,7 @@ from rlbatch.checkpoint.carried import Carried, carried_layers, draft_model
 from rlbatch.config.hf_config import read_config
 from rlbatch.config.keys import EMBEDDED
 from rlbatch.config.schema import Config
+from rlbatch.first_rank import on_first_rank
 from rlbatch.foreign_code import foreign_code, foreign_context
 from rlbatch.launch.membership.store import JobStore
 from rlbatch.launch.membership.watchdog import Watchdog
@@ -26,27 +27,26 @@ from rlbatch.megatron import parallel
 from rlbatch.megatron.policy import Policy
 from rlbatch.megatron.rng import seed_random_numbers
 from rlbatch.megatron.trainer import Trainer
-from rlbatch.pipeline.embedded import write_random_weights
 from rlbatch.pipeline.engine_model import write_engine_folder
 from rlbatch.pipeline.engine_ranks import EngineRanks, engine_ranks
-from rlbatch.pipeline.eval_sets import set_rewards, with_prompts
 from rlbatch.pipeline.finished_groups import sampler_key
-from rlbatch.pipeline.first_rank import on_first_rank
 from rlbatch.pipeline.health import Health
 from rlbatch.pipeline.job import EngineJob, Job
 from rlbatch.pipeline.loading import load_policy, weights_source
-from rlbatch.pipeline.model_folder import end_tokens, load_tokenizer
-from rlbatch.pipeline.prompt_sets import held_out_sets
-from rlbatch.pipeline.prompt_store import Training, open_training
-from rlbatch.pipeline.prompts import load_prompts
 from rlbatch.pipeline.rollout import Rollout
 from rlbatch.pipeline.routers import Routers
-from rlbatch.pipeline.scorer import Scorer
 from rlbatch.pipeline.stopping import Stopping
 from rlbatch.plan.engine_precision import Quantization, check_device, engine_quantization
 from rlbatch.plan.layout import check_expert_widths, check_layout, check_routing_replay
 from rlbatch.plan.parameters import ModelSize
+from rlbatch.prompts.embedded import write_random_weights
+from rlbatch.prompts.eval_sets import set_rewards, with_prompts
+from rlbatch.prompts.model_folder import end_tokens, load_tokenizer
+from rlbatch.prompts.prompt_sets import held_out_sets
+from rlbatch.prompts.prompt_store import Training, open_training
+from rlbatch.prompts.tokenizing import load_prompts
 from rlbatch.registry import Registry, load_plugins
+from rlbatch.rewards.scorer import Scorer
 from rlbatch.weights.coverage import expert_names
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from pathlib import Path
 from rlbatch.api import CheckpointError
 from rlbatch.checkpoint.run_folder import LATEST
 from rlbatch.collectives import gathered
+from rlbatch.first_rank import on_first_rank
 from rlbatch.launch.preflight.node_facts import host_memory
-from rlbatch.pipeline.first_rank import on_first_rank
 
 SPARE_BYTES = 2**18
 """Room for progress.json, metadata and folders."""

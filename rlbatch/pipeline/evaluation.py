@@ -15,13 +15,13 @@ from rlbatch.algorithms.repeated import majority_at_k, mean_and_error, pass_at_k
 from rlbatch.api import Prompt, SampleGroup
 from rlbatch.collectives import gather_lines
 from rlbatch.config.evaluation import SIMPLE, ks, scores
+from rlbatch.first_rank import on_first_rank
 from rlbatch.metrics.evaluations import Evaluation
 from rlbatch.metrics.phases import PhaseClock
 from rlbatch.metrics.report import sample_rows
-from rlbatch.pipeline.eval_sets import EvalSet
-from rlbatch.pipeline.first_rank import on_first_rank
 from rlbatch.pipeline.generation import generate
 from rlbatch.pipeline.job import EngineJob
+from rlbatch.prompts.eval_sets import EvalSet
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,14 @@ from rlbatch.launch.membership.watchdog import Watchdog
 from rlbatch.megatron.policy import Policy
 from rlbatch.megatron.trainer import Trainer
 from rlbatch.metrics.phases import PhaseClock
-from rlbatch.pipeline.eval_sets import EvalSet
 from rlbatch.pipeline.health import Health
-from rlbatch.pipeline.prompt_order import PromptOrder
 from rlbatch.pipeline.rollout import Rollout
-from rlbatch.pipeline.scorer import Scorer
 from rlbatch.pipeline.stopping import Stopping
 from rlbatch.pipeline.waiting import Waiting
+from rlbatch.prompts.eval_sets import EvalSet
+from rlbatch.prompts.prompt_order import PromptOrder
 from rlbatch.registry import Registry
+from rlbatch.rewards.scorer import Scorer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,11 +11,11 @@ from rlbatch.checkpoint.origin import has_weights, state_folder
 from rlbatch.checkpoint.reading import Reading
 from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import Config
+from rlbatch.first_rank import on_first_rank
 from rlbatch.megatron.checkpoint import load_weights
 from rlbatch.megatron.policy import Policy
 from rlbatch.megatron.trainer import Trainer
 from rlbatch.metrics.progress import ByteProgress
-from rlbatch.pipeline.first_rank import on_first_rank
 
 
 def load_policy(config: Config, trainer: Policy, hf_folder: Path, announce: Callable[[str], None], *, needs_reference: bool) -> None:

@@ -9,6 +9,7 @@ from heapq import merge
 from rlbatch.api import LaunchError, SampleGroup, StepResult
 from rlbatch.collectives import gather_lines
 from rlbatch.config.evaluation import SIMPLE
+from rlbatch.first_rank import on_first_rank
 from rlbatch.launch.records.history import ATTEMPTS, begin_attempt
 from rlbatch.launch.shutdown.signals import Ending
 from rlbatch.metrics.evaluations import told
@@ -19,7 +20,6 @@ from rlbatch.metrics.run_log import RunLog
 from rlbatch.pipeline.evaluation import Evaluated, evaluate
 from rlbatch.pipeline.exporting import export_hf
 from rlbatch.pipeline.finished_groups import delete_other_steps
-from rlbatch.pipeline.first_rank import on_first_rank
 from rlbatch.pipeline.job import EngineJob, Job
 from rlbatch.pipeline.memory_plan import explaining_out_of_memory, memory_table
 from rlbatch.pipeline.resuming import Resumed, resume

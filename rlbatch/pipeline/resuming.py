@@ -15,9 +15,9 @@ from rlbatch.checkpoint.best import Best
 from rlbatch.checkpoint.identity import announced_changes, identity, prompts_identity, refused_changes
 from rlbatch.checkpoint.newest import Found, check_unused, newest
 from rlbatch.config.hf_config import read_config
+from rlbatch.first_rank import on_first_rank
 from rlbatch.megatron.checkpoint import load_state
 from rlbatch.megatron.rng import set_rng_states
-from rlbatch.pipeline.first_rank import on_first_rank
 from rlbatch.pipeline.job import Job
 from rlbatch.pipeline.waiting import restored
 

@@ -21,18 +21,18 @@ from rlbatch.checkpoint.best import Best, restore
 from rlbatch.checkpoint.identity import identity
 from rlbatch.collectives import all_gather_ragged
 from rlbatch.config.hf_config import read_config
+from rlbatch.first_rank import on_first_rank
 from rlbatch.launch.records.history import record_write
 from rlbatch.launch.records.ownership import Lock, ensure_run_id
 from rlbatch.megatron.checkpoint import TrainerState
 from rlbatch.megatron.rng import rng_states, set_rng_states
 from rlbatch.megatron.state_writer import Writing, naming, on_every_rank
 from rlbatch.pipeline import checkpoint_space
-from rlbatch.pipeline.first_rank import on_first_rank
 from rlbatch.pipeline.job import Job
-from rlbatch.pipeline.prompt_order import Cursor
 from rlbatch.pipeline.resuming import START, Resumed
 from rlbatch.pipeline.waiting import FILE as WAITING
 from rlbatch.pipeline.waiting import Waiting
+from rlbatch.prompts.prompt_order import Cursor
 
 HANDOVER_S = 5.0
 """Longest wait for what an earlier attempt's rank 0 has left to end."""

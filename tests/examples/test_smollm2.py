@@ -14,7 +14,7 @@ import torch
 from rlbatch.api import Prompt, Sample
 from rlbatch.config.compose import compose
 from rlbatch.config.schema import DataConfig
-from rlbatch.pipeline.prompts import PromptRow, read_prompt_rows
+from rlbatch.prompts.tokenizing import PromptRow, read_prompt_rows
 from rlbatch_plugins.reward_number import number
 
 

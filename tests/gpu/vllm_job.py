@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from rlbatch.pipeline.embedded import write_embedded_task, write_random_weights
+from rlbatch.prompts.embedded import write_embedded_task, write_random_weights
 
 SHOWN = ("reward/mean", "train/rollout_logprob_diff_mean", "train/rollout_logprob_diff_max", "rollout/engine_restarts")
 

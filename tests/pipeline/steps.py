@@ -21,9 +21,9 @@ from rlbatch.launch.membership.store import JobStore
 from rlbatch.launch.membership.watchdog import Watchdog
 from rlbatch.launch.ranks.rank_info import RankInfo
 from rlbatch.pipeline.assemble import assemble
-from rlbatch.pipeline.embedded import write_embedded_task, write_random_weights
 from rlbatch.pipeline.job import Job
 from rlbatch.pipeline.step import train_step
+from rlbatch.prompts.embedded import write_embedded_task, write_random_weights
 
 SMALL = (
     "train.steps=4",

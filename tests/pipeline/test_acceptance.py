@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from rlbatch.config.schema import Config, SamplingConfig, TrainConfig
-from rlbatch.pipeline.acceptance import ACCEPTED, UNFINISHED, Acceptance, Verdict, most_lag, round_size
+from rlbatch.pipeline.acceptance import ACCEPTED, UNFINISHED, Acceptance, Verdict, most_lag
+from rlbatch.prompts.prompt_order import round_size
 
 WANTED = 8
 

@@ -11,8 +11,8 @@ import pytest
 from rlbatch.api.exit_codes import STOPPED
 from rlbatch.config.schema import EvalSetConfig
 from rlbatch.metrics.evaluations import told
-from rlbatch.pipeline.eval_sets import EvalSet
 from rlbatch.pipeline.evaluation import measured
+from rlbatch.prompts.eval_sets import EvalSet
 from tests.test_resume import SIGNALLING, SLEEP_S, scalars
 from tests.test_run import ONE_RANK, SAMPLE, TINY, Ended, submit
 

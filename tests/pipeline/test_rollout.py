@@ -14,8 +14,8 @@ import torch
 from rlbatch.api import Completion, EngineLost, Prompt, RolloutError, SamplingParams, WeightBucket
 from rlbatch.config.schema import Config, RolloutConfig, TrainConfig
 from rlbatch.launch.shutdown.signals import Interrupted, StopNotice
-from rlbatch.pipeline.eval_sets import EVAL_SEED, with_prompts
 from rlbatch.pipeline.rollout import Rollout, Work
+from rlbatch.prompts.eval_sets import EVAL_SEED, with_prompts
 
 CONFIG = replace(
     Config(seed=5, train=TrainConfig(eval_temperature=0.0), rollout=RolloutConfig(name="fake", temperature=0.7, max_response_tokens=4)),

@@ -6,8 +6,8 @@ from functools import cache
 from typing import Any
 
 from rlbatch.api import Prompt, Sample
-from rlbatch.pipeline.score import scores_of
 from rlbatch.registry import Registry, load_plugins
+from rlbatch.rewards.score import scores_of
 
 
 @cache

@@ -12,8 +12,8 @@ import torch
 
 from rlbatch.api import ConfigError, DataError, Prompt, RewardError, Sample, SampleGroup
 from rlbatch.config.schema import Config, RewardConfig
-from rlbatch.pipeline.scorer import Scorer
 from rlbatch.registry import load_plugins
+from rlbatch.rewards.scorer import Scorer
 from rlbatch_plugins.code_sandbox.labels import checks_of
 from rlbatch_plugins.code_sandbox.sandbox import interpreter
 from rlbatch_plugins.reward_code import Options, check_label, judge, program_of, same_output

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rlbatch.api import ConfigError, DataError, RlbatchError
-from rlbatch.pipeline.score import scores_of
+from rlbatch.rewards.score import scores_of
 from tests.plugins.reward_cases import answer, registry, sample
 
 NUMBER, FORM = {"reward": "number"}, {"reward": "regex", "options": {"pattern": "^Answer"}}

@@ -12,7 +12,7 @@ import pytest
 
 from examples.reward_server import Handler as ExampleHandler
 from rlbatch.api import ConfigError, Prompt, RewardError, Sample, Unscored
-from rlbatch.pipeline.score import scores_of
+from rlbatch.rewards.score import scores_of
 from tests.plugins.reward_cases import registry
 
 Answer = Callable[[list[dict[str, Any]], int], tuple[int, bytes]]

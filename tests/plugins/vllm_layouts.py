@@ -23,10 +23,10 @@ from rlbatch.config.hf_config import read_config
 from rlbatch.config.keys import EMBEDDED
 from rlbatch.config.schema import Config
 from rlbatch.engines.backend.hosted import HostedRollout
-from rlbatch.pipeline.embedded import write_embedded_task
 from rlbatch.pipeline.exporting import export_hf
 from rlbatch.pipeline.step import train_step
 from rlbatch.plan.layout import check_layout
+from rlbatch.prompts.embedded import write_embedded_task
 from rlbatch.registry import load_plugins
 from rlbatch.testing.ranks import RankPools
 from rlbatch_plugins.rollout_vllm import VllmOptions, vllm_rollout

@@ -10,7 +10,7 @@ import pytest
 from rlbatch.config.compose import compose
 from rlbatch.config.schema import Config
 from rlbatch.launch.preflight.checks import PEER_PATIENCE_S
-from rlbatch.pipeline.embedded import write_embedded_task
+from rlbatch.prompts.embedded import write_embedded_task
 from rlbatch.testing.ranks import RankPools
 from tests.launch.nodes import run_preflight, with_preflight
 from tests.stopwatch import Stopwatch

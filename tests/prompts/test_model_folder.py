@@ -12,8 +12,8 @@ import pytest
 
 from rlbatch.api import DataError
 from rlbatch.config.hf_config import read_config
-from rlbatch.pipeline.embedded import write_embedded_task
-from rlbatch.pipeline.model_folder import check_model_folder, end_tokens, load_tokenizer, unseen_end
+from rlbatch.prompts.embedded import write_embedded_task
+from rlbatch.prompts.model_folder import check_model_folder, end_tokens, load_tokenizer, unseen_end
 
 VOCAB = 13
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Sequence
+from fractions import Fraction
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,11 @@ Cursor = tuple[int, ...]
 epoch, position, how many wait, and these."""
 Usable = Callable[[Sequence[int]], Sequence[bool]]
 """Says which prompts may be trained on, by their positions."""
+
+
+def round_size(missing: int, oversampling: float) -> int:
+    """New prompts of a round in which so many groups are missing; 1.1 is eleven tenths, whatever the float is."""
+    return ceil(missing * Fraction(str(oversampling)))
 
 
 class SetOrder:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rlbatch.api import ConfigError
-from rlbatch.pipeline.prompt_order import PromptOrder, SetOrder
+from rlbatch.prompts.prompt_order import PromptOrder, SetOrder
 
 
 def one(rows: int, seed: int = 0) -> PromptOrder:

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from rlbatch.api import CheckpointError, ConfigError, RlbatchError
-from rlbatch.pipeline.first_rank import on_first_rank
+from rlbatch.first_rank import on_first_rank
 
 VALUES = [None, 7, "é\n", Path("/a/b"), (Path("/a"), {"step": 3, "names": ["x"], "none": None}), {}]
 

@@ -12,12 +12,12 @@ import pytest
 from rlbatch.api import ConfigError, DataError
 from rlbatch.config.compose import compose
 from rlbatch.config.schema import Config, DataConfig
-from rlbatch.pipeline import prompt_check
-from rlbatch.pipeline.embedded import write_embedded_task
-from rlbatch.pipeline.model_folder import load_tokenizer
-from rlbatch.pipeline.prompt_check import MOST_TOKENIZED, check_count, check_rows, check_tokens
-from rlbatch.pipeline.prompt_sets import PromptSet
-from rlbatch.pipeline.prompts import load_prompts
+from rlbatch.prompts import prompt_check
+from rlbatch.prompts.embedded import write_embedded_task
+from rlbatch.prompts.model_folder import load_tokenizer
+from rlbatch.prompts.prompt_check import MOST_TOKENIZED, check_count, check_rows, check_tokens
+from rlbatch.prompts.prompt_sets import PromptSet
+from rlbatch.prompts.tokenizing import load_prompts
 from rlbatch.registry import load_plugins
 
 PLUGIN = """
@@ -227,5 +227,5 @@ def test_a_set_smaller_than_its_share(tmp_path: Path) -> None:
 
 def test_reading_needs_no_torch() -> None:
     """The login node checks prompt files: with torch and transformers blocked the modules import."""
-    program = "import sys; sys.modules['torch'] = sys.modules['transformers'] = None; import rlbatch.pipeline.prompt_check"
+    program = "import sys; sys.modules['torch'] = sys.modules['transformers'] = None; import rlbatch.prompts.prompt_check"
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])

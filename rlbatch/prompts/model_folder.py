@@ -13,7 +13,7 @@ from rlbatch.api import DataError
 from rlbatch.checkpoint.model_files import TEMPLATES
 from rlbatch.config.foreign import LARGE_BYTES, MissingFileError, read_json, read_text
 from rlbatch.config.hf_config import read_config
-from rlbatch.pipeline.resource_limits import bounded
+from rlbatch.prompts.resource_limits import bounded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

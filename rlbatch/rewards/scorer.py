@@ -20,9 +20,9 @@ from typing import Any, Literal
 from rlbatch.api import Reward, RewardError, Sample, SampleGroup
 from rlbatch.config.schema import Config, RewardConfig
 from rlbatch.launch.ranks.children import MARK_VARIABLE, dies_with_parent, signal_group
-from rlbatch.pipeline.reward_frames import SETUP, Frame, Peer, Setup, pack_task
-from rlbatch.pipeline.score import check_known, score, span
 from rlbatch.registry import Registry
+from rlbatch.rewards.frames import SETUP, Frame, Peer, Setup, pack_task
+from rlbatch.rewards.score import check_known, score, span
 
 MOST_WORKERS = 32
 """Unless ``reward.workers`` says more."""
@@ -113,7 +113,7 @@ class Scorer:
             return
         ours, theirs = socket.socketpair()
         self._host = subprocess.Popen(
-            [sys.executable, "-m", "rlbatch.pipeline.reward_host", str(theirs.fileno())],
+            [sys.executable, "-m", "rlbatch.rewards.host", str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
             env={**os.environ, **_ONE_THREAD, MARK_VARIABLE: secrets.token_hex(8)},

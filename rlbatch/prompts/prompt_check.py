@@ -23,11 +23,11 @@ from rlbatch.config.foreign import LARGE_BYTES, read_json
 from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import Config, DataConfig
 from rlbatch.datasets.jsonl import json_type
-from rlbatch.pipeline.acceptance import round_size
-from rlbatch.pipeline.model_folder import TOKENIZER, TOKENIZER_CONFIG, end_tokens, load_tokenizer, unseen_end
-from rlbatch.pipeline.prompt_file import USUAL_LABEL_FIELDS, PromptRow, RowReader, find_value, usual_names, value_names
-from rlbatch.pipeline.prompt_sets import PromptSet
-from rlbatch.pipeline.prompts import LongPrompts, prompt_limit, tokenize_rows
+from rlbatch.prompts.model_folder import TOKENIZER, TOKENIZER_CONFIG, end_tokens, load_tokenizer, unseen_end
+from rlbatch.prompts.prompt_file import USUAL_LABEL_FIELDS, PromptRow, RowReader, find_value, usual_names, value_names
+from rlbatch.prompts.prompt_order import round_size
+from rlbatch.prompts.prompt_sets import PromptSet
+from rlbatch.prompts.tokenizing import LongPrompts, prompt_limit, tokenize_rows
 from rlbatch.registry import Registry
 
 if TYPE_CHECKING:

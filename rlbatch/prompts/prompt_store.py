@@ -22,12 +22,12 @@ from rlbatch.checkpoint.identity import prompts_identity
 from rlbatch.config.schema import Config
 from rlbatch.datasets.records import read_records
 from rlbatch.datasets.stored import StoredFile, StoredRows, store_files
-from rlbatch.pipeline.first_rank import on_first_rank
-from rlbatch.pipeline.prompt_check import RowChecks
-from rlbatch.pipeline.prompt_file import Curriculum, RowReader, top_columns
-from rlbatch.pipeline.prompt_order import PromptOrder, SetOrder
-from rlbatch.pipeline.prompt_sets import PromptSet, training_sets
-from rlbatch.pipeline.prompts import BATCH_ROWS, LongPrompts, make_prompt, prompt_limit, tokenize_rows
+from rlbatch.first_rank import on_first_rank
+from rlbatch.prompts.prompt_check import RowChecks
+from rlbatch.prompts.prompt_file import Curriculum, RowReader, top_columns
+from rlbatch.prompts.prompt_order import PromptOrder, SetOrder
+from rlbatch.prompts.prompt_sets import PromptSet, training_sets
+from rlbatch.prompts.tokenizing import BATCH_ROWS, LongPrompts, make_prompt, prompt_limit, tokenize_rows
 from rlbatch.registry import Registry
 
 if TYPE_CHECKING:

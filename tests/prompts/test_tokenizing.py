@@ -12,10 +12,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from rlbatch.api import ConfigError, DataError
 from rlbatch.config.schema import DataConfig
-from rlbatch.pipeline import prompts as prompts_module
-from rlbatch.pipeline.embedded import write_embedded_task
-from rlbatch.pipeline.prompt_file import read_prompt_rows
-from rlbatch.pipeline.prompts import BATCH_ROWS, load_prompts, tokenize_rows
+from rlbatch.prompts import tokenizing
+from rlbatch.prompts.embedded import write_embedded_task
+from rlbatch.prompts.prompt_file import read_prompt_rows
+from rlbatch.prompts.tokenizing import BATCH_ROWS, load_prompts, tokenize_rows
 
 DATA = DataConfig()
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
@@ -207,8 +207,8 @@ LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range
 def test_templates_without_bounds(template: Any, message: str, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A template is a program that others wrote: one that loops for ever, or makes gigabytes, is a message; its limits end with it."""
     if r"0\.2 s" in message:
-        monkeypatch.setattr(prompts_module, "ROW_S", 0.2)
-    monkeypatch.setattr(prompts_module, "MOST_CHARACTERS", 1000)
+        monkeypatch.setattr(tokenizing, "ROW_S", 0.2)
+    monkeypatch.setattr(tokenizing, "MOST_CHARACTERS", 1000)
     tokenizer.chat_template = template
     before = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM)
     path = write(tmp_path / "p.jsonl", {"prompt": [{"role": "user", "content": "a"}], "label": ""})
@@ -220,7 +220,7 @@ def test_templates_without_bounds(template: Any, message: str, tmp_path: Path, t
 
 def test_templates_that_are_slow_for_every_row(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each row in time, and all of them never."""
-    monkeypatch.setattr(prompts_module, "BATCH_S", 0.1)
+    monkeypatch.setattr(tokenizing, "BATCH_S", 0.1)
     tokenizer.chat_template = "{% for a in range(9999) %}{{ '' }}{% endfor %}a"
     path = write(tmp_path / "p.jsonl", *[{"prompt": [{"role": "user", "content": "a"}], "label": ""}] * 1000)
     with pytest.raises(DataError, match=r"model: the chat template took \d+ s for \d+ prompts of .*p\.jsonl, must take at most 0\.1 s for"):

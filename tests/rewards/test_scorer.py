@@ -17,10 +17,10 @@ import torch
 
 from rlbatch.api import Prompt, RewardError, Sample, SampleGroup
 from rlbatch.config.schema import Config, RewardConfig
-from rlbatch.pipeline.reward_frames import pack_task, unpack_task
-from rlbatch.pipeline.score import score
-from rlbatch.pipeline.scorer import Scorer
 from rlbatch.registry import Registry, load_plugins
+from rlbatch.rewards.frames import pack_task, unpack_task
+from rlbatch.rewards.score import score
+from rlbatch.rewards.scorer import Scorer
 
 PLUGIN = str(Path(__file__).with_name("worker_rewards.py"))
 MARK = os.environ["WORKER_REWARDS_MARK"] = secrets.token_hex(8)

@@ -16,11 +16,11 @@ import pytest
 from rlbatch.api import DataError, ModelFamily
 from rlbatch.config.compose import compose
 from rlbatch.config.schema import Config
-from rlbatch.pipeline import prompt_store
-from rlbatch.pipeline.embedded import write_embedded_task
-from rlbatch.pipeline.model_folder import load_tokenizer
-from rlbatch.pipeline.prompt_store import Training, open_training
-from rlbatch.pipeline.prompts import load_prompts
+from rlbatch.prompts import prompt_store
+from rlbatch.prompts.embedded import write_embedded_task
+from rlbatch.prompts.model_folder import load_tokenizer
+from rlbatch.prompts.prompt_store import Training, open_training
+from rlbatch.prompts.tokenizing import load_prompts
 from rlbatch.registry import load_plugins
 
 SETS = ("data.sets.a.weight=3", "data.sets.b.weight=1", "data.sets.b.reward=number", "data.sets.b.format=verl", "data.curriculum=level")

@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 from rlbatch.launch.ranks.children import signal_group
-from rlbatch.pipeline.reward_frames import Frame, Peer, Setup
-from rlbatch.pipeline.reward_host import SLOW_S, RewardHost, _Worker
-from rlbatch.pipeline.reward_worker import Scoring
+from rlbatch.rewards.frames import Frame, Peer, Setup
+from rlbatch.rewards.host import SLOW_S, RewardHost, _Worker
+from rlbatch.rewards.worker import Scoring
 
 TASK = Frame(1, 600.0, b"")
 SPIN = "while True: pass"

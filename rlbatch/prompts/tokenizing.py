@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from rlbatch.api import ConfigError, DataError, Prompt
 from rlbatch.config.schema import DataConfig
-from rlbatch.pipeline.prompt_file import PromptRow, read_prompt_rows
-from rlbatch.pipeline.resource_limits import bounded
+from rlbatch.prompts.prompt_file import PromptRow, read_prompt_rows
+from rlbatch.prompts.resource_limits import bounded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from rlbatch.pipeline import embedded
-from rlbatch.pipeline.embedded import TASK, write_embedded_task, write_random_weights
+from rlbatch.prompts import embedded
+from rlbatch.prompts.embedded import TASK, write_embedded_task, write_random_weights
 
 CONSTANT_BOUND = 0.13
 SYMBOLS = string.ascii_lowercase[: TASK.symbols]
@@ -122,7 +122,7 @@ def test_the_task_is_written_without_torch(tmp_path: Path) -> None:
     """The login node writes the task: with torch and transformers blocked it still works."""
     program = (
         "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
-        "from pathlib import Path; from rlbatch.pipeline.embedded import write_embedded_task\n"
+        "from pathlib import Path; from rlbatch.prompts.embedded import write_embedded_task\n"
         f"write_embedded_task(Path({str(tmp_path)!r}), 0)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])

@@ -16,9 +16,9 @@ from typing import Any
 import psutil
 
 from rlbatch.api import Reward, RewardError, Sample, Unscored
-from rlbatch.pipeline.reward_frames import Frame, Peer, Setup, unpack_task
-from rlbatch.pipeline.score import scores_of
 from rlbatch.reward_parts import Answers
+from rlbatch.rewards.frames import Frame, Peer, Setup, unpack_task
+from rlbatch.rewards.score import scores_of
 
 
 class Scoring:

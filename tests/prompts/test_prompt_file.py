@@ -14,7 +14,7 @@ import pytest
 from rlbatch.api import DataError
 from rlbatch.config.schema import DataConfig
 from rlbatch.datasets.jsonl import LONGEST_ROW
-from rlbatch.pipeline.prompt_file import RowReader, read_prompt_rows
+from rlbatch.prompts.prompt_file import RowReader, read_prompt_rows
 
 DATA = DataConfig(format="plain")
 

@@ -16,7 +16,7 @@ import torch
 
 from rlbatch.api import Prompt, RewardError, Sample, SampleGroup
 from rlbatch.launch.records.failures import StoppedBySignal
-from rlbatch.pipeline.score import score
+from rlbatch.rewards.score import score
 
 
 def group(prompt_id: int, responses: Sequence[str], reward_name: str = "") -> SampleGroup:

@@ -1,6 +1,6 @@
 """The process beside a rank in which its rewards are loaded. Workers are its copies: one that hangs is killed and replaced in milliseconds.
 
-``python -m rlbatch.pipeline.reward_host FD``: the rank's end of the socket is its only argument. It ends when the rank does, with all that
+``python -m rlbatch.rewards.host FD``: the rank's end of the socket is its only argument. It ends when the rank does, with all that
 rewards have started.
 """
 
@@ -29,10 +29,10 @@ import psutil
 from rlbatch.api import PluginError, RlbatchError
 from rlbatch.launch.ranks.children import END_SIGNAL, children_end_with_this_process, dies_with_parent, signal_group
 from rlbatch.launch.shutdown.signals import STOP_SIGNALS, signal_name
-from rlbatch.pipeline.reward_frames import LARGEST_ANSWER, SETUP, Frame, Peer, Setup
-from rlbatch.pipeline.reward_worker import Scoring, serve
-from rlbatch.pipeline.score import prepare
 from rlbatch.registry import load_plugins
+from rlbatch.rewards.frames import LARGEST_ANSWER, SETUP, Frame, Peer, Setup
+from rlbatch.rewards.score import prepare
+from rlbatch.rewards.worker import Scoring, serve
 
 SLOW_S, SLOW_TIMES, MOST_SLOW = 0.1, 20.0, 64
 """A task that takes longer than both, the latter in means of its like, may make room: another worker starts beside it, at most so many."""
