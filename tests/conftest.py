@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +22,9 @@ pytest.register_assert_rewrite("tests.plugins.engine_contract")  # it is no test
 
 ROOT = Path(__file__).resolve().parent.parent
 DURATIONS = ROOT / "tests" / "durations.txt"
-"""Seconds of the longest files, in a run of all on two processors."""
+"""Seconds of the longest files, in a run of all on two processors, as such a run prints them at its end."""
+LONG_S, MANY = 20.0, 100
+"""Seconds of a file, and files of a run, from which on they are printed."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,6 +41,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         lines = [line.split() for line in DURATIONS.read_text().splitlines()]
         seconds = {ROOT / path: float(number) for number, path in lines}
         items.sort(key=lambda item: (-seconds.get(item.path, 0.0), item.path))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says how long the longest files took."""
+    seconds = Counter[str]()
+    for report in (report for reports in terminalreporter.stats.values() for report in reports if hasattr(report, "duration")):
+        seconds[report.nodeid.partition("::")[0]] += report.duration
+    if len(seconds) >= MANY:
+        terminalreporter.section("seconds by file")
+        for path, number in seconds.most_common():
+            if number >= LONG_S:
+                terminalreporter.write_line(f"{round(number, -1):.0f} {path}")
 
 
 @pytest.fixture(autouse=True)
