@@ -15,6 +15,10 @@ from pathlib import Path
 
 from rlbatch.api import ConfigError, RlbatchError
 from rlbatch.api.exit_codes import DONE, REFUSED
+from rlbatch.calibrate import calibrate
+from rlbatch.config.assumptions import PlanConfig
+from rlbatch.config.overrides import text_value
+from rlbatch.config.paths import absolute
 from rlbatch.config.schema import Config
 from rlbatch.config.sources import published_config
 from rlbatch.launch.ranks.rank_info import check_trainer
@@ -37,7 +41,7 @@ USAGE = """\
 Shows what a job will need and how long a step will take, before it is queued: memory of GPUs and nodes by phase and part, a step by phase,
 whether it fits, and the cheapest changes with which it does. Expected, not measured: each assumption is listed with its source.
 
-Usage: python -m rlbatch.plan [key=value ...] [format=table|json|html] [search=true] [min_gpus=true] [verify=true]
+Usage: python -m rlbatch.plan [key=value ...] [format=table|json|html] [search=true] [min_gpus=true] [verify=true] [calibrate=RUN,...]
 
 Keys are those of python -m rlbatch.submit.
 
@@ -48,6 +52,7 @@ Keys are those of python -m rlbatch.submit.
   python -m rlbatch.plan +cluster=h100x8 search=true          the ten fastest layouts that fit as many GPUs
   python -m rlbatch.plan +cluster=h100x8 min_gpus=true        the fewest GPUs that do, and the fastest layouts there
   python -m rlbatch.plan +cluster=h20x96 verify=true          parameters of each stage beside those that Megatron builds; needs torch
+  python -m rlbatch.plan calibrate=runs/a,runs/b              later plans of that cluster as right as these runs would have had them
   python -m rlbatch.plan model.hf=/models/mine layout.world_size=8 layout.ep_size=8 cluster.gpu=H100 cluster.gpu_memory_gib=79
 
 Of model.hf a config.json is enough; of models that layouts are shipped for not even that. Starts nothing.
@@ -55,6 +60,7 @@ Exit codes: 0 it fits, or nobody says how much there is, 1 it is too close, or n
 arguments are refused.
 """
 TOO_CLOSE = 1
+CALIBRATE = "calibrate"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -70,6 +76,8 @@ def main(arguments: Sequence[str]) -> int:
         print(USAGE)
         return DONE
     try:
+        if folders := text_value(arguments, CALIBRATE):
+            return _calibrate(folders, [text for text in arguments if not text.startswith(f"{CALIBRATE}=")])
         question, shown, overrides = _own(arguments)
         config, registry = compose_job(overrides)
         end_with_reader()
@@ -98,6 +106,14 @@ def _own(arguments: Sequence[str]) -> tuple[str, str, list[str]]:
     if shown not in FORMATS[question]:
         raise ConfigError(f"format={shown}: of {question}=true there is {' and '.join(FORMATS[question])}. Choose one.")
     return question, shown, others
+
+
+def _calibrate(folders: str, overrides: Sequence[str]) -> int:
+    """Corrects what plans take for granted by what runs measured; ``folders`` are several, with commas."""
+    into = absolute(text_value(overrides, "plan.calibrations") or PlanConfig.calibrations)
+    asked = compose_job([*overrides, "plan.calibrations="])[0] if overrides else None  # not by what was calibrated before
+    print(*calibrate([folder for folder in folders.strip("[]").split(",") if folder], asked, into, make_plan), sep="\n")
+    return DONE
 
 
 def _show(config: Config, registry: Registry, question: str, shown: str) -> int:

@@ -27,10 +27,11 @@ TINY = ("train.prompts_per_step=4", "train.updates_per_step=1", "algorithm.group
 QUICK = (*TINY, "train.steps=2", "data.eval=", "checkpoint.save_interval=-1")
 ONE_RANK = ("layout.world_size=1", "layout.ep_size=1")
 SUMMARY = "status reward_start reward_end eval_reward_start eval_reward steps seconds tokens_per_s phase_seconds first_error".split()
-SUMMARY += ["memory", "evaluations", "sync_median_s", "rollout_logprob_diff", "skipped_updates", "steps_without_signal", "sampling"]
+SUMMARY += ["plan_vs_actual", "evaluations", "sync_median_s", "rollout_logprob_diff", "skipped_updates", "steps_without_signal", "sampling"]
 SAMPLE = "step prompt_id sample_index prompt response label reward advantage finish_reason policy_version".split()
 ASKED_FOR = {"train/kl", "train/native_routes", "time/restart_s"}
-WITHOUT_GPU = {tag for tag in TAGS if not tag.startswith(("memory/gpu", "sampling/"))} - ASKED_FOR
+OF_GPUS = re.compile(r"memory/gpu|sampling/|plan_vs_actual/(?!node)")
+WITHOUT_GPU = {tag for tag in TAGS if not OF_GPUS.match(tag)} - ASKED_FOR
 
 
 @dataclass

@@ -5,10 +5,12 @@ Every number that the planner (``rlbatch.plan``) neither reads in the config nor
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any
 
-from rlbatch.api.values import CountOrZero, Range, option
+from rlbatch.api.values import CountOrZero, PathRule, Range, option
+from rlbatch.config.keys import key
 
 Share = Annotated[float, Range(least=0, most=1)]
 Efficiency = Annotated[float, Range(least=1e-3, most=1)]
@@ -19,6 +21,8 @@ Factor = Annotated[float, Range(least=1, most=1e3)]
 SOURCE = "source"
 MEASURED = "measured on 2 x H200, 2026-11-29 (docs/measurements/planner.md)"
 NOT_MEASURED = "assumed, not measured"
+AS_COUNTED = "1: as counted; calibrate=<run folder> measures it"
+Correction = Annotated[float, Range(least=0.01, most=100)]
 
 
 def assumed(default: Any, doc: str, source: str) -> Any:
@@ -45,6 +49,7 @@ class AssumeConfig:
     fragmentation: Share = assumed(0.02, "What torch's allocator holds beside what is used, over what is used.", "see cuda_gib")
     engine_workspace_gib: Size = assumed(4.0, "Of an engine's share of a GPU: activations and other memory of its own.", NOT_MEASURED)
     node_gib: Size = assumed(8.0, "Of a node: its operating system, data, rewards.", NOT_MEASURED)
+    activations_factor: Correction = assumed(1.0, "Memory of activations and logits over what is counted.", AS_COUNTED)
     memory_error: Share = assumed(0.25, "Error of each part of the memory that is not certainly held.", NOT_MEASURED)
 
     matmul_efficiency: Efficiency = assumed(0.63, "What matrix products reach of the GPU's bf16 peak.", MEASURED)
@@ -69,6 +74,10 @@ class AssumeConfig:
     sync_gbs: Rate = assumed(42.0, "What reaches a GPU in a weight sync within a node.", f"{MEASURED}: 9.75 B parameters")
     wake_s: Size = assumed(0.2, "Waking an engine, s.", f"{MEASURED}: 0.17 to 0.21")
     other_s: Size = assumed(2.0, "Of a step: rewards, exchange, packing, metrics, s.", NOT_MEASURED)
+    sync_factor: Correction = assumed(1.0, "Seconds of weight syncs over what is counted.", AS_COUNTED)
+    generate_factor: Correction = assumed(1.0, "Seconds of generation over what is counted.", AS_COUNTED)
+    logprobs_factor: Correction = assumed(1.0, "Seconds of log-probs over what is counted.", AS_COUNTED)
+    update_factor: Correction = assumed(1.0, "Seconds of updates over what is counted.", AS_COUNTED)
     time_error: Share = assumed(0.3, "Error of each phase's time.", NOT_MEASURED)
 
 
@@ -77,17 +86,19 @@ class PlanConfig:
     """``plan.*``: what is known before the queue (``python -m rlbatch.plan``)."""
 
     enforce: bool = option(True, "Refuse at submit a job that certainly does not fit its GPUs or nodes; false: start it nevertheless.")
+    calibrations: Annotated[str, PathRule(is_for_ranks=False)] = option(
+        "calibrations", "Folder with what was calibrated, a file for each cluster, that plans take where it is there; empty: none."
+    )
+    calibrated: Mapping[str, str] = key({}, "Assumptions that were calibrated, each with its source: written by that, not by hand.")
     assume: AssumeConfig = field(default_factory=AssumeConfig)
 
 
-def sources(assume: AssumeConfig) -> dict[str, dict[str, Any]]:
-    """Name -> value, unit and meaning in words, and source; of a value that was given: that it was."""
-    defaults = AssumeConfig()
-    return {
-        each.name: {
-            "value": getattr(assume, each.name),
-            "meaning": each.metadata["doc"],
-            SOURCE: each.metadata[SOURCE] if getattr(assume, each.name) == getattr(defaults, each.name) else "given: plan.assume",
-        }
-        for each in fields(assume)
-    }
+def sources(plan: PlanConfig) -> dict[str, dict[str, Any]]:
+    """Name -> value, unit and meaning in words, and source; of a value that was given or calibrated: that it was."""
+    defaults, assume = AssumeConfig(), plan.assume
+    found = {}
+    for each in fields(assume):
+        value = getattr(assume, each.name)
+        source = each.metadata[SOURCE] if value == getattr(defaults, each.name) else "given: plan.assume"
+        found[each.name] = {"value": value, "meaning": each.metadata["doc"], SOURCE: plan.calibrated.get(each.name, source)}
+    return found

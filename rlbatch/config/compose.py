@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from rlbatch.api import ConfigError
+from rlbatch.config.calibration import with_calibration
 from rlbatch.config.check import check_config
 from rlbatch.config.choices import complete_choices
 from rlbatch.config.data_files import with_files, with_set_files
@@ -53,7 +54,9 @@ def compose(overrides: Sequence[str], text_options: Collection[str] = ()) -> Con
     asked = parse_arguments(overrides, {group: list(names) for group, names in files.items()}, text_options)
     plugins = {group: name for group, name in asked.choices.items() if group in PLUGIN_GROUPS and name not in files[group]}
     give_to_hydra(files, plugins)
-    config = with_absolute_paths(from_mapping(Config, tree(complete_choices(asked.choices, asked.lines, tree))))
+    composed = tree(complete_choices(asked.choices, asked.lines, tree))
+    config = with_absolute_paths(from_mapping(Config, composed))
+    config = with_calibration(config, composed.get("plan", {}).get("assume", {}))
     if config.mode == "eval":
         config = without_training(config)
     check_config(config)

@@ -395,6 +395,9 @@ class ProfileConfig:
     )
     steps: tuple[Count, ...] = key((3,), "Steps that are profiled. The first ones hold compilation and the first sync.")
     ranks: tuple[CountOrZero, ...] = key((0,), "Ranks that are profiled.")
+    owners: bool = key(
+        True, "Keep which line of code asked for GPU memory that is in use, to be named where it runs out; torch says 2 us each."
+    )
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 from torch.profiler import record_function
 
 from rlbatch.metrics.device_time import PHASE
+from rlbatch.metrics.memory_owners import memory_snapshot
 
 GIB = 2**30
 SHOWN = ("sync", "rollout", "logprobs", "update")
@@ -24,6 +25,7 @@ class OutOfMemory(Exception):
         allocated: Bytes of tensors, at most, in it.
         reserved: Bytes that PyTorch has of the driver.
         used: Bytes that all processes use.
+        snapshot: What the allocator knew.
     """
 
     def __init__(self, phase: str, error: torch.OutOfMemoryError) -> None:
@@ -31,6 +33,7 @@ class OutOfMemory(Exception):
         self.phase, self.allocated, self.reserved = phase, torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()
         free, total = torch.cuda.mem_get_info()
         self.used = total - free
+        self.snapshot = memory_snapshot()
 
 
 class GpuMemory:

@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, record_function
 from rlbatch.api import ConfigError
 from rlbatch.config.schema import ProfileConfig
 from rlbatch.metrics.device_time import MODULE, DeviceTime
+from rlbatch.metrics.memory_owners import record_owners
 
 FOLDER = "profile"
 """In the run folder."""
@@ -50,9 +51,11 @@ def profiled(config: ProfileConfig, run_dir: Path, rank: int, step: int, stages:
     folder.mkdir(exist_ok=True)
     stem = folder / f"step_{step:06d}_rank_{rank:05d}"
     with ExitStack() as stack:
-        if config.kind != "memory":
+        if config.kind == "memory":
+            stack.enter_context(_memory(config.owners, stem, say))
+        else:
             stack.enter_context(_named(stages))
-        stack.enter_context({"torch": _torch, "memory": _memory, "nsys": _nsys}[config.kind](stem, say))
+            stack.enter_context({"torch": _torch, "nsys": _nsys}[config.kind](stem, say))
         yield
 
 
@@ -71,7 +74,7 @@ def _torch(stem: Path, say: Say) -> Iterator[None]:
 
 
 @contextmanager
-def _memory(stem: Path, say: Say) -> Iterator[None]:
+def _memory(keeps_owners: bool, stem: Path, say: Say) -> Iterator[None]:
     torch.cuda.memory._record_memory_history(max_entries=MAX_EVENTS)
     try:
         yield
@@ -79,6 +82,8 @@ def _memory(stem: Path, say: Say) -> Iterator[None]:
         path = stem.with_suffix(".pickle")
         torch.cuda.memory._dump_snapshot(str(path))
         torch.cuda.memory._record_memory_history(enabled=None)
+        if keeps_owners:
+            record_owners()
         say(f"profile: {path} (open it in docs.pytorch.org/memory_viz)")
 
 

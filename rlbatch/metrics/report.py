@@ -20,11 +20,11 @@ from rlbatch.config.foreign import read_own
 from rlbatch.metrics.evaluations import FOLDER as EVALUATIONS
 from rlbatch.metrics.evaluations import Evaluation
 from rlbatch.metrics.names import DROPPED_BY
+from rlbatch.metrics.plan_vs_actual import PlanVsActual
 
 COUNTED = tuple(f"sampling/{name}" for name in ("sampled", "accepted", "all_right", "all_wrong", "rounds", "stale", "skipped_steps"))
 SAMPLES = "samples"
 """Folder of the training steps' samples."""
-_MEMORY = {"gpu": "memory/gpu_used_{phase}_gib", "trainer": "memory/gpu_{phase}_gib", "node": "memory/node_used_{phase}_gib"}
 _PLACE = re.compile(rb'{"step": \d+, "prompt_id": (\d+), "sample_index": (\d+), ')
 Status = Literal["running", "finished", "failed", "interrupted"]
 
@@ -49,7 +49,7 @@ class Summary:
         steps_without_signal: Steps whose advantages were all 0.
         sampling: With ``sampling.*``: sums over the steps of those ``sampling/`` tags that count, by their names.
         phase_seconds: Sum of each ``time/`` tag over the steps.
-        memory: Phase -> what -> ``planned``, ``at_least`` and ``measured`` (at most, over the steps), GiB.
+        plan_vs_actual: What was planned of a step and what steps measured; see ``PlanVsActual``.
         first_error: What ended the run: the failure that was reported first; null if none.
     """
 
@@ -68,7 +68,7 @@ class Summary:
     steps_without_signal: int = 0
     sampling: dict[str, int] = field(default_factory=dict)
     phase_seconds: dict[str, float] = field(default_factory=dict)
-    memory: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
+    plan_vs_actual: dict[str, Any] = field(default_factory=dict)
     first_error: Mapping[str, Any] | None = None
 
 
@@ -83,6 +83,7 @@ class RunReport:
         self._tokens = 0.0
         self._step_s = 0.0
         self._sync_s: list[float] = []
+        self._beside_plan = PlanVsActual({})
         self._write()
 
     def begin(self, done: int) -> None:
@@ -90,12 +91,13 @@ class RunReport:
         self.summary = replace(self.summary, steps=done) if done else Summary()
         self._write()
 
-    def plan(self, memory: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
-        """Keeps what was planned, beside which steps put what they measure."""
-        self.summary.memory = {phase: {what: dict(row) for what, row in rows.items()} for phase, rows in memory.items()}
+    def plan(self, table: Mapping[str, Any]) -> None:
+        """Keeps what was planned of a step, beside which steps put what they measure; see ``PlanVsActual``."""
+        self._beside_plan = PlanVsActual(table)
+        self.summary.plan_vs_actual = self._beside_plan.table
 
-    def record(self, result: StepResult) -> None:
-        """Adds a step (or, as step 0, the evaluation before the first one)."""
+    def record(self, result: StepResult) -> dict[str, float]:
+        """Adds a step (or, as step 0, the evaluation before the first one); returns the tags that compare it with its plan."""
         summary, metrics = self.summary, result.metrics
         summary.steps = result.step
         if "reward/mean" in metrics:
@@ -118,7 +120,9 @@ class RunReport:
             if tag.startswith("sampling/") and (tag in COUNTED or DROPPED_BY in tag):
                 name = tag.removeprefix("sampling/")
                 summary.sampling[name] = summary.sampling.get(name, 0) + int(value)
+        compared = self._beside_plan.record(metrics)
         self.measure(metrics)
+        return compared
 
     def evaluated(self, step: int, sets: Sequence[Evaluation]) -> None:
         """Keeps the tables of an evaluation; the next ``record`` writes them."""
@@ -130,10 +134,6 @@ class RunReport:
             if tag.startswith("time/"):
                 phase = tag.removeprefix("time/").removesuffix("_s")
                 self.summary.phase_seconds[phase] = self.summary.phase_seconds.get(phase, 0.0) + value
-        for phase, rows in self.summary.memory.items():
-            for what, row in rows.items():
-                if (tag := _MEMORY[what].format(phase=phase)) in metrics:
-                    row["measured"] = max(row.get("measured", 0.0), metrics[tag])
         self._write()
 
     def finish(self, status: Status, first_error: Mapping[str, Any] | None = None) -> None:

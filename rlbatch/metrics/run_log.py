@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -61,15 +62,17 @@ class RunLog:
         if self._trackers:
             self._trackers.begin(done)
 
-    def plan(self, memory: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
-        """Puts what was planned of a phase's memory beside what steps measure."""
+    def plan(self, table: Mapping[str, Any]) -> None:
+        """Puts what was planned of a step beside what steps measure; see ``PlanVsActual``."""
         if self._report:
-            self._report.plan(memory)
+            self._report.plan(table)
 
     def record(self, result: StepResult) -> None:
         """Records a step; step 0 is the evaluation before the first one."""
         with self._writing("metrics"):
-            for sink in (self._report, self._trackers, self._progress):
+            if self._report:
+                result = replace(result, metrics={**result.metrics, **self._report.record(result)})
+            for sink in (self._trackers, self._progress):
                 if sink:
                     sink.record(result)
 

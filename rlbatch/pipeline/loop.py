@@ -21,7 +21,7 @@ from rlbatch.pipeline.evaluation import Evaluated, evaluate
 from rlbatch.pipeline.exporting import export_hf
 from rlbatch.pipeline.finished_groups import delete_other_steps
 from rlbatch.pipeline.job import EngineJob, Job
-from rlbatch.pipeline.memory_plan import explaining_out_of_memory, memory_table
+from rlbatch.pipeline.memory_plan import explaining_out_of_memory, planned_step
 from rlbatch.pipeline.resuming import Resumed, resume
 from rlbatch.pipeline.saving import Boundary, Checkpoints
 from rlbatch.pipeline.step import train_step
@@ -46,7 +46,7 @@ def run(job: Job, log: RunLog) -> EarlyEnd | None:
     resumed = resume(job, log.phase)
     log.begin(resumed.step)
     if job.rank == 0:
-        log.plan(memory_table(job))
+        log.plan(planned_step(job))
     if resumed.step:
         log.phase(f"resumed after step {resumed.step}")
     elif job.config.resume == "auto":

@@ -1,20 +1,24 @@
-"""A running job's memory beside its plan."""
+"""A running job beside its plan."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import pickle
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlbatch.api import ConfigError, RlbatchError
 from rlbatch.launch.preflight.node_facts import GIB, host_memory
+from rlbatch.metrics.memory_owners import largest_owners, record_owners
 from rlbatch.metrics.phases import OutOfMemory
+from rlbatch.metrics.profiling import FOLDER
 from rlbatch.pipeline.job import Job
-from rlbatch.plan.accounting import OTHERS, TENSORS, Table, out_of_memory, planned_memory
+from rlbatch.plan.accounting import OTHERS, STEP_PHASES, TENSORS, out_of_memory, planned_memory
 from rlbatch.plan.engine_memory import MemoryInputs, memory_inputs
-from rlbatch.plan.estimate import estimate_memory
 from rlbatch.plan.job_plan import plan_job
 
 
@@ -24,14 +28,33 @@ def node_used_gib() -> float:
     return (total - free) / GIB
 
 
-def memory_table(job: Job) -> Table:
-    """What is planned in each phase of a step."""
-    return planned_memory(estimate_memory(_inputs(job)), _nodes(job), on_gpu=job.device != "cpu")
+def planned_step(job: Job) -> dict[str, Any]:
+    """What is planned of a step, as ``PlanVsActual`` begins with it."""
+    plan, on_gpu = plan_job(_inputs(job), _nodes(job)), job.device != "cpu"
+    seconds = {name: {"planned": plan.time.phases[phase]} for name, phase in STEP_PHASES.items()} if plan.time else {}
+    if plan.time:
+        seconds["step"] = {"planned": plan.time.seconds - plan.time.phases.get("save", 0.0)}
+    return {
+        "machine": {
+            "device": torch.cuda.get_device_name() if on_gpu else "",
+            "gpu_memory_gib": torch.cuda.mem_get_info()[1] / GIB if on_gpu else 0.0,
+            "ranks": job.config.layout.world_size,
+            "date": time.strftime("%Y-%m-%d"),
+        },
+        "samples": plan.work.samples,
+        "tokens": {"prompt": {"planned": plan.work.prompt}, "response": {"planned": plan.work.response}},
+        "seconds": seconds,
+        "memory": planned_memory(plan.memory, _nodes(job), on_gpu=on_gpu),
+    }
 
 
 @contextmanager
 def explaining_out_of_memory(job: Job) -> Iterator[None]:
-    """Turns a GPU without memory into an error that names what outgrew the plan, and the cheapest change."""
+    """Turns a GPU without memory into an error that names what outgrew the plan, who holds most, and the cheapest change; what torch's
+    allocator knew goes into the run folder.
+    """
+    if job.config.profile.owners:
+        record_owners()
     try:
         yield
     except (OutOfMemory, torch.OutOfMemoryError) as raised:
@@ -50,10 +73,21 @@ def explaining_out_of_memory(job: Job) -> Iterator[None]:
             OTHERS: max(error.used - error.reserved, 0),
         }
         try:
-            told = out_of_memory(plan_job(_inputs(job), _nodes(job)), job.registry, job.rank, error.phase, taken, str(error))
+            plan, owners = plan_job(_inputs(job), _nodes(job)), largest_owners(error.snapshot)
+            told = out_of_memory(plan, job.registry, job.rank, error.phase, taken, str(error), owners)
         except RlbatchError:  # of a plugin that cannot be planned with: what torch said is better than that
             raise raised from None
-        raise ConfigError(told) from error
+        raise ConfigError(told + _written(error.snapshot, job)) from error
+
+
+def _written(snapshot: Mapping[str, Any], job: Job) -> str:
+    """Where a snapshot is now, in words; empty: nowhere."""
+    path = job.run_dir / FOLDER / f"out_of_memory_rank_{job.rank:05d}.pickle"
+    with suppress(OSError):  # a full disk; the error is told nevertheless
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(pickle.dumps(snapshot))
+        return f" {path} has every allocation (open it in docs.pytorch.org/memory_viz)."
+    return ""
 
 
 def _inputs(job: Job) -> MemoryInputs:

@@ -41,7 +41,9 @@ def planned_memory(memory: MemoryEstimate, nodes: Sequence[int], *, on_gpu: bool
     return table
 
 
-def out_of_memory(plan: JobPlan, registry: Registry, rank: int, name: str, taken: Parts, said: str) -> str:
+def out_of_memory(
+    plan: JobPlan, registry: Registry, rank: int, name: str, taken: Parts, said: str, owners: Sequence[tuple[str, int]] = ()
+) -> str:
     """What is told of a rank whose GPU has no memory left.
 
     Args:
@@ -51,9 +53,11 @@ def out_of_memory(plan: JobPlan, registry: Registry, rank: int, name: str, taken
         name: Phase of the step.
         taken: Component -> bytes.
         said: What torch said.
+        owners: Lines of code that hold most of it, and their bytes.
 
     Returns:
-        The component that outgrew its plan most, all of them, and the cheapest change with which the phase takes so much less.
+        The component that outgrew its plan most, all of them, who holds most, and the cheapest change with which the phase takes so much
+        less.
     """
     phase = STEP_PHASES.get(name, OTHER_PHASES.get(name, "log-probs"))
     stages = plan.memory.expected.stages
@@ -67,10 +71,12 @@ def out_of_memory(plan: JobPlan, registry: Registry, rank: int, name: str, taken
     lacks = float(asked[1]) / (1024 if asked[2] == "MiB" else 1) if asked else 0.0
     change = cheapest_relief(plan, registry, phase, lacks)
     fix = f"Use {change}" if change else "Use sizes that divide the model further, or more GPUs (layout.world_size)"
+    held = f"Of torch's, GiB: {', '.join(f'{line} {size / GIB:.1f}' for line, size in owners)}. " if owners else ""
     more = f", and asked for {lacks:.2f} GiB more" if asked else ""
     return (
         f"layout.world_size={plan.job.config.layout.world_size}: rank {rank}'s GPU has no memory left {WHEN[phase]}: {worst} took "
-        f"{over[worst]:+.1f} GiB beside what was planned{more}. GiB taken (planned): {each_one}. {fix}."
+        f"{over[worst]:+.1f} GiB beside what was planned{more}. GiB taken (planned): {each_one}. "
+        f"{held}{fix}."
     )
 
 

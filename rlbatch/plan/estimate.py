@@ -93,7 +93,7 @@ def _on_gpu(job: MemoryInputs, certain: RankMemory, activations: StageActivation
     assume, is_eval = job.config.plan.assume, job.config.mode == "eval"
     always = {"CUDA and NCCL": assume.cuda_gib * GIB}
     process = {"engine's process": assume.engine_process_gib * GIB} if job.has_process and job.shape.is_colocated else {}
-    trained: Mapping[str, Parts] = {
+    counted: Mapping[str, Parts] = {
         "update": {
             "activations": activations.kept,
             "logits": max(activations.logits - activations.working, 0.0),
@@ -102,6 +102,7 @@ def _on_gpu(job: MemoryInputs, certain: RankMemory, activations: StageActivation
         },
         "log-probs": {"layer in work": activations.scoring, "logits": max(activations.scoring_logits - activations.scoring, 0.0)},
     }
+    trained = {phase: {name: size * assume.activations_factor for name, size in parts.items()} for phase, parts in counted.items()}
     for phase in PHASES:
         parts = dict(always) if certain.gpu[phase] else {}
         if phase in trained and not is_eval:

@@ -108,8 +108,8 @@ def generation(job: MemoryInputs, model: ModelSize, work: Workload, cache: Cache
         tail += spent if running < at_once / 2 else 0.0
     forward = model_flops(model) * work.prompt + attention_flops_per_squared_token(model.family) * work.prompt**2
     prefill = here * forward / (shape.replica_gpus * gpu.flops * assume.matmul_efficiency)
-    seconds += prefill
-    return Generation(seconds, tail, work.samples * work.response / seconds)
+    seconds = (seconds + prefill) * assume.generate_factor
+    return Generation(seconds, tail * assume.generate_factor, work.samples * work.response / seconds)
 
 
 class _Step:

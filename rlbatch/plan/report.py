@@ -33,6 +33,7 @@ def lines(plan: JobPlan, problems: Sequence[str], changes: Sequence[Change]) -> 
     config, model = plan.job.config, plan.model
     yield from summary(plan)
     yield f"Binding     {plan.binding}"
+    yield from (f"{'Calibrated':<12}{source}" for source in dict.fromkeys(config.plan.calibrated.values()))
     if plan.cache.warning:
         yield f"Warning     {plan.cache.warning}"
     yield from (f"Refused     {problem}" for problem in problems)
@@ -58,7 +59,7 @@ def lines(plan: JobPlan, problems: Sequence[str], changes: Sequence[Change]) -> 
     yield from _parts(plan)
     yield ""
     yield "Assumptions (plan.assume.<name>=<value> for another)"
-    yield from (f"  {name}={each['value']:g}: {each['meaning']} ({each[SOURCE]})" for name, each in sources(config.plan.assume).items())
+    yield from (f"  {name}={each['value']:g}: {each['meaning']} ({each[SOURCE]})" for name, each in sources(config.plan).items())
 
 
 def ranking(found: Sequence[Change]) -> Iterator[str]:
@@ -179,5 +180,5 @@ def as_json(plan: JobPlan, problems: Sequence[str], changes: Sequence[Change]) -
         "balance": time.balance if time else None,
         "mfu": time.mfu if time else None,
         "generated_tokens_per_second": plan.generated.tokens_per_second if plan.generated else None,
-        "assumptions": sources(config.plan.assume),
+        "assumptions": sources(config.plan),
     }

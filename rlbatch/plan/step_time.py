@@ -83,10 +83,10 @@ def step_time(job: MemoryInputs, model: ModelSize, work: Workload, generated: Ge
     shares = model.shares(layout)
     ends = max(_update_end(job, share, over, gpu, ranks_per_node) for share in shares)
     phases = {
-        "sync": _sync(job, ranks_per_node) + _moving(job, shares),
+        "sync": assume.sync_factor * (_sync(job, ranks_per_node) + _moving(job, shares)),
         "generate": generated.seconds,
-        "log-probs": forwards * config.train.updates_per_step * pipeline,
-        "update": updates * (passes * pipeline + ends),
+        "log-probs": assume.logprobs_factor * forwards * config.train.updates_per_step * pipeline,
+        "update": assume.update_factor * updates * (passes * pipeline + ends),
         "other": assume.other_s,
     }
     if config.checkpoint.save_interval > 0:

@@ -19,7 +19,7 @@ NO_PATHS = """
     model.name rollout.name reward.name offload.name algorithm.advantage algorithm.loss data.prompt_key data.label_key data.reward_key
     data.metadata_keys data.system_prompt data.curriculum trackers sampling.filters
     cluster.name cluster.model cluster.gpu cluster.partition cluster.account cluster.qos cluster.time_limit cluster.constraint cluster.gres
-    cluster.sbatch_options cluster.environment cluster.interface checkpoint.best
+    cluster.sbatch_options cluster.environment cluster.interface checkpoint.best plan.calibrated
 """.split()
 
 
@@ -44,7 +44,7 @@ def test_every_text_is_a_path_or_none() -> None:
 def path_keys() -> list[str]:
     """All but those of containers, which need each other."""
     keys = ["run_dir", "plugins", "model.hf", "data.train", "data.eval", "cluster.hostfile"]
-    return [*keys, "checkpoint.load", "checkpoint.ref_load", "checkpoint.save"]
+    return [*keys, "checkpoint.load", "checkpoint.ref_load", "checkpoint.save", "plan.calibrations"]
 
 
 @pytest.mark.parametrize("key", [key for key in path_keys() if key != "plugins"])

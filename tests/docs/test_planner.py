@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlbatch.config.assumptions import AssumeConfig, sources
+from rlbatch.config.assumptions import PlanConfig, sources
 from rlbatch.config.sources import group_files
 from rlbatch.config.compose import compose
 from rlbatch.plan.engine_memory import GIB, memory_inputs
@@ -27,7 +27,7 @@ NOT_THE_TRAINERS = ("CUDA and NCCL", "engine's process", "fragmentation")
 def test_every_assumption_is_on_the_page(repository: Path) -> None:
     """With its value, meaning and source."""
     rows = (repository / "docs/use/planner.md").read_text(encoding="utf-8").splitlines()
-    for name, each in sources(AssumeConfig()).items():
+    for name, each in sources(PlanConfig()).items():
         assert f"| `{name}` | {each['value']:g} | {each['meaning']} | {each['source']} |" in rows
 
 

@@ -42,7 +42,7 @@ def test_a_summary_exists_from_the_start(tmp_path: Path) -> None:
     summary = read(tmp_path)
     assert set(summary) == {
         "status", "steps", "seconds", "reward_start", "reward_end", "eval_reward_start", "eval_reward", "evaluations", "tokens_per_s",
-        "sync_median_s", "rollout_logprob_diff", "skipped_updates", "steps_without_signal", "sampling", "phase_seconds", "memory",
+        "sync_median_s", "rollout_logprob_diff", "skipped_updates", "steps_without_signal", "sampling", "phase_seconds", "plan_vs_actual",
         "first_error",
     }  # fmt: skip
     assert (summary["status"], summary["steps"], summary["reward_start"], summary["first_error"]) == ("running", 0, None, None)
@@ -95,7 +95,7 @@ def test_a_run_is_summed_up(tmp_path: Path) -> None:
         "steps_without_signal": 1,
         "sampling": {},
         "phase_seconds": {"step": 4.0, "rollout": 1.75, "sync": 9.75},
-        "memory": {},
+        "plan_vs_actual": {},
         "first_error": None,
     }
 
@@ -133,16 +133,14 @@ def test_a_reader_never_sees_a_partial_file(tmp_path: Path, monkeypatch: pytest.
     assert (read(tmp_path)["steps"], read(tmp_path)["reward_end"]) == (1, 0.25)
 
 
-def test_memory_stands_beside_its_plan(tmp_path: Path) -> None:
-    """Of each phase what was planned and the most that any step measured; what is not measured has no number."""
+def test_a_run_stands_beside_its_plan(tmp_path: Path) -> None:
+    """What was planned of a step and what steps measure are in the summary, and what they say of each other is the step's to record."""
     report = RunReport(tmp_path)
     report.begin(0)
-    report.plan({"sync": {"gpu": {"planned": 70.0, "at_least": 60.0}, "node": {"planned": 9.0, "at_least": 5.0}}})
-    for gib in (71.5, 66.0):
-        report.record(step(1, memory__gpu_used_sync_gib=gib, memory__gpu_sync_gib=40.0))
-    assert read(tmp_path)["memory"] == {
-        "sync": {"gpu": {"planned": 70.0, "at_least": 60.0, "measured": 71.5}, "node": {"planned": 9.0, "at_least": 5.0}}
-    }
+    report.plan({"tokens": {}, "seconds": {}, "memory": {"sync": {"gpu": {"planned": 70.0, "at_least": 60.0}}}})
+    tags = [report.record(step(1, time__step_s=1.0, memory__gpu_used_sync_gib=gib)) for gib in (77.0, 63.0)]
+    assert tags == [{"plan_vs_actual/gpu_sync": pytest.approx(1.1)}, {"plan_vs_actual/gpu_sync": pytest.approx(0.9)}]
+    assert read(tmp_path)["plan_vs_actual"]["memory"] == {"sync": {"gpu": {"planned": 70.0, "at_least": 60.0, "measured": 77.0}}}
 
 
 def test_docs_show_every_key() -> None:
@@ -151,7 +149,7 @@ def test_docs_show_every_key() -> None:
     summary, _, samples = tail.partition("## samples")
     assert re.findall(r"^\| `(\w+)` \|", summary, flags=re.MULTILINE) == [
         "status", "steps", "seconds", "reward_start", "reward_end", "eval_reward_start", "eval_reward", "evaluations", "tokens_per_s",
-        "sync_median_s", "rollout_logprob_diff", "skipped_updates", "steps_without_signal", "sampling", "phase_seconds", "memory",
+        "sync_median_s", "rollout_logprob_diff", "skipped_updates", "steps_without_signal", "sampling", "phase_seconds", "plan_vs_actual",
         "first_error",
     ]  # fmt: skip
     assert {field.name for field in fields(Summary)} == set(re.findall(r"^\| `(\w+)` \|", summary, flags=re.MULTILINE))

@@ -51,6 +51,13 @@ def test_what_outgrew_its_plan_is_named() -> None:
     assert after < before - 2
 
 
+def test_who_holds_most_is_named() -> None:
+    """Beside the plan's components, and before what to change."""
+    owners = [("megatron/core/mlp.py:140 forward", 9 * GIB), ("mine.py:7 loss", GIB // 2)]
+    said = out_of_memory(plan(*QWEN), REGISTRY, 0, "update", taken("update", activations=9.0), "Tried to allocate 2.00 GiB", owners)
+    assert "). Of torch's, GiB: megatron/core/mlp.py:140 forward 9.0, mine.py:7 loss 0.5. Use " in said
+
+
 def test_another_process_may_be_the_one() -> None:
     """Of an engine that sleeps badly; in a phase that has no tag of its own; without a number in torch's message."""
     said = out_of_memory(plan(*QWEN), REGISTRY, 0, "exchange", taken("log-probs", engine=30.0), "CUDA error: out of memory")

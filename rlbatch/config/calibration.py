@@ -1,0 +1,97 @@
+"""What was calibrated by runs of a cluster: a file for each cluster, whose values plans take where nobody says others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rlbatch.api import ConfigError
+from rlbatch.config.assumptions import AssumeConfig
+from rlbatch.config.foreign import read_json
+from rlbatch.config.machines import ClusterConfig
+from rlbatch.config.schema import Config
+from rlbatch.config.structured import from_mapping, show_value
+
+SAME = ("name", "gpu", "gpu_memory_gib", "gpus_per_node", "gpu_bf16_tflops", "gpu_link_gbs", "host_memory_gib")
+"""Of ``cluster.*``: in which of them another cluster differs."""
+AGAIN = 'Calibrate it anew with python -m rlbatch.plan calibrate=<run folder>, or leave it out with plan.calibrations="".'
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The content of a file.
+
+    Attributes:
+        date: Of the calibration.
+        runs: Run folders.
+        device: What the GPUs call themselves.
+        cluster: Those keys of ``cluster.*`` that are ``SAME``.
+        assume: Values of ``plan.assume.*``.
+    """
+
+    date: str = ""
+    runs: tuple[str, ...] = ()
+    device: str = ""
+    cluster: Mapping[str, Any] = field(default_factory=dict)
+    assume: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def source(self) -> str:
+        """Where its values come from, in words."""
+        return f"calibrated {self.date} on {self.device}: {', '.join(self.runs)}"
+
+
+def cluster_keys(cluster: ClusterConfig) -> dict[str, Any]:
+    """What must be the same."""
+    return {name: getattr(cluster, name) for name in SAME}
+
+
+def differing(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """In which keys a cluster differs from the one here, in words; empty: in none."""
+    found = {name: (show_value(there.get(name, "")), show_value(value)) for name, value in here.items() if value != there.get(name)}
+    return ", ".join(f"cluster.{name} is {other or 'not said'} there and {own or 'not said'} here" for name, (other, own) in found.items())
+
+
+def calibration_file(folder: str, cluster: ClusterConfig) -> Path:
+    """Where the calibration of a cluster is, or would be."""
+    return Path(folder) / f"{Path(cluster.name or cluster.gpu).name}.json"
+
+
+def write_calibration(path: Path, calibration: Calibration) -> None:
+    """Writes it in the place of an earlier one; raises ConfigError if that cannot be."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(calibration), indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        said = f"plan.calibrations={path.parent}: {path.name} cannot be written ({error.strerror}). Name another folder."
+        raise ConfigError(said) from None
+
+
+def with_calibration(config: Config, said: Mapping[str, Any]) -> Config:
+    """The config with what was calibrated for its cluster, if anything was.
+
+    Args:
+        config: Its paths are absolute.
+        said: Of ``plan.assume``, what the user says: that counts.
+
+    Raises:
+        ConfigError: the file is damaged, or of another cluster.
+    """
+    path = calibration_file(config.plan.calibrations, config.cluster)
+    if not (config.plan.calibrations and path.is_file()):
+        return config
+    found = _read(path)
+    if differs := differing(found.cluster, cluster_keys(config.cluster)):
+        raise ConfigError(f"plan.calibrations={path.parent}: {path.name} is of another cluster: {differs}. {AGAIN}")
+    values: dict[str, Any] = {name: value for name, value in found.assume.items() if name not in said}
+    assume = replace(config.plan.assume, **values)
+    return replace(config, plan=replace(config.plan, assume=assume, calibrated=dict.fromkeys(values, found.source)))
+
+
+def _read(path: Path) -> Calibration:
+    found = from_mapping(Calibration, read_json(path, AGAIN), f"{path}: ")
+    from_mapping(AssumeConfig, found.assume, f"{path}: assume.")
+    return found
