@@ -14,13 +14,14 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rlbatch.api import RlbatchError
 from rlbatch.api.exit_codes import FAILED
 from rlbatch.config.foreign import read_own
 from rlbatch.foreign_code import text
+from rlbatch.launch.ranks.variables import LAUNCH_VARIABLE
 from rlbatch.launch.records.disk import write_problem
 from rlbatch.launch.records.streams import TERMINAL_VARIABLE, ResilientStream
 
@@ -50,6 +51,7 @@ class FirstError:
         message: For the user.
         traceback: Python's, or where a rank hangs; empty if there is none.
         time: Seconds since the epoch.
+        start: Of the job, as recorded; see ``_this_start``.
     """
 
     rank: int
@@ -58,6 +60,7 @@ class FirstError:
     message: str
     traceback: str
     time: float
+    start: str = ""
 
     def __str__(self) -> str:
         """What is printed."""
@@ -142,7 +145,7 @@ def claim(run_dir: Path, error: FirstError) -> bool:
     draft = run_dir / f".{FIRST_ERROR}.{error.rank}.{os.getpid()}"
     unrecorded, is_claimed = "", _is_claimed(run_dir)
     try:
-        draft.write_text(json.dumps(asdict(error), indent=2) + "\n", encoding="utf-8")
+        draft.write_text(json.dumps(asdict(replace(error, start=_this_start())), indent=2) + "\n", encoding="utf-8")
         os.link(draft, run_dir / FIRST_ERROR)
     except FileExistsError:
         return False
@@ -168,10 +171,18 @@ def read_first_error(run_dir: Path) -> FirstError | None:
         return FirstError(0, "?", "Unknown", f"{run_dir / FIRST_ERROR} is damaged: what it said is lost.", "", 0.0)
 
 
+def _this_start() -> str:
+    """What all ranks of this start have alike, and no other start has; empty: their launcher gives nothing of the kind."""
+    job, restart, step = (os.environ.get(f"SLURM_{name}", "") for name in ("JOB_ID", "RESTART_COUNT", "STEP_ID"))
+    return os.environ.get(LAUNCH_VARIABLE) or (f"{job}.{restart or 0}.{step}" if job and step else "")
+
+
 def is_earlier(error: FirstError) -> bool:
-    """Whether a recorded failure is that of a start before this process's."""
+    """Whether a recorded failure is that of a start before this process's, which a slow node may begin long after the others."""
     import psutil  # only ranks need it
 
+    if error.start and error.start == _this_start():
+        return False
     return bool(error.time < psutil.Process().create_time() - CLOCK_S)
 
 

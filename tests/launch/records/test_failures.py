@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
 
 from rlbatch.api import RewardError
 from rlbatch.launch.records import failures
-from rlbatch.launch.records.failures import CLAIM_VARIABLE, FIRST_ERROR, read_first_error, report_failure, reporting_failures
+from rlbatch.launch.records.failures import (
+    CLAIM_VARIABLE,
+    FIRST_ERROR,
+    FirstError,
+    claim,
+    has_failed,
+    read_first_error,
+    report_failure,
+    reporting_failures,
+)
 
 
 def test_only_the_first_is_kept(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -21,7 +31,7 @@ def test_only_the_first_is_kept(tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert first is not None
     assert (first.rank, first.type, first.message) == (3, "RewardError", "reward=x: raised")
     assert capfd.readouterr().err == f"[rank 3 host {first.host}] reward=x: raised\n"
-    assert set(json.loads((tmp_path / FIRST_ERROR).read_text())) == {"rank", "host", "type", "message", "traceback", "time"}
+    assert set(json.loads((tmp_path / FIRST_ERROR).read_text())) == {"rank", "host", "type", "message", "traceback", "time", "start"}
     assert [path.name for path in tmp_path.iterdir()] == [FIRST_ERROR]
 
 
@@ -57,6 +67,33 @@ def test_processes_of_a_launcher_decide_together(
     assert "reward=x: raised" in told
     assert "it decides" not in told
     assert read_first_error(tmp_path) is not None
+
+
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
+LATER = [
+    ({"RLBATCH_LAUNCH": "one"}, {"RLBATCH_LAUNCH": "one"}, True),
+    ({"RLBATCH_LAUNCH": "one"}, {"RLBATCH_LAUNCH": "two"}, False),
+    (SLURM, SLURM | {"SLURM_RESTART_COUNT": "0"}, True),
+    (SLURM, SLURM | {"SLURM_RESTART_COUNT": "1"}, False),
+    (SLURM, SLURM | {"SLURM_STEP_ID": "1"}, False),
+    ({}, {}, False),
+]
+
+
+@pytest.mark.parametrize(("one", "other", "is_same"), LATER)
+def test_a_rank_that_begins_late_keeps_its_start_s_error(
+    one: dict[str, str], other: dict[str, str], is_same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a slow node: another rank may have failed minutes before. An earlier start's error of that time is none of this one's."""
+    for name in (*SLURM, "SLURM_RESTART_COUNT", "RLBATCH_LAUNCH"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in one.items():
+            patch.setenv(name, value)
+        claim(tmp_path, FirstError(1, "n2", "ConfigError", "before", "", time.time() - 86400))
+    for name, value in other.items():
+        monkeypatch.setenv(name, value)
+    assert has_failed(tmp_path) == is_same
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"rank": 1'])
