@@ -23,8 +23,10 @@ End = tuple[str, int]
 _SO_ATTACH_FILTER = 26
 _DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
 """The filter program `return 0`: no byte of any packet is let through. Connections that were accepted before keep theirs, which is none."""
-ACCEPTING_S = 0.1
-"""Seconds in which the store accepts what came just before."""
+ACCEPTING_S, POLL_S = 10.0, 0.1
+"""Longest time in which the store accepts what came before, also on a busy machine; seconds between looks."""
+_TCP_INFO_SIZE, _WAITING_AT = 104, 24
+"""Of the kernel's ``struct tcp_info``; of a socket that listens it says there how many connections wait to be accepted."""
 
 
 class StorePort:
@@ -39,8 +41,11 @@ class StorePort:
         program = ctypes.create_string_buffer(_DROP_ALL)
         with suppress(OSError):  # a kernel without such filters: who comes later is not kept out
             self._socket.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(program)))
+        until = time.monotonic() + ACCEPTING_S
+        while self._waiting() and time.monotonic() < until:
+            time.sleep(POLL_S)
         self._socket.close()
-        time.sleep(ACCEPTING_S)
+        time.sleep(POLL_S)  # the last one is being accepted
         strangers = []
         for connection in psutil.Process().net_connections("tcp"):
             if connection.laddr.port == self.port and connection.raddr and (end := _end(connection.raddr)) not in known:
@@ -48,6 +53,13 @@ class StorePort:
                 with suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as stranger:
                     stranger.shutdown(socket.SHUT_RDWR)
         return strangers
+
+    def _waiting(self) -> int:
+        """Connections that the store has not accepted yet; 0 where the kernel does not say."""
+        with suppress(OSError, struct.error):
+            said = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_SIZE)
+            return int(struct.unpack_from("I", said, _WAITING_AT)[0])
+        return 0
 
 
 def ends_at(port: int) -> list[End]:
