@@ -28,7 +28,8 @@ MOST_WORKERS = 32
 """Unless ``reward.workers`` says more."""
 MOST_LOSSES = 3
 """Reward hosts that may be lost while one generation is scored."""
-POLL_S, CLOSE_S = 1.0, 5.0
+POLL_S, CLOSE_S = 1.0, 10.0
+"""Seconds between looks at answers; longest wait for the reward host to end, which itself may wait for what it has killed."""
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1") | {"TOKENIZERS_PARALLELISM": "false"}
 """Workers are copies of a process without threads, and there is one for each core."""
 Failure = Literal["error", "timeout"]

@@ -302,13 +302,13 @@ def test_nothing_is_left_at_the_end(registry: Registry) -> None:
     scorer = Scorer(replace(Config(), plugins=(PLUGIN,), reward=reward), registry)
     for i, answer in enumerate(("child hang", "spin", "1")):
         scorer.submit(group(i, [answer]))
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while (not left() or len(below(scorer)) < 4) and time.monotonic() < until:
         time.sleep(0.05)
     processes = below(scorer)
     assert len(processes) >= 4  # two workers, a child of one, and who waits for the host's end
     scorer.close()
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while (any(process.is_running() for process in processes) or left()) and time.monotonic() < until:
         time.sleep(0.05)
     assert not any(process.is_running() for process in processes)
