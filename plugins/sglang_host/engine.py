@@ -149,10 +149,10 @@ class SglangEngine(SamplingEngine):
         return {}
 
     async def op_start_update(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
-        """Prepares for weights; ``audit``: every write is counted."""
+        """Prepares for weights; ``audit``: every write is counted; ``check``: ``held`` will be asked."""
         await self._idle()
         self._has_weights = False
-        await self._ask_workers("start", audit=header["audit"])
+        await self._ask_workers("start", audit=header["audit"], check=header["check"])
         return {}
 
     async def op_load_weights(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
@@ -166,6 +166,11 @@ class SglangEngine(SamplingEngine):
         _judge([report for report in reports if report])
         self.version, self._has_weights = header["policy_version"], True
         return {}
+
+    async def op_held(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
+        """Checksums of what the modules hold: ``parts``, see ``rlbatch.engines.backend.weight_check``."""
+        told = await self._ask_workers("held")
+        return {"parts": [[number, *part] for number, parts in enumerate(told) for part in parts]}
 
     async def op_sleep(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
         """Gives the GPU's memory back; ``level`` 2 forgets the weights too."""

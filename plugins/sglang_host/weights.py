@@ -10,10 +10,12 @@ from typing import Any
 import torch
 
 from rlbatch.collectives import gathered
+from rlbatch.engines.transfer.checksums import Part, came
 from rlbatch.engines.transfer.receiver import WeightReceiver
 from rlbatch.engines.transfer.shared_memory import device_identity
 from rlbatch.engines.transfer.weight_group import SENDER, WeightGroup
 
+from .held_weights import HeldWeights
 from .pairs import Pairs
 from .workarounds import missing
 from .write_audit import REFUSALS, WriteAudit
@@ -33,6 +35,7 @@ class WorkerWeights:
         self._pairs = Pairs(self._model)
         self._is_joined = False
         self._audit: WriteAudit | None = None
+        self._held, self._came, self._checks = HeldWeights(self._model), dict[str, Part](), False
         self._current = ""
 
     def identify(self) -> dict[str, Any]:
@@ -49,9 +52,10 @@ class WorkerWeights:
         self._is_joined = True
         return {}
 
-    def start(self, audit: bool) -> dict[str, Any]:
-        """Begins an update."""
+    def start(self, audit: bool, check: bool) -> dict[str, Any]:
+        """Begins an update; with ``check`` what the model holds will be asked."""
         self._pairs.start()
+        self._checks, self._came = check, {}
         self._audit = WriteAudit(self._model) if audit else None
         return {}
 
@@ -62,7 +66,11 @@ class WorkerWeights:
             ValueError: the model does not take a tensor.
             NotReceivedError: a broadcast failed here.
         """
-        complete = self._complete(self._received(devices))
+        received = self._received(devices)
+        if self._checks:
+            known = () if self._audit is not None else self._held.names
+            self._came |= {part[0]: part for part in came([(name, tensor) for name, tensor in received if name not in known])}
+        complete = self._complete(received)
         try:
             if self._audit is None:
                 self._model.load_weights(complete)
@@ -94,8 +102,15 @@ class WorkerWeights:
         self._receiver.finish()
         self._pairs.finish()
         report = self._audit.report() if self._audit is not None else {}
+        if self._audit is not None:
+            self._held = self._audit.held
         self._audit = None
         return report
+
+    def held(self) -> list[Part]:
+        """Checksums of what the model holds now of the last update's tensors; of those that cannot be told, as they came."""
+        names = self._held.names
+        return self._held.checksums() + [part for name, part in self._came.items() if name not in names]
 
     def _complete(self, tensors: list[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """What the model can load of the tensors, and of those before them."""

@@ -16,21 +16,23 @@ import torch
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .held_weights import HeldWeights
+
 FP8_NAN = 0x7F
 REFUSALS = (AssertionError, ValueError, RuntimeError, KeyError, IndexError, AttributeError, OSError)
 """What SGLang's loaders raise at a tensor that they do not take. Anything else ends the scheduler, and with it the engine."""
 
 
 class _Copies(TorchDispatchMode):
-    """Tells which tensors are copied from."""
+    """Tells which tensors are copied to which."""
 
-    def __init__(self, note: Callable[[torch.Tensor], None]) -> None:
+    def __init__(self, note: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._note = note
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default:
-            self._note(args[1])
+            self._note(args[0], args[1])
         return func(*args, **(kwargs or {}))
 
 
@@ -39,9 +41,11 @@ class WriteAudit:
 
     Attributes:
         failed: Name of a tensor that a loader did not take.
+        held: Which pieces of the tensors the parameters hold.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
+        self.held = HeldWeights(model)
         # The parameters are kept, so that no other object gets the identity of one of them.
         self._parameters: dict[str, Any] = {
             name: parameter for name, parameter in model.named_parameters() if parameter.is_floating_point()
@@ -64,6 +68,7 @@ class WriteAudit:
                 raise ValueError(f"weight sync: {name} is written twice.")
             self._used[name], self._current, self._sizes[name] = False, name, tensor.numel()
             bisect.insort(self._starts, (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name))
+            self.held.know(name, tensor)
             yield name, tensor
 
     def use(self, name: str) -> None:
@@ -100,11 +105,13 @@ class WriteAudit:
 
         return load
 
-    def _note_part(self, source: torch.Tensor) -> None:
+    def _note_part(self, target: torch.Tensor, source: torch.Tensor) -> None:
         if source.numel() and (found := self._find(source)) is not None:
             start, _, name = found
             offset = (source.data_ptr() - start) // source.element_size()
-            self._parts.setdefault(name, set()).add((offset, tuple(source.shape), source.stride()))
+            part = offset, tuple(source.shape), source.stride()
+            self._parts.setdefault(name, set()).add(part)
+            self.held.note(name, part, target, source)
 
     def _name_of(self, tensor: torch.Tensor) -> str:
         """Name of what a loader is given: a tensor of this call, a part of one, or one that was made of the last ones."""

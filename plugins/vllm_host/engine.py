@@ -32,7 +32,7 @@ class VllmEngine(SamplingEngine):
         super().__init__()
         self._llm: Any = None
         self._audits, self._was_paused = False, False
-        self._replays, self._is_draft, self._is_open = False, False, False
+        self._replays, self._checks, self._is_draft, self._is_open = False, False, False, False
         self._forgetting: asyncio.Future[None] | None = None
         self._is_quiet = True
 
@@ -128,9 +128,10 @@ class VllmEngine(SamplingEngine):
         """Prepares for weights.
 
         ``audit``: every write is counted; ``draft``: they are of the model that the engine speculates with; ``replay``: the update before
-        was as it must be, and this one may do as it did.
+        was as it must be, and this one may do as it did; ``check``: ``held`` will be asked.
         """
         self._audits, self._is_draft, self._replays = header["audit"], header["draft"], header["replay"]
+        self._checks = header["check"]
         # Data-parallel engines compute in lockstep for some steps after the last sample, on parameters that are about to be replaced.
         # All of them stop together, those of other nodes too; one that sleeps has stopped.
         self._was_paused = await versions.stop_lockstep(self._llm)
@@ -167,7 +168,7 @@ class VllmEngine(SamplingEngine):
         """
         starts, self._is_open = not self._is_open, True
         ends = header.get("last") is not None and not self._audits
-        update = {**json.loads(payload), "audit": self._audits, "replay": self._replays}
+        update = {**json.loads(payload), "audit": self._audits, "replay": self._replays, "check": self._checks}
         how = {"starts": starts, "is_draft": self._is_draft, "ends": ends}
         load = self._llm.collective_rpc("rlbatch_load", kwargs={"update_info": update, **how})
         # The scheduler takes calls in this order, and does not wait between them.
@@ -187,6 +188,11 @@ class VllmEngine(SamplingEngine):
         if reports:  # other nodes, which may have nothing to complain of, do not go on alone
             _judge(reports, [worker["experts"] for worker in self.workers])
         return {}
+
+    async def op_held(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
+        """Checksums of what the modules hold: ``parts``, see ``rlbatch.engines.backend.weight_check``."""
+        told = await versions.ask_workers(self._llm, "rlbatch_held")
+        return {"parts": [[number, *part] for number, parts in enumerate(told) for part in parts]}
 
     async def _finish(self, version: int) -> None:
         """Ends an update that all workers have ended."""

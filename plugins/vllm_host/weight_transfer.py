@@ -16,12 +16,14 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from rlbatch.engines.transfer.checksums import Part, came
 from rlbatch.engines.transfer.receiver import WeightReceiver
 from rlbatch.engines.transfer.shared_memory import device_identity
 from rlbatch.engines.transfer.weight_group import WeightGroup
 
 from .replay.borrowed_tensors import BorrowedTensors, refuse_kept
 from .replay.copy_plan import Plan, PreparedCall, Replay, TiedLayers
+from .replay.held_weights import HeldWeights
 from .replay.recorder import Recorder
 from .versions import loading_parts
 from .write_audit import SCALES, WriteAudit, check_values
@@ -40,11 +42,13 @@ class Bucket(WeightTransferUpdateInfo):  # type: ignore[misc]
         devices: See ``WeightReceiver.tensors``.
         audit: Whether every write is counted.
         replay: Whether a plan may be used: the update that it was recorded from was as it must be.
+        check: Whether what the model holds will be compared: see ``SharedMemoryTransfer.held``.
     """
 
     devices: dict[str, Any]
     audit: bool = field(default=False)
     replay: bool = field(default=False)
+    check: bool = field(default=False)
 
 
 class SharedMemoryTransfer(WeightTransferEngine):  # type: ignore[misc]
@@ -67,6 +71,7 @@ class SharedMemoryTransfer(WeightTransferEngine):  # type: ignore[misc]
         self._ties = TiedLayers(frozenset(), ())
         self._prepared: dict[str, PreparedCall] = {}
         self._borrowed: dict[str, StorageWeakRef] = {}
+        self._held, self._came = HeldWeights(self.model), dict[str, Part]()
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
         """Nothing to do."""
@@ -79,6 +84,8 @@ class SharedMemoryTransfer(WeightTransferEngine):  # type: ignore[misc]
     def _start(self, *, may_replay: bool) -> None:
         """Begins an update: by the plan, or by taking the parameters out of the model until each layer's weights have come."""
         is_draft = self.model is not self._default_model
+        if not is_draft:
+            self._came = {}
         if may_replay and not is_draft and self._plan is not None and self._plan.is_valid():
             self._replay, self._ties = Replay(self._plan, self._prepared), self._plan.ties
             return
@@ -103,6 +110,9 @@ class SharedMemoryTransfer(WeightTransferEngine):  # type: ignore[misc]
         key, tensors = self.receiver.tensors(update_info.devices)
         if update_info.audit:
             check_values(tensors)
+        if update_info.check and self.model is self._default_model:
+            known = self._held.names if self._replay is not None else set()
+            self._came |= {part[0]: part for part in came([(name, tensor) for name, tensor in tensors if name not in known])}
         if self._replay is not None:
             tensors = self._replay.copy(key, tensors)
         if tensors:
@@ -127,6 +137,16 @@ class SharedMemoryTransfer(WeightTransferEngine):  # type: ignore[misc]
         assert self._audit is not None
         return self._audit.report()
 
+    def held(self) -> list[Part]:
+        """Checksums of what the model holds now of the last update's tensors; of those that cannot be read back, as they came."""
+        names = self._held.names
+        parts = self._held.checksums()
+        others = [part for name, part in self._came.items() if name not in names]
+        if others:
+            said = "rlbatch: %d tensors are compared as they came, since kernels have them in a layout of their own: %s, ..."
+            init_logger("vllm.rlbatch").info(said, len(others), others[0][0])
+        return parts + others
+
     def finish_weight_update(self) -> None:
         """Puts back what no weight came for."""
         with set_current_vllm_config(self.vllm_config):
@@ -142,6 +162,7 @@ class SharedMemoryTransfer(WeightTransferEngine):  # type: ignore[misc]
                     check_values((name, parameter) for name, parameter in self.model.named_parameters() if name.endswith(SCALES))
                 if self.model is self._default_model:
                     self._plan, self._prepared = None if self._recorder is None else self._recorder.plan(self._ties), {}
+                    self._held = HeldWeights(self.model) if self._recorder is None else self._recorder.held
                     init_logger("vllm.rlbatch").info("rlbatch: later weight syncs %s", self._plan or "go through vLLM's loaders")
             self._ties.finish()
         _wait()
@@ -183,6 +204,10 @@ class WorkerExtension:
         """Reports what was written; see ``SharedMemoryTransfer.written``."""
         report: dict[str, Any] = self.weight_transfer_engine.written()
         return report
+
+    def rlbatch_held(self) -> list[Part]:
+        """Checksums of what this worker's modules hold; see ``SharedMemoryTransfer.held``."""
+        return self.weight_transfer_engine.held()
 
     def rlbatch_join(self, path: str, first: int, size: int, limit_s: float) -> None:
         """Joins a group; ``first`` is the place of this worker's replica in it."""

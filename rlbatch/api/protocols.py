@@ -162,6 +162,7 @@ class RolloutContext:
         address: Of the engine's first node, on the network of the job.
         folder: This engine's own, for logs and the like; made when needed.
         audit_sync: ``rollout.audit_sync``.
+        audit_interval: ``rollout.audit_interval``.
         with_routes: Whether ``SamplingParams.with_routes`` may be set.
     """
 
@@ -178,6 +179,7 @@ class RolloutContext:
     address: str = "127.0.0.1"
     folder: Path = Path("engine")
     audit_sync: str = "first"
+    audit_interval: int = 0
     with_routes: bool = False
 
 

@@ -121,7 +121,12 @@ class RolloutConfig:
     )
     bucket_mib: Annotated[int, Range(above=0, most=2**20)] = key(512, "MiB of a weight-sync bucket; a larger tensor travels alone.")
     audit_sync: Literal["first", "always", "off"] = key(
-        "first", "Which syncs count that every parameter of the engine is written exactly once; first: also the first after a restart."
+        "first",
+        "Which syncs count that every parameter of the engine is written exactly once, and compare checksums of what its modules hold "
+        "with the trainer's; first: also the first after a restart.",
+    )
+    audit_interval: CountOrZero = key(
+        10, "Syncs from one comparison of the checksums to the next, beside those of audit_sync; 0: no others. None with audit_sync=off."
     )
     quantization: Literal["auto", "none", "fp8"] = key(
         "auto", "Weights of the engine: fp8 (e4m3 in blocks of 128 x 128, where the family has them), none, or auto: as in model.hf."

@@ -215,6 +215,7 @@ class _Assembly:
             address=engine.address,
             folder=self.run_dir / "engines" / str(engine.host),
             audit_sync=self.config.rollout.audit_sync,
+            audit_interval=self.config.rollout.audit_interval,
             with_routes=self.config.algorithm.routing_replay == "rollout",
         )
 

@@ -22,11 +22,13 @@ import torch
 
 from rlbatch.api import Continued, Prompt, RolloutContext, RolloutError
 from rlbatch.engines.backend.hosted import HostedOptions, HostedRollout
+from rlbatch.engines.backend.weight_check import Compared
 from rlbatch.engines.client.engine_process import EngineHost
 from rlbatch.engines.protocol.shared_names import remove_leftovers
 from rlbatch.weights.export import buckets
 from rlbatch_plugins.rollout_transformers import TransformersOptions, TransformersRollout
 from tests.leftovers import no_memory_left, process_called, processes_of, wait_until_gone
+from tests.plugins.poke import one_bit_changed
 from tests.plugins.vllm_cases import LIMIT, PARAMS, PROMPTS, Pair, gathers_of_threads, tensors, tokens_of
 from tests.stopwatch import Stopwatch
 
@@ -139,9 +141,11 @@ class SharedEngine:
     Attributes:
         families: Model families.
         scales: Of the weights of each sync.
+        plain: Matrices that the engine has as they are in a checkpoint.
     """
 
     families: Sequence[Any] = ()
+    plain: Sequence[str] = ("model.embed_tokens.weight",)
     scales: Sequence[float] = (1.0, 0.8, 1.2)
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
@@ -162,6 +166,28 @@ class SharedEngine:
             assert_equal_to_transformers(pair)
         pair.oracle.update_weights(buckets(tensors(pair.folder, 1.0), 1, 3))
         assert pair.worst_difference(PARAMS) > 100 * LIMIT
+
+    def test_what_its_modules_hold_is_compared(self, pair: Pair) -> None:
+        """Of all tensors, in audited syncs and every second one of the others. One bit in the engine's memory is an error that names the
+        tensor, and the parameter and the worker that have it.
+        """
+        all_of_them = Compared(held=len(list(tensors(pair.folder))), came=0, elsewhere=0)
+        assert pair.engine.compared == all_of_them  # of the first sync
+        pair.engine._context, pair.engine._syncs = replace(pair.engine._context, audit_interval=2), 1
+        found: list[Compared | None] = []
+        for version in (31, 32, 33):
+            pair.engine.compared = None
+            pair.sync(version, 1.1)
+            found.append(pair.engine.compared)
+        assert found == [None, all_of_them, None]
+        pair.sync(34)
+        for name in self.plain:
+            row = dict(tensors(pair.folder))[name][5]
+            assert pair.engine._host is not None
+            said = rf"of 1 of \d+ tensors: {name} \(in model\.\S+ of worker 0\)\."
+            with one_bit_changed(pair.engine._host.pid, row), pytest.raises(RolloutError, match=said):
+                pair.engine.check_weights()
+            pair.engine.check_weights()
 
     def test_samples_are_named_by_seed_and_versioned(self, pair: Pair) -> None:
         """A sample does not depend on its batch, does on all that names it; it carries the version of its weights and its seconds."""
@@ -298,14 +324,15 @@ class OwnEngine:
         self, sizes: Mapping[str, Any], transport: str, backend: Backend, python: str, alone: None, tmp_path: Path
     ) -> None:
         """The first generates what transformers does, after each of two syncs: greedy tokens, and log-probs at temperature 1 and 0.6. The
-        second only takes part in syncs. Nothing stays in /dev/shm.
+        second only takes part in syncs, of which all is compared that the modules hold. Nothing stays in /dev/shm.
         """
         folder, gathers = backend.write_model("qwen3_moe", tmp_path / "model"), gathers_of_threads(2)
 
         def context(place: int) -> RolloutContext:
-            ranks = {"engine_rank": place, "gather": gathers[place], "node_rank": place, "node_gather": gathers[place]}
+            ranks: dict[str, Any] = {"engine_rank": place, "gather": gathers[place], "node_rank": place, "node_gather": gathers[place]}
             engine = {"python": python, **sizes}
-            return RolloutContext(folder, "cpu", "float32", engine=engine, folder=tmp_path / "engine", audit_sync=self.audit_sync, **ranks)
+            audit: dict[str, Any] = {"audit_sync": self.audit_sync, "audit_interval": 1}
+            return RolloutContext(folder, "cpu", "float32", engine=engine, folder=tmp_path / "engine", **audit, **ranks)
 
         options = backend.options(gpus_per_engine=2, transport=transport)
 
@@ -322,6 +349,7 @@ class OwnEngine:
             try:
                 for version in range(2):
                     pair.sync(version, 1.0 + version)
+                    assert leader.compared == Compared(held=len(list(tensors(folder))), came=0, elsewhere=0)
                     assert_equal_to_transformers(pair)
                 self.look((tmp_path / "engine/engine.log").read_text(), sizes)
             finally:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -74,7 +75,7 @@ class Worker:
             for tensors in calls:
                 sent = tensors if lent or replay else [(name, tensor.clone()) for name, tensor in tensors]
                 key = " ".join(f"{name} {tensor.data_ptr()}" for name, tensor in sent)
-                self.transfer.update_weights({"devices": (key, sent), "replay": replay})
+                self.transfer.update_weights({"devices": (key, sent), "replay": replay, "check": True})
                 for _, tensor in sent if sent is not tensors else ():
                     tensor.fill_(3.0)
             self.transfer.finish_weight_update()
@@ -120,6 +121,44 @@ def calls(weights: dict[str, torch.Tensor], size: int) -> list[Named]:
 def different(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> list[str]:
     """Names of tensors that are not equal bit by bit."""
     return sorted(name for name in first.keys() | second.keys() if not torch.equal(first[name], second[name]))
+
+
+def held_with(worker: Worker, changed: Sequence[torch.Tensor], change: Callable[[], None]) -> list[Any]:
+    """What the worker says that its modules hold after a change of some tensors, which is undone."""
+    before = [tensor.clone() for tensor in changed]
+    change()
+    told = worker.transfer.held()
+    for tensor, values in zip(changed, before, strict=True):
+        tensor.copy_(values)
+    return told
+
+
+def add_one_bit(values: torch.Tensor) -> None:
+    """In the last place of one value."""
+    values.flatten().view(torch.int32)[7] ^= 1
+
+
+def wrong_weights(worker: Worker, older: dict[str, torch.Tensor]) -> dict[str, list[Any]]:
+    """What the worker says that its modules hold, of right weights and with parts of others."""
+    found = {"right": worker.transfer.held()}
+    named = {name: parameter.data for name, parameter in worker.model.named_parameters()}
+    norm, embedding = named["model.layers.1.input_layernorm.weight"], named["model.embed_tokens.weight"]
+    found["norm"] = held_with(worker, [norm], lambda: add_one_bit(norm))
+    found["embedding"] = held_with(worker, [embedding], lambda: add_one_bit(embedding))
+    experts = [values for name, values in named.items() if ".1.mlp." in name and name.endswith("w13_weight")]
+    for values in experts:
+        order = [1, 0, *range(2, len(values))]
+        found["expert"] = held_with(worker, [values], partial(add_one_bit, values[3]))
+        found["permuted"] = held_with(worker, [values], partial(values.copy_, values[order]))
+    layer, stale = worker.model.model.layers[1].self_attn.o_proj, older["model.layers.1.self_attn.o_proj.weight"]
+    if layer.weight.numel():
+        found["stale"] = held_with(worker, [layer.weight.data], partial(layer.weight.data.copy_, stale))
+    else:
+        multiply = layer.cpu_linear
+        layer.cpu_linear = lambda x, weight, bias: torch.nn.functional.linear(x, stale, bias)
+        found["stale"] = worker.transfer.held()
+        layer.cpu_linear = multiply
+    return found
 
 
 def main(folder: Path) -> None:
@@ -189,6 +228,7 @@ def main(folder: Path) -> None:
         except ValueError as error:
             said[name] = str(error)
     said["again"] = worker.sync(calls(weights, 7), replay=True)
+    said["held"] = wrong_weights(worker, others[1])
     print(json.dumps(said))
 
 

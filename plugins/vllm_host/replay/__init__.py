@@ -11,5 +11,7 @@ to 1.5 s.
 3. A later sync is a ``copy_plan.Replay``: the plan's copies, neighbours as one, and vLLM's loaders for the layers that it names. A tensor
    that the first sync did not have, or had otherwise, ends it; where a parameter lies elsewhere by then, the loaders do it all again.
 
+What was recorded also says which pieces of sent tensors the modules hold: ``held_weights`` reads them back, for comparisons.
+
 A sync that is audited, of a draft, or with vLLM's expert load balancing, goes through the loaders.
 """

@@ -24,6 +24,7 @@ from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
 from .copy_plan import Copy, Plan, Slice, TargetParameter, TiedLayers
+from .held_weights import HeldWeights
 
 COPY = torch.ops.aten.copy_.default
 FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
@@ -45,6 +46,7 @@ class Target:
         copies: Written part -> name, part of the tensor of this name, and, until they are compared, that part's values.
         fills: Written part -> constant.
         is_clear: Nothing else happened to it.
+        name: The layer's.
     """
 
     reference: StorageWeakRef
@@ -54,12 +56,13 @@ class Target:
     copies: dict[Slice, tuple[str, Slice, Tensor | None]] = field(default_factory=dict)
     fills: dict[Slice, float] = field(default_factory=dict)
     is_clear: bool = True
+    name: str = ""
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Target:
+    def of(cls, tensor: Tensor, name: str = "") -> Target:
         """A tensor's memory, before it is written."""
         start = int(tensor.storage_offset())
-        return cls(StorageWeakRef(tensor.untyped_storage()), start, _part(tensor, start), tensor.dtype)
+        return cls(StorageWeakRef(tensor.untyped_storage()), start, _part(tensor, start), tensor.dtype, name=name)
 
     def is_written(self) -> bool:
         """Whether a loader wrote something."""
@@ -89,11 +92,15 @@ class Target:
 
 
 class Recorder(TorchDispatchMode):
-    """Records what one update, which vLLM has prepared, does to one worker's model."""
+    """Records what one update, which vLLM has prepared, does to one worker's model.
+
+    Attributes:
+        held: Which pieces of sent tensors its modules hold.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._model = model
+        self._model, self.held = model, HeldWeights(model)
         self._shapes: dict[str, tuple[torch.dtype, torch.Size]] = {}
         self._sent: dict[int, tuple[str, int, StorageWeakRef]] = {}
         self._unexplained: set[str] = set()
@@ -138,16 +145,19 @@ class Recorder(TorchDispatchMode):
             before = {id(tensor) for tensor in layerwise.get_layer_tensors(layer).values()}
             use_old_memory(layer, info)
             materialize(layer, info)
-            made = [Target.of(tensor) for tensor in layerwise.get_layer_tensors(layer).values() if id(tensor) not in before]
+            made = [Target.of(tensor, name) for name, tensor in layerwise.get_layer_tensors(layer).items() if id(tensor) not in before]
             self._opened[layer], self._attributes[layer] = made, _attributes(layer)
             self._targets |= {target.reference.cdata: target for target in made}
 
         def restore_layer(layer: torch.nn.Module, info: Any) -> None:
             processed = dict(layerwise.get_layer_tensors(layer))
+            written = [(target, dict(target.copies)) for target in self._opened.get(layer, ())]
             with self._pausing():
                 restore(layer, info)
                 if layer not in self._loader_layers:
                     self._close(layer, processed, *info.kernel_tensors)
+                for target, copies in written:
+                    self.held.note(layer, target.name, target.whole.shape, copies, is_kept=layer in self._closed)
 
         def finalize_attention_layer(layer: torch.nn.Module, info: Any, *rest: Any) -> None:
             self._read = set()
@@ -201,6 +211,9 @@ class Recorder(TorchDispatchMode):
 
     def plan(self, ties: TiedLayers) -> Plan | None:
         """Makes the plan, after vLLM has finished the update; None: something was loaded and not seen to the end."""
+        for layer, name, _, target in self._in_place:
+            self.held.note(layer, name, target.whole.shape, target.copies, is_kept=False)
+        self.held.finish(self._shapes)
         if any(target.is_written() for targets in self._opened.values() for target in targets):
             return None
         plan = Plan(self._shapes, ties, loaded=self._unexplained)

@@ -6,11 +6,9 @@ weights. A backend adds what its host shall run and be started with: an ``Engine
 
 from __future__ import annotations
 
-import hashlib
 import json
-import math
 import os
-from array import array
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from contextlib import AbstractContextManager, nullcontext
@@ -29,20 +27,22 @@ from rlbatch.api import (
     RolloutSpec,
     SamplingParams,
     WeightBucket,
-    draw_key,
 )
 from rlbatch.api.values import Count, CountOrZero, Seconds, option
+from rlbatch.engines.backend.answers import completions, seed
 from rlbatch.engines.backend.shm_space import check_room
+from rlbatch.engines.backend.weight_check import Compared, HeldPart, TrainerSums, compare
 from rlbatch.engines.client.engine_process import EngineHost
-from rlbatch.engines.protocol.frames import pack_ints, unpack_ints
+from rlbatch.engines.protocol.frames import pack_ints
 from rlbatch.engines.protocol.shared_names import OWNER
+from rlbatch.engines.transfer.checksums import Expected
 from rlbatch.engines.transfer.sender import WeightSender
 from rlbatch.engines.transfer.shared_memory import device_identity
 from rlbatch.engines.transfer.weight_group import SENDER, WeightGroup, join_in_background
 from rlbatch.launch.ranks.interfaces import LOOPBACK_INTERFACE
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 OWN_KEYS = ("python", "environment")
 """Keys of ``rollout.engine`` that are ours; all others are the engine's."""
@@ -154,7 +154,12 @@ class HostedRollout:
         max_restarts: See ``RestartableBackend``.
         lacks_carried: See ``CarryingBackend``.
         software: See ``ForeignBackend``.
+        compared: What the last comparison of weights found, on the rank that has the host; None: there was none.
+        compare_s: Seconds that comparisons took on this rank.
+        proves_weights: Whether its engines answer ``held``: what their modules hold is compared with what was sent.
     """
+
+    proves_weights = False
 
     def __init__(self, context: RolloutContext, options: HostedOptions, program: Callable[[Sequence[str]], EngineProgram]) -> None:
         self._context, self._options, self._gather = context, options, context.gather
@@ -162,6 +167,8 @@ class HostedRollout:
         self.max_restarts, self._restarts = options.max_restarts, 0
         self._sleep_level = options.sleep_level if context.device != "cpu" and not options.separate_gpus else 0
         self._asleep, self._has_weights, self._has_answered, self.lacks_carried = 0, False, False, True
+        self._syncs, self._sent, self.compare_s = 0, dict[str, Expected](), 0.0
+        self.compared: Compared | None = None
         devices = [device.decode() for device in context.node_gather(context.device.encode())]
         self._program = program(devices_behind(devices, options)) if context.node_rank == 0 else None
         self._max_model_len, self.software = 0, ""
@@ -240,19 +247,47 @@ class HostedRollout:
             self._wake("weights")
             is_first = not self._has_weights  # and goes through the engine's own loaders, which need memory too
             audit = self._context.audit_sync == "always" or (self._context.audit_sync == "first" and is_first)
+            sums = self._sums(audit)
             self._has_weights = False  # until all of them have come
-            for is_draft, part in groupby(buckets, key=lambda bucket: bucket.is_carried):
+            for is_draft, part in groupby(sums.watch(buckets) if sums else buckets, key=lambda bucket: bucket.is_carried):
                 is_known = not (is_first or audit)
-                header = {"audit": audit, "draft": is_draft, "replay": is_known and not is_draft}
+                header = {"audit": audit, "draft": is_draft, "replay": is_known and not is_draft, "check": sums is not None}
                 self._sender.send(part, header, double_buffered=is_known)
                 self.lacks_carried = self.lacks_carried and not is_draft
             self._has_weights = True
+            if sums is not None:
+                began = time.monotonic()
+                self._sent = sums.of_all(self._context.node_gather)
+                self.compare_s += time.monotonic() - began + sums.seconds
             self._wake("kv_cache")
             self._asleep = 0
         if self._host is not None:
             if self._host.lost:
                 raise self._host.lost
             self._host.mark_warmed_up()
+        if sums is not None:
+            self.check_weights()
+
+    def _sums(self, audit: bool) -> TrainerSums | None:
+        """Where this sync is one of those in which weights are compared, what takes the trainer's checksums."""
+        interval, number = self._context.audit_interval, self._syncs
+        self._syncs += 1
+        if not self.proves_weights or not (audit or (interval and number % interval == 0 and self._context.audit_sync != "off")):
+            return None
+        return TrainerSums(self._options.gpus_per_engine, is_needed=self._sender.sends())
+
+    def check_weights(self) -> None:
+        """Compares what the engine's modules hold now with what was sent, if checksums were taken of the last sync.
+
+        Raises:
+            RolloutError: they differ; see ``compare``.
+        """
+        if self._host is None or not self._sent:
+            return
+        began = time.monotonic()
+        told: list[HeldPart] = [tuple(each) for each in self._host.call("held", limit_s=self._options.sync_timeout_s)["parts"]]
+        self.compared = compare(self._sent, told, f"engine {self._context.folder.name}")
+        self.compare_s += time.monotonic() - began
 
     def _give_back(self) -> None:
         """Memory that this rank's allocator keeps and nothing uses, so that the engine can take its own."""
@@ -281,7 +316,7 @@ class HostedRollout:
         self._check_lengths(prompts, params)
         header = {
             "lengths": [len(prompt.token_ids) for prompt in prompts],
-            "seeds": [[_seed(params, prompt, index) for index in range(params.samples_per_prompt)] for prompt in prompts],
+            "seeds": [[seed(params, prompt, index) for index in range(params.samples_per_prompt)] for prompt in prompts],
             "temperature": params.temperature,
             "top_p": params.top_p,
             "top_k": params.top_k,
@@ -300,7 +335,7 @@ class HostedRollout:
         try:
             for answer, payload in call.frames(busy_limit_s):
                 if not answer.get("end"):
-                    done[answer["prompt"]] = _completions(answer, payload)
+                    done[answer["prompt"]] = completions(answer, payload)
                 while following in done:
                     yield done.pop(following)
                     following += 1
@@ -406,48 +441,17 @@ def process_start(*, on_cpu: bool) -> str:
     return "fork" if on_cpu and os.environ.get("OMP_NUM_THREADS") == "1" else ""
 
 
-def _seed(params: SamplingParams, prompt: Prompt, index: int) -> int:
-    """62 bits from all that names a sample."""
-    named = json.dumps(draw_key(params, prompt, index)).encode()
-    return int.from_bytes(hashlib.sha256(named).digest()[:8], "big") >> 2
-
-
-def _completions(answer: Mapping[str, Any], payload: bytes) -> list[Completion]:
-    """One prompt's samples: int32 tokens, then as many float32 log-probs, then int16 routes of those that have some."""
-    lengths = answer["lengths"]
-    middle = 4 * sum(lengths)
-    logprobs, start, completions = array("f", payload[middle : 2 * middle]), 0, []
-    rows, nothing = unpack_ints(payload[:middle], lengths), [None] * len(lengths)
-    routes = _routes(answer.get("routes", nothing), payload[2 * middle :])
-    for tokens, reason, seconds, own in zip(rows, answer["reasons"], answer.get("seconds", nothing), routes, strict=True):
-        values = logprobs[start : start + len(tokens)].tolist()
-        completions.append(Completion(tokens, values, reason, answer["policy_version"], seconds, routes=own))
-        start += len(tokens)
-    return completions
-
-
-def _routes(shapes: Sequence[Sequence[int] | None], payload: bytes) -> Iterator[Tensor | None]:
-    """Of each sample int16 of its shape."""
-    start = 0
-    for shape in shapes:
-        if shape is None:
-            yield None
-            continue
-        import torch
-
-        end = start + 2 * math.prod(shape)
-        yield torch.frombuffer(bytearray(payload[start:end]), dtype=torch.int16).view(*shape)
-        start = end
-
-
 class ExpertParallelRollout(HostedRollout):
-    """A ``RolloutBackend`` and an ``ExpertParallelBackend``. Its engine answers ``experts``: see ``rlbatch.engines.host.generation``.
+    """A ``RolloutBackend`` and an ``ExpertParallelBackend``. Its engine answers ``experts``: see ``rlbatch.engines.host.generation``, and
+    ``held``: see ``rlbatch.engines.backend.weight_check``.
 
     Args:
         context: As ``HostedRollout``.
         options: As ``HostedRollout``.
         program: As ``HostedRollout``.
     """
+
+    proves_weights = True
 
     def __init__(self, context: RolloutContext, options: HostedOptions, program: Callable[[Sequence[str]], EngineProgram]) -> None:
         super().__init__(context, options, program)

@@ -98,6 +98,11 @@ class WeightSender:
                 self._host.call("finish_update", {"policy_version": version}, limit_s=self._limit_s)
         return version
 
+    def sends(self) -> bool:
+        """Whether this rank sends; a collective of the engine's ranks on this node."""
+        self._find_senders()
+        return self._sends
+
     def close(self) -> None:
         """Leaves the group, before the engine is ended, whose workers would be waited for."""
         if self._group is not None:

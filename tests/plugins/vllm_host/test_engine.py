@@ -15,7 +15,7 @@ from rlbatch.engines.protocol.frames import pack_ints
 from rlbatch_plugins.vllm_host import engine
 from rlbatch_plugins.vllm_host.engine import VllmEngine
 
-UPDATE = {"audit": False, "draft": False, "replay": True}
+UPDATE = {"audit": False, "draft": False, "replay": True, "check": False}
 ONE = {
     "id": 1,
     "lengths": [2],

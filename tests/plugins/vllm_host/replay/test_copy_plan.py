@@ -10,8 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
+from rlbatch.api import RolloutError
+from rlbatch.engines.backend.weight_check import Compared, compare
 from rlbatch.engines.client.interpreter import write_site
+from rlbatch.engines.transfer.checksums import expected
 from tests.plugins.vllm_cases import vllm_python, write_model
 
 LONG = pytest.mark.long("vllm")
@@ -27,7 +31,7 @@ def said(request: pytest.FixtureRequest, repository: Path, tmp_path_factory: pyt
     variables = {"PYTHONPATH": f"{site}:{repository}", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     command = [vllm_python(repository), "-m", "tests.plugins.vllm_plan", str(folder), layers]
     run = subprocess.run(command, env={**os.environ, **variables}, stdout=subprocess.PIPE, text=True, check=True, cwd=repository)
-    return {**json.loads(run.stdout.splitlines()[-1]), "layers": layers}
+    return {**json.loads(run.stdout.splitlines()[-1]), "layers": layers, "folder": folder}
 
 
 def test_copies_equal_the_loaders(said: dict[str, Any]) -> None:
@@ -75,6 +79,30 @@ def test_a_sync_by_plan_must_be_complete(said: dict[str, Any]) -> None:
     assert said["missing"] == "weight sync: lm_head.weight did not come (1 such)."
     assert said["shape"].startswith("weight sync: lm_head.weight had shape (61, ")
     assert said["again"] == ""
+
+
+def test_what_the_modules_hold_is_compared(said: dict[str, Any]) -> None:
+    """All tensors, after a sync by the plan, kept or packed. One bit of a norm, of the embedding or of an expert, two experts that changed
+    places, and a matrix of the sync before are named; nothing else is.
+    """
+    sent = expected(load_file(said["folder"] / "model.safetensors").items(), 1)
+
+    def wrong(told: list[Any]) -> str:
+        with pytest.raises(RolloutError) as refused:
+            compare(sent, [(0, *part) for part in told], "engine 0")
+        return re.sub(r" \(in [^)]*\)", "", str(refused.value).partition("tensors: ")[2].partition(". Its samples")[0])
+
+    held, layer = said["held"], "model.layers.1"
+    assert compare(sent, [(0, *part) for part in held.pop("right")], "engine 0") == Compared(held=len(sent), came=0, elsewhere=0)
+    expected_names = {
+        "norm": f"{layer}.input_layernorm.weight",
+        "embedding": "model.embed_tokens.weight",
+        "stale": f"{layer}.self_attn.o_proj.weight",
+        "expert": f"{layer}.mlp.experts.3.gate_proj.weight",
+        "permuted": ", ".join(f"{layer}.mlp.experts.{name}_proj.weight" for name in ("0.gate", "0.up", "1.gate")) + " and 1 more",
+    }
+    assert {kind: wrong(told) for kind, told in held.items()} == {kind: expected_names[kind] for kind in held}
+    assert {"norm", "embedding", "stale"} <= held.keys()
 
 
 def test_values_are_looked_at(said: dict[str, Any]) -> None:

@@ -1,0 +1,50 @@
+"""What names a sample to an engine's host, and the samples in its answers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rlbatch.api import Completion, Prompt, SamplingParams, draw_key
+from rlbatch.engines.protocol.frames import unpack_ints
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def seed(params: SamplingParams, prompt: Prompt, index: int) -> int:
+    """62 bits from all that names a sample."""
+    named = json.dumps(draw_key(params, prompt, index)).encode()
+    return int.from_bytes(hashlib.sha256(named).digest()[:8], "big") >> 2
+
+
+def completions(answer: Mapping[str, Any], payload: bytes) -> list[Completion]:
+    """One prompt's samples: int32 tokens, then as many float32 log-probs, then int16 routes of those that have some."""
+    lengths = answer["lengths"]
+    middle = 4 * sum(lengths)
+    logprobs, start, made = array("f", payload[middle : 2 * middle]), 0, []
+    rows, nothing = unpack_ints(payload[:middle], lengths), [None] * len(lengths)
+    routes = _routes(answer.get("routes", nothing), payload[2 * middle :])
+    for tokens, reason, seconds, own in zip(rows, answer["reasons"], answer.get("seconds", nothing), routes, strict=True):
+        values = logprobs[start : start + len(tokens)].tolist()
+        made.append(Completion(tokens, values, reason, answer["policy_version"], seconds, routes=own))
+        start += len(tokens)
+    return made
+
+
+def _routes(shapes: Sequence[Sequence[int] | None], payload: bytes) -> Iterator[Tensor | None]:
+    """Of each sample int16 of its shape."""
+    start = 0
+    for shape in shapes:
+        if shape is None:
+            yield None
+            continue
+        import torch
+
+        end = start + 2 * math.prod(shape)
+        yield torch.frombuffer(bytearray(payload[start:end]), dtype=torch.int16).view(*shape)
+        start = end

@@ -1,0 +1,136 @@
+"""Whether an engine's modules hold what the trainer sent: the trainer's checksums of its tensors, beside those of the engine's workers."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from rlbatch.api import RolloutError, WeightBucket
+from rlbatch.engines.transfer.checksums import MODULUS, Expected, Rectangle, expected
+
+SHOWN = 3
+"""Tensors that an error names."""
+HeldPart = tuple[int, str, str, int, int, int, int, int]
+"""Number of the worker, and its ``checksums.Part``; what an engine answers to ``held`` is a list of these, ``parts``."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """How many tensors were compared.
+
+    Attributes:
+        held: In the modules, all of each.
+        came: As they came: what the modules made of them cannot be read back.
+        elsewhere: None here: of experts of other nodes' workers.
+    """
+
+    held: int
+    came: int
+    elsewhere: int
+
+
+class TrainerSums:
+    """The checksums of what this rank sends, while it does.
+
+    Args:
+        blocks: Of how many bands of rows and columns they are told too: as many workers may have a part each.
+        is_needed: Whether this rank sends.
+
+    Attributes:
+        seconds: That it took.
+    """
+
+    def __init__(self, blocks: int, *, is_needed: bool) -> None:
+        self._blocks, self._is_needed, self.seconds = blocks, is_needed, 0.0
+        self._own: dict[str, Expected] = {}
+
+    def watch(self, buckets: Iterable[WeightBucket]) -> Iterator[WeightBucket]:
+        """Passes the buckets on; what is carried is not the trainer's."""
+        for bucket in buckets:
+            if not bucket.is_carried and self._is_needed:
+                began = time.monotonic()
+                self._own |= expected(zip(bucket.names, bucket.tensors, strict=True), self._blocks)
+                self.seconds += time.monotonic() - began
+            yield bucket
+
+    def of_all(self, gather: Callable[[bytes], list[bytes]]) -> dict[str, Expected]:
+        """Those of the ranks of the engine on this node; a collective of them.
+
+        Raises:
+            RolloutError: they have different values of the same tensor.
+        """
+        found: dict[str, Expected] = {}
+        for text in gather(json.dumps({name: asdict(own) for name, own in self._own.items()}).encode()):
+            for name, told in json.loads(text).items():
+                own = Expected(Rectangle(**told.pop("whole")), **told)
+                if found.setdefault(name, own) != own:
+                    raise RolloutError(f"weight sync: {name} is not the same on all ranks of the engine. Their parameters must be equal.")
+        return found
+
+
+def compare(trainer: Mapping[str, Expected], told: Iterable[HeldPart], engine: str) -> Compared:
+    """Compares every tensor.
+
+    Args:
+        trainer: Checksums of its tensors, by name.
+        told: By the workers of the engine on this node.
+        engine: Its name, for the message.
+
+    Returns:
+        How much was compared.
+
+    Raises:
+        RolloutError: a tensor differs; with its name, and which parameter of which worker has other values.
+    """
+    held: dict[str, list[HeldPart]] = {}
+    came: dict[str, list[HeldPart]] = {}
+    for part in told:
+        (held if part[2] else came).setdefault(part[1], []).append(part)
+    unknown = sorted(held.keys() - trainer.keys())
+    if unknown:
+        raise RolloutError(f"weight sync: {engine} has {unknown[0]} ({len(unknown)} such), which was not sent with the last weights.")
+    wrong: list[str] = []
+    counts = {"held": 0, "came": 0, "elsewhere": 0}
+    for name, own in trainer.items():
+        parts, as_it_came = held.get(name, []), came.get(name, [])
+        places, is_whole = _wrong(own, parts)
+        if not is_whole:
+            places += _wrong(own, as_it_came)[0]
+        if places:
+            wrong.append(f"{name} (in {_places(places)})")
+        counts["held" if is_whole else "came" if as_it_came else "elsewhere"] += 1
+    if wrong:
+        more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+        raise RolloutError(
+            f"weight sync: {engine} does not hold what the trainer sent, of {len(wrong)} of {len(trainer)} tensors: "
+            f"{', '.join(wrong[:SHOWN])}{more}. Its samples would be another policy's; its log says what its workers did."
+        )
+    return Compared(**counts)
+
+
+def _wrong(own: Expected, parts: Sequence[HeldPart]) -> tuple[list[HeldPart], bool]:
+    """Parts that differ, or of which one differs where that cannot be told; and whether all of the tensor was compared."""
+    areas: dict[Rectangle, set[int]] = {}
+    for part in parts:
+        areas.setdefault(_rectangle(part), set()).add(part[7] % MODULUS)
+    known = {area: own.of(area) for area in areas}
+    size = sum(area.values for area in areas)
+    wrong = [part for part in parts if known[_rectangle(part)] not in (None, part[7] % MODULUS)]
+    if wrong or None not in known.values():
+        return wrong, size >= own.whole.values
+    if size != own.whole.values:  # they overlap, or some are missing
+        return [], False
+    are_alike = all(len(values) == 1 for values in areas.values())
+    is_right = are_alike and sum(sum(values) for values in areas.values()) % MODULUS == own.total
+    return [] if is_right else list(parts), True
+
+
+def _rectangle(part: HeldPart) -> Rectangle:
+    return Rectangle(*part[3:7])
+
+
+def _places(parts: Sequence[HeldPart]) -> str:
+    named = sorted({(part[0], part[2] or "what came") for part in parts})
+    return ", ".join(f"{where} of worker {worker}" for worker, where in named[:SHOWN])
