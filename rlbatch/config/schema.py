@@ -116,8 +116,10 @@ class RolloutConfig:
     sync_weights: bool = key(
         True, "Send the policy's weights to the engine before each step; false only to test that the log-prob check sees it."
     )
-    max_logprob_diff: Annotated[float, Range(above=0, most=1e6)] | None = key(
-        None, "Largest accepted mean difference of trainer and engine log-probs, nats; beyond it the run ends. null: only reported."
+    max_logprob_diff: Annotated[float, Range(above=0, most=1e6)] | Literal["auto"] | None = key(
+        None,
+        "Largest accepted mean difference of trainer and engine log-probs, nats; beyond it the run ends. auto: 10 times what rounding of "
+        "the weights does to this model, measured in the first step; null: only reported.",
     )
     bucket_mib: Annotated[int, Range(above=0, most=2**20)] = key(512, "MiB of a weight-sync bucket; a larger tensor travels alone.")
     audit_sync: Literal["first", "always", "off"] = key(

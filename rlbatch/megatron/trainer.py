@@ -27,6 +27,7 @@ from rlbatch.megatron.host_memory import HostMemory
 from rlbatch.megatron.microbatch_inputs import MicrobatchInputs, padded_to
 from rlbatch.megatron.optimizer import build_optimizer, build_schedule, held_state, optimizer_spec, wrap_data_parallel
 from rlbatch.megatron.policy import Policy
+from rlbatch.megatron.rounding import rounded
 from rlbatch.megatron.routing_replay import PackRouting, RoutedPack, RoutingReplay
 from rlbatch.metrics.device_time import MODULE
 from rlbatch.weights.params import NamedTensor
@@ -118,6 +119,10 @@ class Trainer(Policy):
             yield
         finally:
             self._swap_reference()
+
+    def rounded(self, digits: int) -> contextlib.AbstractContextManager[None]:
+        """In the block about every second weight differs in the last of so many binary digits; see ``rlbatch.megatron.rounding``."""
+        return rounded(self.params.values(), digits)
 
     def _swap_reference(self) -> None:
         self._is_reference = not self._is_reference

@@ -83,6 +83,12 @@ _DEFINED = (
         "nats",
         "Trainer and engine log-probs: largest absolute difference, of the same tokens.",
     ),
+    Tag("train/rollout_logprob_diff_limit", "nats", "Largest accepted mean; only with rollout.max_logprob_diff=auto."),
+    Tag("mismatch/diff_at_<n>", "nats", "train/rollout_logprob_diff_mean of responses' n-th to (2n - 1)-th tokens; n: 1, 2, 4, ..."),
+    Tag("mismatch/diff_first", "nats", "The same of responses' first tokens."),
+    Tag("mismatch/diff_last", "nats", "The same of their last tokens."),
+    Tag("mismatch/diff_digits", "nats", "The same of tokens with a digit in their text."),
+    Tag("mismatch/diff_repeated", "nats", "The same of tokens that are one of the 8 before them."),
     Tag("mismatch/kl_k1", "nats", "KL of the engine to the trainer by k1: mean of engine's less trainer's log-prob."),
     Tag("mismatch/kl_k3", "nats", "The same by k3: mean of w - 1 - log(w), where w is trainer's over engine's probability of a token."),
     Tag("mismatch/chi2_token", "1", "Chi-square divergence over tokens: mean of w^2, less 1."),
@@ -160,6 +166,7 @@ _DEFINED = (
 
 PARTS = re.compile(r"reward/[A-Za-z][A-Za-z0-9_.-]*")
 """Tags of a reward's own parts."""
+_SPANS = re.compile(r"mismatch/diff_at_\d+")
 TAGS: Mapping[str, Tag] = {tag.tag: tag for tag in _DEFINED}
 
 PATTERNS = (
@@ -185,7 +192,7 @@ def check_tags(tags: Iterable[str]) -> None:
     """
     for tag in tags:
         group, _, name = tag.partition(DROPPED_BY)
-        if tag not in TAGS and not any(known.fullmatch(tag) for known in (PARTS, _PATTERN)) and not (group == "sampling/" and name):
+        if tag not in TAGS and not any(known.fullmatch(tag) for known in (PARTS, _SPANS, _PATTERN)) and not (group == "sampling/" and name):
             close = difflib.get_close_matches(tag, TAGS, n=3) or sorted(TAGS)
             raise ValueError(
                 f"metric {tag!r} is not defined in rlbatch/metrics/names.py. Define it there, or use one of: {', '.join(close)}."

@@ -14,6 +14,7 @@ from rlbatch.megatron.finite import NotFinite
 from rlbatch.pipeline import step_metrics
 from rlbatch.pipeline.corrected import measured
 from rlbatch.pipeline.job import Job
+from rlbatch.pipeline.mismatch import profile
 from rlbatch.pipeline.sample_finder import SampleFinder
 from rlbatch.pipeline.updates import Update
 
@@ -69,6 +70,8 @@ class FirstPolicy:
                 for microbatch, values in zip(every, trainer.logprobs(every), strict=True):
                     microbatch.ref_logprobs = values
         self.broken = self.finder.broken_logprobs(self.updates)
+        if not self.broken:
+            self.job.limit.measure(trainer, self.job.config, _microbatches(self.updates[:1]), quantises=self.job.quantises)
 
     def known(self, advantages: Advantages, logprobs: Sequence[Tensor]) -> None:
         """Takes what the forward pass of the first update gave, before that changes the policy.
@@ -91,9 +94,10 @@ class FirstPolicy:
             raise NotFinite(self.broken, None)
         microbatches = _microbatches([update.with_advantages(advantages) for update in compared])
         self.metrics = step_metrics.rollout_mismatch(microbatches)
+        self.metrics |= profile(microbatches, self.job.rollout.digit_tokens(self.job.family.vocab_size))
         if not self._is_engines:
             self.metrics |= measured(microbatches, config.correction)
-        step_metrics.check_logprob_difference(config, self.metrics)
+        self.metrics |= step_metrics.check_logprob_difference(config, self.job.limit, self.metrics)
 
 
 def _microbatches(updates: Sequence[Update]) -> list[Microbatch]:

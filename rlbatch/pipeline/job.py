@@ -18,6 +18,7 @@ from rlbatch.megatron.policy import Policy
 from rlbatch.megatron.trainer import Trainer
 from rlbatch.metrics.phases import PhaseClock
 from rlbatch.pipeline.health import Health
+from rlbatch.pipeline.logprob_limit import LogprobLimit
 from rlbatch.pipeline.rollout import Rollout
 from rlbatch.pipeline.stopping import Stopping
 from rlbatch.pipeline.waiting import Waiting
@@ -106,6 +107,7 @@ class Job(EngineJob):
         registry: The job's plugins.
         filters: Of groups, by name, in order.
         waiting: Groups that the last step left to the next.
+        limit: Of the difference of trainer and engine.
     """
 
     trainer: Trainer
@@ -120,6 +122,7 @@ class Job(EngineJob):
     registry: Registry
     filters: Mapping[str, GroupFilter] = field(default_factory=dict)
     waiting: Waiting = field(default_factory=Waiting)
+    limit: LogprobLimit = field(default_factory=LogprobLimit)
 
     def training(self, clock: PhaseClock) -> AbstractContextManager[None]:
         """The offload strategy's, around log-probs and updates."""

@@ -40,6 +40,7 @@ from rlbatch.foreign_code import state_kept
 from rlbatch.launch.shutdown.signals import Interrupted, StopNotice
 from rlbatch.pipeline.continuing import joined, parts_of, tokens_so_far, unfinished
 from rlbatch.pipeline.finished_groups import FinishedGroups, WeightsProbe
+from rlbatch.pipeline.mismatch import digit_tokens
 from rlbatch.pipeline.routers import Routers
 from rlbatch.pipeline.waiting import Candidate
 from rlbatch.weights.export import buckets
@@ -114,12 +115,19 @@ class Rollout:
         self._rank, self._num_engines = rank, num_engines
         self._run_dir, self._notice, self.announce = run_dir, notice, announce
         self._weights, self._was_interrupted = "", False
+        self._digits: Tensor | None = None
         self._name = f"rollout={config.rollout.name}"
         self._version: int | None = None
         self._carried, self._experts, self._sampler, self._routers = carried, experts, sampler, routers
         self.engine, self.work = engine, Work()
         self.lost: EngineLost | None = None
         self.restarts: Counter[int] = Counter()
+
+    def digit_tokens(self, vocab_size: int) -> Tensor:
+        """[vocab_size] bool: which tokens have a digit in their text."""
+        if self._digits is None or len(self._digits) != vocab_size:
+            self._digits = digit_tokens(self._tokenizer, vocab_size)
+        return self._digits
 
     def wanted_experts(self) -> Sequence[int] | None:
         """Routed experts that this rank's part of the engine needs; None: all. A collective of the engine's ranks."""

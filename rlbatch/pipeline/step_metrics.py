@@ -18,6 +18,8 @@ from rlbatch.metrics import mfu
 from rlbatch.metrics.phases import PhaseClock
 from rlbatch.pipeline.exchange import Batch
 from rlbatch.pipeline.job import Job
+from rlbatch.pipeline.logprob_limit import FACTOR, LogprobLimit
+from rlbatch.pipeline.mismatch import compared_tokens
 from rlbatch.pipeline.rollout import Work
 from rlbatch.pipeline.updates import Update
 from rlbatch.plan.flops import forward_flops, training_flops
@@ -93,7 +95,7 @@ def rollout_mismatch(microbatches: Sequence[Microbatch]) -> dict[str, float]:
     sums, largest = torch.zeros(2, dtype=torch.float64), torch.zeros(1)
     for microbatch in microbatches:
         assert microbatch.old_logprobs is not None
-        compared = microbatch.loss_mask if microbatch.lags is None else microbatch.loss_mask.where(microbatch.lags == 0, 0.0)
+        compared = compared_tokens(microbatch)
         difference = (microbatch.old_logprobs - microbatch.rollout_logprobs).abs() * compared
         sums += torch.stack([difference.sum(), compared.sum()])
         largest = torch.maximum(largest, difference.max())
@@ -105,18 +107,25 @@ def rollout_mismatch(microbatches: Sequence[Microbatch]) -> dict[str, float]:
     }
 
 
-def check_logprob_difference(config: Config, metrics: Mapping[str, float]) -> None:
+def check_logprob_difference(config: Config, limit: LogprobLimit, metrics: Mapping[str, float]) -> dict[str, float]:
     """Ends the run when engine and trainer disagree more than ``rollout.max_logprob_diff`` allows.
+
+    Returns:
+        The limit, where it is measured.
 
     Raises:
         RolloutError: with both numbers.
     """
-    limit, mean = config.rollout.max_logprob_diff, metrics.get("train/rollout_logprob_diff_mean", 0.0)
-    if limit is not None and not mean <= limit:
+    given, mean = config.rollout.max_logprob_diff, metrics.get("train/rollout_logprob_diff_mean", 0.0)
+    if limit.value is not None and not mean <= limit.value:
+        said = (
+            f"{given:g}" if given != "auto" else f"auto: at most {limit.value:.3g} nats, {FACTOR:g} times what rounding does to this model"
+        )
         raise RolloutError(
-            f"rollout.max_logprob_diff={limit:g}: trainer and engine differ by {mean:.3g} nats on average. Check rollout.sync_weights and "
+            f"rollout.max_logprob_diff={said}: trainer and engine differ by {mean:.3g} nats on average. Check rollout.sync_weights and "
             "that the engine supports this model exactly; raise the limit if its precision is lower."
         )
+    return {} if given != "auto" or limit.value is None else {"train/rollout_logprob_diff_limit": limit.value}
 
 
 def check_clip_fraction(config: Config, metrics: Mapping[str, float]) -> None:

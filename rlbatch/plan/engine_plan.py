@@ -67,7 +67,7 @@ class EnginePlan:
         if least and limit is not None:
             raise ConfigError(
                 f"{key}: until then engines sample without stop tokens and tell log-probs of that, the trainer has all tokens in its own. "
-                f"rollout.max_logprob_diff={limit:g} would end the run. Use rollout.max_logprob_diff=null, or 0 here."
+                f"rollout.max_logprob_diff={limit} would end the run. Use rollout.max_logprob_diff=null, or 0 here."
             )
 
     def check_nodes(self) -> None:

@@ -255,6 +255,25 @@ def refused_step(config: Config, run_dir: str, count: int) -> tuple[str, int]:
     return "", job.trainer.policy_version
 
 
+def refused_engine(config: Config, run_dir: str, name: str, factor: float) -> tuple[str, int]:
+    """``refused_step`` of the first three where one of the engine's parameters is another after each sync."""
+    job = job_of(config, run_dir)
+    backend: Any = job.rollout._backend
+    take = backend.update_weights
+
+    def take_and_spoil(buckets: Any) -> None:
+        take(buckets)
+        with torch.no_grad():
+            dict(backend._model.named_parameters())[name][0].mul_(factor)
+
+    backend.update_weights = take_and_spoil
+    try:
+        run_steps(job, 3)
+    except RolloutError as error:
+        return str(error), job.trainer.policy_version
+    return "", job.trainer.policy_version
+
+
 def with_and_without_a_pass(config: Config, run_dir: str, count: int) -> list[tuple[list[dict[str, float]], dict[str, torch.Tensor], int]]:
     """Steps of two jobs, the second with an estimator that asks for log-probs: metrics, weights, and how many packs were scored."""
     seen = []

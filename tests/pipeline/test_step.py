@@ -90,6 +90,25 @@ def test_the_agreement_check_sees_a_missing_weight_sync(run_dir: Path, rank_pool
     assert rank_pool(2).run(steps.refused_step, small_config("ep2"), str(run_dir), 1) == [("", 2), ("", 2)]
 
 
+@pytest.mark.parametrize("layout", ["ep2", "tp2 ep2", "pp2"])
+def test_a_limit_from_this_models_rounding(layout: str, tmp_path: Path, rank_pool) -> None:
+    """With rollout.max_logprob_diff=auto right steps go on, below half the limit."""
+    config = small_config(layout, "rollout.max_logprob_diff=auto", "optimizer.lr=2e-2")
+    for rank in rank_pool(2).run(steps.steps, config, str(prepared(tmp_path)), 3):
+        for metrics in rank.metrics:
+            assert metrics["train/rollout_logprob_diff_mean"] < metrics["train/rollout_logprob_diff_limit"] / 2 < 1e-5
+            assert {"mismatch/diff_first", "mismatch/diff_last", "mismatch/diff_at_1"} <= metrics.keys()
+
+
+@pytest.mark.parametrize(("name", "factor"), [("layers.1.self_attn.o_proj", 1.01), ("layers.0.input_layernorm", 0.9)])
+def test_an_engine_with_a_wrong_tensor_is_stopped(name: str, factor: float, tmp_path: Path, rank_pool) -> None:
+    """With rollout.max_logprob_diff=auto, of which one row is off by a hundredth, or one value by a tenth: before any update."""
+    config = small_config("ep2", "rollout.max_logprob_diff=auto", "optimizer.lr=2e-2")
+    for message, updates in rank_pool(2).run(steps.refused_engine, config, str(prepared(tmp_path)), f"model.{name}.weight", factor):
+        assert re.match(r"rollout\.max_logprob_diff=auto: at most \S+ nats, 10 times what rounding does to this model: trainer", message)
+        assert updates == 0
+
+
 def test_the_agreement_check_sees_weights_that_are_one_step_old(run_dir: Path, rank_pool) -> None:
     """A sync that stops during the run shows at the next step."""
     config = small_config("ep2", "optimizer.lr=2e-2", "rollout.max_logprob_diff=null")

@@ -80,7 +80,7 @@ def pair(*, audit: bool) -> tuple[list[float], str]:
     model = Attention()
     weights = WorkerWeights(SimpleNamespace(model=model, tp_rank=0, device="cpu"))
     weights._received = lambda tensors: tensors
-    weights.start(audit=audit)
+    weights.start(audit=audit, check=False)
     for name, rows in ("q_a_proj", 2), ("kv_a_proj_with_mqa", 3):
         tensor = torch.full((rows, 3), float(rows))
         weights.load([(f"{LAYER}{name}.weight", tensor)])

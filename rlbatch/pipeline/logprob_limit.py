@@ -1,0 +1,60 @@
+"""``rollout.max_logprob_diff``: a limit that is given, or taken from what rounding does to this model's log-probs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlbatch.api import Microbatch
+from rlbatch.config.schema import Config
+from rlbatch.megatron import parallel
+from rlbatch.megatron.trainer import Trainer
+
+FACTOR = 10.0
+"""The limit over what is measured: engines round elsewhere and more often than once a weight, and policies change as they learn."""
+LEAST = 2e-6
+"""Nats: of log-probs around -16 one place of fp32."""
+DIGITS = {"fp32": 23, "bf16": 7, "fp8": 4}
+"""Binary digits behind the point of what the coarser side computes with; of fp8 one more than it has: weights are rounded once."""
+
+
+@dataclass
+class LogprobLimit:
+    """Of one attempt of a run.
+
+    Attributes:
+        value: Largest accepted mean difference, nats; None: there is none, or it is not measured yet.
+        measured: Mean difference by rounding, nats; 0: it is not measured.
+    """
+
+    value: float | None = None
+    measured: float = 0.0
+
+    def measure(self, trainer: Trainer, config: Config, microbatches: Sequence[Microbatch], *, quantises: bool) -> None:
+        """Sets ``value``, unless it is there or not ``auto``: ``FACTOR`` times the mean difference that it makes to the log-probs of some
+        samples if about every second weight differs in its last place. Two forward passes; a collective.
+        """
+        given = config.rollout.max_logprob_diff
+        if given != "auto" or self.value is not None:
+            self.value = self.value if given == "auto" else given
+            return
+        # Where the trainer records its routes, engines have their own.
+        packs = [replace(each, routes=None) if config.algorithm.routing_replay == "recorded" else each for each in microbatches]
+        before = trainer.logprobs(packs)
+        with trainer.rounded(DIGITS["fp8" if quantises else config.train.precision]):
+            after = trainer.logprobs(packs)
+        self.measured = mean_difference([(one, two, pack.loss_mask) for one, two, pack in zip(before, after, packs, strict=True)])
+        self.value = max(FACTOR * self.measured, LEAST)
+
+
+def mean_difference(values: Sequence[tuple[Tensor, Tensor, Tensor]]) -> float:
+    """Mean absolute difference of [T] and [T], weighted by [T], over all data-parallel ranks; a collective."""
+    sums = torch.zeros(2, dtype=torch.float64)
+    for one, other, weights in values:
+        sums += torch.stack([((one - other).abs() * weights).sum(), weights.sum()]).double()
+    dist.all_reduce(sums, group=parallel.dp_group())
+    return float(sums[0] / sums[1].clamp(min=1.0))

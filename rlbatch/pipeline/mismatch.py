@@ -1,0 +1,91 @@
+"""Where engine and trainer differ: their log-probs by the token's place in its response, and by the kind of token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlbatch.api import Microbatch
+from rlbatch.megatron import parallel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+KINDS = ("first", "last", "digits", "repeated")
+"""Of a response the first and the last token; those with a digit in their text; those that are one of the ``NEAR`` tokens before them."""
+NEAR = 8
+SPANS = 32
+"""Places from 2**n to 2**(n + 1) - 1, counted from 1, are one span."""
+
+
+def compared_tokens(microbatch: Microbatch) -> Tensor:
+    """[T] float32: 1 where the engine's log-prob is of the policy that the trainer's is of."""
+    return microbatch.loss_mask if microbatch.lags is None else microbatch.loss_mask.where(microbatch.lags == 0, 0.0)
+
+
+def profile(microbatches: Sequence[Microbatch], digits: Tensor) -> dict[str, float]:
+    """Mean absolute differences of all ranks' samples; a collective.
+
+    Args:
+        microbatches: This rank's; their old log-probs are the trainer's.
+        digits: [vocabulary] bool, tokens with a digit.
+
+    Returns:
+        ``mismatch/diff_*``, for the kinds and spans that there are.
+    """
+    sums = sums_of(microbatches, digits)
+    dist.all_reduce(sums, group=parallel.dp_group())
+    return means(sums)
+
+
+def sums_of(microbatches: Sequence[Microbatch], digits: Tensor) -> Tensor:
+    """[2, spans and kinds] float64: absolute differences, and how many tokens."""
+    sums = torch.zeros(2, SPANS + len(KINDS), dtype=torch.float64)
+    for microbatch in microbatches:
+        assert microbatch.old_logprobs is not None
+        weights = compared_tokens(microbatch).double()
+        difference = (microbatch.old_logprobs - microbatch.rollout_logprobs).abs().double() * weights
+        kinds = _kinds(microbatch, digits)
+        spans = _places(microbatch)[0].clamp(min=1).double().log2().floor().long().clamp(max=SPANS - 1)
+        for row, values in enumerate((difference, weights)):
+            sums[row, :SPANS].scatter_add_(0, spans, values)
+            sums[row, SPANS:] += (kinds * values).sum(1)
+    return sums
+
+
+def means(sums: Tensor) -> dict[str, float]:
+    """``mismatch/diff_*`` of ``sums_of``."""
+    names = [f"at_{2**span}" for span in range(SPANS)] + list(KINDS)
+    total, count = sums.tolist()
+    return {f"mismatch/diff_{name}": total[place] / count[place] for place, name in enumerate(names) if count[place]}
+
+
+def _places(microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+    """[T] int64 each: the token's place in its response from its start, and from its end, from 1; 0 or less outside of it."""
+    sampled = microbatch.loss_mask > 0
+    index, own = torch.arange(len(sampled)), microbatch.sequence_ids
+    sequences = len(microbatch.cu_seqlens) - 1
+    first = torch.full((sequences,), len(sampled)).scatter_reduce(0, own[sampled], index[sampled], "amin")
+    last = torch.full((sequences,), -1).scatter_reduce(0, own[sampled], index[sampled], "amax")
+    return index - first[own] + 1, last[own] - index + 1
+
+
+def _kinds(microbatch: Microbatch, digits: Tensor) -> Tensor:
+    """[kinds, T] bool."""
+    tokens, own = microbatch.token_ids, microbatch.sequence_ids
+    repeated = torch.zeros_like(tokens, dtype=torch.bool)
+    for back in range(1, min(NEAR, len(tokens) - 1) + 1):
+        repeated[back:] |= (tokens[back:] == tokens[:-back]) & (own[back:] == own[:-back])
+    from_start, from_end = _places(microbatch)
+    return torch.stack([from_start == 1, from_end == 1, digits[tokens], repeated])
+
+
+def digit_tokens(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Tensor:
+    """[vocab_size] bool: which tokens have a digit in their text."""
+    texts = tokenizer.convert_ids_to_tokens(list(range(min(len(tokenizer), vocab_size))))
+    found = [any(letter.isdigit() for letter in text or "") for text in texts]
+    return torch.tensor(found + [False] * (vocab_size - len(found)))
