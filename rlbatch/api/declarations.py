@@ -229,6 +229,7 @@ class RolloutSpec(Configurable):
 
     Attributes:
         needs_gpu: Refused at submit where the ranks would run on CPUs.
+        gpu_options: Options that are refused there if they are set.
         has_engine: Whether it takes ``rollout.engine.*``.
         ranks_option: The option that says how many neighbouring ranks share an engine; empty: each has its own.
         separate_option: The option that says how many GPUs of each node have no rank, but only engines; empty: none.
@@ -251,6 +252,7 @@ class RolloutSpec(Configurable):
     """
 
     needs_gpu: bool = False
+    gpu_options: Sequence[str] = ()
     has_engine: bool = False
     ranks_option: str = ""
     separate_option: str = ""

@@ -132,6 +132,10 @@ def test_a_version_that_cannot_speculate(
             "rollout.engine.speculative_config={model: /no/folder}: there is no such folder.",
         ),
         ("rollout.engine.speculative_config=mtp", "rollout.engine.speculative_config=mtp: must be a mapping."),
+        (
+            "rollout.options.batch_invariant=true",
+            "rollout.options.batch_invariant=true: rollout=vllm has it on GPUs alone, and the ranks would run on CPUs here. Leave it out.",
+        ),
     ],
 )
 def test_submit_refuses(override: str, said: str) -> None:
@@ -165,6 +169,18 @@ class Detailed(ValueError):
 def test_what_it_refuses_is_one_line(error: Exception, options: dict[str, object], said: str) -> None:
     """With the option that it is about, where that can be told."""
     assert refused(error, options, "0.32.0") == f"{said} Correct it."
+
+
+def test_a_batch_invariant_engine_needs_a_gpu(repository: Path, tmp_path: Path) -> None:
+    """vLLM itself would start without a word; told by the option or by its variable, the process that has it refuses."""
+    code = "from rlbatch_plugins.vllm_host.versions import without_invariance; print(without_invariance('0.32.0'))"
+    variables = {"PYTHONPATH": str(write_site(tmp_path / "site", {})), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    said = [
+        subprocess.run([vllm_python(repository), "-c", code], env=variables | more, capture_output=True, text=True, check=True).stdout
+        for more in ({}, {"VLLM_BATCH_INVARIANT": "1"})
+    ]
+    assert said[0].splitlines()[-1:] in ([], [""])
+    assert said[1].splitlines()[-1] == "rollout.options.batch_invariant=true: vLLM 0.32.0 has it on GPUs alone, not on cpu. Leave it out."
 
 
 def test_head_sizes_are_vllms(repository: Path) -> None:
