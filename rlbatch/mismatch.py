@@ -22,6 +22,7 @@ Usage: python -m rlbatch.mismatch RUN_DIR [PAGE]      # PAGE: RUN_DIR/mismatch.h
 Reads metrics.jsonl of the run folder (trackers=[jsonl]) or its TensorBoard events."""
 MEAN, MOST, LIMIT = (f"train/rollout_logprob_diff_{name}" for name in ("mean", "max", "limit"))
 KINDS = {f"mismatch/diff_{kind}": kind for kind in ("first", "last", "digits", "repeated")}
+LAYER = re.compile(r"mismatch/first_other_experts_(\d+)")
 PLACE = re.compile(r"mismatch/diff_at_(\d+)")
 WIDTH, HEIGHT, MARGIN, CELL = 760, 200, 60, 14
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377")
@@ -93,9 +94,23 @@ def page(title: str, curves: Mapping[str, Points]) -> str:
         "<h2>All sampled tokens</h2>" + lines_of(all_of_it),
         "<h2>By kind of token</h2>" + lines_of(kinds),
         "<h2>By place in the response</h2>" + heat_map(dict(sorted(places.items()))),
+        *layers_of(curves),
         table(curves, places),
     ]
     return "\n".join(parts) + "\n"
+
+
+def layers_of(curves: Mapping[str, Points]) -> list[str]:
+    """Where engine and trainer first choose other experts, if that is known."""
+    layers = {int(found[1]): points for tag, points in curves.items() if (found := LAYER.fullmatch(tag))}
+    if not layers:
+        return []
+    cells = "".join(
+        f"<tr><td>{layer}</td><td>{points[0][1]:.2%}</td><td>{points[-1][1]:.2%}</td><td>{len(points)}</td></tr>"
+        for layer, points in sorted(layers.items())
+    )
+    head = "<tr><th>layer</th><th>first step with some</th><th>last</th><th>steps with some</th></tr>"
+    return [f"<h2>First layer with other experts, share of sampled packs' tokens</h2><table>{head}{cells}</table>"]
 
 
 def lines_of(curves: Mapping[str, Points]) -> str:

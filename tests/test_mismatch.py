@@ -13,7 +13,15 @@ import pytest
 from rlbatch.mismatch import LIMIT, MEAN, MOST, main, read
 
 STEPS = [
-    {MEAN: 0.01 * step, MOST: 0.5, LIMIT: 0.3, "mismatch/diff_at_1": 0.02, "mismatch/diff_at_2": 0.04 * step, "mismatch/diff_digits": 0.7}
+    {
+        MEAN: 0.01 * step,
+        MOST: 0.5,
+        LIMIT: 0.3,
+        "mismatch/diff_at_1": 0.02,
+        "mismatch/diff_at_2": 0.04 * step,
+        "mismatch/diff_digits": 0.7,
+        "mismatch/first_other_experts_3": 0.25,
+    }
     for step in (1, 2, 3)
 ]
 
@@ -45,6 +53,7 @@ def test_a_page_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "step 3, tokens 2 to 3: 0.12 nats" in text
     assert "<tr><td>digits</td><td>0.7</td><td>0.7</td></tr>" in text
     assert "limit on the mean" in text
+    assert "<tr><td>3</td><td>25.00%</td><td>25.00%</td><td>3</td></tr>" in text
 
 
 def test_tensorboard_events(tmp_path: Path) -> None:

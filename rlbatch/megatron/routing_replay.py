@@ -34,13 +34,16 @@ class PackRouting:
         routes: [T, layers, K] of the tokens that they see; None: they choose, and it is recorded.
         device: Where they are.
         trains: Whether the pass has a backward pass.
+        compares: Whether the routers' own choices are looked at too, where they replay.
 
     Attributes:
         recorded: Of each layer [T, K], see ``Routes``.
+        others: Of each layer [T] bool, tokens that its router would send to other experts.
     """
 
-    def __init__(self, layers: Sequence[int], routes: Routes | None, device: Any, *, trains: bool) -> None:
-        self._layers, self._trains = layers, trains
+    def __init__(self, layers: Sequence[int], routes: Routes | None, device: Any, *, trains: bool, compares: bool = False) -> None:
+        self._layers, self._trains, self._compares = layers, trains, compares
+        self.others: dict[int, Tensor] = {}
         self._is_whole = routes is not None and bool(routes.known.all())
         self._routes = routes and Routes(routes.experts.to(device), routes.known.to(device))
         self._asked = [0] * len(layers)
@@ -68,7 +71,15 @@ class PackRouting:
             raise ModelError(f"routing replay: layer {self._layers[place]} has {scores.shape[0]} tokens, the pack {chosen.shape[0]}.")
         if not self._is_whole:
             chosen = chosen.where(self._routes.known.unsqueeze(1), native()[1])
+        if self._compares and place not in self.others:
+            with torch.no_grad():
+                self.others[place] = (native()[1].sort(-1).values != chosen.sort(-1).values).any(-1)
         return scores.gather(1, chosen), chosen
+
+    @property
+    def known(self) -> Tensor:
+        """[T] bool, tokens that replay."""
+        return torch.empty(0, dtype=torch.bool) if self._routes is None else self._routes.known
 
     def check(self) -> None:
         """Raises ModelError unless every router has asked exactly once."""
@@ -143,16 +154,36 @@ class RoutingReplay:
         """Of a pass without a backward pass that records."""
         return PackRouting(self.layers, None, self._device, trains=False)
 
-    def replaying(self, routes: Routes, *, trains: bool) -> PackRouting:
+    def replaying(self, routes: Routes, *, trains: bool, compares: bool = False) -> PackRouting:
         """Of a pass that replays.
 
         Args:
             routes: Of the pack's tokens on this context-parallel rank.
             trains: See ``PackRouting``.
+            compares: See ``PackRouting``.
         """
         size, rank = self._group.size(), self._group.rank()  # sequence parallelism: a part of the tokens on each
         rows = Routes(routes.experts.chunk(size)[rank], routes.known.chunk(size)[rank])
-        return PackRouting(self.layers, rows, self._device, trains=trains)
+        return PackRouting(self.layers, rows, self._device, trains=trains, compares=compares)
+
+    def first_others(self, routing: PackRouting | None) -> dict[int, float]:
+        """Of the tokens of one pack a rank, which replayed: the share for which each layer is the first whose router would choose other
+        experts; layers without such tokens are left out. A collective of all ranks.
+
+        Args:
+            routing: Of a pass with ``compares``.
+        """
+        none = 1 + max((layer for stage in self.stages for layer in stage), default=0)
+        counts = torch.zeros(none + 1, dtype=torch.int64, device=self._device)
+        if routing is not None:
+            first = torch.full(routing.known.shape, none, device=self._device)
+            for place in sorted(routing.others, reverse=True):
+                first[routing.others[place]] = self.layers[place]
+            dist.all_reduce(first, dist.ReduceOp.MIN, group=parallel.pp_group())
+            counts += torch.bincount(first[routing.known], minlength=none + 1)
+        dist.all_reduce(counts)
+        total = max(int(counts.sum()), 1)
+        return {layer: count / total for layer, count in enumerate(counts[:none].tolist()) if count}
 
     def recorded(self, routing: PackRouting, pack: MicrobatchInputs, tokens: int) -> Routes:
         """What a pass recorded of the whole pack; a collective of the ranks that share it and have the same layers.

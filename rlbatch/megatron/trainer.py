@@ -55,6 +55,7 @@ class Trainer(Policy):
         self.optimizer = build_optimizer(spec, self._chunks)
         self.schedule = build_schedule(self.optimizer, config.optimizer, config.train.steps)
         self.replay = RoutingReplay(self.stages, self._device) if config.algorithm.routing_replay != "none" else None
+        self._compared: PackRouting | None = None
         self._gradients = GradientMemory(self._chunks, self.optimizer)
         self._finite = FiniteCheck(self.params, self._map.origin, self.optimizer)
         self._reference: dict[str, Tensor] = {}
@@ -286,7 +287,16 @@ class Trainer(Policy):
         if self.replay is None or self._is_reference:
             return [None] * len(packs)
         given = [pack.microbatch.routes for pack in packs]
-        return [None if routes is None else self.replay.replaying(routes, trains=trains) for routes in given]
+        routings = [
+            None if routes is None else self.replay.replaying(routes, trains=trains, compares=number == 0)
+            for number, routes in enumerate(given)
+        ]
+        self._compared = routings[0] if routings else None
+        return routings
+
+    def first_other_experts(self) -> dict[int, float]:
+        """See ``RoutingReplay.first_others``: of the first pack of each rank in the last pass over the policy; a collective."""
+        return {} if self.replay is None else self.replay.first_others(self._compared)
 
     def _run(
         self,

@@ -85,10 +85,15 @@ _DEFINED = (
     ),
     Tag("train/rollout_logprob_diff_limit", "nats", "Largest accepted mean; only with rollout.max_logprob_diff=auto."),
     Tag("mismatch/diff_at_<n>", "nats", "train/rollout_logprob_diff_mean of responses' n-th to (2n - 1)-th tokens; n: 1, 2, 4, ..."),
-    Tag("mismatch/diff_first", "nats", "The same of responses' first tokens."),
-    Tag("mismatch/diff_last", "nats", "The same of their last tokens."),
-    Tag("mismatch/diff_digits", "nats", "The same of tokens with a digit in their text."),
-    Tag("mismatch/diff_repeated", "nats", "The same of tokens that are one of the 8 before them."),
+    Tag(
+        "mismatch/diff_<kind>", "nats", "The same of their first and last tokens, those with digits, those repeated (one of the 8 before)."
+    ),
+    Tag(
+        "mismatch/first_other_experts_<n>",
+        "share",
+        "Of one pack a rank, tokens for which layer n is the first in which trainer and engine choose other experts; only with "
+        "algorithm.routing_replay=rollout, which makes the engine's choice hold.",
+    ),
     Tag("mismatch/kl_k1", "nats", "KL of the engine to the trainer by k1: mean of engine's less trainer's log-prob."),
     Tag("mismatch/kl_k3", "nats", "The same by k3: mean of w - 1 - log(w), where w is trainer's over engine's probability of a token."),
     Tag("mismatch/chi2_token", "1", "Chi-square divergence over tokens: mean of w^2, less 1."),
@@ -166,7 +171,7 @@ _DEFINED = (
 
 PARTS = re.compile(r"reward/[A-Za-z][A-Za-z0-9_.-]*")
 """Tags of a reward's own parts."""
-_SPANS = re.compile(r"mismatch/diff_at_\d+")
+_SPANS = re.compile(r"mismatch/(diff_(at_\d+|first|last|digits|repeated)|first_other_experts_\d+)")
 TAGS: Mapping[str, Tag] = {tag.tag: tag for tag in _DEFINED}
 
 PATTERNS = (

@@ -95,6 +95,9 @@ class FirstPolicy:
         microbatches = _microbatches([update.with_advantages(advantages) for update in compared])
         self.metrics = step_metrics.rollout_mismatch(microbatches)
         self.metrics |= profile(microbatches, self.job.rollout.digit_tokens(self.job.family.vocab_size))
+        if config.algorithm.routing_replay == "rollout":
+            shares = self.job.trainer.first_other_experts()
+            self.metrics |= {f"mismatch/first_other_experts_{layer}": share for layer, share in shares.items()}
         if not self._is_engines:
             self.metrics |= measured(microbatches, config.correction)
         self.metrics |= step_metrics.check_logprob_difference(config, self.job.limit, self.metrics)

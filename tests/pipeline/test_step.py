@@ -346,6 +346,7 @@ def test_routes_follow_their_tokens(layout: str, replay: str, run_dir: Path, ran
     for _, metrics in ranks:
         assert metrics["train/rollout_logprob_diff_max"] < TOLERANCE
         assert metrics.get("train/native_routes") == (0.0 if replay == "rollout" else None)
+        assert not any("first_other_experts" in tag for tag in metrics)
 
 
 def test_the_engines_routes_decide(run_dir: Path, rank_pool) -> None:
@@ -355,6 +356,8 @@ def test_the_engines_routes_decide(run_dir: Path, rank_pool) -> None:
         config = small_config("dp2", "algorithm.routing_replay=rollout", "rollout.max_logprob_diff=100", f"seed={seed}")
         found[how] = rank_pool(2).run(steps.with_other_routes, config, str(run_dir), how)[0]
     assert found["next"]["train/rollout_logprob_diff_mean"] > 10 * TOLERANCE
+    assert found["next"]["mismatch/first_other_experts_0"] > 0.9  # of all tokens whose experts are others, in the first layer already
+    assert sum(share for tag, share in found["next"].items() if "first_other_experts" in tag) <= 1
     assert found["some"]["train/rollout_logprob_diff_max"] < TOLERANCE
     assert 0.4 < found["some"]["train/native_routes"] < 0.7
     assert found["none"].startswith("algorithm.routing_replay=rollout: the engines gave no routes of this step's samples")
