@@ -257,7 +257,7 @@ class HostedRollout:
             self._has_weights = True
             if sums is not None:
                 began = time.monotonic()
-                self._sent = sums.of_all(self._context.node_gather)
+                self._sent = sums.of_all(self._context.node_gather, self._context.node_rank)
                 self.compare_s += time.monotonic() - began + sums.seconds
             self._wake("kv_cache")
             self._asleep = 0

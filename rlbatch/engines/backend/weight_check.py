@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import TypeVar
 
 from rlbatch.api import RolloutError, WeightBucket
 from rlbatch.engines.transfer.checksums import MODULUS, Expected, Rectangle, expected
 
+T = TypeVar("T")
+EXPERTS = ".experts."
+"""In names of tensors that some ranks of an engine may have alone."""
+MOST_BANDS = 8
 SHOWN = 3
 """Tensors that an error names."""
 HeldPart = tuple[int, str, str, int, int, int, int, int]
@@ -35,7 +41,7 @@ class TrainerSums:
     """The checksums of what this rank sends, while it does.
 
     Args:
-        blocks: Of how many bands of rows and columns they are told too: as many workers may have a part each.
+        blocks: Of how many bands of rows and columns they are told too: as many workers may have a part each; at most ``MOST_BANDS``.
         is_needed: Whether this rank sends.
 
     Attributes:
@@ -43,7 +49,7 @@ class TrainerSums:
     """
 
     def __init__(self, blocks: int, *, is_needed: bool) -> None:
-        self._blocks, self._is_needed, self.seconds = blocks, is_needed, 0.0
+        self._blocks, self._is_needed, self.seconds = min(blocks, MOST_BANDS), is_needed, 0.0
         self._own: dict[str, Expected] = {}
 
     def watch(self, buckets: Iterable[WeightBucket]) -> Iterator[WeightBucket]:
@@ -55,19 +61,36 @@ class TrainerSums:
                 self.seconds += time.monotonic() - began
             yield bucket
 
-    def of_all(self, gather: Callable[[bytes], list[bytes]]) -> dict[str, Expected]:
-        """Those of the ranks of the engine on this node; a collective of them.
+    def of_all(self, gather: Callable[[bytes], list[bytes]], place: int) -> dict[str, Expected]:
+        """Those of the ranks of the engine on this node; a collective of them. What all of them have travels once.
+
+        Args:
+            gather: Over them.
+            place: This rank's among them.
 
         Raises:
             RolloutError: they have different values of the same tensor.
         """
+        common = {name: own.total for name, own in self._own.items() if EXPERTS not in name}
+        own = {name: asdict(told) for name, told in self._own.items() if place == 0 or name not in common}
         found: dict[str, Expected] = {}
-        for text in gather(json.dumps({name: asdict(own) for name, own in self._own.items()}).encode()):
-            for name, told in json.loads(text).items():
-                own = Expected(Rectangle(**told.pop("whole")), **told)
-                if found.setdefault(name, own) != own:
-                    raise RolloutError(f"weight sync: {name} is not the same on all ranks of the engine. Their parameters must be equal.")
+        digests = set()
+        for text in gather(json.dumps([zlib.crc32(json.dumps(common, sort_keys=True).encode()), len(common), own]).encode()):
+            digest, size, of_rank = json.loads(text)
+            digests |= {digest} if size else set()
+            for name, told in of_rank.items():
+                self._same(found, name, Expected(Rectangle(**told.pop("whole")), **told))
+        if len(digests) > 1:
+            totals: dict[str, int] = {}
+            for text in gather(json.dumps(common).encode()):
+                for name, total in json.loads(text).items():
+                    self._same(totals, name, total)
         return found
+
+    @staticmethod
+    def _same(found: dict[str, T], name: str, value: T) -> None:
+        if found.setdefault(name, value) != value:
+            raise RolloutError(f"weight sync: {name} is not the same on all ranks of the engine. Their parameters must be equal.")
 
 
 def compare(trainer: Mapping[str, Expected], told: Iterable[HeldPart], engine: str) -> Compared:

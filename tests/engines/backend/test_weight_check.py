@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
 from rlbatch.api import RolloutError, WeightBucket
 from rlbatch.engines.backend.weight_check import Compared, HeldPart, TrainerSums, compare
 from rlbatch.engines.transfer.checksums import Expected, Rectangle, came, held
+from tests.plugins.vllm_cases import gathers_of_threads
 
 GATE, DOWN, NORM, OTHER = (f"model.layers.1.{name}.weight" for name in ("mlp.gate_proj", "mlp.down_proj", "norm", "mlp.experts.5.up_proj"))
 SENT = {
@@ -21,7 +24,7 @@ def trainer(blocks: int = 2) -> dict[str, Expected]:
     sums = TrainerSums(blocks, is_needed=True)
     buckets = [WeightBucket([name], [tensor], 1) for name, tensor in SENT.items()]
     assert len(list(sums.watch([*buckets, WeightBucket(["draft"], [torch.ones(1)], 1, is_carried=True)]))) == 5
-    return sums.of_all(lambda own: [own])
+    return sums.of_all(lambda own: [own], 0)
 
 
 def piece(worker: int, name: str, part: Rectangle, wrong: float = 0.0) -> HeldPart:
@@ -90,12 +93,38 @@ def test_an_engine_with_other_weights_than_were_sent() -> None:
         compare(fewer, workers(), "engine 0")
 
 
-def test_ranks_that_differ() -> None:
-    """A tensor that two ranks send must be the same."""
-    sums, others = TrainerSums(1, is_needed=True), TrainerSums(1, is_needed=True)
-    list(sums.watch([WeightBucket([NORM], [SENT[NORM]], 1)]))
-    list(others.watch([WeightBucket([NORM], [SENT[NORM] * 2], 1)]))
-    said: list[bytes] = []
-    others.of_all(lambda own: said.append(own) or [own])  # type: ignore[func-returns-value]
-    with pytest.raises(RolloutError, match=rf"weight sync: {NORM} is not the same on all ranks of the engine"):
-        sums.of_all(lambda own: [own, *said])
+def gathered(*ranks: TrainerSums) -> list[dict[str, Expected] | str]:
+    """What ``of_all`` gives on each rank, or its error."""
+    gathers = gathers_of_threads(len(ranks))
+
+    def one(place: int) -> dict[str, Expected] | str:
+        try:
+            return ranks[place].of_all(gathers[place], place)
+        except RolloutError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(one, range(len(ranks))))
+
+
+def sums_of(**factors: float) -> TrainerSums:
+    """Of a rank that sends these tensors (their last name before ``.weight``), times these factors."""
+    sums = TrainerSums(2, is_needed=True)
+    named = [(name, tensor * factors[name.split(".")[-2]]) for name, tensor in SENT.items() if name.split(".")[-2] in factors]
+    list(sums.watch([WeightBucket([name], [tensor], 1) for name, tensor in named]))
+    return sums
+
+
+def test_ranks_with_experts_of_their_own() -> None:
+    """All that any of them sends is known on all; one that sends nothing changes nothing."""
+    told = gathered(sums_of(norm=1, gate_proj=1), sums_of(norm=1, gate_proj=1, up_proj=1), sums_of())
+    assert all(isinstance(each, dict) and each.keys() == {NORM, GATE, OTHER} for each in told)
+    assert all(each == told[0] for each in told)
+
+
+@pytest.mark.parametrize("name", ["norm", "up_proj"])
+def test_ranks_that_differ(name: str) -> None:
+    """A tensor that two ranks send must be the same, an expert's or another: all of them name it."""
+    told = gathered(sums_of(norm=1, gate_proj=1, up_proj=1), sums_of(**{"norm": 1, "gate_proj": 1, "up_proj": 1, name: 2}))
+    whole = NORM if name == "norm" else OTHER
+    assert told == [f"weight sync: {whole} is not the same on all ranks of the engine. Their parameters must be equal."] * 2
