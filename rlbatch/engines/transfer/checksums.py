@@ -114,7 +114,8 @@ def sums(parts: Sequence[tuple[Tensor, Rectangle]], blocks: int = 1) -> Tensor:
         each = max(1, AT_ONCE // part.values)
         for start in range(0, len(indices), each):
             some = indices[start : start + each]
-            stacked = torch.stack([_plain(parts[index][0]).reshape(part.rows, part.columns) for index in some])
+            matrices = [_plain(parts[index][0]).reshape(part.rows, part.columns) for index in some]
+            stacked = torch.stack(matrices) if len(matrices) > 1 else matrices[0][None]  # a large one is not copied as a whole
             pending.append((some, _sums(stacked, part, blocks)))
     for some, result in pending:  # the device is waited for when it has got all its work
         found[some] = result.cpu()
