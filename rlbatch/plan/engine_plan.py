@@ -75,7 +75,7 @@ class EnginePlan:
         if self.place is None or self.place.nodes == 1:
             return
         node, gpus, shape, spans_nodes = self.place.ranks_per_node, self.gpus, self.shape, self.spec.over_nodes is not None
-        if gpus not in (fitting := list(self._sizes(spans_nodes=spans_nodes))):
+        if gpus not in (fitting := list(self.sizes(spans_nodes=spans_nodes))):
             rule = " or be a multiple of them" if spans_nodes else f": rollout={self.config.rollout.name} has no engines over several nodes"
             raise ConfigError(f"{self.key}={gpus}: must divide the ranks of a node ({node}){rule}. Use {' or '.join(map(str, fitting))}.")
         if node % shape.replica_gpus:
@@ -110,7 +110,15 @@ class EnginePlan:
             )
 
     def check_heads(self, family: ModelFamily, *, on_gpu: bool) -> None:
-        """Refuses, with ConfigError, a model whose attention heads the engine has no kernel for, on CPUs."""
+        """Refuses, with ConfigError, a model whose attention heads cannot be divided so, or that the engine has no kernel for, on CPUs."""
+        heads, over = int(family.transformer["num_attention_heads"]), self.shape.replica_gpus // self.shape.stages
+        if heads % over:
+            sizes_there = [*self.sizes(spans_nodes=True)]
+            possible = [gpus for size in range(1, over) if heads % size == 0 and (gpus := self.gpus // over * size) in sizes_there]
+            raise ConfigError(
+                f"{self.key}={self.gpus}: divides layers over {over} GPUs, which must divide the attention heads of model.hf ({heads}). "
+                f"Use {' or '.join(map(str, possible[-3:])) or 'an engine of fewer GPUs'}."
+            )
         sizes, (size, _) = self.shape.cpu_head_sizes, family.head_sizes
         if on_gpu or not sizes or family.transformer.get("multi_latent_attention"):
             return
@@ -167,7 +175,7 @@ class EnginePlan:
             f"trainer {trainer:.1f} while it generates, {f'free {free:.1f}' if free >= 0 else f'{-free:.1f} too much'}"
         )
 
-    def _sizes(self, *, spans_nodes: bool) -> Iterator[int]:
+    def sizes(self, *, spans_nodes: bool) -> Iterator[int]:
         """GPUs that an engine can have: those of whole nodes, or a part of a node's that divides them."""
         node, world = self.place.ranks_per_node if self.place else self.config.cluster.gpus_per_node, self.config.layout.world_size
         for size in range(1, world + 1):
@@ -177,7 +185,7 @@ class EnginePlan:
     def _larger(self, job: MemoryInputs, room: float) -> str:
         """A larger engine that fits; empty: none does."""
         node = self.place.ranks_per_node if self.place else self.config.cluster.gpus_per_node
-        for size in self._sizes(spans_nodes=job.model is None or bool(job.model.family.num_experts)):
+        for size in self.sizes(spans_nodes=job.model is None or bool(job.model.family.num_experts)):
             replica = min(size, node)
             shape = replace(self.shape, replica_gpus=replica, replicas=size // replica, stages=1)
             if size > self.gpus and engine_memory(replace(job, gpus=size, shape=shape)).total <= room:

@@ -41,18 +41,20 @@ class Cache:
         )
 
 
-def replica_cache(job: MemoryInputs, model: ModelSize, work: Workload) -> Cache:
+def replica_cache(job: MemoryInputs, model: ModelSize, work: Workload, trainer: float | None = None) -> Cache:
     """The cache of a data-parallel replica.
 
     Args:
         job: Its engines.
         model: Not None.
         work: A step.
+        trainer: What the trainer keeps beside it on a GPU, GiB; None: as it does.
     """
     shape, assume, samples = job.shape, job.config.plan.assume, samples_at_once(job, work)
     room = 0.0
     if job.config.cluster.gpu_memory_gib and job.on_gpu:
-        share = engine_share_gib(job, trainer_gib(job))
+        beside = trainer_gib(job) if trainer is None and shape.is_share_of_free else trainer or 0.0
+        share = engine_share_gib(job, beside)
         room = max(share - engine_memory(job).weights - assume.engine_workspace_gib, 0.0) * GIB
     tokens = int(room / cache_bytes(model.family, shape, cached_bytes(job)))
     return Cache(tokens, samples, samples * (work.prompt + work.response), samples * float(work.longest))

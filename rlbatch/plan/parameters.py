@@ -93,6 +93,7 @@ class ModelSize:
         kinds = {is_sparse: _layer(family, has_experts=is_sparse) for is_sparse in set(family.has_experts)}
         self._layers = tuple(kinds[is_sparse] for is_sparse in family.has_experts)
         self._shares: dict[LayoutConfig, tuple[Share, ...]] = {}
+        self._stages: dict[tuple[int | None, ...], tuple[tuple[PartSize, ...], ...]] = {}
         self._output = (PartSize() if family.tie_embeddings else self._embedding) + PartSize(whole=norm, unquantised=norm)
         self.total = _sum([self._embedding, *self._layers, self._output])
         self.active = self.total.dense + active_experts(family, self.total)
@@ -108,10 +109,15 @@ class ModelSize:
 
     def stages(self, layout: LayoutConfig) -> tuple[tuple[PartSize, ...], ...]:
         """The model chunks of each pipeline stage, before they are divided over ranks; ``check_layout`` accepts the layout."""
-        stages = [[_sum(self._layers[layer] for layer in chunk) for chunk in stage] for stage in stage_chunks(layout, len(self._layers))]
-        stages[0][0] += self._embedding
-        stages[-1][-1] += self._output
-        return tuple(map(tuple, stages))
+        key = (layout.pp_size, layout.vpp_size, layout.first_stage_layers, layout.last_stage_layers)
+        if key not in self._stages:
+            stages = [
+                [_sum(self._layers[layer] for layer in chunk) for chunk in stage] for stage in stage_chunks(layout, len(self._layers))
+            ]
+            stages[0][0] += self._embedding
+            stages[-1][-1] += self._output
+            self._stages[key] = tuple(map(tuple, stages))
+        return self._stages[key]
 
     def shares(self, layout: LayoutConfig) -> tuple[Share, ...]:
         """What a rank of each pipeline stage has, of a layout that ``check_layout`` accepts. An embedding that is the output layer too is

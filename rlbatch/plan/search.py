@@ -1,9 +1,9 @@
 """Searches the layouts of a model on so many GPUs: those that fit, the fastest first.
 
 The space: tensor, pipeline (also with uneven ends, and interleaved), context, expert and expert tensor parallel sizes, recomputation,
-offload strategies with their default options, tokens of a pack, an engine's share of a GPU; and the job's own. Candidates are looked at
-in the order of a time that none of them can beat: the ten that are returned are the fastest of the whole space that fit, as each of the
-others is slower by its bound already.
+offload strategies with their default options, tokens of a pack; an engine's GPUs, copies and share of a GPU; and the job's own. Candidates
+are looked at in the order of a time that none of them can beat: the ten that are returned are the fastest of the whole space that fit, as
+each of the others is slower by its bound already.
 """
 
 from __future__ import annotations
@@ -12,23 +12,28 @@ import heapq
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cached_property, partial
 from itertools import count, product
 from typing import Any
 
 from rlbatch.api import ConfigError, OffloadMemory, RlbatchError
 from rlbatch.config.schema import Config, LayoutConfig, TrainConfig
-from rlbatch.plan.advice import RECOMPUTE, Change, engine_nodes, engine_shares
-from rlbatch.plan.engine_memory import MemoryInputs, changed_inputs, engine_memory
-from rlbatch.plan.fit import changed, layout_changes, may_fit, offloads
-from rlbatch.plan.generation import Cache, generation, samples_at_once
+from rlbatch.plan.advice import RECOMPUTE, Change
+from rlbatch.plan.engine_memory import MemoryInputs, changed_inputs
+from rlbatch.plan.engine_plan import EnginePlan
+from rlbatch.plan.engine_shapes import Engines, engine_keys
+from rlbatch.plan.fit import changed, layout_changes, may_fit
+from rlbatch.plan.generation import Generation
 from rlbatch.plan.job_plan import JobPlan, gpu_of, may_have_room, plan_job
 from rlbatch.plan.layout import check_layout, stage_ends
 from rlbatch.plan.nodes import place_ranks
-from rlbatch.plan.step_time import step_time
+from rlbatch.plan.step_time import offload_seconds, step_time, sync_seconds
 from rlbatch.registry import Registry
 
 BEST = 10
+DIGITS = 9
+"""Of seconds, after which steps are equally long."""
+NOTHING = Generation(0.0, 0.0, 0.0)
 INTERLEAVED = (1, 2, 4)
 CONTEXTS = (1, 2, 4, 8)
 PACKS = (1, 2, 4)
@@ -42,10 +47,15 @@ NODES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with its recomputation and packs, and the time below which a step cannot be, whatever is offloaded."""
+    """A layout with its recomputation and packs, and the time below which the trainer's part of a step cannot be, whatever is offloaded."""
 
     config: Config
     bound: float
+
+    @cached_property
+    def plain(self) -> LayoutConfig:
+        """Its layout without recomputation."""
+        return replace(self.config.layout, **RECOMPUTED[0])
 
 
 def best_layouts(plan: JobPlan, registry: Registry, most: int = BEST) -> list[Change]:
@@ -57,75 +67,146 @@ def best_layouts(plan: JobPlan, registry: Registry, most: int = BEST) -> list[Ch
         registry: Plugins.
         most: How many are looked for.
     """
-    own, number = plan.job.config, count()
-    shares = engine_shares(plan.job).values()
-    ways = [
-        [changed_inputs(plan.job, changed(own, {**keys, **share}, registry), registry) for share in shares]
-        for keys in ({}, *offloads(plan.job, registry))
-    ]
+    number, clock, room, engines = count(), _Clock(plan), _Room(plan, registry), other_engines(plan, registry)
+    queue: list[tuple[float, int, int, _Next]] = []
 
-    @cache
-    def nodes_of(way: int, share: int, layout: LayoutConfig) -> tuple[int, ...]:
-        """Empty: whatever the recomputation and packs, it does not fit."""
-        job = _with(ways[way][share], layout, own.train)
-        with suppress(RlbatchError):
-            nodes = engine_nodes(job, registry)
-            return nodes if may_have_room(job, nodes) else ()
-        return ()
+    def put(seconds: float, each: _Next, keys: int = 0) -> None:
+        heapq.heappush(queue, (seconds, keys, next(number), each))
 
-    queue: list[tuple[float, int, int, Candidate | Change]] = [(each.bound, 0, next(number), each) for each in candidates(plan)]
-    heapq.heapify(queue)
+    for candidate in candidates(plan) if engines else ():
+        put(candidate.bound + engines[0].least, _Next(candidate, 0))
     found: dict[float, Change] = {}
     while queue and len(found) < most:
-        seconds, _, _, first = heapq.heappop(queue)
-        if isinstance(first, Change):
-            found.setdefault(seconds, first)
-            continue
-        for way, engines in enumerate(ways):
-            for share, job in enumerate(engines):
-                nodes = nodes_of(way, share, replace(first.config.layout, **RECOMPUTED[0]))
-                exact = plan_job(_with(job, first.config.layout, first.config.train), nodes) if nodes else None
-                if exact and exact.has_room and exact.time:
-                    keys = config_changes(own, exact.job.config)
-                    heapq.heappush(queue, (exact.time.seconds, len(keys), next(number), Change(keys, exact)))
-                    if job.shape.memory_share <= plan.job.shape.memory_share:
-                        break  # with less memory an engine is no faster
+        seconds, _, _, each = heapq.heappop(queue)
+        candidate, own = each.candidate, engines[each.place]
+        following = [each.after()]
+        if each.way is None:
+            following = [replace(each, way=way) for way in own.ways]
+            if each.place + 1 < len(engines):  # those that generate no faster come later
+                put(candidate.bound + engines[each.place + 1].least, _Next(candidate, each.place + 1))
+        elif round(seconds, DIGITS) not in found:
+            job = each.job(own)
+            assert job is not None
+            nodes = room.nodes(each, job)
+            exact = plan_job(job, nodes) if nodes else None
+            if exact and exact.has_room and exact.time:
+                found[round(seconds, DIGITS)] = Change(config_changes(plan.job.config, job.config), exact)
+                if job.shape.memory_share <= plan.job.shape.memory_share:
+                    continue  # with less memory an engine is no faster
+        for after in following:
+            if (job := after.job(own)) and room.has_trainer(after, job):
+                put(clock.seconds(after, own, job), after, len(config_changes(plan.job.config, job.config)))
     return list(found.values())
+
+
+class _Clock:
+    """Steps of jobs, whether or not they fit. What does not depend on engines is counted once for all of them."""
+
+    def __init__(self, plan: JobPlan) -> None:
+        self._plan, self._added = plan, dict[tuple[LayoutConfig, int | None], float]()
+
+    def seconds(self, each: _Next, engines: Engines, job: MemoryInputs) -> float:
+        """Of a job's step."""
+        model, node, key = self._plan.model, self._plan.nodes[0], (each.candidate.plain, each.way)
+        if key not in self._added:
+            gpu = gpu_of(job.config)
+            assert gpu is not None
+            self._added[key] = offload_seconds(job, model, gpu, node)
+        return each.candidate.bound + self._added[key] + engines.generated(job).seconds + sync_seconds(job, model, node)
+
+
+@dataclass(frozen=True)
+class _Next:
+    """What is looked at next: a candidate with engines; or, with its offload strategy and share of a GPU, a job."""
+
+    candidate: Candidate
+    place: int
+    way: int | None = None
+    share: int = 0
+
+    def after(self) -> _Next:
+        """The same with less of the GPU for its engines."""
+        return replace(self, share=self.share + 1)
+
+    def job(self, engines: Engines) -> MemoryInputs | None:
+        """None: nobody asks for less."""
+        job = engines.job(self.way or 0, self.share)
+        return job and _with(job, self.candidate.config.layout, self.candidate.config.train)
+
+
+def other_engines(plan: JobPlan, registry: Registry) -> list[Engines]:
+    """Those that the job could have, its own too, the fastest first."""
+    found = []
+    for keys in engine_keys(plan.job, registry):
+        with suppress(RlbatchError):
+            found.append(Engines(plan, keys, registry))
+    return sorted(found, key=lambda engines: engines.least)
+
+
+class _Room:
+    """Where jobs have ranks, if they may fit; each layout is looked at once, first without engines."""
+
+    def __init__(self, plan: JobPlan, registry: Registry) -> None:
+        self._nodes, self._place, self._registry = plan.nodes, place_ranks(plan.job.config, registry), registry
+        self._trainers: dict[tuple[int | None, LayoutConfig], bool] = {}
+        self._known: dict[tuple[int, int | None, int, LayoutConfig], tuple[int, ...]] = {}
+
+    def nodes(self, each: _Next, job: MemoryInputs) -> tuple[int, ...]:
+        """The ranks of each node; empty: whatever the recomputation and packs, it does not fit."""
+        layout = each.candidate.plain
+        key = (each.place, each.way, each.share, layout)
+        if key not in self._known:
+            self._known[key] = ()
+            with suppress(RlbatchError):
+                EnginePlan(job.config, self._registry, job.gpus, job.shape, self._place).check_memory(job)
+                self._known[key] = self._nodes if may_have_room(_with(job, layout, job.config.train), self._nodes) else ()
+        return self._known[key]
+
+    def has_trainer(self, each: _Next, job: MemoryInputs) -> bool:
+        """Whether it may fit without its engines."""
+        layout = each.candidate.plain
+        if (key := (each.way, layout)) not in self._trainers:
+            apart = replace(job, shape=replace(job.shape, separate_gpus=1))
+            self._trainers[key] = may_have_room(_with(apart, layout, job.config.train), self._nodes)
+        return self._trainers[key]
 
 
 def smallest_cluster(plan: JobPlan, registry: Registry) -> tuple[int, list[Change]]:
     """The fewest GPUs on which a job fits, of a node's or of whole nodes, and the fastest jobs there; 0: none of those tried."""
     cluster = plan.job.config.cluster
-    if engine_memory(plan.job).total > cluster.gpu_memory_gib:
-        return 0, []  # on however many: an engine has as many of them
     for world in (*_divisors(cluster.gpus_per_node), *(nodes * cluster.gpus_per_node for nodes in NODES)):
         sized = {"layout.world_size": world, **({"cluster.gpus": world} if 0 < cluster.gpus < world else {})}
-        try:
-            config = changed(plan.job.config, sized, registry)
-            where, job = place_ranks(config, registry), changed_inputs(plan.job, config, registry)
-        except RlbatchError:  # its engines cannot be on so many
-            continue
-        if found := best_layouts(replace(plan, job=job, nodes=(where.ranks_per_node,) * where.nodes), registry):
-            return world, [Change({**sized, **change.keys}, change.plan) for change in found]
+        for keys in (sized, sized | _least_engines(plan.job, registry)):
+            with suppress(RlbatchError):  # its own engines cannot be on so many
+                config = changed(plan.job.config, keys, registry)
+                where, job = place_ranks(config, registry), changed_inputs(plan.job, config, registry)
+                if found := best_layouts(replace(plan, job=job, nodes=(where.ranks_per_node,) * where.nodes), registry):
+                    return world, [Change({**keys, **change.keys}, change.plan) for change in found]
+                break
     return 0, []
+
+
+def _least_engines(job: MemoryInputs, registry: Registry) -> dict[str, Any]:
+    """Keys of engines of one GPU."""
+    option, copies = registry.rollout(job.config).ranks_option, job.shape.replicas_option if job.shape.replicas > 1 else ""
+    return {**({f"rollout.options.{option}": 1} if option else {}), **({f"rollout.engine.{copies}": 1} if copies else {})}
 
 
 def candidates(plan: JobPlan) -> Iterator[Candidate]:
     """All of the space whose weights and gradients have room.
 
-    A step cannot be faster than one whose engines have room for all samples at once, and whose optimizer stays on the GPU.
+    The trainer cannot be faster than with an optimizer that stays on the GPU.
     """
     job, gpu = replace(plan.job, offload=OffloadMemory()), gpu_of(plan.job.config)
     own, node = job.config, plan.nodes[0]
     assert gpu is not None
-    generated = generation(job, plan.model, plan.work, Cache(0, samples_at_once(job, plan.work), 0, 0), gpu, node)
     layouts = (replace(layout, **keys) for layout, keys in product(all_layouts(plan), RECOMPUTED))
     for layout in filter(partial(may_fit, job), dict.fromkeys((own.layout, *layouts))):
         least = -(-plan.work.longest // layout.cp_size)
         for tokens in {own.train.max_tokens_per_gpu, *(least * times for times in PACKS)}:
             config = replace(own, layout=layout, train=replace(own.train, max_tokens_per_gpu=tokens))
-            time = step_time(replace(job, config=config), plan.model, plan.work, generated, gpu, node)
-            yield Candidate(config, time.seconds)
+            time = step_time(replace(job, config=config), plan.model, plan.work, NOTHING, gpu, node)
+            yield Candidate(config, time.seconds - time.phases["sync"])
 
 
 def all_layouts(plan: JobPlan) -> Iterator[LayoutConfig]:
@@ -156,8 +237,11 @@ def config_changes(before: Config, after: Config) -> dict[str, Any]:
     if before.offload != after.offload:
         keys["offload"] = after.offload.name
         keys |= {f"offload.options.{name}": value for name, value in after.offload.options.items()}
-    engine = after.rollout.engine
-    keys |= {f"rollout.engine.{name}": value for name, value in engine.items() if value != before.rollout.engine.get(name)}
+    for group, own, other in (
+        ("options", before.rollout.options, after.rollout.options),
+        ("engine", before.rollout.engine, after.rollout.engine),
+    ):
+        keys |= {f"rollout.{group}.{name}": value for name, value in other.items() if value != own.get(name)}
     return keys
 
 

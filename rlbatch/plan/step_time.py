@@ -8,9 +8,10 @@ is one of ``plan.assume``.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+from rlbatch.api import OffloadMemory
 from rlbatch.config.old_logprobs import scores_first_update
 from rlbatch.plan.activations import layer_bytes
 from rlbatch.plan.checkpoint_size import checkpoint_bytes
@@ -80,10 +81,9 @@ def step_time(job: MemoryInputs, model: ModelSize, work: Workload, generated: Ge
     updates = config.train.updates_per_step * config.train.epochs
     scored = 1.0 if scores_first_update(config) else 1 - 1 / config.train.updates_per_step
     forwards = job.has_reference + scored * (config.algorithm.old_logprobs == "recompute")
-    shares = model.shares(layout)
-    ends = max(_update_end(job, share, over, gpu, ranks_per_node) for share in shares)
+    ends = _update_ends(job, model, gpu, ranks_per_node)
     phases = {
-        "sync": assume.sync_factor * (_sync(job, ranks_per_node) + _moving(job, shares)),
+        "sync": sync_seconds(job, model, ranks_per_node),
         "generate": generated.seconds,
         "log-probs": assume.logprobs_factor * forwards * config.train.updates_per_step * pipeline,
         "update": assume.update_factor * updates * (passes * pipeline + ends),
@@ -174,6 +174,19 @@ def rate(job: MemoryInputs, gpu: Gpu, *, spans_nodes: bool) -> float:
     return gpu.link_gbs * assume.link_efficiency * 1e9
 
 
+def offload_seconds(job: MemoryInputs, model: ModelSize, gpu: Gpu, ranks_per_node: int) -> float:
+    """What the offload strategy adds to the updates of a step; as ``step_time``."""
+    train, without = job.config.train, replace(job, offload=OffloadMemory())
+    ends = [_update_ends(each, model, gpu, ranks_per_node) for each in (job, without)]
+    return job.config.plan.assume.update_factor * train.updates_per_step * train.epochs * (ends[0] - ends[1])
+
+
+def _update_ends(job: MemoryInputs, model: ModelSize, gpu: Gpu, ranks_per_node: int) -> float:
+    """Of the stage that takes longest."""
+    over = degrees(job.config.layout, model.family.num_layers)
+    return max(_update_end(job, share, over, gpu, ranks_per_node) for share in model.shares(job.config.layout))
+
+
 def _update_end(job: MemoryInputs, share: Share, over: Degrees, gpu: Gpu, ranks_per_node: int) -> float:
     """Gradients between data-parallel ranks, and the optimizer."""
     layout, assume, value = job.config.layout, job.config.plan.assume, WEIGHT_BYTES[job.config.train.precision]
@@ -187,13 +200,27 @@ def _update_end(job: MemoryInputs, share: Share, over: Degrees, gpu: Gpu, ranks_
     return seconds + on_host * (HOST_ADAM_BYTES * ranks_per_node / assume.host_adam_gbs + PCIE_BYTES / assume.pcie_gbs) * 1e-9
 
 
+def sync_seconds(job: MemoryInputs, model: ModelSize, ranks_per_node: int) -> float:
+    """Of a weight sync, and of what the offload strategy moves; as ``step_time``."""
+    return job.config.plan.assume.sync_factor * (_sync(job, ranks_per_node) + _moving(job, model.shares(job.config.layout)))
+
+
 def _sync(job: MemoryInputs, ranks_per_node: int) -> float:
     """Each engine GPU gets its part of the weights, in the trainer's precision; waking the engine."""
     assume, layout = job.config.plan.assume, job.config.layout
-    arriving = engine_memory(job).weights * GIB * (2 if job.is_fp8 else 1)
     is_local = layout.world_size <= ranks_per_node or (layout.world_size // layout.pp_size <= ranks_per_node and layout.pp_size == 1)
-    speed = assume.sync_gbs if is_local else assume.network_gbs * assume.network_efficiency
-    return arriving / (speed * 1e9) + (assume.wake_s if job.has_process else 0.0)
+    return _arrive(job, assume.sync_gbs if is_local else assume.network_gbs * assume.network_efficiency)
+
+
+def least_sync(job: MemoryInputs) -> float:
+    """Seconds of a weight sync, whatever the layout and offload strategy."""
+    assume = job.config.plan.assume
+    return assume.sync_factor * _arrive(job, max(assume.sync_gbs, assume.network_gbs * assume.network_efficiency))
+
+
+def _arrive(job: MemoryInputs, speed: float) -> float:
+    arriving = engine_memory(job).weights * GIB * (2 if job.is_fp8 else 1)
+    return arriving / (speed * 1e9) + (job.config.plan.assume.wake_s if job.has_process else 0.0)
 
 
 def _moving(job: MemoryInputs, shares: tuple[Share, ...]) -> float:

@@ -108,3 +108,16 @@ def test_heads_without_a_kernel() -> None:
     plan.check_heads(qwen, on_gpu=True)
     plan.check_heads(REGISTRY.resolve_model_family(CONFIGS["deepseek671b"]), on_gpu=False)
     replace(plan, shape=EngineShape()).check_heads(qwen, on_gpu=False)
+
+
+def test_heads_that_cannot_be_divided() -> None:
+    """Each GPU of a copy has as many attention heads; copies have all of them."""
+    family = REGISTRY.resolve_model_family(CONFIGS["qwen3_30b"])
+    odd = replace(family, transformer={**family.transformer, "num_attention_heads": 28})
+    said = r"^rollout\.options\.gpus_per_engine=16: divides layers over 8 GPUs, which .* \(28\)\. Use 2 or 4 or 8\.$"
+    config = REGISTRY.complete(compose(["+cluster=h20x16", "rollout.options.gpus_per_engine=16", "rollout.engine.data_parallel_size=2"]))
+    plan = EnginePlan(config, REGISTRY, 16, EngineShape(8, replicas=2), None)
+    with pytest.raises(ConfigError, match=said):
+        plan.check_heads(odd, on_gpu=True)
+    for fitting in (EngineShape(4, replicas=4), EngineShape(8, replicas=2, stages=2)):
+        replace(plan, shape=fitting).check_heads(odd, on_gpu=True)
