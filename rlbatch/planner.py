@@ -35,7 +35,14 @@ from rlbatch.plan.search import best_layouts, smallest_cluster
 from rlbatch.prepare import check_engines, model_family, planned_nodes, write_embedded
 from rlbatch.registry import Registry, compose_job
 
-FORMATS = {"": ("table", "json", "html"), "search": ("table", "json"), "min_gpus": ("table", "json"), "verify": ("table",)}
+CALIBRATE = "calibrate"
+FORMATS = {
+    "": ("table", "json", "html"),
+    "search": ("table", "json"),
+    "min_gpus": ("table", "json"),
+    "verify": ("table",),
+    CALIBRATE: ("table",),
+}
 """Question -> how its answer can be shown."""
 USAGE = """\
 Shows what a job will need and how long a step will take, before it is queued: memory of GPUs and nodes by phase and part, a step by phase,
@@ -60,7 +67,6 @@ Exit codes: 0 it fits, or nobody says how much there is, 1 it is too close, or n
 arguments are refused.
 """
 TOO_CLOSE = 1
-CALIBRATE = "calibrate"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -76,9 +82,9 @@ def main(arguments: Sequence[str]) -> int:
         print(USAGE)
         return DONE
     try:
-        if folders := text_value(arguments, CALIBRATE):
-            return _calibrate(folders, [text for text in arguments if not text.startswith(f"{CALIBRATE}=")])
         question, shown, overrides = _own(arguments)
+        if question == CALIBRATE:
+            return _calibrate(text_value(arguments, CALIBRATE), overrides)
         config, registry = compose_job(overrides)
         end_with_reader()
         return exit_code_of_display(_show(config, registry, question, shown))
@@ -93,7 +99,9 @@ def _own(arguments: Sequence[str]) -> tuple[str, str, list[str]]:
     own, others = {name: choices[0] for name, choices in known.items()}, []
     for text in arguments:
         name, equals, value = text.partition("=")
-        if not equals or name not in known:
+        if equals and name == CALIBRATE:
+            own[CALIBRATE] = "true"
+        elif not equals or name not in known:
             others.append(text)
         elif value not in known[name]:
             raise ConfigError(f"{name}={value}: must be {', '.join(known[name][:-1])} or {known[name][-1]}. Choose one.")
@@ -101,18 +109,21 @@ def _own(arguments: Sequence[str]) -> tuple[str, str, list[str]]:
             own[name] = value
     asked, shown = [name for name, value in own.items() if value == "true"], own["format"]
     if len(asked) > 1:
-        raise ConfigError(f"{asked[1]}=true: is another question than {asked[0]}=true. Ask one at a time.")
+        raise ConfigError(f"{asked[1]}: is another question than {asked[0]}. Ask one at a time.")
     question = asked[0] if asked else ""
     if shown not in FORMATS[question]:
-        raise ConfigError(f"format={shown}: of {question}=true there is {' and '.join(FORMATS[question])}. Choose one.")
+        raise ConfigError(f"format={shown}: of {question} there is {' and '.join(FORMATS[question])}. Choose one.")
     return question, shown, others
 
 
 def _calibrate(folders: str, overrides: Sequence[str]) -> int:
     """Corrects what plans take for granted by what runs measured; ``folders`` are several, with commas."""
+    names = [folder for folder in folders.strip("[]").split(",") if folder]
+    if not names:
+        raise ConfigError(f"{CALIBRATE}={folders}: names no run. Name run folders, with commas between them: {CALIBRATE}=runs/a,runs/b.")
     into = absolute(text_value(overrides, "plan.calibrations") or PlanConfig.calibrations)
     asked = compose_job([*overrides, "plan.calibrations="])[0] if overrides else None  # not by what was calibrated before
-    print(*calibrate([folder for folder in folders.strip("[]").split(",") if folder], asked, into, make_plan), sep="\n")
+    print(*calibrate(names, asked, into, make_plan), sep="\n")
     return DONE
 
 

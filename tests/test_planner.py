@@ -93,6 +93,15 @@ def test_nothing_would_fit(capsys: pytest.CaptureFixture[str]) -> None:
         assert words in capsys.readouterr().out
 
 
+def test_a_gpu_that_nobody_knows(capsys: pytest.CaptureFixture[str]) -> None:
+    """Has no times, which is said with what would give them."""
+    _, said = planned(capsys, "+cluster=h20x64", "layout=qwen3_235b_64xh20", "cluster.gpu=X1", "cluster.gpu_bf16_tflops=0")
+    assert said["step_seconds"] is None
+    assert any(
+        problem.startswith("cluster.gpu=X1: what it can do is not known, so no time is. Use H100 or ") for problem in said["problems"]
+    )
+
+
 def test_a_folder_with_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Any model of a family, without weights and tokenizer; the GPUs are the cluster's, also where submit would start here."""
     (tmp_path / "model").mkdir()
@@ -114,8 +123,13 @@ def test_a_folder_with_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[st
             ["+cluster=h20x64", "layout=qwen3_235b_64xh20", "cluster.gpu=X1", "cluster.gpu_bf16_tflops=0", "search=true"],
             "search=true: cluster.gpu=X1 cluster.gpu_memory_gib=95 do not say what GPUs have and can do. Use +cluster=<name>, or",
         ),
-        (["+cluster=h20x96", "verify=true", "search=true"], "verify=true: is another question than search=true. Ask one at a time."),
-        (["+cluster=h20x96", "search=true", "format=html"], "format=html: of search=true there is table and json. Choose one."),
+        (["+cluster=h20x96", "verify=true", "search=true"], "verify: is another question than search. Ask one at a time."),
+        (["+cluster=h20x96", "search=true", "format=html"], "format=html: of search there is table and json. Choose one."),
+        (
+            ["+cluster=h20x64", "rollout.options.gpus_per_engine=12"],
+            "rollout.options.gpus_per_engine=12: must be at least 1 and divide layout.world_size=64. "
+            "Use 8 or 16, or another number of ranks.",
+        ),
         (["+cluster=h20x96", "min_gpus=true", "mode=eval", "data.eval=x"], "min_gpus=true: compares training steps, mode=eval has none."),
         (["+cluster=h20x96", "layout.pp_size=4"], "layout.last_stage_layers=6: leaves 55 of 61 layers for 3 other stages"),
         (["+cluster=h20x96", "layout.world_size=0"], "layout.world_size=0: must be greater than 0"),

@@ -86,7 +86,7 @@ class HfFields:
                 raise ModelError(f"config.json {names[0]}: is missing, and the {self.family} family needs it. Add it.")
             return default
         name, value = next(iter(given.items()))
-        if any(other != value or type(other) is not type(value) for other in given.values()):
+        if len(given) > 1 and any(other != value or type(other) is not type(value) for other in given.values()):
             both = " and ".join(f"{key}={_shortened(content)}" for key, content in given.items())
             raise ModelError(f"config.json {both}: are two names of one number. Correct one.")
         if value is None and null is not None:

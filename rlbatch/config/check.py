@@ -294,7 +294,12 @@ def check_engines(config: Config, ranks: int, spec: RolloutSpec) -> int:
         fix = (
             f"Give it {ranks} ranks or more: layout.world_size={ranks}, or a +cluster=<name>, which brings a layout."
             if ranks > world
-            else "Change either."
+            else f"Use {' or '.join(map(str, sorted(_nearest_divisors(world, ranks))))}, or another number of ranks."
         )
         raise ConfigError(f"rollout.options.{spec.ranks_option}={ranks}: must be at least 1 and divide layout.world_size={world}. {fix}")
     return ranks
+
+
+def _nearest_divisors(number: int, to: int) -> list[int]:
+    """The two that are closest."""
+    return sorted((size for size in range(1, number + 1) if number % size == 0), key=lambda size: abs(size - to))[:2]

@@ -9,6 +9,7 @@ from rlbatch.config.assumptions import SOURCE, sources
 from rlbatch.plan.advice import Change
 from rlbatch.plan.checkpoint_size import checkpoint_bytes
 from rlbatch.plan.engine_memory import GIB
+from rlbatch.plan.hardware import GPUS
 from rlbatch.plan.job_plan import JobPlan
 from rlbatch.plan.layout import stage_chunks
 from rlbatch.plan.memory import PHASES, Peak
@@ -28,14 +29,28 @@ def summary(plan: JobPlan) -> Iterator[str]:
         )
 
 
+def _warnings(plan: JobPlan) -> list[str]:
+    return [warning for warning in (plan.cache.warning, _unknown_gpu(plan)) if warning]
+
+
+def _unknown_gpu(plan: JobPlan) -> str:
+    """Why there is no time of a step, and what to say; empty: there is one, or nothing is said of GPUs at all."""
+    cluster = plan.job.config.cluster
+    if plan.time or not cluster.gpu or plan.job.config.mode != "train":
+        return ""
+    return (
+        f"cluster.gpu={cluster.gpu}: what it can do is not known, so no time is. Use {' or '.join(GPUS)}, or say "
+        "cluster.gpu_bf16_tflops, cluster.gpu_link_gbs and plan.assume.memory_gbs."
+    )
+
+
 def lines(plan: JobPlan, problems: Sequence[str], changes: Sequence[Change]) -> Iterator[str]:
     """The whole plan."""
     config, model = plan.job.config, plan.model
     yield from summary(plan)
     yield f"Binding     {plan.binding}"
     yield from (f"{'Calibrated':<12}{source}" for source in dict.fromkeys(config.plan.calibrated.values()))
-    if plan.cache.warning:
-        yield f"Warning     {plan.cache.warning}"
+    yield from (f"Warning     {warning}" for warning in _warnings(plan))
     yield from (f"Refused     {problem}" for problem in problems)
     for number, change in enumerate(changes):
         price = f", a step in {change.plan.time.seconds:.0f} s" if change.plan.time else ""
@@ -155,7 +170,7 @@ def as_json(plan: JobPlan, problems: Sequence[str], changes: Sequence[Change]) -
     return {
         "verdict": plan.verdict,
         "binding": str(plan.binding),
-        "problems": [*problems, *filter(None, [plan.cache.warning])],
+        "problems": [*problems, *_warnings(plan)],
         "changes": [change_json(change) for change in changes],
         "parameters": {"total": total.total, "active": plan.model.active, "dense": total.dense, "experts": total.experts},
         "stages": _stage_rows(plan),

@@ -33,6 +33,7 @@ def test_sizes() -> None:
         ({"width": True}, "config.json width=True: must be an integer of at least 1. Correct it."),
         ({"width": None}, "config.json width=None: must be an integer of at least 1. Correct it."),
         ({"width": 8, "old_width": 9}, "config.json width=8 and old_width=9: are two names of one number. Correct one."),
+        ({"width": float("nan")}, "config.json width=nan: must be an integer of at least 1. Correct it."),
         ({"width": 1, "old_width": True}, "config.json width=1 and old_width=True: are two names of one number. Correct one."),
         ({"width": 2**31}, "config.json width=2147483648: must be at most 2147483647. Correct it."),
     ],
