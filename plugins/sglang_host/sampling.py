@@ -5,16 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_STEP, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685
-"""Constants of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014), as signed numbers."""
+from rlbatch.engines.host.counting import numbers, shift_right
 
 
 def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
     """[B] float64 in [0, 1) from [B] int64 seeds and positions: splitmix64's ``positions``-th number after each seed."""
-    mixed = seeds + (positions.long() + 1) * _STEP
-    mixed = (mixed ^ _shift_right(mixed, 30)) * _FIRST
-    mixed = (mixed ^ _shift_right(mixed, 27)) * _SECOND
-    return _shift_right(mixed ^ _shift_right(mixed, 31), 11).double() * 2.0**-53
+    return shift_right(numbers(seeds, positions.long()), 11).double() * 2.0**-53
 
 
 def draw_tokens(probs: Tensor, sampling_seed: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
@@ -59,8 +55,3 @@ def likeliest(probs: Tensor, top_ks: Tensor, top_ps: Tensor) -> Tensor:
     before = ordered.cumsum(-1) - ordered
     is_left_out = (before >= top_ps[:, None] * ordered.sum(-1, keepdim=True)) & (top_ps[:, None] < 1) & (places > 0)
     return torch.zeros_like(ordered).scatter_(-1, tokens, ordered.masked_fill(is_left_out, 0.0))
-
-
-def _shift_right(values: Tensor, bits: int) -> Tensor:
-    """Shifts to the right, with zeros from the left."""
-    return (values >> bits) & ((1 << (64 - bits)) - 1)

@@ -72,6 +72,7 @@ class VllmEngine(SamplingEngine):
                 raise Refused(told) from None
             raise
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+        await versions.ask_workers(self._llm, "rlbatch_draw")
         self.workers = await versions.ask_workers(self._llm, "rlbatch_experts")
         processes = sorted({pid for worker in self.workers for pid in worker["processes"]})
         return {"version": version, "max_model_len": self._llm.model_config.max_model_len, "processes": processes}

@@ -25,6 +25,7 @@ from .replay.borrowed_tensors import BorrowedTensors, refuse_kept
 from .replay.copy_plan import Plan, PreparedCall, Replay, TiedLayers
 from .replay.held_weights import HeldWeights
 from .replay.recorder import Recorder
+from .seeded_draws import draw_by_seeds
 from .versions import loading_parts
 from .write_audit import SCALES, WriteAudit, check_values
 
@@ -218,6 +219,10 @@ class WorkerExtension:
     def rlbatch_wait(self) -> None:
         """Waits until the device has done what this worker gave it to do before."""
         _wait()
+
+    def rlbatch_draw(self) -> None:
+        """See ``draw_by_seeds``."""
+        draw_by_seeds(vars(self)["model_runner"])
 
     def rlbatch_experts(self) -> dict[str, Any]:
         """This worker's ``device``, the ``experts`` that it holds (see ``held_experts``), and the ids of its ``processes``."""

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,7 @@ class Backend:
         write_model: A tiny model of a family as a folder.
         python: An interpreter that has it.
         returns_routes: Whether it tells which experts tokens went to.
+        engine: ``rollout.engine`` of the engines that tests share.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Backend:
     write_model: Callable[[str, Path], Path]
     python: Callable[[Path], str]
     returns_routes: bool = False
+    engine: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Pairs:
@@ -81,7 +83,7 @@ class Pairs:
         if family not in self._made:
             self.close()
             folder = self._backend.write_model(family, self._new_folder(family))
-            routes, engine = self._backend.returns_routes and family != "qwen2", {"python": self._python}
+            routes, engine = self._backend.returns_routes and family != "qwen2", {"python": self._python, **self._backend.engine}
             context = RolloutContext(folder, "cpu", "float32", engine=engine, folder=self._new_folder("engine"), with_routes=routes)
             oracle = TransformersRollout(context, TransformersOptions())
             self._made[family] = Pair(folder, self._backend.make(context, self._backend.options()), oracle)
@@ -317,6 +319,10 @@ class OwnEngine:
         """What a start is told beside the options."""
         raise NotImplementedError
 
+    def compare(self, pair: Pair) -> None:
+        """An engine of two ranks with the oracle."""
+        assert_equal_to_transformers(pair)
+
     def look(self, log: str, sizes: Mapping[str, Any]) -> None:
         """At what an engine of two ranks with these options said."""
 
@@ -350,7 +356,7 @@ class OwnEngine:
                 for version in range(2):
                     pair.sync(version, 1.0 + version)
                     assert leader.compared == Compared(held=len(list(tensors(folder))), came=0, elsewhere=0)
-                    assert_equal_to_transformers(pair)
+                    self.compare(pair)
                 self.look((tmp_path / "engine/engine.log").read_text(), sizes)
             finally:
                 leader.close()

