@@ -50,17 +50,18 @@ def _live_without_transformer_engine() -> None:
 
 
 def _fix_hybrid_optimizer() -> None:
-    """``HybridDeviceOptimizer`` (Adam partly on the host) in eight ways.
+    """``HybridDeviceOptimizer`` (Adam partly on the host) in nine ways.
 
     Its parameter groups carry optimizer classes, which a checkpoint that loads safely refuses. Its map from parameters to fp32 copies lacks
     those that are fp32 already: loading raises KeyError, and their host copies keep the old values after weights or a checkpoint were
     loaded. And it tells host from GPU by the optimizer's class, which is the same for both without Transformer Engine: a resumed GPU part
     finds its moments on the host. With Transformer Engine's Adam on the GPU it goes on wrongly after a resume: both parts are torch's.
     It locks a bf16 copy of each parameter that nobody reads, and has torch lock memory for gradients, which rounds up to powers of two.
-    And it steps with the threads that the process has, which is one.
+    It steps with the threads that the process has, which is one. And each weight that goes back waits for memory and for its copy.
     """
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer as Hybrid
 
+    from rlbatch.megatron.copy_back import BUFFER_BYTES, CopyBack
     from rlbatch.megatron.host_memory import HostMemory
 
     split, fetch_gradients = Hybrid._get_sub_optimizer_param_groups, Hybrid._set_sub_optimizer_grads
@@ -119,6 +120,27 @@ def _fix_hybrid_optimizer() -> None:
         for copy, param in copies.items():  # Megatron does it where it makes the memory
             copy.grad = None if getattr(param, "decoupled_grad", param.grad) is None else self.cpu_copy_map_grad[copy]
 
+    def register_copies(self: Any) -> None:
+        if self.cpu_optimizers and not hasattr(self, "copy_memory"):
+            self.copy_memory = HostMemory("offload").take(2 * BUFFER_BYTES, is_pinned=self.pin_cpu_grads)
+        copies = CopyBack(self.copy_memory, self._h2d_stream) if self.cpu_optimizers else None
+
+        def from_host(optimizer: Any, *_: Any) -> None:
+            assert copies is not None
+            self._h2d_stream.wait_stream(torch.cuda.current_stream())
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    copies.copy(self.cpu_copys_map_gpu_param[param].data, param.data)
+            torch.cuda.current_stream().wait_stream(self._h2d_stream)
+
+        def on_gpu(*_: Any) -> None:
+            for param, main in self.param_to_fp32_param.items():
+                if param not in self.gpu_params_map_cpu_copy:
+                    param.data.copy_(main.data)
+
+        for optimizer in self.sub_optimizers:
+            optimizer.register_step_post_hook(on_gpu if optimizer is self.gpu_optimizer else from_host)
+
     step = Hybrid.step
 
     def step_on_own_cores(self: Any, closure: Any = None) -> None:
@@ -131,6 +153,7 @@ def _fix_hybrid_optimizer() -> None:
 
     Hybrid.__init__ = without_classes
     Hybrid.step = step_on_own_cores
+    Hybrid._register_param_copy_back_gpu_hook = register_copies
     Hybrid._get_sub_optimizer_param_groups = split_without_locking
     Hybrid._set_sub_optimizer_grads = fetch_into_one_memory
     Hybrid.update_fp32_param_by_new_param = update_from_model

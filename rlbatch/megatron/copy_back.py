@@ -1,0 +1,41 @@
+"""Weights that were updated on the host go to the GPU through page-locked memory of bounded size, beside the update of the next ones."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BUFFER_BYTES = 64 * 2**20
+"""Of each of the two."""
+
+
+class CopyBack:
+    """Two buffers: one is filled, in the GPU's type, while the other is copied.
+
+    torch's own copy from fp32 on the host to bf16 on the GPU makes new memory for each tensor, and waits.
+
+    Args:
+        memory: Of both.
+        stream: Of the copies; None: there is no GPU.
+    """
+
+    def __init__(self, memory: Tensor, stream: Any) -> None:
+        self._buffers, self._stream = memory.chunk(2), stream
+        self._copied: list[Any] = [None, None]
+        self._turn = 0
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """``target`` becomes ``source``, once the stream is done; both contiguous and as long, ``source`` on the host."""
+        size = len(self._buffers[0]) // target.element_size()
+        for into, values in zip(target.view(-1).split(size), source.view(-1).split(size), strict=True):
+            buffer = self._buffers[self._turn][: into.nbytes].view(into.dtype)
+            if self._copied[self._turn] is not None:
+                self._copied[self._turn].synchronize()
+            buffer.copy_(values)
+            with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+                into.copy_(buffer, non_blocking=True)
+            self._copied[self._turn] = None if self._stream is None else self._stream.record_event()
+            self._turn = 1 - self._turn
