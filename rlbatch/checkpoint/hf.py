@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,16 +88,19 @@ class HfTensors:
     Args:
         folder: Folder with one or more safetensors files, with an index if it has one.
         reading: How they are read.
+        read_once: Names of those that this reader alone reads, and once: see ``Reading``.
 
     Raises:
         DataError: no safetensors, a damaged one, or an index that does not describe them.
     """
 
-    def __init__(self, folder: Path, reading: Reading | None = None) -> None:
+    def __init__(self, folder: Path, reading: Reading | None = None, read_once: Container[str] = ()) -> None:
         self._folder = folder
         self._where: dict[str, SafetensorsFile] = {}
         for path, entries in read_headers(folder).items():
-            self._where |= dict.fromkeys(entries, SafetensorsFile(path, reading, entries))
+            file = SafetensorsFile(path, reading, entries)
+            once = SafetensorsFile(path, replace(file.reading, once=True), entries)
+            self._where |= {name: once if name in read_once else file for name in entries}
 
     @property
     def bytes_read(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,7 @@ class Reading:
     """How weights are read.
 
     Attributes:
-        once: They will not be read again: where the system can, they are not kept in the page cache, which costs processor time and
+        once: They will not be read again: they are not kept in the page cache, which counts as this job's memory, costs processor time and
             throws out what others need.
         finite: Values that are infinite or NaN are refused.
     """
@@ -57,7 +58,11 @@ def _read(descriptor: int, target: memoryview, offset: int, once: bool) -> int:
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # of a kernel or a file system that does not know it
                 raise
-    return os.preadv(descriptor, [target], offset)
+    count = os.preadv(descriptor, [target], offset)
+    if once:
+        with suppress(OSError):  # a pipe
+            os.posix_fadvise(descriptor, offset, count, os.POSIX_FADV_DONTNEED)
+    return count
 
 
 _BITS = {

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from rlbatch.api import DataError
+from rlbatch.checkpoint.reading import Reading
 from rlbatch.checkpoint.torch_dist import COMMON, TorchDist
 from rlbatch.collectives import gathered
 from rlbatch.megatron.checkpoint_chunks import ParameterChunk, placed_chunks
@@ -103,7 +104,7 @@ def _reading(folder: Path) -> Iterator[TorchDist]:
     """An open checkpoint; what one rank cannot read is every rank's error."""
     failure = ""
     try:
-        with TorchDist(folder) as stored, torch.no_grad():
+        with TorchDist(folder, Reading(once=True)) as stored, torch.no_grad():
             yield stored
     except DataError as error:
         failure = str(error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from rlbatch.api import DataError
+from rlbatch.api import DataError, ModelFamily
 from rlbatch.checkpoint.hf import HfTensors
 from rlbatch.checkpoint.origin import has_weights, state_folder
 from rlbatch.checkpoint.reading import Reading
@@ -16,9 +16,12 @@ from rlbatch.megatron.checkpoint import load_weights
 from rlbatch.megatron.policy import Policy
 from rlbatch.megatron.trainer import Trainer
 from rlbatch.metrics.progress import ByteProgress
+from rlbatch.weights.coverage import expert_names
 
 
-def load_policy(config: Config, trainer: Policy, hf_folder: Path, announce: Callable[[str], None], *, needs_reference: bool) -> None:
+def load_policy(
+    config: Config, trainer: Policy, family: ModelFamily, hf_folder: Path, announce: Callable[[str], None], *, needs_reference: bool
+) -> None:
     """Fills the policy, and the reference model where it is needed; a collective. Weights are ``hf_folder``'s where the config names no
     others.
 
@@ -28,11 +31,11 @@ def load_policy(config: Config, trainer: Policy, hf_folder: Path, announce: Call
     reference = ("checkpoint.ref_load", Path(config.checkpoint.ref_load)) if config.checkpoint.ref_load else ("model.hf", hf_folder)
     policy = ("checkpoint.load", Path(config.checkpoint.load)) if config.checkpoint.load else reference
     if needs_reference:
-        _load_weights(trainer, *reference, hf_folder, announce)
+        _load_weights(trainer, family, *reference, hf_folder, announce)
         assert isinstance(trainer, Trainer)
         trainer.keep_reference()
     if policy != reference or not needs_reference:
-        _load_weights(trainer, *policy, hf_folder, announce)
+        _load_weights(trainer, family, *policy, hf_folder, announce)
 
 
 def weights_source(config: Config, hf_folder: Path) -> Path | None:
@@ -41,12 +44,13 @@ def weights_source(config: Config, hf_folder: Path) -> Path | None:
     return next((folder for folder in folders if has_weights(folder)), None)
 
 
-def _load_weights(trainer: Policy, key: str, folder: Path, hf_folder: Path, announce: Callable[[str], None]) -> None:
+def _load_weights(trainer: Policy, family: ModelFamily, key: str, folder: Path, hf_folder: Path, announce: Callable[[str], None]) -> None:
     state = on_first_rank(lambda: state_folder(key, folder, read_config(hf_folder)))
     if state is not None:
         load_weights(trainer, state)
     else:
-        tensors = HfTensors(folder, Reading(finite=True))
+        # Each expert is one rank's of a node, mostly, and experts are most of a model; the rest is read by several.
+        tensors = HfTensors(folder, Reading(finite=True), read_once=frozenset(expert_names(family)))
         transfer = ByteProgress(f"reading {folder} (rank 0's share)", trainer.weight_bytes, announce)
         trainer.load(tensors.source, tensors.names(), transfer.add)
         transfer.close()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import mmap
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -35,6 +38,39 @@ def test_bytes_at_a_place(once: bool, refusal: int | None, tmp_path: Path, monke
         assert target == CONTENT[123:5123]
         with pytest.raises(EOFError, match=r"ends at byte 10240, 123 more were expected"):
             read_into(file.fileno(), memoryview(target), len(CONTENT) + 123 - 5000, once=once)
+
+
+def cached_pages(path: Path) -> int:
+    """Of a file, in the page cache."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ) as pages:
+        count = len(pages) // mmap.PAGESIZE
+        found, place = (ctypes.c_ubyte * count)(), np.frombuffer(pages, dtype=np.uint8)
+        assert ctypes.CDLL(None, use_errno=True).mincore(ctypes.c_void_p(place.ctypes.data), ctypes.c_size_t(len(pages)), found) == 0
+        del place
+        return sum(each & 1 for each in found)
+
+
+@pytest.mark.parametrize("refusal", [None, errno.EOPNOTSUPP])
+def test_what_is_read_once_is_not_kept(refusal: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither where the kernel knows the flag, nor where the pages have to be given back; what is read again and again stays."""
+    preadv = os.preadv
+
+    def some(descriptor: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+        if flags and refusal:
+            raise OSError(refusal, os.strerror(refusal))
+        return preadv(descriptor, buffers, offset, flags)
+
+    monkeypatch.setattr(reading.os, "preadv", some)
+    path, size = tmp_path / "file", 64 * mmap.PAGESIZE
+    with path.open("wb") as file:
+        file.write(bytes(size))
+        file.flush()
+        os.fsync(file.fileno())
+    with path.open("rb") as file:
+        for once, kept in ((True, 0), (False, 64), (True, 0)):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            read_into(file.fileno(), memoryview(bytearray(size)), 0, once=once)
+            assert cached_pages(path) == kept
 
 
 def test_other_errors_are_told(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from rlbatch.checkpoint.origin import state_folder
 from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import LayoutConfig
 from rlbatch.pipeline.loading import _load_weights
+from rlbatch.registry import load_plugins
 from rlbatch.testing.gradients import build_trainer
 from tests import tiny_models
 from tests.convert.test_dist import run
@@ -79,7 +80,8 @@ def loaded(folder: str, value: float) -> str:
     save_file(tensors, path, {"format": "pt"})
     trainer = build_trainer(Path(folder), LayoutConfig(world_size=1), precision="bf16")
     try:
-        _load_weights(trainer, "model.hf", Path(folder), Path(folder), lambda text: None)
+        family = load_plugins().resolve_model_family(read_config(Path(folder)))
+        _load_weights(trainer, family, "model.hf", Path(folder), Path(folder), lambda text: None)
     except DataError as error:
         return str(error)
     return ""
