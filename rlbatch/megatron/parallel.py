@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -10,14 +12,20 @@ from torch.distributed import distributed_c10d
 from rlbatch.config.schema import LayoutConfig
 from rlbatch.weights.params import ParallelGroups
 
+_copies: dist.ProcessGroup | None = None
+_ranks_per_node = 1
 
-def initialize_groups(layout: LayoutConfig, seed: int) -> None:
-    """Creates Megatron's groups (again, if there were others) and seeds its random-number states; a collective.
+
+def initialize_groups(layout: LayoutConfig, seed: int, ranks_per_node: int = 1) -> None:
+    """Creates Megatron's groups (again, if there were others) and ``ParallelGroups.copies``, and seeds Megatron's random-number states; a
+    collective.
 
     Args:
         layout: Degrees, already checked.
         seed: Of the trainer's random numbers; generation has its own.
+        ranks_per_node: Consecutive ranks that are on one node, beginning with a multiple of it.
     """
+    global _copies, _ranks_per_node
     if parallel_state.model_parallel_is_initialized():
         _destroy_groups()
     parallel_state.initialize_model_parallel(
@@ -29,7 +37,22 @@ def initialize_groups(layout: LayoutConfig, seed: int) -> None:
         expert_tensor_parallel_size=layout.etp_size,
         create_gloo_process_groups=False,
     )
+    _copies, _ranks_per_node = _group_of_copies(layout, ranks_per_node), ranks_per_node
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def _group_of_copies(layout: LayoutConfig, ranks_per_node: int) -> dist.ProcessGroup | None:
+    """This rank's, of which all stages have the same: where nodes have whole tensor-parallel groups of one stage, several each."""
+    block = math.gcd(ranks_per_node, layout.world_size // layout.pp_size)
+    if layout.pp_size == 1 or block % layout.tp_size or block == layout.tp_size:
+        return None
+    rank, found = dist.get_rank(), None
+    for first in range(0, layout.world_size, block):
+        for place in range(layout.tp_size):
+            ranks = list(range(first + place, first + block, layout.tp_size))
+            group = dist.new_group(ranks)
+            found = group if rank in ranks else found
+    return found
 
 
 def _destroy_groups() -> None:
@@ -47,6 +70,8 @@ def weight_groups() -> ParallelGroups:
         etp=parallel_state.get_expert_tensor_parallel_group(),
         ep=parallel_state.get_expert_model_parallel_group(),
         pp=parallel_state.get_pipeline_model_parallel_group(),
+        copies=_copies,
+        ranks_per_node=_ranks_per_node,
     )
 
 

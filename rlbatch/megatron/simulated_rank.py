@@ -20,14 +20,14 @@ from rlbatch.megatron.model import PolicyModel, build_model, transformer_config
 
 
 @contextmanager
-def simulated_rank(layout: LayoutConfig, rank: int) -> Iterator[None]:
-    """Megatron's groups as this rank of the layout sees them. No process group may exist."""
+def simulated_rank(layout: LayoutConfig, rank: int, ranks_per_node: int = 1) -> Iterator[None]:
+    """The groups as this rank of the layout sees them, Megatron's and those of a node. No process group may exist."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=rank, world_size=layout.world_size, store=FakeStore())
     try:
         with _only_groups_of(rank):
-            parallel.initialize_groups(layout, seed=0)
+            parallel.initialize_groups(layout, seed=0, ranks_per_node=ranks_per_node)
         yield
     finally:
         parallel_state.destroy_model_parallel()

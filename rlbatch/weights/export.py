@@ -12,23 +12,32 @@ from torch import Tensor
 
 from rlbatch.api import ModelError, ModelFamily, ParamMapping, WeightBucket
 from rlbatch.collectives import gathered
-from rlbatch.weights.codec import Geometry, hf_names, is_expert
+from rlbatch.weights.codec import Geometry, hf_names, is_expert, sharded_dim
 from rlbatch.weights.coverage import fp8_names
 from rlbatch.weights.routing import Routes, exchange, gathered_routes
 from rlbatch.weights.shard_format import NamedTensor, ShardFormat
 
 AT_ONCE_BYTES = 64 * 2**20
 """Experts of several ranks are gathered at once up to this size together, else one after the other."""
+ALIGNMENT = 16
+"""Bytes at a multiple of which parts begin."""
 
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """The process groups that shards are spread over: tensor, expert-tensor, expert and pipeline parallel."""
+    """The process groups that shards are spread over: tensor, expert-tensor, expert and pipeline parallel.
+
+    Attributes:
+        copies: Ranks of one node and stage that have the same of all but experts; None: only this one.
+        ranks_per_node: Consecutive ranks that are on one node, beginning with a multiple of it; 1: not known.
+    """
 
     tp: dist.ProcessGroup
     etp: dist.ProcessGroup
     ep: dist.ProcessGroup
     pp: dist.ProcessGroup
+    copies: dist.ProcessGroup | None = None
+    ranks_per_node: int = 1
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,7 @@ class _EntryPlan:
         form: What its shards travel as; one expert's.
         names: Of its Hugging Face tensors, for every expert (or once).
         per_rank: Experts of an expert-parallel rank; 0 if it is none's.
+        is_whole: Whether each tensor-parallel rank has all of it.
     """
 
     name: str
@@ -65,6 +75,7 @@ class _EntryPlan:
     form: ShardFormat
     names: list[tuple[str, ...]]
     per_rank: int
+    is_whole: bool
 
 
 class Exporter:
@@ -93,7 +104,7 @@ class Exporter:
                 )
             size, shard_shape = (groups.etp.size(), shape[1:]) if experts else (groups.tp.size(), shape)
             form = ShardFormat(mapping, geometry, size, shard_shape, dtype, quantised)
-            self._plans.append(_EntryPlan(entry.name, stage, form, names, shape[0] if experts else 0))
+            self._plans.append(_EntryPlan(entry.name, stage, form, names, shape[0] if experts else 0, sharded_dim(mapping) is None))
         self._views: dict[str, tuple[Hashable, Sequence[Sequence[NamedTensor]] | None]] = {}
         self._is_alone = groups.ep.size() == groups.etp.size() == groups.pp.size() == 1
 
@@ -102,14 +113,13 @@ class Exporter:
         groups, device = self._groups, next(iter(params.values())).device
         place, routes = (groups.pp.rank(), groups.ep.rank(), groups.etp.rank()), None
         if any(entry.per_rank for entry in self._plans):
-            routes = gathered_routes(place, wanted, self._family.num_experts, device)
+            routes = gathered_routes(place, wanted, self._family.num_experts, device, groups.ranks_per_node)
         for entry in self._plans:
             local = params[entry.name].detach() if groups.pp.rank() == entry.stage else None
             if routes is not None and entry.per_rank:
                 yield from self._routed(entry, local, routes, device)
             elif not entry.per_rank:
-                part = self._from_stage(entry, local, device)
-                yield from entry.form.decode(entry.names[0], _gathered(part, groups.tp))
+                yield from entry.form.decode(entry.names[0], self._shards(entry, local, device))
             elif self._is_alone and local is not None:
                 yield from self._alone(entry, local)
             else:
@@ -214,6 +224,35 @@ class Exporter:
                 f"model family {self._family.name}: Megatron's model has no {', '.join(absent[:5])} ({len(absent)} mappings). Correct them."
             )
         return owners
+
+    def _shards(self, entry: _EntryPlan, local: Tensor | None, device: torch.device) -> list[Tensor]:
+        """What all tensor-parallel ranks hold; only one of them, if each has the whole."""
+        tp, copies = self._groups.tp, self._groups.copies
+        alike = [group for group in ((copies, tp) if entry.is_whole else (copies,)) if group is not None and group.size() > 1]
+        shard = self._fetched(entry, local, device, alike) if alike else self._from_stage(entry, local, device)
+        return [shard] if entry.is_whole else _gathered(shard, tp)
+
+    def _fetched(self, entry: _EntryPlan, local: Tensor | None, device: torch.device, alike: Sequence[dist.ProcessGroup]) -> Tensor:
+        """As ``_from_stage``, where ranks of a node want the same: each fetches a part of it, so that it comes to the node once."""
+        shard = entry.form.empty("meta") if local is None else entry.form.encode(local)
+        if self._groups.pp.size() == 1:
+            return shard
+        place, count = 0, 1
+        for group in alike:
+            place, count = place * group.size() + group.rank(), count * group.size()
+        width = -(-shard.nbytes // (ALIGNMENT * count)) * ALIGNMENT
+        part = torch.empty(width, dtype=torch.uint8, device=device)
+        if local is not None:
+            own = shard.reshape(-1).view(torch.uint8)[place * width : (place + 1) * width]
+            part[: len(own)] = own
+        whole = _broadcast(part, entry.stage, self._groups.pp)
+        if local is not None:
+            return shard
+        for group in reversed(alike):
+            gathered = whole.new_empty(len(whole) * group.size())
+            dist.all_gather_into_tensor(gathered, whole, group=group)
+            whole = gathered
+        return whole[: shard.nbytes].view(shard.dtype).view(shard.shape)
 
     def _from_stage(self, entry: _EntryPlan, local: Tensor | None, device: torch.device, experts: int | None = None) -> Tensor:
         """What the owner stage's shard, or a stack of shards of so many experts, travels as, on every stage."""

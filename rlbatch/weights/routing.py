@@ -43,11 +43,14 @@ class Routes:
         wanted: Global experts that each rank wants, in every layer that has experts; None: all.
         num_experts: Of a layer.
         rank: This rank.
+        ranks_per_node: As ``ParallelGroups``.
     """
 
-    def __init__(self, places: Sequence[Place], wanted: Sequence[Sequence[int] | None], num_experts: int, rank: int) -> None:
+    def __init__(
+        self, places: Sequence[Place], wanted: Sequence[Sequence[int] | None], num_experts: int, rank: int, ranks_per_node: int = 1
+    ) -> None:
         self._wanted = [tuple(range(num_experts)) if mine is None else tuple(dict.fromkeys(mine)) for mine in wanted]
-        self._rank = rank
+        self._rank, self._ranks_per_node = rank, ranks_per_node
         self._shards = 1 + max(etp for _, _, etp in places)
         self._per_rank = num_experts // (1 + max(ep for _, ep, _ in places))
         self._holders: dict[Place, list[int]] = {}
@@ -104,6 +107,12 @@ class Routes:
         mine = [step for step in rounds if step.index is not None or step.shards]
         return index if mine == [Round(index, (self._rank,), {0: self._rank})] else None
 
+    def _sender(self, holders: Sequence[int], receiver: int, expert: int) -> int:
+        """The nearest holder of the receiver's node; of other nodes one in turn, so that all of them send as much."""
+        size = self._ranks_per_node
+        near = [holder for holder in holders if size == 1 or holder // size == receiver // size]
+        return min(near, key=lambda holder: abs(holder - receiver)) if near else holders[(receiver // size + expert) % len(holders)]
+
     def _rounds(self, stage: int, slot: int) -> list[Round]:
         sends: dict[int, dict[int, list[int]]] = {}  # sender -> its expert -> receivers
         shards: dict[int, int] = {}  # of this rank: sender -> shard
@@ -112,8 +121,7 @@ class Routes:
                 continue
             place, index = divmod(wanted[slot], self._per_rank)
             for shard in range(self._shards):
-                # The nearest holder: this rank itself, or one of its node, where ranks follow each other.
-                sender = min(self._holders[stage, place, shard], key=lambda holder: abs(holder - receiver))
+                sender = self._sender(self._holders[stage, place, shard], receiver, wanted[slot])
                 sends.setdefault(sender, {}).setdefault(index, []).append(receiver)
                 if receiver == self._rank:
                     shards[sender] = shard
@@ -126,7 +134,9 @@ class Routes:
         return made
 
 
-def gathered_routes(place: Place, wanted: Sequence[int] | None, num_experts: int, device: torch.device) -> Routes | None:
+def gathered_routes(
+    place: Place, wanted: Sequence[int] | None, num_experts: int, device: torch.device, ranks_per_node: int = 1
+) -> Routes | None:
     """The routes of all ranks of the trainer; a collective.
 
     Returns:
@@ -138,7 +148,7 @@ def gathered_routes(place: Place, wanted: Sequence[int] | None, num_experts: int
     places: list[Place] = [(pp, ep, etp) for (pp, ep, etp), _ in told]
     # NCCL's first use of a group must be by all of its ranks; a round is of some.
     dist.all_reduce(torch.zeros(1, device=device))
-    return Routes(places, [theirs for _, theirs in told], num_experts, dist.get_rank())
+    return Routes(places, [theirs for _, theirs in told], num_experts, dist.get_rank(), ranks_per_node)
 
 
 def exchange(rounds: Sequence[Round], mine: Sequence[Tensor | None], memory: Sequence[Mapping[int, Tensor]]) -> None:

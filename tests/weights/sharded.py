@@ -26,12 +26,17 @@ from rlbatch.weights.params import ParallelGroups, ParameterMap
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees; what is left of the ranks of a stage are replicas. Layers are dealt out to stages in turns, as interleaved pipelines do."""
+    """Degrees; what is left of the ranks of a stage are replicas. Layers are dealt out to stages in turns, as interleaved pipelines do.
+
+    Attributes:
+        node: Ranks on one, which divide those of a stage.
+    """
 
     tp: int = 1
     pp: int = 1
     ep: int = 1
     etp: int = 1
+    node: int = 1
 
 
 _groups: dict[tuple[int, Layout], ParallelGroups] = {}
@@ -53,8 +58,12 @@ def groups_of(layout: Layout) -> ParallelGroups:
             for shard in range(layout.etp)
         ]
         pp = [range(first, world, stage_size) for first in range(stage_size)]
-        own = [_own_group(lists, rank) for lists in (tp, etp, ep, pp)]
-        _groups[world, layout] = ParallelGroups(*own)
+        copies = [
+            range(first + shard, first + layout.node, layout.tp) for first in range(0, world, layout.node) for shard in range(layout.tp)
+        ]
+        lists = (tp, etp, ep, pp, *([copies] if layout.node > layout.tp else []))
+        own = [_own_group(ranks, rank) for ranks in lists]
+        _groups[world, layout] = ParallelGroups(*own, ranks_per_node=layout.node)
     return _groups[world, layout]
 
 

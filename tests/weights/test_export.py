@@ -26,6 +26,7 @@ LAYOUTS = {
     "pp2 ep2": Layout(pp=2, ep=2),
     "tp2 ep4": Layout(tp=2, ep=4),
     "tp2 ep2": Layout(tp=2, ep=2),
+    "pp2, two of a node": Layout(pp=2, node=2),
 }
 """Of four ranks."""
 MODELS: dict[str, Callable[[], torch.nn.Module]] = {
