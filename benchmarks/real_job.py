@@ -1,0 +1,347 @@
+"""Real jobs at size, checked: ``python -m benchmarks.real_job CASE [name=value ...] [key=value ...]``.
+
+- ``resume``: a job of two steps saves and ends; the third step is then made twice from that checkpoint, under its layout and under another.
+  Losses, gradient norms and rewards of both must agree (``tolerance``), and the save may take no more beside what was held than 2 GiB and
+  two buffers of host memory a rank, and 1 GiB of a GPU.
+- ``steps``: three steps without a save.
+- ``offload``: with the most layers that ``rlbatch.plan`` lets through, two steps (and with ``save=1`` a save and the third step, resumed);
+  two layers more must be refused, and fail when that is forced.
+
+The model has the shape of Qwen3-30B-A3B, random weights and ``layers`` layers, in files of at most 4 GB; prompts are the embedded task's,
+the reward is a hash of the response. Names: ``layers=8 ranks=2 gpus=1 folder=/tmp/real_job tolerance=0.02 other="layout.tp_size=2"
+save=0 engine=PYTHON-WITH-VLLM``; ``gpus=0`` makes all of it tiny, on CPUs, with transformers as engine. Other arguments are keys of the
+job, e.g. ``offload=cpu_adam offload.options.fraction=0.5 offload.options.optimizer_state=true``.
+
+Prints what it measured, a line for each check, and exits with 1 if one fails. Its folder stays.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from rlbatch.checkpoint import run_folder
+from rlbatch.checkpoint.hf import HfWriter
+from rlbatch.pipeline.embedded import write_embedded_task
+from rlbatch.plan.parameters import ModelSize
+from rlbatch.registry import load_plugins
+from tests.large_models import CONFIGS
+
+GIB = 2**30
+HOST_GIB, GPU_GIB = 2.0, 1.0
+"""What a save may take beside what is held; on the host also two buffers (152 MiB)."""
+BUFFERS_GIB = 152 / 1024
+SHARD_BYTES = 4 * 10**9
+DISK_BYTES = 14
+"""Of a checkpoint, a parameter."""
+COMPARED = ("train/loss", "train/grad_norm", "reward/mean")
+NAMES = {
+    "layers": 8,
+    "ranks": 2,
+    "gpus": 1,
+    "folder": "/tmp/real_job",
+    "tolerance": 0.02,
+    "other": "layout.tp_size=2",
+    "save": 0,
+    "engine": "",
+}
+REWARD = """import zlib
+
+from rlbatch.api import hookimpl
+
+
+def hashed(samples):
+    return [float(zlib.crc32(sample.response.encode()) % 2) for sample in samples]
+
+
+@hookimpl
+def rlbatch_register_rewards():
+    return {"hashed": hashed}
+"""
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 256,
+}
+
+
+@dataclass
+class Setup:
+    """What the arguments say."""
+
+    case: str
+    keys: list[str]
+    layers: int
+    ranks: int
+    gpus: int
+    folder: Path
+    tolerance: float
+    other: list[str]
+    save: bool
+    engine: str
+
+    @classmethod
+    def of(cls, arguments: list[str]) -> Setup:
+        """Of the command line."""
+        case, *rest = arguments
+        given = {name: value for name, _, value in (each.partition("=") for each in rest) if name in NAMES}
+        own: dict[str, Any] = {}
+        for name, default in NAMES.items():
+            kind: Any = type(default)
+            own[name] = kind(given.get(name, default))
+        keys = [each for each in rest if each.partition("=")[0] not in NAMES]
+        folder, other, save = Path(own.pop("folder")), own.pop("other").split(), bool(own.pop("save"))
+        return cls(case, keys, folder=folder, other=other, save=save, **own)
+
+    def model(self, layers: int) -> dict[str, Any]:
+        """The config.json of so many layers."""
+        return {
+            **CONFIGS["qwen3_30b"],
+            **({} if self.gpus else TINY),
+            "num_hidden_layers": layers,
+            "architectures": ["Qwen3MoeForCausalLM"],
+        }
+
+    def job(self, layers: int, run: str, steps: int) -> list[str]:
+        """Keys of a job of so many steps."""
+        at_size = [
+            "train.prompts_per_step=64",
+            "algorithm.group_size=8",
+            "rollout.max_response_tokens=256",
+            "train.max_tokens_per_gpu=8192",
+        ]
+        engine = ["rollout=vllm", "rollout.engine.max_model_len=2048", "rollout.engine.enforce_eager=true"]
+        engine += [f"rollout.engine.python={self.engine}"] if self.engine else []
+        tiny = ["train.prompts_per_step=4", "algorithm.group_size=2", "rollout.max_response_tokens=4", "rollout=transformers"]
+        return [
+            "experiment=hf",
+            f"model.hf={self.folder}/model_{layers}",
+            f"data.train={self.folder}/task/train.jsonl",
+            f"plugins=[{self.folder}/reward_hash.py]",
+            "reward=hashed",
+            f"layout.world_size={self.ranks}",
+            f"layout.ep_size={self.ranks}",
+            "train.precision=bf16",
+            *([*at_size, *engine] if self.gpus else tiny),
+            "offload=gradients",
+            "trackers=[jsonl]",
+            f"run_dir={self.folder}/{run}",
+            f"train.steps={steps}",
+            "checkpoint.save_interval=-1",
+            *self.keys,
+        ]
+
+
+@dataclass
+class Measured:
+    """A job that was watched.
+
+    Attributes:
+        code: How it ended.
+        seconds: That it took.
+        host: GiB of the largest rank: most before a save, and during one.
+        gpu: GiB used of the fullest GPU: the same.
+        tail: The last lines that it printed.
+    """
+
+    code: int = 0
+    seconds: float = 0.0
+    host: dict[bool, float] = field(default_factory=lambda: {False: 0.0, True: 0.0})
+    gpu: dict[bool, float] = field(default_factory=lambda: {False: 0.0, True: 0.0})
+    tail: str = ""
+
+
+def write_model(setup: Setup, layers: int, *, weights: bool) -> Path:
+    """The folder of a random model, made once."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder, task = setup.folder / f"model_{layers}", setup.folder / "task"
+    if (folder / "complete").exists() or (folder.exists() and not weights):
+        return folder
+    shutil.rmtree(folder, ignore_errors=True)
+    write_embedded_task(task, seed=0)
+    (setup.folder / "reward_hash.py").write_text(REWARD)
+    own = json.loads((task / "model" / "config.json").read_text())
+    config = {**setup.model(layers), **{key: own[key] for key in ("pad_token_id", "bos_token_id", "eos_token_id")}}
+    if not weights:
+        shutil.copytree(task / "model", folder)
+        (folder / "config.json").write_text(json.dumps(config))
+        return folder
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
+    writer = HfWriter(folder, task / "model", SHARD_BYTES, config)
+    writer.write(_random(_checkpoint(model)))
+    writer.close()
+    (folder / "complete").touch()
+    return folder
+
+
+def _checkpoint(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Checkpoint names and tensors; transformers stacks the experts."""
+    for name, param in model.named_parameters():
+        stem, _, leaf = name.rpartition(".")
+        if leaf == "gate_up_proj":
+            for expert, both in enumerate(param.detach()):
+                gate, up = both.chunk(2, 0)
+                yield from ((f"{stem}.{expert}.gate_proj.weight", gate), (f"{stem}.{expert}.up_proj.weight", up))
+        elif leaf == "down_proj":
+            yield from ((f"{stem}.{expert}.down_proj.weight", tensor) for expert, tensor in enumerate(param.detach()))
+        else:
+            yield name, param.detach()
+
+
+def _random(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    for name, tensor in tensors:
+        made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        yield name, made.fill_(1) if tensor.dim() == 1 else made.normal_(0, 0.02)
+
+
+def run(setup: Setup, keys: list[str], saved_step: int = 0) -> Measured:
+    """Runs a job, and watches its memory; a save is going on while the draft of its checkpoint is there."""
+    found, ended = Measured(), threading.Event()
+    run_dir = Path(next(key for key in keys if key.startswith("run_dir=")).partition("=")[2])
+    draft = run_folder.draft_folder(run_folder.checkpoint_root("", run_dir), saved_step) if saved_step else None
+    started, output = time.perf_counter(), setup.folder / "output.log"
+    with output.open("w+") as log:
+        job = subprocess.Popen([sys.executable, "-m", "rlbatch.submit", *keys], stdout=log, stderr=subprocess.STDOUT)
+        watch = threading.Thread(target=_watch, args=(job.pid, draft, found, ended))
+        watch.start()
+        found.code = job.wait()
+        ended.set()
+        watch.join()
+    found.seconds, found.tail = time.perf_counter() - started, "\n".join(output.read_text(errors="replace").splitlines()[-12:])
+    print(f"\n{' '.join(keys)}\n-> exit code {found.code} after {found.seconds:.0f} s\n{found.tail}", flush=True)
+    return found
+
+
+def _watch(pid: int, draft: Path | None, found: Measured, ended: threading.Event) -> None:
+    while not ended.wait(0.2):
+        is_saving, ranks = draft is not None and draft.exists(), [0.0]
+        for process in psutil.Process(pid).children(recursive=True) if psutil.pid_exists(pid) else ():
+            try:
+                if "rlbatch.run" in process.cmdline():
+                    ranks.append(process.memory_info().rss / GIB)
+            except psutil.Error:
+                continue
+        found.host[is_saving] = max(found.host[is_saving], *ranks) if is_saving else max(ranks)  # before a save: the last one
+        if torch.cuda.is_available():
+            used = [(total - free) / GIB for free, total in map(torch.cuda.mem_get_info, range(torch.cuda.device_count()))]
+            found.gpu[is_saving] = max(found.gpu[is_saving], *used) if is_saving else max(used)
+        if draft is not None and not is_saving and found.host[True]:
+            return  # it is over
+
+
+def told(what: str, is_so: bool) -> int:
+    """Prints a check; returns how many of it failed."""
+    print(f"{'ok ' if is_so else 'BAD'}  {what}", flush=True)
+    return int(not is_so)
+
+
+def of_step(setup: Setup, run_name: str, step: int) -> dict[str, float]:
+    """What a step measured."""
+    lines = (setup.folder / run_name / "metrics.jsonl").read_text().splitlines()
+    return {tag: value for line in lines if json.loads(line)["step"] == step for tag, value in json.loads(line).items()}
+
+
+def resume(setup: Setup) -> int:
+    """The case of that name."""
+    write_model(setup, setup.layers, weights=True)
+    shutil.rmtree(setup.folder / "run", ignore_errors=True)
+    saved = run(setup, [*setup.job(setup.layers, "run", 2), "checkpoint.save_interval=2"], saved_step=2)
+    failures = told("two steps and a save", saved.code == 0)
+    if failures:
+        return failures
+    host, gpu = (taken[True] - taken[False] for taken in (saved.host, saved.gpu))
+    failures += told(f"the save took {host:.2f} GiB more of a rank's host memory", host <= HOST_GIB + BUFFERS_GIB)
+    failures += told(f"and {gpu:.2f} GiB more of a GPU", gpu <= GPU_GIB)
+    metrics = []
+    for name, keys in (("same", []), ("other", setup.other)):
+        shutil.rmtree(setup.folder / name, ignore_errors=True)
+        shutil.copytree(setup.folder / "run", setup.folder / name, ignore=shutil.ignore_patterns("checkpoints"))
+        (setup.folder / name / "checkpoints").symlink_to(setup.folder / "run" / "checkpoints")
+        again = run(setup, [*setup.job(setup.layers, name, 3), "resume=auto", *keys])
+        failures += told(f"the third step, {name} layout", again.code == 0)
+        metrics.append(of_step(setup, name, 3) if again.code == 0 else {})
+    for tag in COMPARED:
+        one, other = (each.get(tag, math.nan) for each in metrics)
+        is_close = math.isclose(one, other, rel_tol=setup.tolerance, abs_tol=setup.tolerance * 1e-3)
+        failures += told(f"{tag} of the third step: {one:.6g} and {other:.6g}", is_close)
+    return failures
+
+
+def steps(setup: Setup) -> int:
+    """The case of that name."""
+    write_model(setup, setup.layers, weights=True)
+    shutil.rmtree(setup.folder / "run", ignore_errors=True)
+    made = run(setup, setup.job(setup.layers, "run", 3))
+    if made.code == 0:
+        print(json.dumps(json.loads((setup.folder / "run" / "summary.json").read_text())["memory"], indent=1))
+    return told(f"three steps of {setup.layers} layers", made.code == 0)
+
+
+def offload(setup: Setup) -> int:
+    """The case of that name."""
+    layers = setup.layers
+    while _fits(setup, layers + 2):
+        layers += 2
+    while layers > 1 and not _fits(setup, layers):
+        layers -= 1
+    family = load_plugins().resolve_model_family(setup.model(layers))
+    print(f"{layers} layers fit, {ModelSize(family).total.total / 1e9:.2f} B parameters", flush=True)
+    setup.layers = layers
+    failures = resume(setup) if setup.save else steps(setup)
+    write_model(setup, layers + 2, weights=False)
+    refused = run(setup, setup.job(layers + 2, "refused", 2))
+    failures += told("two layers more are refused", refused.code == 2)
+    shutil.rmtree(setup.folder / f"model_{layers + 2}")
+    write_model(setup, layers + 2, weights=True)
+    forced = run(
+        setup,
+        [*setup.job(layers + 2, "forced", 2), "cluster.gpu_memory_gib=9999", "cluster.host_memory_gib=9999", "launch.preflight=false"],
+    )
+    return failures + told("and fail when that is forced", forced.code != 0)
+
+
+def _fits(setup: Setup, layers: int) -> bool:
+    write_model(setup, layers, weights=False)
+    plan = subprocess.run(
+        [sys.executable, "-m", "rlbatch.plan", *setup.job(layers, "plan", 2)], capture_output=True, text=True, check=False
+    )
+    return plan.returncode != 2
+
+
+def main(arguments: list[str]) -> int:
+    """Runs a case."""
+    cases = {"resume": resume, "steps": steps, "offload": offload}
+    if not arguments or arguments[0] not in cases:
+        print(__doc__)
+        return 2
+    setup = Setup.of(arguments)
+    setup.folder.mkdir(parents=True, exist_ok=True)
+    return int(bool(cases[setup.case](setup)))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
