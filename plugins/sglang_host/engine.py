@@ -38,6 +38,13 @@ class SglangEngine(SamplingEngine):
         self._engine: Any = None
         self._has_weights = False
 
+    async def op_prepare(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
+        """Imports SGLang."""
+        if not engine_options.version_refusal(engine_options.installed_version(), sys.executable):
+            _add_plugin()
+            from sglang.srt.entrypoints.engine import Engine  # noqa: F401  # most of it
+        return {}
+
     async def op_start(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
         """Starts SGLang with ``defaults``, the user's ``options``, and what is ``decided`` by other keys."""
         version = engine_options.installed_version()
@@ -252,7 +259,8 @@ def _start_processes(method: str) -> None:
 
 def _add_plugin() -> None:
     """A user's choice of SGLang plugins must not leave ours out."""
-    if chosen := os.environ.get("SGLANG_PLUGINS"):
+    chosen = os.environ.get("SGLANG_PLUGINS", "")
+    if chosen and "rlbatch" not in chosen.split(","):
         os.environ["SGLANG_PLUGINS"] = f"{chosen},rlbatch"
 
 

@@ -31,22 +31,47 @@ class VllmEngine(SamplingEngine):
         """Nothing is started."""
         super().__init__()
         self._llm: Any = None
+        self._prepared: tuple[Any, Any, str] | None = None
         self._audits, self._was_paused = False, False
         self._replays, self._checks, self._is_draft, self._is_open = False, False, False, False
         self._forgetting: asyncio.Future[None] | None = None
         self._is_quiet = True
 
+    async def op_prepare(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
+        """Imports vLLM and lets it look at the model, which may take a minute."""
+        self._prepared = self._configured(header)
+        return {}
+
     async def op_start(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
         """Starts vLLM with ``defaults``, the user's ``options``, and what is ``decided`` by other keys."""
+        arguments, config, version = self._prepared or self._configured(header)
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        _check_head_size(config.model_config)
+        _start_processes(header["process_start"])
+        try:
+            self._llm = AsyncLLM.from_vllm_config(config, disable_log_stats=arguments.disable_log_stats)
+        except RuntimeError:
+            if told := too_small(startup_log(), arguments.kv_cache_memory_bytes):
+                raise Refused(told) from None
+            raise
+        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+        await versions.ask_workers(self._llm, "rlbatch_draw")
+        self.workers = await versions.ask_workers(self._llm, "rlbatch_experts")
+        processes = sorted({pid for worker in self.workers for pid in worker["processes"]})
+        return {"version": version, "max_model_len": self._llm.model_config.max_model_len, "processes": processes}
+
+    def _configured(self, header: dict[str, Any]) -> tuple[Any, Any, str]:
+        """vLLM's arguments, its configuration, and its version."""
         distribution, version = versions.installed()
         if refused := versions.version_refusal(distribution, version, sys.executable):
             raise Refused(refused)
         _add_plugin()
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.logger import init_logger
         from vllm.usage.usage_lib import UsageContext
-        from vllm.v1.engine.async_llm import AsyncLLM
+        from vllm.v1.engine.async_llm import AsyncLLM  # noqa: F401  # most of vLLM
 
         if refused := versions.without_invariance(version):
             raise Refused(refused)
@@ -63,19 +88,7 @@ class VllmEngine(SamplingEngine):
         except (ValueError, TypeError, AssertionError, NotImplementedError) as error:
             traceback.print_exc()
             raise Refused(engine_options.refused(error, header["options"], version)) from error
-        _check_head_size(config.model_config)
-        _start_processes(header["process_start"])
-        try:
-            self._llm = AsyncLLM.from_vllm_config(config, disable_log_stats=arguments.disable_log_stats)
-        except RuntimeError:
-            if told := too_small(startup_log(), arguments.kv_cache_memory_bytes):
-                raise Refused(told) from None
-            raise
-        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
-        await versions.ask_workers(self._llm, "rlbatch_draw")
-        self.workers = await versions.ask_workers(self._llm, "rlbatch_experts")
-        processes = sorted({pid for worker in self.workers for pid in worker["processes"]})
-        return {"version": version, "max_model_len": self._llm.model_config.max_model_len, "processes": processes}
+        return arguments, config, version
 
     async def op_ping(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
         """A sign of life of the scheduler's process, not only of this one."""
@@ -247,7 +260,8 @@ def _start_processes(method: str) -> None:
 
 def _add_plugin() -> None:
     """A user's choice of vLLM plugins must not leave ours out."""
-    if chosen := os.environ.get("VLLM_PLUGINS"):
+    chosen = os.environ.get("VLLM_PLUGINS", "")
+    if chosen and "rlbatch" not in chosen.split(","):
         os.environ["VLLM_PLUGINS"] = f"{chosen},rlbatch"
 
 

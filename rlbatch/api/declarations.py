@@ -247,6 +247,7 @@ class RolloutSpec(Configurable):
             and ``rollout.top_k`` are refused.
         returns_routes: Whether its samples say which experts tokens went to (``Completion.routes``); without that
             ``algorithm.routing_replay=rollout`` is refused.
+        starts_beside: Whether it is built before the trainer, with ``RolloutContext.starts_later``, and is a ``StartingBackend``.
         draft: Whose weights its engine speculates with, given ``rollout.engine.*``: a Hugging Face folder, empty for the layers that the
             model's family carries, None for none; may raise ``ConfigError``.
     """
@@ -264,4 +265,5 @@ class RolloutSpec(Configurable):
     has_fp8: bool = False
     returns_kept_tokens: bool = False
     returns_routes: bool = False
+    starts_beside: bool = False
     draft: Callable[[Mapping[str, Any]], str | None] = no_draft

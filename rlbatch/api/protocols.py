@@ -164,6 +164,8 @@ class RolloutContext:
         audit_sync: ``rollout.audit_sync``.
         audit_interval: ``rollout.audit_interval``.
         with_routes: Whether ``SamplingParams.with_routes`` may be set.
+        starts_later: Whether the backend only begins its start, beside the trainer's, and leaves the accelerator alone until ``start``
+            (``RolloutSpec.starts_beside``).
     """
 
     hf_folder: Path
@@ -181,6 +183,7 @@ class RolloutContext:
     audit_sync: str = "first"
     audit_interval: int = 0
     with_routes: bool = False
+    starts_later: bool = False
 
 
 class RolloutBackend(Protocol):
@@ -227,6 +230,18 @@ class CarryingBackend(Protocol):
     """
 
     lacks_carried: bool
+
+
+@runtime_checkable
+class StartingBackend(Protocol):
+    """A ``RolloutBackend`` that was told ``RolloutContext.starts_later``."""
+
+    def start(self) -> None:
+        """Ends the start that its build began, once the trainer is there; on every rank.
+
+        Raises:
+            RolloutError: it does not start.
+        """
 
 
 @runtime_checkable

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
-from functools import partial
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from rlbatch.algorithms.objective import Objective
-from rlbatch.api import ConfigError, ModelFamily, OffloadStrategy, Prompt, RolloutContext
+from rlbatch.api import ConfigError, ModelFamily, OffloadStrategy, Prompt, RolloutBackend, RolloutContext, StartingBackend
 from rlbatch.checkpoint.carried import Carried, carried_layers, draft_model
+from rlbatch.collectives import gathered
 from rlbatch.config.hf_config import read_config
 from rlbatch.config.keys import EMBEDDED
 from rlbatch.config.schema import Config
 from rlbatch.first_rank import on_first_rank
-from rlbatch.foreign_code import foreign_code, foreign_context
+from rlbatch.foreign_code import foreign_code, foreign_context, state_kept
 from rlbatch.launch.membership.store import JobStore
 from rlbatch.launch.membership.watchdog import Watchdog
 from rlbatch.launch.shutdown.grace_period import estimate_write_s
@@ -27,7 +30,8 @@ from rlbatch.megatron import parallel
 from rlbatch.megatron.policy import Policy
 from rlbatch.megatron.rng import seed_random_numbers
 from rlbatch.megatron.trainer import Trainer
-from rlbatch.pipeline.engine_model import write_engine_folder
+from rlbatch.metrics.phases import PartClock
+from rlbatch.pipeline.engine_model import FOLDER, write_engine_folder
 from rlbatch.pipeline.engine_ranks import EngineRanks, engine_ranks
 from rlbatch.pipeline.finished_groups import sampler_key
 from rlbatch.pipeline.health import Health
@@ -102,15 +106,29 @@ class _Assembly:
     def engine_job(self) -> tuple[EngineJob, Training | None]:
         """What every job has, and the training prompts, if it has any."""
         config, registry, rank = self.config, self.registry, self.store.info.rank
-        hf_folder, family = self._model()
+        clock = PartClock()
+        with clock.part("groups"):
+            hf_folder, family = self._model()
+            quantization = engine_quantization(config, registry, family, read_config(hf_folder))
         offload = registry.build_offload(config.offload.name, config.offload.options)
-        trainer = Trainer(config, family, offload) if config.mode == "train" else Policy(config, family)
-        load_policy(config, trainer, hf_folder, self.announce, needs_reference=registry.needs_reference(config.algorithm))
-        quantization = engine_quantization(config, registry, family, read_config(hf_folder))
-        rollout, tokenizer = self._beside_weights(offload, partial(self._rollout, family, hf_folder, quantization))
+        with ExitStack() as failing:
+            backend = None
+            if registry.rollout(config).starts_beside:
+                with clock.part("engine, begun"):
+                    backend = self._backend(family, hf_folder, quantization, starts_later=True)
+                    failing.callback(backend.close)
+            with clock.part("model"):
+                trainer = Trainer(config, family, offload) if config.mode == "train" else Policy(config, family)
+            with clock.part("weights"):
+                load_policy(config, trainer, family, hf_folder, self.announce, needs_reference=registry.needs_reference(config.algorithm))
+            with clock.part("engine"):
+                rollout, tokenizer = self._beside_weights(offload, partial(self._rollout, family, hf_folder, quantization, backend))
+            failing.pop_all()
         tell = self.announce if rank == 0 else lambda told: None
-        train = open_training(config, self.run_dir, family, tokenizer, registry, tell) if config.mode == "train" else None
-        held_out = with_prompts(config, self._held_out(tokenizer, family, tell))
+        with clock.part("prompts"):
+            train = open_training(config, self.run_dir, family, tokenizer, registry, tell) if config.mode == "train" else None
+            held_out = with_prompts(config, self._held_out(tokenizer, family, tell))
+        self.announce(f"started: {clock.told()}")
         write_s = estimate_write_s(config, ModelSize(family).total.total, self.run_dir)
         named = {*(train.rewards if train else ()), *(prompt.reward_name for each in held_out for prompt in each.prompts)}
         job = EngineJob(
@@ -145,7 +163,7 @@ class _Assembly:
         seed_random_numbers(config.seed, info.rank)
         if info.local_rank == 0:
             self.registry.check_engine(config)
-        parallel.initialize_groups(config.layout, config.seed)
+        parallel.initialize_groups(config.layout, config.seed, math.gcd(*gathered(info.local_size)))
         self.announce(f"building {family.name}: {family.num_layers} layers, {family.num_experts} experts")
         return hf_folder, family
 
@@ -171,15 +189,30 @@ class _Assembly:
             rollout.sleep()
         return rollout, tokenizer
 
-    def _rollout(self, family: ModelFamily, hf_folder: Path, quantization: Quantization) -> tuple[Rollout, PreTrainedTokenizerBase]:
-        """The engine that this rank has a part of, started, and the tokenizer that it has too."""
-        config, registry, rank = self.config, self.registry, self.store.info.rank
+    def _backend(self, family: ModelFamily, hf_folder: Path, quantization: Quantization, *, starts_later: bool) -> RolloutBackend:
+        """The engine that this rank has a part of."""
+        config, registry = self.config, self.registry
         self.announce(f"starting the {config.rollout.name} engine")
-        engine = engine_ranks(self.store.info, registry.ranks_per_engine(config), registry.rollout(config))
         check_device(config, quantization, on_gpu=self.device != "cpu")
         folder = on_first_rank(lambda: write_engine_folder(hf_folder, self.run_dir, family, quantization))
+        context = replace(self._context(self._engine, folder, quantization), starts_later=starts_later)
+        return registry.build_rollout(config.rollout.name, config.rollout.options, context)
+
+    @cached_property
+    def _engine(self) -> EngineRanks:
+        return engine_ranks(self.store.info, self.registry.ranks_per_engine(self.config), self.registry.rollout(self.config))
+
+    def _rollout(
+        self, family: ModelFamily, hf_folder: Path, quantization: Quantization, begun: RolloutBackend | None
+    ) -> tuple[Rollout, PreTrainedTokenizerBase]:
+        """This rank's part of its engine, which may have begun to start, and the tokenizer that the engine has too."""
+        config, registry, rank, engine = self.config, self.registry, self.store.info.rank, self._engine
+        backend = begun or self._backend(family, hf_folder, quantization, starts_later=False)
+        if isinstance(backend, StartingBackend) and begun is not None:
+            with state_kept(f"rollout={config.rollout.name}"):
+                backend.start()
+        folder = self.run_dir / FOLDER
         carried = self._carried(family, hf_folder, folder)
-        backend = registry.build_rollout(config.rollout.name, config.rollout.options, self._context(engine, folder, quantization))
         tokenizer = load_tokenizer(folder, hf_folder)
         rollout = Rollout(
             backend,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
 from rlbatch.api import PluginError
-from rlbatch.metrics.phases import GIB, SHOWN, GpuMemory, OutOfMemory, PhaseClock
+from rlbatch.metrics.phases import GIB, SHOWN, GpuMemory, OutOfMemory, PartClock, PhaseClock
 
 
 class Counters:
@@ -98,3 +100,15 @@ def test_a_gpu_without_memory_is_told_with_its_phase(monkeypatch: pytest.MonkeyP
     assert (caught.value.phase, str(caught.value)) == ("offload", "Tried to allocate 1.00 GiB")
     with pytest.raises(PluginError), clock.phase("offload"):
         raise PluginError("mine raised something else")
+
+
+def test_the_parts_of_a_start_are_told_in_order() -> None:
+    """One line with the whole and each part; one that failed has no number."""
+    clock = PartClock()
+    with clock.part("model"):
+        pass
+    with pytest.raises(KeyError), clock.part("weights"):
+        raise KeyError("gone")
+    with clock.part("engine"):
+        pass
+    assert re.fullmatch(r"\d+\.\d s: model \d+\.\d, engine \d+\.\d", clock.told())

@@ -58,7 +58,7 @@ class RecordedHost:
     def started(self, needed: Iterable[int], hang_limit_s: float) -> None:
         """Nobody watches it."""
 
-    def close(self) -> None:
+    def close(self, wait_s: float = 0.0) -> None:
         self.recorder.note("close")
 
     def mark_warmed_up(self) -> None:

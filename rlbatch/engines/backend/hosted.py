@@ -32,7 +32,7 @@ from rlbatch.api.values import Count, CountOrZero, Seconds, option
 from rlbatch.engines.backend.answers import completions, seed
 from rlbatch.engines.backend.shm_space import check_room
 from rlbatch.engines.backend.weight_check import Compared, HeldPart, TrainerSums, compare
-from rlbatch.engines.client.engine_process import EngineHost
+from rlbatch.engines.client.engine_process import CLOSE_WAIT_S, EngineHost
 from rlbatch.engines.protocol.frames import pack_ints
 from rlbatch.engines.protocol.shared_names import OWNER
 from rlbatch.engines.transfer.checksums import Expected
@@ -85,6 +85,7 @@ class HostedSpec(RolloutSpec):
     separate_option: str = "separate_gpus"
     shortest_option: str = "min_response_tokens"
     continues: bool = True
+    starts_beside: bool = True
 
 
 def hosted_shape(options: HostedOptions) -> EngineShape:
@@ -172,8 +173,19 @@ class HostedRollout:
         devices = [device.decode() for device in context.node_gather(context.device.encode())]
         self._program = program(devices_behind(devices, options)) if context.node_rank == 0 else None
         self._max_model_len, self.software = 0, ""
-        self._host = self._started(self._program) if self._program else None
-        self._sender = self._new_sender()
+        self._host = self._launched(self._program) if self._program else None
+        self._sender: WeightSender
+        self._is_started = False
+        if not context.starts_later:
+            self.start()
+        elif self._host is not None and self._program is not None:
+            self._host.begin("prepare", self._program.start)  # what is wrong with it, `start` says
+
+    def start(self) -> None:
+        """Ends the engine's start; see ``StartingBackend``."""
+        if self._host is not None and self._program is not None:
+            self._start(self._host, self._program)
+        self._sender, self._is_started = self._new_sender(), True
 
     def _new_sender(self) -> WeightSender:
         return WeightSender(
@@ -203,8 +215,8 @@ class HostedRollout:
         except (RuntimeError, futures.TimeoutError) as error:
             raise RolloutError(f"rollout.options.transport: this rank and its engine's workers do not meet ({error}).") from error
 
-    def _started(self, program: EngineProgram) -> EngineHost:
-        host = EngineHost(
+    def _launched(self, program: EngineProgram) -> EngineHost:
+        return EngineHost(
             program.name,
             program.engine,
             self._context.folder,
@@ -213,6 +225,8 @@ class HostedRollout:
             entry_points=program.entry_points,
             sockets_variable=program.sockets_variable,
         )
+
+    def _start(self, host: EngineHost, program: EngineProgram) -> None:
         try:
             check_room(program.shared_mib)
             started = host.call("start", program.start, limit_s=self._options.start_timeout_s)
@@ -222,7 +236,6 @@ class HostedRollout:
             raise
         host.started(started.get("processes", ()), self._options.hang_limit_s)
         self._max_model_len = int(started["max_model_len"])
-        return host
 
     def _own_network(self) -> dict[str, str]:
         """Processes of an engine on one node meet where no other machine can come."""
@@ -235,8 +248,8 @@ class HostedRollout:
         if self._program and self._host is not None:
             log = self._host.log
             log.replace(log.with_name(f"engine_{self._restarts}.log"))
-            self._host = self._started(self._program)
-        self._sender = self._new_sender()
+            self._host = self._launched(self._program)
+        self.start()
 
     def update_weights(self, buckets: Iterable[WeightBucket]) -> None:
         """Wakes the engine for its weights, sends them, and then gives it its cache; see ``RolloutBackend``."""
@@ -377,9 +390,10 @@ class HostedRollout:
     def close(self) -> None:
         """Ends the engine and all its processes; another one may be started in its place."""
         self._give_back()
-        self._sender.close()
+        if self._is_started:
+            self._sender.close()
         if self._host is not None:
-            self._host.close()
+            self._host.close(CLOSE_WAIT_S if self._is_started else 0.0)
 
 
 def uses_group(options: HostedOptions) -> bool:

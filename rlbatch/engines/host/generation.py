@@ -47,6 +47,10 @@ class SamplingEngine(ABC):
         self.version = -1
         self.workers: list[dict[str, Any]] = []
 
+    async def op_prepare(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
+        """Does of ``start``, which has the same header, what takes time and no accelerator, if there is such."""
+        return {}
+
     @abstractmethod
     async def draw(self, name: str, prompt: Sequence[int], header: dict[str, Any], seed: int) -> Sampled:
         """One sample; where it is cancelled the engine gives it up.

@@ -33,6 +33,22 @@ def test_a_later_sync_that_hangs_busily(tmp_path: Path, repository: Path, monkey
         made.close()
 
 
+def test_a_start_that_was_begun_is_ended_later(tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process is there at once, the engine starts when it is told to; one that is closed before that leaves nothing."""
+    monkeypatch.setenv("PYTHONPATH", str(repository))
+    for starts in (True, False):
+        folder = tmp_path / str(starts)
+        made = hosted(RolloutContext(Path(), "cpu", "float32", folder=folder, starts_later=True), HostedOptions())
+        assert made._host is not None
+        assert made._host._process.poll() is None
+        assert not (folder / "reached_start").exists()
+        if starts:
+            made.start()
+            assert (folder / "reached_start").exists()
+        made.close()
+        assert made._host._process.poll() is not None
+
+
 def test_the_defaults_are_accepted() -> None:
     """And so are numbers as values of variables."""
     check_options(HostedOptions(), {"python": "python3", "environment": {"A": 1, "B": "text", "C": True}})
