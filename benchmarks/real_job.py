@@ -35,8 +35,8 @@ from torch import Tensor
 
 from rlbatch.checkpoint import run_folder
 from rlbatch.checkpoint.hf import HfWriter
-from rlbatch.pipeline.embedded import write_embedded_task
 from rlbatch.plan.parameters import ModelSize
+from rlbatch.prompts.embedded import write_embedded_task
 from rlbatch.registry import load_plugins
 from tests.large_models import CONFIGS
 

@@ -185,18 +185,10 @@ class HostedRollout:
         """Ends the engine's start; see ``StartingBackend``."""
         if self._host is not None and self._program is not None:
             self._start(self._host, self._program)
-        self._sender, self._is_started = self._new_sender(), True
-
-    def _new_sender(self) -> WeightSender:
-        return WeightSender(
-            self._host,
-            self._context.device,
-            self._context.node_gather,
-            self._options.sync_timeout_s,
-            self._context.node_rank,
-            self._joined() if self._is_collective and self._host is not None else None,
-            is_collective=self._is_collective,
-        )
+        own, limit_s, together = self._context, self._options.sync_timeout_s, self._is_collective
+        group = self._joined() if together and self._host is not None else None
+        self._sender = WeightSender(self._host, own.device, own.node_gather, limit_s, own.node_rank, group, is_collective=together)
+        self._is_started = True
 
     def _joined(self) -> WeightGroup:
         """This rank and the workers of its host in a group of their own."""
