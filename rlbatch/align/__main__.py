@@ -14,7 +14,7 @@ from rlbatch.api.exit_codes import FAILED, REFUSED
 from rlbatch.config.hf_config import read_config
 from rlbatch.launch.ranks.rank_info import check_trainer
 from rlbatch.plan.layout import check_expert_widths
-from rlbatch.registry import load_plugins
+from rlbatch.registry import Registry, load_plugins
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -32,7 +32,9 @@ def main(arguments: Sequence[str]) -> int:
     try:
         options = parse(arguments)
         check_trainer("rlbatch.align")
-        family = load_plugins(options.plugins).resolve_model_family(read_config(Path(options.hf)))
+        registry = load_plugins(options.plugins)
+        family = registry.resolve_model_family(read_config(Path(options.hf)))
+        _check_engines(options, registry)
         _check(options, family)
         layouts = {} if options.beside else {name: layout_of(name, family) for name in options.layouts}
         tokens = token_lists(options, family)
@@ -48,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
 
     answers, is_right, pools = [], True, RankPools()
     try:
-        for found in compared(options, family, layouts, tokens, pools):
+        for found in compared(options, family, layouts, tokens, pools, registry):
             if isinstance(found, Answer):
                 answers.append(found)
                 is_right &= found.first is None
@@ -66,11 +68,16 @@ def main(arguments: Sequence[str]) -> int:
         pools.close()
     if options.out:
         from rlbatch.align.page import write_page
-        from rlbatch.align.places import batch_of
 
-        write_page(Path(options.out), f"{family.name}: {options.hf}", batch_of(tokens), answers, family.num_layers)
+        write_page(Path(options.out), f"{family.name}: {options.hf}", answers, family.num_layers)
         print(f"{options.out}: curves over layers, tokens by their difference")
     return 0 if is_right else FAILED
+
+
+def _check_engines(options: Options, registry: Registry) -> None:
+    for name in options.engines:
+        if name not in registry.rollouts:
+            raise ConfigError(f"engines=[{name}]: there is no such rollout backend. Use {', '.join(sorted(registry.rollouts))}.")
 
 
 def _check(options: Options, family: ModelFamily) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rlbatch.align.case import Case, Explanation
 from rlbatch.align.comparison import ABSOLUTE, Row, compare, first_difference
 from rlbatch.align.kinds import explain
-from rlbatch.align.places import Batch, Capture, Place, Side, in_words
+from rlbatch.align.places import Batch, Capture, Named, Place, in_words
 from rlbatch.align.ties import without_ties
 from rlbatch.api import ModelFamily
 
@@ -39,6 +39,7 @@ class Answer:
         first: The first that differs by more than rounding.
         explanation: Of that.
         ties: Tokens whose experts rounding chose, which were left out from there on.
+        batch: What was computed.
     """
 
     title: str
@@ -46,6 +47,7 @@ class Answer:
     first: Row | None
     explanation: Explanation | None
     ties: int = 0
+    batch: Batch = field(default_factory=lambda: Batch([]))
 
     def sentence(self, num_layers: int) -> str:
         """Which module is the first that differs, what kind of difference it is, and how that is known."""
@@ -79,11 +81,22 @@ class Answer:
         return lines
 
 
-def answer(family: ModelFamily, batch: Batch, side: Side, want: Capture, got: Capture, limits: dict[Place, float]) -> Answer:
+def answer(family: ModelFamily, batch: Batch, side: Named, want: Capture, got: Capture, limits: dict[Place, float]) -> Answer:
     """Compares a side with the baseline, and explains the first difference."""
     rows, ties = without_ties(family, batch, compare(want, got, limits), want, got)
     first = first_difference(rows)
     if first is None:
-        return Answer(side.title, rows, None, None, ties)
+        return Answer(side.title, rows, None, None, ties, batch)
+    if (-1, "embedding") not in got.values:
+        return Answer(side.title, rows, first, _not_located(first), ties, batch)
     case = Case(family, batch, first.place, want, got, first.limit)
-    return Answer(side.title, rows, first, explain(case, side.precision), ties)
+    return Answer(side.title, rows, first, explain(case, side.precision), ties, batch)
+
+
+def _not_located(first: Row) -> Explanation:
+    """Of a side that does not show what is inside of it."""
+    count, total = int((first.errors > first.limit).sum()), len(first.errors)
+    words = "the side shows neither what enters this place nor what was before it: the difference begins here or anywhere before"
+    return Explanation(
+        "not located", words, f"{count} of {total} tokens differ; its weights were compared with the folder's when it got them"
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -29,10 +29,13 @@ Usage: python -m rlbatch.align hf=<folder> [key=value ...]
 Sides, on this machine's processors:
   transformers         the folder, in fp32: the baseline
   trainer              the trainer with its local layers, under each of layouts
+  engines              rollout backends such as vllm and sglang, with the folder's weights: sequences that they sample, of the same
+                       lengths and first tokens; their log-probs, and their experts if they tell them
   beside=<folder>      another checkpoint of the same model, in transformers in the place of the trainer
 
 Examples:
   python -m rlbatch.align hf=/models/tiny layouts=[ep1,ep2,tp2+ep2]
+  python -m rlbatch.align hf=/models/tiny engines=[vllm] 'engine={vllm: {python: .venv-vllm/bin/python}}'
   python -m rlbatch.align hf=/models/tiny beside=/models/exported out=align.html
 
 What is rounding is measured: transformers in the precision of a side beside transformers in more bits, times 10.
@@ -51,7 +54,9 @@ class Options:
     layouts: tuple[str, ...] = key(
         ("ep1",), "Layouts of the trainer: sizes joined by +, e.g. tp2+ep2; the others are 1, ranks as many as that takes."
     )
-    precision: Literal["fp32", "bf16"] = key("fp32", "Arithmetic of the trainer.")
+    engines: tuple[str, ...] = key((), "Rollout backends.")
+    engine: Mapping[str, Any] = key({}, "Of each of them what a run has as rollout.engine: python, environment, the engine's own options.")
+    precision: Literal["fp32", "bf16"] = key("fp32", "Arithmetic of the trainer and of engines.")
     lengths: tuple[Count, ...] = key((9, 17, 1, 12), "Tokens of random sequences.")
     seed: Annotated[int, Range(least=0, most=2**31)] = key(0, "Of the random tokens.")
     tokens: str = key("", "File with a JSON list of token ids a line, in the place of random ones.")
@@ -82,10 +87,17 @@ def parse(arguments: Sequence[str]) -> Options:
         raise ConfigError("hf=: has no value. Give the model's folder: hf=<folder>.")
     if options.beside and "layouts" in values:
         raise ConfigError("layouts: not used with beside=, which compares two checkpoints in transformers. Leave one of them out.")
+    if options.beside and options.engines:
+        raise ConfigError("engines: not used with beside=, which compares two checkpoints in transformers. Leave one of them out.")
+    for name, own in options.engine.items():
+        if name not in options.engines or not isinstance(own, Mapping):
+            raise ConfigError(
+                f"engine.{name}={show_value(own)}: must be options of one of engines. Write engine={{<name>: {{python: <path>}}}}."
+            )
     if options.out and not Path(options.out).resolve().parent.is_dir():
         raise ConfigError(f"out={options.out}: its folder is not there. Make it, or choose another path.")
-    if not options.layouts:
-        raise ConfigError("layouts=[]: must name at least one. Use layouts=[ep1].")
+    if not options.layouts and not options.engines:
+        raise ConfigError("layouts=[]: must name at least one, or engines must. Use layouts=[ep1].")
     return options
 
 

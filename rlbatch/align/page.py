@@ -8,7 +8,6 @@ from html import escape
 from pathlib import Path
 
 from rlbatch.align.answer import Answer
-from rlbatch.align.places import Batch
 
 WIDTH, HEIGHT, MARGIN = 760, 220, 50
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377")
@@ -19,13 +18,12 @@ STYLE = (
 )
 
 
-def write_page(path: Path, title: str, batch: Batch, answers: Sequence[Answer], num_layers: int) -> None:
+def write_page(path: Path, title: str, answers: Sequence[Answer], num_layers: int) -> None:
     """Writes the page.
 
     Args:
         path: Of the file.
         title: Its heading.
-        batch: What was computed.
         answers: One for each side beside the baseline.
         num_layers: Of the model.
     """
@@ -33,7 +31,7 @@ def write_page(path: Path, title: str, batch: Batch, answers: Sequence[Answer], 
     parts += [f"<p>{escape(answer.sentence(num_layers))}</p>" for answer in answers]
     parts.append("<h2>Largest difference of each layer</h2>" + _curves(answers))
     for answer in answers:
-        parts.append(f"<h2>{escape(answer.title)}</h2>" + _tokens(batch, answer) + _table(answer))
+        parts.append(f"<h2>{escape(answer.title)}</h2>" + _tokens(answer) + _table(answer))
     path.write_text("\n".join(parts) + "\n", encoding="utf-8")
 
 
@@ -62,8 +60,8 @@ def _up(value: float) -> float:
     return MARGIN + HEIGHT * (1 - power) / (1 - math.log10(SMALLEST))
 
 
-def _tokens(batch: Batch, answer: Answer) -> str:
-    rows = [row for row in answer.rows if row.place[1] == "logprobs"]
+def _tokens(answer: Answer) -> str:
+    rows, batch = [row for row in answer.rows if row.place[1] == "logprobs"], answer.batch
     if not rows:
         return ""
     lines = []

@@ -91,8 +91,8 @@ class Capture:
     gradients: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-class Side(Protocol):
-    """A model that computes the batch.
+class Named(Protocol):
+    """A model that computes.
 
     Attributes:
         title: As it is called in the answer.
@@ -101,6 +101,10 @@ class Side(Protocol):
 
     title: str
     precision: str
+
+
+class Side(Named, Protocol):
+    """A model that computes the batch."""
 
     def capture(self, batch: Batch) -> Capture:
         """Computes the batch; raises whatever keeps it from that."""

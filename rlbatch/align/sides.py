@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any
 from rlbatch.align.answer import Answer, answer
 from rlbatch.align.arguments import Options
 from rlbatch.align.comparison import measured_rounding
+from rlbatch.align.engine_side import EngineSide
 from rlbatch.align.places import Batch, Capture, Place, Side, batch_of
 from rlbatch.align.trainer_side import TrainerSide
 from rlbatch.align.transformers_side import TransformersSide
 from rlbatch.api import ModelError, ModelFamily
 from rlbatch.config.schema import LayoutConfig
+from rlbatch.registry import Registry
 from rlbatch.testing.gradients import relative_error
 
 MORE_BITS = {"fp32": "fp64", "bf16": "fp32"}
@@ -36,7 +39,12 @@ class Failed:
 
 
 def compared(
-    options: Options, family: ModelFamily, layouts: dict[str, LayoutConfig], tokens: Sequence[Sequence[int]], pools: Callable[[int], Any]
+    options: Options,
+    family: ModelFamily,
+    layouts: dict[str, LayoutConfig],
+    tokens: Sequence[Sequence[int]],
+    pools: Callable[[int], Any],
+    registry: Registry,
 ) -> Iterator[Answer | Failed | str]:
     """One side after the other: its answer or why it has none, and a line on its gradients.
 
@@ -46,6 +54,7 @@ def compared(
         layouts: By name.
         tokens: The sequences.
         pools: Gives the processes of a number of ranks.
+        registry: Of plugins.
 
     Raises:
         ModelError: transformers cannot compute the baseline.
@@ -76,6 +85,21 @@ def compared(
         if first is not None and got.gradients:
             yield _gradients(side, got, *first)
         first = first or (side.title, got)
+    for name in options.engines:
+        yield _engine(options, name, family, registry, tokens)
+
+
+def _engine(options: Options, name: str, family: ModelFamily, registry: Registry, tokens: Sequence[Sequence[int]]) -> Answer | Failed:
+    """An engine beside transformers, on what it samples."""
+    folder = Path(options.hf)
+    with tempfile.TemporaryDirectory() as scratch:
+        side = EngineSide(name, folder, family, registry, options.engine.get(name, {}), options.precision, options.seed, Path(scratch))
+        try:
+            batch = side.sample(tokens)
+            baseline = TransformersSide(folder).capture(batch)
+            return answer(family, batch, side, baseline, side.shown(baseline), rounding(folder, batch, baseline, options.precision))
+        except Exception as error:  # of whatever runs there: the other sides go on
+            return Failed(side.title, _first_line(error))
 
 
 def rounding(folder: Path, batch: Batch, baseline: Capture, precision: str) -> dict[Place, float]:
@@ -95,6 +119,11 @@ def _gradients(side: Side, got: Capture, title: str, first: Capture) -> str:
     limit = GRADIENT_LIMIT[side.precision]
     verdict = "agree" if apart[name] <= limit else "DIFFER"
     return f"{side.title}: gradients {verdict} with those of {title}; at most {apart[name]:.1e} of {limit:.0e}, {name}."
+
+
+def _first_line(error: Exception) -> str:
+    """Engines say first what is wrong, and then show their log."""
+    return str(error).partition("\n")[0].strip() or type(error).__name__
 
 
 def _last_line(error: Exception) -> str:

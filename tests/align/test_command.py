@@ -137,7 +137,7 @@ def test_given_tokens(qwen: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
         (["hf=absent"], "absent/config.json: not there."),
         (["hf={qwen}", "layouts=[xp2]"], "layouts=[xp2]: `xp2` is no size."),
         (["hf={qwen}", "layouts=[ep3]"], "layouts=[ep3]: layout.ep_size=3: must divide"),
-        (["hf={qwen}", "layouts=[]"], "layouts=[]: must name at least one."),
+        (["hf={qwen}", "layouts=[]"], "layouts=[]: must name at least one, or engines must."),
         (["hf={qwen}", "beside={folder}"], "is another model than"),
         (["hf={qwen}", "beside={qwen}", "layouts=[ep2]"], "layouts: not used with beside="),
         (["hf={qwen}", "lengths=[129]"], "lengths=[129]: a sequence of 129 tokens, the model's context is 128."),
