@@ -27,6 +27,7 @@ def summary(plan: JobPlan) -> Iterator[str]:
             f"            a step in {plan.time.seconds:.0f} +- {error * plan.time.seconds:.0f} s ({phases}), MFU {plan.time.mfu:.2f}; "
             "expected, not measured: python -m rlbatch.plan"
         )
+    yield from (f"{'Calibrated':<12}{source}" for source in dict.fromkeys(plan.job.config.plan.calibrated.values()))
 
 
 def _warnings(plan: JobPlan) -> list[str]:
@@ -49,7 +50,6 @@ def lines(plan: JobPlan, problems: Sequence[str], changes: Sequence[Change]) -> 
     config, model = plan.job.config, plan.model
     yield from summary(plan)
     yield f"Binding     {plan.binding}"
-    yield from (f"{'Calibrated':<12}{source}" for source in dict.fromkeys(config.plan.calibrated.values()))
     yield from (f"Warning     {warning}" for warning in _warnings(plan))
     yield from (f"Refused     {problem}" for problem in problems)
     for number, change in enumerate(changes):
