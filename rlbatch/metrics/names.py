@@ -24,7 +24,6 @@ class Tag:
 
 
 DROPPED_BY = "dropped_by_"
-_PLANNED = {"sync": "the sync", "rollout": "generation", "logprobs": "log-probs", "update": "updates"}
 _DEFINED = (
     Tag("reward/mean", "reward", "Mean over the step's samples."),
     Tag("reward/std", "reward", "Standard deviation over the step's samples."),
@@ -154,19 +153,6 @@ _DEFINED = (
     Tag("memory/node_used_update_gib", "GiB", "The same after updates."),
     Tag("memory/gpu_allocated_gib", "GiB", "Peak of tensors on rank 0's GPU during the step; only with a GPU."),
     Tag("memory/gpu_reserved_gib", "GiB", "Peak of what PyTorch reserved on rank 0's GPU during the step; only with a GPU."),
-    *(
-        Tag(
-            f"plan_vs_actual/{phase}_s",
-            "1",
-            f"Seconds of {words} over what the plan says; of the sync with time/offload_s.",
-        )
-        for phase, words in (("step", "the step"), *_PLANNED.items())
-    ),
-    *(
-        Tag(f"plan_vs_actual/{what}_{phase}", "1", f"Memory of {words}, as above, in {of} over what the plan says.")
-        for what, words in (("gpu", "rank 0's GPU"), ("trainer", "rank 0's tensors"), ("node", "rank 0's node"))
-        for phase, of in _PLANNED.items()
-    ),
 )
 
 PARTS = re.compile(r"reward/[A-Za-z][A-Za-z0-9_.-]*")
@@ -185,8 +171,13 @@ PATTERNS = (
     Tag("eval/<set>/timeouts", "1", "Samples without a verdict, which count 0: their reward was past reward.timeout_s."),
 )
 """Tags of sets that a config names."""
-_NAMES = {"<set>": r"[\w.-]+", "<n>": r"\d+", "<k>": r"\d+"}
-_PATTERN = re.compile("|".join(re.sub("<.*?>", lambda found: _NAMES[found[0]], tag.tag) for tag in PATTERNS))
+BESIDE_PLAN = (
+    Tag("plan_vs_actual/<phase>_s", "1", "Seconds of sync (with time/offload_s), rollout, logprobs, update or step over what is planned."),
+    Tag("plan_vs_actual/<what>_<phase>", "1", "The same of what gpu, trainer or node use in GiB in these phases."),
+)
+"""Of a step beside its plan."""
+_NAMES = {"<set>": r"[\w.-]+", "<n>": r"\d+", "<k>": r"\d+", "<phase>": "[a-z]+", "<what>": "gpu|trainer|node"}
+_PATTERN = re.compile("|".join(re.sub("<.*?>", lambda found: f"({_NAMES[found[0]]})", tag.tag) for tag in (*PATTERNS, *BESIDE_PLAN)))
 
 
 def check_tags(tags: Iterable[str]) -> None:

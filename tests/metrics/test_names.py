@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from rlbatch.metrics.names import PATTERNS, TAGS, check_tags
+from rlbatch.metrics.names import BESIDE_PLAN, PATTERNS, TAGS, check_tags
 
 DOCS = Path(__file__).parents[2] / "docs/use"
 
 
 def test_docs_show_every_tag() -> None:
     """The tables of metrics.md, and of evaluation.md those of sets, have one row for each tag, in order, with its unit and its text."""
-    for page, tags in (("metrics.md", TAGS.values()), ("evaluation.md", PATTERNS)):
+    for page, tags in (("metrics.md", TAGS.values()), ("evaluation.md", PATTERNS), ("planner.md", BESIDE_PLAN)):
         rows = re.findall(r"^\| `([\w<>@]+(?:/[\w<>@]+)+)` \| (.+?) \| (.+) \|$", (DOCS / page).read_text(), flags=re.MULTILINE)
         assert rows == [(tag.tag, tag.unit, tag.doc) for tag in tags]
 
