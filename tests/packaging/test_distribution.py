@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 IMPORT_NAMES = {"hydra-core": "hydra", "math-verify": "math_verify", "megatron-core": "megatron", "pyyaml": "yaml"}
-OPTIONAL = {"mlflow", "sglang", "transformer_engine", "vllm", "wandb"}  # used where they are installed
+OPTIONAL = {"mlflow", "sglang", "transformer_engine", "triton", "vllm", "wandb"}  # used where they are installed
 COPIED = {"wire"}  # of plugins/code_sandbox, into jails
 NEEDED_INDIRECTLY = {"tensorboard"}  # by torch.utils.tensorboard
 
