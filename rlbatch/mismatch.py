@@ -60,7 +60,7 @@ def read(folder: Path) -> dict[str, Points]:
     Raises:
         ConfigError: there is nothing that can be read.
     """
-    lines, events = folder / "metrics.jsonl", folder / "tensorboard"
+    lines, events = folder / "metrics.jsonl", next(folder.rglob("events.out.tfevents.*"), None)
     curves: dict[str, dict[int, float]] = {}
     if lines.is_file():
         for line in lines.read_text(encoding="utf-8").splitlines():
@@ -68,17 +68,17 @@ def read(folder: Path) -> dict[str, Points]:
             for tag, value in told.items():
                 if isinstance(value, (int, float)):
                     curves.setdefault(tag, {})[told["step"]] = float(value)
-    elif events.is_dir():
+    elif events is not None:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-        found = EventAccumulator(str(events), size_guidance={"scalars": 0})
+        found = EventAccumulator(str(events.parent), size_guidance={"scalars": 0})
         found.Reload()
         for tag in found.Tags()["scalars"]:
             curves[tag] = {event.step: event.value for event in found.Scalars(tag)}
     if MEAN not in curves:
         raise ConfigError(
-            f"{folder}: has neither metrics.jsonl nor TensorBoard events with {MEAN}. Give the folder of a run that has made a step, with "
-            "trackers=[tensorboard] or [jsonl]."
+            f"{folder}: has neither metrics.jsonl nor TensorBoard events with {MEAN}. Give the folder of a run that has made a step, and "
+            "whose trackers wrote one of them."
         )
     return {tag: sorted(points.items()) for tag, points in curves.items()}
 

@@ -44,7 +44,7 @@ SIGNALLING = (
 )
 SLEEP_S = 1000.0
 """Longer than any run may take: an engine that is not interrupted fails the test."""
-TIMES = ("time/", "perf/", "memory/", "rollout/")
+TIMES = ("time/", "perf/", "memory/", "rollout/", "plan_vs_actual/")
 
 
 def scalars(run_dir: Path, without: tuple[str, ...] = TIMES) -> dict[str, list[tuple[int, float]]]:

@@ -29,9 +29,10 @@ ONE_RANK = ("layout.world_size=1", "layout.ep_size=1")
 SUMMARY = "status reward_start reward_end eval_reward_start eval_reward steps seconds tokens_per_s phase_seconds first_error".split()
 SUMMARY += ["plan_vs_actual", "evaluations", "sync_median_s", "rollout_logprob_diff", "skipped_updates", "steps_without_signal", "sampling"]
 SAMPLE = "step prompt_id sample_index prompt response label reward advantage finish_reason policy_version".split()
-ASKED_FOR = {"train/kl", "train/native_routes", "time/restart_s"}
-WITHOUT_GPU = {tag for tag in TAGS if not tag.startswith(("memory/gpu", "sampling/"))} - ASKED_FOR
+ASKED_FOR = {"train/kl", "train/native_routes", "train/rollout_logprob_diff_limit", "time/restart_s"}
+WITHOUT_GPU = {tag for tag in TAGS if "<" not in tag and not tag.startswith(("memory/gpu", "sampling/"))} - ASKED_FOR
 WITHOUT_GPU |= {f"plan_vs_actual/node_{phase}" for phase in ("sync", "rollout", "logprobs", "update")}
+WITHOUT_GPU |= {f"mismatch/diff_{tokens}" for tokens in ("at_1", "at_2", "at_4", "first", "last", "repeated")}
 
 
 @dataclass

@@ -71,7 +71,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, level: int) -> tuple[HostedRollout, 
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("cache given back"))
     monkeypatch.setattr(hosted, "EngineHost", lambda *_, **__: RecordedHost(calls))
     monkeypatch.setattr(hosted, "WeightSender", lambda *_, **__: RecordedSender())
-    return vllm_rollout(RolloutContext(Path("model"), "cuda:0", "bfloat16"), VllmOptions(sleep_level=level)), calls
+    return vllm_rollout(RolloutContext(Path("model"), "cuda:0", "bfloat16", audit_sync="off"), VllmOptions(sleep_level=level)), calls
 
 
 @pytest.mark.parametrize("level", [1, 2])
