@@ -136,6 +136,7 @@ def test_close_waits_for_what_a_killed_host_left(host: EngineHost, tmp_path: Pat
 @pytest.fixture
 def parts(start: Callable[[], EngineHost], monkeypatch: pytest.MonkeyPatch) -> EngineHost:
     monkeypatch.setattr(liveness, "PING_S", 0.5)
+    monkeypatch.setattr(liveness, "WATCH_S", 3600.0)  # what is awaited is to meet a loss first, however late that is
     made = start()
     made.call("ping", limit_s=LIMIT_S)
     return made
