@@ -20,7 +20,7 @@ from rlbatch.engines.transfer.checksums import Part, Rectangle, held, rectangle
 
 from .copy_plan import Slice
 
-LIKE_IT = 0.25
+LIKE_IT = 0.9
 """Share of equal values from which on a parameter counts as one that keeps its layout, though some of its values are wrong."""
 PROBED = 256
 """Columns of the identity at once."""
@@ -80,8 +80,9 @@ class HeldWeights:
 
     @property
     def names(self) -> set[str]:
-        """Tensors of which something can be read back."""
-        return {sent for loaded in self._loaded for sent, _, _ in loaded.copies}
+        """Tensors of which something can be read back; a layer may let go of what another one has made something of."""
+        there = (loaded for loaded in self._loaded if _own(loaded.layer, loaded.name) is not None)
+        return {sent for loaded in there for sent, _, _ in loaded.copies}
 
     def checksums(self) -> list[Part]:
         """Of every piece that can be read back, as it is now."""
@@ -94,9 +95,7 @@ class HeldWeights:
                 dtype, shape = self._sent[sent]
                 part = rectangle(source.start, source.shape, source.stride, shape)
                 assert part is not None
-                if tensor is None:  # the layer has something else than when it was loaded
-                    found.append((sent, where, part.row, part.rows, part.column, part.columns, -1))
-                else:
+                if tensor is not None:
                     waiting.append((sent, where, own.of(tensor), part, dtype))
             if not _is_own(loaded, tensor):
                 found += held(waiting)

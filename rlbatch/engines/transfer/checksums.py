@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 WORD = 4
 """Bytes."""
 MODULUS = 2**64
-AT_ONCE = 2**24
+AT_ONCE = 2**22
 """Words of which the products are in memory, 8 bytes each."""
 _MIX = (0x9E3779B97F4A7C15 - MODULUS, 0xBF58476D1CE4E5B9 - MODULUS, 0x94D049BB133111EB - MODULUS)
 ROWS, COLUMNS = 1, 2
