@@ -13,7 +13,7 @@ from torch import Tensor
 
 PADDED_BYTES = 2**20
 """Of all ranks together, that are gathered at once and padded to the longest; more come rank by rank: one rank of ten may have all."""
-BLOCKS_BYTES = 2**24
+BLOCKS_BYTES = 2**23
 """That rank 0 holds of the lines that it reads."""
 
 
@@ -124,7 +124,9 @@ def _lines_of(rank: int) -> Iterator[bytes]:
             return
         block = torch.empty(int(length), dtype=torch.uint8)
         dist.recv(block, rank)
-        for line in io.BytesIO(block.numpy().tobytes()):
+        content = io.BytesIO(block.numpy().tobytes())
+        del block
+        for line in content:
             yield line[:-1]
 
 
