@@ -31,20 +31,21 @@ class VllmEngine(SamplingEngine):
         """Nothing is started."""
         super().__init__()
         self._llm: Any = None
-        self._prepared: tuple[Any, Any, str] | None = None
         self._audits, self._was_paused = False, False
         self._replays, self._checks, self._is_draft, self._is_open = False, False, False, False
         self._forgetting: asyncio.Future[None] | None = None
         self._is_quiet = True
 
     async def op_prepare(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
-        """Imports vLLM and lets it look at the model, which may take a minute."""
-        self._prepared = self._configured(header)
+        """Imports vLLM and lets it look at the model, which may take a minute, and which it remembers. Ports that it chooses are another's
+        when the engine starts, so its configuration is made again then.
+        """
+        self._configured(header)
         return {}
 
     async def op_start(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
         """Starts vLLM with ``defaults``, the user's ``options``, and what is ``decided`` by other keys."""
-        arguments, config, version = self._prepared or self._configured(header)
+        arguments, config, version = self._configured(header)
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
         from vllm.v1.engine.async_llm import AsyncLLM
 
