@@ -47,6 +47,9 @@ BUFFERS_GIB = 152 / 1024
 SHARD_BYTES = 4 * 10**9
 DISK_BYTES = 14
 """Of a checkpoint, a parameter."""
+GPU_USED = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+DRAWN = 2**22
+"""Random numbers."""
 COMPARED = ("train/loss", "train/grad_norm", "reward/mean")
 NAMES = {
     "layers": 8,
@@ -211,11 +214,14 @@ def _checkpoint(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _random(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.manual_seed(0)
-    for name, tensor in tensors:
-        made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        yield name, made.fill_(1) if tensor.dim() == 1 else made.normal_(0, 0.02)
+    """Parts of one list of random numbers, each from another place: to draw as many anew takes minutes, and on a GPU its memory."""
+    drawn = torch.randn(DRAWN, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16()
+    for number, (name, tensor) in enumerate(tensors):
+        if tensor.dim() == 1:
+            yield name, torch.ones(tensor.shape, dtype=tensor.dtype)
+            continue
+        first, size = 7919 * number % DRAWN, tensor.numel()
+        yield name, drawn.repeat(-(-(first + size) // DRAWN))[first : first + size].view(tensor.shape)
 
 
 def run(setup: Setup, keys: list[str], saved_step: int = 0) -> Measured:
@@ -237,6 +243,8 @@ def run(setup: Setup, keys: list[str], saved_step: int = 0) -> Measured:
 
 
 def _watch(pid: int, draft: Path | None, found: Measured, ended: threading.Event) -> None:
+    """Asks the driver of the GPUs' memory: this process must not have a context on them."""
+    has_gpus = shutil.which(GPU_USED[0]) is not None
     while not ended.wait(0.2):
         is_saving, ranks = draft is not None and draft.exists(), [0.0]
         for process in psutil.Process(pid).children(recursive=True) if psutil.pid_exists(pid) else ():
@@ -246,9 +254,10 @@ def _watch(pid: int, draft: Path | None, found: Measured, ended: threading.Event
             except psutil.Error:
                 continue
         found.host[is_saving] = max(found.host[is_saving], *ranks) if is_saving else max(ranks)  # before a save: the last one
-        if torch.cuda.is_available():
-            used = [(total - free) / GIB for free, total in map(torch.cuda.mem_get_info, range(torch.cuda.device_count()))]
-            found.gpu[is_saving] = max(found.gpu[is_saving], *used) if is_saving else max(used)
+        if has_gpus:
+            used = subprocess.run(GPU_USED, capture_output=True, text=True, check=True).stdout.split()
+            most = max(map(float, used)) / 1024
+            found.gpu[is_saving] = max(found.gpu[is_saving], most) if is_saving else most
         if draft is not None and not is_saving and found.host[True]:
             return  # it is over
 
