@@ -175,16 +175,21 @@ class Exporter:
     ) -> dict[tuple[int, int], Tensor]:
         """(slot, shard) -> what came of it, of some slots; at most ``most`` rounds of them travel together."""
         shards: dict[tuple[int, int], Tensor] = {}
-        steps = [(slot, step) for slot in slots for step in routes.rounds(entry.stage, slot)]
-        for first in range(0, len(steps), most):
-            together = steps[first : first + most]
-            mine = [entry.form.encode(local[step.index]) if local is not None and step.index is not None else None for _, step in together]
-            memory: list[dict[int, Tensor]] = []
-            for (slot, step), sent in zip(together, mine, strict=True):
-                memory.append({shard: entry.form.empty(device) for shard, sender in step.shards.items() if sender != dist.get_rank()})
-                own = {shard: sent for shard, sender in step.shards.items() if sender == dist.get_rank() and sent is not None}
-                shards |= {(slot, shard): tensor for shard, tensor in (*memory[-1].items(), *own.items())}
-            exchange([step for _, step in together], mine, memory)
+        for turn in range(2):
+            steps = [(slot, step) for slot in slots for step in routes.rounds(entry.stage, slot)[turn]]
+            for first in range(0, len(steps), most):
+                together = steps[first : first + most]
+                mine = [
+                    entry.form.encode(local[step.index]) if local is not None and step.index is not None else None for _, step in together
+                ]
+                if turn:
+                    mine = [None if step.passed_on is None else shards[slot, step.passed_on] for slot, step in together]
+                memory: list[dict[int, Tensor]] = []
+                for (slot, step), sent in zip(together, mine, strict=True):
+                    memory.append({shard: entry.form.empty(device) for shard, sender in step.shards.items() if sender != dist.get_rank()})
+                    own = {shard: sent for shard, sender in step.shards.items() if sender == dist.get_rank() and sent is not None}
+                    shards |= {(slot, shard): tensor for shard, tensor in (*memory[-1].items(), *own.items())}
+                exchange([step for _, step in together], mine, memory)
         return shards
 
     def _alone(self, entry: _EntryPlan, local: Tensor) -> Iterator[NamedTensor]:

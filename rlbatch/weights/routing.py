@@ -1,8 +1,9 @@
 """Sends each expert to the ranks that want it, point to point over all ranks of the trainer.
 
 In slot ``k`` every rank gets the ``k``-th of the experts that it wants: one expert's tensors a rank, whatever the number of experts. A slot
-is done in rounds, in each of which a rank sends at most one of its experts (to all that want it in this slot). All ranks compute all rounds
-from the same table: there is one order, and a message has its receiver waiting. Rounds of small experts travel together, many at once.
+is done in rounds, in each of which a rank sends at most one of its experts to all that want it in this slot; from another node to one rank
+of a node, which then passes it on to the others there. All ranks compute all rounds from the same table: there is one order, and a message
+has its receiver waiting. Rounds of small experts travel together, many at once.
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ class Round:
         index: Which of its experts it sends, within its stack; None: none.
         to: Ranks that get it.
         shards: Expert-tensor-parallel rank -> rank of the trainer that sends this rank that shard.
+        passed_on: The shard that came to this rank before, which it sends; None: it sends none such.
     """
 
     index: int | None
     to: tuple[int, ...]
     shards: dict[int, int]
+    passed_on: int | None = None
 
 
 class Routes:
@@ -56,7 +59,7 @@ class Routes:
         self._holders: dict[Place, list[int]] = {}
         for holder, place in enumerate(places):
             self._holders.setdefault(place, []).append(holder)
-        self._made: dict[int, list[list[Round]]] = {}
+        self._made: dict[int, list[tuple[list[Round], list[Round]]]] = {}
         self._kept: dict[int, list[int | None]] = {}
 
     @property
@@ -79,11 +82,11 @@ class Routes:
         self.rounds(stage, slot)
         return self._kept[stage][slot]
 
-    def rounds(self, stage: int, slot: int) -> list[Round]:
-        """The rounds of a slot, for layers of a pipeline stage."""
+    def rounds(self, stage: int, slot: int) -> tuple[list[Round], list[Round]]:
+        """The rounds of a slot, for layers of a pipeline stage: those of holders, and those after them in which ranks pass on what came."""
         if stage not in self._made:
             self._made[stage] = [self._rounds(stage, number) for number in range(self.slots)]
-            self._kept[stage] = [self._kept_of(number, rounds) for number, rounds in enumerate(self._made[stage])]
+            self._kept[stage] = [self._kept_of(number, rounds) for number, (rounds, _) in enumerate(self._made[stage])]
         return self._made[stage][slot]
 
     def batches(self, stage: int, most: int) -> Iterator[list[int]]:
@@ -91,7 +94,7 @@ class Routes:
         run: list[int] = []
         held = 0
         for slot in range(self.slots):
-            count = len(self.rounds(stage, slot))
+            count = sum(map(len, self.rounds(stage, slot)))
             if run and held + count > most:
                 yield run
                 run, held = [], 0
@@ -113,15 +116,22 @@ class Routes:
         near = [holder for holder in holders if size == 1 or holder // size == receiver // size]
         return min(near, key=lambda holder: abs(holder - receiver)) if near else holders[(receiver // size + expert) % len(holders)]
 
-    def _rounds(self, stage: int, slot: int) -> list[Round]:
+    def _rounds(self, stage: int, slot: int) -> tuple[list[Round], list[Round]]:
         sends: dict[int, dict[int, list[int]]] = {}  # sender -> its expert -> receivers
         shards: dict[int, int] = {}  # of this rank: sender -> shard
+        firsts: dict[tuple[int, int, int], int] = {}  # node, expert, shard -> the rank that it comes to from another node
+        others: dict[tuple[int, int], list[int]] = {}  # such a rank, shard -> ranks of its node that want it too
         for receiver, wanted in enumerate(self._wanted):
             if slot >= len(wanted):
                 continue
             place, index = divmod(wanted[slot], self._per_rank)
             for shard in range(self._shards):
-                sender = self._sender(self._holders[stage, place, shard], receiver, wanted[slot])
+                sender, node = self._sender(self._holders[stage, place, shard], receiver, wanted[slot]), receiver // self._ranks_per_node
+                if sender // self._ranks_per_node != node:
+                    first = firsts.setdefault((node, wanted[slot], shard), receiver)
+                    if first != receiver:
+                        others.setdefault((first, shard), []).append(receiver)
+                        continue
                 sends.setdefault(sender, {}).setdefault(index, []).append(receiver)
                 if receiver == self._rank:
                     shards[sender] = shard
@@ -131,7 +141,12 @@ class Routes:
             coming = {shards[sender]: sender for sender, (_, receivers) in now.items() if self._rank in receivers}
             sent = now.get(self._rank)
             made.append(Round(sent[0] if sent else None, tuple(sent[1]) if sent else (), coming))
-        return made
+        return made, [self._passing_on(shard, others) for shard in sorted({shard for _, shard in others})]
+
+    def _passing_on(self, shard: int, others: Mapping[tuple[int, int], Sequence[int]]) -> Round:
+        to = tuple(others.get((self._rank, shard), ()))
+        coming = [first for (first, passed), ranks in others.items() if passed == shard and self._rank in ranks]
+        return Round(None, to, {shard: coming[0]} if coming else {}, shard if to else None)
 
 
 def gathered_routes(

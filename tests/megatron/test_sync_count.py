@@ -52,6 +52,14 @@ def test_nothing_comes_to_a_node_twice(model: str, name: str, families: dict[str
     assert max(sent) <= 1.5 * sum(sent) / len(sent)
 
 
+def test_two_engines_of_a_node_want_the_same(families: dict[str, ModelFamily]) -> None:
+    """An expert that no rank of the node has comes to one of them, which passes it on."""
+    for layout in (LAYOUTS["two replicas of a node"], LayoutConfig(world_size=16, tp_size=2, pp_size=2, ep_size=4, etp_size=2)):
+        traffic = count_sync(families["qwen3_30b"], layout, Engines(2, 2), PER_NODE)
+        for come, least in zip(traffic.node_received, traffic.node_least, strict=True):
+            assert least <= come <= 1.02 * least
+
+
 def test_a_gpu_gets_its_experts_and_a_nodes_share_of_the_rest(families: dict[str, ModelFamily]) -> None:
     """Over the network each rank of a node fetches as much as every other; what is divided among them comes from within it."""
     traffic = count_sync(families["qwen3_30b"], LAYOUTS["all of a node have the same"], Engines(8, 4), PER_NODE)
