@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import getpass
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,6 +24,7 @@ from rlbatch.engines.backend.hosted import (
     variables_of,
     visible_devices,
 )
+from rlbatch.engines.client.caches import cache_variables
 from rlbatch.engines.client.interpreter import inspect_interpreter
 from rlbatch.engines.host.inventory import refusal
 
@@ -52,6 +51,7 @@ CPU_DEFAULTS = {
     "max_total_tokens": 8192,
 }
 CPU_VARIABLES = {"SGLANG_USE_CPU_ENGINE": "1"}
+CACHES = {"SGLANG_DG_CACHE_DIR": "deep_gemm"}
 BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
 SHARE, CONTEXT = "mem_fraction_static", "context_length"
 """What submit checks of SGLang's options."""
@@ -160,7 +160,7 @@ def program(context: RolloutContext, options: SglangOptions, devices: Sequence[s
         python=str(own.get("python", "")),
         variables={
             **VARIABLES,
-            **_caches(),
+            **cache_variables(options.cache_dir, CACHES),
             **(_cores(options.gpus_per_engine) if on_cpu else visible_devices(devices)),
             **(_trainers_nccl() if uses_group(options) and not on_cpu else {}),
             **variables_of(own),
@@ -180,12 +180,6 @@ def _cores(workers: int) -> dict[str, str]:
     total = len(cores)
     each = [cores[total * i // workers : total * (i + 1) // workers] or [cores[i % total]] for i in range(workers)]
     return {**CPU_VARIABLES, BINDING: "|".join(",".join(map(str, own)) for own in each)}
-
-
-def _caches() -> dict[str, str]:
-    """Compiled kernels outlive an engine, whose temporary files, sockets among them, do not."""
-    name = "TORCHINDUCTOR_CACHE_DIR"
-    return {name: os.environ.get(name) or os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")}
 
 
 def _trainers_nccl() -> dict[str, str]:

@@ -26,6 +26,7 @@ from rlbatch.engines.backend.hosted import (
     variables_of,
     visible_devices,
 )
+from rlbatch.engines.client.caches import cache_variables
 from rlbatch.engines.client.interpreter import inspect_interpreter
 from rlbatch.engines.host.inventory import refusal
 
@@ -35,6 +36,7 @@ from .vllm_host.engine_options import CLASSES, CPU_HEAD_SIZES, DECIDED, LISTED, 
 HOST = "rlbatch_plugins.vllm_host.engine:VllmEngine"
 ENTRY_POINTS = {"vllm.general_plugins": ["rlbatch = rlbatch_plugins.vllm_host.plugin:register"]}
 CPU_DEFAULTS = {"enforce_eager": True, "kv_cache_memory_bytes": 256 * 2**20}
+CACHES = {"VLLM_CACHE_ROOT": "vllm"}
 CPU_VARIABLES = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 EAGER_VARIABLES = {"TORCHDYNAMO_DISABLE": "1"}
 """Variables for CPUs: small functions that vLLM compiles even where it is told to be eager cost 45 s at the first token."""
@@ -202,6 +204,7 @@ def program(context: RolloutContext, options: VllmOptions, port: int, devices: S
             **(CPU_VARIABLES if on_cpu else visible_devices(devices)),
             **({INVARIANT: "1"} if options.batch_invariant else {}),
             **(EAGER_VARIABLES if on_cpu and theirs.get("enforce_eager", True) else {}),
+            **cache_variables(options.cache_dir, CACHES),
             **variables_of(own),
         },
         entry_points=ENTRY_POINTS,

@@ -141,6 +141,7 @@ def main() -> None:
             "experts": experts(workarounds.own_experts_only),
             "temperatures": temperatures(),
             "one_token": one_token(workarounds.whole_rows),
+            "file": module.DeepseekV2DecoderLayer.forward.__code__.co_filename,
             "stores": stores(),
         }
     print(json.dumps({"before": before, "after": after, "other_version": other_version}))

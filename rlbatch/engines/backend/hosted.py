@@ -28,7 +28,7 @@ from rlbatch.api import (
     SamplingParams,
     WeightBucket,
 )
-from rlbatch.api.values import Count, CountOrZero, Seconds, option
+from rlbatch.api.values import Count, CountOrZero, FilePath, Seconds, option
 from rlbatch.engines.backend.answers import completions, seed
 from rlbatch.engines.backend.shm_space import check_room
 from rlbatch.engines.backend.weight_check import Compared, HeldPart, TrainerSums, compare
@@ -71,6 +71,7 @@ class HostedOptions:
     separate_gpus: CountOrZero = option(
         0, "GPUs of each node, behind those of its ranks, that only generate: as many as ranks. 0: engines share the ranks' GPUs."
     )
+    cache_dir: FilePath = option("", "Folder for what engines compile, which later starts use; empty: the libraries' own, mostly at home.")
     transport: Literal["auto", "shared", "collective"] = option(
         "auto", "How weights reach an engine: `shared` memory, or a `collective` to other GPUs (NCCL; Gloo on CPUs); `auto`: what fits."
     )

@@ -13,7 +13,6 @@ import socket
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rlbatch.api import EngineLost, RolloutError
+from rlbatch.engines.client.caches import cache_variables
 from rlbatch.engines.client.interpreter import PYTHON_HINT, engine_environment, write_site
 from rlbatch.engines.client.liveness import IdleWatch, Liveness, Processes
 from rlbatch.engines.protocol.frames import Frame, Header, encode, read_frame
@@ -60,8 +60,6 @@ SEND_LIMIT_S = 20
 """A host reads at once what it is sent, unless it is stopped."""
 PATIENCE = 4
 """How much longer than ever before a call may take whose kind is known."""
-KEPT = {"TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"}
-"""Folder in which the next engine finds what this one compiled. All else that it leaves in the folder for temporary files goes with it."""
 _RUN = "from rlbatch.engines.host.server import main; main()"
 
 
@@ -107,7 +105,7 @@ class EngineHost:
             log = self.log.open("ab")  # others add to it too
             made.pop_all()
         places = dict.fromkeys(["TMPDIR", *filter(None, [sockets_variable])], str(self.sockets))
-        places |= {key: value for key, value in KEPT.items() if key not in os.environ}
+        places |= cache_variables("", {})
         self._variables = engine_environment(os.environ, site, keep_path=not python) | places | dict(variables or {})
         self._variables[MARK_VARIABLE] = secrets.token_hex(8)
         ours, theirs = socket.socketpair()

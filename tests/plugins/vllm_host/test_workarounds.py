@@ -15,6 +15,7 @@ from rlbatch.api import RolloutContext
 from rlbatch.engines.client.interpreter import write_site
 from rlbatch_plugins.rollout_transformers import TransformersOptions, TransformersRollout
 from rlbatch_plugins.rollout_vllm import ENTRY_POINTS, VllmOptions, vllm_rollout
+from rlbatch_plugins.vllm_host import workarounds
 from rlbatch_plugins.vllm_host.workarounds import SKIPPED, WORKAROUNDS
 from tests.leftovers import FOLDER, processes_of, shared_by, shared_memory
 from tests.plugins.vllm_cases import LIMIT, PARAMS, Pair, vllm_python, write_model
@@ -63,6 +64,11 @@ def test_one_token_of_deepseek_models(seen: dict[str, Any]) -> None:
     """A tensor-parallel rank takes its padding for the only token's row; with the workaround it gets that from the rank that has it."""
     assert seen["before"]["one_token"] == [0.0, 0.0, 0.0]
     assert seen["after"]["one_token"] == [1.0, 1.0, 1.0]
+
+
+def test_compiled_models_are_found_again(seen: dict[str, Any]) -> None:
+    """vLLM's cache knows a function that it compiles by its file: not by the link in this run's folder."""
+    assert seen["after"]["file"] == str(Path(workarounds.__file__).resolve())
 
 
 def test_stores_at_their_address(seen: dict[str, Any]) -> None:
