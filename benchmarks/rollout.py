@@ -1,8 +1,10 @@
 """Generation through rlbatch against bare vLLM: ``python -m benchmarks.rollout [device=cuda:0] [gib=2] [kind=qwen3] [rounds=3] [...]``.
 
-One engine, in its own process as in a run, gets the same requests in turn from a rank through rlbatch's backend, and from a loop beside
-it in that process that calls ``AsyncLLM.generate`` and nothing else. Prints medians: tokens/s of both and the share. Options:
-``prompts=64 samples=8 prompt_tokens=64 response_tokens=256``, ``python=<interpreter with vLLM>``, and any of vLLM's own.
+One engine, in its own process as in a run, gets requests in turn from a rank through rlbatch's backend, and from a loop beside it in that
+process that calls ``AsyncLLM.generate`` and nothing else: with the same seeds and log-probs, without seeds, and without either. Prints
+medians: tokens/s of each and rlbatch's share. What rlbatch draws by seeds itself the loop's requests with seeds have too; ``stock=1``
+leaves vLLM's own draws to all of them. Options: ``prompts=64 samples=8 prompt_tokens=64 response_tokens=256``,
+``python=<interpreter with vLLM>``, and any of vLLM's own.
 """
 
 from __future__ import annotations
@@ -13,13 +15,15 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rlbatch.engines.host.server import Send
 from rlbatch.engines.protocol.frames import pack_ints, unpack_ints
+from rlbatch_plugins.vllm_host import versions
 from rlbatch_plugins.vllm_host.engine import VllmEngine
 
 ENGINE = {"max_model_len": 512, "max_num_seqs": 512}
@@ -29,17 +33,17 @@ class BenchmarkEngine(VllmEngine):
     """With one more operation."""
 
     async def op_bare(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
-        """All samples at once, straight from vLLM: ``seconds`` and ``tokens``."""
+        """All samples at once, straight from vLLM, maybe ``seeded`` and with ``logprobs``: ``seconds`` and ``tokens``."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         async def sample(name: str, prompt: list[int], seed: int) -> int:
             params = SamplingParams(
-                seed=seed,
+                seed=seed if header["seeded"] else None,
                 temperature=header["temperature"],
                 max_tokens=header["max_tokens"],
                 ignore_eos=True,
-                logprobs=0,
+                logprobs=0 if header["logprobs"] else None,
                 detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
@@ -57,6 +61,20 @@ class BenchmarkEngine(VllmEngine):
         return {"seconds": time.perf_counter() - started, "tokens": tokens}
 
 
+class StockEngine(BenchmarkEngine):
+    """Which draws as vLLM does."""
+
+    async def op_start(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
+        """See ``VllmEngine``."""
+        original = versions.ask_workers
+
+        async def ask_workers(llm: Any, method: str, *arguments: Any) -> list[Any]:
+            return [] if method == "rlbatch_draw" else await original(llm, method, *arguments)
+
+        versions.ask_workers = ask_workers
+        return await super().op_start(header, payload, send)
+
+
 def main(arguments: list[str]) -> None:
     """Runs the benchmark."""
     from benchmarks.models import random_model
@@ -67,6 +85,7 @@ def main(arguments: list[str]) -> None:
 
     said = dict(argument.split("=", 1) for argument in arguments)
     device, gib, kind = said.pop("device", "cuda:0"), float(said.pop("gib", 2)), said.pop("kind", "qwen3")
+    program_of = "StockEngine" if said.pop("stock", "") == "1" else "BenchmarkEngine"
     numbers = {"rounds": 3, "prompts": 64, "samples": 8, "prompt_tokens": 64, "response_tokens": 256}
     numbers |= {name: int(said.pop(name)) for name in list(numbers) if name in said}
     engine = ENGINE | {name: value if name == "python" else json.loads(value) for name, value in said.items()}
@@ -79,7 +98,7 @@ def main(arguments: list[str]) -> None:
         def benchmark(devices: Sequence[str]) -> Any:
             made = program(context, options, 0, devices)
             path = {"PYTHONPATH": f"{folder / 'site'}:{Path(__file__).resolve().parents[1]}"} if made.python else {}
-            return replace(made, engine="benchmarks.rollout:BenchmarkEngine", variables={**made.variables, **path})
+            return replace(made, engine=f"benchmarks.rollout:{program_of}", variables={**made.variables, **path})
 
         rollout = HostedRollout(context, options, benchmark)
         try:
@@ -93,10 +112,10 @@ def main(arguments: list[str]) -> None:
                 "max_tokens": params.max_response_tokens,
             }
             assert rollout._host is not None
-            rates: dict[str, list[float]] = {"bare vLLM": [], "rlbatch": []}
 
-            def bare_vllm() -> float:
-                answer = rollout._host.call("bare", header, pack_ints(prompt.token_ids for prompt in prompts), limit_s=3600.0)
+            def bare_vllm(*, seeded: bool, logprobs: bool) -> float:
+                asked = {**header, "seeded": seeded, "logprobs": logprobs}
+                answer = rollout._host.call("bare", asked, pack_ints(prompt.token_ids for prompt in prompts), limit_s=3600.0)
                 return float(answer["tokens"] / answer["seconds"])
 
             def rlbatch() -> float:
@@ -104,7 +123,13 @@ def main(arguments: list[str]) -> None:
                 tokens = sum(len(sample.token_ids) for samples in rollout.generate(prompts, params) for sample in samples)
                 return tokens / (time.perf_counter() - started)
 
-            ways = {"bare vLLM": bare_vllm, "rlbatch": rlbatch}
+            ways: dict[str, Callable[[], float]] = {
+                "vLLM, seeds and log-probs": partial(bare_vllm, seeded=True, logprobs=True),
+                "vLLM, log-probs": partial(bare_vllm, seeded=False, logprobs=True),
+                "vLLM, neither": partial(bare_vllm, seeded=False, logprobs=False),
+                "rlbatch": rlbatch,
+            }
+            rates: dict[str, list[float]] = {name: [] for name in ways}
             for number in range(numbers["rounds"] + 1):
                 for name in list(ways)[:: 1 if number % 2 else -1]:  # neither is always the first
                     rates[name].append(ways[name]())
@@ -116,12 +141,12 @@ def main(arguments: list[str]) -> None:
             raise
         finally:
             rollout.close()
-    shown = {name: ", ".join(f"{value:.0f}" for value in values) for name, values in rates.items()}
-    bare, ours = (statistics.median(values) for values in rates.values())
+    medians = {name: statistics.median(values) for name, values in rates.items()}
     requests = f"{numbers['prompts']} prompts x {numbers['samples']} samples of {params.max_response_tokens} tokens"
-    print(f"{kind}, {model.nbytes / 1e9:.2f} GB, {requests}")
-    print(f"bare vLLM  {bare:10.0f} tokens/s  ({shown['bare vLLM']})")
-    print(f"rlbatch    {ours:10.0f} tokens/s  ({shown['rlbatch']})  {ours / bare:.1%} of bare vLLM")
+    print(f"{kind}, {model.nbytes / 1e9:.2f} GB, {requests}, {program_of}")
+    for name, median in medians.items():
+        each = ", ".join(f"{value:.0f}" for value in rates[name])
+        print(f"{name:<26}{median:10.0f} tokens/s  ({each})  rlbatch has {medians['rlbatch'] / median:.1%} of it")
 
 
 if __name__ == "__main__":
