@@ -66,9 +66,9 @@ def draw_by_seeds(runner: Any) -> None:
     inner, sample, draw_else = runner.sampler.topk_topp_sampler, runner._sample, runner.sampler.topk_topp_sampler.forward
     batch: list[tuple[Tensor, Tensor]] = []
 
-    def sample_batch(logits: Tensor, *arguments: Any, **named: Any) -> Any:
+    def sample_batch(logits: Tensor | None, *arguments: Any, **named: Any) -> Any:
         rows = runner.input_batch.num_reqs
-        seeds = seeds_of(runner.input_batch.sampling_metadata, rows, logits.device)
+        seeds = seeds_of(runner.input_batch.sampling_metadata, rows, runner.seq_lens.device)
         batch[:] = [] if seeds is None else [(seeds, runner.seq_lens[:rows].long())]
         try:
             return sample(logits, *arguments, **named)
