@@ -192,7 +192,7 @@ WORKAROUNDS = (
     ),
     _of_cpus(
         pack_experts_again,
-        "after the second sync the experts' weights have the wrong layout",
+        "after a sync the experts' weights have the wrong layout",
         "https://github.com/vllm-project/vllm/issues/48312",
     ),
     _of_cpus(
