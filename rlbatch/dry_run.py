@@ -6,12 +6,14 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
 from itertools import groupby
 from pathlib import Path
 
 from rlbatch.api import ModelFamily, RlbatchError
 from rlbatch.api.exit_codes import DONE, REFUSED
 from rlbatch.config.evaluation import SIMPLE, eval_sets
+from rlbatch.config.paths import with_absolute_paths
 from rlbatch.config.schema import Config
 from rlbatch.config.structured import NAME, key_docs, show_value, to_plain
 from rlbatch.launch.shutdown.grace_period import notice_s
@@ -233,9 +235,8 @@ def _variables(variables: Mapping[str, str]) -> Iterator[str]:
 def _keys(config: Config) -> Iterator[str]:
     """Keys that differ from the schema's defaults: what config.yaml would say beside them."""
     yield "Config (config.yaml; all other keys have the defaults of --help)"
-    for doc in (doc for doc in key_docs(Config) if NAME not in doc.name):
-        value: object = config
-        for name in doc.name.split("."):
-            value = getattr(value, name)
-        if value != doc.default and doc.name not in ("dry_run", "run_dir"):
-            yield f"    {doc.name}={show_value(to_plain(value))}"
+    defaults = with_absolute_paths(Config())
+    for key in (doc.name for doc in key_docs(Config) if NAME not in doc.name):
+        value, default = (reduce(getattr, key.split("."), of) for of in (config, defaults))
+        if value != default and key not in ("dry_run", "run_dir"):
+            yield f"    {key}={show_value(to_plain(value))}"
