@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from rlbatch.api import Completion, Prompt, RolloutContext, SamplingParams
 from rlbatch.weights.export import buckets
 from rlbatch_plugins.rollout_vllm import VllmOptions, vllm_rollout
-from tests.gpu.random_moe import SHAPE, checkpoint
+from tests.gpu.random_moe import SHAPE, checkpoint, differences
 
 PROMPTS = [Prompt(number, "", tuple(range(10 + number, 74 + number))) for number in range(32)]
 PARAMS = SamplingParams(1.0, 128, (), 8, (0, 0))
@@ -49,7 +49,8 @@ def main(arguments: list[str]) -> int:
             finally:
                 rollout.close()
             depends = _differences(together, alone)
-            speed, mean = len(PROMPTS) * 8 * 128 / seconds, _mean(model, together)
+            speed = len(PROMPTS) * 8 * 128 / seconds
+            mean = float(torch.cat([differences(model, *pair) for pair in zip(PROMPTS[:8], together, strict=False)]).mean())
             print(f"batch_invariant={invariant}: {speed:.0f} tokens/s; mean difference to transformers {mean:.4f} nats", flush=True)
             print(f"  in another batch log-probs differ by at most {depends:.3g} nats, up to where tokens part", flush=True)
     return int(depends > 0)
@@ -65,17 +66,6 @@ def _differences(together: list[list[Completion]], alone: list[list[Completion]]
                     break
                 worst = max(worst, abs(value - again))
     return worst
-
-
-def _mean(model: Any, answers: list[list[Completion]]) -> float:
-    differences = []
-    for prompt, completions in zip(PROMPTS[:8], answers, strict=False):
-        ids = torch.tensor([[*prompt.token_ids, *each.token_ids] for each in completions], device="cuda")
-        with torch.no_grad():
-            logprobs = model(ids).logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
-        theirs = torch.tensor([list(each.logprobs) for each in completions], device="cuda")
-        differences.append((logprobs[:, len(prompt.token_ids) - 1 :] - theirs).abs().mean())
-    return float(torch.stack(differences).mean())
 
 
 if __name__ == "__main__":

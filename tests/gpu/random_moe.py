@@ -1,4 +1,6 @@
-"""A random Qwen3-MoE for measurements, and its tensors by their names in a checkpoint; needs neither rlbatch nor an engine."""
+"""A random Qwen3-MoE for measurements, its tensors by their names in a checkpoint, and its log-probs beside an engine's; needs neither
+rlbatch nor an engine.
+"""
 
 from __future__ import annotations
 
@@ -35,3 +37,12 @@ def checkpoint(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{stem}.{expert}.down_proj.weight", tensor
         else:
             yield name, param.detach()
+
+
+def differences(model: Any, prompt: Any, completions: Any, temperature: float = 1.0) -> torch.Tensor:
+    """Absolute differences of an engine's log-probs to the model's, nats, of each sampled token of a prompt's equally long completions."""
+    ids = torch.tensor([[*prompt.token_ids, *each.token_ids] for each in completions], device=model.device)
+    with torch.no_grad():
+        logprobs: torch.Tensor = (model(ids).logits[:, :-1].float() / temperature).log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    theirs = torch.tensor([list(each.logprobs) for each in completions], device=model.device)
+    return (logprobs[:, len(prompt.token_ids) - 1 :] - theirs).abs().flatten()

@@ -28,7 +28,7 @@ from rlbatch.engines.backend.hosted import ExpertParallelRollout
 from rlbatch.weights.export import buckets
 from rlbatch_plugins.rollout_sglang import SglangOptions, sglang_rollout
 from rlbatch_plugins.vllm_host.engine import is_held
-from tests.gpu.random_moe import SHAPE, checkpoint
+from tests.gpu.random_moe import SHAPE, checkpoint, differences
 from tests.gpu.vllm_run import MEAN_BOUND, _used
 
 ENGINE = {
@@ -182,28 +182,19 @@ def _round(rollout: ExpertParallelRollout, model: Any, version: int) -> float:
         started = time.monotonic()
         answers = list(rollout.generate(prompts, params))
         seconds = time.monotonic() - started
-        differences = torch.cat([_differences(model, *pair, temperature) for pair in zip(prompts[:8], answers, strict=False)])
-        means.append(float(differences.mean()))
+        errors = torch.cat([differences(model, *pair, temperature) for pair in zip(prompts[:8], answers, strict=False)])
+        means.append(float(errors.mean()))
         again = list(rollout.generate(prompts, params))
         same = _same(answers, again)
         print(
             f"  temperature {temperature}: {len(prompts) * 8 * 128 / seconds:.0f} tokens/s; log-prob difference mean {means[-1]:.4f} max "
-            f"{float(differences.max()):.3f} nats; sampled again {same:.3f} of the tokens are the same{_used()}",
+            f"{float(errors.max()):.3f} nats; sampled again {same:.3f} of the tokens are the same{_used()}",
             flush=True,
         )
     started = time.monotonic()
     rollout.sleep()
     print(f"  asleep in {time.monotonic() - started:.2f} s{_used()}", flush=True)
     return max(means)
-
-
-def _differences(model: Any, prompt: Prompt, completions: Any, temperature: float) -> Any:
-    """Absolute, of each sampled token."""
-    ids = torch.tensor([[*prompt.token_ids, *c.token_ids] for c in completions], device="cuda")
-    with torch.no_grad():
-        logprobs = (model(ids).logits[:, :-1].float() / temperature).log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
-    theirs = torch.tensor([list(c.logprobs) for c in completions], device="cuda")
-    return (logprobs[:, len(prompt.token_ids) - 1 :] - theirs).abs().flatten()
 
 
 def _same(first: Any, second: Any) -> float:

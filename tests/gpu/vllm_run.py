@@ -21,7 +21,7 @@ from rlbatch.api import Prompt, RolloutContext, SamplingParams
 from rlbatch.engines.backend.hosted import HostedRollout
 from rlbatch.weights.export import buckets
 from rlbatch_plugins.rollout_vllm import VllmOptions, vllm_rollout
-from tests.gpu.random_moe import SHAPE, checkpoint
+from tests.gpu.random_moe import SHAPE, checkpoint, differences
 
 MEAN_BOUND = 0.2
 """Nats; bf16 engines differ by a few hundredths."""
@@ -71,14 +71,7 @@ def _round(rollout: HostedRollout, model: Any, version: int) -> float:
     answers = list(rollout.generate(prompts, SamplingParams(1.0, 128, (), 8, (0, version))))
     seconds = time.monotonic() - started
     print(f"  generation: {len(prompts) * 8 * 128 / seconds:.0f} tokens/s{_used()}", flush=True)
-    differences = []
-    for prompt, completions in zip(prompts[:8], answers, strict=False):
-        ids = torch.tensor([[*prompt.token_ids, *c.token_ids] for c in completions], device="cuda")
-        with torch.no_grad():
-            logprobs = model(ids).logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
-        theirs = torch.tensor([list(c.logprobs) for c in completions], device="cuda")
-        differences.append((logprobs[:, len(prompt.token_ids) - 1 :] - theirs).abs().mean())
-    mean = float(torch.stack(differences).mean())
+    mean = float(torch.cat([differences(model, *pair) for pair in zip(prompts[:8], answers, strict=False)]).mean())
     started = time.monotonic()
     rollout.sleep()
     print(f"  mean log-prob difference {mean:.4f} nats; asleep in {time.monotonic() - started:.2f} s{_used()}", flush=True)
