@@ -18,9 +18,7 @@ import torch
 from torch import Tensor
 
 from rlbatch.api import ConfigError
-from rlbatch.launch.preflight.node_facts import host_memory
-
-GIB = 2**30
+from rlbatch.launch.preflight.node_facts import GIB, host_memory
 
 
 class HostMemory:

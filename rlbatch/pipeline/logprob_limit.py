@@ -28,30 +28,32 @@ class LogprobLimit:
 
     Attributes:
         value: Largest accepted mean difference, nats; None: there is none, or it is not measured yet.
-        measured: Mean difference by rounding, nats; 0: it is not measured.
     """
 
     value: float | None = None
-    measured: float = 0.0
 
     def measure(self, trainer: Trainer, config: Config, microbatches: Sequence[Microbatch], *, quantises: bool) -> None:
         """Sets ``value``, unless it is there or not ``auto``: ``FACTOR`` times the mean difference that it makes to the log-probs of some
         samples if about every second weight differs in its last place. Two forward passes; a collective.
         """
         given = config.rollout.max_logprob_diff
-        if given != "auto" or self.value is not None:
-            self.value = self.value if given == "auto" else given
-            return
-        # Where the trainer records its routes, engines have their own.
-        packs = [replace(each, routes=None) if config.algorithm.routing_replay == "recorded" else each for each in microbatches]
-        before = trainer.logprobs(packs)
-        with trainer.rounded(DIGITS["fp8" if quantises else config.train.precision]):
-            after = trainer.logprobs(packs)
-        self.measured = mean_difference([(one, two, pack.loss_mask) for one, two, pack in zip(before, after, packs, strict=True)])
-        self.value = max(FACTOR * self.measured, LEAST)
+        if given != "auto":
+            self.value = given
+        elif self.value is None:
+            self.value = max(FACTOR * _by_rounding(trainer, config, microbatches, quantises=quantises), LEAST)
 
 
-def mean_difference(values: Sequence[tuple[Tensor, Tensor, Tensor]]) -> float:
+def _by_rounding(trainer: Trainer, config: Config, microbatches: Sequence[Microbatch], *, quantises: bool) -> float:
+    """Mean difference of log-probs, nats."""
+    # Where the trainer records its routes, engines have their own.
+    packs = [replace(each, routes=None) if config.algorithm.routing_replay == "recorded" else each for each in microbatches]
+    before = trainer.logprobs(packs)
+    with trainer.rounded(DIGITS["fp8" if quantises else config.train.precision]):
+        after = trainer.logprobs(packs)
+    return _mean_difference([(one, two, pack.loss_mask) for one, two, pack in zip(before, after, packs, strict=True)])
+
+
+def _mean_difference(values: Sequence[tuple[Tensor, Tensor, Tensor]]) -> float:
     """Mean absolute difference of [T] and [T], weighted by [T], over all data-parallel ranks; a collective."""
     sums = torch.zeros(2, dtype=torch.float64)
     for one, other, weights in values:

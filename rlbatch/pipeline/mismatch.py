@@ -49,8 +49,9 @@ def sums_of(microbatches: Sequence[Microbatch], digits: Tensor) -> Tensor:
         assert microbatch.old_logprobs is not None
         weights = compared_tokens(microbatch).double()
         difference = (microbatch.old_logprobs - microbatch.rollout_logprobs).abs().double() * weights
-        kinds = _kinds(microbatch, digits)
-        spans = _places(microbatch)[0].clamp(min=1).double().log2().floor().long().clamp(max=SPANS - 1)
+        from_start, from_end = _places(microbatch)
+        kinds = torch.stack([from_start == 1, from_end == 1, digits[microbatch.token_ids], _repeated(microbatch)])
+        spans = from_start.clamp(min=1).double().log2().floor().long().clamp(max=SPANS - 1)
         for row, values in enumerate((difference, weights)):
             sums[row, :SPANS].scatter_add_(0, spans, values)
             sums[row, SPANS:] += (kinds * values).sum(1)
@@ -74,14 +75,13 @@ def _places(microbatch: Microbatch) -> tuple[Tensor, Tensor]:
     return index - first[own] + 1, last[own] - index + 1
 
 
-def _kinds(microbatch: Microbatch, digits: Tensor) -> Tensor:
-    """[kinds, T] bool."""
+def _repeated(microbatch: Microbatch) -> Tensor:
+    """[T] bool."""
     tokens, own = microbatch.token_ids, microbatch.sequence_ids
     repeated = torch.zeros_like(tokens, dtype=torch.bool)
     for back in range(1, min(NEAR, len(tokens) - 1) + 1):
         repeated[back:] |= (tokens[back:] == tokens[:-back]) & (own[back:] == own[:-back])
-    from_start, from_end = _places(microbatch)
-    return torch.stack([from_start == 1, from_end == 1, digits[tokens], repeated])
+    return repeated
 
 
 def digit_tokens(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Tensor:
