@@ -37,7 +37,7 @@ class CpuAdam(Moving):
 
     def __init__(self, options: CpuAdamOptions) -> None:
         super().__init__(state=options.optimizer_state, weights=options.weights, is_pinned=options.pin_memory)
-        self._fraction, self._is_locked = options.fraction, options.pin_memory
+        self._fraction = options.fraction
 
     def configure_optimizer(self, spec: OptimizerSpec) -> OptimizerSpec:
         """Puts the fraction on the host; the optimizer then holds the fp32 main weights itself.
@@ -50,7 +50,7 @@ class CpuAdam(Moving):
             "optimizer_cpu_offload": True,
             "optimizer_offload_fraction": self._fraction,
             "overlap_cpu_optimizer_d2h_h2d": True,
-            "pin_cpu_grads": self._is_locked,
+            "pin_cpu_grads": self._is_pinned,
             "use_precision_aware_optimizer": True,
         }
         return replace(spec, arguments={**spec.arguments, **offload})

@@ -20,7 +20,7 @@ class Moved:
 
     Args:
         handles: Makes host memory.
-        tensors: What to move, always in the same order.
+        tensors: What to move, always in the same order; nothing at all costs nothing.
         is_pinned: Whether host memory is page-locked.
     """
 
@@ -37,7 +37,7 @@ class Moved:
     def start_out(self) -> None:
         """Begins to copy; the tensors may be read meanwhile."""
         if not self._is_away:
-            tensors = [tensor for tensor in self._tensors() if _owns_storage(tensor)]
+            tensors = self._movable()
             self._copies, self._copied = list(zip(tensors, self._places(tensors), strict=True)), _marks(tensors)
             with self._beside():
                 for tensor, copy in self._copies:
@@ -49,8 +49,10 @@ class Moved:
 
         if self._is_away:
             return
-        if self._copied != _marks(tensor for tensor in self._tensors() if _owns_storage(tensor)):
+        if self._copied != _marks(self._movable()):
             self.start_out()
+        if not self._copies:
+            return
         if self._stream is not None:
             torch.cuda.synchronize()  # what was enqueued before may read the tensors too
         for tensor, _ in self._copies:
@@ -92,6 +94,9 @@ class Moved:
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 yield
+
+    def _movable(self) -> list[Tensor]:
+        return [tensor for tensor in self._tensors() if _owns_storage(tensor)]
 
     def _places(self, tensors: list[Tensor]) -> list[Tensor]:
         """Host memory of each tensor: what there is, in order, and new for all that have none."""

@@ -26,53 +26,44 @@ class Moving(ReleasedGradients):
     def __init__(self, *, state: bool, weights: bool, is_pinned: bool) -> None:
         super().__init__()
         self.moves_weights, self._moves_state, self._is_pinned = weights, state, is_pinned
-        self._state: list[Moved] = []
-        self._weights: list[Moved] = []
 
     def attach(self, handles: MemoryHandles) -> None:
         """See ``ReleasedGradients``; nothing moves yet."""
         super().attach(handles)
-        self._state = [Moved(handles, handles.optimizer_state, is_pinned=self._is_pinned)] * self._moves_state
-        self._weights = [Moved(handles, handles.weights, is_pinned=self._is_pinned)] * self.moves_weights
+        self._state = Moved(handles, handles.optimizer_state if self._moves_state else tuple, is_pinned=self._is_pinned)
+        self._weights = Moved(handles, handles.weights if self.moves_weights else tuple, is_pinned=self._is_pinned)
 
     @contextmanager
     def generating(self) -> Iterator[None]:
         """The state leaves, and all comes back at the end, also after an error."""
         with super().generating():
-            for state in self._state:
-                state.finish_out()
+            self._state.finish_out()
             try:
                 yield
             finally:
                 self._weights_back()
-                for state in self._state:
-                    state.start_back()
+                self._state.start_back()
 
     def sync_begins(self) -> None:
         """Weights are there, and are copied while they are read."""
         self._weights_back()
-        for weights in self._weights:
-            weights.start_out()
+        self._weights.start_out()
 
     def sync_ends(self) -> None:
         """Weights leave."""
-        for weights in self._weights:
-            weights.finish_out()
+        self._weights.finish_out()
 
     @contextmanager
     def training(self) -> Iterator[None]:
         """Copies of the new state begin when it ends."""
         yield
         self.settle()
-        for state in self._state:
-            state.start_out()
+        self._state.start_out()
 
     def settle(self) -> None:
         """See ``OffloadStrategy``."""
-        for state in self._state:
-            state.finish_back()
+        self._state.finish_back()
 
     def _weights_back(self) -> None:
-        for weights in self._weights:
-            weights.start_back()
-            weights.finish_back()
+        self._weights.start_back()
+        self._weights.finish_back()

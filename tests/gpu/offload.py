@@ -110,7 +110,7 @@ def _at_size(layers: int) -> int:
         before = _sums(trainer)
         torch.cuda.synchronize()
         started = time.perf_counter()
-        strategy._state[0]._copied = []  # as if nothing had been copied yet
+        strategy._state._copied = []  # as if nothing had been copied yet
         with strategy.generating():
             strategy.sync_ends()
             left_s = time.perf_counter() - started
@@ -133,7 +133,7 @@ def _at_size(layers: int) -> int:
         strategy.settle()
     tensors = [*trainer.optimizer_state(), *trainer.weights()]
     moved, taken = sum(tensor.nbytes for tensor in tensors), trainer._host_memory.num_bytes
-    pinned = [memory for each in (*strategy._state, *strategy._weights) for memory in each._memory]
+    pinned = [*strategy._state._memory, *strategy._weights._memory]
     grown = psutil.Process().memory_info().rss - rss
     failures += _told(
         f"{taken / GIB:.3f} GiB of host memory for {moved / GIB:.3f} GiB, this process has grown by {grown / GIB:.2f}",
