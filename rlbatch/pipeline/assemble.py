@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -115,7 +115,7 @@ class _Assembly:
             backend = None
             if registry.rollout(config).starts_beside:
                 with clock.part("engine, begun"):
-                    backend = self._backend(family, hf_folder, quantization, starts_later=True)
+                    backend = self._backend(family, hf_folder, quantization)
                     failing.callback(backend.close)
             with clock.part("model"):
                 trainer = Trainer(config, family, offload) if config.mode == "train" else Policy(config, family)
@@ -189,28 +189,25 @@ class _Assembly:
             rollout.sleep()
         return rollout, tokenizer
 
-    def _backend(self, family: ModelFamily, hf_folder: Path, quantization: Quantization, *, starts_later: bool) -> RolloutBackend:
+    def _backend(self, family: ModelFamily, hf_folder: Path, quantization: Quantization) -> RolloutBackend:
         """The engine that this rank has a part of."""
         config, registry = self.config, self.registry
         self.announce(f"starting the {config.rollout.name} engine")
         check_device(config, quantization, on_gpu=self.device != "cpu")
         folder = on_first_rank(lambda: write_engine_folder(hf_folder, self.run_dir, family, quantization))
-        context = replace(self._context(self._engine, folder, quantization), starts_later=starts_later)
-        return registry.build_rollout(config.rollout.name, config.rollout.options, context)
+        return registry.build_rollout(config.rollout.name, config.rollout.options, self._context(folder, quantization))
 
     @cached_property
     def _engine(self) -> EngineRanks:
         return engine_ranks(self.store.info, self.registry.ranks_per_engine(self.config), self.registry.rollout(self.config))
 
-    def _rollout(
-        self, family: ModelFamily, hf_folder: Path, quantization: Quantization, begun: RolloutBackend | None
-    ) -> tuple[Rollout, PreTrainedTokenizerBase]:
+    def _rollout(self, family: ModelFamily, hf_folder: Path, quantization: Quantization, begun: RolloutBackend | None) -> Started:
         """This rank's part of its engine, which may have begun to start, and the tokenizer that the engine has too."""
         config, registry, rank, engine = self.config, self.registry, self.store.info.rank, self._engine
-        backend = begun or self._backend(family, hf_folder, quantization, starts_later=False)
-        if isinstance(backend, StartingBackend) and begun is not None:
+        backend = begun or self._backend(family, hf_folder, quantization)
+        if isinstance(begun, StartingBackend):
             with state_kept(f"rollout={config.rollout.name}"):
-                backend.start()
+                begun.start()
         folder = self.run_dir / FOLDER
         carried = self._carried(family, hf_folder, folder)
         tokenizer = load_tokenizer(folder, hf_folder)
@@ -232,8 +229,9 @@ class _Assembly:
         )
         return rollout, tokenizer
 
-    def _context(self, engine: EngineRanks, folder: Path, quantization: Quantization) -> RolloutContext:
+    def _context(self, folder: Path, quantization: Quantization) -> RolloutContext:
         """What a backend is told of its place."""
+        engine = self._engine
         return RolloutContext(
             folder,
             self.device,
@@ -250,6 +248,7 @@ class _Assembly:
             audit_sync=self.config.rollout.audit_sync,
             audit_interval=self.config.rollout.audit_interval,
             with_routes=self.config.algorithm.routing_replay == "rollout",
+            starts_later=self.registry.rollout(self.config).starts_beside,
         )
 
     def _carried(self, family: ModelFamily, hf_folder: Path, folder: Path) -> Carried | None:
