@@ -29,25 +29,16 @@ from rlbatch.plan.job_plan import JobPlan, plan_job
 from rlbatch.plan.memory import Peak
 from rlbatch.plan.parameters import ModelSize
 from rlbatch.registry import compose_job, load_plugins
+from tests.large_models import CONFIGS
 
-COMMON = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "max_position_embeddings": 40960}
 SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3_30b": {
-        "model_type": "qwen3_moe",
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "rope_theta": 1e6,
-        "vocab_size": 151936,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-    },
+    "qwen3_30b": dict(CONFIGS["qwen3_30b"]),
     "deepseek": {
         "model_type": "deepseek_v3",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 40960,
         "hidden_size": 2048,
         "intermediate_size": 6144,
         "num_attention_heads": 16,
@@ -216,7 +207,7 @@ def _family(shape: str, layers: int, *, is_tiny: bool) -> ModelFamily:
 
 
 def _fields(shape: str, layers: int, *, is_tiny: bool) -> dict[str, Any]:
-    fields = {**COMMON, **SHAPES[shape], "num_hidden_layers": layers}
+    fields = {**SHAPES[shape], "num_hidden_layers": layers}
     return {name: TINY[name] if is_tiny and name in TINY else value for name, value in fields.items()}
 
 

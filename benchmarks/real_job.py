@@ -45,8 +45,6 @@ HOST_GIB, GPU_GIB = 2.0, 1.0
 """What a save may take beside what is held; on the host also two buffers (152 MiB)."""
 BUFFERS_GIB = 152 / 1024
 SHARD_BYTES = 4 * 10**9
-DISK_BYTES = 14
-"""Of a checkpoint, a parameter."""
 GPU_USED = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
 DRAWN = 2**22
 """Random numbers."""
@@ -271,7 +269,7 @@ def told(what: str, is_so: bool) -> int:
 def of_step(setup: Setup, run_name: str, step: int) -> dict[str, float]:
     """What a step measured."""
     lines = (setup.folder / run_name / "metrics.jsonl").read_text().splitlines()
-    return {tag: value for line in lines if json.loads(line)["step"] == step for tag, value in json.loads(line).items()}
+    return {tag: value for told in map(json.loads, lines) if told["step"] == step for tag, value in told.items()}
 
 
 def resume(setup: Setup) -> int:
@@ -306,7 +304,7 @@ def steps(setup: Setup) -> int:
     shutil.rmtree(setup.folder / "run", ignore_errors=True)
     made = run(setup, setup.job(setup.layers, "run", 3))
     if made.code == 0:
-        print(json.dumps(json.loads((setup.folder / "run" / "summary.json").read_text())["memory"], indent=1))
+        print(json.dumps(json.loads((setup.folder / "run" / "summary.json").read_text())["plan_vs_actual"]["memory"], indent=1))
     return told(f"three steps of {setup.layers} layers", made.code == 0)
 
 
