@@ -157,7 +157,6 @@ _DEFINED = (
 
 PARTS = re.compile(r"reward/[A-Za-z][A-Za-z0-9_.-]*")
 """Tags of a reward's own parts."""
-_SPANS = re.compile(r"mismatch/(diff_(at_\d+|first|last|digits|repeated)|first_other_experts_\d+)")
 TAGS: Mapping[str, Tag] = {tag.tag: tag for tag in _DEFINED}
 
 PATTERNS = (
@@ -176,8 +175,20 @@ BESIDE_PLAN = (
     Tag("plan_vs_actual/<what>_<phase>", "1", "The same of what gpu, trainer or node use in GiB in these phases."),
 )
 """Of a step beside its plan."""
-_NAMES = {"<set>": r"[\w.-]+", "<n>": r"\d+", "<k>": r"\d+", "<phase>": "[a-z]+", "<what>": "gpu|trainer|node"}
-_PATTERN = re.compile("|".join(re.sub("<.*?>", lambda found: f"({_NAMES[found[0]]})", tag.tag) for tag in (*PATTERNS, *BESIDE_PLAN)))
+_NAMES = {
+    "<set>": r"[\w.-]+",
+    "<n>": r"\d+",
+    "<k>": r"\d+",
+    "<filter>": ".+",
+    "<kind>": "first|last|digits|repeated",
+    "<phase>": "[a-z]+",
+    "<what>": "gpu|trainer|node",
+}
+_PATTERN = re.compile(
+    "|".join(
+        re.sub("<.*?>", lambda found: f"({_NAMES[found[0]]})", tag.tag) for tag in (*_DEFINED, *PATTERNS, *BESIDE_PLAN) if "<" in tag.tag
+    )
+)
 
 
 def check_tags(tags: Iterable[str]) -> None:
@@ -187,8 +198,7 @@ def check_tags(tags: Iterable[str]) -> None:
         ValueError: a tag is not defined here.
     """
     for tag in tags:
-        group, _, name = tag.partition(DROPPED_BY)
-        if tag not in TAGS and not any(known.fullmatch(tag) for known in (PARTS, _SPANS, _PATTERN)) and not (group == "sampling/" and name):
+        if tag not in TAGS and not any(known.fullmatch(tag) for known in (PARTS, _PATTERN)):
             close = difflib.get_close_matches(tag, TAGS, n=3) or sorted(TAGS)
             raise ValueError(
                 f"metric {tag!r} is not defined in rlbatch/metrics/names.py. Define it there, or use one of: {', '.join(close)}."
