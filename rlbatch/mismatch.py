@@ -85,7 +85,7 @@ def read(folder: Path) -> dict[str, Points]:
 
 def page(title: str, curves: Mapping[str, Points]) -> str:
     """The page, HTML."""
-    places = {int(found[1]): points for tag, points in curves.items() if (found := PLACE.fullmatch(tag))}
+    places = _numbered(PLACE, curves)
     all_of_it = {name: curves[tag] for tag, name in ((MEAN, "mean"), (MOST, "largest"), (LIMIT, "limit on the mean")) if tag in curves}
     kinds = {"all": curves[MEAN], **{name: curves[tag] for tag, name in KINDS.items() if tag in curves}}
     parts = [
@@ -93,21 +93,21 @@ def page(title: str, curves: Mapping[str, Points]) -> str:
         f"<h1>Engine and trainer: {escape(title)}</h1><p>Mean absolute differences of log-probs, nats, before each first update.</p>",
         "<h2>All sampled tokens</h2>" + lines_of(all_of_it),
         "<h2>By kind of token</h2>" + lines_of(kinds),
-        "<h2>By place in the response</h2>" + heat_map(dict(sorted(places.items()))),
+        "<h2>By place in the response</h2>" + heat_map(places),
         *layers_of(curves),
-        table(curves, places),
+        table({**kinds, **{f"tokens {place} - {2 * place - 1}": points for place, points in places.items()}}),
     ]
     return "\n".join(parts) + "\n"
 
 
 def layers_of(curves: Mapping[str, Points]) -> list[str]:
     """Where engine and trainer first choose other experts, if that is known."""
-    layers = {int(found[1]): points for tag, points in curves.items() if (found := LAYER.fullmatch(tag))}
+    layers = _numbered(LAYER, curves)
     if not layers:
         return []
     cells = "".join(
         f"<tr><td>{layer}</td><td>{points[0][1]:.2%}</td><td>{points[-1][1]:.2%}</td><td>{len(points)}</td></tr>"
-        for layer, points in sorted(layers.items())
+        for layer, points in layers.items()
     )
     head = "<tr><th>layer</th><th>first step with some</th><th>last</th><th>steps with some</th></tr>"
     return [f"<h2>First layer with other experts, share of sampled packs' tokens</h2><table>{head}{cells}</table>"]
@@ -160,16 +160,17 @@ def heat_map(places: Mapping[int, Points]) -> str:
     )
 
 
-def table(curves: Mapping[str, Points], places: Mapping[int, Points]) -> str:
+def table(rows: Mapping[str, Points]) -> str:
     """First and last step as numbers."""
-    rows = {"all": curves[MEAN], **{name: curves[tag] for tag, name in KINDS.items() if tag in curves}}
-    rows |= {f"tokens {place} - {2 * place - 1}": points for place, points in sorted(places.items())}
     cells = "".join(
-        f"<tr><td>{escape(name)}</td><td>{points[0][1]:.3g}</td><td>{points[-1][1]:.3g}</td></tr>"
-        for name, points in rows.items()
-        if points
+        f"<tr><td>{escape(name)}</td><td>{points[0][1]:.3g}</td><td>{points[-1][1]:.3g}</td></tr>" for name, points in rows.items()
     )
     return f"<table><tr><th>tokens</th><th>first step</th><th>last step</th></tr>{cells}</table>"
+
+
+def _numbered(pattern: re.Pattern[str], curves: Mapping[str, Points]) -> dict[int, Points]:
+    """The curves whose tags have a number, in its order."""
+    return dict(sorted((int(found[1]), points) for tag, points in curves.items() if (found := pattern.fullmatch(tag))))
 
 
 def _svg(drawn: Sequence[str], width: float, height: float) -> str:
