@@ -22,7 +22,8 @@ SOURCE = "source"
 MEASURED = "measured on 2 x H200, 2026-11-29 (docs/measurements/planner.md)"
 NOT_MEASURED = "assumed, not measured"
 AS_COUNTED = "1: as counted; calibrate=<run folder> measures it"
-Correction = Annotated[float, Range(least=0.01, most=100)]
+CORRECTIONS = Range(least=0.01, most=100)
+Correction = Annotated[float, CORRECTIONS]
 
 
 def assumed(default: Any, doc: str, source: str) -> Any:

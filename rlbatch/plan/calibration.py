@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from rlbatch.config.assumptions import AssumeConfig
+from rlbatch.config.assumptions import CORRECTIONS, AssumeConfig
 from rlbatch.config.schema import Config
 from rlbatch.plan.accounting import STEP_PHASES, Table
 from rlbatch.plan.job_plan import JobPlan
@@ -18,7 +18,6 @@ from rlbatch.plan.job_plan import JobPlan
 FACTORS = {"sync": "sync_factor", "rollout": "generate_factor", "logprobs": "logprobs_factor", "update": "update_factor"}
 """A step's phase -> the assumption that corrects its time."""
 ACTIVATIONS = "activations_factor"
-LEAST, MOST = 0.01, 100.0
 LEAST_GIB = 0.5
 """Activations of less say nothing of larger ones."""
 LEAST_S = 0.01
@@ -92,4 +91,4 @@ def _over(table: Table, measured: Measured, what: str, less: str = "") -> float 
 
 
 def _factor(value: float) -> float:
-    return min(max(value, LEAST), MOST)
+    return min(max(value, CORRECTIONS.least), CORRECTIONS.most)

@@ -13,6 +13,7 @@ from rlbatch.plan.engine_plan import EnginePlan
 from rlbatch.plan.fit import changed, offloads
 from rlbatch.plan.generation import Cache, Generation, generation, replica_cache
 from rlbatch.plan.job_plan import JobPlan, gpu_of
+from rlbatch.plan.layout import divisors
 from rlbatch.plan.nodes import place_ranks
 from rlbatch.plan.step_time import least_sync
 from rlbatch.registry import Registry
@@ -30,7 +31,7 @@ def engine_keys(job: MemoryInputs, registry: Registry) -> Iterator[Mapping[str, 
     place, has_experts = place_ranks(config, registry), bool(job.model.family.num_experts)
     copies = spec.over_nodes if has_experts else None  # which divide the experts among them
     for gpus in EnginePlan(config, registry, job.gpus, shape, place).sizes(spans_nodes=copies is not None):
-        for replicas in (each for each in range(1, gpus + 1) if gpus % each == 0):
+        for replicas in divisors(gpus):
             if gpus > MOST_GPUS or gpus // replicas > place.ranks_per_node or (gpus, replicas) == (job.gpus, shape.replicas):
                 continue
             if replicas > 1 and copies is None:

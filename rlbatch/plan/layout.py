@@ -108,9 +108,7 @@ def _check_experts(layout: LayoutConfig, family: ModelFamily, on_gpu: bool) -> N
     if layout.ep_size == 1 and layout.etp_size != layout.tp_size:
         # Megatron then reduces expert gradients over the dense data-parallel group, which is not the experts' one.
         wider = [
-            size
-            for size in _divisors(family.num_experts)
-            if size > 1 and layout.world_size % (size * layout.pp_size * layout.etp_size) == 0
+            size for size in divisors(family.num_experts) if size > 1 and layout.world_size % (size * layout.pp_size * layout.etp_size) == 0
         ]
         raise ConfigError(
             f"layout.etp_size={layout.etp_size}: with ep_size 1 it must equal tp_size ({layout.tp_size}), else stock Megatron's "
@@ -175,7 +173,7 @@ def _check_divides(name: str, size: int, number_name: str, family: ModelFamily) 
     number = int(family.transformer.get(number_name) or 0)
     if number % size:
         shown = "num_experts" if number_name == "num_moe_experts" else number_name
-        raise ConfigError(f"layout.{name}={size}: must divide {shown} ({number}). Use {_either(_near(size, _divisors(number)))}.")
+        raise ConfigError(f"layout.{name}={size}: must divide {shown} ({number}). Use {_either(_near(size, divisors(number)))}.")
 
 
 def _stage_layers(layout: LayoutConfig, num_layers: int) -> tuple[int, ...]:
@@ -196,7 +194,7 @@ def _stage_layers(layout: LayoutConfig, num_layers: int) -> tuple[int, ...]:
     if not fixed:
         if num_layers % stages:
             raise ConfigError(
-                f"layout.pp_size={stages}: must divide num_layers ({num_layers}). Use {_either(_near(stages, _divisors(num_layers)))}, "
+                f"layout.pp_size={stages}: must divide num_layers ({num_layers}). Use {_either(_near(stages, divisors(num_layers)))}, "
                 f"or {_uneven(stages, num_layers)}."
             )
     elif middle_layers < middle_stages or (middle_stages == 0 and middle_layers) or (middle_stages and middle_layers % middle_stages):
@@ -226,7 +224,7 @@ def _check_interleaved(layout: LayoutConfig, num_layers: int) -> None:
         per_stage = num_layers // layout.pp_size
         raise ConfigError(
             f"layout.vpp_size={chunks}: must divide the layers of a stage ({per_stage} = {num_layers} layers / pp_size {layout.pp_size}). "
-            f"Use {_either(_near(chunks, _divisors(per_stage)))}."
+            f"Use {_either(_near(chunks, divisors(per_stage)))}."
         )
 
 
@@ -248,7 +246,8 @@ def _uneven(stages: int, num_layers: int) -> str:
     return f"layout.first_stage_layers={ends[0]} layout.last_stage_layers={ends[1]}" if ends else "neither key (equal stages)"
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """All, the smallest first."""
     return [size for size in range(1, number + 1) if number % size == 0]
 
 

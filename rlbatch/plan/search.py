@@ -1,9 +1,9 @@
 """Searches the layouts of a model on so many GPUs: those that fit, the fastest first.
 
 The space: tensor, pipeline (also with uneven ends, and interleaved), context, expert and expert tensor parallel sizes, recomputation,
-offload strategies with their default options, tokens of a pack; an engine's GPUs, copies and share of a GPU; and the job's own. Candidates
-are looked at in the order of a time that none of them can beat: the ten that are returned are the fastest of the whole space that fit, as
-each of the others is slower by its bound already.
+offload strategies with what they advise, tokens of a pack; an engine's GPUs, copies and share of a GPU; and the job's own. Candidates are
+looked at in the order of a time that none of them can beat: the ten that are returned are the fastest of the whole space that fit, as each
+of the others is slower by its bound already.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rlbatch.plan.engine_shapes import Engines, engine_keys
 from rlbatch.plan.fit import changed, layout_changes, may_fit
 from rlbatch.plan.generation import Generation
 from rlbatch.plan.job_plan import JobPlan, gpu_of, may_have_room, plan_job
-from rlbatch.plan.layout import check_layout, stage_ends
+from rlbatch.plan.layout import check_layout, divisors, stage_ends
 from rlbatch.plan.nodes import place_ranks
 from rlbatch.plan.step_time import offload_seconds, step_time, sync_seconds
 from rlbatch.registry import Registry
@@ -174,7 +174,7 @@ class _Room:
 def smallest_cluster(plan: JobPlan, registry: Registry) -> tuple[int, list[Change]]:
     """The fewest GPUs on which a job fits, of a node's or of whole nodes, and the fastest jobs there; 0: none of those tried."""
     cluster = plan.job.config.cluster
-    for world in (*_divisors(cluster.gpus_per_node), *(nodes * cluster.gpus_per_node for nodes in NODES)):
+    for world in (*divisors(cluster.gpus_per_node), *(nodes * cluster.gpus_per_node for nodes in NODES)):
         sized = {"layout.world_size": world, **({"cluster.gpus": world} if 0 < cluster.gpus < world else {})}
         for keys in (sized, sized | _least_engines(plan.job, registry)):
             with suppress(RlbatchError):  # its own engines cannot be on so many
@@ -213,9 +213,9 @@ def all_layouts(plan: JobPlan) -> Iterator[LayoutConfig]:
     """Layouts of as many ranks that are accepted."""
     own, family, node = plan.job.config.layout, plan.model.family, plan.job.config.cluster.gpus_per_node
     world, layers, own_ends = own.world_size, family.num_layers, {own.pp_size: (own.first_stage_layers, own.last_stage_layers)}
-    tensor = [size for size in _divisors(world) if size <= node]
-    experts = [size for size in _divisors(world) if family.num_experts and family.num_experts % size == 0] or [1]
-    stages = [size for size in _divisors(world) if size <= layers]
+    tensor = [size for size in divisors(world) if size <= node]
+    experts = [size for size in divisors(world) if family.num_experts and family.num_experts % size == 0] or [1]
+    stages = [size for size in divisors(world) if size <= layers]
     for tp, pp, cp, ep in product(tensor, stages, CONTEXTS, experts):
         if world % (tp * pp * cp) or world % (pp * ep):
             continue
@@ -247,7 +247,3 @@ def config_changes(before: Config, after: Config) -> dict[str, Any]:
 
 def _with(job: MemoryInputs, layout: LayoutConfig, train: TrainConfig) -> MemoryInputs:
     return replace(job, config=replace(job.config, layout=layout, train=train))
-
-
-def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
