@@ -50,7 +50,6 @@ class HeldWeights:
         self._prefixes = {layer: prefix for prefix, layer in model.named_modules()}
         self._loaded: list[Loaded] = []
         self._sent: dict[str, tuple[torch.dtype, torch.Size]] = {}
-        self._whole: dict[str, int] = {}
 
     def note(
         self,

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from rlbatch.api import (
     Completion,
@@ -40,9 +39,6 @@ from rlbatch.engines.transfer.sender import WeightSender
 from rlbatch.engines.transfer.shared_memory import device_identity
 from rlbatch.engines.transfer.weight_group import SENDER, WeightGroup, join_in_background
 from rlbatch.launch.ranks.interfaces import LOOPBACK_INTERFACE
-
-if TYPE_CHECKING:
-    pass
 
 OWN_KEYS = ("python", "environment")
 """Keys of ``rollout.engine`` that are ours; all others are the engine's."""
@@ -157,7 +153,6 @@ class HostedRollout:
         lacks_carried: See ``CarryingBackend``.
         software: See ``ForeignBackend``.
         compared: What the last comparison of weights found, on the rank that has the host; None: there was none.
-        compare_s: Seconds that comparisons took on this rank.
         proves_weights: Whether its engines answer ``held``: what their modules hold is compared with what was sent.
     """
 
@@ -169,7 +164,7 @@ class HostedRollout:
         self.max_restarts, self._restarts = options.max_restarts, 0
         self._sleep_level = options.sleep_level if context.device != "cpu" and not options.separate_gpus else 0
         self._asleep, self._has_weights, self._has_answered, self.lacks_carried = 0, False, False, True
-        self._syncs, self._sent, self.compare_s = 0, dict[str, Expected](), 0.0
+        self._syncs, self._sent = 0, dict[str, Expected]()
         self.compared: Compared | None = None
         devices = [device.decode() for device in context.node_gather(context.device.encode())]
         self._program = program(devices_behind(devices, options)) if context.node_rank == 0 else None
@@ -262,9 +257,7 @@ class HostedRollout:
                 self.lacks_carried = self.lacks_carried and not is_draft
             self._has_weights = True
             if sums is not None:
-                began = time.monotonic()
                 self._sent = sums.of_all(self._context.node_gather, self._context.node_rank)
-                self.compare_s += time.monotonic() - began + sums.seconds
             self._wake("kv_cache")
             self._asleep = 0
         if self._host is not None:
@@ -290,10 +283,8 @@ class HostedRollout:
         """
         if self._host is None or not self._sent:
             return
-        began = time.monotonic()
         told: list[HeldPart] = [tuple(each) for each in self._host.call("held", limit_s=self._options.sync_timeout_s)["parts"]]
         self.compared = compare(self._sent, told, f"engine {self._context.folder.name}")
-        self.compare_s += time.monotonic() - began
 
     def _give_back(self) -> None:
         """Memory that this rank's allocator keeps and nothing uses, so that the engine can take its own."""

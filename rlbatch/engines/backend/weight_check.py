@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -43,22 +42,17 @@ class TrainerSums:
     Args:
         blocks: Of how many bands of rows and columns they are told too: as many workers may have a part each; at most ``MOST_BANDS``.
         is_needed: Whether this rank sends.
-
-    Attributes:
-        seconds: That it took.
     """
 
     def __init__(self, blocks: int, *, is_needed: bool) -> None:
-        self._blocks, self._is_needed, self.seconds = min(blocks, MOST_BANDS), is_needed, 0.0
+        self._blocks, self._is_needed = min(blocks, MOST_BANDS), is_needed
         self._own: dict[str, Expected] = {}
 
     def watch(self, buckets: Iterable[WeightBucket]) -> Iterator[WeightBucket]:
         """Passes the buckets on; what is carried is not the trainer's."""
         for bucket in buckets:
             if not bucket.is_carried and self._is_needed:
-                began = time.monotonic()
                 self._own |= expected(zip(bucket.names, bucket.tensors, strict=True), self._blocks)
-                self.seconds += time.monotonic() - began
             yield bucket
 
     def of_all(self, gather: Callable[[bytes], list[bytes]], place: int) -> dict[str, Expected]:

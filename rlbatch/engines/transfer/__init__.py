@@ -1,1 +1,1 @@
-"""Weights on their way: buckets, shared memory or a group of GPUs, the sender of a rank and the receiver of a worker."""
+"""Weights on their way: buckets, checksums, shared memory or a group of GPUs, the sender of a rank and the receiver of a worker."""

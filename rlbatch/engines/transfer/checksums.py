@@ -223,14 +223,12 @@ class Expected:
 
     Attributes:
         whole: All of it.
-        itemsize: Bytes of a value.
         total: Its checksum.
         rows: Of bands of rows; empty: there are none.
         columns: Of bands of columns.
     """
 
     whole: Rectangle
-    itemsize: int
     total: int
     rows: Sequence[int] = ()
     columns: Sequence[int] = ()
@@ -263,5 +261,5 @@ def expected(tensors: Iterable[tuple[str, Tensor]], blocks: int) -> dict[str, Ex
         own = [value % MODULUS for value in values]
         has = {kind: blocks > 1 and has_bands(whole, tensor.itemsize, blocks, kind) for kind in (ROWS, COLUMNS)}
         rows, columns = own[1 : 1 + blocks] if has[ROWS] else [], own[1 + blocks :] if has[COLUMNS] else []
-        told[name] = Expected(whole, tensor.itemsize, own[0], rows, columns)
+        told[name] = Expected(whole, own[0], rows, columns)
     return told

@@ -60,7 +60,7 @@ class WeightSender:
 
         Args:
             buckets: To be sent; at least one.
-            header: Of ``start_update``: whether it is an ``audit``, of the ``draft``, and may ``replay`` the update before.
+            header: Of ``start_update``: whether it is an ``audit``, of the ``draft``, may ``replay`` the last one, and has a ``check``.
             double_buffered: Whether the next ones are gathered while the engine loads. If not, that takes half the memory.
 
         Returns:
