@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlbatch.engines.host import counting
+from rlbatch.engines.protocol import counting
 
 BLOCK = 4096
 """Columns of a program."""

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rlbatch.engines.protocol.counting import numbers
+
 if TYPE_CHECKING:
     from torch import Tensor, dtype
 
@@ -20,7 +22,6 @@ WORD = 4
 MODULUS = 2**64
 AT_ONCE = 2**22
 """Words of which the products are in memory, 8 bytes each."""
-_MIX = (0x9E3779B97F4A7C15 - MODULUS, 0xBF58476D1CE4E5B9 - MODULUS, 0x94D049BB133111EB - MODULUS)
 ROWS, COLUMNS = 1, 2
 _factors: dict[tuple[int, str], Tensor] = {}
 
@@ -184,10 +185,8 @@ def _odd(kind: int, count: int, device: object) -> Tensor:
     known = _factors.get((kind, str(device)))
     if known is None or len(known) < count:
         size = max(count, 2 * len(known) if known is not None else 4096)
-        mixed = (torch.arange(size, dtype=torch.int64) * 2 + kind) * _MIX[0]
-        for factor in _MIX[1:]:
-            mixed = (mixed ^ (mixed >> 30)) * factor
-        known = _factors[kind, str(device)] = (mixed | 1).to(device)  # type: ignore[call-overload]
+        factors = numbers(torch.tensor(kind), torch.arange(size)) | 1
+        known = _factors[kind, str(device)] = factors.to(device)  # type: ignore[call-overload]
     return known[:count]
 
 

@@ -4,7 +4,10 @@ pseudorandom number generators, 2014).
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 STEP, FIRST, SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685
 """Its constants, as signed numbers."""
