@@ -64,14 +64,15 @@ def estimate_memory(job: MemoryInputs, *, has_activations: bool = True) -> Memor
     """
     floor, assume = memory_floor(job), job.config.plan.assume
     activations = _activations(job) if has_activations else (NO_ACTIVATIONS,) * len(floor.stages)
-    stages = [
-        RankMemory(
-            {phase: {**certain.gpu[phase], **more} for phase, more in _on_gpu(job, certain, kept)} if job.on_gpu else certain.gpu,
-            {phase: {**parts, **_on_host(job)} for phase, parts in certain.host.items()},
-        )
-        for certain, kept in zip(floor.stages, activations, strict=True)
-    ]
-    return MemoryEstimate(floor, MemoryFloor(stages, floor.world_size, floor.shm_gib), assume.memory_error)
+    stages, alike = list(zip(floor.stages, activations, strict=True)), dict[tuple[int, StageActivations], RankMemory]()
+    for certain, kept in stages:
+        if (id(certain), kept) not in alike:
+            alike[id(certain), kept] = RankMemory(
+                {phase: {**certain.gpu[phase], **more} for phase, more in _on_gpu(job, certain, kept)} if job.on_gpu else certain.gpu,
+                {phase: {**parts, **_on_host(job)} for phase, parts in certain.host.items()},
+            )
+    expected = [alike[id(certain), kept] for certain, kept in stages]
+    return MemoryEstimate(floor, MemoryFloor(expected, floor.world_size, floor.shm_gib), assume.memory_error)
 
 
 def _activations(job: MemoryInputs) -> tuple[StageActivations, ...]:

@@ -138,7 +138,9 @@ def may_have_room(job: MemoryInputs, nodes: tuple[int, ...]) -> bool:
 
 def needs_of(job: MemoryInputs, memory: MemoryEstimate, nodes: tuple[int, ...]) -> tuple[Need, ...]:
     """Of a GPU and a node, in the stage and phase with the worst verdict; where several are as bad, in the fullest."""
-    cluster, stages = job.config.cluster, range(len(memory.expected.stages))
+    cluster = job.config.cluster
+    alike = {id(stage): number for number, stage in reversed([*enumerate(memory.expected.stages)])}
+    stages = sorted(alike.values())  # one of those that are alike
     gpu, node = memory.floor.gpu().gib, memory.floor.fullest_host(nodes).gib
     gpus = [
         Need(f"a GPU of stage {stage}", "cluster.gpu_memory_gib", *memory.gpu_of_stage(stage, phase), gpu, cluster.gpu_memory_gib)

@@ -136,15 +136,15 @@ class MemoryFloor:
 
 def memory_floor(job: MemoryInputs) -> MemoryFloor:
     """Trainer, and engines beside it. ``check_layout`` accepts the layout, if the model is known."""
-    engine = _engine(job)
-    stages = []
-    for share in _shares(job):
+    engine, shares = _engine(job), _shares(job)
+    alike: dict[Share, RankMemory] = {}
+    for share in dict.fromkeys(shares):
         trainer, host = _trainer(job, share), _host(job, share)
         gpu: Mapping[str, Parts] = {phase: {**trainer[phase], **engine[phase]} if trainer[phase] else {} for phase in PHASES}
         if not job.on_gpu:
             gpu, host = _NOTHING, {phase: {**host[phase], **gpu[phase]} for phase in PHASES}
-        stages.append(RankMemory(gpu, host))
-    return MemoryFloor(stages, job.config.layout.world_size, NODE_SHM_GIB if job.on_gpu else 0.0)
+        alike[share] = RankMemory(gpu, host)
+    return MemoryFloor([alike[share] for share in shares], job.config.layout.world_size, NODE_SHM_GIB if job.on_gpu else 0.0)
 
 
 def trainer_gib(job: MemoryInputs) -> float:

@@ -8,8 +8,10 @@ is one of ``plan.assume``.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from rlbatch.api import OffloadMemory
 from rlbatch.config.old_logprobs import scores_first_update
@@ -121,28 +123,31 @@ class _Stages:
     @cached_property
     def forward(self) -> tuple[float, ...]:
         """Seconds of each stage."""
-        layout = self._job.config.layout
-        chunks = stage_chunks(layout, self._model.family.num_layers)
-        parts = self._model.stages(layout)
-        return tuple(
-            self._stage([layer for chunk in chunks[stage] for layer in chunk], parts[stage], has_head=stage == layout.pp_size - 1)
-            for stage in range(layout.pp_size)
-        )
+        layout, has_experts = self._job.config.layout, self._model.family.has_experts
+        parts, found = self._model.stages(layout), dict[tuple[Any, ...], float]()
+        stages = []
+        for stage, chunks in enumerate(stage_chunks(layout, self._model.family.num_layers)):
+            kinds, has_head = Counter(has_experts[layer] for chunk in chunks for layer in chunk), stage == layout.pp_size - 1
+            alike = (parts[stage], kinds[True], kinds[False], has_head)
+            if alike not in found:
+                found[alike] = self._stage(kinds, parts[stage], has_head=has_head)
+            stages.append(found[alike])
+        return tuple(stages)
 
-    def _stage(self, layers: list[int], parts: tuple[PartSize, ...], *, has_head: bool) -> float:
+    def _stage(self, kinds: Mapping[bool, int], parts: tuple[PartSize, ...], *, has_head: bool) -> float:
+        """Of so many layers with and without experts."""
         family, layout, assume = self._model.family, self._job.config.layout, self._job.config.plan.assume
-        has_experts = family.has_experts
+        layers = sum(kinds.values())
         own = self._tokens / layout.cp_size  # tokens of a rank
-        attention = attention_flops_per_squared_token(family) * len(layers) / family.num_layers * self._context
+        attention = attention_flops_per_squared_token(family) * layers / family.num_layers * self._context
         flops = sum(part_flops(family, part) for part in parts) + attention + (logits_flops(family) if has_head else 0.0)
         products = own * flops / layout.tp_size / (self._gpu.flops * assume.matmul_efficiency)
         value = WEIGHT_BYTES[self._job.config.train.precision]
-        kinds = Counter(has_experts[layer] for layer in layers)
         kept = sum(number * layer_bytes(family, layout, value, has_experts=kind).kept for kind, number in kinds.items())
         logits = family.vocab_size / layout.tp_size * assume.logit_traffic if has_head else 0.0
         traffic = own * (kept * assume.activation_traffic + logits) * FORWARD_SHARE / (self._gpu.memory_gbs * 1e9)
         between = own * sum(number * self._exchanged(has_experts=kind) for kind, number in kinds.items())
-        waiting = assume.launch_ms * 1e-3 * FORWARD_SHARE * len(layers)
+        waiting = assume.launch_ms * 1e-3 * FORWARD_SHARE * layers
         return products + traffic + between + waiting
 
     def _exchanged(self, *, has_experts: bool) -> float:
