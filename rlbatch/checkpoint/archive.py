@@ -6,7 +6,10 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
+import struct
+import zipfile
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,9 +18,9 @@ from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.utils import _create_file_view
 
 from rlbatch.checkpoint.reading import read_into
+from rlbatch.checkpoint.unpickle import unpickled
 
 DTYPES = {
     "FloatStorage": torch.float32,
@@ -32,6 +35,8 @@ DTYPES = {
 """torch's names of typed storages, of the types that checkpoints hold."""
 SMALL_BYTES = 4096
 """Less is copied; what torch writes around a tensor is less."""
+_HEADER = struct.Struct("<4s22xHH")
+"""Of a record: signature, lengths of what lies between it and the content."""
 
 
 def parts(tensor: Tensor) -> Iterator[bytes | memoryview]:
@@ -131,31 +136,80 @@ class _LayoutUnpickler(pickle.Unpickler):
         return reference[1], reference[2]
 
 
-def find(file: IO[bytes], offset: int, length: int) -> ArchiveLayout:
+class _Window(io.RawIOBase):
+    """A run of a file's bytes as a file."""
+
+    def __init__(self, descriptor: int, offset: int, length: int) -> None:
+        super().__init__()
+        self._descriptor, self._offset, self._length, self._place = descriptor, offset, length, 0
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        self._place = max(0, offset + (0, self._place, self._length)[whence])
+        return self._place
+
+    def read(self, size: int = -1, /) -> bytes:
+        left = max(0, self._length - self._place)
+        content = os.pread(self._descriptor, left if size < 0 else min(size, left), self._offset + self._place)
+        self._place += len(content)
+        return content
+
+
+class _Records:
+    """Where an archive's records lie. Only its directory is read: ``torch.save`` packs nothing, and the checksums may be none."""
+
+    def __init__(self, window: _Window) -> None:
+        self._window = window
+        # The first part of all names is the same, and anything.
+        self._found = {info.filename.partition("/")[2]: info for info in zipfile.ZipFile(window).infolist()}
+
+    def __getitem__(self, name: str) -> tuple[int, int]:
+        """First byte and number of bytes of a record."""
+        info = self._found.get(name)
+        if info is None or info.compress_type != zipfile.ZIP_STORED:
+            raise zipfile.BadZipFile(f"no record {name}")
+        self._window.seek(info.header_offset)
+        signature, *lengths = _HEADER.unpack(self._window.read(_HEADER.size))
+        if signature != b"PK\x03\x04":
+            raise zipfile.BadZipFile(f"no header of {name}")
+        return info.header_offset + _HEADER.size + sum(lengths), info.file_size
+
+    def content(self, name: str) -> bytes:
+        start, nbytes = self[name]
+        self._window.seek(start)
+        return self._window.read(nbytes)
+
+
+def find(descriptor: int, offset: int, length: int) -> ArchiveLayout:
     """Reads an archive's directory.
 
     Args:
-        file: Open for reading.
+        descriptor: Of the file.
         offset: Of the archive, bytes.
         length: Of the archive, bytes.
 
     Raises:
         pickle.UnpicklingError: it is not a tensor's archive.
+        OSError: it cannot be read.
     """
     try:
-        reader: Any = torch._C.PyTorchFileReader(cast("IO[bytes]", _create_file_view(cast("io.IOBase", file), offset, length)))
-        (dtype, key), first, shape, strides = _LayoutUnpickler(io.BytesIO(reader.get_record("data.pkl"))).load()
-        start, nbytes = reader.get_record_offset(f"data/{key}"), reader.get_record_size(f"data/{key}")
-        last = first + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-        is_inside = min(first, *shape, *strides, 0) == 0 and (last + 1) * dtype.itemsize <= nbytes and start + nbytes <= length
-    except pickle.UnpicklingError:
-        raise
-    except (RuntimeError, AttributeError, EOFError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
-        text = (str(error).strip().splitlines() or [""])[0]
-        raise pickle.UnpicklingError(f"the archive at byte {offset} is damaged ({type(error).__name__}: {text})") from error
-    if 0 not in shape and not is_inside:
-        raise pickle.UnpicklingError(f"the archive at byte {offset} holds less than its tensor of shape {tuple(shape)}")
-    return ArchiveLayout(offset + start, nbytes, dtype, first, tuple(shape), tuple(strides))
+        records = _Records(_Window(descriptor, offset, length))
+        match unpickled(_LayoutUnpickler(io.BytesIO(records.content("data.pkl")))):
+            case ((torch.dtype() as dtype, str(key)), int(first), tuple(shape), tuple(strides)) if _is_box(first, shape, strides):
+                start, nbytes = records[f"data/{key}"]
+            case _:
+                raise pickle.UnpicklingError(f"the archive at byte {offset} holds no tensor")
+    except (zipfile.BadZipFile, struct.error, NotImplementedError, UnicodeDecodeError) as error:  # zipfile's, of damage
+        if isinstance(error.__context__, OSError):  # which it told as damage
+            raise error.__context__ from None
+        raise pickle.UnpicklingError(f"the archive at byte {offset} is damaged ({error})") from error
+    last = first + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    if 0 not in shape and ((last + 1) * dtype.itemsize > nbytes or start + nbytes > length):
+        raise pickle.UnpicklingError(f"the archive at byte {offset} holds less than its tensor of shape {shape}")
+    return ArchiveLayout(offset + start, nbytes, dtype, first, shape, strides)
+
+
+def _is_box(first: int, shape: tuple[Any, ...], strides: tuple[Any, ...]) -> bool:
+    return len(shape) == len(strides) and all(type(number) is int and number >= 0 for number in (first, *shape, *strides))
 
 
 def read_box(descriptor: int, layout: ArchiveLayout, starts: Sequence[int], sizes: Sequence[int], *, once: bool = False) -> Tensor:

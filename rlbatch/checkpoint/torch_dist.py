@@ -174,7 +174,7 @@ class TorchDist:
             raise DataError(f"{self.folder / METADATA}: does not say where {key} at {list(chunk.offsets)} lies. Convert it anew.")
         try:
             file = self._open(place.relative_path)
-            layout = archive.find(file, place.offset, place.length)
+            layout = archive.find(file.fileno(), place.offset, place.length)
             if layout.shape != tuple(chunk.sizes):
                 raise pickle.UnpicklingError(f"{key} has shape {layout.shape} at byte {place.offset}, metadata says {tuple(chunk.sizes)}")
             box = archive.read_box(file.fileno(), layout, starts, sizes, once=self._reading.once)

@@ -77,15 +77,25 @@ def unpickle_metadata(file: IO[bytes]) -> Metadata:
     Raises:
         pickle.UnpicklingError: it is damaged, or names what it must not.
     """
+    loaded = unpickled(_MetadataUnpickler(file))
     try:
-        loaded = _MetadataUnpickler(file).load()
         _check(loaded)
-    except pickle.UnpicklingError:
-        raise
-    except (AttributeError, EOFError, IndexError, KeyError, MemoryError, OverflowError, TypeError, ValueError) as error:
-        raise pickle.UnpicklingError(f"it is damaged ({type(error).__name__}: {error})") from error
+    except AttributeError as error:  # a pickle may leave any attribute out
+        raise pickle.UnpicklingError(f"it is damaged ({error})") from error
     checked: Metadata = loaded
     return checked
+
+
+def unpickled(unpickler: pickle.Unpickler) -> Any:
+    """What a pickle holds, of an unpickler that runs nothing of it.
+
+    Raises:
+        pickle.UnpicklingError: it is damaged. Nothing but the loading is in here: these are also the errors of wrong code.
+    """
+    try:
+        return unpickler.load()
+    except (AttributeError, EOFError, IndexError, KeyError, MemoryError, OverflowError, TypeError, ValueError) as error:
+        raise pickle.UnpicklingError(f"it is damaged ({type(error).__name__}: {error})") from error
 
 
 def _check(loaded: Any) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import pickle
+import struct
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -48,20 +50,61 @@ def test_parts_are_read_in_place(strided: bool, tmp_path: Path) -> None:
     for content in contents:
         (tmp_path / "file").write_bytes(b"before" + content + b"after")
         with (tmp_path / "file").open("rb") as file:
-            layout = archive.find(file, 6, len(content))
+            layout = archive.find(file.fileno(), 6, len(content))
             assert layout.shape == tuple(tensor.shape)
             assert torch.equal(archive.read_box(file.fileno(), layout, (1, 2, 0), (2, 3, 4)), tensor[1:3, 2:5, :4])
 
 
-@pytest.mark.parametrize("damage", ["cut", "zeros", "other pickle"])
+@pytest.mark.parametrize("damage", ["cut", "zeros", "no pickle", "other pickle", "list", "short storage", "packed"])
 def test_damage_is_told(damage: str, tmp_path: Path) -> None:
     """What is no tensor's archive is refused, and what it says is not run."""
-    content = made(torch.randn(3, 3))
-    if damage == "other pickle":
-        file = io.BytesIO()
-        torch.save([torch.nn.Linear(2, 2)], file)
-        content = file.getvalue()
-    content = {"cut": content[:-40], "zeros": bytes(len(content))}.get(damage, content)
-    (tmp_path / "file").write_bytes(content)
-    with (tmp_path / "file").open("rb") as file, pytest.raises(pickle.UnpicklingError, match=r"damaged|none of a tensor"):
-        archive.find(file, 0, len(content))
+    content = made(tensor := torch.randn(3, 3))
+    others = {"other pickle": [torch.nn.Linear(2, 2)], "list": [1, 2]}
+    if damage in others:
+        saved = io.BytesIO()
+        torch.save(others[damage], saved)
+        content = saved.getvalue()
+    elif damage in ("short storage", "packed"):
+        saved = io.BytesIO()
+        with zipfile.ZipFile(saved, "w", zipfile.ZIP_DEFLATED if damage == "packed" else zipfile.ZIP_STORED) as rewritten:
+            rewritten.writestr("archive/data.pkl", record(content, "archive/data.pkl"))
+            rewritten.writestr("archive/data/0", archive.raw_bytes(tensor)[:-1])
+        content = saved.getvalue()
+    changes = {"cut": content[:-40], "zeros": bytes(len(content)), "no pickle": content.replace(b"_rebuild_tensor_v2", bytes(18))}
+    (tmp_path / "file").write_bytes(content := changes.get(damage, content))
+    told = "is damaged|none of a tensor|holds no tensor|holds less"
+    with (tmp_path / "file").open("rb") as file, pytest.raises(pickle.UnpicklingError, match=told):
+        archive.find(file.fileno(), 0, len(content))
+
+
+def record(content: bytes, name: str) -> bytes:
+    """A record of torch's archive, whose checksums are none."""
+    info = zipfile.ZipFile(io.BytesIO(content)).getinfo(name)
+    start = info.header_offset + 30 + sum(struct.unpack("<HH", content[info.header_offset + 26 :][:4]))
+    return content[start : start + info.file_size]
+
+
+def test_an_error_of_the_code_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that a library does not have is told as what it is: nobody restores a file for it."""
+    monkeypatch.delattr(zipfile.ZipFile, "infolist")
+    (tmp_path / "file").write_bytes(content := made(torch.ones(3)))
+    with (tmp_path / "file").open("rb") as file, pytest.raises(AttributeError, match="infolist"):
+        archive.find(file.fileno(), 0, len(content))
+
+
+def test_a_disk_that_fails_is_no_damage(tmp_path: Path) -> None:
+    """What cannot be read is told as the system says it."""
+    (tmp_path / "file").write_bytes(content := made(torch.ones(3)))
+    with (tmp_path / "file").open("wb") as file, pytest.raises(OSError, match="Bad file descriptor"):
+        archive.find(file.fileno(), 0, len(content))
+
+
+def test_more_than_4_gib(tmp_path: Path) -> None:
+    """Numbers that a zip archive keeps apart because they are large; the values are a hole in the file."""
+    whole = torch.empty(2**32 + 100, dtype=torch.uint8)
+    with (tmp_path / "file").open("w+b") as file:
+        for part in archive.parts(whole):
+            file.seek(len(part), 1) if len(part) == whole.nbytes else file.write(part)
+        file.flush()
+        layout = archive.find(file.fileno(), 0, archive.length(tuple(whole.shape), whole.dtype))
+    assert (layout.nbytes, layout.shape) == (whole.nbytes, (whole.numel(),))
