@@ -80,7 +80,9 @@ class LayoutConfig:
     cp_size: Ranks = key(1, "Context parallel size.")
     ep_size: Ranks = key(1, "Expert parallel size.")
     etp_size: Ranks = key(1, "Tensor parallel size of experts.")
-    dispatcher: Literal["alltoall", "flex"] = key("alltoall", "Megatron's token dispatcher of experts; flex is for DeepEP.")
+    dispatcher: Literal["auto", "alltoall", "gather", "flex"] = key(
+        "auto", "How tokens get to experts: once for each expert (alltoall), once for each rank (gather), or with DeepEP (flex)."
+    )
     deepep: bool = key(False, "Move tokens between experts with DeepEP (needs layout.dispatcher=flex and the deep_ep package).")
     first_stage_layers: Count | None = key(None, "Layers of the first pipeline stage; null: an equal share.")
     last_stage_layers: Count | None = key(None, "Layers of the last pipeline stage; null: an equal share.")

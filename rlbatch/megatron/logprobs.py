@@ -1,7 +1,7 @@
 """Log-probabilities and entropy of given tokens: vocabulary-parallel, a chunk of tokens at a time.
 
-Full logits [T, V] never exist: each chunk's are made, reduced and made again in the backward pass, so the extra memory is
-O(chunk x V / TP), whatever the length of the pack.
+Each chunk's logits are made, reduced and made again in the backward pass, so the extra memory is O(chunk x V / TP), whatever the length
+of the pack. Where there is room for all of them, they stay.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from rlbatch.api import KeptTokens
+from rlbatch.kernels.softmax import kernels, log_softmax
 from rlbatch.megatron.kept_tokens import KeptColumns
 
 PADDING = -1e30
@@ -24,96 +24,49 @@ to be finite then.
 """
 
 
-class _VocabParallelLogprobs(torch.autograd.Function):
-    """[C, V / TP] logits and [C] targets -> [C] log-probability of the target and [C] entropy, nats.
-
-    The speed is that of the memory: two float32 matrices of the logits' size are written and read as seldom as possible, and the backward
-    pass overwrites them.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, temperature: float, group: Any) -> tuple[Tensor, Tensor]:
-        peak = _reduced(logits.amax(-1).to(torch.promote_types(logits.dtype, torch.float32)), dist.ReduceOp.MAX, group)
-        shifted = logits - peak.unsqueeze(-1)
-        if temperature != 1:
-            shifted.div_(temperature)
-        exponents = shifted.exp()
-        local = (targets >= first) & (targets < first + logits.shape[-1])
-        columns = torch.where(local, targets - first, 0).unsqueeze(-1)
-        chosen = torch.where(local, shifted.gather(-1, columns).squeeze(-1), 0.0)
-        weighted = torch.bmm(exponents.unsqueeze(1), shifted.unsqueeze(2)).flatten()
-        total, chosen, weighted = _reduced(torch.stack([exponents.sum(-1), chosen, weighted]), dist.ReduceOp.SUM, group)
-        log_total = total.log()
-        entropy = log_total - weighted / total
-        ctx.save_for_backward(shifted, exponents, local, columns, total, entropy)
-        ctx.temperature, ctx.dtype = temperature, logits.dtype
-        return chosen - log_total, entropy
-
-    @staticmethod
-    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor, None, None, None, None]:
-        shifted, exponents, local, columns, total, entropy = ctx.saved_tensors
-        # d logprob / d logit_j = ([j is the target] - p_j) / T;  d entropy / d logit_j = -p_j (log p_j + entropy) / T
-        scale = -1 / (total * ctx.temperature)
-        slope, offset = scale * grad_entropy, scale * (grad_logprobs + grad_entropy * (entropy - total.log()))
-        grad = shifted.mul_(slope.unsqueeze(-1)).add_(offset.unsqueeze(-1)).mul_(exponents)
-        grad.scatter_add_(-1, columns, torch.where(local, grad_logprobs / ctx.temperature, 0.0).unsqueeze(-1))
-        return grad.to(ctx.dtype), None, None, None, None
-
-
-def _reduced(tensor: Tensor, operation: Any, group: Any) -> Tensor:
-    if group is not None and group.size() > 1:
-        dist.all_reduce(tensor, operation, group=group)
-    return tensor
-
-
-def vocab_parallel_logprobs(
-    logits: Tensor, targets: Tensor, first: int = 0, temperature: float = 1.0, group: Any = None
-) -> tuple[Tensor, Tensor]:
-    """Log-probability of ``targets`` and entropy of the distribution; their backward pass may run once.
-
-    Args:
-        logits: [C, V / TP] of any precision, this rank's columns; padded columns hold ``PADDING``.
-        targets: [C] int64 token ids, global.
-        first: Id of this rank's first column.
-        temperature: Divides the logits.
-        group: Tensor-parallel group; None for one rank.
-
-    Returns:
-        [C] log-probability and [C] entropy, nats, float32 or the logits' precision if that is higher.
-    """
-    logprobs, entropy = _VocabParallelLogprobs.apply(logits, targets, first, temperature, group)
-    return logprobs, entropy
-
-
 class _ChunkedLogprobs(torch.autograd.Function):
-    """``chunked_logprobs``: its backward pass makes each chunk's logits again, and adds up the output layer's gradient in fp32.
+    """``chunked_logprobs``: the output layer's gradient is added up in fp32, over chunks, and straight into the parameter's where it may.
 
     A sum over chunks in the weight's bf16 would round each of its steps: the gradient would depend on the chunk.
     """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, layer: _OutputLayer) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(hidden, weight, targets)
-        ctx.layer = layer
-        chunks = layer.chunks(hidden, targets)
-        parts = [layer.score(layer.logits(part, weight, start), chosen) for start, (part, chosen) in chunks]
-        logprobs, entropies = zip(*parts, strict=True)
-        return torch.cat(logprobs), torch.cat(entropies)
+        keeps = ctx.needs_input_grad[0] and _have_room(len(hidden) * len(weight) * hidden.element_size(), hidden.device)
+        parts, logits_kept = [], []
+        for start, (part, chosen) in layer.chunks(hidden, targets - layer.first):
+            logits = layer.logits(part, weight, start)
+            parts.append(log_softmax(logits, chosen, layer.temperature, layer.group, layer.kernels))
+            logits_kept += [logits] if keeps else []
+        logprobs, entropies, log_totals = (torch.cat(values) for values in zip(*parts, strict=True))
+        ctx.save_for_backward(hidden, targets, log_totals, entropies, *logits_kept)
+        ctx.layer, ctx.weight = layer, weight
+        return logprobs, entropies
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        (hidden, weight, targets), layer = ctx.saved_tensors, ctx.layer
+        (hidden, targets, log_totals, entropies, *logits_kept), layer, weight = ctx.saved_tensors, ctx.layer, ctx.weight
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-        for start, (part, chosen, *upstream, target) in layer.chunks(hidden, targets, grad_logprobs, grad_entropy, grad_hidden):
-            logits = layer.logits(part, weight, start).requires_grad_()
-            with torch.enable_grad():
-                outputs = layer.score(logits, chosen)
-            (grad,) = torch.autograd.grad(outputs, logits, upstream)
-            grad[:, layer.valid :] = 0.0
+        main_grad = getattr(weight, "main_grad", None) if layer.owns_weight else None
+        total = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32)) if main_grad is None else main_grad
+        chunks = layer.chunks(hidden, targets - layer.first, log_totals, entropies, grad_logprobs, grad_entropy, grad_hidden)
+        for number, (start, (part, chosen, log_total, entropy, *upstream, target)) in enumerate(chunks):
+            logits = logits_kept[number] if logits_kept else layer.logits(part, weight, start)
+            grad = layer.kernels.gradient(logits, chosen, layer.temperature, (log_total, entropy), tuple(upstream))
             torch.mm(grad, weight, out=target)
-            _add_product(grad_weight, grad.T, part)
-        return grad_hidden, grad_weight.to(weight.dtype), None, None
+            _add_product(total, grad.T, part)
+        if main_grad is None:
+            return grad_hidden, total.to(weight.dtype), None, None
+        weight.grad_added_to_main_grad = True  # Megatron then ignores what is returned, and wants something
+        return grad_hidden, torch.empty_like(weight), None, None
+
+
+def _have_room(nbytes: int, device: torch.device) -> bool:
+    """Whether the logits of a whole pack may stay until its backward pass, which the last stage runs at once: in half of what is free."""
+    if device.type != "cuda":
+        return False
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return nbytes <= free // 2
 
 
 @dataclass(frozen=True)
@@ -126,6 +79,8 @@ class _OutputLayer:
     first: int
     group: Any
     kept: KeptColumns | None
+    owns_weight: bool
+    kernels: Any
 
     def chunks(self, *tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         """Cuts tensors into chunks: where each begins, and its part of each tensor."""
@@ -137,10 +92,6 @@ class _OutputLayer:
         logits, nothing = F.linear(hidden, weight), PADDING * min(self.temperature, 1.0)
         logits[:, self.valid :] = nothing
         return logits if self.kept is None else logits.masked_fill_(self.kept.left_out(start, logits.shape), nothing)
-
-    def score(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """``vocab_parallel_logprobs``."""
-        return vocab_parallel_logprobs(logits, targets, self.first, self.temperature, self.group)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -162,10 +113,11 @@ def chunked_logprobs(
     first: int,
     group: Any,
     kept: KeptTokens | None = None,
+    owns_weight: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Output layer, softmax and selection, ``chunk_tokens`` at a time.
 
-    The backward pass takes a matrix of the weight's size in fp32 besides.
+    Without ``owns_weight`` the backward pass takes a matrix of the weight's size in fp32 besides.
 
     Args:
         hidden: [T, hidden], the same on all ranks of ``group`` (its gradient is this rank's part: reduce it before).
@@ -177,12 +129,13 @@ def chunked_logprobs(
         first: Id of this rank's first row.
         group: Tensor-parallel group.
         kept: What each target was chosen from; both results are of the distribution over these. None: the whole vocabulary.
+        owns_weight: Nothing else computes with ``weight``: its gradient may go straight into its ``main_grad``.
 
     Returns:
         [T] log-probability and [T] entropy, float32 nats.
     """
     valid = max(0, min(weight.shape[0], vocab_size - first))
     columns = None if kept is None else KeptColumns.of(kept, first, hidden.device)
-    layer = _OutputLayer(temperature, chunk_tokens, valid, first, group, columns)
+    layer = _OutputLayer(temperature, chunk_tokens, valid, first, group, columns, owns_weight, kernels(on_gpu=hidden.is_cuda))
     logprobs, entropy = _ChunkedLogprobs.apply(hidden, weight, targets, layer)
     return logprobs, entropy

@@ -78,6 +78,7 @@ class PolicyModel(GPTModel):
                 first=tp_group.rank() * weight.shape[0],
                 group=tp_group,
                 kept=self.kept,
+                owns_weight=not self.share_embeddings_and_output_weights,
             )
         return torch.stack([logprobs, entropy])
 
@@ -139,7 +140,7 @@ def transformer_config(family: ModelFamily, layout: LayoutConfig, precision: str
         # An interleaved pipeline of two stages sends forward and backward messages over one pair of ranks: announcing each shape would
         # mix them up, so all packs get one length instead.
         variable_seq_lengths=layout.vpp_size == 1,
-        moe_token_dispatcher_type=layout.dispatcher,  # of a dense model too: Megatron checks it against variable lengths
+        moe_token_dispatcher_type="flex" if layout.deepep else "alltoall",  # a "gather" takes its place once the model is built
         moe_enable_deepep=layout.deepep,
         batch_p2p_comm=on_gpu and layout.vpp_size == 1,  # with two stages, interleaved, batched messages are mistaken for each other
         use_cpu_initialization=not on_gpu,

@@ -10,11 +10,13 @@ from megatron.core.transformer.module import Float16Module
 from rlbatch.api import ModelFamily
 from rlbatch.config.schema import Config
 from rlbatch.megatron import parallel
+from rlbatch.megatron.dispatcher import gather_tokens
 from rlbatch.megatron.finite import FiniteCheck
 from rlbatch.megatron.model import build_model, transformer_config
 from rlbatch.megatron.names import canonical_tensors
 from rlbatch.megatron.router import check_routers
 from rlbatch.megatron.te_spec import uses_transformer_engine
+from rlbatch.plan.layout import dispatcher
 from rlbatch.weights.params import NamedTensor, ParameterMap, ReadTensor
 
 
@@ -41,6 +43,8 @@ class Policy:
         for stage in self.stages:
             stage.temperature, stage.chunk_tokens = config.rollout.temperature, config.train.logprob_chunk_tokens
         check_routers(self.stages)
+        gathers = dispatcher(config.layout, family) == "gather"
+        self._dispatchers = gather_tokens(self.stages) if gathers else []
         self.params = canonical_tensors(self.stages)
         is_bf16 = self.megatron_config.bf16
         self.modules: list[Any] = [Float16Module(self.megatron_config, stage) if is_bf16 else stage for stage in self.stages]

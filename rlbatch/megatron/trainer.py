@@ -21,6 +21,7 @@ from rlbatch.api import Microbatch, ModelError, ModelFamily, OffloadStrategy, Pl
 from rlbatch.config.schema import Config
 from rlbatch.foreign_code import foreign_code
 from rlbatch.megatron import parallel
+from rlbatch.megatron.dispatcher import longest_pack
 from rlbatch.megatron.finite import MAX_GRADIENT_NORM, FiniteCheck, NotFinite, any_rank, find_token, norm_of_all
 from rlbatch.megatron.gradients import GradientMemory
 from rlbatch.megatron.host_memory import HostMemory
@@ -314,6 +315,10 @@ class Trainer(Policy):
                 stage.kept = pack.microbatch.kept
             return _forward(pack, model, routing), loss
 
+        if self._dispatchers:
+            rows = longest_pack([pack.local_tokens for pack in packs]) // self._config.layout.tp_size
+            for dispatcher in self._dispatchers:
+                dispatcher.rows = rows
         with torch.set_grad_enabled(not forward_only):
             outputs: list[Any] = get_forward_backward_func()(
                 forward_step_func=forward_step,

@@ -160,6 +160,18 @@ def _check_dispatcher(layout: LayoutConfig, on_gpu: bool) -> None:
         raise ConfigError(f"layout.deepep=true: needs ep_size x etp_size > 1, and has 1 x 1: no token moves between ranks. {way_out}")
 
 
+def dispatcher(layout: LayoutConfig, family: ModelFamily) -> str:
+    """What ``layout.dispatcher`` comes to: ``alltoall``, ``gather`` or ``flex``.
+
+    ``auto`` gathers where that sends less. Of R ranks, an all-to-all sends each token to its k experts, of which k (R - 1) / R are on
+    other ranks; gathering sends it to R - 1 ranks. The last is less while R < k.
+    """
+    ranks = layout.ep_size * layout.etp_size
+    if layout.dispatcher != "auto":
+        return layout.dispatcher if ranks > 1 else "alltoall"
+    return "gather" if 1 < ranks < int(family.transformer.get("moe_router_topk") or 0) else "alltoall"
+
+
 def _check_no_experts(layout: LayoutConfig, family: ModelFamily) -> None:
     for name in ("ep_size", "etp_size"):
         size = getattr(layout, name)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from rlbatch.api import KeptTokens
 from rlbatch.config.schema import LayoutConfig
-from rlbatch.megatron.logprobs import chunked_logprobs, vocab_parallel_logprobs
+from rlbatch.megatron.logprobs import chunked_logprobs
 from rlbatch.testing.gradients import gradients
 
 TOKENS, HIDDEN, VOCAB, TEMPERATURE = 23, 8, 13, 0.6
@@ -58,24 +58,12 @@ def _rows(padded: int) -> tuple[int, int]:
     return dist.get_rank() * size, size
 
 
-def by_columns() -> tuple[torch.Tensor, ...]:
-    """As ``plain``, in float64, by this rank's columns of the logits (13 over 2 ranks: 7 and 6)."""
-    hidden, weight, targets, grad_logprobs, grad_entropy = inputs(torch.float64)
-    first = 7 * dist.get_rank()
-    mine = weight[first : first + 7] if dist.get_world_size() == 2 else weight
-    mine = mine.clone().requires_grad_()
-    hidden.requires_grad_()
-    logprobs, entropy = vocab_parallel_logprobs(hidden @ mine.T, targets, first, TEMPERATURE, dist.group.WORLD)
-    torch.autograd.backward([logprobs, entropy], [grad_logprobs, grad_entropy])
-    return _whole(logprobs, entropy, hidden, mine)
-
-
-def by_chunks(chunk_tokens: int, kept: KeptTokens | None = None) -> tuple[torch.Tensor, ...]:
+def by_chunks(chunk_tokens: int, kept: KeptTokens | None = None, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
     """As ``plain``, by chunks of tokens, with rows that pad the vocabulary and would take all of the probability."""
-    hidden, weight, targets, grad_logprobs, grad_entropy = inputs(torch.float32)
+    hidden, weight, targets, grad_logprobs, grad_entropy = inputs(dtype)
     padded = VOCAB + VOCAB % dist.get_world_size()
     first, size = _rows(padded)
-    mine = torch.cat([weight, torch.full((padded - VOCAB, HIDDEN), 1e3)])[first : first + size].clone().requires_grad_()
+    mine = torch.cat([weight, weight.new_full((padded - VOCAB, HIDDEN), 1e3)])[first : first + size].clone().requires_grad_()
     hidden.requires_grad_()
     logprobs, entropy = chunked_logprobs(
         hidden,

@@ -37,6 +37,8 @@ LAYOUTS = {
     "tp4 ep2": LayoutConfig(world_size=4, tp_size=4, ep_size=2),
     "tp2 ep2 etp2": LayoutConfig(world_size=4, tp_size=2, ep_size=2, etp_size=2),
 }
+LAYOUTS |= {f"{name} gather": replace(LAYOUTS[name], dispatcher="gather") for name in ("vpp2 pp2 ep2", "tp2 cp2 ep2", "tp2 ep2 etp2")}
+LAYOUTS["ep4 gather recompute"] = replace(LAYOUTS["recompute"], world_size=4, ep_size=4, dispatcher="gather")
 DENSE = ["dp2", "pp2", "pp2 uneven", "vpp2 pp2", "tp2", "cp2", "recompute", "tp2 pp2", "tp2 cp2", "pp2 cp2", "pp4"]
 WITH_EXPERTS = [name for name in LAYOUTS if name not in ("tp2 pp2", "tp2 cp2", "tp4 ep2")]
 MODELS = {

@@ -9,13 +9,13 @@ import torch
 
 from rlbatch.config.schema import LayoutConfig
 from tests import tiny_models
-from tests.megatron.logprobs import TOKENS, bf16_errors, bf16_gradients, by_chunks, by_columns, kept_tokens, plain
+from tests.megatron.logprobs import TOKENS, bf16_errors, bf16_gradients, by_chunks, kept_tokens, plain
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_values_entropy_and_gradients(ranks: int, rank_pool) -> None:
     """In float64, log-prob, entropy and the gradients of both agree with log_softmax, on one rank and over unequal column counts of two."""
-    for results in rank_pool(ranks).run(by_columns):
+    for results in rank_pool(ranks).run(by_chunks, 5, None, torch.float64):
         for ours, theirs in zip(results, plain(torch.float64), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 

@@ -1,0 +1,93 @@
+"""Tokens sent to their experts once for each rank, not once for each expert: less to send and to sort while ranks are fewer than a
+token's experts (``rlbatch.plan.layout.dispatcher``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, reduce_scatter_to_sequence_parallel_region
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import permute
+from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
+from torch import Tensor
+from torch.nn.functional import pad
+
+
+class GatherDispatcher(MoEAllGatherTokenDispatcher):
+    """Megatron's all-gather dispatcher, for ranks whose packs differ in length: each is filled up to the longest.
+
+    Attributes:
+        rows: Tokens of the longest pack in its group of ranks, for all passes over these packs: also a pass that recomputes finds it.
+    """
+
+    rows: int
+
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Gathers all ranks' tokens, with zeros behind the shorter packs, that no expert takes.
+
+        Args:
+            hidden_states: [T, hidden].
+            probs: [T, experts] fp32; ``routing_map`` is [T, experts] bool.
+
+        Returns:
+            [ranks x rows, hidden] and [ranks x rows, experts].
+        """
+        self.tokens = len(hidden_states)
+        fill = (0, 0, 0, self.rows - self.tokens)
+        with torch.no_grad():
+            self.routing_map = gather_from_sequence_parallel_region(pad(self.routing_map, fill), group=self.tp_ep_group)
+        hidden_states, probs = (
+            gather_from_sequence_parallel_region(pad(values, fill), group=self.tp_ep_group) for values in (hidden_states, probs)
+        )
+        return hidden_states, probs
+
+    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Sorts what this rank's experts take by expert.
+
+        Returns:
+            [R, hidden] tokens, [local experts] int64 how many each takes, and [R] routing weights.
+        """
+        mine = slice(self.local_expert_indices[0], self.local_expert_indices[-1] + 1)
+        self.hidden_shape_before_permute = hidden_states.shape
+        self.local_map, self.local_probs = self.routing_map[:, mine].contiguous(), probs[:, mine].contiguous()
+        self.routing_map = None
+        counts = self.local_map.sum(0)
+        tokens, weights, self.reversed_local_input_permutation_mapping = permute(
+            hidden_states, self.local_map, self.local_probs, int(counts.sum()), self.config.moe_permute_fusion
+        )
+        return tokens, counts, weights
+
+    def token_combine(self, hidden_states: Tensor) -> Tensor:
+        """Sums each token's outputs over ranks, in the routing weights' fp32.
+
+        Args:
+            hidden_states: [ranks x rows, hidden].
+
+        Returns:
+            [T, hidden] of this rank's tokens.
+        """
+        total = reduce_scatter_to_sequence_parallel_region(hidden_states.to(self.local_probs.dtype), group=self.tp_ep_group)
+        return total[: self.tokens].to(hidden_states.dtype)
+
+
+def gather_tokens(stages: Iterable[torch.nn.Module]) -> list[GatherDispatcher]:
+    """Gives every MoE layer a ``GatherDispatcher`` in the place of the one that Megatron built, which it returns."""
+    layers = [module for stage in stages for module in stage.modules() if isinstance(module, MoELayer)]
+    for layer in layers:
+        layer.token_dispatcher = GatherDispatcher(layer.num_local_experts, layer.local_expert_indices, layer.config, layer.experts.groups)
+    return [layer.token_dispatcher for layer in layers]
+
+
+def longest_pack(tokens: Sequence[int]) -> int:
+    """Tokens of the longest pack of all ranks among which experts are spread; a collective over these.
+
+    Args:
+        tokens: Of each of this rank's packs.
+    """
+    longest = torch.tensor(max(tokens), device=torch.cuda.current_device())
+    dist.all_reduce(longest, dist.ReduceOp.MAX, group=parallel_state.get_expert_tensor_and_model_parallel_group())
+    return int(longest)
