@@ -16,6 +16,8 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
 
 def statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What a softmax over several ranks' columns is put together from. With x = logits / temperature, and m its maximum:
@@ -87,7 +89,7 @@ def log_softmax(logits: Tensor, targets: Tensor, temperature: float, group: Any,
 @functools.cache
 def kernels(*, on_gpu: bool) -> Any:
     """The module whose ``statistics`` and ``gradient`` a rank takes."""
-    if on_gpu and importlib.util.find_spec("triton") is not None:
+    if on_gpu and HAS_TRITON:
         return importlib.import_module("rlbatch.kernels.softmax_triton")
     if on_gpu:
         logger.warning("Triton is not installed in this Python: log-probs and entropies take torch's operations, about ten times as long.")

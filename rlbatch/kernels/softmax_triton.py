@@ -16,9 +16,7 @@ LOWEST = tl.constexpr(-3e38)
 
 
 @triton.jit
-def _statistics(  # type: ignore[no-untyped-def]
-    logits, targets, peaks, totals, weighted, chosen, columns, stride, inverse_temperature, BLOCK: tl.constexpr
-):
+def _statistics(logits, targets, peaks, totals, weighted, chosen, columns, stride, inverse_temperature, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * stride
     peak = tl.full((), LOWEST, tl.float32)
@@ -49,7 +47,7 @@ def _statistics(  # type: ignore[no-untyped-def]
 @triton.jit
 def _gradient(
     logits, targets, log_totals, entropies, grad_logprobs, grad_entropies, columns, stride, inverse_temperature, BLOCK: tl.constexpr
-):  # type: ignore[no-untyped-def]
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_there = column < columns

@@ -11,10 +11,36 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+
+from rlbatch.kernels.softmax import HAS_TRITON
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """[T, in] tokens sorted by expert, [E, out, in] weights and [E] int32 ends of each expert's run -> [T, out]."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens, ends)
+        ctx.weight = weight
+        return F.grouped_mm(tokens, weight.transpose(1, 2), offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, slopes: Tensor) -> tuple[Tensor, Tensor, None]:
+        (tokens, ends), weight, slopes = ctx.saved_tensors, ctx.weight, slopes.contiguous()
+        grad_tokens = F.grouped_mm(slopes, weight, offs=ends)
+        main_grad = getattr(weight, "main_grad", None)
+        if main_grad is None or not HAS_TRITON:
+            return grad_tokens, F.grouped_mm(slopes.T, tokens, offs=ends), None
+        from rlbatch.kernels.grouped_triton import add_weight_gradients
+
+        add_weight_gradients(main_grad, slopes, tokens.contiguous(), ends)
+        weight.grad_added_to_main_grad = True  # Megatron then ignores what is returned, and wants something
+        return grad_tokens, torch.empty_like(weight), None
 
 
 class StackedExperts(MegatronModule):
@@ -60,13 +86,15 @@ class StackedExperts(MegatronModule):
         return self._looped(tokens, tokens_per_expert.tolist(), probs), None
 
     def _gated(self, gate_up: Tensor, probs: Tensor) -> Tensor:
+        if gate_up.is_cuda and self.activation is F.silu:
+            return weighted_bias_swiglu_impl(gate_up, None, probs.unsqueeze(-1))  # type: ignore[no-any-return]
         gate, up = gate_up.chunk(2, dim=-1)
         return (self.activation(gate) * up * probs.unsqueeze(-1)).to(gate_up.dtype)
 
     def _grouped(self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> Tensor:
         ends = tokens_per_expert.to(device=tokens.device, non_blocking=True).cumsum(0).to(torch.int32)
-        gate_up = F.grouped_mm(tokens, self.gate_up.transpose(1, 2), offs=ends)
-        return F.grouped_mm(self._gated(gate_up, probs), self.down.transpose(1, 2), offs=ends)
+        gate_up = _GroupedLinear.apply(tokens, self.gate_up, ends)
+        return _GroupedLinear.apply(self._gated(gate_up, probs), self.down, ends)  # type: ignore[no-any-return]
 
     def _looped(self, tokens: Tensor, counts: list[int], probs: Tensor) -> Tensor:
         outputs = [

@@ -154,7 +154,8 @@ def transformer_config(family: ModelFamily, layout: LayoutConfig, precision: str
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        apply_rope_fusion=False,
+        apply_rope_fusion=transformer_engine and not architecture.get("multi_latent_attention"),  # there it is for YaRN alone
+        moe_permute_fusion=transformer_engine and bool(family.num_experts),
     )
 
 

@@ -11,6 +11,28 @@ from torch import Tensor
 from rlbatch.api import ModelError
 
 
+class _Gate(torch.autograd.Function):
+    """Float32 logits of bf16 inputs and weights, by bf16 products with float32 sums: exact, since a product of two bf16 numbers is.
+
+    The float32 gradient goes in as the sum of two bf16 numbers, 16 of its 24 bits: the inputs' is rounded to bf16 anyhow.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(inputs, weight)
+        return torch.mm(inputs.flatten(0, -2), weight.T, out_dtype=torch.float32).view(*inputs.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, slopes: Tensor) -> tuple[Tensor, Tensor]:
+        inputs, weight = ctx.saved_tensors
+        slopes = slopes.flatten(0, -2)
+        high = slopes.bfloat16()
+        parts = torch.cat([high, (slopes - high).bfloat16()], 1)
+        grad_inputs = torch.mm(parts, torch.cat([weight, weight]))
+        grad_weight = torch.mm(parts.T, inputs.flatten(0, -2), out_dtype=torch.float32).view(2, *weight.shape).sum(0)
+        return grad_inputs.view(inputs.shape), grad_weight.to(weight.dtype)
+
+
 class Router(TopKRouter):
     """``TopKRouter``, whose sigmoid scores stay as they are with ``moe_router_pre_softmax`` (Megatron always normalises them)."""
 
@@ -21,6 +43,12 @@ class Router(TopKRouter):
         if bias is not None and self.expert_bias.dtype != bias.dtype:
             self.expert_bias = bias.to(self.expert_bias.device)
         return self
+
+    def gating(self, input: Tensor) -> Tensor:
+        """[s, b, hidden] -> [s, b, experts] float32 logits."""
+        if input.is_cuda and input.dtype == torch.bfloat16:
+            return _Gate.apply(input, self.weight)  # type: ignore[no-any-return]
+        return super().gating(input)  # type: ignore[no-any-return]
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Chooses experts.

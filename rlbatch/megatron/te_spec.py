@@ -63,15 +63,19 @@ def block_spec(config: TransformerConfig, vp_stage: int | None) -> Any:
 
 
 def correct(model: torch.nn.Module) -> None:
-    """Corrects what Megatron's spec builds, in two ways.
+    """Corrects what Megatron's spec builds, in three ways.
 
     Transformer Engine marks the weight of every linear layer as split; of those that every tensor-parallel rank holds whole, the gradient
-    norm (and so the clipping) would count each copy. And the norms inside multi-latent attention have an epsilon of their own.
+    norm (and so the clipping) would count each copy. Linear layers add their weights' gradients to the float32 ones as they compute them
+    (Megatron's own switch for it asks for APEX's kernels, which Transformer Engine does without). And the norms inside multi-latent
+    attention have an epsilon of their own.
     """
     from megatron.core.extensions.transformer_engine import TELinear
 
     for name, module in model.named_modules():
         if isinstance(module, TELinear) and module.parallel_mode is None:
             module.weight.tensor_model_parallel = False
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True
         if name.endswith((".linear_q_up_proj", ".linear_kv_up_proj")):
             module.eps = LATENT_EPSILON

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from rlbatch.megatron import trainer
+from rlbatch.megatron import policy
 
 
 @contextmanager
 def tried(fields: Sequence[str]) -> Iterator[None]:
     """Trainers built meanwhile have them: ``moe_permute_fusion=True``."""
-    original = trainer.transformer_config
+    original = policy.transformer_config
 
     def changed(*args: Any, **kwargs: Any) -> Any:
         config = original(*args, **kwargs)
@@ -23,8 +23,8 @@ def tried(fields: Sequence[str]) -> Iterator[None]:
             setattr(config, name, value == "True")
         return config
 
-    trainer.transformer_config = changed
+    policy.transformer_config = changed
     try:
         yield
     finally:
-        trainer.transformer_config = original
+        policy.transformer_config = original

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.train import COMMON, MODELS
 from rlbatch.algorithms.objective import Objective
 from rlbatch.api import Microbatch, ModelFamily
 from rlbatch.config.schema import AlgorithmConfig, Config, LayoutConfig, OptimizerConfig, TrainConfig
@@ -34,7 +35,6 @@ from rlbatch.megatron import attention, parallel
 from rlbatch.megatron.trainer import Trainer
 from rlbatch.pipeline.packing import build_microbatches, with_advantages
 from rlbatch.registry import load_plugins
-from tests.gpu.speed import MODEL
 from tests.gpu.torchrun import process_group
 
 STRATEGIES = ("gradients", "optimizer_state", "cpu_adam=0.5", "cpu_adam=1.0")
@@ -147,7 +147,7 @@ def _run(fields: dict[str, Any], strategy: str, *, updates: int, is_compared: bo
     layout = LayoutConfig(world_size=dist.get_world_size(), ep_size=dist.get_world_size())
     parallel.initialize_groups(layout, seed=0)
     registry = load_plugins()
-    family = registry.resolve_model_family({**MODEL, **fields, "num_hidden_layers": 2})
+    family = registry.resolve_model_family({**COMMON, **MODELS["qwen3_30b"], **fields, "num_hidden_layers": 2})
     name, _, fraction = strategy.partition("=")
     offload = registry.build_offload(name, {"fraction": float(fraction)} if fraction else {})
     train = TrainConfig(precision="bf16", spec="local" if is_compared else "auto")
