@@ -23,8 +23,9 @@ from rlbatch.algorithms.objective import Objective
 from rlbatch.config.schema import AlgorithmConfig, Config, LayoutConfig, TrainConfig
 from rlbatch.megatron import parallel
 from rlbatch.megatron.trainer import Trainer
-from rlbatch.metrics.mfu import PEAK_FLOPS, mfu, training_flops
+from rlbatch.metrics.mfu import mfu, peak_flops
 from rlbatch.pipeline.packing import build_microbatches, with_advantages
+from rlbatch.plan.flops import training_flops
 from rlbatch.registry import load_plugins
 from tests.gpu.fields import tried
 from tests.gpu.torchrun import process_group
@@ -112,12 +113,11 @@ def main(arguments: list[str]) -> None:
         backward = _seconds(lambda: trainer.backward(batches, objective, denominator), 3)
         scoring = _seconds(lambda: trainer.logprobs(batches), 3)
         device = torch.cuda.get_device_name()
-        peak = next(flops for card, flops in PEAK_FLOPS.items() if card in device)
         own = torch.tensor(training_flops(family, _sequences(batches)), dtype=torch.float64, device="cuda")
         dist.all_reduce(own)
         middle, shares = statistics.median(updates[2:]), layout.tp_size * layout.pp_size * layout.cp_size
         if dist.get_rank() == 0:
-            used = mfu(float(own) / shares, middle, ranks, peak)
+            used = mfu(float(own) / shares, middle, ranks, peak_flops("cuda"))
             print(
                 f"{name} {layers} layers, {ranks} x {device}, {' '.join(arguments)}: "
                 f"median {middle:.3f} s, fastest {min(updates[2:]):.3f} s, "

@@ -9,7 +9,8 @@ import pytest
 
 from rlbatch.api import ConfigError, ModelError, ModelFamily
 from rlbatch.config.schema import LayoutConfig
-from rlbatch.plan.layout import check_expert_widths, check_layout, check_routing_replay, degrees
+from rlbatch.plan.layout import check_expert_widths, check_layout, check_routing_replay, degrees, dispatcher
+from tests.plan.planned import size
 
 
 def family(**transformer: Any) -> ModelFamily:
@@ -49,7 +50,7 @@ REFUSED: list[tuple[ModelFamily, dict[str, Any], str]] = [
     (MOE, {"world_size": 8, "ep_size": 4, "etp_size": 4}, "= 16). Use 16 ranks, or smaller sizes."),
     (DENSE, {"world_size": 3, "cp_size": 2}, "layout.world_size=3: must be a multiple of tp_size x pp_size x cp_size"),
     # how tokens reach experts
-    (MOE, {"world_size": 2, "ep_size": 2, "deepep": True}, "layout.deepep=true: needs layout.dispatcher=flex, not alltoall."),
+    (MOE, {"world_size": 2, "ep_size": 2, "deepep": True}, "layout.deepep=true: needs layout.dispatcher=flex, not auto."),
     (
         MOE,
         {"world_size": 2, "ep_size": 2, "dispatcher": "flex"},
@@ -203,3 +204,21 @@ def test_routing_replay_needs_routers(model: ModelFamily) -> None:
     check_routing_replay("rollout", FIRST_LAYER_DENSE)
     with pytest.raises(ConfigError, match=r"^algorithm.routing_replay=rollout: some_model has no layer with experts here. Use "):
         check_routing_replay("rollout", model)
+
+
+@pytest.mark.parametrize(
+    ("layout", "chosen"),
+    [
+        ({}, "alltoall"),
+        ({"ep_size": 4}, "gather"),
+        ({"ep_size": 2, "etp_size": 2}, "gather"),
+        ({"ep_size": 8}, "alltoall"),
+        ({"ep_size": 4, "dispatcher": "alltoall"}, "alltoall"),
+        ({"ep_size": 16, "dispatcher": "gather"}, "gather"),
+        ({"ep_size": 16, "dispatcher": "flex", "deepep": True}, "flex"),
+        ({"dispatcher": "gather"}, "alltoall"),
+    ],
+)
+def test_tokens_are_gathered_where_that_sends_less(layout: dict[str, object], chosen: str) -> None:
+    """Of a model whose tokens have 8 experts: over fewer than 8 ranks, unless the layout says otherwise; one rank sends nothing."""
+    assert dispatcher(LayoutConfig(world_size=16, **layout), size("qwen3_30b").family) == chosen  # type: ignore[arg-type]
