@@ -203,7 +203,7 @@ SLIME: Mapping[str, Ours] = {
     "--recompute-num-layers": Ours("layout.recompute_num_layers"),
     "--use-dynamic-batch-size": Ours("none", _PACKS),
     "--optimizer-cpu-offload": Ours("offload.name", "`offload=cpu_adam`. GPUs only."),
-    "--moe-token-dispatcher-type": Ours("layout.dispatcher", "`alltoall` or `flex`."),
+    "--moe-token-dispatcher-type": Ours("layout.dispatcher", "`auto`, `alltoall`, `gather` (its `allgather`, for uneven packs) or `flex`."),
     "--moe-enable-deepep": Ours("layout.deepep", "With `layout.dispatcher=flex`."),
     "--vllm-gpu-memory-utilization": Ours("rollout.engine.gpu_memory_utilization"),
     "--vllm-data-parallel-size": Ours("rollout.engine.data_parallel_size"),

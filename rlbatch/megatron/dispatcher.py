@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, reduce_scatter_to_sequence_parallel_region
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.moe_utils import permute
+from megatron.core.transformer.moe.moe_utils import permute, unpermute
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
 from torch import Tensor
 from torch.nn.functional import pad
@@ -22,9 +22,11 @@ class GatherDispatcher(MoEAllGatherTokenDispatcher):
 
     Attributes:
         rows: Tokens of the longest pack in its group of ranks, for all passes over these packs: also a pass that recomputes finds it.
+        is_fused: Whether Transformer Engine sorts the tokens: its kernels do not know that none may be for this rank.
     """
 
     rows: int
+    is_fused: bool
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Gathers all ranks' tokens, with zeros behind the shorter packs, that no expert takes.
@@ -56,10 +58,18 @@ class GatherDispatcher(MoEAllGatherTokenDispatcher):
         self.local_map, self.local_probs = self.routing_map[:, mine].contiguous(), probs[:, mine].contiguous()
         self.routing_map = None
         counts = self.local_map.sum(0)
+        total = int(counts.sum())
+        self.is_fused = self.config.moe_permute_fusion and total > 0
         tokens, weights, self.reversed_local_input_permutation_mapping = permute(
-            hidden_states, self.local_map, self.local_probs, int(counts.sum()), self.config.moe_permute_fusion
+            hidden_states, self.local_map, self.local_probs, total, self.is_fused
         )
         return tokens, counts, weights
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """Sums the outputs of this rank's experts for each token: [R, hidden] -> [ranks x rows, hidden]."""
+        mapping, shape = self.reversed_local_input_permutation_mapping, self.hidden_shape_before_permute
+        summed: Tensor = unpermute(hidden_states, mapping, shape, routing_map=self.local_map, fused=self.is_fused)
+        return summed
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
         """Sums each token's outputs over ranks, in the routing weights' fp32.

@@ -34,7 +34,7 @@ class _GroupedLinear(torch.autograd.Function):
         (tokens, ends), weight, slopes = ctx.saved_tensors, ctx.weight, slopes.contiguous()
         grad_tokens = F.grouped_mm(slopes, weight, offs=ends)
         main_grad = getattr(weight, "main_grad", None)
-        if main_grad is None or not HAS_TRITON:
+        if main_grad is None or not HAS_TRITON or weight.dtype != torch.bfloat16:  # float32 products would be TF32's
             return grad_tokens, F.grouped_mm(slopes.T, tokens, offs=ends), None
         from rlbatch.kernels.grouped_triton import add_weight_gradients
 
@@ -81,12 +81,12 @@ class StackedExperts(MegatronModule):
         Returns:
             [T, hidden] weighted outputs, and no bias.
         """
-        if tokens.is_cuda:
+        if tokens.is_cuda and len(tokens):
             return self._grouped(tokens, tokens_per_expert, probs), None
         return self._looped(tokens, tokens_per_expert.tolist(), probs), None
 
     def _gated(self, gate_up: Tensor, probs: Tensor) -> Tensor:
-        if gate_up.is_cuda and self.activation is F.silu:
+        if gate_up.is_cuda and len(gate_up) and self.activation is F.silu:
             return weighted_bias_swiglu_impl(gate_up, None, probs.unsqueeze(-1))  # type: ignore[no-any-return]
         gate, up = gate_up.chunk(2, dim=-1)
         return (self.activation(gate) * up * probs.unsqueeze(-1)).to(gate_up.dtype)

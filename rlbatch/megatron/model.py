@@ -154,7 +154,8 @@ def transformer_config(family: ModelFamily, layout: LayoutConfig, precision: str
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        apply_rope_fusion=transformer_engine and not architecture.get("multi_latent_attention"),  # there it is for YaRN alone
+        # Of latent attention it is for YaRN alone, and in packs it knows no interleaved pairs (Megatron does not say so).
+        apply_rope_fusion=transformer_engine and not any(map(architecture.get, ("multi_latent_attention", "rotary_interleaved"))),
         moe_permute_fusion=transformer_engine and bool(family.num_experts),
     )
 

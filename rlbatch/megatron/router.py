@@ -46,7 +46,7 @@ class Router(TopKRouter):
 
     def gating(self, input: Tensor) -> Tensor:
         """[s, b, hidden] -> [s, b, experts] float32 logits."""
-        if input.is_cuda and input.dtype == torch.bfloat16:
+        if input.is_cuda and input.dtype == self.weight.dtype == torch.bfloat16 and self.bias is None:
             return _Gate.apply(input, self.weight)  # type: ignore[no-any-return]
         return super().gating(input)  # type: ignore[no-any-return]
 

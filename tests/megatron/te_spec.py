@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -11,6 +13,7 @@ from rlbatch.api import ConfigError
 from rlbatch.config.schema import LayoutConfig, TrainConfig
 from rlbatch.megatron import te_spec
 from rlbatch.megatron.checkpoint import TrainerState, load_state
+from rlbatch.megatron.router import Router
 from rlbatch.testing.gradients import build_trainer, gradients
 from tests.megatron.checkpoint import exported, update
 
@@ -22,10 +25,23 @@ def _allow_stand_in() -> None:
     te_spec._what_is_missing = lambda precision: ""
 
 
-def te_gradients(folder: str, layout: LayoutConfig, max_tokens: int) -> dict[str, torch.Tensor]:
+def te_gradients(folder: str, layout: LayoutConfig, max_tokens: int, aggregation: Any = "token_mean") -> dict[str, torch.Tensor]:
     """As ``gradients``, under the Transformer Engine spec."""
     _allow_stand_in()
-    return gradients(folder, layout, max_tokens, "token_mean", spec="transformer_engine")
+    return gradients(folder, layout, max_tokens, aggregation, spec="transformer_engine")
+
+
+def all_to_first_experts(folder: str, layout: LayoutConfig, spec: str) -> dict[str, torch.Tensor]:
+    """As ``gradients``, of a model whose routers choose the first experts for every token: other ranks' have none."""
+
+    def routing(self: Router, logits: torch.Tensor, padding_mask: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+        scores, others = logits.flatten(0, -2)[:, : self.topk].softmax(-1), logits.shape[-1] - self.topk
+        probs = torch.nn.functional.pad(scores, (0, others))
+        return probs, probs > 0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Router, "routing", routing)
+        return (te_gradients if spec == "transformer_engine" else gradients)(folder, layout, 40, "token_mean")
 
 
 def module_names(folder: str, layout: LayoutConfig) -> list[str]:

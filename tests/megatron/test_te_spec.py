@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,12 +79,23 @@ def test_norms_are_inside_linear_layers(folder: Path, te_pool) -> None:
     assert any(name.endswith(".layer_norm_weight") for name in names)
 
 
-@pytest.mark.parametrize("layout", [ONE, PP2, CP2, "tp2"], ids=["one", "pp2", "cp2", "tp2"])
-def test_gradients_by_name_are_those_of_the_local_spec(layout: LayoutConfig, tp2: LayoutConfig, folder: Path, reference, te_pool) -> None:
+@pytest.mark.parametrize("layout", [ONE, PP2, CP2, "tp2", "tp2 gather"], ids=["one", "pp2", "cp2", "tp2", "tp2 gather"])
+def test_gradients_by_name_are_those_of_the_local_spec(layout: Any, tp2: LayoutConfig, folder: Path, reference, te_pool) -> None:
     """One list of mappings loads both specs and names the gradients of both: relative L2 error of each at most 1e-5."""
-    layout = tp2 if layout == "tp2" else layout
+    layout = {"tp2": tp2, "tp2 gather": replace(tp2, dispatcher="gather")}.get(layout, layout)
     got = te_pool(layout.world_size).run(te_spec.te_gradients, str(folder), layout, 40)[0]
     error, name = worst(got, reference)
+    assert error <= TOLERANCE, f"{name}: {error:.2e}"
+
+
+@pytest.mark.parametrize("dispatcher", ["gather", "alltoall"])
+def test_a_rank_whose_experts_get_no_token(dispatcher: str, rank_pool, te_pool, tmp_path: Path) -> None:
+    """It takes part with nothing; Transformer Engine's permutation does not know that case."""
+    folder = str(tiny_models.saved(tiny_models.qwen3_moe(), tmp_path / "model"))
+    want = rank_pool(1).run(te_spec.all_to_first_experts, folder, ONE, "local")[0]
+    layout = LayoutConfig(world_size=2, ep_size=2, dispatcher=dispatcher)
+    got = te_pool(2).run(te_spec.all_to_first_experts, folder, layout, "transformer_engine")[0]
+    error, name = worst(got, want)
     assert error <= TOLERANCE, f"{name}: {error:.2e}"
 
 

@@ -11,6 +11,24 @@ import torch.nn.functional as F
 from . import fp8 as fp8
 
 
+class _LinearInPlace(torch.autograd.Function):
+    """``F.linear``, whose weight's gradient goes into ``main_grad``: in its place at a first microbatch, to it at others."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, is_first: bool | None) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.is_first = weight, is_first
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        (x,), weight = ctx.saved_tensors, ctx.weight
+        gradient = grad.flatten(0, -2).T @ x.flatten(0, -2)
+        weight.main_grad.copy_(gradient) if ctx.is_first else weight.main_grad.add_(gradient)
+        weight.grad_added_to_main_grad = True
+        return grad @ weight, torch.full_like(weight, torch.nan), None
+
+
 class _Module(torch.nn.Module):
     """An extra state in every module, as in TE without fp8: empty bytes."""
 
@@ -48,6 +66,7 @@ class Linear(_Module):
     ) -> None:
         super().__init__()
         self.in_features, self.out_features, self.use_bias = in_features, out_features, bias
+        self.fuse_wgrad_accumulation = False
         self.parallel_mode, self.tp_size, self.tp_group = parallel_mode, tp_size, tp_group
         self.sequence_parallel = sequence_parallel and tp_size > 1
         rows = out_features // tp_size if parallel_mode == "column" else out_features
@@ -66,9 +85,13 @@ class Linear(_Module):
 
         if self.parallel_mode == "column" and self.sequence_parallel:
             x = mappings.gather_from_sequence_parallel_region(x, group=self.tp_group)
+        if self.fuse_wgrad_accumulation and torch.is_grad_enabled():
+            y = _LinearInPlace.apply(x, self.weight, is_first_microbatch)
+        else:
+            y = F.linear(x, self.weight)
         if self.parallel_mode == "row" and self.sequence_parallel:
-            return mappings.reduce_scatter_to_sequence_parallel_region(F.linear(x, self.weight), group=self.tp_group)
-        return F.linear(x, self.weight, self.bias)
+            return mappings.reduce_scatter_to_sequence_parallel_region(y, group=self.tp_group)
+        return y if self.bias is None else y + self.bias
 
 
 class LayerNormLinear(Linear):
@@ -80,7 +103,7 @@ class LayerNormLinear(Linear):
         self.layer_norm_weight.sequence_parallel = self.sequence_parallel
 
     def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
-        return super().forward(F.rms_norm(x, self.layer_norm_weight.shape, self.layer_norm_weight, self.eps))
+        return super().forward(F.rms_norm(x, self.layer_norm_weight.shape, self.layer_norm_weight, self.eps), is_first_microbatch)
 
 
 class DotProductAttention(_Module):
