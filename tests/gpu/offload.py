@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
+from benchmarks.train import COMMON, MODELS
 from rlbatch.checkpoint.hf import HfTensors
 from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import Config, LayoutConfig, OptimizerConfig, TrainConfig
@@ -35,7 +36,6 @@ from rlbatch.megatron.trainer import Trainer
 from rlbatch.registry import load_plugins
 from tests import tiny_models
 from tests.gpu.gradients import _empty
-from tests.gpu.speed import MODEL
 
 ALL = {"optimizer_state": True, "weights": True}
 STRATEGIES = (
@@ -99,7 +99,7 @@ def _at_size(layers: int) -> int:
     registry = load_plugins()
     strategy = registry.build_offload("optimizer_state", {"weights": True})
     config = Config(layout=LAYOUT, train=TrainConfig(precision="bf16", spec="local"), optimizer=OptimizerConfig(lr=1e-2))
-    trainer = Trainer(config, registry.resolve_model_family({**MODEL, "num_hidden_layers": layers}), strategy)
+    trainer = Trainer(config, registry.resolve_model_family({**COMMON, **MODELS["qwen3_30b"], "num_hidden_layers": layers}), strategy)
     with torch.no_grad():
         for number, param in enumerate(trainer.params.values()):
             param.copy_(torch.linspace(-1, 1 + number, param.numel(), device="cuda").view_as(param))
@@ -160,7 +160,7 @@ def _adam_on_the_host(layers: int) -> int:
     registry = load_plugins()
     strategy = registry.build_offload("cpu_adam", {"fraction": 1.0, "weights": True})
     config = Config(layout=LAYOUT, train=TrainConfig(precision="bf16", spec="local"), optimizer=OptimizerConfig(lr=1e-2))
-    trainer = Trainer(config, registry.resolve_model_family({**MODEL, "num_hidden_layers": layers}), strategy)
+    trainer = Trainer(config, registry.resolve_model_family({**COMMON, **MODELS["qwen3_30b"], "num_hidden_layers": layers}), strategy)
     with torch.no_grad():
         for param in trainer.params.values():
             param.fill_(0.5)
