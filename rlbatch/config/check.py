@@ -63,6 +63,11 @@ def check_config(config: Config) -> None:
     _check_allocator(config.train.allocator)
     _check_optimizer(config.optimizer)
     _check_recompute(config.layout)
+    if "moe" in config.layout.recompute_modules and config.algorithm.routing_replay != "none":
+        raise ConfigError(
+            f"layout.recompute_modules={_shown(config.layout)}: would ask a layer's router twice for a pack, and algorithm.routing_replay="
+            f"{config.algorithm.routing_replay} answers once. Leave moe out, or use layout.recompute_granularity=full."
+        )
     _check_algorithm(config.algorithm, config.rollout.max_response_tokens)
     check_correction(config.correction, config.algorithm)
     _check_routing_replay(config)
@@ -159,7 +164,18 @@ def _check_optimizer(optimizer: OptimizerConfig) -> None:
         )
 
 
+def _shown(layout: LayoutConfig) -> str:
+    return f"[{','.join(layout.recompute_modules)}]"
+
+
 def _check_recompute(layout: LayoutConfig) -> None:
+    if layout.recompute_modules and layout.recompute_granularity != "selective":
+        raise ConfigError(
+            f"layout.recompute_modules={_shown(layout)}: has an effect only with layout.recompute_granularity=selective, which is "
+            f"{layout.recompute_granularity or 'null'}. Set that, or leave this key out."
+        )
+    if len(set(layout.recompute_modules)) < len(layout.recompute_modules):
+        raise ConfigError(f"layout.recompute_modules={_shown(layout)}: must name each once. Leave one out.")
     details = {"recompute_method": layout.recompute_method, "recompute_num_layers": layout.recompute_num_layers}
     if layout.recompute_granularity == "full":
         for name, value in details.items():

@@ -201,6 +201,7 @@ SLIME: Mapping[str, Ours] = {
     "--recompute-granularity": Ours("layout.recompute_granularity"),
     "--recompute-method": Ours("layout.recompute_method"),
     "--recompute-num-layers": Ours("layout.recompute_num_layers"),
+    "--recompute-modules": Ours("layout.recompute_modules", "Without `moe_act` and `core_attn`, which is what an empty list means."),
     "--use-dynamic-batch-size": Ours("none", _PACKS),
     "--optimizer-cpu-offload": Ours("offload.name", "`offload=cpu_adam`. GPUs only."),
     "--moe-token-dispatcher-type": Ours("layout.dispatcher", "`auto`, `alltoall`, `gather` (its `allgather`, for uneven packs) or `flex`."),

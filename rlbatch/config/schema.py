@@ -89,6 +89,9 @@ class LayoutConfig:
     recompute_granularity: Literal["full", "selective"] | None = key(None, "Activation recomputation; null: none.")
     recompute_method: Literal["uniform", "block"] | None = key(None, "With full recomputation: how layers are chosen.")
     recompute_num_layers: Count | None = key(None, "With full recomputation: layers of a chunk (uniform) or of a stage (block).")
+    recompute_modules: tuple[Literal["layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"], ...] = key(
+        (), "With selective recomputation: parts of a layer that are computed again; empty: attention's core."
+    )
 
 
 @dataclass(frozen=True)

@@ -133,6 +133,7 @@ def transformer_config(family: ModelFamily, layout: LayoutConfig, precision: str
         recompute_granularity=layout.recompute_granularity,
         recompute_method=layout.recompute_method,
         recompute_num_layers=layout.recompute_num_layers,
+        recompute_modules=list(layout.recompute_modules) or None,
         bf16=precision == "bf16",
         params_dtype=DTYPES[precision],
         pipeline_dtype=DTYPES[precision],

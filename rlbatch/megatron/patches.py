@@ -14,6 +14,7 @@ def install() -> None:
     """Applies all patches; may be called again."""
     _fix_hybrid_optimizer()
     _judge_groups_of_experts_by_two()
+    _compute_again_without_fp8()
     try:
         import transformer_engine  # noqa: F401
     except ImportError:
@@ -36,6 +37,20 @@ def _judge_groups_of_experts_by_two() -> None:
         return torch.topk(masked, k=topk, dim=-1)
 
     moe_utils.group_limited_topk = choose
+
+
+def _compute_again_without_fp8() -> None:
+    """What gives its output away and computes it again (norms, the up-projections of latent attention) takes ``fp8=False`` for fp8, and
+    then asks Transformer Engine, which may not be there.
+    """
+    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+
+    initialise = CheckpointWithoutOutput.__init__
+
+    def as_said(self: Any, fp8: Any = False) -> None:
+        initialise(self, fp8 or None)
+
+    CheckpointWithoutOutput.__init__ = as_said
 
 
 def _live_without_transformer_engine() -> None:

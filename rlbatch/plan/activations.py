@@ -28,11 +28,15 @@ class TokenBytes:
         kept: All, with experts that get equally many tokens.
         rows: Of ``kept``, what grows with the tokens that experts get.
         backward: Of gradients beside them while the layer's backward pass runs: of its widest part.
+        remade: Of parts that are computed again in the backward pass.
+        remade_rows: Of ``remade``, what grows with the tokens that experts get.
     """
 
     kept: float
     rows: float
     backward: float
+    remade: float = 0.0
+    remade_rows: float = 0.0
 
 
 def layer_bytes(family: ModelFamily, layout: LayoutConfig, value_bytes: int, *, has_experts: bool) -> TokenBytes:
@@ -45,20 +49,32 @@ def layer_bytes(family: ModelFamily, layout: LayoutConfig, value_bytes: int, *, 
         has_experts: Whether the layer has experts.
     """
     hidden, tp = int(family.transformer["hidden_size"]), layout.tp_size
+    again = layout.recompute_modules
     between = 3 * hidden / tp  # inputs of both norms, output of the first
     attention = _attention(family, tp)
+    # Of norms only that before latent attention counts: Transformer Engine has the others in linear layers, which keep its output, and a
+    # router keeps an fp32 copy.
+    is_latent = bool(family.transformer.get("multi_latent_attention"))
+    remade = ("layernorm" in again and is_latent) * hidden / tp + (_up_projected(family, tp) if "mla_up_proj" in again else 0.0)
     if not has_experts:
         width = int(family.transformer["ffn_hidden_size"]) / tp
         mlp = hidden / tp + 4 * width  # input, gate and up, activation, product
-        return TokenBytes((between + attention + mlp) * value_bytes, 0.0, 3 * width * value_bytes)
+        remade += ("mlp" in again) * 4 * width
+        kept = between + attention + mlp - remade
+        return TokenBytes(kept * value_bytes, 0.0, 3 * width * value_bytes, remade * value_bytes)
     model, etp = family.transformer, layout.etp_size
     width = int(model.get("moe_ffn_hidden_size") or model["ffn_hidden_size"]) / etp
     rows = int(model.get("moe_router_topk", 2)) * etp / tp  # of the experts, for each token of the pack
     routed = rows * (hidden + 5 * width)  # input, gate and up, activation, product, the product with the routing weight
     shared = 4 * int(model.get("moe_shared_expert_intermediate_size") or 0) / tp
     router = ROUTER_BYTES * hidden / tp  # its input; the norm's output itself is not needed then
-    kept = (between + attention + routed + shared) * value_bytes + router
-    return TokenBytes(kept, routed * value_bytes, rows * (hidden + 3 * width) * value_bytes)
+    backward = rows * (hidden + 3 * width) * value_bytes
+    if "moe" in again:
+        kept = (between + attention - remade + hidden / tp) * value_bytes  # of the experts, what they come from
+        return TokenBytes(kept, 0.0, backward, (remade + routed + shared) * value_bytes + router, routed * value_bytes)
+    remade += ("shared_experts" in again) * shared
+    kept = (between + attention + routed + shared - remade) * value_bytes + router
+    return TokenBytes(kept, routed * value_bytes, backward, remade * value_bytes)
 
 
 def _attention(family: ModelFamily, tp: int) -> float:
@@ -70,6 +86,12 @@ def _attention(family: ModelFamily, tp: int) -> float:
         return float(low_rank + heads * (2 * query + model["qk_head_dim"] + 2 * value))
     groups = (model.get("num_query_groups") or model["num_attention_heads"]) / tp
     return float((heads + 2 * groups) * query + (heads + groups) * query + heads * value)
+
+
+def _up_projected(family: ModelFamily, tp: int) -> float:
+    """Of latent attention, numbers of a token that come from the compressed ones: queries, keys and values."""
+    query, value = family.head_sizes
+    return float(family.transformer["num_attention_heads"] / tp * (2 * query + int(family.transformer["qk_head_dim"]) + value))
 
 
 @dataclass(frozen=True)
@@ -124,9 +146,9 @@ def stage_activations(
         group = layout.recompute_num_layers or 1 if layout.recompute_method == "uniform" else 1
         plain = layers[remade:]
         kept = entry * -(-remade // group) + sum(layer.kept for layer in plain)
-        widest = max(layers, key=lambda layer: layer.kept + layer.backward)
-        working = (widest.kept * group if remade else 0.0) + widest.backward
-        extra = sum(layer.rows for layer in plain) * flying + (widest.rows * group if remade else 0.0)
+        widest = max(layers, key=lambda layer: layer.kept + layer.remade + layer.backward)
+        working = (widest.kept * group if remade else widest.remade) + widest.backward
+        extra = sum(layer.rows for layer in plain) * flying + (widest.rows * group if remade else widest.remade_rows)
         scored = min(tokens, chunk) * vocabulary if stage == layout.pp_size - 1 else 0
         head = HEAD_GRADIENT_BYTES * vocabulary * hidden if scored else 0
         found.append(
@@ -135,7 +157,7 @@ def stage_activations(
                 working=tokens * working,
                 logits=scored * LOGIT_BYTES["backward"] + head,
                 imbalance=tokens * extra * uneven,
-                scoring=tokens * (widest.kept + widest.rows * uneven),
+                scoring=tokens * (widest.kept + widest.remade + (widest.rows + widest.remade_rows) * uneven),
                 scoring_logits=scored * LOGIT_BYTES["forward"],
             )
         )

@@ -71,11 +71,31 @@ def check_layout(layout: LayoutConfig, family: ModelFamily, *, on_gpu: bool) -> 
     _check_tensor_parallel(layout, family)
     _check_world(layout, family)
     _stage_layers(layout, family.num_layers)
+    _check_recomputed(layout, family)
     if layout.recompute_num_layers is not None and layout.recompute_num_layers > family.num_layers:
         raise ConfigError(
             f"layout.recompute_num_layers={layout.recompute_num_layers}: must be at most the model's num_layers ({family.num_layers}). "
             f"Use {family.num_layers} or less."
         )
+
+
+def _check_recomputed(layout: LayoutConfig, family: ModelFamily) -> None:
+    model = family.transformer
+    there = {
+        "mla_up_proj": ("latent attention", bool(model.get("multi_latent_attention"))),
+        "mlp": ("layer without experts", not all(family.has_experts)),
+        "moe": ("experts", bool(family.num_experts)),
+        "shared_experts": ("shared experts", bool(model.get("moe_shared_expert_intermediate_size"))),
+    }
+    for name in layout.recompute_modules:
+        what, is_there = there.get(name, ("", True))
+        if not is_there:
+            left = ",".join(module for module in layout.recompute_modules if module != name)
+            nearest = f"[{left}]" if left else "[] (attention's core)"
+            raise ConfigError(
+                f"layout.recompute_modules=[{','.join(layout.recompute_modules)}]: {name} is no part of this model, which has no {what}. "
+                f"Use layout.recompute_modules={nearest}."
+            )
 
 
 def _check_world(layout: LayoutConfig, family: ModelFamily) -> None:

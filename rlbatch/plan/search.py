@@ -39,7 +39,7 @@ CONTEXTS = (1, 2, 4, 8)
 PACKS = (1, 2, 4)
 """Times the longest sample's tokens of a rank."""
 _REMADE = {key.removeprefix("layout."): value for key, value in RECOMPUTE.items()}
-RECOMPUTED: tuple[dict[str, Any], ...] = (dict.fromkeys(_REMADE), _REMADE)
+RECOMPUTED: tuple[dict[str, Any], ...] = tuple({**keys, "recompute_modules": ()} for keys in (dict.fromkeys(_REMADE), _REMADE))
 """Nothing, and all."""
 NODES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Tried as the smallest cluster, after parts of one node and a whole one."""

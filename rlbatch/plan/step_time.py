@@ -79,7 +79,8 @@ def step_time(job: MemoryInputs, model: ModelSize, work: Workload, generated: Ge
     stages = _Stages(job, model, gpu, ranks_per_node, microbatch_tokens(config, work, over), work.squares / work.tokens)
     longest, waiting = max(stages.forward), (layout.pp_size - 1) / layout.vpp_size
     pipeline = count * longest + (sum(stages.forward) - longest) / layout.vpp_size
-    passes = 4 if layout.recompute_granularity == "full" else 3
+    is_again = layout.recompute_granularity == "full" or {"mlp", "moe"} & {*layout.recompute_modules}  # most of a layer's products
+    passes = 4 if is_again else 3
     updates = config.train.updates_per_step * config.train.epochs
     scored = 1.0 if scores_first_update(config) else 1 - 1 / config.train.updates_per_step
     forwards = job.has_reference + scored * (config.algorithm.old_logprobs == "recompute")

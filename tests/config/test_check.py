@@ -104,6 +104,18 @@ def nested(key: str, value: Any) -> dict[str, Any]:
             "layout.recompute_method=block: has an effect only with",
         ),
         (
+            ["layout.recompute_modules=[moe]"],
+            "layout.recompute_modules=[moe]: has an effect only with layout.recompute_granularity=selective, which is null.",
+        ),
+        (
+            ["layout.recompute_granularity=selective", "layout.recompute_modules=[moe,moe]"],
+            "layout.recompute_modules=[moe,moe]: must name each once.",
+        ),
+        (
+            ["layout.recompute_granularity=selective", "layout.recompute_modules=[moe]", "algorithm.routing_replay=rollout"],
+            "would ask a layer's router twice for a pack",
+        ),
+        (
             ["layout.recompute_num_layers=1"],
             "layout.recompute_num_layers=1: has an effect only with layout.recompute_granularity=full, which is null.",
         ),
@@ -132,6 +144,7 @@ def test_refused_combinations(overrides: list[str], message: str) -> None:
         ["algorithm.kl_loss=true", "algorithm.kl_loss_coef=0"],
         ["layout.recompute_granularity=full", "layout.recompute_method=uniform", "layout.recompute_num_layers=1"],
         ["layout.recompute_granularity=selective"],
+        ["layout.recompute_granularity=selective", "layout.recompute_modules=[layernorm,moe]"],
         ["train.eval_temperature=0", "checkpoint.save_interval=-1"],
     ],
 )

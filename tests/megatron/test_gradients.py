@@ -25,6 +25,10 @@ LAYOUTS = {
     "cp2": LayoutConfig(world_size=2, cp_size=2),
     "recompute": LayoutConfig(world_size=2, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
     "recompute attention": LayoutConfig(world_size=2, recompute_granularity="selective"),
+    "recompute experts": LayoutConfig(world_size=2, ep_size=2, recompute_granularity="selective", recompute_modules=("layernorm", "moe")),
+    "recompute parts": LayoutConfig(
+        world_size=2, recompute_granularity="selective", recompute_modules=("layernorm", "mla_up_proj", "mlp", "shared_experts")
+    ),
     "pp2 ep2": LayoutConfig(world_size=4, pp_size=2, ep_size=2),
     "pp4": LayoutConfig(world_size=4, pp_size=4),
     "vpp2 pp2 ep2": LayoutConfig(world_size=4, pp_size=2, vpp_size=2, ep_size=2),
@@ -40,10 +44,10 @@ LAYOUTS = {
 LAYOUTS |= {f"{name} gather": replace(LAYOUTS[name], dispatcher="gather") for name in ("vpp2 pp2 ep2", "tp2 cp2 ep2", "tp2 ep2 etp2")}
 LAYOUTS["ep4 gather recompute"] = replace(LAYOUTS["recompute"], world_size=4, ep_size=4, dispatcher="gather")
 DENSE = ["dp2", "pp2", "pp2 uneven", "vpp2 pp2", "tp2", "cp2", "recompute", "tp2 pp2", "tp2 cp2", "pp2 cp2", "pp4"]
-WITH_EXPERTS = [name for name in LAYOUTS if name not in ("tp2 pp2", "tp2 cp2", "tp4 ep2")]
+WITH_EXPERTS = [name for name in LAYOUTS if name not in ("tp2 pp2", "tp2 cp2", "tp4 ep2", "recompute parts")]
 MODELS = {
     "qwen3_moe": (tiny_models.qwen3_moe, WITH_EXPERTS),
-    "deepseek_v3": (tiny_models.deepseek_v3, [*WITH_EXPERTS, "tp4 ep2"]),
+    "deepseek_v3": (tiny_models.deepseek_v3, [*WITH_EXPERTS, "tp4 ep2", "recompute parts"]),
     "moonlight": (lambda: tiny_models.moonlight(tie_word_embeddings=True), ["vpp2 pp2", "tp2 pp2 ep2", "tp2 cp2 ep2"]),
     "mixtral": (tiny_models.mixtral, ["dp2", "ep2", "tp2 etp2", "tp2 ep2", "pp2", "cp2", "ep4", "tp2 pp2 ep2", "tp2 cp2 ep2"]),
     "qwen2": (tiny_models.qwen2, DENSE),
@@ -52,7 +56,7 @@ MODELS = {
 }
 ALWAYS = {
     "qwen3_moe": WITH_EXPERTS,
-    "deepseek_v3": ["pp2 uneven", "vpp2 pp2 ep2", "tp2 pp2 ep2", "tp2 cp2 ep2", "tp2 ep2 etp2", "tp4 ep2"],
+    "deepseek_v3": ["pp2 uneven", "vpp2 pp2 ep2", "tp2 pp2 ep2", "tp2 cp2 ep2", "tp2 ep2 etp2", "tp4 ep2", "recompute parts"],
     "moonlight": ["tp2 cp2 ep2"],
     "mixtral": ["tp2 etp2", "tp2 pp2 ep2"],
     "qwen2": ["pp2 cp2", "tp2 cp2", "recompute"],

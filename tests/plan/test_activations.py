@@ -62,6 +62,25 @@ def test_recomputation() -> None:
     assert stages(block)[0].kept == (40 * 2048 * 2 + 8 * layer.kept) * 8192
 
 
+def test_parts_that_are_computed_again() -> None:
+    """They are kept in no layer, and are there once while a layer's backward pass runs; nothing else changes."""
+    plain = LayoutConfig(world_size=1)
+    for family, modules, dense, sparse in (
+        (QWEN, ("moe",), 0, 2 * 8 * (2048 + 5 * 768) + 4 * 2048 - 2 * 2048),  # the input of experts is kept instead
+        (QWEN, ("layernorm",), 0, 0),  # fused into a linear layer by Transformer Engine
+        (DEEPSEEK, ("mlp",), 2 * 4 * 18432, 0),
+        (DEEPSEEK, ("layernorm", "shared_experts"), 2 * 7168, 2 * (7168 + 4 * 2048)),
+        (DEEPSEEK, ("mla_up_proj",), *[2 * 128 * (2 * 192 + 128 + 128)] * 2),
+    ):
+        again = replace(plain, recompute_granularity="selective", recompute_modules=modules)
+        for has_experts, spared in ((False, dense), (True, sparse)):
+            if has_experts in family.has_experts:
+                before, after = (layer_bytes(family, layout, 2, has_experts=has_experts) for layout in (plain, again))
+                assert before.kept - after.kept == spared
+                assert before.kept + 2 * 7168 >= after.kept + after.remade >= before.kept
+                assert after.rows + after.remade_rows == before.rows
+
+
 def test_logits_are_the_last_stages() -> None:
     """Of a chunk of tokens, over tensor-parallel ranks, with a gradient of the output layer in fp32 and bf16."""
     first, last = stages(LayoutConfig(world_size=4, pp_size=2, tp_size=2))

@@ -102,6 +102,17 @@ REFUSED: list[tuple[ModelFamily, dict[str, Any], str]] = [
     (MOE, {"world_size": 95, "pp_size": 95}, "layout.pp_size=95: must be at most num_layers (94)"),
     (MOE, {"world_size": 1, "first_stage_layers": 3}, "layout.first_stage_layers=3: has an effect only with pp_size > 1, which is 1."),
     (MOE, {"world_size": 1, "recompute_num_layers": 95}, "layout.recompute_num_layers=95: must be at most the model's num_layers (94)."),
+    (
+        MOE,
+        {"world_size": 1, "recompute_granularity": "selective", "recompute_modules": ("moe", "mla_up_proj")},
+        "layout.recompute_modules=[moe,mla_up_proj]: mla_up_proj is no part of this model, which has no latent attention. "
+        "Use layout.recompute_modules=[moe].",
+    ),
+    (
+        DENSE,
+        {"world_size": 1, "recompute_granularity": "selective", "recompute_modules": ("moe",)},
+        "Use layout.recompute_modules=[] (attention's core).",
+    ),
     # silently wrong
     (
         MOE,
