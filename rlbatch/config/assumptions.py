@@ -20,6 +20,7 @@ Factor = Annotated[float, Range(least=1, most=1e3)]
 
 SOURCE = "source"
 MEASURED = "measured on 2 x H200, 2026-11-29 (docs/measurements/planner.md)"
+FITTED = "fitted to steps measured on 2 x H200, 2026-11-30 (docs/measurements/planner.md)"
 NOT_MEASURED = "assumed, not measured"
 AS_COUNTED = "1: as counted; calibrate=<run folder> measures it"
 CORRECTIONS = Range(least=0.01, most=100)
@@ -56,10 +57,10 @@ class AssumeConfig:
     matmul_efficiency: Efficiency = assumed(0.63, "What matrix products reach of the GPU's bf16 peak.", MEASURED)
     memory_gbs: Size = assumed(0.0, "Bandwidth of a GPU's memory; 0: by cluster.gpu.", "vendors' data sheets (rlbatch/plan/hardware.py)")
     activation_traffic: Rate = assumed(
-        30.0, "How often activations that a backward pass needs cross a GPU's memory in forward and backward pass.", MEASURED
+        18.0, "How often activations that a backward pass needs cross a GPU's memory in forward and backward pass.", FITTED
     )
-    logit_traffic: Rate = assumed(171.0, "Bytes of a GPU's memory a logit, forward and backward.", MEASURED)
-    launch_ms: Size = assumed(4.4, "A GPU's waiting for its host, a layer and microbatch, forward and backward, ms.", MEASURED)
+    logit_traffic: Rate = assumed(10.0, "Bytes of a GPU's memory a logit, forward and backward.", FITTED)
+    launch_ms: Size = assumed(0.5, "A GPU's waiting for its host, a layer and microbatch, forward and backward, ms.", FITTED)
     link_efficiency: Efficiency = assumed(0.41, "What collectives reach of cluster.gpu_link_gbs.", f"{MEASURED}: all-to-all of two GPUs")
     network_gbs: Rate = assumed(50.0, "Network of a GPU between nodes, one direction.", "a 400 Gb/s adapter a GPU")
     network_efficiency: Efficiency = assumed(

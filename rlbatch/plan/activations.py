@@ -12,12 +12,10 @@ from rlbatch.api import ModelFamily
 from rlbatch.config.schema import LayoutConfig
 from rlbatch.plan.layout import stage_chunks
 
-ROUTER_BYTES = 4
-"""The router multiplies in fp32."""
-LOGIT_BYTES = {"forward": 10, "backward": 12}
-"""Of bf16 logits in ``rlbatch.megatron.logprobs``: themselves, their distance from the largest and its exponent (fp32), then a gradient."""
-HEAD_GRADIENT_BYTES = 6
-"""Of a parameter of the output layer, in its backward pass: the sum over chunks in fp32, and the gradient in bf16."""
+ROUTING_BYTES = 24
+"""Of a token and expert: probabilities in fp32, here and gathered, and the maps that sort tokens by expert."""
+SUM_BYTES = 4
+"""Of a parameter of an output layer that is the embedding too: its gradient is added up beside the one that others add to."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ def layer_bytes(family: ModelFamily, layout: LayoutConfig, value_bytes: int, *, 
     between = 3 * hidden / tp  # inputs of both norms, output of the first
     attention = _attention(family, tp)
     # Of norms only that before latent attention counts: Transformer Engine has the others in linear layers, which keep its output, and a
-    # router keeps an fp32 copy.
+    # router keeps its input.
     is_latent = bool(family.transformer.get("multi_latent_attention"))
     remade = ("layernorm" in again and is_latent) * hidden / tp + (_up_projected(family, tp) if "mla_up_proj" in again else 0.0)
     if not has_experts:
@@ -65,10 +63,10 @@ def layer_bytes(family: ModelFamily, layout: LayoutConfig, value_bytes: int, *, 
     model, etp = family.transformer, layout.etp_size
     width = int(model.get("moe_ffn_hidden_size") or model["ffn_hidden_size"]) / etp
     rows = int(model.get("moe_router_topk", 2)) * etp / tp  # of the experts, for each token of the pack
-    routed = rows * (hidden + 5 * width)  # input, gate and up, activation, product, the product with the routing weight
+    routed = rows * (hidden + 3 * width)  # input, gate and up, their product with the routing weight
     shared = 4 * int(model.get("moe_shared_expert_intermediate_size") or 0) / tp
-    router = ROUTER_BYTES * hidden / tp  # its input; the norm's output itself is not needed then
-    backward = rows * (hidden + 3 * width) * value_bytes
+    router = hidden / tp * value_bytes + ROUTING_BYTES * int(model["num_moe_experts"]) / tp  # its input
+    backward = rows * (hidden + 2 * width) * value_bytes
     if "moe" in again:
         kept = (between + attention - remade + hidden / tp) * value_bytes  # of the experts, what they come from
         return TokenBytes(kept, 0.0, backward, (remade + routed + shared) * value_bytes + router, routed * value_bytes)
@@ -101,7 +99,9 @@ class StageActivations:
     Attributes:
         kept: Of all microbatches in flight, until their backward pass.
         working: Of the layer that is recomputed, or whose backward pass runs.
-        logits: Of a chunk of tokens in the output layer; other stages have none.
+        logits: Of a chunk of tokens in the output layer, which become their gradient where they are, and a gradient of its weight in the
+            training precision; other stages have none.
+        kept_logits: The same if all tokens' logits stay, as they do where there is room.
         imbalance: Of ``kept`` and ``working``, what the fullest expert-parallel rank has more of.
         scoring: Of a layer's forward pass alone, which keeps nothing.
         scoring_logits: Of a chunk's forward pass alone.
@@ -110,12 +110,13 @@ class StageActivations:
     kept: float
     working: float
     logits: float
+    kept_logits: float
     imbalance: float
     scoring: float
     scoring_logits: float
 
 
-NO_ACTIVATIONS = StageActivations(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+NO_ACTIVATIONS = StageActivations(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def stage_activations(
@@ -149,16 +150,18 @@ def stage_activations(
         widest = max(layers, key=lambda layer: layer.kept + layer.remade + layer.backward)
         working = (widest.kept * group if remade else widest.remade) + widest.backward
         extra = sum(layer.rows for layer in plain) * flying + (widest.rows * group if remade else widest.remade_rows)
-        scored = min(tokens, chunk) * vocabulary if stage == layout.pp_size - 1 else 0
-        head = HEAD_GRADIENT_BYTES * vocabulary * hidden if scored else 0
+        is_last = stage == layout.pp_size - 1
+        column = vocabulary * value_bytes if is_last else 0  # of logits
+        head = vocabulary * hidden * (value_bytes + (SUM_BYTES if family.tie_embeddings else 0)) if is_last else 0
         found.append(
             StageActivations(
                 kept=tokens * kept * flying,
                 working=tokens * working,
-                logits=scored * LOGIT_BYTES["backward"] + head,
+                logits=min(tokens, chunk) * column + head,
+                kept_logits=tokens * column + head,
                 imbalance=tokens * extra * uneven,
                 scoring=tokens * (widest.kept + widest.remade + (widest.rows + widest.remade_rows) * uneven),
-                scoring_logits=scored * LOGIT_BYTES["forward"],
+                scoring_logits=min(tokens, chunk) * column,
             )
         )
     return tuple(found)

@@ -94,10 +94,11 @@ def _on_gpu(job: MemoryInputs, certain: RankMemory, activations: StageActivation
     assume, is_eval = job.config.plan.assume, job.config.mode == "eval"
     always = {"CUDA and NCCL": assume.cuda_gib * GIB}
     process = {"engine's process": assume.engine_process_gib * GIB} if job.has_process and job.shape.is_colocated else {}
+    logits = activations.kept_logits if _keeps_logits(job, certain, activations, always | process) else activations.logits
     counted: Mapping[str, Parts] = {
         "update": {
             "activations": activations.kept,
-            "logits": max(activations.logits - activations.working, 0.0),
+            "logits": max(logits - activations.working, 0.0),
             "layer in work": activations.working,
             "expert imbalance": activations.imbalance,
         },
@@ -116,6 +117,12 @@ def _on_gpu(job: MemoryInputs, certain: RankMemory, activations: StageActivation
         if parts:
             parts["fragmentation"] = assume.fragmentation * own
         yield phase, parts
+
+
+def _keeps_logits(job: MemoryInputs, certain: RankMemory, activations: StageActivations, others: Parts) -> bool:
+    """Whether a pack's logits are half of what is free, or less: then ``rlbatch.megatron.logprobs`` keeps them."""
+    used = sum(certain.gpu["update"].values()) + sum(others.values()) + activations.kept
+    return activations.kept_logits <= (job.config.cluster.gpu_memory_gib * GIB - used) / 2
 
 
 def _engine(job: MemoryInputs, certain: Parts, phase: str) -> Parts:

@@ -15,19 +15,21 @@ from typing import Any
 
 from rlbatch.api import OffloadMemory
 from rlbatch.config.old_logprobs import scores_first_update
-from rlbatch.plan.activations import layer_bytes
+from rlbatch.plan.activations import SUM_BYTES, layer_bytes
 from rlbatch.plan.checkpoint_size import checkpoint_bytes
 from rlbatch.plan.engine_memory import GIB, WEIGHT_BYTES, MemoryInputs, engine_memory
 from rlbatch.plan.flops import attention_flops_per_squared_token, logits_flops, model_flops, part_flops
 from rlbatch.plan.generation import Generation
 from rlbatch.plan.hardware import Gpu
-from rlbatch.plan.layout import Degrees, degrees, stage_chunks
+from rlbatch.plan.layout import Degrees, degrees, dispatcher, stage_chunks
 from rlbatch.plan.memory import GRADIENT_BYTES, MAIN_WEIGHT_BYTES, MOMENT_BYTES
 from rlbatch.plan.parameters import ModelSize, PartSize, Share
 from rlbatch.plan.workload import Workload, microbatch_tokens, microbatches
 
 FORWARD_SHARE = 1 / 3
 """Of forward and backward pass."""
+BOTH_PASSES = 2
+"""A backward pass sends tokens' gradients as a forward pass sends tokens, and recomputes nothing."""
 HOST_ADAM_BYTES = 28
 """Of a parameter of Adam on the host: fp32 weight, gradient and two moments are read, all but the gradient written."""
 PCIE_BYTES = 6
@@ -159,8 +161,11 @@ class _Stages:
         seconds = gathers * size * (1 - 1 / layout.tp_size) / self._rate(layout.tp_size)
         if has_experts:
             group = layout.ep_size * layout.etp_size
-            rows = int(family.transformer.get("moe_router_topk", 2)) / layout.tp_size
-            seconds += 2 * rows * size * (1 - 1 / group) / self._rate(group)
+            if dispatcher(layout, family) == "gather":  # to all others; sums come back in fp32
+                moved = (group - 1) * (1 + SUM_BYTES / WEIGHT_BYTES[self._job.config.train.precision])
+            else:
+                moved = 2 * int(family.transformer.get("moe_router_topk", 2)) * (1 - 1 / group)
+            seconds += BOTH_PASSES * FORWARD_SHARE * moved / layout.tp_size * size / self._rate(group)
         if layout.cp_size > 1:
             query, value = family.head_sizes
             heads = (family.transformer.get("num_query_groups") or family.transformer["num_attention_heads"]) / layout.tp_size

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.train import COMMON, MODELS
 from rlbatch.config.assumptions import PlanConfig, sources
-from rlbatch.config.sources import group_files
 from rlbatch.config.compose import compose
+from rlbatch.config.sources import group_files
 from rlbatch.plan.engine_memory import GIB, memory_inputs
 from rlbatch.plan.job_plan import JobPlan, plan_job
 from rlbatch.plan.layout import degrees
 from rlbatch.plan.parameters import ModelSize
 from rlbatch.planner import make_plan
 from rlbatch.registry import compose_job, load_plugins
-from tests.megatron.real_models import CONFIGS
 
 REGISTRY = load_plugins()
 NOT_THE_TRAINERS = ("CUDA and NCCL", "engine's process", "fragmentation")
@@ -31,9 +31,9 @@ def test_every_assumption_is_on_the_page(repository: Path) -> None:
         assert f"| `{name}` | {each['value']:g} | {each['meaning']} | {each['source']} |" in rows
 
 
-def planned(layers: int, overrides: str) -> JobPlan:
-    """Of a model of the shape of Qwen3-30B-A3B with so many layers, on two H200."""
-    family = REGISTRY.resolve_model_family({**CONFIGS["Qwen3-30B-A3B"], "num_hidden_layers": layers})
+def planned(model: str, layers: int, overrides: str) -> JobPlan:
+    """Of a benchmark's model with so many layers, on two H200."""
+    family = REGISTRY.resolve_model_family({**COMMON, **MODELS[model], "num_hidden_layers": layers})
     config = REGISTRY.complete(compose([*overrides.split(), "model.hf=x", "data.train=x"]))
     inputs = replace(memory_inputs(config, REGISTRY, None, on_gpu=True), model=ModelSize(family))
     return plan_job(inputs, (2,))
@@ -44,30 +44,40 @@ def page(repository: Path) -> str:
     return (repository / "docs/measurements/planner.md").read_text(encoding="utf-8")
 
 
-def test_beside_what_was_measured(page: str) -> None:
+def beside(cells: str) -> list[str]:
+    """What stands behind what was measured."""
+    return [cell.rpartition("; ")[2] for cell in cells.split(" | ")]
+
+
+def test_steps_beside_what_was_measured(page: str) -> None:
     """Each row's planned numbers, from the options that the page names."""
-    common = re.search(r"^Common: `([^`]*)`", page, re.MULTILINE)
-    rows = re.findall(r"^\| (\d+) layers, `([^`]*)` \| (.*) \|$", page, re.MULTILINE)
-    assert common and len(rows) == 4
-    for layers, own, cells in rows:
-        plan = planned(int(layers), f"{common[1]} {own}")
-        assert plan.time and plan.generated
-        parts, phases = plan.memory.expected.stages[0].gpu, plan.time.phases
-        trainer = sum(size for name, size in parts["update"].items() if name not in NOT_THE_TRAINERS) / GIB
-        numbers = {
-            "peak": f"{trainer:.1f}",
-            "update": f"{phases['update']:.2f}",
-            "generate": f"{phases['generate']:.1f}",
-            "used": f"{sum(parts['generate'].values()) / GIB:.1f}, {sum(parts['update'].values()) / GIB:.1f}",
-        }
-        planned_cells = [cell.rpartition("; ")[2] for cell in cells.split(" | ") if "; " in cell]
-        names = ("peak", "used", "generate", "update") if len(planned_cells) == 4 else ("peak", "update")
-        assert planned_cells == [numbers[name] for name in names], (layers, own, numbers)
+    common = re.search(r"^Training: `([^`]*)`", page, re.MULTILINE)
+    rows = re.findall(r"^\| (\w+), (\d+) layers \| `([^`]*)` \| (.*) \|$", page, re.MULTILINE)
+    assert common and len(rows) == 8
+    for model, layers, own, cells in rows:
+        plan = planned(model, int(layers), f"{common[1]} {own}")
+        assert plan.time
+        parts = plan.memory.expected.stages[0].gpu["update"]
+        peak = sum(size for name, size in parts.items() if name not in NOT_THE_TRAINERS) / GIB
+        assert beside(cells) == [f"{peak:.1f}", f"{plan.time.phases['update']:.3f}"], (model, layers, own)
+
+
+def test_generation_beside_what_was_measured(page: str) -> None:
+    """As above."""
+    common = re.search(r"^Generation: `([^`]*)`", page, re.MULTILINE)
+    row = re.search(r"^\| `(train.steps=3 [^`]*)` \| (.*) \|$", page, re.MULTILINE)
+    assert common and row
+    plan = planned("qwen3_30b", 16, f"{common[1]} {row[1]}")
+    assert plan.time
+    used = sum(plan.memory.expected.stages[0].gpu["generate"].values()) / GIB
+    assert beside(row[2]) == [f"{used:.1f}", f"{plan.time.phases['generate']:.1f}"]
 
 
 def test_beside_the_guides_figures(page: str) -> None:
     """Of both clusters, in GB."""
-    v3 = plan_of("+cluster=h20x96", "plan.assume.mean_prompt_tokens=150", "plan.assume.mean_response_tokens=1960", "rollout.quantization=none")
+    v3 = plan_of(
+        "+cluster=h20x96", "plan.assume.mean_prompt_tokens=150", "plan.assume.mean_response_tokens=1960", "rollout.quantization=none"
+    )
     r1 = plan_of("+cluster=h100x128", "model=deepseek_r1")
     assert v3.time and r1.time
     gpu = max(sum(stage.gpu["update"].values()) for stage in v3.memory.expected.stages) / 1e9

@@ -25,9 +25,9 @@ def test_a_layer_of_qwen3_30b() -> None:
     """Hidden 2048, 32 heads of 128 with 4 groups, 8 of 128 experts of width 768: each tensor that autograd holds."""
     between = 2048 + 2048 + 2048  # residual, its norm, residual
     attention = (32 + 4 + 4) * 128 + (32 + 4) * 128 + 32 * 128  # projections; queries and keys with positions; output
-    experts = 8 * (2048 + 2 * 768 + 3 * 768)
+    experts = 8 * (2048 + 2 * 768 + 768)  # input, gate and up, their weighted product
     found = layer_bytes(QWEN, LayoutConfig(world_size=1), 2, has_experts=True)
-    assert found.kept == 2 * (between + attention + experts) + 4 * 2048  # and the router's input in fp32
+    assert found.kept == 2 * (between + attention + 2048 + experts) + 24 * 128  # and the router's input, probabilities and maps
     assert found.rows == 2 * experts
 
 
@@ -66,7 +66,7 @@ def test_parts_that_are_computed_again() -> None:
     """They are kept in no layer, and are there once while a layer's backward pass runs; nothing else changes."""
     plain = LayoutConfig(world_size=1)
     for family, modules, dense, sparse in (
-        (QWEN, ("moe",), 0, 2 * 8 * (2048 + 5 * 768) + 4 * 2048 - 2 * 2048),  # the input of experts is kept instead
+        (QWEN, ("moe",), 0, 2 * 8 * (2048 + 3 * 768) + 24 * 128),  # but the input, which is the router's too
         (QWEN, ("layernorm",), 0, 0),  # fused into a linear layer by Transformer Engine
         (DEEPSEEK, ("mlp",), 2 * 4 * 18432, 0),
         (DEEPSEEK, ("layernorm", "shared_experts"), 2 * 7168, 2 * (7168 + 4 * 2048)),
@@ -82,10 +82,11 @@ def test_parts_that_are_computed_again() -> None:
 
 
 def test_logits_are_the_last_stages() -> None:
-    """Of a chunk of tokens, over tensor-parallel ranks, with a gradient of the output layer in fp32 and bf16."""
+    """Of a chunk of tokens or of all, over tensor-parallel ranks, with a gradient of the output layer in bf16."""
     first, last = stages(LayoutConfig(world_size=4, pp_size=2, tp_size=2))
-    assert (first.logits, first.scoring_logits) == (0, 0)
-    assert last.logits == 12 * 4096 * 151936 / 2 + 6 * 2048 * 151936 / 2
+    assert (first.logits, first.kept_logits, first.scoring_logits) == (0, 0, 0)
+    assert last.logits == 2 * (4096 + 2048) * 151936 / 2
+    assert last.kept_logits == 2 * (8192 + 2048) * 151936 / 2
 
 
 def test_imbalance_is_of_expert_parallel_ranks() -> None:

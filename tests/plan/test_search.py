@@ -55,7 +55,10 @@ def test_nothing_better_is_missed(size: ModelSize, gib: int, engines: Sequence[t
     of a GPU with which it fits, and with its own.
     """
     share = "rollout.engine.gpu_memory_utilization"
-    own = dense("layout.world_size=2", "rollout.options.gpus_per_engine=2", f"cluster.gpu_memory_gib={gib}", f"{share}=0.6", size=size)
+    slow = "plan.assume.decode_collective_us=200"  # so that smaller engines are among the best
+    own = dense(
+        "layout.world_size=2", "rollout.options.gpus_per_engine=2", f"cluster.gpu_memory_gib={gib}", f"{share}=0.6", slow, size=size
+    )
     seconds: list[float] = []
     for keys, (gpus, copies) in product(({}, *offloads(own.job, REGISTRY)), engines):
         said = {f"rollout.engine.{name}": value for name, value in ENGINES[copies].items()}
