@@ -12,6 +12,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from rlbatch.api import Microbatch
+from rlbatch.megatron.dispatcher import longest_pack
 from rlbatch.megatron.trainer import Trainer
 
 
@@ -35,6 +36,8 @@ def logits(trainer: Trainer, microbatch: Microbatch) -> Tensor:
         output = model(microbatch.token_ids[None], positions[None], None, packed_seq_params=packed)
         return output, lambda values: (values.sum(), torch.tensor(0, dtype=torch.int), values[0])
 
+    for dispatcher in trainer._dispatchers:
+        dispatcher.rows = longest_pack([bounds[-1]]) // trainer.megatron_config.tensor_model_parallel_size
     with torch.no_grad():
         outputs = get_forward_backward_func()(
             forward_step_func=forward_step,

@@ -41,10 +41,8 @@ def poisoned(folder: str, layout: LayoutConfig, name: str, rank: int, value: flo
     """
     trainer = build_trainer(Path(folder), layout)
 
-    def poison(gradient: torch.Tensor) -> torch.Tensor:
-        gradient = gradient.clone()
-        gradient.view(-1)[-1] = value
-        return gradient
+    def poison(_: torch.Tensor) -> None:  # what comes here is not the gradient of a head, which is added where it stays
+        trainer.params[name].main_grad.view(-1)[-1] = value
 
     before = {key: tensor.detach().clone() for key, tensor in trainer.params.items()}
     hook = trainer.params[name].register_hook(poison) if dist.get_rank() == rank else None
