@@ -13,6 +13,7 @@ import struct
 import time
 from collections.abc import Collection
 from contextlib import suppress
+from typing import Any
 
 import psutil
 
@@ -68,5 +69,5 @@ def ends_at(port: int) -> list[End]:
     return [_end(connection.laddr) for connection in connections if connection.raddr and connection.raddr.port == port]
 
 
-def _end(address: psutil._common.addr) -> End:
+def _end(address: Any) -> End:
     return plain_address(address.ip), address.port
