@@ -43,6 +43,13 @@ DENIED = {
     "aarch64": (0xC00000B7, 220, (40, 39, 41, 97, 268, 117, 270, 271, 280, 241, 219, 217, 218, 282, 279, 194, 186, 190)),
 }
 """Of an architecture: its number, that of clone, and the calls that give memory which no limit counts, or more of the kernel to attack."""
+RESTRICTED = {
+    # socket, socketpair, setsockopt, prlimit64
+    "x86_64": (41, 53, 54, 302),
+    "aarch64": (198, 199, 208, 261),
+}
+"""Of an architecture: the calls of which some uses are denied."""
+AF_UNIX, AF_INET, AF_INET6, SO_SNDBUF = 1, 2, 10, 7
 DENIED_EVERYWHERE = (425, 428, 429, 430, 432, 438, 442, 447)
 """io_uring_setup, open_tree, move_mount, fsopen, fsmount, pidfd_getfd, mount_setattr, memfd_secret."""
 CLONE3 = 435
@@ -216,7 +223,6 @@ class Jail:
             if number not in (signal.SIGKILL, signal.SIGSTOP, 32, 33):
                 signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
-        os.closerange(3, 1024)
         megabyte = 2**20
         limits = {
             resource.RLIMIT_CPU: int(job["seconds"]) + 1,
@@ -264,6 +270,18 @@ def deny_calls() -> None:
         lines += [(jump_equal, 0, 1, number), (answer, 0, 0, no)]
     lines += [(jump_equal, 0, 1, CLONE3), (answer, 0, 0, unknown)]  # its flags cannot be read here: clone is used instead
     lines += [(jump_equal, 0, 3, clone), (load, 0, 0, 16), (jump_set, 0, 1, ANY_NAMESPACE), (answer, 0, 0, no)]
+    socket, socketpair, setsockopt, prlimit = RESTRICTED[platform.machine()]
+
+    def decide(number: int, argument: int, values: tuple[int, ...], these: int, others: int) -> None:
+        """Answers a call by one of its arguments, from 0."""
+        tests = [(jump_equal, len(values) - place, 0, value) for place, value in enumerate(values)]
+        lines.extend([(jump_equal, 0, len(values) + 3, number), (load, 0, 0, 16 + 8 * argument), *tests])
+        lines.extend([(answer, 0, 0, others), (answer, 0, 0, these)])
+
+    for number in (socket, socketpair):  # others, such as vsock, lead out of a network namespace
+        decide(number, 0, (AF_UNIX, AF_INET, AF_INET6), allow, no)
+    decide(setsockopt, 2, (SO_SNDBUF,), no, allow)  # what it holds is in no process's memory
+    decide(prlimit, 0, (0,), allow, no)  # of itself, not of the jail's first process, which may be the same user
     lines += [(answer, 0, 0, allow)]
     code = b"".join(struct.pack("HBBI", *line) for line in lines)
     held = ctypes.create_string_buffer(code)
@@ -392,6 +410,7 @@ def run() -> None:
     if os.getppid() != parent:
         os._exit(1)
     given, report = int(sys.argv[1]), int(sys.argv[2])
+    os.set_inheritable(report, False)  # the program's start closes it, not before
     with os.fdopen(given, encoding="utf-8") as file:
         job = json.load(file)
     jail = Jail(job)

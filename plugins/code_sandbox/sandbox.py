@@ -95,7 +95,9 @@ class Jail:
         """
         parts: list[bytes] = []
         size = 0
-        while select.select([stream], [], [], max(self.deadline - time.monotonic(), 0.0))[0]:
+        ready = select.poll()  # takes descriptors of any number
+        ready.register(stream, select.POLLIN)
+        while ready.poll(1000.0 * max(self.deadline - time.monotonic(), 0.0)):
             part = os.read(stream, 65536)
             if not part:
                 return b"".join(parts)

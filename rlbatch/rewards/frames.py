@@ -93,8 +93,14 @@ class Peer:
         """Sends a frame to a peer that always reads."""
         self.send(frame)
         while self.has_unsent:
-            select.select([], [self.socket], [])
+            self.wait(select.POLLOUT)
             self.flush()
+
+    def wait(self, event: int = select.POLLIN, seconds: float | None = None) -> None:
+        """Until there is something to receive, or room to send; of a process with any number of open files."""
+        ready = select.poll()
+        ready.register(self.socket, event)
+        ready.poll(None if seconds is None else 1000.0 * seconds)
 
     def receive(self, largest: int | None = None) -> list[Frame]:
         """The frames that have come. ``is_open`` is False once there will be no more, or one is larger than it may be."""

@@ -367,7 +367,7 @@ def main() -> None:
     kept = frozenset(_children() - before)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     while not (frames := rank.receive()) and rank.is_open:
-        select.select([rank.socket], [], [])
+        rank.wait()
     if not frames:
         return
     import numpy  # noqa: F401  its generator is seeded for each task, from the first on

@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import secrets
-import select
 import signal
 import socket
 import subprocess
@@ -163,7 +162,7 @@ class Scorer:
                 group.answers = self._answers_in_rank[self._name(group)](group.samples)
             while len(self._answers) < len(self._asked):
                 assert self._peer is not None
-                select.select([self._peer.socket], [], [], POLL_S)
+                self._peer.wait(seconds=POLL_S)
                 self._take()
         finally:
             asked, answers = self._asked, self._answers

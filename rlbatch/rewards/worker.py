@@ -6,7 +6,6 @@ import hashlib
 import json
 import random
 import resource
-import select
 import socket
 import sys
 import traceback
@@ -75,6 +74,6 @@ def serve(end: socket.socket, score: Scoring) -> None:
     """Answers frame after frame, until nobody asks any more."""
     peer = Peer(end)
     while peer.is_open:
-        select.select([peer.socket], [], [])
+        peer.wait()
         for frame in peer.receive():
             peer.send_all(Frame(frame.number, 0.0, score(frame.payload)))

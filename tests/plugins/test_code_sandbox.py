@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -124,6 +125,9 @@ print(json.dumps({{
     "ptrace": libc.ptrace(16, 1, 0, 0),
     "mount": libc.mount(b"tmpfs", b"/tmp", b"tmpfs", 0, None),
     "memfd": libc.memfd_create(b"x", 0),
+    "of the first process": libc.prlimit(1, 7, bytes(16), None),
+    "sockets that lead out": [tried(lambda: socket.socket(family, 1)) for family in (16, 38, 40)],
+    "buffers": tried(lambda: socket.socketpair()[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**20)),
 }}))
 """
     with server:
@@ -133,7 +137,8 @@ print(json.dumps({{
     assert seen.pop("processes") == 2 and seen.pop("work") == [] and not seen.pop("root")
     assert seen.pop("file") == "FileNotFoundError"
     assert seen.pop("parent environment") in ("PermissionError", "b''")
-    assert {seen.pop(name) for name in ("unshare", "ptrace", "mount", "memfd")} == {-1}
+    assert {seen.pop(name) for name in ("unshare", "ptrace", "mount", "memfd", "of the first process")} == {-1}
+    assert set(seen.pop("sockets that lead out")) == {"PermissionError"}  # netlink, the kernel's ciphers, the hypervisor
     refused = {"PermissionError", "OSError", "ConnectionRefusedError", "FileNotFoundError"}
     assert set(seen.values()) <= refused, seen
 
@@ -162,6 +167,21 @@ def test_what_came_in_time_counts_whenever_it_is_read() -> None:
         assert (jail.read(heard, MIB), jail.outcome()["end"]) == (b"42\n", "exit")
     finally:
         jail.close()
+
+
+def test_a_program_inherits_nothing_and_one_that_cannot_start_is_told() -> None:
+    """Of a job with more open files than select takes; what does not start is no wrong answer."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    held = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+    try:
+        assert run("import os\nprint(len(os.listdir('/proc/self/fd')))").output == b"4\n"
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with pytest.raises(SandboxError, match="FileNotFoundError: .*'/usr/bin/no-such-thing'"):
+        sandbox.run(["/usr/bin/no-such-thing"], {}, "", LIMITS)
 
 
 KILLED = """
@@ -195,7 +215,8 @@ import sys
 sys.path.insert(0, {folder!r})
 import sandbox
 limits = sandbox.Limits(seconds=60)
-print(sandbox.missing(limits), sandbox.run([sandbox.interpreter()[0], "-c", "import os; print(os.getpid() < 9)"], {{}}, "", limits).output)
+program = "import ctypes, os; print(os.getpid() < 9, ctypes.CDLL(None).prlimit(1, 7, bytes(16), None))"
+print(sandbox.missing(limits), sandbox.run([sandbox.interpreter()[0], "-c", program], {{}}, "", limits).output)
 """
 
 
@@ -212,7 +233,7 @@ def test_a_job_that_is_not_root_has_the_same_walls(tmp_path: Path) -> None:
         done = subprocess.run(
             [*become, SYSTEM_PYTHON, "-B", "-c", UNPRIVILEGED.format(folder=folder)], capture_output=True, text=True, check=False
         )
-    assert (done.stdout, done.stderr) == ("{} b'True\\n'\n", "")
+    assert (done.stdout, done.stderr) == ("{} b'True -1\\n'\n", "")
 
 
 def test_what_is_missing_is_named_and_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
