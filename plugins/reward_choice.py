@@ -1,8 +1,9 @@
 r"""``reward=choice``: 1 if the response chooses the label's letter, else 0.
 
-The choice is, of the first of these that there is: the letter in the last ``\boxed{...}``; that behind the last "answer is", "answer:" or
-"choice:" (also bold, in brackets, or with "option" before it); the response itself if it is one letter; the last letter in brackets,
-``(B)``; else the last capital that stands alone, where ``A`` before a word is an article. A box with more than one letter chooses nothing.
+The choice is, of the first of these that there is behind any ``</think>``: the letter in the last ``\boxed{...}``; that behind the last
+"answer is", "answer:" or "choice:" (also bold, in brackets, or with "option" before it; not "a" before a word); the response itself if it
+is one letter; the last letter in brackets, ``(B)``; else the last capital that stands alone, where ``A`` before a word is an article. In a
+box a text may follow the letter, ``(B) Berlin``, ``B. 5``; one with several letters, or a word, chooses nothing.
 A label is one of ``reward.options.letters``, also as ``(B)``, ``B.`` or ``b``.
 """
 
@@ -19,7 +20,7 @@ from .reward_math import last_boxes
 
 TAIL = 10_000
 """Characters at the end of a response that are looked at."""
-_WRAPPED = r"[\s({{\[*_$`\"']{{0,8}}(?:\\(?:text|textbf|mathrm|mathbf)\{{)?\(?([{letters}])(?![A-Za-z0-9])"
+_WRAPPED = r"[\s({{\[*_$`\"']{{0,8}}(?:\\(?:text|textbf|mathrm|mathbf)\{{)?\(?([{letters}])(?![A-Za-z0-9])(?!(?<=a)\s[a-z])"
 
 
 @dataclass(frozen=True)
@@ -44,16 +45,18 @@ def _chooser(letters: str) -> Callable[[str], str | None]:
     """Tells which letter a response chooses."""
     both = letters + letters.lower()
     only = re.compile(rf"[\s({{\[*_$`\"'.]*(?:\\(?:text|textbf|mathrm|mathbf)\{{)?\(?([{both}])[\s)}}\]*_$`\"'.:]*")
+    with_text = rf"[\s*_$]*(?:\\(?:text|textbf|mathrm|mathbf)\{{)?(?:\(([{both}])\)|([{both}])[.:)])[\s}}\\](?!.*\([{both}]\)).*"
+    begins = re.compile(with_text, re.DOTALL)
     said = re.compile(r"(?i:(?:answer|choice)(?:\s+is)?\s*(?::|is|\*\*)?\s*:?\s*(?:option|choice)?)" + _WRAPPED.format(letters=both))
     bracketed = re.compile(rf"\(([{letters}])\)")
     alone = re.compile(rf"(?<![A-Za-z0-9'])([{letters}])(?![A-Za-z0-9'])(?!(?<=A) [a-z])")
 
     def chosen(response: str) -> str | None:
-        text = response[-TAIL:]
+        text = response.rpartition("</think>")[2][-TAIL:]
         boxes = last_boxes(text)
         if boxes:
-            match = only.fullmatch(boxes[-1]) if len(boxes) == 1 else None
-            return match[1].upper() if match else None
+            match = (only.fullmatch(boxes[-1]) or begins.fullmatch(boxes[-1])) if len(boxes) == 1 else None
+            return match[match.lastindex or 1].upper() if match else None
         if match := only.fullmatch(text):
             return match[1].upper()
         for pattern in (said, bracketed, alone):

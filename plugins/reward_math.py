@@ -4,7 +4,7 @@ intervals, tuples, equations, matrices, words in ``\text``.
 Of a response counts:
 
 - its last ``\boxed{...}`` (or ``\fbox``) that is closed. Boxes with a comma or ``and`` between them are one answer, a set:
-  ``\boxed{1}, \boxed{2}``. Earlier ones count for nothing: ``\boxed{70}. No: \boxed{72}`` is 72.
+  ``\boxed{1}, \boxed{2}``, also with ``x =`` before each. Earlier ones count for nothing: ``\boxed{70}. No: \boxed{72}`` is 72.
 - without a box what math-verify finds in its last 10,000 characters: behind "final answer is", else the last formula or number.
 
 An answer of more than 2,000 characters is wrong. So is one that cannot be read.
@@ -12,6 +12,8 @@ An answer of more than 2,000 characters is wrong. So is one that cannot be read.
 A label is a number, LaTeX with or without dollars (``\frac{1}{2}``, ``$[0,1)$``), or a text with a box or ``####``, whose last one counts.
 
 - Units count for nothing: ``5\text{ cm}``, ``5 m`` and ``5`` are equal. So do degrees, currencies, commas of thousands, and ``x =``.
+- ``2.5e7`` and ``1E-5`` are powers of ten (``2e-1`` also 2e - 1), ``1 1/2`` is one and a half, ``1\,234`` a number; minus signs are
+  also ``−`` and, in boxes and labels, ``–``.
 - Percent: ``28\%`` is 28 and 0.28: the number is compared, and if just one of the two has the sign also its hundredth.
 - Decimals are compared to six places with exact values: 3.14159265 is pi, 0.333 is not 1/3.
 - It is not symmetric: a label that is an equation takes its right side, and the other way round.
@@ -30,10 +32,14 @@ LONGEST, TAIL, MOST_BOXES = 2_000, 10_000, 16
 MOST_PARSED = 500
 """Labels that are read at submit beside plain numbers: each takes milliseconds."""
 DEADLINE_S = 10.0
-_BOX = re.compile(r"\\f?boxe?d?[ ]?\{")
-_BETWEEN = re.compile(r"(?:[\s,;$&]|\\[,;! ()]|\\(?:text|mbox|quad)\b|[{}]|\b(?:and|or)\b)*")
+_BOX = re.compile(r"\\f?boxe?d?\s{0,3}\{")
+_BETWEEN = re.compile(r"(?:[\s,;$&]|\\[,;! ()]|\\(?:text|mbox|quad)\b|[{}]|\b(?:and|or)\b|\b[A-Za-z]\s?=)*")
 _PERCENT = re.compile(r"\\?%[\s.]*$")
 _NUMBER = re.compile(r"[-+]?[0-9]+(?:\.[0-9]+)?")
+_SCIENTIFIC = re.compile(r"(?<![\w.])([0-9]+(?:\.[0-9]+)?)[eE]([-+]?[0-9]{1,3})(?!\w|\.[0-9])")
+_MIXED = re.compile(r"(?<![\w./^])([0-9]+) {1,3}([0-9]+)/([0-9]+)(?![\w/]|\.[0-9])")
+_THOUSANDS = re.compile(r"(?<=[0-9])\\[,;: ](?=[0-9]{3}(?![0-9]))")
+_SIGNS = {"–": "-", "°": r"^\circ ", r"\varnothing": r"\emptyset", r"\$": ""}
 _parsed_labels: set[str] = set()
 
 
@@ -98,8 +104,8 @@ class _Math:
 def _found(response: str, boxes: Sequence[str]) -> tuple[list[Any], bool]:
     """What a response answers, in the forms in which it could be read, and whether it has a percent sign."""
     if boxes:
-        answer, percent = ", ".join(rf"\boxed{{{_PERCENT.sub('', box)}}}" for box in boxes), bool(_PERCENT.search(boxes[-1]))
-        return _parse(f"${answer.replace(chr(92) + '$', '').replace('$', '')}$") if len(answer) <= LONGEST else [], percent
+        answer, percent = ", ".join(rf"\boxed{{{_PERCENT.sub('', _tidied(box))}}}" for box in boxes), bool(_PERCENT.search(boxes[-1]))
+        return _parse(f"${answer.replace('$', '')}$") if len(answer) <= LONGEST else [], percent
     found = [item for item in _parse(response[-TAIL:]) if len(str(item)) <= LONGEST]
     percent = bool(found and _PERCENT.search(str(found[-1])))
     return [_PERCENT.sub("", item) if isinstance(item, str) else item for item in found], percent
@@ -129,6 +135,7 @@ def _gold(label: str) -> tuple[list[Any], bool]:
     boxes = last_boxes(label)
     if boxes:
         label = ", ".join(boxes)
+    label = _tidied(label)
     plain = label.strip().removeprefix("$").removesuffix("$") if label.count("$") == 2 and not boxes else label
     is_percent = bool(_PERCENT.search(plain))
     text = _PERCENT.sub("", plain) if is_percent else plain
@@ -136,7 +143,21 @@ def _gold(label: str) -> tuple[list[Any], bool]:
     return _parse(label if has_marks else f"${text}$"), is_percent
 
 
+def _tidied(answer: str) -> str:
+    """An answer, or a label, in the signs that math-verify knows."""
+    for sign, known in _SIGNS.items():
+        answer = answer.replace(sign, known)
+    return re.sub(r"(?<=[^\\.])\.\s*$", "", answer)
+
+
 def _parse(text: str) -> list[Any]:
+    """In all readings: of ``2e-1`` the power of ten first."""
+    plain = _MIXED.sub(r"\1\\frac{\2}{\3}", _THOUSANDS.sub("", text.replace("−", "-")))
+    powers = _SCIENTIFIC.sub(r"\1\\times 10^{\2}", plain)
+    return _parsed(powers) + (_parsed(plain) if plain != powers else [])
+
+
+def _parsed(text: str) -> list[Any]:
     import logging
 
     from math_verify import parse

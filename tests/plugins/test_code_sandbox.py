@@ -180,7 +180,7 @@ def test_a_program_inherits_nothing_and_one_that_cannot_start_is_told() -> None:
         for descriptor in held:
             os.close(descriptor)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    with pytest.raises(SandboxError, match="FileNotFoundError: .*'/usr/bin/no-such-thing'"):
+    with pytest.raises(SandboxError, match=r"FileNotFoundError: .*'/usr/bin/no-such-thing'"):
         sandbox.run(["/usr/bin/no-such-thing"], {}, "", LIMITS)
 
 
