@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import reduce
 from itertools import groupby
 from pathlib import Path
@@ -24,9 +25,10 @@ from rlbatch.launch.starters.sbatch import NOTICE_SIGNAL, job_name
 from rlbatch.plan.checkpoint_size import checkpoint_bytes
 from rlbatch.plan.engine_memory import MemoryInputs
 from rlbatch.plan.job_plan import plan_job
-from rlbatch.plan.layout import degrees
+from rlbatch.plan.layout import degrees, dispatcher_words
 from rlbatch.plan.memory import PHASES, Peak, memory_floor
 from rlbatch.plan.nodes import place_ranks, stages
+from rlbatch.plan.packs import packs_chosen
 from rlbatch.plan.report import summary
 from rlbatch.prepare import (
     engine_plan,
@@ -49,9 +51,12 @@ def show(config: Config, registry: Registry) -> int:
     """Prints what would run; returns 0, or 2 if the job would be refused: the reasons are on stderr."""
     problems, run_dir, family = find_problems(config, registry)
     parameters = parameter_count(config, family)
+    chosen = ""
+    with suppress(RlbatchError):  # told where engines are shown
+        config, chosen = packs_chosen(config, job_memory_inputs(config, registry, family))
     sections = (
         _summary(config, registry, run_dir, parameters),
-        _mesh(config, registry, family),
+        _mesh(config, registry, family, chosen),
         _engines(config, registry, family),
         _launch(config, registry, run_dir, parameters),
         _keys(config),
@@ -106,8 +111,8 @@ def _hardware(config: Config) -> str:
     return f"{gpu} ({', '.join(each)})" if each else gpu
 
 
-def _mesh(config: Config, registry: Registry, family: ModelFamily | None) -> Iterator[str]:
-    """How ranks divide the model, and which stage is on which nodes."""
+def _mesh(config: Config, registry: Registry, family: ModelFamily | None, packs: str) -> Iterator[str]:
+    """How ranks divide the model, and which stage is on which nodes; ``packs``: why packs have so many tokens."""
     layout, where = config.layout, placement(config, registry)
     dense, experts = layout.tp_size * layout.pp_size * layout.cp_size, layout.etp_size * layout.ep_size * layout.pp_size
     yield (
@@ -117,6 +122,10 @@ def _mesh(config: Config, registry: Registry, family: ModelFamily | None) -> Ite
     yield f"            experts: etp {layout.etp_size} x ep {layout.ep_size} x edp {layout.world_size / experts:g} x pp {layout.pp_size}"
     offload = "".join(f" {name}={show_value(value)}" for name, value in config.offload.options.items())
     yield f"            recompute {layout.recompute_granularity or 'none'}, offload {config.offload.name}{offload}"
+    if packs:
+        yield f"            packs of {config.train.pack_tokens} tokens a GPU (train.max_tokens_per_gpu=auto: {packs})"
+    if family and family.num_experts and layout.dispatcher == "auto":
+        yield f"            tokens to experts: {dispatcher_words(layout, family)}"
     if family is None:
         yield f"Stages      {layout.pp_size}; their layers are known once model.hf is"
     if layout.vpp_size > 1 or layout.pp_size > MOST_STAGES:

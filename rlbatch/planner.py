@@ -29,6 +29,7 @@ from rlbatch.plan.fit import check_fit
 from rlbatch.plan.hardware import GPUS
 from rlbatch.plan.job_plan import JobPlan, plan_job
 from rlbatch.plan.layout import check_expert_widths, check_layout
+from rlbatch.plan.packs import check_packs, packs_chosen
 from rlbatch.plan.page import page
 from rlbatch.plan.report import as_json, change_json, lines, ranking
 from rlbatch.plan.search import best_layouts, smallest_cluster
@@ -201,9 +202,12 @@ def make_plan(config: Config, registry: Registry) -> tuple[JobPlan, list[str]]:
         check_layout(config.layout, family, on_gpu=on_gpu)
         nodes = planned_nodes(registry, config)
         job = memory_inputs(config, registry, family, on_gpu=on_gpu)
+        config, _ = packs_chosen(config, job)
+        job = dataclasses.replace(job, config=config)
         checks: list[Callable[[], None]] = [
             partial(check_engines, config, registry, family),
             partial(check_fit, job, registry, partial(planned_nodes, registry)),
+            partial(check_packs, job),
         ]
         return plan_job(job, nodes), [said for check in checks if (said := _refusal(check))]
 

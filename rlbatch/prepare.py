@@ -37,6 +37,7 @@ from rlbatch.plan.engine_precision import check_device, engine_quantization
 from rlbatch.plan.fit import check_fit
 from rlbatch.plan.layout import check_expert_widths, check_layout, check_routing_replay
 from rlbatch.plan.nodes import Placement, place_ranks
+from rlbatch.plan.packs import check_packs, packs_chosen
 from rlbatch.plan.parameters import ModelSize
 from rlbatch.prompts.model_folder import check_model_folder
 from rlbatch.prompts.prompt_sets import PromptSet, held_out_sets, training_sets
@@ -62,6 +63,7 @@ def prepared_run(config: Config, registry: Registry) -> Iterator[tuple[Config, P
         config = dataclasses.replace(config, run_dir=str(run_dir))
         write_embedded(config, run_dir)
         check_all(config, registry, run_dir)
+        config, _ = packs_chosen(config, job_memory_inputs(config, registry, known_family(config, registry, run_dir)))
         save_config(config, run_dir / CONFIG_FILE)
         yield config, run_dir
 
@@ -247,6 +249,7 @@ def _check_memory(config: Config, registry: Registry, run_dir: Path) -> None:
     job = job_memory_inputs(config, registry, known_family(config, registry, run_dir))
     if job is not None:
         check_fit(job, registry, partial(node_ranks, registry))
+        check_packs(job)
 
 
 def _check_paths(config: Config, registry: Registry, run_dir: Path) -> None:

@@ -40,6 +40,7 @@ Notice      USR2 960 s before the time limit: the job saves 3291 GB (1e9 bytes) 
 Layout      attention and dense layers: tp 4 x cp 1 x dp 1 x pp 8
             experts: etp 1 x ep 4 x edp 1 x pp 8
             recompute full, offload cpu_adam fraction=1.0 optimizer_state=false weights=false pin_memory=true
+            tokens to experts: gather (layout.dispatcher=auto: 4 ranks share them, fewer than the 8 experts of a token)
 Stages      0: 11 layers on ranks 0-3 of node 0
             1: 12 layers on ranks 4-7 of node 0
             2: 12 layers on ranks 8-11 of node 1
@@ -155,8 +156,10 @@ def test_cluster_alone(capsys: pytest.CaptureFixture[str]) -> None:
 def test_memory_of_an_accepted_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """What a refusal would count is shown of a plan that fits, beside what is left; a config.json is enough."""
     set_model("deepseek671b", tmp_path, monkeypatch)
-    dry_run("+cluster=h100x128")
+    dry_run("+cluster=h100x128", "train.max_tokens_per_gpu=auto")
     out = capsys.readouterr().out
+    (tokens,) = re.findall(r"^ +packs of (\d+) tokens a GPU \(train.max_tokens_per_gpu=auto: fits 79 GiB a GPU\)$", out, re.MULTILINE)
+    assert f"    train.max_tokens_per_gpu={tokens}\n" in out
     assert "At least    of 79 GiB a GPU: load 45.9 (gradients 23.6, weights 11.8, " in out
     assert (
         "Memory      of 79 GiB a GPU: engine 55.3 (weights 11.9, cache of one longest sample 2.3), trainer 11.8 while it generates, "

@@ -205,7 +205,7 @@ SLIME: Mapping[str, Ours] = {
     "--use-dynamic-batch-size": Ours("none", _PACKS),
     "--optimizer-cpu-offload": Ours("offload.name", "`offload=cpu_adam`. GPUs only."),
     "--moe-token-dispatcher-type": Ours("layout.dispatcher", "`auto`, `alltoall`, `gather` (its `allgather`, for uneven packs) or `flex`."),
-    "--moe-enable-deepep": Ours("layout.deepep", "With `layout.dispatcher=flex`."),
+    "--moe-enable-deepep": Ours("layout.deepep", "With `layout.dispatcher=flex` or `auto`."),
     "--vllm-gpu-memory-utilization": Ours("rollout.engine.gpu_memory_utilization"),
     "--vllm-data-parallel-size": Ours("rollout.engine.data_parallel_size"),
     "--vllm-enable-expert-parallel": Ours("rollout.engine.enable_expert_parallel"),

@@ -16,6 +16,9 @@ from rlbatch.config.assumptions import PlanConfig
 from rlbatch.config.keys import EMBEDDED, Band, OwnPath, Ranks, Scale, SourcePath, key
 from rlbatch.config.machines import ClusterConfig, LaunchConfig
 
+DEFAULT_PACK = 4096
+"""Tokens of a pack where nothing says how many fit."""
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -27,8 +30,10 @@ class TrainConfig:
     epochs: Count = key(
         1, "Passes over a step's samples; each makes updates_per_step updates, after the first of other groups, shuffled by the seed."
     )
-    max_tokens_per_gpu: Count = key(
-        4096, "Most tokens of a pack (x layout.cp_size): memory and speed, never the loss. A longer sample forms its own pack, untruncated."
+    max_tokens_per_gpu: Count | Literal["auto"] = key(
+        "auto",
+        "Most tokens of a pack (x layout.cp_size): memory and speed, never the loss. A longer sample forms its own pack, untruncated. "
+        f"auto: the most of 32768, 16384, 8192 that fit, chosen at submit; {DEFAULT_PACK} where cluster.gpu_memory_gib is not said.",
     )
     precision: Literal["fp32", "bf16"] = key("fp32", "Arithmetic of the trainer and the engine; bf16 keeps fp32 main weights.")
     eval_interval: CountOrZero = key(0, "Steps between held-out evaluations; 0: only before the first and after the last step.")
@@ -49,6 +54,11 @@ class TrainConfig:
     allocator: Mapping[str, Any] = key(
         {}, "Options of torch's GPU allocator in the ranks, by its own names (max_split_size_mb, ...); not the engines'."
     )
+
+    @property
+    def pack_tokens(self) -> int:
+        """``max_tokens_per_gpu`` in numbers, also before one is chosen."""
+        return DEFAULT_PACK if self.max_tokens_per_gpu == "auto" else self.max_tokens_per_gpu
 
 
 @dataclass(frozen=True)
@@ -81,9 +91,11 @@ class LayoutConfig:
     ep_size: Ranks = key(1, "Expert parallel size.")
     etp_size: Ranks = key(1, "Tensor parallel size of experts.")
     dispatcher: Literal["auto", "alltoall", "gather", "flex"] = key(
-        "auto", "How tokens get to experts: once for each expert (alltoall), once for each rank (gather), or with DeepEP (flex)."
+        "auto",
+        "How tokens get to experts: once for each expert (alltoall), once for each rank (gather), or with DeepEP (flex); auto: gather "
+        "while fewer ranks share the experts than a token has, else flex with layout.deepep=true, else alltoall.",
     )
-    deepep: bool = key(False, "Move tokens between experts with DeepEP (needs layout.dispatcher=flex and the deep_ep package).")
+    deepep: bool = key(False, "Move tokens between experts with DeepEP (needs layout.dispatcher=flex, or auto, and the deep_ep package).")
     first_stage_layers: Count | None = key(None, "Layers of the first pipeline stage; null: an equal share.")
     last_stage_layers: Count | None = key(None, "Layers of the last pipeline stage; null: an equal share.")
     recompute_granularity: Literal["full", "selective"] | None = key(None, "Activation recomputation; null: none.")

@@ -25,6 +25,7 @@ from rlbatch.config.schema import LayoutConfig
 from rlbatch.megatron import local_spec, te_spec
 from rlbatch.megatron.logprobs import chunked_logprobs
 from rlbatch.metrics.device_time import MODULE
+from rlbatch.plan.layout import dispatcher
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SPLIT_DIM = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
@@ -98,7 +99,8 @@ def transformer_config(family: ModelFamily, layout: LayoutConfig, precision: str
     Raises:
         ConfigError: DeepEP is asked for and not installed.
     """
-    if layout.deepep and importlib.util.find_spec("deep_ep") is None:
+    is_flex = dispatcher(layout, family) == "flex"
+    if is_flex and importlib.util.find_spec("deep_ep") is None:
         raise ConfigError(
             "layout.deepep=true: the package deep_ep is not installed in this Python (github.com/deepseek-ai/DeepEP). "
             "Install it, or use layout.deepep=false layout.dispatcher=alltoall."
@@ -141,8 +143,8 @@ def transformer_config(family: ModelFamily, layout: LayoutConfig, precision: str
         # An interleaved pipeline of two stages sends forward and backward messages over one pair of ranks: announcing each shape would
         # mix them up, so all packs get one length instead.
         variable_seq_lengths=layout.vpp_size == 1,
-        moe_token_dispatcher_type="flex" if layout.deepep else "alltoall",  # a "gather" takes its place once the model is built
-        moe_enable_deepep=layout.deepep,
+        moe_token_dispatcher_type="flex" if is_flex else "alltoall",  # a "gather" takes its place once the model is built
+        moe_enable_deepep=is_flex,
         batch_p2p_comm=on_gpu and layout.vpp_size == 1,  # with two stages, interleaved, batched messages are mistaken for each other
         use_cpu_initialization=not on_gpu,
         perform_initialization=False,  # weights always come from a checkpoint

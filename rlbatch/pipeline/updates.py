@@ -99,7 +99,7 @@ def plan_updates(batch: Batch, config: Config, dp_rank: int, dp_size: int, deal:
 def _plan(batch: Batch, samples: list[int], config: Config, dp_rank: int, dp_size: int, deal: Deal) -> Update:
     layout = config.layout
     multiple = sequence_multiple(layout.tp_size, layout.cp_size)
-    max_tokens = config.train.max_tokens_per_gpu * layout.cp_size
+    max_tokens = config.train.pack_tokens * layout.cp_size
     shares = [[samples[i] for i in share] for share in assign_to_ranks([batch.lengths[i] for i in samples], dp_size)]
     padded = [[-(-batch.lengths[i] // multiple) * multiple for i in share] for share in shares]
     division = [pack(lengths, max_tokens) for lengths in padded]

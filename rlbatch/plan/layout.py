@@ -170,8 +170,10 @@ def check_expert_widths(family: ModelFamily, precision: str, *, on_gpu: bool) ->
 def _check_dispatcher(layout: LayoutConfig, on_gpu: bool) -> None:
     """Megatron's flex dispatcher is a front of DeepEP, which moves tokens between GPUs."""
     way_out = "Use layout.deepep=false layout.dispatcher=alltoall."
-    if layout.deepep and layout.dispatcher != "flex":
-        raise ConfigError(f"layout.deepep=true: needs layout.dispatcher=flex, not {layout.dispatcher}. Set it, or layout.deepep=false.")
+    if layout.deepep and layout.dispatcher not in ("auto", "flex"):
+        raise ConfigError(
+            f"layout.deepep=true: needs layout.dispatcher=flex or auto, not {layout.dispatcher}. Set it, or layout.deepep=false."
+        )
     if layout.dispatcher == "flex" and not layout.deepep:
         raise ConfigError("layout.dispatcher=flex: moves tokens with DeepEP only, and layout.deepep is false. Set it, or use alltoall.")
     if layout.deepep and not on_gpu:
@@ -184,12 +186,27 @@ def dispatcher(layout: LayoutConfig, family: ModelFamily) -> str:
     """What ``layout.dispatcher`` comes to: ``alltoall``, ``gather`` or ``flex``.
 
     ``auto`` gathers where that sends less. Of R ranks, an all-to-all sends each token to its k experts, of which k (R - 1) / R are on
-    other ranks; gathering sends it to R - 1 ranks. The last is less while R < k.
+    other ranks; gathering sends it to R - 1 ranks. The last is less while R < k. From there on DeepEP, which sends it once to each rank
+    that has some of its experts, if ``layout.deepep`` says that it is there.
     """
     ranks = layout.ep_size * layout.etp_size
+    if ranks == 1:
+        return "alltoall"
     if layout.dispatcher != "auto":
-        return layout.dispatcher if ranks > 1 else "alltoall"
-    return "gather" if 1 < ranks < int(family.transformer.get("moe_router_topk") or 0) else "alltoall"
+        return layout.dispatcher
+    if ranks < int(family.transformer.get("moe_router_topk") or 0):
+        return "gather"
+    return "flex" if layout.deepep else "alltoall"
+
+
+def dispatcher_words(layout: LayoutConfig, family: ModelFamily) -> str:
+    """What ``layout.dispatcher=auto`` comes to, and why."""
+    chosen, ranks, experts = dispatcher(layout, family), layout.ep_size * layout.etp_size, family.transformer.get("moe_router_topk")
+    if ranks == 1:
+        return f"{chosen} (layout.dispatcher=auto: each rank has all experts)"
+    compared = "fewer than" if chosen == "gather" else "no fewer than"
+    faster = "; with the package deep_ep, layout.deepep=true sends less" if chosen == "alltoall" else ""
+    return f"{chosen} (layout.dispatcher=auto: {ranks} ranks share them, {compared} the {experts} experts of a token{faster})"
 
 
 def _check_no_experts(layout: LayoutConfig, family: ModelFamily) -> None:

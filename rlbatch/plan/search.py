@@ -203,7 +203,7 @@ def candidates(plan: JobPlan) -> Iterator[Candidate]:
     layouts = (replace(layout, **keys) for layout, keys in product(all_layouts(plan), RECOMPUTED))
     for layout in filter(partial(may_fit, job), dict.fromkeys((own.layout, *layouts))):
         least = -(-plan.work.longest // layout.cp_size)
-        for tokens in {own.train.max_tokens_per_gpu, *(least * times for times in PACKS)}:
+        for tokens in {own.train.pack_tokens, *(least * times for times in PACKS)}:
             config = replace(own, layout=layout, train=replace(own.train, max_tokens_per_gpu=tokens))
             time = step_time(replace(job, config=config), plan.model, plan.work, NOTHING, gpu, node)
             yield Candidate(config, time.seconds - time.phases["sync"])
@@ -233,7 +233,7 @@ def config_changes(before: Config, after: Config) -> dict[str, Any]:
     """The keys in which a candidate differs."""
     keys = dict(layout_changes(before.layout, after.layout))
     if before.train.max_tokens_per_gpu != after.train.max_tokens_per_gpu:
-        keys["train.max_tokens_per_gpu"] = after.train.max_tokens_per_gpu
+        keys["train.max_tokens_per_gpu"] = after.train.pack_tokens
     if before.offload != after.offload:
         keys["offload"] = after.offload.name
         keys |= {f"offload.options.{name}": value for name, value in after.offload.options.items()}

@@ -65,7 +65,7 @@ def workload(config: Config) -> Workload:
 
 def pack_tokens(config: Config, work: Workload) -> int:
     """Most tokens of a rank in a microbatch: a sample that is longer than a pack forms its own."""
-    return max(config.train.max_tokens_per_gpu, -(-work.longest // config.layout.cp_size))
+    return max(config.train.pack_tokens, -(-work.longest // config.layout.cp_size))
 
 
 def microbatches(config: Config, work: Workload, over: Degrees) -> int:
@@ -81,7 +81,7 @@ def microbatch_tokens(config: Config, work: Workload, over: Degrees) -> float:
 
 def _packs(config: Config, work: Workload, over: Degrees) -> int:
     """Of an update and data-parallel rank."""
-    packed = config.train.max_tokens_per_gpu * config.layout.cp_size * config.plan.assume.pack_fullness
+    packed = config.train.pack_tokens * config.layout.cp_size * config.plan.assume.pack_fullness
     tokens = work.tokens / config.train.updates_per_step / over.dp_size
     samples = work.samples / config.train.updates_per_step / over.dp_size
     return max(1, min(math.ceil(tokens / packed), math.ceil(samples)))

@@ -9,7 +9,7 @@ import pytest
 
 from rlbatch.api import ConfigError, ModelError, ModelFamily
 from rlbatch.config.schema import LayoutConfig
-from rlbatch.plan.layout import check_expert_widths, check_layout, check_routing_replay, degrees, dispatcher
+from rlbatch.plan.layout import check_expert_widths, check_layout, check_routing_replay, degrees, dispatcher, dispatcher_words
 from tests.plan.planned import size
 
 
@@ -50,7 +50,11 @@ REFUSED: list[tuple[ModelFamily, dict[str, Any], str]] = [
     (MOE, {"world_size": 8, "ep_size": 4, "etp_size": 4}, "= 16). Use 16 ranks, or smaller sizes."),
     (DENSE, {"world_size": 3, "cp_size": 2}, "layout.world_size=3: must be a multiple of tp_size x pp_size x cp_size"),
     # how tokens reach experts
-    (MOE, {"world_size": 2, "ep_size": 2, "deepep": True}, "layout.deepep=true: needs layout.dispatcher=flex, not auto."),
+    (
+        MOE,
+        {"world_size": 2, "ep_size": 2, "dispatcher": "gather", "deepep": True},
+        "layout.deepep=true: needs layout.dispatcher=flex or auto, not gather.",
+    ),
     (
         MOE,
         {"world_size": 2, "ep_size": 2, "dispatcher": "flex"},
@@ -228,8 +232,24 @@ def test_routing_replay_needs_routers(model: ModelFamily) -> None:
         ({"ep_size": 16, "dispatcher": "gather"}, "gather"),
         ({"ep_size": 16, "dispatcher": "flex", "deepep": True}, "flex"),
         ({"dispatcher": "gather"}, "alltoall"),
+        ({"ep_size": 4, "deepep": True}, "gather"),
+        ({"ep_size": 8, "deepep": True}, "flex"),
     ],
 )
 def test_tokens_are_gathered_where_that_sends_less(layout: dict[str, object], chosen: str) -> None:
-    """Of a model whose tokens have 8 experts: over fewer than 8 ranks, unless the layout says otherwise; one rank sends nothing."""
+    """Of a model whose tokens have 8 experts: over fewer than 8 ranks, then by DeepEP if it is there, unless the layout says otherwise."""
     assert dispatcher(LayoutConfig(world_size=16, **layout), size("qwen3_30b").family) == chosen  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        ({}, "alltoall (layout.dispatcher=auto: each rank has all experts)"),
+        ({"ep_size": 4}, "gather (layout.dispatcher=auto: 4 ranks share them, fewer than the 8 experts of a token)"),
+        ({"ep_size": 8}, "no fewer than the 8 experts of a token; with the package deep_ep, layout.deepep=true sends less)"),
+        ({"ep_size": 8, "deepep": True}, "flex (layout.dispatcher=auto: 8 ranks share them, no fewer than the 8 experts of a token)"),
+    ],
+)
+def test_the_choice_is_told(layout: dict[str, object], words: str) -> None:
+    """With both numbers that it follows from."""
+    assert words in dispatcher_words(LayoutConfig(world_size=16, **layout), size("qwen3_30b").family)  # type: ignore[arg-type]
