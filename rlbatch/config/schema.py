@@ -42,6 +42,10 @@ class TrainConfig:
     spec: Literal["auto", "local", "transformer_engine"] = key(
         "auto", "Megatron's layers: torch's own (local), or Transformer Engine's; auto: the latter on GPUs that have it installed."
     )
+    kernels: Literal["auto", "torch"] = key(
+        "auto",
+        "On GPUs: this project's kernels of Triton, where it is installed and the GPU new enough; torch: torch's operations, slower.",
+    )
     logprob_chunk_tokens: Count = key(4096, "Tokens whose logits exist at once; memory is chunk x vocabulary / tp_size.")
     on_nonfinite: Literal["stop", "skip"] = key(
         "stop", "Where log-probs, loss or gradients are infinite or NaN: end the run, or go on without that update, and save nothing of it."

@@ -4,9 +4,7 @@ GPUs by two kernels of Triton.
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-import logging
+import importlib
 import sys
 from typing import Any
 
@@ -14,9 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-logger = logging.getLogger(__name__)
-
-HAS_TRITON = importlib.util.find_spec("triton") is not None
+from rlbatch.kernels.choice import takes_triton
 
 
 def statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -86,11 +82,6 @@ def log_softmax(logits: Tensor, targets: Tensor, temperature: float, group: Any,
     return chosen - log_total, log_total - weighted / total, peak + log_total
 
 
-@functools.cache
 def kernels(*, on_gpu: bool) -> Any:
     """The module whose ``statistics`` and ``gradient`` a rank takes."""
-    if on_gpu and HAS_TRITON:
-        return importlib.import_module("rlbatch.kernels.softmax_triton")
-    if on_gpu:
-        logger.warning("Triton is not installed in this Python: log-probs and entropies take torch's operations, about ten times as long.")
-    return sys.modules[__name__]
+    return importlib.import_module("rlbatch.kernels.softmax_triton") if on_gpu and takes_triton() else sys.modules[__name__]

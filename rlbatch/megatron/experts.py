@@ -17,7 +17,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from rlbatch.kernels.softmax import HAS_TRITON
+from rlbatch.kernels.choice import takes_triton
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -34,7 +34,7 @@ class _GroupedLinear(torch.autograd.Function):
         (tokens, ends), weight, slopes = ctx.saved_tensors, ctx.weight, slopes.contiguous()
         grad_tokens = F.grouped_mm(slopes, weight, offs=ends)
         main_grad = getattr(weight, "main_grad", None)
-        if main_grad is None or not HAS_TRITON or weight.dtype != torch.bfloat16:  # float32 products would be TF32's
+        if main_grad is None or not takes_triton() or weight.dtype != torch.bfloat16:  # float32 products would be TF32's
             return grad_tokens, F.grouped_mm(slopes.T, tokens, offs=ends), None
         from rlbatch.kernels.grouped_triton import add_weight_gradients
 

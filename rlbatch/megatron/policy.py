@@ -9,6 +9,7 @@ from megatron.core.transformer.module import Float16Module
 
 from rlbatch.api import ModelFamily
 from rlbatch.config.schema import Config
+from rlbatch.kernels import choice
 from rlbatch.megatron import parallel
 from rlbatch.megatron.dispatcher import gather_tokens
 from rlbatch.megatron.finite import FiniteCheck
@@ -37,6 +38,7 @@ class Policy:
 
     def __init__(self, config: Config, family: ModelFamily) -> None:
         self._config = config
+        choice.ask(config.train.kernels)
         transformer_engine = uses_transformer_engine(config.train)
         self.megatron_config = transformer_config(family, config.layout, config.train.precision, transformer_engine=transformer_engine)
         self.stages = build_model(self.megatron_config, family)

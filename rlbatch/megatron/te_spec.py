@@ -6,7 +6,9 @@ of every sequence. Experts stay ``StackedExperts``.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import logging
 from typing import Any
 
 import torch
@@ -20,6 +22,8 @@ from rlbatch.megatron.experts import StackedExperts
 from rlbatch.megatron.local_spec import LATENT_EPSILON
 from rlbatch.megatron.router import Router
 
+logger = logging.getLogger(__name__)
+
 
 def uses_transformer_engine(train: TrainConfig) -> bool:
     """Whether the model is built with Transformer Engine: ``train.spec``, and what this machine has.
@@ -30,7 +34,18 @@ def uses_transformer_engine(train: TrainConfig) -> bool:
     missing = _what_is_missing(train.precision)
     if train.spec == "transformer_engine" and missing:
         raise ConfigError(f"train.spec=transformer_engine: {missing}. Use train.spec=auto or train.spec=local.")
+    if missing and train.spec == "auto" and train.precision == "bf16" and torch.cuda.is_available():
+        _tell(missing)
     return train.spec != "local" and not missing
+
+
+@functools.cache
+def _tell(missing: str) -> None:
+    logger.warning(
+        "train.spec=auto: %s. So layers are torch's, and a training step takes about an eighth longer. train.spec=local asks for that "
+        "without this warning.",
+        missing,
+    )
 
 
 def _what_is_missing(precision: str) -> str:
