@@ -76,6 +76,16 @@ def mount(source: str, target: str, kind: str | None, flags: int, options: str |
     checked(libc.mount(*arguments, ctypes.c_ulong(flags), None if options is None else options.encode()))
 
 
+def has_id(number: int) -> bool:
+    """Whether there is a user and a group of this number: a container's root may have few, or only itself, and is a user as any other."""
+    for name in ("uid_map", "gid_map"):
+        with open(f"/proc/self/{name}", encoding="ascii") as file:
+            ranges = [[int(word) for word in line.split()] for line in file]
+        if not any(first <= number < first + count for first, _, count in ranges):
+            return False
+    return True
+
+
 class Jail:
     """One job; ``missing`` says what this machine does not keep the program from."""
 
@@ -89,13 +99,15 @@ class Jail:
 
     def enter(self) -> None:
         """Leaves the machine's namespaces."""
-        if self.is_root:
+        if self.is_root and has_id(FIRST_UID + os.getpid()):
             self.uid = FIRST_UID + os.getpid()
             try:
                 checked(libc.unshare(NEWNS))
             except OSError:  # a root that may not: as the user that the program will be
                 self.become()
                 self.is_root = False
+        else:
+            self.is_root = False
         if not self.is_root:
             outer, group = os.geteuid(), os.getegid()
             if self.unshare(NEWUSER, "user"):
@@ -124,13 +136,8 @@ class Jail:
         if os.geteuid() != 0:
             return
         os.setgroups([])
-        try:
-            os.setresgid(self.uid, self.uid, self.uid)
-            os.setresuid(self.uid, self.uid, self.uid)
-        except OSError:  # this root has few users
-            self.uid = NOBODY
-            os.setresgid(NOBODY, NOBODY, NOBODY)
-            os.setresuid(NOBODY, NOBODY, NOBODY)
+        os.setresgid(self.uid, self.uid, self.uid)
+        os.setresuid(self.uid, self.uid, self.uid)
         prctl(PDEATHSIG, signal.SIGKILL)  # forgotten by a process that becomes another user
 
     def build(self) -> None:

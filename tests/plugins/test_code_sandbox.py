@@ -220,8 +220,9 @@ print(sandbox.missing(limits), sandbox.run([sandbox.interpreter()[0], "-c", prog
 """
 
 
-def test_a_job_that_is_not_root_has_the_same_walls(tmp_path: Path) -> None:
-    """By user namespaces: nothing is missing."""
+@pytest.mark.parametrize("is_root_of_a_container", [False, True])
+def test_a_job_that_is_not_root_has_the_same_walls(tmp_path: Path, is_root_of_a_container: bool) -> None:
+    """By user namespaces: nothing is missing. So has the root of a container that has no other users."""
     source = Path(sandbox.__file__).parent
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
@@ -230,6 +231,7 @@ def test_a_job_that_is_not_root_has_the_same_walls(tmp_path: Path) -> None:
             copy.write_text((source / name).read_text())
             copy.chmod(0o644)
         become = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"] if os.getuid() == 0 else []
+        become += ["unshare", "--user", "--map-root-user"] if is_root_of_a_container else []
         done = subprocess.run(
             [*become, SYSTEM_PYTHON, "-B", "-c", UNPRIVILEGED.format(folder=folder)], capture_output=True, text=True, check=False
         )
