@@ -25,7 +25,7 @@ from rlbatch.length_picture import bars, write_svg
 from rlbatch.prepare import model_folder, write_embedded
 from rlbatch.prompts.model_folder import load_tokenizer
 from rlbatch.prompts.prompt_check import RowChecks
-from rlbatch.prompts.prompt_file import PromptRow, RowReader
+from rlbatch.prompts.prompt_file import PromptRow
 from rlbatch.prompts.prompt_sets import PromptSet, held_out_sets, training_sets
 from rlbatch.prompts.tokenizing import BATCH_ROWS, Limit, make_prompt, prompt_limit, tokenize_rows
 from rlbatch.registry import Registry, compose_job
@@ -131,7 +131,7 @@ def look(one: PromptSet, config: Config, registry: Registry, tokenizer: PreTrain
         report.labels[json_type(row.label)] += 1
         report.rewards[row.reward_name or config.reward.name] += 1
         try:
-            checks.check(row, one.data)
+            checks.check(row, one)
         except DataError as error:
             report.refuse(row.place, error)
             continue
@@ -145,7 +145,7 @@ def look(one: PromptSet, config: Config, registry: Registry, tokenizer: PreTrain
 
 
 def _rows(one: PromptSet, report: Report) -> Iterator[PromptRow]:
-    reader = RowReader(one.data, one.reward)
+    reader = one.reader()
     for path in one.paths:
         for line, fields in read_records(path, reader.wanted):
             report.rows += 1

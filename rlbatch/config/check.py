@@ -78,6 +78,8 @@ def check_config(config: Config) -> None:
     check_cluster(config.cluster)
     _check_data(config.data)
     check_evaluation(config)
+    for name, one in config.eval.sets.items():
+        _check_template_options(f"eval.sets.{name}.template_options", one.template_options or {})
     for key, value in (("model.hf", config.model.hf), ("data.train", config.data.train or config.data.sets or config.mode == "eval")):
         if not value:
             raise ConfigError(f"{key}=: must not be empty. Give a path, or `embedded`.")

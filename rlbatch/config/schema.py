@@ -274,15 +274,10 @@ RowFormat = Literal["auto", "plain", "verl", "slime", "openrlhf"]
 """Whose columns rows have."""
 
 
-@dataclass(frozen=True)
-class DataSetConfig:
-    """``data.sets.<name>.*``: one of several training sets. What is null is as ``data.*`` says."""
+@dataclass(frozen=True, kw_only=True)
+class RowsConfig:
+    """How the rows of one of several sets are read. What is null is as ``data.*`` says."""
 
-    path: SourcePath | tuple[SourcePath, ...] = key("", "As data.train.")
-    weight: Annotated[float, Range(above=0, most=1e9)] | None = key(
-        None, "Its share of the prompts, relative to the other sets' weights; null, of all sets: its number of rows."
-    )
-    reward: str = key("", "Reward of its rows that name none; empty: the job's.")
     format: RowFormat | None = key(None, "As data.format.")
     prompt_key: str | None = key(None, "As data.prompt_key.")
     label_key: str | None = key(None, "As data.label_key.")
@@ -290,6 +285,17 @@ class DataSetConfig:
     text_as_user: bool | None = key(None, "As data.text_as_user.")
     system_prompt: str | None = key(None, "As data.system_prompt.")
     template_options: Mapping[str, Any] | None = key(None, "As data.template_options.")
+
+
+@dataclass(frozen=True)
+class DataSetConfig(RowsConfig):
+    """``data.sets.<name>.*``: one of several training sets."""
+
+    path: SourcePath | tuple[SourcePath, ...] = key("", "As data.train.")
+    weight: Annotated[float, Range(above=0, most=1e9)] | None = key(
+        None, "Its share of the prompts, relative to the other sets' weights; null, of all sets: its number of rows."
+    )
+    reward: str = key("", "Reward of its rows that name none; empty: the job's.")
 
 
 @dataclass(frozen=True)
@@ -365,7 +371,7 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
-class EvalSetConfig:
+class EvalSetConfig(RowsConfig):
     """``eval.sets.<name>.*``: held-out prompts with settings of their own."""
 
     file: SourcePath | tuple[SourcePath, ...] = key("", "Prompts, as data.eval.")

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 from rlbatch.api import ConfigError, DataError, ModelFamily
 from rlbatch.config.foreign import LARGE_BYTES, read_json
 from rlbatch.config.hf_config import read_config
-from rlbatch.config.schema import Config, DataConfig
+from rlbatch.config.schema import Config
 from rlbatch.datasets.jsonl import json_type
 from rlbatch.prompts.model_folder import TOKENIZER, TOKENIZER_CONFIG, end_tokens, load_tokenizer, unseen_end
-from rlbatch.prompts.prompt_file import USUAL_LABEL_FIELDS, PromptRow, RowReader, find_value, usual_names, value_names
+from rlbatch.prompts.prompt_file import USUAL_LABEL_FIELDS, PromptRow, find_value, usual_names, value_names
 from rlbatch.prompts.prompt_order import round_size
 from rlbatch.prompts.prompt_sets import PromptSet
 from rlbatch.prompts.tokenizing import LongPrompts, prompt_limit, tokenize_rows
@@ -50,7 +50,7 @@ class RowChecks:
         own = config.reward
         self._label_check = cache(lambda name: registry.label_check(name, own.options if name == own.name else {}))
 
-    def check(self, row: PromptRow, data: DataConfig) -> None:
+    def check(self, row: PromptRow, one: PromptSet) -> None:
         """Raises DataError with the row's place, and what its reward says."""
         known, name = self._registry.rewards, row.reward_name or self._config.reward.name
         if row.reward_name and row.reward_name not in known:
@@ -61,7 +61,7 @@ class RowChecks:
         try:
             takes(row.label)
         except DataError as error:
-            raise DataError(f"{row.place}: {error}{_inner_label(data.label_key or 'label', row.label, takes)}") from error
+            raise DataError(f"{row.place}: {error}{_inner_label(one, row.label, takes)}") from error
         kind, place = self._kinds.setdefault(name, (json_type(row.label), row.place))
         if kind != json_type(row.label):
             raise DataError(
@@ -91,9 +91,9 @@ def check_rows(config: Config, registry: Registry, one: PromptSet) -> CheckedRow
     """
     checks, likeliest, started = RowChecks(config, registry), _Likeliest(), time.thread_time()
     first, unusable, is_whole = "", 0, True
-    for count, row in enumerate(islice(RowReader(one.data, one.reward).read(one.paths), one.most or None), start=1):
+    for count, row in enumerate(islice(one.reader().read(one.paths), one.most or None), start=1):
         try:
-            checks.check(row, one.data)
+            checks.check(row, one)
         except DataError as error:
             first, unusable = first or str(error), unusable + 1
         likeliest.add(row)
@@ -202,12 +202,12 @@ def _characters(row: PromptRow) -> int:
     return len(row.prompt) if isinstance(row.prompt, str) else sum(len(message["content"]) for message in row.prompt)
 
 
-def _inner_label(key: str, label: Any, takes: Callable[[Any], None]) -> str:
+def _inner_label(one: PromptSet, label: Any, takes: Callable[[Any], None]) -> str:
     """A hint for labels that lie in an object: the first of the usual fields that the reward would take."""
     for name in usual_names(list(value_names(label)), USUAL_LABEL_FIELDS) if isinstance(label, Mapping) else []:
         with suppress(DataError):
             takes(find_value(label, name))
-            return f" Or set data.label_key={key}.{name}."
+            return f" Or set {one.keys}.label_key={one.data.label_key or 'label'}.{name}."
     return ""
 
 

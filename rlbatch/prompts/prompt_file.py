@@ -65,11 +65,12 @@ class PromptRow:
 
 class RowReader:
     """Makes rows of one data set; those that name no reward have ``reward`` (empty: the job's). A name such as
-    ``reward_model.ground_truth`` in ``data`` is a column of that name, else a field in an object.
+    ``reward_model.ground_truth`` in ``data`` is a column of that name, else a field in an object. ``keys`` is where messages say that
+    columns are named: ``data``, or a set's own keys.
     """
 
-    def __init__(self, data: DataConfig, reward: str = "") -> None:
-        self._data, self._reward, self._curriculum = data, reward, Curriculum(data.curriculum)
+    def __init__(self, data: DataConfig, reward: str = "", keys: str = "data") -> None:
+        self._data, self._reward, self._curriculum, self._at = data, reward, Curriculum(data.curriculum), keys
         self._keys: tuple[str, str] | None = None
 
     @property
@@ -101,21 +102,21 @@ class RowReader:
         self._keys = self._keys or _keys(data, fields)
         prompt_key, label_key = self._keys
         _check_values(place, fields)
-        prompt = _field(place, "data.prompt_key", prompt_key, fields, fields, USUAL_PROMPT_FIELDS)
+        prompt = _field(place, f"{self._at}.prompt_key", prompt_key, fields, fields, USUAL_PROMPT_FIELDS)
         others = {name: value for name, value in fields.items() if name != prompt_key}
-        label = _field(place, "data.label_key", label_key, fields, others, USUAL_LABEL_FIELDS)
+        label = _field(place, f"{self._at}.label_key", label_key, fields, others, USUAL_LABEL_FIELDS)
         named = find_value(fields, data.reward_key) if data.reward_key else ""
         reward_name = "" if named in (None, _MISSING) else named
         if not isinstance(reward_name, str):
             raise DataError(
                 f"{place}: `{data.reward_key}` must be the name of a reward, is {json_type(reward_name)}. Write a name or remove it; "
-                "data.reward_key= leaves that column to the metadata."
+                f"{self._at}.reward_key= leaves that column to the metadata."
             )
         kept = data.metadata_keys
         metadata = {
             name: value for name, value in others.items() if name not in (label_key, data.reward_key) and (kept is None or name in kept)
         }
-        checked = _with_roles(place, data, _check_prompt(place, prompt_key, prompt))
+        checked = _with_roles(place, self._at, data, _check_prompt(place, prompt_key, prompt))
         if data.curriculum:
             self._curriculum.value(place, fields)
         if data.format == "slime" and path.suffix != ".parquet" and json_type(label) == "a number":
@@ -165,15 +166,17 @@ def _keys(data: DataConfig, fields: Mapping[str, Any]) -> tuple[str, str]:
     return next((pair for pair in pairs if all(find_value(fields, key) is not _MISSING for key in pair)), pairs[0])
 
 
-def _with_roles(place: str, data: DataConfig, prompt: str | tuple[Mapping[str, str], ...]) -> str | tuple[Mapping[str, str], ...]:
+def _with_roles(
+    place: str, keys: str, data: DataConfig, prompt: str | tuple[Mapping[str, str], ...]
+) -> str | tuple[Mapping[str, str], ...]:
     """The messages for the chat template, as ``data.*`` wants them."""
     messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) and data.text_as_user else prompt
     if not data.system_prompt or (not isinstance(messages, str) and messages[0]["role"] == "system"):
         return messages
     if isinstance(messages, str):
         raise DataError(
-            f"{place}: data.system_prompt is a message, but this prompt is a text, which no chat template sees. Set data.text_as_user=true "
-            "or leave the system prompt out."
+            f"{place}: {keys}.system_prompt is a message, but this prompt is a text, which no chat template sees. Set "
+            f"{keys}.text_as_user=true or leave the system prompt out."
         )
     return ({"role": "system", "content": data.system_prompt}, *messages)
 

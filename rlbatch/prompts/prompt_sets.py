@@ -10,7 +10,8 @@ from pathlib import Path
 from rlbatch.config.data_files import paths_in
 from rlbatch.config.evaluation import eval_sets, key_of, limit_key
 from rlbatch.config.keys import EMBEDDED
-from rlbatch.config.schema import Config, DataConfig, DataSetConfig, RewardConfig
+from rlbatch.config.schema import Config, DataConfig, DataSetConfig, RewardConfig, RowsConfig
+from rlbatch.prompts.prompt_file import RowReader
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,15 @@ class PromptSet:
     limit_key: str = "rollout.max_response_tokens"
 
     @property
+    def keys(self) -> str:
+        """What the keys that name its columns begin with: ``data``, or those of its own."""
+        return self.key.rpartition(".")[0]
+
+    def reader(self) -> RowReader:
+        """Makes its rows."""
+        return RowReader(self.data, self.reward, self.keys)
+
+    @property
     def told(self) -> str:
         """Its files, for messages."""
         return str(self.paths[0]) + (f" and {len(self.paths) - 1} more files" if len(self.paths) > 1 else "")
@@ -60,7 +70,8 @@ def held_out_sets(config: Config, run_dir: Path) -> Iterator[tuple[PromptSet, Co
         reward = RewardConfig(each.reward, options=each.reward_options) if each.reward else config.reward
         rollout = dataclasses.replace(config.rollout, max_response_tokens=each.max_response_tokens or 0)
         paths = files_of(each.file, run_dir, "eval")
-        one = PromptSet(key_of(name, "file"), "", each.file, paths, data, most=each.prompts, limit_key=limit_key(config, name))
+        own = _with_own(data, each)
+        one = PromptSet(key_of(name, "file"), "", each.file, paths, own, most=each.prompts, limit_key=limit_key(config, name))
         yield one, dataclasses.replace(config, reward=reward, rollout=rollout)
 
 
@@ -70,6 +81,11 @@ def files_of(source: str | tuple[str, ...], run_dir: Path, name: str) -> list[Pa
 
 
 def _named_set(data: DataConfig, name: str, one: DataSetConfig, run_dir: Path) -> PromptSet:
-    own = {field.name: getattr(one, field.name) for field in dataclasses.fields(one) if field.name not in ("path", "weight", "reward")}
-    merged = dataclasses.replace(data, **{key: value for key, value in own.items() if value is not None})
-    return PromptSet(f"data.sets.{name}.path", name, one.path, files_of(one.path, run_dir, "train"), merged, one.reward, one.weight)
+    files = files_of(one.path, run_dir, "train")
+    return PromptSet(f"data.sets.{name}.path", name, one.path, files, _with_own(data, one), one.reward, one.weight)
+
+
+def _with_own(data: DataConfig, one: RowsConfig) -> DataConfig:
+    """``data.*`` as it is for a set."""
+    own = {field.name: getattr(one, field.name) for field in dataclasses.fields(RowsConfig)}
+    return dataclasses.replace(data, **{key: value for key, value in own.items() if value is not None})

@@ -24,7 +24,7 @@ from rlbatch.datasets.records import read_records
 from rlbatch.datasets.stored import StoredFile, StoredRows, store_files
 from rlbatch.first_rank import on_first_rank
 from rlbatch.prompts.prompt_check import RowChecks
-from rlbatch.prompts.prompt_file import Curriculum, RowReader, top_columns
+from rlbatch.prompts.prompt_file import Curriculum, top_columns
 from rlbatch.prompts.prompt_order import PromptOrder, SetOrder
 from rlbatch.prompts.prompt_sets import PromptSet, training_sets
 from rlbatch.prompts.tokenizing import BATCH_ROWS, LongPrompts, make_prompt, prompt_limit, tokenize_rows
@@ -60,7 +60,7 @@ class OpenSet:
 
     def __post_init__(self) -> None:
         self.ends = np.cumsum([len(rows) for rows in self.files])
-        self.reader = RowReader(self.one.data, self.one.reward)
+        self.reader = self.one.reader()
         self.reader.row(self.files[0].path, *self.files[0].fields(0))  # the first row decides what the columns are
 
     def __len__(self) -> int:
@@ -122,7 +122,7 @@ class Prompts(Sequence[Prompt]):
             own = [position for position in missing if one.first <= position < one.first + len(one)]
             rows = [one.row(position) for position in own]
             for row in rows:
-                self._checks.check(row, one.one.data)
+                self._checks.check(row, one.one)
             tokenized = tokenize_rows(rows, self._tokenizer, one.one.data, self._vocab_size) if rows else []
             for position, row, tokens in zip(own, rows, tokenized, strict=True):
                 made[position] = make_prompt(position, row, tokens)
@@ -223,7 +223,7 @@ def open_training(
 
     def prepare() -> dict[str, Any]:
         folder = run_dir / FOLDER
-        files = [store_files(one.paths, folder, one.data.reward_key, RowReader(one.data).wanted) for one in sets]
+        files = [store_files(one.paths, folder, one.data.reward_key, one.reader().wanted) for one in sets]
         names = _reward_names(config, registry, sets, files)
         values = [_save_values(one, folder / f"curriculum_{one.name or 'train'}.npy") for one in sets]
         stored = [[asdict(file) for file in own] for own in files]
@@ -250,8 +250,8 @@ def _reward_names(config: Config, registry: Registry, sets: Sequence[PromptSet],
         found = {name for file in own for name in file.names} | ({one.reward} if one.reward else set())
         if found - set(registry.rewards):
             checks = RowChecks(config, registry)
-            for row in RowReader(one.data, one.reward).read(one.paths):
-                checks.check(row, one.data)
+            for row in one.reader().read(one.paths):
+                checks.check(row, one)
         names |= found & set(registry.rewards)
     return sorted(names)
 

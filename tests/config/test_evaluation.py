@@ -80,6 +80,7 @@ def test_an_evaluation_alone_has_nothing_of_training() -> None:
 
 REFUSED = [
     ([f"{AIME}.n=4"], f"{AIME}.file=: must not be empty, a set needs prompts. Give {AIME}.file=<prompt file>."),
+    ([*SET, f"{AIME}.template_options.tokenize=true"], f"{AIME}.template_options.tokenize: rlbatch says that itself"),
     ([*SET, f"{AIME}.fil=x"], f"{AIME}.fil: unknown key. Did you mean `{AIME}.file`?"),
     ([*SET, f"{AIME}.temperature=-1"], f"{AIME}.temperature=-1.0: must be 0 or more. Use e.g. 1.0."),
     ([*SET, f"{AIME}.temperature=1e-5"], f"{AIME}.temperature=1e-05: must be 0, or 0.001 or more: logits"),
