@@ -15,7 +15,6 @@ from pathlib import Path
 
 from rlbatch.api import ConfigError, RlbatchError
 from rlbatch.api.exit_codes import DONE, REFUSED
-from rlbatch.calibrate import calibrate
 from rlbatch.config.assumptions import PlanConfig
 from rlbatch.config.overrides import text_value
 from rlbatch.config.paths import absolute
@@ -30,7 +29,6 @@ from rlbatch.plan.hardware import GPUS
 from rlbatch.plan.job_plan import JobPlan, plan_job
 from rlbatch.plan.layout import check_expert_widths, check_layout
 from rlbatch.plan.packs import check_packs, packs_chosen
-from rlbatch.plan.page import page
 from rlbatch.plan.report import as_json, change_json, lines, ranking
 from rlbatch.plan.search import best_layouts, smallest_cluster
 from rlbatch.prepare import check_engines, model_family, planned_nodes, write_embedded
@@ -119,6 +117,8 @@ def _own(arguments: Sequence[str]) -> tuple[str, str, list[str]]:
 
 def _calibrate(folders: str, overrides: Sequence[str]) -> int:
     """Corrects what plans take for granted by what runs measured; ``folders`` are several, with commas."""
+    from rlbatch.calibrate import calibrate
+
     names = [folder for folder in folders.strip("[]").split(",") if folder]
     if not names:
         raise ConfigError(f"{CALIBRATE}={folders}: names no run. Name run folders, with commas between them: {CALIBRATE}=runs/a,runs/b.")
@@ -137,7 +137,11 @@ def _show(config: Config, registry: Registry, question: str, shown: str) -> int:
         print(json.dumps(as_json(plan, problems, changes), indent=1))
     else:
         table = list(lines(plan, problems, changes))
-        print(page(plan, table) if shown == "html" else "\n".join(table))
+        if shown == "html":
+            from rlbatch.plan.page import page
+
+            table = [page(plan, table)]
+        print(*table, sep="\n")
     if problems or plan.verdict == "does not fit":
         return REFUSED
     return TOO_CLOSE if plan.verdict == "too close" else DONE

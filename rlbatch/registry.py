@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from importlib import metadata
 from itertools import chain
 from pathlib import Path
@@ -403,14 +403,15 @@ def module_folder(plugins: Sequence[str]) -> str:
 
 def _installed() -> Iterator[tuple[ModuleType, Supplier]]:
     """Plugins of installed distributions, the built-ins first."""
-    found = [(point.dist.name if point.dist else "", point) for point in metadata.entry_points(group=ENTRY_POINT_GROUP)]
-    if not any(distribution == DISTRIBUTION for distribution, _ in found):
+    named = cache(lambda found: (found.name, found.version) if found else ("", ""))  # each asked reads all that is said of a distribution
+    found = [(*named(point.dist), point) for point in metadata.entry_points(group=ENTRY_POINT_GROUP)]
+    if not any(distribution == DISTRIBUTION for distribution, _, _ in found):
         raise PluginError(
             f"plugins: the entry points of {DISTRIBUTION} are not installed, so its own plugins cannot be found. "
             "Run `pip install -e .` in its source folder."
         )
-    for distribution, point in sorted(found, key=lambda item: (item[0] != DISTRIBUTION, item[0], item[1].name)):
-        supplier = Supplier(point.value, distribution, point.dist.version if point.dist else "")
+    for distribution, version, point in sorted(found, key=lambda item: (item[0] != DISTRIBUTION, item[0], item[2].name)):
+        supplier = Supplier(point.value, distribution, version)
         yield _imported(supplier, point.load), supplier
 
 

@@ -48,7 +48,7 @@ def complete_choices(
         ConfigError: there is no layout for this model and cluster.
     """
     chosen, names_model = dict(choices), _names_model(keys)
-    said = cache(lambda: compose(_lines({**choices, "layout": AUTO}, keys)))  # takes a tenth of a second
+    said = cache(lambda: _shipped(choices, keys) or compose(_lines({**choices, "layout": AUTO}, keys)))  # a tenth of a second
     if "cluster" in chosen and "model" not in chosen:
         cluster, named = (said().get(section) for section in ("cluster", "model"))
         model = cluster.get("model") if isinstance(cluster, Mapping) else None
@@ -65,6 +65,18 @@ def complete_choices(
     if "model" in chosen or chosen.get("layout") == AUTO:
         chosen["layout"] = _layout(chosen, keys, said)
     return _lines(chosen, [*_dropped_options(chosen, choices), *_no_reward(chosen), *keys])
+
+
+def _shipped(choices: Mapping[str, str], keys: Sequence[str]) -> Mapping[str, Any]:
+    """The cluster and model of the user's choices as shipped files have them; empty: the user's own keys or files have a say too."""
+    said: dict[str, dict[str, Any]] = {"cluster": {}, "model": {"hf": EMBEDDED}}
+    if not any(key.lstrip("+~").startswith(tuple(said)) for key in keys):
+        for group in filter(choices.get, tuple(said)):
+            for key, value in choice_values(group, choices[group]).items():
+                section, _, name = key.partition(".")
+                said.setdefault(section, {})[name] = value
+        return said
+    return {}
 
 
 def _names_model(keys: Sequence[str]) -> bool:

@@ -16,6 +16,8 @@ from omegaconf import OmegaConf
 from rlbatch.config.sources import CONFIG_PACKAGE, ROOT, read_choice, root_tree
 
 SCHEME = "rlbatch"
+_UNUSED = ("output", "launcher", "sweeper", "help", "hydra_help", "hydra_logging", "job_logging", "env")
+"""Hydra's own groups, for programs that it runs: a composition is the same without, and takes two thirds of the time."""
 
 
 class ConfigFiles(ConfigSource):
@@ -39,7 +41,8 @@ class ConfigFiles(ConfigSource):
         group, name = _parts(config_path)
         tree: Mapping[str, Any]
         if not group:
-            tree, package = root_tree(), None
+            root = root_tree()
+            tree, package = {**root, "defaults": [*root["defaults"], *({f"override hydra/{name}": None} for name in _UNUSED)]}, None
         elif name in self.files[group]:
             tree, package = read_choice(group, self.files[group][name])
         else:

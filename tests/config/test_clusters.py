@@ -109,6 +109,12 @@ def test_one_cluster_two_models() -> None:
     assert compose(["cluster=h20x32", "model=qwen3_30b"]) == other
 
 
+@pytest.mark.parametrize("choices", [["+cluster=h20x96"], ["+cluster=h20x32", "model=qwen3_30b"], ["+cluster=local"], ["model=qwen3_30b"]])
+def test_keys_beside_choices_change_nothing_else(choices: list[str]) -> None:
+    """What choices mean is read from their files alone where the user's keys say nothing of it, else composed with them: the same."""
+    assert compose([*choices, "cluster.account=''"]) == compose(choices)
+
+
 def test_what_the_command_line_says_wins() -> None:
     """Keys override the files, whatever the order; the GPUs of an own cluster count for the lookup."""
     config = compose(["layout.pp_size=4", "+cluster=h20x96", "cluster.partition=rl", "experiment=hf", "model.hf=x", "data.train=y"])

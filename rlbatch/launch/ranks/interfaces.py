@@ -6,8 +6,6 @@ import ipaddress
 import os
 import socket
 
-import psutil
-
 from rlbatch.api import ConfigError
 
 LOOPBACK, LOOPBACK_INTERFACE = "127.0.0.1", "lo"
@@ -132,6 +130,8 @@ def listen(address: str, port: int, backlog: int) -> socket.socket:
 
 def _addresses() -> dict[str, list[str]]:
     """IPv4, then global IPv6 addresses of each interface that is up; link-local ones need a scope and are left out."""
+    import psutil  # most commands ask nothing of it
+
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
     found: dict[str, list[str]] = {}
     for family in (socket.AF_INET, socket.AF_INET6):
