@@ -10,13 +10,14 @@ that does other things too, generation of the same step is the better measure.
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from rlbatch.metrics.lines import METRICS, metric_lines
 
 SAMPLES, WORKERS, STEPS = 256, 8, 5
 SHARES = (1.0, 0.5, 2.0)
@@ -73,9 +74,8 @@ def steps(folder: Path, name: str, seconds: float, arguments: list[str]) -> list
     if done.returncode:
         raise SystemExit(done.returncode)
     found: dict[int, dict[str, float]] = {}
-    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
-        said = json.loads(line)
-        found.setdefault(said["step"], {}).update(said)
+    for step, said in metric_lines(run_dir / METRICS):
+        found.setdefault(step, {}).update(said)
     return [said for step, said in sorted(found.items()) if step > 1 and "time/rollout_s" in said]
 
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rlbatch.metrics.lines import METRICS, metric_lines
 from rlbatch.plan.flops import attention_flops_per_squared_token, logits_flops, matmul_flops_per_token
 from rlbatch.registry import load_plugins
 
@@ -39,9 +40,8 @@ ROWS = {
 def read(run_dir: Path) -> dict[str, float]:
     """Medians by tag, of the JSON lines that ``trackers=[jsonl]`` writes."""
     found: dict[int, dict[str, float]] = {}
-    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
-        said = json.loads(line)
-        found.setdefault(said["step"], {}).update(said)
+    for step, said in metric_lines(run_dir / METRICS):
+        found.setdefault(step, {}).update(said)
     steps = [said for _, said in sorted(found.items()) if "time/step_s" in said]
     behind = steps[1:] or steps
     return {tag: statistics.median(said[tag] for said in behind if tag in said) for tag in {tag for said in behind for tag in said}}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from rlbatch.api import ConfigError, RlbatchError
 from rlbatch.api.exit_codes import DONE, REFUSED
+from rlbatch.metrics.lines import METRICS, metric_lines
 
 USAGE = """\
 Draws how far engine and trainer are from each other in a run, step by step, as one self-contained page: mean absolute differences of
@@ -59,15 +59,15 @@ def read(folder: Path) -> dict[str, Points]:
 
     Raises:
         ConfigError: there is nothing that can be read.
+        DataError: a line of metrics.jsonl is none.
     """
-    lines, events = folder / "metrics.jsonl", next(folder.rglob("events.out.tfevents.*"), None)
+    lines, events = folder / METRICS, next(folder.rglob("events.out.tfevents.*"), None)
     curves: dict[str, dict[int, float]] = {}
     if lines.is_file():
-        for line in lines.read_text(encoding="utf-8").splitlines():
-            told = json.loads(line)
+        for step, told in metric_lines(lines):
             for tag, value in told.items():
                 if isinstance(value, (int, float)):
-                    curves.setdefault(tag, {})[told["step"]] = float(value)
+                    curves.setdefault(tag, {})[step] = float(value)
     elif events is not None:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -56,6 +56,19 @@ def test_a_page_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "<tr><td>3</td><td>25.00%</td><td>25.00%</td><td>3</td></tr>" in text
 
 
+def test_a_run_that_was_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A last line that is cut, also within a character, is left out; any other that is no line of metrics is named."""
+    told = [json.dumps({"step": number, MEAN: 0.1}) for number in (1, 2)]
+    for cut in (b'{"step": 3, "train/rollout_lo', '{"step": 3, "é'.encode()[:-1], b"{", b"3"):
+        (tmp_path / "metrics.jsonl").write_bytes("\n".join(told).encode() + b"\n" + cut)
+        assert read(tmp_path)[MEAN] == [(1, 0.1), (2, 0.1)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([told[0], '{"step": 2, "tr', told[1]]))
+    assert main([str(tmp_path)]) == 2
+    assert f"{tmp_path}/metrics.jsonl:2: not a line of step and metrics" in capsys.readouterr().err
+    (tmp_path / "metrics.jsonl").write_text(told[0][:-3])
+    assert main([str(tmp_path)]) == 2
+
+
 def test_tensorboard_events(tmp_path: Path) -> None:
     """They are read where there are no lines."""
     from torch.utils.tensorboard import SummaryWriter
