@@ -43,6 +43,11 @@ def qwen3(**changes: object) -> torch.nn.Module:
     return scrambled(Qwen3ForCausalLM(Qwen3Config(**{**COMMON, "rope_theta": 10000.0, **changes}, attn_implementation="eager")))
 
 
+def tied() -> torch.nn.Module:
+    """Dense, 4 layers; the output layer is the embedding."""
+    return qwen3(tie_word_embeddings=True)
+
+
 def qwen2(**changes: object) -> torch.nn.Module:
     """Dense, 4 layers; biases of queries, keys and values."""
     from transformers import Qwen2Config, Qwen2ForCausalLM

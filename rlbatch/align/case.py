@@ -96,10 +96,13 @@ class Case:
         fused = list(takewhile(lambda place: place not in self.got.values, reversed(before)))
         return [name for _, name in (*reversed(fused), self.place)]
 
-    def names(self, megatron: str, expert: int | None = None) -> tuple[str, ...]:
-        """Checkpoint names of a parameter of this layer (``mlp.router.weight``), or of one outside the layers; none: there is no such."""
+    def names(self, megatron: str, expert: int | None = None, layer: int | None = None) -> tuple[str, ...]:
+        """Checkpoint names of a parameter of this layer, or another one (``mlp.router.weight``), or of one outside the layers; none: there
+        is no such.
+        """
+        own = self.place[0] if layer is None else layer
         for mapping in self.family.mappings:
-            for layer, whole in ((self.place[0], LAYER + megatron), (None, megatron)):
+            for layer, whole in ((own, LAYER + megatron), (None, megatron)):
                 if mapping.megatron == whole and layer in layers_of(self.family, mapping):
                     return hf_names(mapping, layer, expert)
         return ()

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import combinations
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from rlbatch.align.case import Candidate, Case, fitted, number
+from rlbatch.align.part_tests import without
 
+NOT_NORMALISED = "it sees the residual, not what the norm made of it"
 GELU_TANH = partial(F.gelu, approximate="tanh")
 
 
@@ -29,47 +33,56 @@ def of_router(case: Case) -> Iterator[Candidate]:
 
 
 def of_choice(case: Case) -> Iterator[Candidate]:
-    """Chosen experts and their weights, from the logits: every way to choose and to weigh."""
-    logits = case.value("router_logits")
-    bias = case.weights("mlp.router.expert_bias")
-    right = Choice.of(case)
-    got = case.got.values[case.place]
-    chosen = int((got != 0).sum(1).max())
-    several = {
-        "score": dict.fromkeys((right.score, "softmax" if right.score == "sigmoid" else "sigmoid")),
-        "biased": dict.fromkeys((right.biased, not right.biased)) if bias else {False: None},
-        "groups": dict.fromkeys((right.groups, 0)),
-        "normalised": dict.fromkeys((right.normalised, not right.normalised)),
-        "top": dict.fromkeys((right.top, chosen)),
-        "weighs_bias": {False: None, True: None} if bias else {False: None},
-    }
-    for values in product(*several.values()):
-        choice = Choice(**dict(zip(several, values, strict=True)), scale=right.scale, group_top=right.group_top)  # type: ignore[arg-type]
-        changes = [WORDS[name] for name in several if getattr(choice, name) != getattr(right, name)]
-        weights = choice.weights(logits, bias[0] if bias else None)
-        if changes and len(changes) < 3:
-            kind = "other experts" if not torch.equal(weights != 0, case.value("router_weights") != 0) else "weights of experts"
-            yield Candidate(kind, "; ".join(changes).format(**vars(choice)), weights)
+    """Chosen experts and their weights, from the logits: every way to choose and to weigh that differs in one thing or two."""
+    logits, want, got = case.value("router_logits"), case.value("router_weights"), case.got.values[case.place].double()
+    biases = case.weights("mlp.router.expert_bias")
+    bias, right, chosen = biases[0] if biases else None, Choice.of(case), got != 0
+    for changes in right.others(most_chosen=int(chosen.sum(1).max()), has_bias=bool(biases)):
+        choice = replace(right, **changes)
+        weights = choice.weights(logits, bias)
+        kind = "weights of experts" if torch.equal(weights != 0, want != 0) else "other experts"
+        yield Candidate(kind, "; ".join(WORDS[name] for name in changes).format(**vars(choice)), weights)
+    least = float(want.sum(1).mean()) / right.top
+    yield Candidate("weights of experts", f"all chosen experts weigh the same, {number(least)}", least * (want != 0))
+    if torch.equal(chosen, want != 0):
+        order = got.argsort(1).argsort(1)
+        yield Candidate("permuted", "weights are those of other chosen experts of the token", want.sort(1).values.gather(1, order))
+    elif not bool((chosen & (want == 0)).any()):
+        kept = want * chosen
+        yield Candidate("missing", f"experts are left out: {without(case, (want != 0) & ~chosen)}", kept)
+        whole = kept / kept.sum(1, keepdim=True).clamp(min=1e-30) * want.sum(1, keepdim=True)
+        yield Candidate("missing", f"experts are left out, and the others weigh more: {without(case, (want != 0) & ~chosen)}", whole)
 
 
 WORDS = {
     "score": "scores are by {score}",
     "biased": "the selection bias is {biased} in the choice",
-    "groups": "the choice is not limited to groups",
+    "groups": "the choice is limited to groups: {groups} of them (0: not limited to groups)",
+    "group_top": "experts are chosen from {group_top} groups",
+    "group_score": "groups are chosen by {group_score}",
+    "in_turn": "groups have experts in turn, not neighbours",
     "normalised": "weights normalised over the chosen experts: {normalised}",
     "top": "{top} experts are chosen",
     "weighs_bias": "the selection bias is in the weights too",
+    "scale": "weights are multiplied by {scale:g}",
 }
+BY_TWO, BY_ONE, BY_PLAIN = "their two best experts", "their best expert", "their two best experts, without the bias"
 
 
+@dataclass(frozen=True)
 class Choice:
     """How a router chooses experts and weighs them."""
 
-    def __init__(
-        self, score: str, biased: bool, groups: int, normalised: bool, top: int, weighs_bias: bool, *, scale: float, group_top: int
-    ) -> None:
-        self.score, self.biased, self.groups, self.normalised = score, biased, groups, normalised
-        self.top, self.weighs_bias, self.scale, self.group_top = top, weighs_bias, scale, group_top
+    score: str
+    biased: bool
+    groups: int
+    normalised: bool
+    top: int
+    scale: float
+    group_top: int
+    group_score: str = BY_TWO
+    in_turn: bool = False
+    weighs_bias: bool = False
 
     @classmethod
     def of(cls, case: Case) -> Choice:
@@ -81,30 +94,57 @@ class Choice:
             int(model.get("moe_router_num_groups") or 0),
             not model.get("moe_router_pre_softmax"),
             int(model["moe_router_topk"]),
-            False,
-            scale=float(model.get("moe_router_topk_scaling_factor") or 1.0),
-            group_top=int(model.get("moe_router_group_topk") or 0),
+            float(model.get("moe_router_topk_scaling_factor") or 1.0),
+            int(model.get("moe_router_group_topk") or 0),
         )
+
+    def others(self, most_chosen: int, *, has_bias: bool) -> Iterator[dict[str, Any]]:
+        """What may be otherwise: one thing, then two. Groups and how many are taken count as one."""
+        ways: list[dict[str, Any]] = [
+            {"score": "softmax" if self.score == "sigmoid" else "sigmoid"},
+            {"normalised": not self.normalised},
+            {"top": most_chosen},
+        ]
+        ways += [{"biased": not self.biased}, {"weighs_bias": True}] if has_bias else []
+        ways += [{"scale": 1.0}] if self.scale != 1.0 else []
+        if self.groups:
+            ways += [{"group_score": BY_ONE}, {"in_turn": True}, {"groups": 0}]
+            ways += [{"group_score": BY_PLAIN}] if has_bias else []
+            ways += [{"group_top": most} for most in range(1, self.groups) if most != self.group_top]
+            numbers = [number for number in (2, 4, 8, 16) if number != self.groups]
+            ways += [{"groups": number, "group_top": most} for number in numbers for most in range(1, number)]
+        ways = [way for way in ways if any(getattr(self, name) != value for name, value in way.items())]
+        yield from (way for way in ways if "scale" not in way)  # alone it is a plain multiple
+        for first, second in combinations(ways, 2):
+            if not first.keys() & second.keys():
+                yield {**first, **second}
 
     def weights(self, logits: Tensor, bias: Tensor | None) -> Tensor:
         """[T, experts] from logits [T, experts]; 0 where not chosen."""
         scores = logits.sigmoid() if self.score == "sigmoid" else logits.softmax(-1)
         by = scores + bias if self.biased and bias is not None else scores
-        if self.groups:
-            grouped = by.unflatten(-1, (self.groups, -1))
-            best = grouped.topk(2, -1).values.sum(-1).topk(self.group_top, -1).indices
-            allowed = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, True)
-            by = grouped.masked_fill(~allowed[..., None], -torch.inf).flatten(-2)
+        if self.groups and logits.shape[-1] % self.groups == 0 and logits.shape[-1] > self.groups:
+            grouped = self._grouped(scores if self.group_score == BY_PLAIN else by)
+            best = grouped.topk(1 if self.group_score == BY_ONE else 2, -1).values.sum(-1).topk(self.group_top, -1).indices
+            allowed = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, True)[..., None].expand_as(grouped)
+            by = by.masked_fill(~(allowed.transpose(-1, -2) if self.in_turn else allowed).flatten(-2), -torch.inf)
         chosen = by.topk(self.top, -1).indices
         values = (scores + bias if self.weighs_bias and bias is not None else scores).gather(-1, chosen)
         values = values / values.sum(-1, keepdim=True) if self.normalised else values
         return torch.zeros_like(scores).scatter(-1, chosen, values * self.scale)
+
+    def _grouped(self, scores: Tensor) -> Tensor:
+        """[T, groups, experts of each]"""
+        in_turn = scores.unflatten(-1, (-1, self.groups)).transpose(-1, -2)
+        grouped: Tensor = in_turn if self.in_turn else scores.unflatten(-1, (self.groups, -1))
+        return grouped
 
 
 def of_shared(case: Case) -> Iterator[Candidate]:
     """The experts that every token goes to."""
     (gate, up), (down,) = case.weights("mlp.shared_experts.linear_fc1.weight"), case.weights("mlp.shared_experts.linear_fc2.weight")
     yield from _mlp_otherwise(case.value("mlp_norm"), gate, up, down)
+    yield Candidate("missing", NOT_NORMALISED, _mlp(case.entering() + case.value("attention"), gate, up, down))
 
 
 def of_mlp(case: Case) -> Iterator[Candidate]:
@@ -112,6 +152,7 @@ def of_mlp(case: Case) -> Iterator[Candidate]:
     if not case.has("router_weights"):
         (gate, up), (down,) = case.weights("mlp.linear_fc1.weight"), case.weights("mlp.linear_fc2.weight")
         yield from _mlp_otherwise(case.value("mlp_norm"), gate, up, down)
+        yield Candidate("missing", NOT_NORMALISED, _mlp(case.entering() + case.value("attention"), gate, up, down))
         return
     whole, got = case.value("mlp"), case.got.values[case.place].double()
     shared = case.value("shared_experts") if case.has("shared_experts") else torch.zeros_like(whole)
@@ -130,6 +171,9 @@ def of_mlp(case: Case) -> Iterator[Candidate]:
     yield Candidate("weights of experts", "the weights of experts are not applied", shared + sum(unweighted))
     entered = [_expert(case, expert, entering * weights[:, expert, None]) for expert in range(case.family.num_experts)]
     yield Candidate("weights of experts", "the weights of experts multiply what enters them, not what comes out", shared + sum(entered))
+    residual = case.entering() + case.value("attention")
+    plain = [_expert(case, expert, residual) * weights[:, expert, None] for expert in range(case.family.num_experts)]
+    yield Candidate("missing", f"of all experts, {NOT_NORMALISED}", shared + sum(plain))
     yield from _experts_otherwise(case, outputs, shared)
 
 

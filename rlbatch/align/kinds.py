@@ -8,10 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlbatch.align import attention_tests, expert_tests, norm_tests, weight_tests
+from rlbatch.align import attention_tests, expert_tests, norm_tests, part_tests, weight_tests
 from rlbatch.align.case import Candidate, Case, Explanation, fitted, number
 
 MANTISSA = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+FIXED_AT_FIRST = ("context", "logprobs", "entropy")
+"""Places that are what they are at a sequence's first token, whatever the precision."""
 SMALL = 2e-2
 """Relative difference, without a pattern, that lower precision can make in one module."""
 
@@ -31,7 +33,9 @@ def explain(case: Case, precision: str) -> Explanation:
         return Explanation("not finite", "it has values that are infinite or NaN", f"{int((~got.isfinite()).sum())} values")
     return (
         weight_tests.explain(case, precision)
-        or _computed_otherwise(case)
+        or _tried(case, OF_PLACE.get(case.place[1], no_test))
+        or _tried(case, part_tests.of_parts)
+        or _tried(case, part_tests.of_single_parts)
         or case.best(_any_place(case))
         or attention_tests.of_first_tokens(case)
         or _lower_precision(case)
@@ -39,12 +43,16 @@ def explain(case: Case, precision: str) -> Explanation:
     )
 
 
-def _computed_otherwise(case: Case) -> Explanation | None:
-    test = OF_PLACE.get(case.place[1])
+def _tried(case: Case, test: Callable[[Case], Iterator[Candidate]]) -> Explanation | None:
     try:
-        return case.best(test(case)) if test else None
+        return case.best(test(case))
     except (KeyError, IndexError, ValueError):  # a place or a parameter that this model does not have
         return None
+
+
+def no_test(case: Case) -> Iterator[Candidate]:
+    """Of the embedding, which is but a table."""
+    yield from ()
 
 
 def _any_place(case: Case) -> Iterator[Candidate]:
@@ -59,12 +67,15 @@ def _any_place(case: Case) -> Iterator[Candidate]:
         yield Candidate("bias", "the same vector is added at every token", want + offset)
     if want.ndim == 3:
         yield Candidate("permuted", "its heads are in another order", want[:, _order(got, want)])
-    columns, others = got.flatten(1).T, want.flatten(1).T
-    if 2 <= len(columns) <= 4096:
-        order = torch.cdist(columns, others).argmin(1)
-        yield Candidate("permuted", "its dimensions are in another order", others[order].T.reshape(want.shape))
+    rows, others = (values.reshape(len(values), -1) for values in (got, want))
+    if 2 <= rows.shape[1] <= 4096:
+        order = torch.cdist(rows.T, others.T).argmin(1)
+        first = ", ".join(map(str, order[:4].tolist()))
+        yield Candidate(
+            "permuted", f"its dimensions are in another order: {first}, ... are the first", others[:, order].reshape(want.shape)
+        )
     if 2 <= len(want) <= 4096:
-        order = torch.cdist(got.flatten(1), want.flatten(1)).argmin(1)
+        order = torch.cdist(rows, others).argmin(1)
         yield Candidate("permuted", "its tokens are in another order", want[order])
 
 
@@ -76,10 +87,11 @@ def _order(got: Tensor, want: Tensor) -> Tensor:
 def _lower_precision(case: Case) -> Explanation | None:
     got, largest = case.got.values[case.place], float(case.before.max())
     for name, dtype in MANTISSA.items():
-        if torch.equal(got, got.to(dtype).to(got.dtype)) and not torch.equal(got, got.round()):
+        if torch.equal(got, got.to(dtype).to(got.dtype)) and not torch.equal(got, got.round()) and largest < SMALL:
             return Explanation("precision", f"it was computed in {name}", f"every value fits {name}, the difference is {largest:.1e}")
     if largest < SMALL and case.place[1] not in ("router_weights",):
-        share = float((case.before > case.limit).double().mean())
+        free = case.batch.positions > 0 if case.place[1] in FIXED_AT_FIRST else torch.ones_like(case.before, dtype=torch.bool)
+        share = float((case.before > case.limit)[free].double().mean())
         if share > 0.9:
             return Explanation(
                 "precision", "it was computed in fewer bits", f"a difference of {largest:.1e} in {share:.0%} of tokens, no pattern"
@@ -117,8 +129,10 @@ def _of_logprobs(case: Case) -> Iterator[Candidate]:
         yield Candidate("stale weights", "the output layer is the embedding", scores(case.value("final_norm") @ tied[0].T))
     temperature = fitted(lambda number: scores(logits / number), got)
     yield Candidate("temperature", f"logits are divided by {number(temperature)}", scores(logits / temperature))
-    for cap in (30.0, 50.0):
-        yield Candidate("another scale", f"logits are capped at {number(cap)}", scores(cap * (logits / cap).tanh()))
+    cap = fitted(lambda cap: scores(cap * (logits / cap).tanh()), got, 20.0)
+    yield Candidate("another scale", f"logits are capped at {number(cap)}", scores(cap * (logits / cap).tanh()))
+    for name, dtype in MANTISSA.items():
+        yield Candidate("precision", f"logits are rounded to {name}", scores(logits.to(dtype).double()))
     padding = F.pad(logits, (0, -len(weight) % 64))
     yield Candidate("vocabulary", "rows that pad the vocabulary take probability", scores(padding))
     for shift in (1, -1):

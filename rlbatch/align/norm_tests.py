@@ -33,6 +33,22 @@ def of_norm(case: Case) -> Iterator[Candidate]:
     yield Candidate("another offset", "the norm multiplies by 1 + its weight", rms_norm(entering, 1 + weight, epsilon))
     centred = entering - entering.mean(-1, keepdim=True)
     yield Candidate("another norm", "the mean is taken off first: LayerNorm, not RMSNorm", rms_norm(centred, weight, epsilon))
+    yield from _of_other_layers(case, entering, weight, epsilon)
     if name == "mlp_norm":
         yield Candidate("missing", "attention's output is not added before the norm", rms_norm(case.entering(), weight, epsilon))
         yield Candidate("missing", "the residual is not added before the norm", rms_norm(case.value("attention"), weight, epsilon))
+
+
+def _of_other_layers(case: Case, entering: Tensor, weight: Tensor, epsilon: float) -> Iterator[Candidate]:
+    """Layers in another order, or left out."""
+    layer, name = case.place
+    for other in range(case.family.num_layers):
+        for its in case.names(WEIGHT[name], layer=other) if other != layer and name != "final_norm" else ():
+            value = rms_norm(entering, case.want.weights[its].double(), epsilon)
+            yield Candidate("another order", f"the norm is that of layer {other}", value)
+        if name != "mlp_norm" and other < layer - 1:
+            left_out = f"layers {other + 1} to {layer - 1} are" if other < layer - 2 else f"layer {layer - 1} is"
+            yield Candidate("missing", f"{left_out} left out", rms_norm(case.value("output", other), weight, epsilon))
+    if name != "mlp_norm" and layer > 0:
+        left_out = f"layers 0 to {layer - 1} are" if layer > 1 else "layer 0 is"
+        yield Candidate("missing", f"{left_out} left out", rms_norm(case.value("embedding", -1), weight, epsilon))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rlbatch.align.case import Case, Explanation, number
+from rlbatch.weights.coverage import trained_names
 
 WEIGHT_ROUNDING = {"fp32": 1e-6, "bf16": 6e-3}
 """Relative difference of weights that were rounded once more."""
@@ -72,6 +73,8 @@ def explain(case: Case, precision: str) -> Explanation | None:
         for expert in (experts if ".experts." in parameter and "shared" not in parameter else (None,))
         for name in case.names(parameter, expert)
     ]
+    if case.place[1] in ("logprobs", "entropy"):
+        own += sorted(wrong.keys() - trained_names(case.family))  # an output layer that should be the embedding, and is not
     mine = [name for name in dict.fromkeys(own) if name in wrong]
     if not mine:
         return None
@@ -97,18 +100,36 @@ def _kind(name: str, want: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> t
     if ours.shape != theirs.shape:
         return "another shape", f"{name} has shape {list(ours.shape)}, not {list(theirs.shape)}"
     ours = ours.double()
+    others = {other: tensor.double() for other, tensor in want.items() if other != name and tensor.shape == ours.shape}
+    kind, words = _kind_of(name, ours, theirs, others)
+    if kind == "stale weights":  # perhaps of a part alone: a rank's, or some rows
+        for what, dim in (("rows", 0), ("columns", -1))[: theirs.ndim]:
+            wrong = ((ours - theirs).movedim(dim, 0).flatten(1) if theirs.ndim > 1 else (ours - theirs)[:, None]).abs().amax(1) > 0
+            if 0 < int(wrong.sum()) < len(wrong):
+                where = wrong.nonzero().flatten().tolist()
+                is_run = where == list(range(where[0], where[-1] + 1))
+                which = f"{where[0]} to {where[-1]}" if is_run else ", ".join(map(str, where[:4])) + ", ..." * (len(where) > 4)
+                ours, theirs = (tensor.movedim(dim, 0)[wrong].movedim(0, dim) for tensor in (ours, theirs))
+                return _kind_of(f"in {what} {which} of {len(wrong)}, {name}", ours, theirs, {})
+    return kind, words
+
+
+def _kind_of(name: str, ours: Tensor, theirs: Tensor, others: Mapping[str, Tensor]) -> tuple[str, str]:
     if not ours.isfinite().all():
         return "not finite", f"{name} has values that are infinite or NaN"
     if not ours.any():
         return "missing", f"{name} is zero"
     if theirs.ndim == 1 and bool((ours == 1).all()):
         return "missing", f"{name} is one everywhere, as if it was never loaded"
+    for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
+        if torch.equal(ours, theirs.to(dtype).double()):
+            return "precision", f"{name} is rounded to {str(dtype).removeprefix('torch.')}"
     left = LEFT * float((ours - theirs).norm())
 
     def is_it(other: Tensor) -> bool:
-        return other.shape == ours.shape and float((ours - other.double()).norm()) <= left
+        return other.shape == ours.shape and float((ours - other).norm()) <= left
 
-    if same := [other for other, tensor in want.items() if other != name and is_it(tensor)]:
+    if same := [other for other, tensor in others.items() if is_it(tensor)]:
         return "permuted", f"{name} holds the values of {same[0]}"
     if theirs.ndim == 2 and is_it(theirs.T):
         return "permuted", f"{name} is transposed"
@@ -123,10 +144,7 @@ def _kind(name: str, want: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> t
     if is_it(theirs + shift):
         return "another offset", f"{name} is larger by {number(shift)} everywhere"
     near = _apart(theirs, ours) < STALE
-    return (
-        "stale weights",
-        f"{name} is {'near' if near else 'nowhere near'} what it should be{': an older state, or one rounded more' if near else ''}",
-    )
+    return "stale weights", f"{name} is {'near' if near else 'nowhere near'} what it should be{': an older state' if near else ''}"
 
 
 def _order(ours: Tensor, theirs: Tensor, left: float) -> list[int]:

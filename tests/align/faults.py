@@ -222,6 +222,105 @@ def embedding_rows(model: Any) -> None:
     fill(weight, weight.roll(1, 0).clone())
 
 
+def core(scores: Callable[[Tensor], Tensor] = lambda scores: scores, weights: Callable[[Tensor], Tensor] = lambda weights: weights) -> None:
+    """Attention of the next model that is loaded: other products of queries and keys, other weights of keys."""
+
+    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, **options: Any) -> Any:
+        keys, values = (each.repeat_interleave(module.num_key_value_groups, 1) for each in (key, value))
+        shares = weights((scores(query @ keys.transpose(2, 3) * scaling) + mask).softmax(-1))
+        for name, each in (("query", query), ("key", key), ("value", value)):
+            module.rlbatch_keep(name, each[0].transpose(0, 1))
+        context = (shares @ values).transpose(1, 2)
+        module.rlbatch_keep("context", context[0].flatten(1))
+        return context.contiguous(), shares
+
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(transformers_side.ATTENTION, attend)
+
+
+def capped(model: Any) -> None:
+    core(lambda scores: 5 * (scores / 5).tanh())
+
+
+def head_dropped(model: Any) -> None:
+    core(weights=lambda shares: shares * (torch.arange(shares.shape[1]) != 1)[:, None, None])
+
+
+def no_yarn(model: Any) -> None:
+    frequencies = model.base_model.rotary_emb.inv_freq
+    fill(frequencies, 1e4 ** (-torch.arange(len(frequencies)) / len(frequencies)))
+
+
+def query_norm_epsilon(model: Any) -> None:
+    layer(model).self_attn.q_norm.variance_epsilon = 1e-2
+
+
+def half_projected(model: Any) -> None:
+    """As if the other rank's part was not added."""
+    projection = layer(model).self_attn.o_proj
+    instead(projection, lambda right, values: right(torch.cat([values[..., :16], 0 * values[..., 16:]], -1)))
+
+
+def final_epsilon(model: Any) -> None:
+    model.base_model.norm.variance_epsilon = 1e-3
+
+
+def stale_rows(model: Any) -> None:
+    weight = layer(model).self_attn.q_proj.weight
+    older = weight.detach() + 0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+    fill(weight, torch.cat([weight.detach()[:16], older[16:]]))
+
+
+def larger_expert(model: Any) -> None:
+    matrix = layer(model).mlp.experts.down_proj[3]
+    fill(matrix, 1.01 * matrix)
+
+
+def experts_elsewhere(model: Any) -> None:
+    instead(layer(model).mlp.experts, lambda right, values, chosen, weights: right(values, (chosen + 1) % 8, weights))
+
+
+def experts_of_a_rank(model: Any) -> None:
+    instead(layer(model).mlp.experts, lambda right, values, chosen, weights: right(values, chosen, weights * (chosen < 4)))
+
+
+def dropped_tokens(model: Any) -> None:
+    def forward(right: Callable[..., Tensor], values: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        turn = F.one_hot(chosen, 8).sum(1).cumsum(0).gather(1, chosen)
+        return right(values, chosen, weights * (turn <= 4))
+
+    instead(layer(model).mlp.experts, forward)
+
+
+def biased_weights(model: Any) -> None:
+    gate = layer(model).mlp.gate
+
+    def forward(right: Callable[..., Any], values: Tensor) -> Any:
+        logits, _, chosen = right(values)
+        weights = (logits.sigmoid() + gate.e_score_correction_bias).gather(1, chosen)
+        return logits, weights / weights.sum(1, keepdim=True) * gate.routed_scaling_factor, chosen
+
+    instead(gate, forward)
+
+
+def other_groups(model: Any) -> None:
+    gate = layer(model).mlp.gate
+    gate.num_group, gate.topk_group = 2, 1
+
+
+def untied(model: Any) -> None:
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().flip(0).clone())
+
+
+def capped_logits(model: Any) -> None:
+    change(model.lm_head, lambda output, *args: 5 * (output / 5).tanh())
+
+
+def skipped(model: Any) -> None:
+    change(layer(model), lambda output, values, **kwargs: values)
+
+
 FAULTS = {
     "rope theta": Fault("qwen3_moe", theta, (0, "query"), "rotary position", "(theta) is about 1e+06, not 1e+04"),
     "positions from 1": Fault("qwen3_moe", shifted_positions, (0, "query"), "rotary position", "counts positions from 1"),
@@ -254,4 +353,20 @@ FAULTS = {
     "temperature": Fault("qwen3_moe", temperature, (4, "logprobs"), "temperature", "divided by 0.7"),
     "output layer times 1.01": Fault("deepseek_v3", scaled_output, (4, "logprobs"), "another scale", "lm_head.weight is 1.01 times"),
     "embedding rows": Fault("deepseek_v3", embedding_rows, (-1, "embedding"), "permuted", "rows in another order"),
+    "products capped": Fault("qwen3_moe", capped, (0, "context"), "another scale", "products are capped at 5"),
+    "a head left out": Fault("qwen3_moe", head_dropped, (0, "context"), "missing", "left out: head 1"),
+    "yarn not applied": Fault("deepseek_v3", no_yarn, (0, "query"), "rotary position", "theta 1e+04 alone, without scaling"),
+    "epsilon of the query norm": Fault("qwen3_moe", query_norm_epsilon, (LAYER, "query"), "epsilon", "queries is about 0.01"),
+    "a rank's heads not added": Fault("qwen3_moe", half_projected, (LAYER, "attention"), "missing", "left out: head 2, head 3"),
+    "epsilon of the final norm": Fault("qwen3_moe", final_epsilon, (4, "final_norm"), "epsilon", "about 0.001, not 1e-06"),
+    "a rank's rows stale": Fault("qwen3_moe", stale_rows, (LAYER, "query"), "stale weights", "in rows 16 to 31 of 32, model.layers.2"),
+    "an expert times 1.01": Fault("qwen3_moe", larger_expert, (LAYER, "mlp"), "another scale", "experts.3.down_proj.weight is 1.01 times"),
+    "experts exchanged": Fault("qwen3_moe", experts_elsewhere, (LAYER, "mlp"), "permuted", "experts are in another order: 1, 2, 3"),
+    "a rank's experts not added": Fault("deepseek_v3", experts_of_a_rank, (LAYER, "mlp"), "missing", "left out: expert 4, expert 5"),
+    "tokens dropped": Fault("qwen3_moe", dropped_tokens, (LAYER, "mlp"), "missing", "beyond the first 4 of an expert in a sequence"),
+    "bias in the weights": Fault("deepseek_v3", biased_weights, (LAYER, "router_weights"), "weights of experts", "bias is in the weights"),
+    "other groups": Fault("deepseek_v3", other_groups, (LAYER, "router_weights"), "other experts", "limited to groups: 2 of them"),
+    "output layer not tied": Fault("tied", untied, (4, "logprobs"), "permuted", "lm_head.weight has its rows in another order"),
+    "logits capped": Fault("deepseek_v3", capped_logits, (4, "logprobs"), "another scale", "logits are capped at 5"),
+    "a layer skipped": Fault("qwen3_moe", skipped, (LAYER, "output"), "missing", "left out: attention's output, the MLP's output"),
 }
