@@ -10,6 +10,7 @@ import difflib
 import importlib
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -93,8 +94,8 @@ class Registry:
         if family is None:
             asked = ", ".join(supplier.module for supplier in self.model_families) or "nobody"
             raise ModelError(
-                f"model.hf: no plugin claims model_type `{hf_config.get('model_type')}`. Asked: {asked}. Use a model of one of these "
-                "families, or add yours, a plugin as examples/rlbatch-llama is (docs/use/model_families.md)."
+                f"model.hf: no plugin claims model_type `{hf_config.get('model_type')}`. {self._built_as(hf_config)}Asked: {asked}. Use a "
+                "model of one of these families, or add yours, a plugin as examples/rlbatch-llama is (docs/use/model_families.md)."
             )
         if not isinstance(family, ModelFamily):
             raise PluginError(
@@ -338,6 +339,16 @@ class Registry:
                     f"rollout.options.{option}={show_value(value)}: rollout={config.rollout.name} has it on GPUs alone, and the ranks "
                     "would run on CPUs here. Leave it out."
                 )
+
+    def _built_as(self, hf_config: Mapping[str, Any]) -> str:
+        """What is said where ``architectures`` are those of a model_type that is claimed, as Kimi-K2's are DeepSeek-V3's; else empty."""
+        named = hf_config.get("architectures")
+        for name in map(str, named) if isinstance(named, list) else ():
+            known = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.removesuffix("ForCausalLM")).lower()
+            with suppress(RlbatchError):
+                if self._manager.hook.rlbatch_resolve_model_family(hf_config={**hf_config, "model_type": known}) is not None:
+                    return f"Its architecture is {name}: with model_type `{known}` in its config.json it is taken for that. "
+        return ""
 
     def _entries(self, hook: str, kind: Kind) -> dict[str, Registered]:
         entries: dict[str, Registered] = {}

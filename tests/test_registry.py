@@ -24,6 +24,7 @@ from rlbatch.config.compose import load_config, save_config
 from rlbatch.launch.records.failures import StoppedBySignal
 from rlbatch.plan.nodes import place_ranks
 from rlbatch.registry import compose_job, load_plugins
+from tests.megatron.real_models import CONFIGS
 
 HEADER = "from dataclasses import dataclass, field\n\nfrom rlbatch.api import *\n"
 REWARD = """
@@ -283,6 +284,9 @@ def test_model_family(plugin: Write) -> None:
         match=r"^model\.hf: no plugin claims model_type `gpt9`\. Asked: .*my_plugin\.py, .*rlbatch_plugins\.model_qwen3_moe.* add yours",
     ):
         registry.resolve_model_family({"model_type": "gpt9"})
+    other_name = r"`kimi_k2`\. Its architecture is DeepseekV3ForCausalLM: with model_type `deepseek_v3` in its config\.json it is taken"
+    with pytest.raises(ModelError, match=other_name):
+        registry.resolve_model_family({**CONFIGS["DeepSeek-V3"], "model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]})
     with pytest.raises(PluginError, match="must return a ModelFamily or None, returned int"):
         registry.resolve_model_family({"model_type": "odd"})
 
