@@ -3,9 +3,9 @@
 A row is a model of a published shape with random weights and as many layers as the plan says fit, and two microbatches a GPU: its trainer
 alone makes three updates, or (``engine``) a job of ``python -m rlbatch.submit`` makes three steps with vLLM beside it. ``more`` rows have
 two layers more than fit, and must run out of memory. Prints a table with what was planned and measured, as it grows: the peak of the
-trainer's tensors, what a GPU and the node use, and seconds of an update. A part begins no row after ``seconds=480``, so that it ends within
-ten minutes; rows that it did not come to are named. Options: ``gpu=H200``, ``row=<part of a name>``, ``python=<interpreter with vLLM>``;
-``size=tiny`` tries all of it on CPUs, with nothing to compare.
+trainer's tensors, what a GPU and the node use, and seconds of an update. A part ends after ``seconds=560`` at the latest: a row that takes
+longer than what is left, or than 200 s, is ended, and named with those that it did not come to. Options: ``gpu=H200``,
+``row=<part of a name>``, ``python=<interpreter with vLLM>``; ``size=tiny`` tries all of it on CPUs, with nothing to compare.
 """
 
 from __future__ import annotations
@@ -68,8 +68,10 @@ TINY = {
     **{"head_dim": 16, "vocab_size": 128, "num_experts": 8, "num_experts_per_tok": 2, "n_routed_experts": 8, "n_group": 2, "topk_group": 1},
     **{"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16},
 }
-MOST_S = 200
-"""Of a run."""
+MOST_S, LEAST_S = 200, 60
+"""Of a run; and what must be left for one that is begun."""
+KILL_AFTER_S = 30
+"""From a run's request to end to its end."""
 MEAN, MICROBATCHES, STEPS, MOST_LAYERS, ENGINE_LAYERS = 1024, 2, 3, 96, 4
 """Tokens of a prompt and of a response; microbatches of an update and GPU; updates or steps; layers that are tried, and of a job."""
 
@@ -146,24 +148,24 @@ def main(arguments: list[str]) -> None:
     if "child" in said:
         _updates(json.loads(said["child"]))
         return
-    started, limit, is_tiny = time.monotonic(), float(said.get("seconds", 480)), said.get("size") == "tiny"
+    end, is_tiny = time.monotonic() + float(said.get("seconds", 560)) - KILL_AFTER_S, said.get("size") == "tiny"
     machine = Machine(said.get("gpu", "H200"), 0.0 if is_tiny else _gpu_gib(), _host_gib(), is_tiny, said.get("python", ""))
     rows = [row for row in ROWS if row.part == int(said.get("part", 1)) and said.get("row", "") in row.name]
     print(f"{'run':<58}{'layers':>7}{'trainer GiB':>18}{'GPU GiB':>18}{'node GiB':>18}{'update s':>18}   planned, measured", flush=True)
     for row in rows:
-        if time.monotonic() - started > limit:
+        if (left := end - time.monotonic()) < LEAST_S:
             print(f"{row.name:<58} not run: no time was left", flush=True)
             continue
-        print(*_run(row, machine), sep="\n", flush=True)
+        print(*_run(row, machine, min(left, MOST_S)), sep="\n", flush=True)
 
 
-def _run(row: Row, machine: Machine) -> Iterator[str]:
+def _run(row: Row, machine: Machine, limit_s: float) -> Iterator[str]:
     keys = _keys(row, machine)
     config, registry = compose_job([*keys, "model.hf=x"])
     inputs = memory_inputs(config, registry, None, on_gpu=not machine.is_tiny)
     layers = ENGINE_LAYERS if row.has_engine else 2 if machine.is_tiny else most_layers(inputs, row, machine)
     plan = _planned(inputs, row, layers + row.more, machine)
-    found = (_job if row.has_engine else _trainer)(row, layers + row.more, keys, machine)
+    found = (_job if row.has_engine else _trainer)(row, layers + row.more, keys, machine, limit_s)
     if "failed" in found:
         yield f"{row.name:<58}{layers + row.more:>7}  {found['failed']}"
         return
@@ -252,16 +254,16 @@ def _keys(row: Row, machine: Machine) -> list[str]:
     return [f"{name}={value}" for name, value in keys.items()] + python
 
 
-def _trainer(row: Row, layers: int, keys: list[str], machine: Machine) -> dict[str, Any]:
+def _trainer(row: Row, layers: int, keys: list[str], machine: Machine, limit_s: float) -> dict[str, Any]:
     """What the first of its ranks says last."""
     child = json.dumps({"fields": _fields(row.shape, layers, is_tiny=machine.is_tiny), "keys": keys})
     launch = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={row.gpus}", "-m", "benchmarks.planned_runs")
-    done = _done(*launch, f"child={child}")
+    done = _done(limit_s, *launch, f"child={child}")
     said = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    return json.loads(said[-1]) if said else {"failed": " ".join(done.stderr.split())[-300:] or f"exit code {done.returncode}"}
+    return json.loads(said[-1]) if said else _failed(done, limit_s)
 
 
-def _job(row: Row, layers: int, keys: list[str], machine: Machine) -> dict[str, Any]:
+def _job(row: Row, layers: int, keys: list[str], machine: Machine, limit_s: float) -> dict[str, Any]:
     """What its summary says of it beside its plan."""
     from rlbatch.prompts.embedded import write_embedded_task, write_random_weights
 
@@ -279,18 +281,24 @@ def _job(row: Row, layers: int, keys: list[str], machine: Machine) -> dict[str, 
             "rollout.max_logprob_diff=null",
             f"run_dir={run_dir}",
         ]
-        done = subprocess.run([sys.executable, "-m", "rlbatch.submit", *keys, *own], capture_output=True, text=True, check=False)
+        done = _done(limit_s, "-m", "rlbatch.submit", *keys, *own)
         if done.returncode:
-            return {"failed": " ".join((done.stderr + done.stdout).split())[-300:]}
+            return _failed(done, limit_s)
         found = json.loads((run_dir / "summary.json").read_text())["plan_vs_actual"]
         memory = {what: row.get("measured") for what, row in found["memory"]["update"].items()}
         return memory | {"update": found["seconds"]["update"]["measured"]}
 
 
-def _done(*arguments: str) -> subprocess.CompletedProcess[str]:
+def _done(limit_s: float, *arguments: str) -> subprocess.CompletedProcess[str]:
     """A program of this interpreter that has ended, in time or not."""
-    command = ["timeout", "--kill-after=10", str(MOST_S), sys.executable, *arguments]
+    command = ["timeout", f"--kill-after={KILL_AFTER_S}", f"{limit_s:.0f}", sys.executable, *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def _failed(done: subprocess.CompletedProcess[str], limit_s: float) -> dict[str, str]:
+    if done.returncode in (124, 137):  # as timeout says that it ended it
+        return {"failed": f"ended after {limit_s:.0f} s, not done"}
+    return {"failed": " ".join((done.stderr + done.stdout).split())[-300:] or f"exit code {done.returncode}"}
 
 
 def _updates(spec: dict[str, Any]) -> None:
