@@ -128,7 +128,7 @@ def test_a_folder_with_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (
             ["+cluster=h20x64", "rollout.options.gpus_per_engine=12"],
             "rollout.options.gpus_per_engine=12: must be at least 1 and divide layout.world_size=64. "
-            "Use 8 or 16, or another number of ranks.",
+            "Use 4, 8 or 16, or another number of ranks.",
         ),
         (["+cluster=h20x96", "min_gpus=true", "mode=eval", "data.eval=x"], "min_gpus=true: compares training steps, mode=eval has none."),
         (["+cluster=h20x96", "layout.pp_size=4"], "layout.last_stage_layers=6: leaves 55 of 61 layers for 3 other stages"),

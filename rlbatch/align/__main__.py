@@ -14,7 +14,7 @@ from rlbatch.api.exit_codes import FAILED, REFUSED
 from rlbatch.config.hf_config import read_config
 from rlbatch.launch.ranks.rank_info import check_trainer
 from rlbatch.plan.layout import check_expert_widths
-from rlbatch.registry import Registry, load_plugins
+from rlbatch.registry import load_plugins
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -34,7 +34,8 @@ def main(arguments: Sequence[str]) -> int:
         check_trainer("rlbatch.align")
         registry = load_plugins(options.plugins)
         family = registry.resolve_model_family(read_config(Path(options.hf)))
-        _check_engines(options, registry)
+        for name in options.engines:
+            registry.rollouts.named(name, "engines")
         _check(options, family)
         layouts = {} if options.beside else {name: layout_of(name, family) for name in options.layouts}
         tokens = token_lists(options, family)
@@ -72,12 +73,6 @@ def main(arguments: Sequence[str]) -> int:
         write_page(Path(options.out), f"{family.name}: {options.hf}", answers, family.num_layers)
         print(f"{options.out}: curves over layers, tokens by their difference")
     return 0 if is_right else FAILED
-
-
-def _check_engines(options: Options, registry: Registry) -> None:
-    for name in options.engines:
-        if name not in registry.rollouts:
-            raise ConfigError(f"engines=[{name}]: there is no such rollout backend. Use {', '.join(sorted(registry.rollouts))}.")
 
 
 def _check(options: Options, family: ModelFamily) -> None:

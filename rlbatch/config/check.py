@@ -10,6 +10,7 @@ from rlbatch.api import ConfigError, RolloutSpec
 from rlbatch.config.check_cluster import check_cluster
 from rlbatch.config.check_correction import check_correction
 from rlbatch.config.check_secrets import check_secrets
+from rlbatch.config.divisors import divisors, nearest
 from rlbatch.config.evaluation import COLDEST, check_evaluation
 from rlbatch.config.keys import EMBEDDED
 from rlbatch.config.schema import (
@@ -312,12 +313,7 @@ def check_engines(config: Config, ranks: int, spec: RolloutSpec) -> int:
         fix = (
             f"Give it {ranks} ranks or more: layout.world_size={ranks}, or a +cluster=<name>, which brings a layout."
             if ranks > world
-            else f"Use {' or '.join(map(str, sorted(_nearest_divisors(world, ranks))))}, or another number of ranks."
+            else f"Use {nearest(ranks, divisors(world))}, or another number of ranks."
         )
         raise ConfigError(f"rollout.options.{spec.ranks_option}={ranks}: must be at least 1 and divide layout.world_size={world}. {fix}")
     return ranks
-
-
-def _nearest_divisors(number: int, to: int) -> list[int]:
-    """The two that are closest."""
-    return sorted((size for size in range(1, number + 1) if number % size == 0), key=lambda size: abs(size - to))[:2]

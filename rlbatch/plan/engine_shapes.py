@@ -7,13 +7,13 @@ from functools import cached_property
 from typing import Any
 
 from rlbatch.api import ConfigError
+from rlbatch.config.divisors import divisors
 from rlbatch.plan.advice import engine_shares
 from rlbatch.plan.engine_memory import MemoryInputs, changed_inputs, engine_memory
 from rlbatch.plan.engine_plan import EnginePlan
 from rlbatch.plan.fit import changed, offloads
 from rlbatch.plan.generation import Cache, Generation, generation, replica_cache
 from rlbatch.plan.job_plan import JobPlan, gpu_of
-from rlbatch.plan.layout import divisors
 from rlbatch.plan.nodes import place_ranks
 from rlbatch.plan.step_time import least_sync
 from rlbatch.registry import Registry

@@ -6,11 +6,11 @@ for experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 
 from rlbatch.api import ConfigError, ModelError, ModelFamily
+from rlbatch.config.divisors import divisors, either, nearest
 from rlbatch.config.schema import LayoutConfig
 
 GROUPED_GEMM_MULTIPLE = 8
@@ -110,7 +110,7 @@ def _check_world(layout: LayoutConfig, family: ModelFamily) -> None:
             multiples = _multiples_near(layout.world_size, product)
             raise ConfigError(
                 f"layout.world_size={layout.world_size}: must be a multiple of {' x '.join(sizes)} ({formula} = {product}). "
-                f"Use {_either(multiples)} ranks, or smaller sizes."
+                f"Use {either(multiples)} ranks, or smaller sizes."
             )
 
 
@@ -133,7 +133,7 @@ def _check_experts(layout: LayoutConfig, family: ModelFamily, on_gpu: bool) -> N
         raise ConfigError(
             f"layout.etp_size={layout.etp_size}: with ep_size 1 it must equal tp_size ({layout.tp_size}), else stock Megatron's "
             f"expert gradients are silently wrong, summed over other ranks. Use layout.etp_size={layout.tp_size}"
-            f"{f', or layout.ep_size={_either(wider[:3])}' if wider else ''}."
+            f"{f', or layout.ep_size={either(wider[:3])}' if wider else ''}."
         )
     rows = int(family.transformer.get("moe_ffn_hidden_size") or 0) // layout.etp_size
     if on_gpu and rows % GROUPED_GEMM_MULTIPLE:
@@ -222,7 +222,7 @@ def _check_divides(name: str, size: int, number_name: str, family: ModelFamily) 
     number = int(family.transformer.get(number_name) or 0)
     if number % size:
         shown = "num_experts" if number_name == "num_moe_experts" else number_name
-        raise ConfigError(f"layout.{name}={size}: must divide {shown} ({number}). Use {_either(_near(size, divisors(number)))}.")
+        raise ConfigError(f"layout.{name}={size}: must divide {shown} ({number}). Use {nearest(size, divisors(number))}.")
 
 
 def _stage_layers(layout: LayoutConfig, num_layers: int) -> tuple[int, ...]:
@@ -243,7 +243,7 @@ def _stage_layers(layout: LayoutConfig, num_layers: int) -> tuple[int, ...]:
     if not fixed:
         if num_layers % stages:
             raise ConfigError(
-                f"layout.pp_size={stages}: must divide num_layers ({num_layers}). Use {_either(_near(stages, divisors(num_layers)))}, "
+                f"layout.pp_size={stages}: must divide num_layers ({num_layers}). Use {nearest(stages, divisors(num_layers))}, "
                 f"or {_uneven(stages, num_layers)}."
             )
     elif middle_layers < middle_stages or (middle_stages == 0 and middle_layers) or (middle_stages and middle_layers % middle_stages):
@@ -273,7 +273,7 @@ def _check_interleaved(layout: LayoutConfig, num_layers: int) -> None:
         per_stage = num_layers // layout.pp_size
         raise ConfigError(
             f"layout.vpp_size={chunks}: must divide the layers of a stage ({per_stage} = {num_layers} layers / pp_size {layout.pp_size}). "
-            f"Use {_either(_near(chunks, divisors(per_stage)))}."
+            f"Use {nearest(chunks, divisors(per_stage))}."
         )
 
 
@@ -295,22 +295,6 @@ def _uneven(stages: int, num_layers: int) -> str:
     return f"layout.first_stage_layers={ends[0]} layout.last_stage_layers={ends[1]}" if ends else "neither key (equal stages)"
 
 
-def divisors(number: int) -> list[int]:
-    """All, the smallest first."""
-    return [size for size in range(1, number + 1) if number % size == 0]
-
-
-def _near(size: int, valid: Iterable[int]) -> list[int]:
-    """The two valid values below and the one above."""
-    values = sorted(valid)
-    return [value for value in values if value < size][-2:] + [value for value in values if value > size][:1]
-
-
 def _multiples_near(number: int, product: int) -> list[int]:
     below = number // product * product
     return [value for value in (below, below + product) if value > 0]
-
-
-def _either(values: Iterable[int]) -> str:
-    words = [str(value) for value in values]
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

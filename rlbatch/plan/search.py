@@ -17,6 +17,7 @@ from itertools import count, product
 from typing import Any
 
 from rlbatch.api import ConfigError, OffloadMemory, RlbatchError
+from rlbatch.config.divisors import divisors
 from rlbatch.config.schema import Config, LayoutConfig, TrainConfig
 from rlbatch.plan.advice import RECOMPUTE, Change
 from rlbatch.plan.engine_memory import MemoryInputs, changed_inputs
@@ -25,7 +26,7 @@ from rlbatch.plan.engine_shapes import Engines, engine_keys
 from rlbatch.plan.fit import changed, layout_changes, may_fit
 from rlbatch.plan.generation import Generation
 from rlbatch.plan.job_plan import JobPlan, gpu_of, may_have_room, plan_job
-from rlbatch.plan.layout import check_layout, divisors, stage_ends
+from rlbatch.plan.layout import check_layout, stage_ends
 from rlbatch.plan.nodes import place_ranks
 from rlbatch.plan.step_time import offload_seconds, step_time, sync_seconds
 from rlbatch.registry import Registry

@@ -49,7 +49,7 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     """A backend that there is not, options of one that is not asked for, and engines beside another checkpoint."""
     hf = vllm_cases.write_model("qwen3_moe", tmp_path / "model")
     for arguments, message in (
-        (("engines=[vlm]",), "engines=[vlm]: there is no such rollout backend. Use "),
+        (("engines=[vlm]",), "engines=vlm: unknown. Did you mean `vllm`"),
         (("engine={vllm: {python: x}}", "engines=[sglang]"), "engine.vllm={python:x}: must be options of one of engines."),
         ((f"beside={hf}", "engines=[vllm]"), "engines: not used with beside="),
         (("layouts=[]",), "layouts=[]: must name at least one, or engines must."),

@@ -1,0 +1,22 @@
+"""Sizes that divide a number, and the nearest of them to one that does not, for messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def divisors(number: int) -> list[int]:
+    """All, the smallest first."""
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def nearest(size: int, valid: Iterable[int]) -> str:
+    """The two valid values below and the one above, in words."""
+    values = sorted(valid)
+    return either([value for value in values if value < size][-2:] + [value for value in values if value > size][:1])
+
+
+def either(values: Iterable[int]) -> str:
+    """E.g. ``2, 4 or 8``."""
+    words = [str(value) for value in values]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
