@@ -95,7 +95,7 @@ def main(arguments: list[str]) -> None:
     keys = {key.removeprefix("layout."): said.pop(key) for key in list(said) if key.startswith("layout.")}
     with process_group(), tried([f"{key}={value}" for key, value in said.items()]):
         ranks = dist.get_world_size()
-        sizes = {key: int(value) if value.isdigit() else value for key, value in keys.items()}
+        sizes = {key: _value(value) for key, value in keys.items()}
         layout = LayoutConfig(**{"world_size": ranks, "ep_size": ranks, **sizes})
         parallel.initialize_groups(layout, seed=0)
         registry = load_plugins()
@@ -127,6 +127,10 @@ def main(arguments: list[str]) -> None:
             )
         if profiled:
             _profile(lambda: trainer.update(batches, objective, denominator))
+
+
+def _value(text: str) -> Any:
+    return tuple(text[1:-1].split(",")) if text.startswith("[") else int(text) if text.isdigit() else text
 
 
 def _fill(trainer: Trainer) -> None:
