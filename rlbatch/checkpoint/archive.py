@@ -19,7 +19,7 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
-from rlbatch.checkpoint.reading import read_into
+from rlbatch.checkpoint.reading import own_memory, read_into
 from rlbatch.checkpoint.unpickle import unpickled
 
 DTYPES = {
@@ -212,7 +212,9 @@ def _is_box(first: int, shape: tuple[Any, ...], strides: tuple[Any, ...]) -> boo
     return len(shape) == len(strides) and all(type(number) is int and number >= 0 for number in (first, *shape, *strides))
 
 
-def read_box(descriptor: int, layout: ArchiveLayout, starts: Sequence[int], sizes: Sequence[int], *, once: bool = False) -> Tensor:
+def read_box(
+    descriptor: int, layout: ArchiveLayout, starts: Sequence[int], sizes: Sequence[int], *, once: bool = False, passing: bool = False
+) -> Tensor:
     """Part of a tensor; reads from its first to its last element and nothing else.
 
     Args:
@@ -221,6 +223,7 @@ def read_box(descriptor: int, layout: ArchiveLayout, starts: Sequence[int], size
         starts: First index of each dimension.
         sizes: Of each dimension.
         once: As of ``reading.Reading``.
+        passing: Whether the part lies in memory of this thread that the next such part gets.
 
     Returns:
         The part, perhaps a strided view of what was read.
@@ -233,6 +236,7 @@ def read_box(descriptor: int, layout: ArchiveLayout, starts: Sequence[int], size
     span = 1 + sum((size - 1) * stride for size, stride in zip(sizes, layout.strides, strict=True))
     if 0 in sizes:
         return torch.empty(tuple(sizes), dtype=layout.dtype)
-    read = torch.empty(span, dtype=layout.dtype)
+    nbytes = span * layout.dtype.itemsize
+    read = torch.from_numpy(own_memory("part", nbytes)[:nbytes]).view(layout.dtype) if passing else torch.empty(span, dtype=layout.dtype)
     read_into(descriptor, raw_bytes(read), layout.start + first * layout.dtype.itemsize, once=once)
     return read.as_strided(tuple(sizes), layout.strides)

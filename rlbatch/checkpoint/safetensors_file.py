@@ -9,8 +9,8 @@ import itertools
 import json
 import math
 import os
+import threading
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,12 +38,12 @@ DTYPES = {
 """Names of the format."""
 PAGE = 4096
 """Bytes that a file system reads at least."""
-SPAN_BYTES = 16 * 2**20
+SPAN_BYTES = 8 * 2**20
 """Most that is read at once beyond what is asked for."""
 
 
 class SafetensorsFile:
-    """A file's tensors.
+    """A file's tensors; several threads may read them.
 
     Args:
         path: The file.
@@ -61,6 +61,8 @@ class SafetensorsFile:
     def __init__(self, path: Path, reading: Reading | None = None, entries: Mapping[str, TensorEntry] | None = None) -> None:
         self.path, self.reading = path, reading or Reading()
         self.bytes_read = 0
+        self._lock = threading.Lock()
+        self._file: Any = None
         self.entries = read_header(path) if entries is None else entries
 
     def read(self, entry: TensorEntry, ranges: Sequence[range]) -> Tensor:
@@ -114,11 +116,14 @@ class SafetensorsFile:
             raise DataError(f"{self.path}: cannot be read ({error.strerror}). Look at the folder.") from error
         except EOFError as error:
             raise damaged(self.path, "it has become shorter") from error
-        self.bytes_read += target.nbytes
+        with self._lock:
+            self.bytes_read += target.nbytes
 
-    @cached_property
+    @property
     def _descriptor(self) -> Any:
-        return self.path.open("rb", buffering=0)
+        with self._lock:
+            self._file = self._file or self.path.open("rb", buffering=0)
+        return self._file
 
 
 HEADER_ROOM = 2**20

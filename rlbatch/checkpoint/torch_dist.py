@@ -10,8 +10,11 @@ import io
 import itertools
 import json
 import math
+import os
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -98,7 +101,7 @@ def _saved(value: Any) -> bytes:
 
 
 class TorchDist:
-    """The tensors of a torch_dist checkpoint, read from disk when asked for.
+    """The tensors of a torch_dist checkpoint, read from disk when asked for; several threads may ask.
 
     Args:
         folder: Of the checkpoint.
@@ -118,6 +121,7 @@ class TorchDist:
         self._tensors = {key: stored for key, stored in entries if isinstance(stored, TensorStorageMetadata)}
         self._files: dict[str, IO[bytes]] = {}
         self._grids: dict[str, _Grid] = {}
+        self._lock = threading.Lock()
         self._check_files()
 
     def __enter__(self) -> TorchDist:
@@ -149,16 +153,27 @@ class TorchDist:
         Raises:
             DataError: no such tensor, chunks that leave a hole, or a damaged file.
         """
-        touched = list(self._grid(key).touching(starts, sizes))
-        if sum(math.prod(extent) for _, _, extent in touched) != math.prod(sizes):
-            raise DataError(f"{self.folder}: chunks of {key} do not cover {list(starts)} + {list(sizes)} once. Convert it anew.")
+        touched = self._touched(key, starts, sizes)
         if len(touched) == 1:
             return self._read_chunk(key, *touched[0])
         box = torch.empty(tuple(sizes), dtype=self.dtype(key))
+        self._fill(box, key, starts, touched)
+        return box
+
+    def read_into(self, target: Tensor, key: str, starts: Sequence[int]) -> None:
+        """Copies a box of a tensor, as of ``read``, to a target of its sizes, on any device and in any dtype."""
+        self._fill(target, key, starts, self._touched(key, starts, target.shape))
+
+    def _fill(self, target: Tensor, key: str, starts: Sequence[int], touched: Sequence[_Touched]) -> None:
         for chunk, first, extent in touched:  # one after the other: of each more may be read than is wanted
             place = tuple(slice(f - s, f - s + size) for f, s, size in zip(first, starts, extent, strict=True))
-            box[place].copy_(self._read_chunk(key, chunk, first, extent))
-        return box
+            target[place].copy_(self._read_chunk(key, chunk, first, extent, passing=True))
+
+    def _touched(self, key: str, starts: Sequence[int], sizes: Sequence[int]) -> list[_Touched]:
+        touched = list(self._grid(key).touching(starts, sizes))
+        if sum(math.prod(extent) for _, _, extent in touched) != math.prod(sizes):
+            raise DataError(f"{self.folder}: chunks of {key} do not cover {list(starts)} + {list(sizes)} once. Convert it anew.")
+        return touched
 
     def _grid(self, key: str) -> _Grid:
         if key not in self._grids:
@@ -167,29 +182,39 @@ class TorchDist:
             self._grids[key] = _Grid(self._tensors[key].chunks)
         return self._grids[key]
 
-    def _read_chunk(self, key: str, chunk: ChunkStorageMetadata, first: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    def _read_chunk(
+        self, key: str, chunk: ChunkStorageMetadata, first: Sequence[int], sizes: Sequence[int], *, passing: bool = False
+    ) -> Tensor:
         starts = [f - o for f, o in zip(first, chunk.offsets, strict=True)]
         place = self._metadata.storage_data.get(MetadataIndex(key, chunk.offsets))
         if place is None:
             raise DataError(f"{self.folder / METADATA}: does not say where {key} at {list(chunk.offsets)} lies. Convert it anew.")
         try:
-            file = self._open(place.relative_path)
-            layout = archive.find(file.fileno(), place.offset, place.length)
-            if layout.shape != tuple(chunk.sizes):
-                raise pickle.UnpicklingError(f"{key} has shape {layout.shape} at byte {place.offset}, metadata says {tuple(chunk.sizes)}")
-            box = archive.read_box(file.fileno(), layout, starts, sizes, once=self._reading.once)
+            with self._opened(place.relative_path) as descriptor:
+                layout = archive.find(descriptor, place.offset, place.length)
+                if layout.shape != tuple(chunk.sizes):
+                    where = f"{key} has shape {layout.shape} at byte {place.offset}"
+                    raise pickle.UnpicklingError(f"{where}, metadata says {tuple(chunk.sizes)}")
+                box = archive.read_box(descriptor, layout, starts, sizes, once=self._reading.once, passing=passing)
         except (pickle.UnpicklingError, OSError, EOFError) as error:
             raise DataError(f"{self.folder / place.relative_path}: cannot be read ({error}). Restore the file.") from error
         if self._reading.finite:
             check_finite(box.contiguous(), f"{self.folder / place.relative_path}: {key}")
         return box
 
-    def _open(self, name: str) -> IO[bytes]:
-        if name not in self._files:
-            if len(self._files) == OPEN_FILES:
-                self._files.pop(next(iter(self._files))).close()
-            self._files[name] = (self.folder / name).open("rb", buffering=0)
-        return self._files[name]
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[int]:
+        """A descriptor of its own: another thread may close the file, which is open longest."""
+        with self._lock:
+            if name not in self._files:
+                if len(self._files) == OPEN_FILES:
+                    self._files.pop(next(iter(self._files))).close()
+                self._files[name] = (self.folder / name).open("rb", buffering=0)
+            descriptor = os.dup(self._files[name].fileno())
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
 
     def _check_files(self) -> None:
         ends: dict[str, int] = {}
@@ -203,6 +228,10 @@ class TorchDist:
                 raise DataError(f"{path}: has {found} bytes, the metadata speaks of {end}. The checkpoint is incomplete: restore the file.")
 
 
+_Touched = tuple[ChunkStorageMetadata, list[int], list[int]]
+"""A chunk, where what is wanted of it starts in the tensor, and its size."""
+
+
 class _Grid:
     """A tensor's chunks by the leading dimensions in which each is one wide (layers, experts): there may be tens of thousands."""
 
@@ -213,8 +242,8 @@ class _Grid:
         for chunk in chunks:
             self._chunks.setdefault(tuple(chunk.offsets[: self._lead]), []).append(chunk)
 
-    def touching(self, starts: Sequence[int], sizes: Sequence[int]) -> Iterable[tuple[ChunkStorageMetadata, list[int], list[int]]]:
-        """Chunks that share elements with a box, with where the shared part starts (in the tensor) and its size."""
+    def touching(self, starts: Sequence[int], sizes: Sequence[int]) -> Iterable[_Touched]:
+        """Chunks that share elements with a box."""
         ranges = (range(start, start + size) for start, size in zip(starts[: self._lead], sizes[: self._lead], strict=True))
         for place in itertools.product(*ranges):
             for chunk in self._chunks.get(place, ()):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pickle
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ from rlbatch.checkpoint.reading import Reading
 from rlbatch.checkpoint.torch_dist import COMMON, TorchDist
 from rlbatch.collectives import gathered
 from rlbatch.megatron.checkpoint_chunks import ParameterChunk, placed_chunks
-from rlbatch.megatron.held_parts import Part, runs, weights, written
+from rlbatch.megatron.held_parts import Part, divided, runs, weights, written
 from rlbatch.megatron.policy import Policy
 from rlbatch.megatron.state_writer import Writing, buffer_bytes, plan, write_bytes
 from rlbatch.megatron.trainer import Trainer
+from rlbatch.weights.codec import CHUNK_BYTES
+from rlbatch.weights.filling import Threads
 
 
 class TrainerState:
@@ -68,18 +71,18 @@ def load_state(trainer: Trainer, folder: Path) -> None:
         DataError: the state cannot be read, or has values that are infinite or NaN.
     """
     trainer.settle()
-    with _reading(folder) as stored:
+    with _reading(folder) as (stored, threads):
         steps = _stored_steps(folder)
         optimizers = [one for one in trainer.optimizer.chained_optimizers if any(group["params"] for group in one.param_groups)]
         for optimizer in optimizers:
             _make_state(optimizer, steps)
-        _fill(stored, weights(trainer.stages))
+        _fill(stored, threads, weights(trainer.stages))
         chunks: defaultdict[int, list[ParameterChunk]] = defaultdict(list)
         for stage in trainer.stages:
             for tensor, chunk, _ in placed_chunks(stage):
                 chunks[id(tensor)].append(chunk)
         for optimizer in optimizers:
-            _fill_state(stored, optimizer, chunks)
+            _fill_state(stored, threads, optimizer, chunks)
     if broken := trainer.not_finite(with_optimizer=True):
         raise DataError(f"{folder}: has what is infinite or NaN: {broken}. Name an earlier checkpoint in latest.json.")
 
@@ -94,25 +97,31 @@ def load_weights(trainer: Policy, folder: Path) -> None:
     Raises:
         DataError: the state cannot be read.
     """
-    with _reading(folder) as stored:
-        _fill(stored, weights(trainer.stages))
+    with _reading(folder) as (stored, threads):
+        _fill(stored, threads, weights(trainer.stages))
     trainer.weights_changed()
 
 
 @contextmanager
-def _reading(folder: Path) -> Iterator[TorchDist]:
-    """An open checkpoint; what one rank cannot read is every rank's error."""
+def _reading(folder: Path) -> Iterator[tuple[TorchDist, Threads]]:
+    """An open checkpoint, and threads that read it; what one rank cannot read is every rank's error."""
     failure = ""
     try:
-        with TorchDist(folder, Reading(once=True)) as stored, torch.no_grad():
-            yield stored
+        with TorchDist(folder, Reading(once=True)) as stored, Threads() as threads, torch.no_grad():
+            yield stored, threads
     except DataError as error:
         failure = str(error)
     if found := next(filter(None, gathered(failure)), ""):
         raise DataError(found)
 
 
-def _fill(stored: TorchDist, parts: Iterable[Part]) -> None:
+def _fill(stored: TorchDist, threads: Threads, parts: Iterable[Part]) -> None:
+    for _ in threads.run(_filling(stored, parts)):
+        pass
+
+
+def _filling(stored: TorchDist, parts: Iterable[Part]) -> Iterator[Callable[[], object]]:
+    """One call for each piece of a part, which fills it."""
     shapes = stored.shapes()
     for part in parts:
         found, values = shapes.get(part.key, part.shape), part.values
@@ -121,22 +130,25 @@ def _fill(stored: TorchDist, parts: Iterable[Part]) -> None:
             raise DataError(f"{stored.folder}: {part.key} {sizes}. Name a checkpoint of this model.")
         rows = min(len(values), max(0, found[0] - part.start[0]))
         values[rows:].zero_()
-        if rows:
-            values[:rows].copy_(stored.read(part.key, part.start, (rows, *values.shape[1:])))
+        for first, size in divided(((0,) * values.dim(), (rows, *values.shape[1:])), values.itemsize, CHUNK_BYTES):
+            place = [at + start for at, start in zip(first, part.start, strict=True)]
+            target = values[tuple(slice(at, at + length) for at, length in zip(first, size, strict=True))]
+            yield partial(stored.read_into, target, part.key, place)
 
 
-def _fill_state(stored: TorchDist, optimizer: Any, chunks: dict[int, list[ParameterChunk]]) -> None:
+def _fill_state(stored: TorchDist, threads: Threads, optimizer: Any, chunks: dict[int, list[ParameterChunk]]) -> None:
     for run in runs(optimizer):
         for chunk in chunks[id(run.param)]:
-            _fill(stored, run.parts(chunk))
+            _fill(stored, threads, run.parts(chunk))
         optimizer._set_main_param_and_optimizer_states(run.param, run.state)  # of what is not kept as it is given
     if hasattr(optimizer.optimizer, "_sync_hdo_state_to_sub_optimizers"):
         optimizer.optimizer._sync_hdo_state_to_sub_optimizers()
 
 
 def _make_state(optimizer: Any, steps: int) -> None:
-    """Gives an optimizer that made no step its moments, and the step count."""
-    optimizer._init_optimizer_states_with_dummy_values()
+    """Gives an optimizer that made no step its moments, not yet filled, and the step count."""
+    if hasattr(optimizer.optimizer, "sub_optimizers"):  # else Megatron makes the moments itself, without a step, which takes memory
+        optimizer._init_optimizer_states_with_dummy_values()
     groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     optimizer.load_state_dict({"optimizer": {"param_groups": [{**group, "step": steps} for group in groups]}})
     for state in optimizer.optimizer.state.values():

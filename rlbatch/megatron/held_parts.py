@@ -141,19 +141,19 @@ def _in_row(index: int, first: int, end: int, shape: Sequence[int]) -> Iterator[
     yield from (((index, *start), (1, *size)) for start, size in boxes(first, end, shape[1:]))
 
 
-def divided(box: Box, itemsize: int) -> Iterator[Box]:
-    """A box in boxes of at most ``PART_BYTES``, cut along the first dimensions; nothing if it is empty."""
+def divided(box: Box, itemsize: int, most: int | None = None) -> Iterator[Box]:
+    """A box in boxes of at most so many bytes (``PART_BYTES``), cut along the first dimensions; nothing if it is empty."""
     start, size = box
-    nbytes = math.prod(size) * itemsize
+    nbytes, most = math.prod(size) * itemsize, most or PART_BYTES
     axis = next((axis for axis, length in enumerate(size) if length > 1), None)
-    if axis is None or nbytes <= PART_BYTES:
+    if axis is None or nbytes <= most:
         yield from [box] if nbytes else []
         return
-    step = max(1, size[axis] * PART_BYTES // nbytes)
+    step = max(1, size[axis] * most // nbytes)
     for at in range(0, size[axis], step):
         length = min(step, size[axis] - at)
         smaller = (*start[:axis], start[axis] + at, *start[axis + 1 :]), (*size[:axis], length, *size[axis + 1 :])
-        yield from divided(smaller, itemsize)
+        yield from divided(smaller, itemsize, most)
 
 
 def _common(one: Box, other: Box) -> Box:

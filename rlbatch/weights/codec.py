@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlbatch.api import Buffer, DataError, Direct, ExpertDown, ExpertGated, Gated, ModelFamily, ParamMapping, Qkv, Vocab
 
-CHUNK_BYTES = 16 * 2**20
+CHUNK_BYTES = 8 * 2**20
 """Most of a source in memory at once; the C library reuses blocks of up to 32 MiB without asking the kernel for new pages."""
 _CHUNK_ROWS = 128
 """Chunks end where a quantised source's blocks do."""

@@ -6,6 +6,7 @@ Megatron names here are global: layer indices count from the first pipeline stag
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from rlbatch.api import Buffer, DataError, ModelError, ModelFamily, ParamMapping
 from rlbatch.weights.codec import Geometry, Source, fill, hf_names, is_expert, shard_shape
 from rlbatch.weights.coverage import check_names, layers_of, trained_names
 from rlbatch.weights.export import Exporter, MappedTensor, ParallelGroups
+from rlbatch.weights.filling import Threads
 from rlbatch.weights.shard_format import NamedTensor
 
 __all__ = ["NamedTensor", "ParallelGroups", "ParameterMap", "ReadTensor"]
@@ -24,6 +26,12 @@ ReadTensor = Callable[[str], Source]
 
 def _ignore(nbytes: int) -> None:
     """Shows no progress."""
+
+
+@torch.no_grad()
+def _filled(target: Tensor, mapping: ParamMapping, sources: Sequence[Source], geometry: Geometry, size: int, rank: int) -> int:
+    fill(target, mapping, sources, geometry, size, rank)
+    return target.nbytes
 
 
 class ParameterMap:
@@ -41,8 +49,8 @@ class ParameterMap:
     def load(self, params: Mapping[str, Tensor], read: ReadTensor, loaded: Callable[[int], None] = _ignore) -> None:
         """Fills this rank's parameters and buffers; each must be covered by a mapping.
 
-        Each source is sliced before it is read, and goes straight into the parameter: beside the parameters there are at most twice
-        ``codec.CHUNK_BYTES`` in memory, or what the source needs for a chunk.
+        Each source is sliced before it is read, and goes straight into the parameter: beside the parameters there are for each of
+        ``filling.THREADS`` at most twice ``codec.CHUNK_BYTES`` in memory, or what the source needs for a chunk.
 
         Args:
             params: Global Megatron name -> this rank's parameter or buffer.
@@ -58,6 +66,12 @@ class ParameterMap:
             raise ModelError(
                 f"model family {self._family.name}: no mapping covers {', '.join(uncovered[:5])} ({len(uncovered)} parameters). Add them."
             )
+        with Threads() as threads:
+            for nbytes in threads.run(self._filling(params, read)):
+                loaded(nbytes)
+
+    def _filling(self, params: Mapping[str, Tensor], read: ReadTensor) -> Iterator[Callable[[], int]]:
+        """One call for each parameter (or expert of it), which fills it and returns its bytes."""
         for entry in self._entries:
             if entry.name not in params:
                 continue
@@ -66,11 +80,9 @@ class ParameterMap:
                 first = self._groups.ep.rank() * param.shape[0]
                 for local in range(param.shape[0]):
                     names = hf_names(entry.mapping, entry.layer, first + local)
-                    self._fill(param[local], entry.mapping, names, read, self._groups.etp)
-                    loaded(param[local].nbytes)
+                    yield self._fill(param[local], entry.mapping, names, read, self._groups.etp)
             else:
-                self._fill(param, entry.mapping, hf_names(entry.mapping, entry.layer), read, self._groups.tp)
-                loaded(param.nbytes)
+                yield self._fill(param, entry.mapping, hf_names(entry.mapping, entry.layer), read, self._groups.tp)
 
     def origin(self, name: str, local_expert: int = 0) -> tuple[int | None, str]:
         """Layer and Hugging Face names of a Megatron tensor; of a stack of experts, those of one of this rank's."""
@@ -87,14 +99,15 @@ class ParameterMap:
         """Refuses names that are not the family's; see ``coverage.check_names``."""
         check_names(self._family, names)
 
-    def _fill(self, target: Tensor, mapping: ParamMapping, names: tuple[str, ...], read: ReadTensor, group: dist.ProcessGroup) -> None:
+    def _fill(
+        self, target: Tensor, mapping: ParamMapping, names: tuple[str, ...], read: ReadTensor, group: dist.ProcessGroup
+    ) -> Callable[[], int]:
         sources = [read(name) for name in names]
         shape = shard_shape(mapping, sources, self._geometry, group.size())
         if tuple(target.shape) != shape:
             where = " + ".join(getattr(source, "origin", name) for source, name in zip(sources, names, strict=True))
             raise DataError(f"{where}: shape {shape} does not fit Megatron's {tuple(target.shape)}. Is config.json this model's?")
-        with torch.no_grad():
-            fill(target, mapping, sources, self._geometry, group.size(), group.rank())
+        return partial(_filled, target, mapping, sources, self._geometry, group.size(), group.rank())
 
     def export(
         self, params: Mapping[str, Tensor], *, gradients: bool = False, quantize: bool = False, wanted: Sequence[int] | None = None

@@ -40,6 +40,43 @@ def test_bytes_at_a_place(once: bool, refusal: int | None, tmp_path: Path, monke
             read_into(file.fileno(), memoryview(target), len(CONTENT) + 123 - 5000, once=once)
 
 
+@pytest.mark.parametrize("refusal", [None, "open", "read"])
+@pytest.mark.parametrize("offset", [0, 123, 2**20 - 1])
+def test_large_parts_around_the_page_cache(refusal: str | None, offset: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever their place, also where a file system cannot do it; the end of the file is an error as ever."""
+    content = np.random.default_rng(0).bytes(reading.BLOCK_BYTES + 2**21 + 77)
+    (tmp_path / "file").write_bytes(content)
+    opened, preadv, direct = os.open, os.preadv, set()
+
+    def some_open(path: str, flags: int, *mode: int) -> int:
+        if refusal == "open":
+            raise OSError(errno.EINVAL, "no O_DIRECT here")
+        direct.add(found := opened(path, flags, *mode))
+        return found
+
+    def some_read(descriptor: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+        if refusal == "read" and descriptor in direct:
+            raise OSError(errno.EINVAL, "no O_DIRECT here")
+        return preadv(descriptor, buffers, offset, flags)
+
+    monkeypatch.setattr(reading.os, "open", some_open)
+    monkeypatch.setattr(reading.os, "preadv", some_read)
+    with (tmp_path / "file").open("rb") as file:
+        target = bytearray(len(content) - offset - 33)
+        read_into(file.fileno(), memoryview(target), offset, once=True)
+        assert target == content[offset:-33]
+        with pytest.raises(EOFError, match=f"ends at byte {len(content)}, 5 more were expected"):
+            read_into(file.fileno(), memoryview(bytearray(2**21)), len(content) - 2**21 + 5, once=True)
+
+
+def test_a_threads_memory_is_made_once() -> None:
+    """And again only if more is wanted; two uses have each their own."""
+    first = reading.own_memory("test", 10)
+    assert reading.own_memory("test", 5) is first
+    assert len(reading.own_memory("test", 11)) == 11
+    assert not np.shares_memory(reading.own_memory("test", 11), reading.own_memory("other", 11))
+
+
 def cached_pages(path: Path) -> int:
     """Of a file, in the page cache."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ) as pages:

@@ -47,6 +47,9 @@ def test_any_box_of_any_chunks(sizes: tuple[int, ...], tmp_path: Path) -> None:
         for box in itertools.product(*corners):
             got = dist.read("weight", [a for a, _ in box], [b - a for a, b in box])
             assert torch.equal(got, tensor[tuple(slice(a, b) for a, b in box)])
+            into = torch.zeros(SHAPE, dtype=torch.float64)[tuple(slice(a, b) for a, b in box)]  # strided, of another type
+            dist.read_into(into, "weight", [a for a, _ in box])
+            assert torch.equal(into, got.double())
 
 
 def test_torch_reads_it(tmp_path: Path) -> None:

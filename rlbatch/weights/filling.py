@@ -1,0 +1,48 @@
+"""Fills tensors from files in a few threads: one reads while another checks, converts and copies what it has read."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+
+THREADS = 2
+"""Each has its own memory for what it reads."""
+
+Result = TypeVar("Result")
+
+
+class Threads:
+    """A few threads, and with them their memory, for as long as there is something to fill."""
+
+    def __init__(self) -> None:
+        device = (torch.cuda.current_device(),) if torch.cuda.is_available() else ()  # of a new thread it is the first
+        self._pool = ThreadPoolExecutor(THREADS, "rlbatch-fill", torch.cuda.set_device if device else None, device)
+
+    def __enter__(self) -> Threads:
+        """Returns itself."""
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Waits for what has begun."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def run(self, jobs: Iterable[Callable[[], Result]]) -> Iterator[Result]:
+        """Results in the order of the jobs, which are taken as threads get free.
+
+        Args:
+            jobs: Independent of each other.
+
+        Raises:
+            BaseException: of the first job that failed.
+        """
+        begun: deque[Future[Result]] = deque()
+        for job in jobs:
+            begun.append(self._pool.submit(job))
+            if len(begun) > THREADS:
+                yield begun.popleft().result()
+        while begun:
+            yield begun.popleft().result()
