@@ -2,9 +2,9 @@
 
 Each writer is a process with so many GB of optimizer state, of stacked experts: gate and up halves lie apart in a checkpoint, and the state
 begins and ends in the middle of an expert, as a data-parallel rank's does. In turn the writers write it, as ranks do, and as many ``dd``
-(``oflag=direct conv=fsync``) as much. Prints GB/s of both until the last is on the disk, the share of ``dd``'s, and what the fullest writer
-took of memory beyond its state. Exits with 1 if the median share is below 70 %, or a writer took more than its buffers and 64 MiB. Removes
-all that it wrote.
+(``oflag=direct conv=fsync``) as much. Prints GB/s of both until the last is on the disk, the share of ``dd``'s, what the fullest writer
+took of memory beyond its state, and processor time. Exits with 1 if the median share is below 70 %, or a writer took more than its buffers
+and 64 MiB. Removes all that it wrote.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ def write(rank: int, gigabytes: float, folder: Path) -> None:
     before = _status("VmRSS")
     print("ready", flush=True)
     sys.stdin.readline()
+    began = time.process_time()
     _write_files(folder, planned)
-    print(_status("VmHWM") - before, flush=True)
+    print(_status("VmHWM") - before, time.process_time() - began, flush=True)
 
 
 def _status(key: str) -> int:
@@ -51,8 +52,8 @@ def _status(key: str) -> int:
     return 1024 * int(next(line.split()[1] for line in lines if line.startswith(f"{key}:")))
 
 
-def save(writers: int, gigabytes: str, folder: Path) -> tuple[float, int]:
-    """Seconds until all have written, and the most that one of them took of memory."""
+def save(writers: int, gigabytes: str, folder: Path) -> tuple[float, int, float]:
+    """Seconds until all have written, the most that one of them took of memory, and processor time of all."""
     command = [sys.executable, "-m", "benchmarks.checkpoint", f"gigabytes={gigabytes}", f"folder={folder}"]
     ranks = [
         subprocess.Popen([*command, f"rank={rank}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for rank in range(writers)
@@ -66,8 +67,8 @@ def save(writers: int, gigabytes: str, folder: Path) -> tuple[float, int]:
         assert rank.stdin
         rank.stdin.write("\n")
         rank.stdin.flush()
-    taken = [rank.communicate()[0] for rank in ranks]
-    return time.perf_counter() - started, max(map(int, taken))
+    taken, busy = zip(*(rank.communicate()[0].split() for rank in ranks), strict=True)
+    return time.perf_counter() - started, max(map(int, taken)), sum(map(float, busy))
 
 
 def dd(writers: int, nbytes: int, folder: Path) -> float:
@@ -92,7 +93,7 @@ def main(arguments: list[str]) -> int:
     for number in range(int(options["rounds"])):
         root = Path(tempfile.mkdtemp(prefix="checkpoint", dir=options["folder"]))
         try:
-            seconds, taken = save(writers, options["gigabytes"], root)
+            seconds, taken, busy = save(writers, options["gigabytes"], root)
             nbytes = sum(path.stat().st_size for path in root.iterdir())
             shutil.rmtree(root)
             root.mkdir()
@@ -102,7 +103,11 @@ def main(arguments: list[str]) -> int:
         shares.append(compared / seconds)
         most = max(most, taken)
         rates = f"save {nbytes / seconds / 1e9:.2f} GB/s, dd {nbytes / compared / 1e9:.2f} GB/s, share {shares[-1]:.0%}"
-        print(f"round {number + 1}: {nbytes / 1e9:.2f} GB by {writers} writers, {rates}, {taken / 2**20:.0f} MiB of memory", flush=True)
+        print(
+            f"round {number + 1}: {nbytes / 1e9:.2f} GB by {writers} writers, {rates}, {taken / 2**20:.0f} MiB of memory, "
+            f"{busy * 1e9 / nbytes:.2f} s of processor time a GB",
+            flush=True,
+        )
     return int(statistics.median(shares) < WANTED or most > PART_BYTES + BLOCKS * BLOCK_BYTES + MARGIN_BYTES)
 
 
