@@ -67,8 +67,12 @@ def save(writers: int, gigabytes: str, folder: Path) -> tuple[float, int, float]
         assert rank.stdin
         rank.stdin.write("\n")
         rank.stdin.flush()
-    taken, busy = zip(*(rank.communicate()[0].split() for rank in ranks), strict=True)
-    return time.perf_counter() - started, max(map(int, taken)), sum(map(float, busy))
+    said = [rank.stdout.readline().split() for rank in ranks if rank.stdout]
+    seconds = time.perf_counter() - started  # until the last has written: its end, and to give its state back, takes time too
+    for rank in ranks:
+        rank.communicate()
+    taken, busy = zip(*said, strict=True)
+    return seconds, max(map(int, taken)), sum(map(float, busy))
 
 
 def dd(writers: int, nbytes: int, folder: Path) -> float:
