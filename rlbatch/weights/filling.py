@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -19,8 +20,9 @@ class Threads:
     """A few threads, and with them their memory, for as long as there is something to fill."""
 
     def __init__(self) -> None:
-        device = (torch.cuda.current_device(),) if torch.cuda.is_available() else ()  # of a new thread it is the first
-        self._pool = ThreadPoolExecutor(THREADS, "rlbatch-fill", torch.cuda.set_device if device else None, device)
+        # A new thread's device is the first.
+        start = partial(torch.cuda.set_device, torch.cuda.current_device()) if torch.cuda.is_available() else None
+        self._pool = ThreadPoolExecutor(THREADS, "rlbatch-fill", start)
 
     def __enter__(self) -> Threads:
         """Returns itself."""
