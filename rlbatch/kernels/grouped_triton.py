@@ -14,25 +14,40 @@ ROWS, COLUMNS, DEPTH = 128, 256, 64
 
 
 @triton.jit
-def _add(total, slopes, inputs, ends, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
-    tiles_down, tiles_across = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
+def _add(
+    total,
+    slopes,
+    inputs,
+    ends,
+    rows: tl.constexpr,
+    columns: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    tiles_down: tl.constexpr = (rows + ROWS - 1) // ROWS
+    tiles_across: tl.constexpr = (columns + COLUMNS - 1) // COLUMNS
     tile = tl.program_id(0) % (tiles_down * tiles_across)
     expert = tl.program_id(0) // (tiles_down * tiles_across)
     first = tl.load(ends + expert - 1, mask=expert > 0, other=0)
     last = tl.load(ends + expert)
     row = tile % tiles_down * ROWS + tl.arange(0, ROWS)
     column = tile // tiles_down * COLUMNS + tl.arange(0, COLUMNS)
-    is_row, is_column = row < rows, column < columns
+    token = first.to(tl.int64) + tl.arange(0, DEPTH)
+    # Beyond the last row or column it reads others, whose products are not stored: the loop has no masks.
+    left = slopes + token[:, None] * rows + (row % rows)[None, :]
+    right = inputs + token[:, None] * columns + (column % columns)[None, :]
     product = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in range(first, last, DEPTH):
-        token = start + tl.arange(0, DEPTH).to(tl.int64)
-        is_token = (token < last)[:, None]
-        left = tl.load(slopes + token[:, None] * rows + row[None, :], mask=is_token & is_row[None, :], other=0.0)
-        right = tl.load(inputs + token[:, None] * columns + column[None, :], mask=is_token & is_column[None, :], other=0.0)
-        product = tl.dot(tl.trans(left), right, product)
+    whole = (last - first) // DEPTH
+    for _ in range(whole):
+        product = tl.dot(tl.trans(tl.load(left)), tl.load(right), product)
+        left += DEPTH * rows
+        right += DEPTH * columns
+    is_token = (first + whole * DEPTH + tl.arange(0, DEPTH) < last)[:, None]
+    product = tl.dot(tl.trans(tl.load(left, mask=is_token, other=0.0)), tl.load(right, mask=is_token, other=0.0), product)
     place = total + expert.to(tl.int64) * rows * columns + row[:, None] * columns + column[None, :]
-    is_there = is_row[:, None] & is_column[None, :]
-    tl.store(place, tl.load(place, mask=is_there, other=0.0) + product, mask=is_there)
+    # One addition to each number: in the memory's own units, since the tile and what is there do not both fit the registers.
+    tl.atomic_add(place, product, mask=(row < rows)[:, None] & (column < columns)[None, :], sem="relaxed")
 
 
 def add_weight_gradients(total: Tensor, slopes: Tensor, inputs: Tensor, ends: Tensor) -> None:

@@ -54,7 +54,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             logits = logits_kept[number] if logits_kept else layer.logits(part, weight, start)
             grad = layer.kernels.gradient(logits, chosen, layer.temperature, (log_total, entropy), tuple(upstream))
             torch.mm(grad, weight, out=target)
-            _add_product(total, grad.T, part)
+            add_product(total, grad.T, part)
         if main_grad is None:
             return grad_hidden, total.to(weight.dtype), None, None
         weight.grad_added_to_main_grad = True  # Megatron then ignores what is returned, and wants something
@@ -94,7 +94,7 @@ class _OutputLayer:
         return logits if self.kept is None else logits.masked_fill_(self.kept.left_out(start, logits.shape), nothing)
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """``total += left @ right`` without rounding to the factors' precision in between."""
     if left.is_cuda and left.dtype != total.dtype:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)  # as fast as into bf16

@@ -13,7 +13,8 @@ def test_gradients_are_added(repository: Path) -> None:
 
 
 def test_all_kernels_compile(repository: Path, tmp_path: Path) -> None:
-    """For an L40, with the least shared memory of GPUs since the A100, and for an H200, and within what they have."""
-    memory = said_by(repository, "compiled_by_triton.py", TRITON_CACHE_DIR=str(tmp_path))
-    assert memory["89"] <= 99 * 2**10
-    assert memory["90"] <= 227 * 2**10
+    """For an L40, with the least shared memory of GPUs since the A100, and for an H200: within what they have, there also of registers."""
+    sizes = said_by(repository, "compiled_by_triton.py", TRITON_CACHE_DIR=str(tmp_path))
+    assert sizes["89"][0] <= 99 * 2**10
+    assert sizes["90"][0] <= 227 * 2**10
+    assert sizes["90"][1] == 0

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rlbatch.megatron.experts import StackedExperts
+from rlbatch.megatron.experts import StackedExperts, _fill_a_gpu, _GroupedLinear
 
 EXPERTS, HIDDEN, FFN = 4, 6, 10
 
@@ -52,3 +52,36 @@ def test_output_and_gradients(counts: tuple[int, ...], experts: StackedExperts) 
 def test_gradients_have_buffers_of_their_own(experts: StackedExperts) -> None:
     """Both stacks are marked as reduced over the expert data-parallel group, whatever ep_size: else TP without EP is silently wrong."""
     assert [param.allreduce for param in experts.parameters()] == [False, False]
+
+
+@pytest.mark.parametrize("has_buffer", [True, False])
+def test_experts_one_after_another(has_buffer: bool) -> None:
+    """What GPUs compute for experts that fill them: each run by its own expert, the gradient added in float32 to what is there."""
+    counts = [3, 0, 5, 1]
+    generator = torch.Generator().manual_seed(4)
+    tokens, weight, slopes = (torch.randn(shape, generator=generator).bfloat16() for shape in ((9, 8), (EXPERTS, 16, 8), (9, 16)))
+    tokens.requires_grad_()
+    weight = torch.nn.Parameter(weight)
+    before = torch.randn(EXPERTS, 16, 8, generator=generator)
+    if has_buffer:
+        weight.main_grad = before.clone()
+    output = _GroupedLinear.apply(tokens, weight, torch.tensor(counts).cumsum(0).to(torch.int32), counts)
+    output.backward(slopes)
+    runs = [values.detach().double().split(counts) for values in (tokens, slopes)]
+    exact = [(x @ w.double().T, g @ w.double(), g.T @ x) for w, x, g in zip(weight.detach(), *runs, strict=True)]
+    outputs, grad_tokens, grad_weight = zip(*exact, strict=True)
+    assert output.double().detach() == pytest.approx(torch.cat(outputs), rel=2e-2, abs=2e-2)
+    assert tokens.grad.double() == pytest.approx(torch.cat(grad_tokens), rel=2e-2, abs=2e-2)
+    if has_buffer:
+        assert weight.grad_added_to_main_grad
+        assert weight.main_grad.double() == pytest.approx(before.double() + torch.stack(grad_weight), rel=1e-5, abs=1e-5)
+    else:
+        assert weight.grad.double() == pytest.approx(torch.stack(grad_weight), rel=2e-2, abs=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "shape", "is_so"), [(32768, (4, 28672, 4096), True), (32768, (4, 4096, 14336), True), (131072, (64, 1536, 2048), False)]
+)
+def test_which_experts_fill_a_gpu(tokens: int, shape: tuple[int, ...], is_so: bool) -> None:
+    """Mixtral's of packs of 16k tokens on two ranks do; Qwen3-30B's, of which there are many, do not."""
+    assert _fill_a_gpu(tokens, torch.empty(shape, device="meta")) == is_so
