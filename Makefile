@@ -1,9 +1,11 @@
 # make demo [ARGS="train.steps=10 ..."]    the embedded run: CPU, this machine
 # make test [PYTEST_ARGS="-k loss"]        every check that this machine can run, but for the long tail of tests
 # make test-all                            with it
+# make versions [PINS="torch==2.11.0"]     tests that other versions may break, with these, or with the oldest that setup.cfg accepts
 PYTHON ?= python3
 ARGS ?=
 PYTEST_ARGS ?=
+PINS ?= -r tests/lowest.txt
 
 venv := .venv
 vllm := .venv-vllm
@@ -15,8 +17,11 @@ clean := rm -rf rlbatch.egg-info examples/rlbatch-llama/src/rlbatch_llama.egg-in
 shared := -n 2 --dist loadfile --no-loadscope-reorder --durations=40 --durations-min=10
 requirements := setup.cfg pyproject.toml constraints.txt
 llama := examples/rlbatch-llama
+# What other packages do for rlbatch: numbers, archives, messages between processes, templates, whole runs.
+other := algorithms checkpoint config datasets engines/transfer megatron/test_attention.py megatron/test_checkpoint.py \
+  megatron/test_gradients.py metrics pipeline/test_saving.py pipeline/test_step.py prompts rewards test_resume.py test_run.py weights
 
-.PHONY: demo test test-all
+.PHONY: demo test test-all versions
 .DELETE_ON_ERROR:
 
 demo: $(venv)/.demo
@@ -29,6 +34,12 @@ test test-all: $(venv)/.test $(vllm)/.done $(sglang)/.done
 	$(venv)/bin/lint-imports
 	$(venv)/bin/python -m pytest $(shared) $(if $(filter test,$@),-m 'not long') $(PYTEST_ARGS)
 	$(if $(filter test,$@),@echo 'Left out: tests that are marked long (other layouts, versions and MPIs, whole jobs). make test-all runs them too.')
+
+versions:
+	$(PYTHON) -m venv --clear .venv-versions
+	.venv-versions/bin/python -m pip install --disable-pip-version-check --quiet $(PINS) -e '.[dev]'
+	@$(clean)
+	.venv-versions/bin/python -m pytest -m 'not long' $(addprefix tests/,$(other)) $(PYTEST_ARGS)
 
 # bin/pip is the last file that venv writes: an interrupted creation starts over.
 $(venv)/bin/pip:

@@ -79,6 +79,13 @@ def test_dependencies_are_ranges_and_what_is_imported(repository: Path, setup: c
     assert "torch==2.13.0\n" in (repository / "constraints.txt").read_text(encoding="utf-8")
 
 
+def test_the_lowest_versions_are_those_that_are_run(repository: Path, setup: configparser.ConfigParser) -> None:
+    """`make versions` runs the lower bounds: one that nobody runs is a guess."""
+    pinned = (repository / "tests/lowest.txt").read_text(encoding="utf-8").splitlines()
+    bounds = [line.partition(",")[0].replace(">=", "==") for line in lines(setup, "options", "install_requires")]
+    assert [line for line in pinned if not line.startswith("#")] == bounds
+
+
 def test_no_ray(repository: Path) -> None:
     """Nothing of ours imports Ray, or a package that exists to drive it."""
     for folder in ("rlbatch", "plugins", "examples"):

@@ -84,6 +84,17 @@ def test_test_runs_every_check(target: str, chosen: str, checkout: Path) -> None
     ]
 
 
+@pytest.mark.parametrize("pins", ["", "torch==2.11.0 transformers==5.17.0"])
+def test_other_versions_have_an_environment_of_their_own(pins: str, checkout: Path) -> None:
+    """The oldest, or those named; the tests that are run are there."""
+    write_program(checkout / ".venv-versions/bin/python", RECORDER.format(log=checkout / "log"))
+    made, install, run = make(checkout, "versions", *([f"PINS={pins}"] if pins else []))
+    assert made.endswith("-m venv --clear .venv-versions")
+    assert install.endswith(f" {pins or '-r tests/lowest.txt'} -e .[dev]")
+    chosen = [word for word in run.split() if word.startswith("tests/")]
+    assert chosen and all((Path(__file__).parents[2] / path).exists() for path in chosen)
+
+
 @pytest.mark.parametrize(
     ("python", "message"),
     [
