@@ -1,37 +1,51 @@
 """Warm processes for distributed tests: a pool pays the imports and the rendezvous once, then runs function after function.
 
 Functions and results travel as pickles, over pipes that only the pool and its own workers hold.
+
+Ranks are forked by a process that has imported what they need, one for all pools of a process. So they share one order of sets of text,
+which ranks of jobs do not.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import faulthandler
+import importlib
+import multiprocessing
 import os
 import pickle
 import signal
-import socket
-import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.process import BaseProcess
+from typing import Any, Literal
 
 START_TIMEOUT_S = 300.0
-MAX_THREADS = 1000
-"""Threads of a worker after which the pool is replaced: gloo keeps 48 for every model that was trained, a third of which never rest."""
+MAX_THREADS = 500
+"""Threads of a worker after which the pool is replaced: gloo keeps 48 for every model that was trained, which take a hundredth of a
+processor and make a small model's step take a tenth longer.
+"""
 ENDING_S = 1.0
 """Longest time from the end of a rank's connections to its own, on a busy machine."""
 PR_SET_PDEATHSIG = 1
-LAUNCH = "from rlbatch.testing.ranks import work; work()"
+WARM = "rlbatch.testing.warm"
+StartMethod = Literal["forkserver", "spawn"]
+"""``spawn``: each rank imports everything itself, from ``sys.path`` as it is at the first ``run``."""
 
 
 class RankFailure(Exception):
     """A rank raised, died or did not answer in time; the message names it."""
+
+
+def end_with_parent() -> None:
+    """SIGKILL for this process when the thread that started it ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _threads(pid: int) -> int:
@@ -44,7 +58,7 @@ def _threads(pid: int) -> int:
 class Worker:
     """One rank's process and the parent's end of its pipe."""
 
-    process: subprocess.Popen[bytes]
+    process: BaseProcess
     pipe: Connection
 
 
@@ -54,8 +68,9 @@ class RankPool:
     The processes end with the thread that started them, however it ends.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, start_method: StartMethod = "forkserver") -> None:
         self.world_size = world_size
+        self._start_method = start_method
         self._workers: list[Worker] = []
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 300.0) -> list[Any]:
@@ -81,7 +96,7 @@ class RankPool:
         call = pickle.dumps((function, args))
         finished = False
         try:
-            if any(_threads(worker.process.pid) > MAX_THREADS for worker in self._workers):
+            if any(_threads(_pid(worker)) > MAX_THREADS for worker in self._workers):
                 self._kill()
             self._start()
             self._signal(signal.SIGCONT)
@@ -101,15 +116,15 @@ class RankPool:
         for worker in self._workers:
             worker.pipe.close()
         for worker in self._workers:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                worker.process.wait(5)
+            worker.process.join(5)
         self._kill()
 
     def _start(self) -> None:
         if self._workers:
             return
+        atexit.register(self._kill)  # before multiprocessing waits for the ranks, which are stopped
         for rank in range(self.world_size):
-            self._workers.append(_spawn(rank, self.world_size))
+            self._workers.append(_started(rank, self.world_size, self._start_method))
         port = self._answer(0, time.monotonic() + START_TIMEOUT_S)
         for rank in range(1, self.world_size):
             self._send(rank, pickle.dumps(port))
@@ -117,7 +132,8 @@ class RankPool:
 
     def _signal(self, number: signal.Signals) -> None:
         for worker in self._workers:
-            worker.process.send_signal(number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(_pid(worker), number)
 
     def _send(self, rank: int, message: bytes) -> None:
         try:
@@ -149,26 +165,29 @@ class RankPool:
             raise self._ended(rank) from None
         if failure:
             for other in range(self.world_size):  # one that ended is why others raise
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._workers[other].process.wait(ENDING_S)
+                self._workers[other].process.join(ENDING_S)
+                if self._workers[other].process.exitcode is not None:
                     raise self._ended(other)
             raise RankFailure(f"rank {rank} of {self.world_size} raised\n{failure}")
         return result
 
     def _ended(self, rank: int) -> RankFailure:
-        return RankFailure(f"rank {rank} of {self.world_size} ended with exit code {self._workers[rank].process.wait(10)}")
+        process = self._workers[rank].process
+        process.join(10)
+        return RankFailure(f"rank {rank} of {self.world_size} ended with exit code {process.exitcode}")
 
     def _show_stacks(self, ranks: list[int]) -> None:
         for rank in ranks:
-            self._workers[rank].process.send_signal(signal.SIGUSR1)
+            os.kill(_pid(self._workers[rank]), signal.SIGUSR1)
         time.sleep(0.5)
 
     def _kill(self) -> None:
         """Ends every process with all of its children."""
         for worker in self._workers:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(worker.process.pid, signal.SIGKILL)
-            worker.process.wait()
+                os.killpg(_pid(worker), signal.SIGKILL)
+            worker.process.kill()  # it may not have a group of its own yet
+            worker.process.join()
             worker.pipe.close()
         self._workers = []
 
@@ -176,13 +195,14 @@ class RankPool:
 class RankPools:
     """One pool a world size, kept warm while together they have at most ``max_processes`` (about 400 MB each)."""
 
-    def __init__(self, max_processes: int = 8) -> None:
+    def __init__(self, max_processes: int = 8, start_method: StartMethod = "forkserver") -> None:
         self._max_processes = max_processes
+        self._start_method = start_method
         self._pools: dict[int, RankPool] = {}
 
     def __call__(self, world_size: int) -> RankPool:
         """The pool of this size; the least recently used others are closed to make room."""
-        pool = self._pools.pop(world_size, None) or RankPool(world_size)
+        pool = self._pools.pop(world_size, None) or RankPool(world_size, self._start_method)
         while self._pools and sum(self._pools) + world_size > self._max_processes:
             self._pools.pop(next(iter(self._pools))).close()
         self._pools[world_size] = pool
@@ -194,30 +214,32 @@ class RankPools:
             self._pools.popitem()[1].close()
 
 
-def _spawn(rank: int, world_size: int) -> Worker:
-    ours, theirs = socket.socketpair()
+def _pid(worker: Worker) -> int:
+    assert worker.process.pid is not None  # it was started
+    return worker.process.pid
+
+
+def _started(rank: int, world_size: int, start_method: StartMethod) -> Worker:
+    context: ForkServerContext | SpawnContext
+    if start_method == "forkserver":
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([WARM])
+    else:
+        context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
     with theirs:
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
-        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-        arguments = [theirs.fileno(), rank, world_size, os.getpid()]
-        process = subprocess.Popen(
-            [sys.executable, "-c", LAUNCH, *map(str, arguments)],
-            stdin=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
-            env=environment,
-            start_new_session=True,
-        )
-    return Worker(process, Connection(ours.detach()))
+        process = context.Process(target=work, args=(theirs, rank, world_size))
+        process.start()
+    return Worker(process, ours)
 
 
-def work() -> None:
+def work(pipe: Connection, rank: int, world_size: int) -> None:
     """A worker's life: joins the group, then answers until the pipe closes."""
-    pipe_fd, rank, world_size, parent_pid = map(int, sys.argv[1:])
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        return
+    os.setsid()
+    end_with_parent()
     faulthandler.register(signal.SIGUSR1, all_threads=False)
-    pipe = Connection(pipe_fd)
+
+    importlib.import_module(WARM)
 
     import torch
     from torch import distributed

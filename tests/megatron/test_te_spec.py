@@ -36,7 +36,7 @@ class StandInPools:
     """Ranks that find the stand-in as ``transformer_engine``; those of other pools do not."""
 
     def __init__(self) -> None:
-        self.pools = RankPools(max_processes=3)
+        self.pools = RankPools(max_processes=3, start_method="spawn")
 
     def __call__(self, world_size: int) -> StandInPools:
         self.pool = self.pools(world_size)
