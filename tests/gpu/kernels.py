@@ -1,8 +1,8 @@
 """The kernels against torch in float64, and their time and memory beside torch's: `python -m tests.gpu.kernels` on a GPU machine.
 
 Log-probs at T = 16,384 and V = 151,936, forward and backward pass of the whole output layer: ours with torch's operations and with the
-kernels, a plain `log_softmax` over all logits, and the same compiled. Exits with 1 if a kernel is further from float64 than torch's bf16
-operations are, or the gradient depends on the chunk.
+kernels, a plain `log_softmax` over all logits, and the same compiled; SwiGLU beside Megatron's; large experts one by one and grouped. Exits
+with 1 if a kernel is further from float64 than torch's bf16 operations are, or the gradient depends on the chunk.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 
 from rlbatch.kernels import softmax
 from rlbatch.kernels.grouped_triton import add_weight_gradients
+from rlbatch.kernels.swiglu_triton import weighted_swiglu
 from rlbatch.megatron import logprobs
+from rlbatch.megatron.experts import _GroupedLinear
 from rlbatch.megatron.router import _Gate
 
 HIDDEN, VOCAB = 2048, 151936
@@ -28,7 +31,8 @@ Outputs = tuple[torch.Tensor, ...]
 def main() -> int:
     """Compares, then times."""
     torch.manual_seed(0)
-    bad = _head_errors() + _grouped_errors() + _gate_errors()
+    bad = _head_errors() + _grouped_errors() + _gate_errors() + _swiglu_errors()
+    bad += _large_experts(28672, 4096) + _large_experts(4096, 14336)
     _head_times(16384)
     print("bad:", bad)
     return 1 if bad else 0
@@ -125,6 +129,67 @@ def _gate_errors() -> int:
     errors = {name: (float((got.double() - want).norm() / want.norm()), most) for name, (got, want, most) in pairs.items()}
     print("gate:", {name: f"{error:.2e}" for name, (error, _) in errors.items()}, flush=True)
     return sum(error > most for error, most in errors.values())
+
+
+def _milliseconds(run: Callable[[], Any]) -> float:
+    """Median of five, after two."""
+    seconds = []
+    for _ in range(7):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    return 1e3 * statistics.median(seconds[2:])
+
+
+def _swiglu_errors() -> int:
+    gate_up = torch.randn(131072, 1536, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    weights, slopes = torch.rand(131072, device="cuda").requires_grad_(), torch.randn(131072, 768, device="cuda", dtype=torch.bfloat16)
+
+    def both_ways(function: Callable[..., torch.Tensor]) -> Outputs:
+        gate_up.grad = weights.grad = None
+        output = function(gate_up, weights)
+        output.backward(slopes)
+        return output.detach(), gate_up.grad, weights.grad
+
+    (gate, up), slope, weight = gate_up.detach().double().chunk(2, -1), slopes.double(), weights.detach().double()[:, None]
+    sigmoid = gate.sigmoid()
+    of_gate = slope * weight * up * sigmoid * (1 + gate * (1 - sigmoid))
+    product = gate * sigmoid * up
+    exact = product * weight, torch.cat([of_gate, slope * weight * gate * sigmoid], -1), (slope * product).sum(-1)
+    cases = {"kernels": weighted_swiglu, "Megatron's": lambda rows, each: weighted_bias_swiglu_impl(rows, None, each.unsqueeze(-1))}
+    errors = {
+        case: [float((got.double() - want).norm() / want.norm()) for got, want in zip(both_ways(run), exact, strict=True)]
+        for case, run in cases.items()
+    }
+    for case, run in cases.items():
+        shown = " ".join(f"{error:.1e}" for error in errors[case])
+        print(f"SwiGLU, {case}: {_milliseconds(lambda run=run: both_ways(run)):.3f} ms both ways, errors {shown}", flush=True)
+    return sum(error > 1.1 * of_torch for error, of_torch in zip(errors["kernels"], errors["Megatron's"], strict=True))
+
+
+def _large_experts(rows: int, columns: int) -> int:
+    counts = [7000, 9000, 8500, 8268]
+    ends = torch.tensor(counts, device="cuda").cumsum(0).to(torch.int32)
+    weight = torch.nn.Parameter((torch.randn(4, rows, columns, device="cuda") * 0.02).bfloat16())
+    weight.main_grad = torch.zeros(4, rows, columns, device="cuda")
+    inputs = torch.randn(32768, columns, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    slopes = torch.randn(32768, rows, device="cuda", dtype=torch.bfloat16)
+
+    def both_ways(own: list[int] | None) -> Outputs:
+        inputs.grad = None
+        output = _GroupedLinear.apply(inputs, weight, ends, own)
+        output.backward(slopes)
+        return output.detach(), inputs.grad, weight.main_grad
+
+    results: list[list[torch.Tensor]] = []
+    for case, own in (("one after another", counts), ("grouped", None)):
+        weight.main_grad.zero_()
+        results.append([values.clone() for values in both_ways(own)])
+        spent = _milliseconds(lambda own=own: both_ways(own))
+        print(f"experts {rows} x {columns}, {case}: {6e-9 * 32768 * rows * columns / spent:.0f} TFLOP/s", flush=True)
+    return sum(float((one - other).norm() / other.norm()) > 5e-3 for one, other in zip(*results, strict=True))
 
 
 def _head_times(tokens: int) -> None:
