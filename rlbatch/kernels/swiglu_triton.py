@@ -1,7 +1,6 @@
 """SwiGLU with routing weights in one kernel for each direction: silu(gate) x up x weight, in float32, rounded once.
 
-What torch compiles of the same makes the gradient in two passes: 0.74 ms for 131,072 tokens of width 768 on an H200, whose memory could
-read and write that in 0.21.
+What torch compiles of the same takes 0.81 ms for 131,072 tokens of width 768 in both directions on an H200, these 0.41.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ TILE, FILLING = 128 * 256, 512
 
 
 def _fill_a_gpu(tokens: int, weight: Tensor) -> bool:
-    """Whether the products of single experts do: then cuBLAS computes one after another. On an H200 the output layer's, which are large as
-    well, reach 760 TFLOP/s where grouped products reach 610.
+    """Whether the products of single experts do: cuBLAS then computes one after another, on an H200 at 672 to 694 TFLOP/s for Mixtral's,
+    where grouped products reach 571 to 590.
     """
     experts, rows, columns = weight.shape
     run = tokens / experts
