@@ -22,7 +22,7 @@ def test_128_ranks_meet(large_slurm: Slurm, repository: Path, tmp_path: Path) ->
     """16 nodes x 8 tasks of one step join one job and agree on who is where: ranks fill nodes in the node list's order."""
     options = [f"--nodes={NODES}", f"--ntasks-per-node={RANKS_PER_NODE}", "--kill-on-bad-exit=1", "--export=ALL"]
     command = [sys.executable, "-m", "tests.cluster.light_rank", str(tmp_path)]
-    large_slurm.run("srun", *options, *command, cwd=repository, timeout_s=120)
+    large_slurm.run("srun", *options, *command, cwd=repository, timeout_s=300)
     known = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(NODES * RANKS_PER_NODE)]
     expected = [node for node in large_slurm.nodes[:NODES] for _ in range(RANKS_PER_NODE)]
     assert {tuple(rank["hosts"]) for rank in known} == {tuple(expected)}
