@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.shapes import COMMON, MODELS
 from rlbatch.api import ModelFamily
 from rlbatch.plan.accounting import planned_memory
 from rlbatch.plan.engine_memory import GIB, MemoryInputs, memory_inputs
@@ -29,39 +30,8 @@ from rlbatch.plan.job_plan import JobPlan, plan_job
 from rlbatch.plan.memory import Peak
 from rlbatch.plan.parameters import ModelSize
 from rlbatch.registry import compose_job, load_plugins
-from tests.large_models import CONFIGS
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3_30b": dict(CONFIGS["qwen3_30b"]),
-    "deepseek": {
-        "model_type": "deepseek_v3",
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-        "max_position_embeddings": 40960,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "q_lora_rank": 768,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "rope_theta": 10000.0,
-        "vocab_size": 129280,
-        "n_routed_experts": 256,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "n_group": 8,
-        "topk_group": 4,
-        "norm_topk_prob": True,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-    },
-}
+SHAPES = {name: {**COMMON, **MODELS[name]} for name in ("qwen3_30b", "deepseek")}
 """Qwen3-30B-A3B, and DeepSeek-V3 cut in its widths: latent attention, 256 experts of which 8 and a shared one."""
 TINY = {
     **{"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4},

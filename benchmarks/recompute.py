@@ -12,6 +12,7 @@ import subprocess
 import sys
 from typing import Any, get_args, get_type_hints
 
+from benchmarks.shapes import COMMON, MODELS
 from rlbatch.api import ConfigError, ModelFamily
 from rlbatch.config.schema import LayoutConfig, TrainConfig
 from rlbatch.plan.activations import stage_activations
@@ -53,8 +54,6 @@ def measured(options: dict[str, str], keys: dict[str, Any], gpus: int) -> tuple[
 
 def main(arguments: list[str]) -> None:
     """Measures and prints."""
-    from benchmarks.train import COMMON, MODELS
-
     options = {
         "gpus": "2",
         "model": "qwen3_30b",

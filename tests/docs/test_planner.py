@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.train import COMMON, MODELS
+from benchmarks.shapes import COMMON, MODELS
 from rlbatch.config.assumptions import PlanConfig, sources
 from rlbatch.config.compose import compose
 from rlbatch.config.sources import group_files

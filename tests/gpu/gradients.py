@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.train import COMMON, MODELS
+from benchmarks.shapes import COMMON, MODELS
 from rlbatch.algorithms.objective import Objective
 from rlbatch.api import Microbatch, ModelFamily
 from rlbatch.config.schema import AlgorithmConfig, Config, LayoutConfig, OptimizerConfig, TrainConfig

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
-from benchmarks.train import COMMON, MODELS
+from benchmarks.shapes import COMMON, MODELS
 from rlbatch.checkpoint.hf import HfTensors
 from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import Config, LayoutConfig, OptimizerConfig, TrainConfig
