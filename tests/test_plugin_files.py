@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import pickle
-from concurrent.futures import ProcessPoolExecutor
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,14 +56,25 @@ def test_files_of_one_name(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(second)) is second
 
 
+IN_A_POOL = """
+import multiprocessing, sys
+from concurrent.futures import ProcessPoolExecutor
+from rlbatch.registry import load_plugins
+verify = load_plugins([sys.argv[1]]).build_reward("pool", {})
+with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context(sys.argv[2])) as pool:
+    print(list(pool.map(verify, [1, 2])))
+"""
+
+
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_process_pools(tmp_path: Path, method: str) -> None:
-    """A pool whose processes are started anew runs functions of a plugin file, whatever the file is called."""
+    """A pool whose processes are started anew runs functions of a plugin file, whatever the file is called. In a process of its own: a
+    fork server has the environment of the moment when it was started, and other tests may have started this process's.
+    """
     path = tmp_path / "my-reward v1.2.py"
     path.write_text(WITH_POOL % "pool")
-    verify = load_plugins([str(path)]).build_reward("pool", {})
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context(method)) as pool:
-        assert list(pool.map(verify, [1, 2])) == [2.0, 4.0]
+    done = subprocess.run([sys.executable, "-c", IN_A_POOL, str(path), method], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "[2.0, 4.0]\n", done.stderr
 
 
 def test_a_variable_that_is_not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ NO_PATHS = """
     model.name rollout.name reward.name offload.name algorithm.advantage algorithm.loss data.prompt_key data.label_key data.reward_key
     data.metadata_keys data.system_prompt data.curriculum trackers sampling.filters
     cluster.name cluster.model cluster.gpu cluster.partition cluster.account cluster.qos cluster.time_limit cluster.constraint cluster.gres
-    cluster.sbatch_options cluster.environment cluster.interface checkpoint.best plan.calibrated
+    cluster.sbatch_options cluster.environment cluster.interface checkpoint.best plan.calibrated layout.recompute_modules
 """.split()
 
 
