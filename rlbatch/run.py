@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import signal
@@ -166,6 +167,7 @@ def _run(config: Config, run_dir: Path, meeting: Meeting, watchdog: Watchdog, no
     with ExitStack() as stack, watchdog.reporting():
         with watchdog.phase("start"):
             log.phase("importing Megatron-core")
+            gc.disable()  # looking again and again through half a million objects that stay takes a seventh of the imports' time
             from rlbatch.launch.membership.store import open_store, process_group
             from rlbatch.launch.preflight.checks import Preflight
             from rlbatch.pipeline.assemble import assemble
@@ -174,6 +176,8 @@ def _run(config: Config, run_dir: Path, meeting: Meeting, watchdog: Watchdog, no
             from rlbatch.registry import load_plugins
 
             registry = load_plugins(config.plugins)
+            gc.freeze()
+            gc.enable()
             context = TrackerContext(run_dir, read_run_id(run_dir), run_dir.name, to_plain(config))
             log.track(registry.chosen_trackers(config), context)
             hosts = watchdog.wait_for_ranks()
@@ -187,6 +191,8 @@ def _run(config: Config, run_dir: Path, meeting: Meeting, watchdog: Watchdog, no
             job = assemble(config, run_dir, device, store, watchdog, log.phase, notice, registry)
             stack.callback(job.rollout.close)
             stack.callback(job.scorer.close)
+            gc.collect()
+            gc.freeze()  # a rank that looks through all that stays would make the others wait in some step
             _wait_for_all(watchdog, store, "start")  # loading may differ by more than a collective waits
         early = run(job, log) if isinstance(job, Job) else evaluate_alone(job, log)
         _wait_for_all(watchdog, store, "end")

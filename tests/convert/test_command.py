@@ -106,6 +106,7 @@ def _config(hf: Path, **changes: object) -> None:
     (hf / "config.json").write_text(json.dumps(config | changes))
 
 
+MAMBA = {"model_type": "mamba", "architectures": ["MambaForCausalLM"]}
 NORM, EXPERT = "model.layers.0.input_layernorm.weight", "model.layers.1.mlp.experts.3.down_proj.weight"
 
 
@@ -118,7 +119,7 @@ NORM, EXPERT = "model.layers.0.input_layernorm.weight", "model.layers.1.mlp.expe
         (lambda hf: _change(hf, "extra", torch.zeros(1)), "", "does not use 1 tensors of the checkpoint, first extra"),
         (lambda hf: _change(hf, EXPERT, torch.zeros(32, 23)), "", f"{EXPERT}: shape (32, 23) does not fit Megatron's (32, 24)"),
         (lambda hf: _change(hf, NORM, torch.zeros(32, dtype=torch.int64)), "", "dtype I64: weights must be"),
-        (lambda hf: _config(hf, model_type="mamba", architectures=["MambaForCausalLM"]), "", "no plugin claims model_type `mamba`. Asked: "),
+        (lambda hf: _config(hf, **MAMBA), "", "no plugin claims model_type `mamba`. Asked: "),
         (lambda hf: None, "layout.pp_size=3", "layout.pp_size=3"),
         (lambda hf: None, "layout.ep_size=3", "layout.ep_size=3: must divide num_experts (8)"),
         (lambda hf: None, "layout.tp_size=2 layout.world_size=3 layout.etp_size=2", "layout.world_size=3: must be a multiple of"),
@@ -154,7 +155,7 @@ def test_shard_missing(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
         (lambda hf: _change(hf, "extra", torch.zeros(1)), "does not use 1 tensors of the checkpoint, first extra"),
         (lambda hf: _change(hf, EXPERT, torch.zeros(32, 23)), f"{EXPERT}: shape [32, 23], must be [32, 24] (1 tensors do not fit)"),
         (lambda hf: _change(hf, NORM, torch.zeros(32, dtype=torch.int64)), f"{NORM}: type I64, must be one of F32"),
-        (lambda hf: _config(hf, model_type="mamba", architectures=["MambaForCausalLM"]), "no plugin claims model_type `mamba`. Asked: "),
+        (lambda hf: _config(hf, **MAMBA), "no plugin claims model_type `mamba`. Asked: "),
     ],
 )
 def test_input_of_other_types(damage, message: str, mode: str, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
