@@ -147,11 +147,17 @@ def _fill_state(stored: TorchDist, threads: Threads, optimizer: Any, chunks: dic
 
 def _make_state(optimizer: Any, steps: int) -> None:
     """Gives an optimizer that made no step its moments, not yet filled, and the step count."""
-    if hasattr(optimizer.optimizer, "sub_optimizers"):  # else Megatron makes the moments itself, without a step, which takes memory
+    inner = optimizer.optimizer
+    if hasattr(inner, "initialize_state"):  # Transformer Engine's; its load_state_dict would hold all moments twice
+        optimizer.init_state_fn(inner)
+        for group in inner.param_groups:
+            group["step"] = steps
+        return
+    if hasattr(inner, "sub_optimizers"):  # else Megatron makes the moments itself, without a step, which takes memory
         optimizer._init_optimizer_states_with_dummy_values()
     groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     optimizer.load_state_dict({"optimizer": {"param_groups": [{**group, "step": steps} for group in groups]}})
-    for state in optimizer.optimizer.state.values():
+    for state in inner.state.values():
         if torch.is_tensor(state.get("step")):
             # Megatron gives all parameters one tensor, which every parameter's update would then count up.
             state["step"] = state["step"].clone()

@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch
 from rlbatch.checkpoint.torch_dist import COMMON
 from rlbatch.checkpoint.unpickle import METADATA, read_metadata
 from rlbatch.config.schema import LayoutConfig
+from rlbatch.megatron.checkpoint import _make_state
 from rlbatch.testing.gradients import worst
 from tests import tiny_models
 from tests.convert.test_dist import run
@@ -50,6 +52,26 @@ def one_rank(model: str, folders: dict[str, Path], tmp_path_factory: pytest.Temp
     """The third update of one process, and its checkpoint after the second."""
     state = tmp_path_factory.mktemp("one") / "state"
     return (*rank_pool(1).run(checkpoint.save_between_updates, str(folders[model]), ONE, str(state))[0], state)
+
+
+class EngineAdam(torch.optim.Adam):
+    """Stands for Transformer Engine's FusedAdam, which needs CUDA: it counts steps by group, and its ``load_state_dict`` copies all
+    moments that it is given.
+    """
+
+    def initialize_state(self, *arguments: object) -> None:
+        """Tells it from torch's."""
+
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
+        raise AssertionError("all moments twice")
+
+
+def test_moments_are_made_once() -> None:
+    """Where a load would take eight bytes a parameter more than training, a job that filled its GPU could not be resumed."""
+    inner, made = EngineAdam([torch.nn.Parameter(torch.ones(3))]), []
+    _make_state(SimpleNamespace(optimizer=inner, init_state_fn=made.append), 7)
+    assert made == [inner]
+    assert [group["step"] for group in inner.param_groups] == [7]
 
 
 @pytest.mark.parametrize(("model", "name"), CASES, indirect=["model"], scope="module")
