@@ -6,7 +6,7 @@ text. It runs in a jail (``code_sandbox``). Verdicts are made outside of it: wha
 Labels (a JSON value, or a text of it), each with a ``solution`` or without:
 
 - ``{"inputs": [...], "outputs": [...]}``, or a list of ``{"input": ..., "output": ...}``: standard input and output. Spaces at ends of
-  lines and empty lines at the end do not count; numbers with decimals are equal to about six digits.
+  lines, empty lines at the end and how many spaces are between words do not count; numbers with decimals are equal to about six digits.
 - The same with ``fn_name`` (also ``entry_point``, ``metadata.func_name``): arguments and results of a function, or a ``Solution``'s method.
 - ``["assert f(1) == 2", ...]``, ``{"test_list": [...], "setup": ...}``, ``{"test": "def check(candidate): ...", "entry_point": ...}``, or a
   text: Python. Names of the program are functions and objects in another process; what they return is plain data.

@@ -32,4 +32,4 @@ def _build(options: _Options) -> Reward:
 @hookimpl
 def rlbatch_register_rewards() -> Mapping[str, RewardSpec]:
     """Supplies ``length``."""
-    return {"length": RewardSpec(_build, _Options, scope="sample")}
+    return {"length": RewardSpec(_build, _Options, needs_label=False, scope="sample")}

@@ -12,11 +12,12 @@ An answer of more than 2,000 characters is wrong. So is one that cannot be read.
 A label is a number, LaTeX with or without dollars (``\frac{1}{2}``, ``$[0,1)$``), or a text with a box or ``####``, whose last one counts.
 
 - Units count for nothing: ``5\text{ cm}``, ``5 m`` and ``5`` are equal. So do degrees, currencies, commas of thousands, and ``x =``.
-- ``2.5e7`` and ``1E-5`` are powers of ten (``2e-1`` also 2e - 1), ``1 1/2`` is one and a half, ``1\,234`` a number; minus signs are
-  also ``−`` and, in boxes and labels, ``–``.
+- ``2.5e7`` and ``1E-5`` are powers of ten (``2e-1`` also 2e - 1), ``1 1/2`` is one and a half, ``1\,234`` a number, as is ``1 234`` if
+  it is all that there is; minus signs are also ``−`` and, in boxes and labels, ``–``.
 - Percent: ``28\%`` is 28 and 0.28: the number is compared, and if just one of the two has the sign also its hundredth.
 - Decimals are compared to six places with exact values: 3.14159265 is pi, 0.333 is not 1/3.
-- It is not symmetric: a label that is an equation takes its right side, and the other way round.
+- An equation and its right side are equal, and so are an interval and its inequality: ``x = 5`` and 5, ``(5, \infty)`` and ``x > 5``.
+- ``i`` is the imaginary unit where that makes them equal, and ``^\circ`` within trigonometric functions is pi / 180.
 """
 
 import re
@@ -39,6 +40,9 @@ _NUMBER = re.compile(r"[-+]?[0-9]+(?:\.[0-9]+)?")
 _SCIENTIFIC = re.compile(r"(?<![\w.])([0-9]+(?:\.[0-9]+)?)[eE]([-+]?[0-9]{1,3})(?!\w|\.[0-9])")
 _MIXED = re.compile(r"(?<![\w./^])([0-9]+) {1,3}([0-9]+)/([0-9]+)(?![\w/]|\.[0-9])")
 _THOUSANDS = re.compile(r"(?<=[0-9])\\[,;: ](?=[0-9]{3}(?![0-9]))")
+_SPACED = re.compile(r"[\s$]*[-+−–]?[0-9]{1,3}(?: [0-9]{3})+(?:\.[0-9]+)?[\s$]*")
+_TRIGONOMETRY = re.compile(r"\\?(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
+_DEGREES = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s?\^\s?(?:\\circ(?![a-z])|\{\s?\\circ\s?\})")
 _SIGNS = {"–": "-", "°": r"^\circ ", r"\varnothing": r"\emptyset", r"\$": ""}
 _parsed_labels: set[str] = set()
 
@@ -147,6 +151,10 @@ def _tidied(answer: str) -> str:
     """An answer, or a label, in the signs that math-verify knows."""
     for sign, known in _SIGNS.items():
         answer = answer.replace(sign, known)
+    if _SPACED.fullmatch(answer):
+        answer = answer.replace(" ", "")
+    if _TRIGONOMETRY.search(answer):
+        answer = _DEGREES.sub(r"{(\1\\pi/180)}", answer)
     return re.sub(r"(?<=[^\\.])\.\s*$", "", answer)
 
 
@@ -168,9 +176,30 @@ def _parsed(text: str) -> list[Any]:
 
 
 def _equal(gold: Sequence[Any], found: Sequence[Any]) -> bool:
+    if not found:
+        return False
+    import sympy
+    from sympy.logic.boolalg import Boolean
+
+    is_interval = isinstance(gold[0], sympy.Set) and isinstance(found[0], Boolean)  # an inequality: math-verify takes it as a label only
+    if _verified(gold, found) or (is_interval and _verified(found, gold)):
+        return True
+    numbers = _with_unit(gold), _with_unit(found)
+    return numbers != (gold, found) and _verified(*numbers)
+
+
+def _verified(gold: Sequence[Any], found: Sequence[Any]) -> bool:
     from math_verify import verify
 
-    return bool(found) and bool(verify(list(gold), list(found), timeout_seconds=None))
+    return bool(verify(list(gold), list(found), timeout_seconds=None))
+
+
+def _with_unit(parsed: Sequence[Any]) -> list[Any]:
+    """With the imaginary unit in the place of ``i``."""
+    import sympy
+
+    units = [[symbol for symbol in getattr(item, "free_symbols", ()) if symbol.name == "i"] for item in parsed]
+    return [item.subs(dict.fromkeys(own, sympy.I)) if own else item for item, own in zip(parsed, units, strict=True)]
 
 
 def _check_label(options: NoOptions, label: Any) -> None:

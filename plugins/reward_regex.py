@@ -42,4 +42,4 @@ def _build(options: _Options) -> Reward:
 @hookimpl
 def rlbatch_register_rewards() -> Mapping[str, RewardSpec]:
     """Supplies ``regex``."""
-    return {"regex": RewardSpec(_build, _Options, scope="sample", timeout_s=10.0)}
+    return {"regex": RewardSpec(_build, _Options, needs_label=False, scope="sample", timeout_s=10.0)}

@@ -174,6 +174,8 @@ def _tokenize(
         report.lengths.append(len(prompt.token_ids))
         if len(report.shown) < SHOWN_PROMPTS:
             report.shown.append(prompt)
+        if row.label is None:
+            continue
         gold = report.gold.setdefault(row.reward_name or config.reward.name, [])
         if len(gold) < GOLD_ROWS:
             gold.append(prompt)
@@ -196,7 +198,8 @@ def _lines(one: PromptSet, report: Report, limit: Limit, tokenizer: PreTrainedTo
     yield f"  rewards: {_counts(report.rewards)}"
     for number, prompt in enumerate(report.shown, start=1):
         ids, more = prompt.token_ids[:SHOWN_IDS], len(prompt.token_ids) - SHOWN_IDS
-        yield f"  prompt {number}: {len(prompt.token_ids)} tokens, label {str(prompt.label)[:200]!r}"
+        label = "no label" if prompt.label is None else f"label {str(prompt.label)[:200]!r}"
+        yield f"  prompt {number}: {len(prompt.token_ids)} tokens, {label}"
         yield f"    text   {prompt.text!r}"
         yield f"    ids    {' '.join(map(str, ids))}{f' ... {more} more' if more > 0 else ''}"
         yield f"    tokens {' '.join(map(repr, tokenizer.convert_ids_to_tokens(list(ids))))}{' ...' if more > 0 else ''}"

@@ -258,6 +258,10 @@ class Registry:
         """What refuses labels that a reward does not take: raises ``DataError``, which names the reward."""
         return reward_parts.label_check(self.rewards, name, options)
 
+    def needs_label(self, name: str, options: Mapping[str, Any]) -> bool:
+        """Whether rows that a reward scores must have a label; see ``RewardSpec``."""
+        return reward_parts.needs_label(self.rewards, name, options)
+
     def answer_reader(self, name: str, options: Mapping[str, Any]) -> reward_parts.Answers:
         """What tells the final answers of responses that this reward scores; raises ``RewardError``, which names the reward."""
         return reward_parts.answer_reader(self.rewards, name, options)

@@ -85,6 +85,12 @@ def label_check(rewards: Table, name: str, options: Mapping[str, Any]) -> Callab
     return checked
 
 
+def needs_label(rewards: Table, name: str, options: Mapping[str, Any]) -> bool:
+    """Whether a reward, or a part of it, reads labels."""
+    parts = _parts(rewards, name, options)
+    return bool(rewards[name].value.needs_label) if parts is None else any(needs_label(rewards, *part) for part in parts.values())
+
+
 def answer_reader(rewards: Table, name: str, options: Mapping[str, Any]) -> Answers:
     """What tells the final answers of responses that a reward scores; raises ``RewardError``, which names the reward."""
     name, options = _answering(rewards, name, options)

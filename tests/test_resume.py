@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
@@ -24,8 +25,20 @@ LIMIT_S = 600.0
 STEPS = 6
 SCORED = ("reward=composite", "reward.options.parts.sequence.weight=2", "reward.workers=1")
 """By the embedded task's reward in a worker process, with a part that has a curve of its own."""
+SET = "data.sets.{}.path={}"
 RUN = (
     *TINY,
+    "data.train=",
+    "data.sets.copies.weight=3",
+    "data.sets.ends.weight=1",
+    "data.sets.ends.reward=sequence",  # in the rank
+    "data.sets.ends.prompt_key=question",
+    "data.sets.ends.label_key=answer.last",
+    "eval.sets.held.file=embedded",
+    "eval.sets.held.reward=exact",  # in workers
+    "eval.sets.held.n=2",
+    "eval.sets.held.prompts=2",
+    "eval.sets.held.temperature=0.8",
     *SCORED,
     f"train.steps={STEPS}",
     "checkpoint.save_interval=2",
@@ -60,6 +73,11 @@ def scalars(run_dir: Path, without: tuple[str, ...] = TIMES) -> dict[str, list[t
 def samples(run_dir: Path) -> dict[str, str]:
     """Every row of every step."""
     return {path.name: path.read_text() for path in sorted((run_dir / "samples").iterdir())}
+
+
+def evaluations(run_dir: Path) -> dict[str, str]:
+    """Every response of every evaluation, by set and step."""
+    return {str(path.relative_to(run_dir)): path.read_text() for path in sorted((run_dir / "evaluations").rglob("*.jsonl"))}
 
 
 def tensors(run_dir: Path) -> dict[str, bytes]:
@@ -110,45 +128,67 @@ def kill_ranks_before(held: str, path: Path, run_dir: Path, *overrides: str) -> 
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """Overrides of the run, which trains on two files: one by the job's reward, in a worker, one that is packed, by another. Both have
+    fewer rows than it takes.
+    """
+    folder = tmp_path_factory.mktemp("prompts")
+    symbols = "abcdefghij"
+    copies = [{"prompt": f"{one} {two} a =", "label": f"{one} {two} a"} for one, two in zip(symbols, symbols[::-1], strict=True)]
+    ends = [{"question": f"b c {one} =", "answer": {"last": f"{one}"}} for one in symbols[:4]]
+    (folder / "copies.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in copies))
+    (folder / "ends.jsonl.gz").write_bytes(gzip.compress("".join(f"{json.dumps(row)}\n" for row in ends).encode()))
+    return (*RUN, SET.format("copies", folder / "copies.jsonl"), SET.format("ends", folder / "ends.jsonl.gz"))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(run: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("uninterrupted") / "run"
-    ended = submit(run_dir, *RUN)
+    ended = submit(run_dir, *run)
     assert (ended.code, ended.stderr) == (0, "")
     assert list((run_dir / "groups").iterdir()) == []
+    rows = [json.loads(line) for text in samples(run_dir).values() for line in text.splitlines()]
+    assert len([row for row in rows if row["prompt"].startswith("b c ")]) == len(rows) / 4  # the sets' weights are 3 and 1
+    assert {("reward/sequence" in row, row["prompt"].startswith("b c ")) for row in rows} == {(True, False), (False, True)}
     return run_dir
 
 
 def assert_same(run_dir: Path, uninterrupted: Path) -> None:
-    """Bitwise: tensors of the last checkpoint, samples, metrics, schedule, place in the prompts; each step once in TensorBoard."""
+    """Bitwise: tensors of the last checkpoint, samples, evaluations, metrics, schedule, place in each set of prompts; each step once in
+    TensorBoard.
+    """
     assert samples(run_dir) == samples(uninterrupted)
     assert len(samples(run_dir)) == STEPS
+    assert evaluations(run_dir) == evaluations(uninterrupted)
+    assert {Path(name).parts[1] for name in evaluations(run_dir)} == {"eval", "held"}
+    assert len(evaluations(run_dir)) == 2 * 3
     assert scalars(run_dir) == scalars(uninterrupted)
     assert [step for step, _ in scalars(run_dir)["reward/mean"]] == list(range(1, STEPS + 1))
-    assert [step for step, _ in scalars(run_dir)["reward/eval"]] == [0, 3, 6]
+    assert [step for step, _ in scalars(run_dir)["reward/eval"]] == [0, 3, 6] == [step for step, _ in scalars(run_dir)["eval/held/avg@2"]]
     assert progress(run_dir) == progress(uninterrupted)
     assert tensors(run_dir) == tensors(uninterrupted)
 
 
-def test_a_run_that_was_killed_twice_ends_as_one_that_was_not(uninterrupted: Path, tmp_path: Path) -> None:
+def test_a_run_that_was_killed_twice_ends_as_one_that_was_not(run: tuple[str, ...], uninterrupted: Path, tmp_path: Path) -> None:
     """SIGKILL of all ranks within a save, then between saves. The same at the end, and rewards of the first attempt in summary.json. The
     last attempt saves asynchronously, which changes nothing but when files are written: all are there before it ends.
     """
     run_dir = tmp_path / "run"
     checkpoints = run_dir / "checkpoints"
-    ended = kill_ranks_before("/step_000004.part/state", checkpoints / "step_000004.part", run_dir, *RUN)
+    ended = kill_ranks_before("/step_000004.part/state", checkpoints / "step_000004.part", run_dir, *run)
     assert ended.code == 1
     assert (checkpoints / "step_000004.part").exists()
     assert latest(run_dir) == "step_000002"
     assert (run_dir / "samples" / "step_000004.jsonl").exists()
 
-    ended = kill_ranks_before("/step_000006.jsonl", run_dir / "samples" / "step_000005.jsonl", run_dir, *RUN, "resume=auto")
+    ended = kill_ranks_before("/step_000006.jsonl", run_dir / "samples" / "step_000005.jsonl", run_dir, *run, "resume=auto")
     assert ended.code == 1
     assert "resumed after step 2" in ended.stdout
     assert latest(run_dir) == "step_000004"
     assert not list(checkpoints.glob("*.part"))
 
     with no_memory_left():
-        ended = submit(run_dir, *RUN, "resume=auto", "checkpoint.async_save=true")
+        ended = submit(run_dir, *run, "resume=auto", "checkpoint.async_save=true")
     assert (ended.code, ended.stderr) == (0, "")
     assert "resumed after step 4" in ended.stdout
     assert sorted(path.name for path in checkpoints.iterdir()) == ["latest.json", "step_000004", "step_000006"]
@@ -160,24 +200,25 @@ def test_a_run_that_was_killed_twice_ends_as_one_that_was_not(uninterrupted: Pat
         assert summary[key] == whole[key], key
 
 
-def attempt(run_dir: Path, monkeypatch: pytest.MonkeyPatch, *events: tuple[str, int, str], notice_s: float | None = None) -> Ended:
+def attempt(overrides: tuple[str, ...], run_dir: Path, *events: tuple[str, int, str], notice_s: float | None = None) -> Ended:
     """One attempt of the run, in which ranks signal themselves."""
-    monkeypatch.setenv("RLBATCH_TEST_SIGNALS", json.dumps(events))
-    monkeypatch.setenv("RLBATCH_TEST_SLEEP_S", str(SLEEP_S))
-    return submit(run_dir, *RUN, *SIGNALLING, "resume=auto", *([] if notice_s is None else [f"launch.notice_s={notice_s:g}"]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RLBATCH_TEST_SIGNALS", json.dumps(events))
+        patch.setenv("RLBATCH_TEST_SLEEP_S", str(SLEEP_S))
+        return submit(run_dir, *overrides, *SIGNALLING, "resume=auto", *([] if notice_s is None else [f"launch.notice_s={notice_s:g}"]))
 
 
-def test_a_run_that_is_asked_to_stop_again_and_again(uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_is_asked_to_stop_again_and_again(run: tuple[str, ...], uninterrupted: Path, tmp_path: Path) -> None:
     """Ranks that start end at once. A notice shorter than the step, to one rank of two, in generation: the engine is interrupted, the state
     after the last step is saved, and the next attempt samples only what was not finished. One in the update: the step is finished first.
     One in the evaluation after a step: it is left to the next attempt. One while a checkpoint is written: that is completed first.
     """
     run_dir = tmp_path / "run"
-    ended = attempt(run_dir, monkeypatch, ("start", 0, "SIGTERM"), ("start", 1, "SIGTERM"))
+    ended = attempt(run, run_dir, ("start", 0, "SIGTERM"), ("start", 1, "SIGTERM"))
     assert ended.code != 0
     assert not (run_dir / "checkpoints").exists()
 
-    ended = attempt(run_dir, monkeypatch, ("generation 2 1", 1, "SIGUSR1"), notice_s=1)
+    ended = attempt(run, run_dir, ("generation 2 1", 1, "SIGUSR1"), notice_s=1)
     assert (ended.code, ended.stderr) == (STOPPED, "")
     assert f"SIGUSR1: stopped after step 1. To go on: the command that started it, with run_dir={run_dir} resume=auto." in ended.stdout
     assert latest(run_dir) == "step_000001"
@@ -186,25 +227,25 @@ def test_a_run_that_is_asked_to_stop_again_and_again(uninterrupted: Path, tmp_pa
     kept = {path.name for path in (run_dir / "groups" / "step_000002").iterdir()}
     assert 1 <= len(kept) <= 3
 
-    ended = attempt(run_dir, monkeypatch, ("update 0", 0, "SIGUSR2"), notice_s=1)
+    ended = attempt(run, run_dir, ("update 0", 0, "SIGUSR2"), notice_s=1)
     assert (ended.code, ended.stderr) == (STOPPED, "")
     assert "resumed after step 1" in ended.stdout
     assert "step 2: " in ended.stdout or len(kept) == 1
     assert latest(run_dir) == "step_000002"
 
-    ended = attempt(run_dir, monkeypatch, ("evaluation 0", 0, "SIGTERM"))
+    ended = attempt(run, run_dir, ("evaluation 0", 0, "SIGTERM"))
     assert (ended.code, ended.stderr) == (STOPPED, "")
     assert latest(run_dir) == "step_000003"
     assert [step for step, _ in scalars(run_dir)["reward/eval"]] == [0]
 
-    ended = attempt(run_dir, monkeypatch, ("save 4", 0, "SIGTERM"))
+    ended = attempt(run, run_dir, ("save 4", 0, "SIGTERM"))
     assert ended.code == STOPPED
     assert "evaluating after step 3" in ended.stdout
     assert ended.stderr.startswith("SIGTERM: all ranks ended.")
     assert latest(run_dir) == "step_000004"
     assert "stopped after step 4" in ended.stdout
 
-    ended = attempt(run_dir, monkeypatch)
+    ended = attempt(run, run_dir)
     assert (ended.code, ended.stderr) == (0, "")
     assert "resumed after step 4" in ended.stdout
     assert_same(run_dir, uninterrupted)

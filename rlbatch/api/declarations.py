@@ -60,6 +60,7 @@ class RewardSpec(Configurable):
         timeout_s: Deadline of a call, seconds, or what gives it for the options, if ``reward.timeout_s`` does not say it. Of one that is
             made of others: the least.
         answer: Given the options and a sample: its final answer, or None; see ``AnswerReader``. By default the whole response.
+        needs_label: Whether rows that it scores must have a label; of one that is made of others its parts say it.
     """
 
     options: type = NoOptions
@@ -70,6 +71,7 @@ class RewardSpec(Configurable):
     unscored: Literal["zero", "drop_group"] = "zero"
     timeout_s: float | Callable[[Any], float] = 60.0
     answer: Callable[[Any, Any], str | None] = whole_response
+    needs_label: bool = True
 
 
 @dataclass(frozen=True)

@@ -346,7 +346,7 @@ class DataConfig:
     prompt_key: str | None = key(
         None, "Column with the prompt: a string, or a list of {role, content}; dots lead into objects; null: by data.format."
     )
-    label_key: str | None = key(None, "Column with what the reward compares with; null: by data.format.")
+    label_key: str | None = key(None, "Column with what the reward compares with; null: by data.format; empty: there is none.")
     reward_key: str = key("reward", "Column with the name of a row's own reward, which it need not have; empty: none.")
     metadata_keys: tuple[str, ...] | None = key(
         None, "Other columns that are read, into sample.prompt.metadata; null: all. Of parquet files no others are read from disk."

@@ -48,7 +48,12 @@ class RowChecks:
         self._config, self._registry = config, registry
         self._kinds: dict[str, tuple[str, str]] = {}
         own = config.reward
-        self._label_check = cache(lambda name: registry.label_check(name, own.options if name == own.name else {}))
+
+        def asked(name: str) -> tuple[Callable[[Any], None], bool]:
+            options = own.options if name == own.name else {}
+            return registry.label_check(name, options), registry.needs_label(name, options)
+
+        self._asked = cache(asked)
 
     def check(self, row: PromptRow, one: PromptSet) -> None:
         """Raises DataError with the row's place, and what its reward says."""
@@ -57,11 +62,15 @@ class RowChecks:
             raise DataError(
                 f"{row.place}: reward `{row.reward_name}` is unknown. Known: {', '.join(sorted(known))}; others need plugins=[...]."
             )
-        takes = self._label_check(name)
+        takes, needs_label = self._asked(name)
+        if row.no_label and needs_label:
+            raise DataError(f"{row.place}: reward={name}: {row.no_label}{_none_needed(one, takes)}")
         try:
             takes(row.label)
         except DataError as error:
             raise DataError(f"{row.place}: {error}{_inner_label(one, row.label, takes)}") from error
+        if not needs_label:
+            return
         kind, place = self._kinds.setdefault(name, (json_type(row.label), row.place))
         if kind != json_type(row.label):
             raise DataError(
@@ -208,6 +217,14 @@ def _inner_label(one: PromptSet, label: Any, takes: Callable[[Any], None]) -> st
         with suppress(DataError):
             takes(find_value(label, name))
             return f" Or set {one.keys}.label_key={one.data.label_key or 'label'}.{name}."
+    return ""
+
+
+def _none_needed(one: PromptSet, takes: Callable[[Any], None]) -> str:
+    """A hint for rewards that do not say whether they read labels, and would take none."""
+    with suppress(DataError):
+        takes(None)
+        return f" If this reward reads no label, set {one.keys}.label_key= (empty)."
     return ""
 
 

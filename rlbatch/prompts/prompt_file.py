@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ FORMATS: Mapping[str, tuple[str, str]] = {
     "slime": ("prompt", "label"),
     "openrlhf": ("input", "label"),
 }
-"""Columns of prompt and label. ``auto`` is the first of these that a row has."""
+"""Columns of prompt and label. ``auto`` is the first of these that a row has; without labels, the first whose prompt it has."""
 _HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 _MISSING = object()
 
@@ -48,6 +49,7 @@ class PromptRow:
         label: What the reward compares with; any JSON value.
         reward_name: Reward for this row; empty for the job's ``reward``.
         metadata: The row's remaining fields.
+        no_label: Why it has none, for a reward that needs one; empty: it has one, or ``data.label_key`` says that there is none.
     """
 
     path: Path
@@ -56,6 +58,7 @@ class PromptRow:
     label: Any
     reward_name: str
     metadata: Mapping[str, Any]
+    no_label: str = ""
 
     @property
     def place(self) -> str:
@@ -104,7 +107,7 @@ class RowReader:
         _check_values(place, fields)
         prompt = _field(place, f"{self._at}.prompt_key", prompt_key, fields, fields, USUAL_PROMPT_FIELDS)
         others = {name: value for name, value in fields.items() if name != prompt_key}
-        label = _field(place, f"{self._at}.label_key", label_key, fields, others, USUAL_LABEL_FIELDS)
+        label, no_label = self._label(place, label_key, fields, others)
         named = find_value(fields, data.reward_key) if data.reward_key else ""
         reward_name = "" if named in (None, _MISSING) else named
         if not isinstance(reward_name, str):
@@ -121,7 +124,17 @@ class RowReader:
             self._curriculum.value(place, fields)
         if data.format == "slime" and path.suffix != ".parquet" and json_type(label) == "a number":
             label = str(label)  # as slime reads jsonl
-        return PromptRow(path, line, checked, label, reward_name or self._reward, metadata)
+        return PromptRow(path, line, checked, label, reward_name or self._reward, metadata, no_label)
+
+    def _label(self, place: str, key: str, fields: Mapping[str, Any], others: Mapping[str, Any]) -> tuple[Any, str]:
+        """A row's label, or null and why it has none; a column that was named must be there."""
+        value = find_value(fields, key) if key else None
+        if value is not _MISSING:
+            return value, ""
+        why = _no_field(f"{self._at}.label_key", key, tuple(value_names(others)), USUAL_LABEL_FIELDS)
+        if self._data.label_key:
+            raise DataError(f"{place}: {why}")
+        return None, why
 
 
 def read_prompt_rows(paths: Path | Sequence[Path], data: DataConfig, most: int = 0) -> list[PromptRow]:
@@ -142,14 +155,15 @@ class Curriculum:
             DataError: the row has none, or one of another type than the rows before.
         """
         value = _field(place, "data.curriculum", self._column, fields, fields, ())
-        self._kind, self._first = (self._kind, self._first) if self._kind else (json_type(value), place)
-        if isinstance(value, bool) or not isinstance(value, (int, float, str)) or json_type(value) != self._kind:
+        kind = json_type(value)
+        if kind not in ("a number", "a string") or self._kind not in ("", kind):
             raise DataError(
-                f"{place}: `{self._column}` (data.curriculum) is {json_type(value)}: must be a number in all rows, or a string in all rows"
-                f"{f', as at {self._first}' if place != self._first else ''}. Correct it, or choose another column."
+                f"{place}: `{self._column}` (data.curriculum) is {kind}: must be a number in all rows, or a string in all rows"
+                f"{f', as at {self._first}' if self._first else ''}. Correct it, or choose another column."
             )
         if isinstance(value, int) and abs(value) > FLOAT64_MAX:
             raise DataError(f"{place}: `{self._column}` (data.curriculum) must be within float64 (1.8e308). Write a smaller number.")
+        self._kind, self._first = kind, self._first or place
         return value
 
 
@@ -162,8 +176,12 @@ def top_columns(keys: Iterable[str | None]) -> tuple[str, ...]:
 def _keys(data: DataConfig, fields: Mapping[str, Any]) -> tuple[str, str]:
     """Columns of prompt and label."""
     names = list(FORMATS) if data.format == "auto" else [data.format]
-    pairs = [(data.prompt_key or FORMATS[name][0], data.label_key or FORMATS[name][1]) for name in names]
-    return next((pair for pair in pairs if all(find_value(fields, key) is not _MISSING for key in pair)), pairs[0])
+    pairs = [(data.prompt_key or FORMATS[name][0], FORMATS[name][1] if data.label_key is None else data.label_key) for name in names]
+
+    def has(*keys: str) -> bool:
+        return all(find_value(fields, key) is not _MISSING for key in keys if key)
+
+    return next(filter(lambda pair: has(*pair), pairs), None) or next(filter(lambda pair: has(pair[0]), pairs), pairs[0])
 
 
 def _with_roles(
@@ -215,16 +233,21 @@ def _check_values(place: str, fields: Mapping[str, Any]) -> None:
 
 
 def _field(place: str, option: str, key: str, fields: Mapping[str, Any], eligible: Mapping[str, Any], usual: tuple[str, ...]) -> Any:
-    """A row's value; the message for a missing one names the field that was probably meant: a similar or a usual one."""
+    """A row's value; raises DataError if it has none."""
     value = find_value(fields, key)
-    if value is not _MISSING:
-        return value
-    present = list(value_names(eligible))
-    close = difflib.get_close_matches(key, present, n=1) or usual_names(present, usual)
-    present.sort(key=lambda name: (name not in close, -difflib.SequenceMatcher(None, key, name).ratio()))
+    if value is _MISSING:
+        raise DataError(f"{place}: {_no_field(option, key, tuple(value_names(eligible)), usual)}")
+    return value
+
+
+@lru_cache(maxsize=64)  # a file may have the same to say of each of its rows
+def _no_field(option: str, key: str, names: tuple[str, ...], usual: tuple[str, ...]) -> str:
+    """The message for a missing field: it names the one that was probably meant, a similar or a usual one."""
+    close = difflib.get_close_matches(key, names, n=1) or usual_names(names, usual)
+    present = sorted(names, key=lambda name: (name not in close, -difflib.SequenceMatcher(None, key, name).ratio()))
     has = ", ".join(f"`{name}`" for name in present[:SHOWN_NAMES]) + (", ..." if len(present) > SHOWN_NAMES else "")
     fix = f"set {option}={close[0]}" if close else f"set {option} to the field that holds it"
-    raise DataError(f"{place}: no field `{key}` ({option}); has {has or 'no other field'}. Add it, or {fix}.")
+    return f"no field `{key}` ({option}); has {has or 'no other field'}. Add it, or {fix}."
 
 
 def find_value(value: Any, key: str) -> Any:

@@ -72,6 +72,7 @@ def test_which_part_of_a_response_is_the_program(response: str, program: str) ->
     ("given", "expected", "is_same"),
     [
         ("1 2 \n3\n\n", "1 2\n3", True),
+        ("1   2", "1 2", True),
         ("1\n2", "1 2", False),
         ("0.3333333", "0.33333333", True),
         ("1", "1.0", True),

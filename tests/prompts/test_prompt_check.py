@@ -82,6 +82,32 @@ def test_labels_that_a_reward_does_not_take(tmp_path: Path) -> None:
     )
 
 
+def test_rewards_that_need_no_label(tmp_path: Path) -> None:
+    """Take rows without one, and labels of any type; all others refuse such a row with its line, what it has, and what to do."""
+    path = write(tmp_path / "p.jsonl", {"prompt": "a"}, {"prompt": "a", "label": "1"}, {"prompt": "a", "label": 1})
+    pattern = "reward.options.pattern=a"
+    parts = "reward.options.parts"
+    both = [f"{parts}.length.weight=1", f"{parts}.form.reward=regex", f"{parts}.form.options.pattern=a"]
+    for overrides in (["reward=length"], ["reward=regex", pattern], ["reward=composite", *both]):
+        config = compose(overrides)
+        assert check_rows(config, load_plugins(), set_of(config, path)).count == 3
+    path = write(path, {"prompt": "a", "answer": "1"})
+    message = refused(["reward=composite", *both, "reward.options.parts.number.weight=1"], path)
+    missing = "no field `label` (data.label_key); has `answer`. Add it, or set data.label_key=answer."
+    assert message == f"{path}:1: reward=composite: {missing}"
+    (tmp_path / "foreign.py").write_text(
+        "from rlbatch.api import RewardSpec, always, hookimpl\n\ndef judge(samples):\n    return [0.0] * len(samples)\n\n@hookimpl\n"
+        "def rlbatch_register_rewards():\n    return {'judge': judge, 'none': RewardSpec(always(judge), needs_label=False)}\n"
+    )
+    registry = load_plugins((str(tmp_path / "foreign.py"),))
+    for overrides in (["reward=none"], ["reward=judge", "data.label_key="]):
+        config = compose(overrides)
+        assert check_rows(config, registry, set_of(config, path)).count == 1
+    message = refused(["reward=judge"], path, (str(tmp_path / "foreign.py"),))
+    assert message == f"{path}:1: reward=judge: {missing} If this reward reads no label, set data.label_key= (empty)."
+    assert refused(["reward=math", "data.label_key="], path).startswith(f"{path}:1: reward=math: label None must be a number")
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("task")

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from rlbatch.api import DataError
 from rlbatch.config.schema import DataConfig
 from rlbatch.datasets.jsonl import LONGEST_ROW
-from rlbatch.prompts.prompt_file import RowReader, read_prompt_rows
+from rlbatch.prompts.prompt_file import Curriculum, RowReader, read_prompt_rows
 
 DATA = DataConfig(format="plain")
 
@@ -53,13 +54,29 @@ def test_a_missing_label_is_looked_for_in_objects(tmp_path: Path) -> None:
         "extra_info": {"answer": "x"},
     }
     path = write(tmp_path / "p.jsonl", verl)
-    with pytest.raises(DataError, match=r"set data\.label_key=reward_model\.ground_truth\.$"):
-        read_prompt_rows(path, DATA)
+    assert read_prompt_rows(path, DATA)[0].no_label.endswith("set data.label_key=reward_model.ground_truth.")
     with pytest.raises(DataError, match=r"set data\.label_key=reward_model\.ground_truth\.$"):
         read_prompt_rows(path, replace(DATA, label_key="reward_model.groundtruth"))
     path = write(tmp_path / "p.jsonl", {"conversation": {"messages": "1+1"}, "label": 2})
     with pytest.raises(DataError, match=r"set data\.prompt_key=conversation\.messages\.$"):
         read_prompt_rows(path, DATA)
+
+
+def test_rows_without_labels(tmp_path: Path) -> None:
+    """Are read, in the format whose prompt they have, and say what there is; an empty key says that there is none, and a named column must
+    be there.
+    """
+    path = write(tmp_path / "p.jsonl", {"input": "a", "answer": "b", "id": 1}, {"input": "b", "label": 2})
+    first, second = read_prompt_rows(path, DataConfig())
+    assert (first.prompt, first.label, second.prompt, second.label, second.no_label) == ("a", None, "b", 2, "")
+    assert first.no_label == "no field `label` (data.label_key); has `answer`, `id`. Add it, or set data.label_key=answer."
+    first, second = read_prompt_rows(path, DataConfig(label_key=""))
+    assert (first.label, first.no_label, second.label, second.metadata) == (None, "", None, {"label": 2})
+    with pytest.raises(DataError, match=r"p\.jsonl:1: no field `lable` \(data\.label_key\); has `answer`, `id`\."):
+        read_prompt_rows(path, DataConfig(label_key="lable"))
+    path = write(path, {"prompt": "a"})
+    (row,) = read_prompt_rows(path, DATA)
+    assert row.no_label.endswith("has no other field. Add it, or set data.label_key to the field that holds it.")
 
 
 def test_bom_blank_lines_and_unicode_separators(tmp_path: Path) -> None:
@@ -83,8 +100,6 @@ def test_bom_blank_lines_and_unicode_separators(tmp_path: Path) -> None:
             '{"question": "a", "answer": "b"}',
             r"p\.jsonl:3: no field `prompt` \(data\.prompt_key\); has `question`, `answer`\. .*data\.prompt_key=question",
         ),
-        ('{"prompt": "a", "answer": "b"}', r"p\.jsonl:3: no field `label` \(data\.label_key\); has `answer`\. .*data\.label_key=answer"),
-        ('{"prompt": "a"}', r"p\.jsonl:3: no field `label` \(data\.label_key\); has no other field\. .*the field that holds it"),
         ('{"prompt": 3, "label": "b"}', r"p\.jsonl:3: `prompt` must be a string or a list of .*, is a number"),
         ('{"prompt": ["a"], "label": "b"}', r"p\.jsonl:3: message 0 of `prompt` must be"),
         ('{"prompt": [{"role": "user"}], "label": "b"}', r"p\.jsonl:3: message 0 of `prompt` must be"),
@@ -272,6 +287,10 @@ def test_a_curriculum_needs_one_type(level: Any, message: str, tmp_path: Path) -
         read_prompt_rows(path, replace(DATA, curriculum="level"))
     with pytest.raises(DataError, match=r"p\.jsonl:1: no field `levle` \(data\.curriculum\); has `level`, .* set data\.curriculum=level"):
         read_prompt_rows(path, replace(DATA, curriculum="levle"))
+    curriculum = Curriculum("level")
+    with suppress(DataError):
+        curriculum.value("p.jsonl:1", {"level": level})
+    assert curriculum.value("p.jsonl:2", {"level": 3 if level != "high" else "low"})  # one that cannot be used decides nothing
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": "a", "label": "b", "level": 3}]), tmp_path / "p.parquet")
     (row,) = read_prompt_rows(tmp_path / "p.parquet", replace(DATA, curriculum="level", metadata_keys=()))
     assert row.metadata == {}
