@@ -68,6 +68,8 @@ class DamagedError(Exception):
 
 def damaged(path: Path, line: int, error: DamagedError) -> DataError:
     """The error to tell for a compressed file that cannot be read beyond a line."""
+    if "too much memory" in str(error):  # a window of zstd --long
+        return DataError(f"{path}: cannot be unpacked ({error}). Unpack it with `zstd -d --long=31`.")
     return DataError(f"{path}:{line + 1}: the compressed file ends early or is damaged ({error}). Download it again, or write it again.")
 
 

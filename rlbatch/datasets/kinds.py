@@ -12,13 +12,18 @@ from rlbatch.config.foreign import open_regular
 Kind = Literal["jsonl", "jsonl.gz", "jsonl.zst", "parquet"]
 
 FIX = "Point data.train and data.eval to jsonl or parquet files."
-START_BYTES = 64
+START_BYTES = 512
 _BY_MAGIC: Mapping[bytes, tuple[Kind, str]] = {
     b"PAR1": ("parquet", "a Parquet file"),
     b"\x1f\x8b": ("jsonl.gz", "compressed (gzip)"),
     b"\x28\xb5\x2f\xfd": ("jsonl.zst", "compressed (zstd)"),
+    b"\x50\x2a\x4d\x18": ("jsonl.zst", "compressed (zstd)"),  # as pzstd begins
 }
 _OTHERS: Mapping[bytes, tuple[str, str]] = {
+    b"\xff\xff\xff\xff": (
+        "an Arrow stream",
+        "Write it as parquet; a folder of datasets.save_to_disk: `datasets.load_from_disk(folder).to_parquet(path)`.",
+    ),
     b"ARROW1": ("an Arrow file", "Write it as parquet, e.g. with `pyarrow.feather.read_table` and `pyarrow.parquet.write_table`."),
     b"PARE": ("an encrypted Parquet file", "Decrypt it."),
     b"Obj\x01": ("an Avro file", "Write it as jsonl."),
@@ -30,6 +35,7 @@ _OTHERS: Mapping[bytes, tuple[str, str]] = {
     b"<!doctype html": ("a web page", "Download the file itself."),
     b"<html": ("a web page", "Download the file itself."),
 }
+_TAR, _TAR_AT = b"ustar", 257
 _TEXT = "text without a sign of that"
 
 
@@ -68,6 +74,8 @@ def _by_name(path: Path) -> Kind | None:
 
 
 def _refuse_others(path: Path, expected: str, start: bytes) -> None:
+    if start.startswith(_TAR, _TAR_AT):
+        raise DataError(f"{path}: must be {expected}, is a tar archive. Unpack it with tar -xf.")
     for magic, (what, fix) in _OTHERS.items():
         if start.lower().startswith(magic.lower()):
             raise DataError(f"{path}: must be {expected}, is {what}. {fix}")

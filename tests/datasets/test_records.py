@@ -39,6 +39,7 @@ def parquet(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
         ("two.jsonl.gz", gzip.compress(TEXT[:HALF], mtime=0) + gzip.compress(TEXT[HALF:], mtime=0)),
         ("p.jsonl.zst", zstd(TEXT)),
         ("two.jsonl.zst", zstd(TEXT[:HALF]) + zstd(TEXT[HALF:])),
+        ("by_pzstd.jsonl.zst", b"\x50\x2a\x4d\x18\x04\0\0\0size" + zstd(TEXT)),
         ("by_content", gzip.compress(TEXT, mtime=0)),
     ],
 )
@@ -87,6 +88,15 @@ def overwritten(path: Path) -> Path:
         ("p.jsonl.zst", zstd(TEXT)[:-500], r"p\.jsonl\.zst:\d+: the compressed file ends early or is damaged"),
         ("p.jsonl.gz", b"\x1f\x8bjunk", r"p\.jsonl\.gz:1: the compressed file ends early or is damaged"),
         ("p.jsonl.gz", gzip.compress(b"PAR1\x15", mtime=0), "must be compressed jsonl, holds what is a Parquet file"),
+        ("p.tar", bytes(257) + b"ustar\x0000", r"must be jsonl or parquet, is a tar archive\. Unpack it with tar -xf\."),
+        ("p.jsonl.gz", gzip.compress(bytes(257) + b"ustar  ", mtime=0), "must be compressed jsonl, is a tar archive"),
+        ("p.arrow", b"\xff\xff\xff\xff\x98\x01", r"is an Arrow stream\. Write it as parquet; a folder of datasets\.save_to_disk: "),
+        # A frame whose window is 2 GiB: what zstd --long=31 writes.
+        (
+            "p.jsonl.zst",
+            b"\x28\xb5\x2f\xfd\x04\xa8" + bytes(60),
+            r"p\.jsonl\.zst: cannot be unpacked \(.* Unpack it with `zstd -d --long=31`",
+        ),
     ],
 )
 def test_files_that_are_no_such_files(name: str, content: bytes, message: str, tmp_path: Path) -> None:
