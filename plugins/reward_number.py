@@ -1,4 +1,5 @@
-r"""``reward=number``: 1 if the last number of the response is the label's, else 0. Values are compared exactly.
+r"""``reward=number``: 1 if the last number of the response is the label's, else 0. Values are compared exactly. Only the last 100,000
+characters of a response are read.
 
 Numbers in responses, and in labels that are texts:
 
@@ -27,6 +28,8 @@ from rlbatch.api import DataError, NoOptions, RewardError, RewardSpec, Sample, a
 
 LONGEST, LARGEST_EXPONENT = 400, 400
 """More than any float64 needs; a longer number would take seconds and gigabytes."""
+MOST_READ = 100_000
+"""Characters of a response; they take half a second at most."""
 
 _SEPARATOR = r"(?:,(?:\\!)?|\{,\}|\\,|[\u00a0\u2009\u202f])"
 _DIGITS = rf"(?:[0-9]{{1,3}}(?:{_SEPARATOR}[0-9]{{3}})+(?![0-9])|[0-9]+)"
@@ -85,13 +88,13 @@ def check_label(options: Any, label: Any) -> None:
 
 def last_number(text: str) -> Fraction | None:
     """The last number in ``text``, exact; None if there is none, or if it is part of what is no number."""
-    found = _numbers(text)
+    found = _numbers(text[-MOST_READ:])
     return _value(found[-1]) if found else None
 
 
 def first_number(text: str) -> Fraction | None:
     """The first number in ``text``; see ``last_number``."""
-    found = next((token for token in _TOKEN.finditer(text) if token["number"]), None)
+    found = next((token for token in _TOKEN.finditer(text[:MOST_READ]) if token["number"]), None)
     return found and _value(found)
 
 

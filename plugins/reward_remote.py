@@ -6,7 +6,8 @@ order; ``reward`` is a finite number, or an object of named parts.
 
 A request that times out, cannot connect, or is answered with 408, 429, 5xx or anything that is no such answer is tried again, after
 ``backoff_s``, twice that, and so on. After ``retries`` the reward gives up: ``reward.on_timeout`` says what then becomes of the samples;
-their group is left out unless it is set. Another status (401, 404) is a mistake, and an error. ``reward.timeout_s`` bounds all of it.
+their group is left out unless it is set. Another status (401, 404, a redirect) is a mistake, and an error. ``reward.timeout_s`` bounds all
+of it.
 """
 
 import json
@@ -87,8 +88,15 @@ def _post(options: _Options, body: bytes) -> bytes:
     if options.token_variable:
         headers["Authorization"] = f"Bearer {os.environ.get(options.token_variable, '')}"
     request = urllib.request.Request(options.url, body, headers)
+
+    class Stay(urllib.request.HTTPRedirectHandler):
+        """A redirected POST would arrive as a GET without samples, and take the token to another server."""
+
+        def redirect_request(self, *args: Any) -> None:
+            """Follows none."""
+
     try:
-        with urllib.request.urlopen(request, timeout=options.request_timeout_s) as answer:
+        with urllib.request.build_opener(Stay).open(request, timeout=options.request_timeout_s) as answer:
             content: bytes = answer.read(LARGEST + 1)
     except urllib.error.HTTPError as error:
         if error.code < 500 and error.code not in PASSING:

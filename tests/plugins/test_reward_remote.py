@@ -36,6 +36,7 @@ class Server:
                 status, body = answer(asked, len(outer.requests))
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(body)))
+                self.send_header("Location", "/elsewhere")
                 self.end_headers()
                 self.wfile.write(body)
 
@@ -144,7 +145,7 @@ def test_one_that_hangs_and_one_that_is_away(serve: Callable[[Answer | None], Se
 
 
 def test_a_mistake_is_an_error_at_once(serve: Callable[[Answer | None], Server], monkeypatch: pytest.MonkeyPatch) -> None:
-    """404 and 401 do not pass by waiting; the token is sent, and in no message."""
+    """404, 401 and redirects do not pass by waiting; the token is sent there and nowhere else, and in no message."""
     monkeypatch.setenv("MY_TOKEN", "s3cret")
     server = serve(lambda asked, number: (404, b""))
     with pytest.raises(RewardError, match="answered 404 Not Found") as caught:
@@ -153,5 +154,9 @@ def test_a_mistake_is_an_error_at_once(serve: Callable[[Answer | None], Server],
     assert "s3cret" not in str(caught.value)
     assert server.headers[0]["Authorization"] == "Bearer s3cret"
     assert len(server.requests) == 1
+    moved = serve(lambda asked, number: (302, b""))
+    with pytest.raises(RewardError, match="answered 302 Found"):
+        rewards(moved.url, token_variable="MY_TOKEN")
+    assert len(moved.requests) == 1
     with pytest.raises(ConfigError, match=r"reward\.options\.url=: must begin with http"):
         registry().build_reward("remote", {})
