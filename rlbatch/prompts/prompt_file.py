@@ -154,7 +154,7 @@ class Curriculum:
         Raises:
             DataError: the row has none, or one of another type than the rows before.
         """
-        value = _field(place, "data.curriculum", self._column, fields, fields, ())
+        value: int | float | str = _field(place, "data.curriculum", self._column, fields, fields, ())
         kind = json_type(value)
         if kind not in ("a number", "a string") or self._kind not in ("", kind):
             raise DataError(
