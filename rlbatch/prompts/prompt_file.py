@@ -10,9 +10,9 @@ import difflib
 import math
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ FORMATS: Mapping[str, tuple[str, str]] = {
 """Columns of prompt and label. ``auto`` is the first of these that a row has; without labels, the first whose prompt it has."""
 _HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 _MISSING = object()
+Names = Callable[[], tuple[str, ...]]
+"""What a row has, dotted: only messages need it."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class RowReader:
     def __init__(self, data: DataConfig, reward: str = "", keys: str = "data") -> None:
         self._data, self._reward, self._curriculum, self._at = data, reward, Curriculum(data.curriculum), keys
         self._keys: tuple[str, str] | None = None
+        self._all_columns: dict[Path, Mapping[str, Any]] = {}
 
     @property
     def wanted(self) -> Sequence[str] | None:
@@ -105,9 +108,10 @@ class RowReader:
         self._keys = self._keys or _keys(data, fields)
         prompt_key, label_key = self._keys
         _check_values(place, fields)
-        prompt = _field(place, f"{self._at}.prompt_key", prompt_key, fields, fields, USUAL_PROMPT_FIELDS)
+        names = partial(self._names, path, fields)
+        prompt = _field(place, f"{self._at}.prompt_key", prompt_key, fields, names, USUAL_PROMPT_FIELDS)
         others = {name: value for name, value in fields.items() if name != prompt_key}
-        label, no_label = self._label(place, label_key, fields, others)
+        label, no_label = self._label(place, label_key, fields, partial(names, prompt_key))
         named = find_value(fields, data.reward_key) if data.reward_key else ""
         reward_name = "" if named in (None, _MISSING) else named
         if not isinstance(reward_name, str):
@@ -121,17 +125,25 @@ class RowReader:
         }
         checked = _with_roles(place, self._at, data, _check_prompt(place, prompt_key, prompt))
         if data.curriculum:
-            self._curriculum.value(place, fields)
+            self._curriculum.value(place, fields, names)
         if data.format == "slime" and path.suffix != ".parquet" and json_type(label) == "a number":
             label = str(label)  # as slime reads jsonl
         return PromptRow(path, line, checked, label, reward_name or self._reward, metadata, no_label)
 
-    def _label(self, place: str, key: str, fields: Mapping[str, Any], others: Mapping[str, Any]) -> tuple[Any, str]:
+    def _names(self, path: Path, fields: Mapping[str, Any], without: str = "") -> tuple[str, ...]:
+        """What a row has, for messages; of a file of which some columns are read alone what its first row has, too."""
+        if self.wanted is not None:
+            if path not in self._all_columns:
+                self._all_columns[path] = next(read_records(path))[1]
+            fields = {**self._all_columns[path], **fields}
+        return tuple(value_names({name: value for name, value in fields.items() if name != without}))
+
+    def _label(self, place: str, key: str, fields: Mapping[str, Any], names: Names) -> tuple[Any, str]:
         """A row's label, or null and why it has none; a column that was named must be there."""
         value = find_value(fields, key) if key else None
         if value is not _MISSING:
             return value, ""
-        why = _no_field(f"{self._at}.label_key", key, tuple(value_names(others)), USUAL_LABEL_FIELDS)
+        why = _no_field(f"{self._at}.label_key", key, names(), USUAL_LABEL_FIELDS)
         if self._data.label_key:
             raise DataError(f"{place}: {why}")
         return None, why
@@ -148,13 +160,13 @@ class Curriculum:
     def __init__(self, column: str) -> None:
         self._column, self._kind, self._first = column, "", ""
 
-    def value(self, place: str, fields: Mapping[str, Any]) -> int | float | str:
-        """That of a row.
+    def value(self, place: str, fields: Mapping[str, Any], names: Names | None = None) -> int | float | str:
+        """That of a row; ``names`` tells what the row has, if that is more than ``fields``.
 
         Raises:
             DataError: the row has none, or one of another type than the rows before.
         """
-        value: int | float | str = _field(place, "data.curriculum", self._column, fields, fields, ())
+        value: int | float | str = _field(place, "data.curriculum", self._column, fields, names or (lambda: tuple(fields)), ())
         kind = json_type(value)
         if kind not in ("a number", "a string") or self._kind not in ("", kind):
             raise DataError(
@@ -232,11 +244,11 @@ def _check_values(place: str, fields: Mapping[str, Any]) -> None:
                 raise DataError(f"{place}: `{name}` has {value}: must be a number within float64. Write a finite number, a text or null.")
 
 
-def _field(place: str, option: str, key: str, fields: Mapping[str, Any], eligible: Mapping[str, Any], usual: tuple[str, ...]) -> Any:
+def _field(place: str, option: str, key: str, fields: Mapping[str, Any], names: Names, usual: tuple[str, ...]) -> Any:
     """A row's value; raises DataError if it has none."""
     value = find_value(fields, key)
     if value is _MISSING:
-        raise DataError(f"{place}: {_no_field(option, key, tuple(value_names(eligible)), usual)}")
+        raise DataError(f"{place}: {_no_field(option, key, names(), usual)}")
     return value
 
 

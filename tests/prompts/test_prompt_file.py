@@ -243,6 +243,14 @@ def test_the_nearest_column_comes_first(tmp_path: Path) -> None:
         DataError, match=r"p\.jsonl:1: no field `problem` \(data\.prompt_key\); has `problems`, .*set data\.prompt_key=problems\."
     ):
         read_prompt_rows(path, replace(DATA, prompt_key="problem"))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"id": 1, "problem": "a", "meta": {"answer": "b"}}]), tmp_path / "p.parquet")
+    few = replace(DATA, metadata_keys=())  # of parquet no others are read, but they are told
+    with pytest.raises(DataError, match=r"has `problem`, `meta\.answer`, `id`\. Add it, or set data\.prompt_key=problem"):
+        read_prompt_rows(tmp_path / "p.parquet", few)
+    (row,) = read_prompt_rows(tmp_path / "p.parquet", replace(few, prompt_key="problem"))
+    assert row.no_label == "no field `label` (data.label_key); has `meta.answer`, `id`. Add it, or set data.label_key=meta.answer."
+    with pytest.raises(DataError, match=r"no field `levle` \(data\.curriculum\); has .*`meta\.answer`"):
+        read_prompt_rows(tmp_path / "p.parquet", replace(few, prompt_key="problem", curriculum="levle"))
 
 
 def test_system_prompt(tmp_path: Path) -> None:
