@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from rlbatch.align import weight_tests
 from rlbatch.align.case import Case, Explanation
 from rlbatch.align.comparison import ABSOLUTE, Row, compare, first_difference
-from rlbatch.align.kinds import explain
+from rlbatch.align.kinds import explain, explain_output
 from rlbatch.align.places import Batch, Capture, Named, Place, in_words
 from rlbatch.align.ties import without_ties
 from rlbatch.api import ModelFamily
@@ -86,10 +87,14 @@ def answer(family: ModelFamily, batch: Batch, side: Named, want: Capture, got: C
     rows, ties = without_ties(family, batch, compare(want, got, limits), want, got)
     first = first_difference(rows)
     if first is None:
-        return Answer(side.title, rows, None, None, ties, batch)
-    if (-1, "embedding") not in got.values:
-        return Answer(side.title, rows, first, _not_located(first), ties, batch)
+        cases = (Case(family, batch, row.place, want, got, row.limit) for row in rows)
+        if (silent := weight_tests.explain_silent(cases, side.precision)) is None:
+            return Answer(side.title, rows, None, None, ties, batch)
+        first = next(row for row in rows if row.place == silent[0].place)
+        return Answer(side.title, rows, first, silent[1], ties, batch)
     case = Case(family, batch, first.place, want, got, first.limit)
+    if (-1, "embedding") not in got.values:
+        return Answer(side.title, rows, first, explain_output(case) or _not_located(first), ties, batch)
     return Answer(side.title, rows, first, explain(case, side.precision), ties, batch)
 
 

@@ -1,22 +1,28 @@
-"""What attention would hold if it were computed otherwise: projections, norms and rotations of queries and keys, mask and scale."""
+"""What attention's projections would hold if they were computed otherwise: norms and rotations of queries and keys, their order."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from rlbatch.align.case import Candidate, Case, Explanation, fitted, number
+from rlbatch.align.case import Candidate, Case, fitted, number
 from rlbatch.align.norm_tests import rms_norm
+from rlbatch.align.places import Batch
+from rlbatch.align.precision_tests import MANTISSA, of_product
 
 LATENT_EPSILON = 1e-6
 PART = "self_attention."
-ROUNDED = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 NAMES = {"query": "queries", "key": "keys", "value": "values"}
-WITHOUT = {"norm": "leaves the norm out", "norm weight": "leaves the norm's weight out", "bias": "leaves the bias out"}
+WAYS = {
+    "norm": ("missing", "leaves the norm out"),
+    "norm weight": ("missing", "leaves the norm's weight out"),
+    "bias": ("missing", "leaves the bias out"),
+    "rotated first": ("permuted", "takes rotated dimensions from the front, not from the end"),
+    "values first": ("permuted", "takes values from the front of what the latent is projected to, and keys from the end"),
+}
+MOST_POSITIONS = 4096
 
 
 def of_projections(case: Case) -> Iterator[Candidate]:
@@ -28,10 +34,10 @@ def of_projections(case: Case) -> Iterator[Candidate]:
     turning = None if name == "value" else Rotation.of(case, right, case.value(name))
     if turning is None and name != "value":
         return
-    for part, words in WITHOUT.items():
-        heads = _unrotated(case, name, part)
+    for way, (kind, words) in WAYS.items():
+        heads = _unrotated(case, name, way)
         if heads is not None and not torch.equal(heads, right):
-            yield Candidate("missing", f"{words} ({NAMES[name]})", heads if turning is None else turning.turned(heads, positions))
+            yield Candidate(kind, f"{words} ({NAMES[name]})", heads if turning is None else turning.turned(heads, positions))
     if turning is None:
         return
     norm = case.weights(PART + f"{name[0]}_layernorm.weight")
@@ -78,15 +84,19 @@ def _rotated_otherwise(case: Case, heads: Tensor, turning: Rotation) -> Iterator
     raw = torch.stack(heads[..., -width:].chunk(2, -1), -1).flatten(-2)
     as_halves = turning.turned(torch.cat([heads[..., :-width], raw], -1), positions)
     yield Candidate(kind, "pairs halves of dimensions, not neighbours", as_halves)
-    for name, dtype in ROUNDED.items():
+    for name, dtype in MANTISSA.items():
         yield Candidate("precision", f"cosines and sines are rounded to {name}", turning.turned(heads, positions, rounded=dtype))
+    if (most := 2 * len(heads)) <= MOST_POSITIONS:
+        apart = [(turning.turned(heads, torch.full_like(positions, each)) - got).square().sum((1, 2)) for each in range(most)]
+        found = torch.stack(apart).argmin(0)
+        yield Candidate(kind, _positions_in_words(found, case.batch), turning.turned(heads, found.double()))
     stretch = fitted(lambda stretch: turning.turned(heads, positions * stretch), got)
     yield Candidate(kind, f"stretches positions {number(stretch)} times", turning.turned(heads, positions * stretch))
     size = fitted(lambda size: turning.turned(heads, positions, size), got)
     words = f"rotated dimensions are {number(size)} times as large (mscale)"
     yield Candidate("another scale", words, turning.turned(heads, positions, size))
     other = Rotation.of(case, heads, got)
-    if other is None or torch.allclose(other.steps, turning.steps, rtol=1e-3, atol=1e-5):
+    if other is None or any(torch.allclose(other.steps, times * turning.steps, rtol=1e-3, atol=1e-5) for times in (1.0, stretch)):
         return
     words = "rotary frequencies are others (scaling of RoPE)"
     still = int((other.steps.abs() < 1e-6).sum())
@@ -97,6 +107,23 @@ def _rotated_otherwise(case: Case, heads: Tensor, turning: Rotation) -> Iterator
     elif still:
         words = f"rotary position turns only {len(other.steps) - still} of {len(other.steps)} pairs of dimensions"
     yield Candidate(kind, words, other.turned(heads, positions))
+
+
+def _positions_in_words(found: Tensor, batch: Batch) -> str:
+    """Where the side has the tokens, [T]."""
+    right, wrong = batch.positions, found != batch.positions
+    first, last = (int(right[wrong].min()) if bool(wrong.any()) else 0), int(found.max())
+    if torch.equal(found, right.clamp(max=last)):
+        return f"has all tokens behind position {last} at that position"
+    if first and torch.equal(found, right % first):
+        return f"begins again at position {first}"
+    starts = found[right == 0]
+    if torch.equal(found - right, starts.repeat_interleave(torch.bincount(batch.owners))):
+        return f"begins sequences at positions {', '.join(map(str, starts.tolist()[:8]))} (padding on the left, or a pack)"
+    said = [
+        f"{token} at position {position}" for token, position in zip(wrong.nonzero().flatten().tolist(), found[wrong].tolist(), strict=True)
+    ]
+    return f"has tokens at others' positions: {', '.join(said[:6])}{', ...' * (len(said) > 6)}"
 
 
 class Rotation:
@@ -161,24 +188,24 @@ def _pairs(values: Tensor) -> Tensor:
     return torch.complex(first, second)
 
 
-def _unrotated(case: Case, name: str, without: str = "", epsilon: float = 0.0) -> Tensor | None:
+def _unrotated(case: Case, name: str, way: str = "", epsilon: float = 0.0) -> Tensor | None:
     """[T, heads, size] of the baseline's weights, before rotation; None: not a projection of a kind that is known here."""
     if not case.has("input_norm"):
         return None
     entering = case.value("input_norm")
     if case.family.transformer.get("multi_latent_attention"):
-        return _latent(case, name, entering, without, epsilon)
+        return _latent(case, name, entering, way, epsilon)
     place = ("query", "key", "value").index(name)
     heads = int(case.family.transformer["num_attention_heads" if name == "query" else "num_query_groups"])
     projected = entering @ case.weights(PART + "linear_qkv.weight")[place].T
-    if without != "bias" and (biases := case.weights(PART + "linear_qkv.bias")):
+    if way != "bias" and (biases := case.weights(PART + "linear_qkv.bias")):
         projected = projected + biases[place]
     split = projected.unflatten(-1, (heads, -1))
     norm = case.weights(PART + f"{name[0]}_layernorm.weight")
-    return split if not norm or without == "norm" else _normalised(case, split, norm[0], without, epsilon)
+    return split if not norm or way == "norm" else _normalised(case, split, norm[0], way, epsilon)
 
 
-def _latent(case: Case, name: str, entering: Tensor, without: str, epsilon: float) -> Tensor | None:
+def _latent(case: Case, name: str, entering: Tensor, way: str, epsilon: float) -> Tensor | None:
     """The same of multi-latent attention, whose rotated dimensions come last, as halves."""
     model = case.family.transformer
     heads, width, plain = (int(model[key]) for key in ("num_attention_heads", "qk_pos_emb_head_dim", "qk_head_dim"))
@@ -188,112 +215,37 @@ def _latent(case: Case, name: str, entering: Tensor, without: str, epsilon: floa
         else:
             low = entering @ case.weights(PART + "linear_q_down_proj.weight")[0].T
             norm = case.weights(PART + "q_layernorm.weight")[0]
-            low = low if without == "norm" else _normalised(case, low, norm, without, epsilon)
+            low = low if way == "norm" else _normalised(case, low, norm, way, epsilon)
             projected = low @ case.weights(PART + "linear_q_up_proj.weight")[0].T
         split = projected.unflatten(-1, (heads, -1))
+        split = split.roll(-width, -1) if way == "rotated first" else split
         still, moved = split[..., :plain], split[..., plain:]
     else:
         low = entering @ case.weights(PART + "linear_kv_down_proj.weight")[0].T
+        low = low.roll(-width, -1) if way == "rotated first" else low
         low, shared = low[:, :-width], low[:, -width:]
         norm = case.weights(PART + "kv_layernorm.weight")[0]
-        low = low if without == "norm" else _normalised(case, low, norm, without, epsilon)
+        low = low if way == "norm" else _normalised(case, low, norm, way, epsilon)
         both: Tensor = (low @ case.weights(PART + "linear_kv_up_proj.weight")[0].T).unflatten(-1, (heads, -1))
+        both = both.roll(plain, -1) if way == "values first" else both
         if name == "value":
             return both[..., plain:]
         still, moved = both[..., :plain], shared[:, None].expand(-1, heads, -1)
     return torch.cat([still, moved[..., 0::2], moved[..., 1::2]], -1)
 
 
-def _normalised(case: Case, values: Tensor, weight: Tensor, without: str, epsilon: float = 0.0) -> Tensor:
+def _normalised(case: Case, values: Tensor, weight: Tensor, way: str, epsilon: float = 0.0) -> Tensor:
     """Epsilon 0: the family's."""
     is_latent = case.family.transformer.get("multi_latent_attention")
     epsilon = epsilon or (LATENT_EPSILON if is_latent else float(case.family.transformer["layernorm_epsilon"]))
-    return rms_norm(values, torch.ones_like(weight) if without == "norm weight" else weight, epsilon)
-
-
-def of_core(case: Case) -> Iterator[Candidate]:
-    """Softmax over keys, times values: another scale, or other keys than those of the token's sequence up to it."""
-    target, first = case.got.values[case.place].double(), 1 / math.sqrt(case.value("query").shape[-1])
-    owners, positions = case.batch.owners, case.batch.positions
-    same, past = owners[:, None] == owners, torch.arange(len(owners))[:, None] >= torch.arange(len(owners))
-    right = same & past
-    scale = fitted(lambda scale: _attended(case, scale, right), case.value("context"), first)
-    factor = fitted(lambda factor: _attended(case, factor * scale, right), target)
-    yield Candidate(
-        "another scale",
-        f"the softmax is of {number(factor)} times the products (mscale, or another head size)",
-        _attended(case, factor * scale, right),
-    )
-    cap = fitted(lambda cap: _attended(case, scale, right, cap=cap), target, 30.0)
-    yield Candidate("another scale", f"products are capped at {number(cap)}", _attended(case, scale, right, cap=cap))
-    for name, dtype in ROUNDED.items():
-        yield Candidate("precision", f"the softmax is rounded to {name}", _attended(case, scale, right, rounded=dtype))
-    yield Candidate("mask", "a key of zeros takes part in each softmax (a sink, or padding)", _attended(case, scale, right, has_sink=True))
-    yield Candidate("permuted", "query heads take the key-value heads in turn, not in groups", _attended(case, scale, right, is_tiled=True))
-    yield Candidate("mask", "tokens see those behind them: it is not causal", _attended(case, scale, same))
-    ahead = torch.arange(len(owners)) - torch.arange(len(owners))[:, None]
-    yield Candidate("mask", "tokens see the next one too", _attended(case, scale, same & (ahead <= 1)))
-    start = positions == 0
-    yield Candidate("mask", "a sequence's first token is seen by itself alone", _attended(case, scale, right & (~start | (ahead == 0))))
-    yield Candidate("mask", "tokens see the sequences before theirs in the pack", _attended(case, scale, past))
-    yield Candidate("mask", "tokens see all of the pack", _attended(case, scale, torch.ones_like(past)))
-    if 1 <= (window := _agreeing(case)) <= int(positions.max()):
-        near = (positions[:, None] - positions) < window
-        yield Candidate("mask", f"tokens see no more than the last {window}: a sliding window", _attended(case, scale, right & near))
-    without_itself = right & ~torch.eye(len(owners), dtype=torch.bool)
-    seeing = without_itself.any(1)
-    yield Candidate("mask", "tokens do not see themselves", _attended(case, scale, without_itself)[seeing], seeing)
-
-
-def of_first_tokens(case: Case) -> Explanation | None:
-    """A sequence's first token sees only itself: whatever keys and scale are, core attention gives its own value."""
-    first = case.batch.positions == 0
-    if case.place[1] != "context" or not float(case.before[first].max()) > case.limit:
-        return None
-    got, value = case.got.values[case.place][first].double(), case.value("value")[first]
-    split = got.reshape(len(got), -1, value.shape[-1])
-    own = value.repeat_interleave(split.shape[1] // value.shape[1], 1)
-    times = (split * own).sum(-1, keepdim=True) / own.square().sum(-1, keepdim=True)
-    if float((split - times * own).norm()) < 1e-3 * float(split.norm()):
-        words = "a token's weights of keys do not sum to 1: dropout, sinks, or another normalisation"
-        least, most = number(float(times.min())), number(float(times.max()))
-        how = f"at first tokens, where only a token's own value can come out, heads have {least} to {most} of it"
-        return Explanation("another scale", words, how)
-    how = f"at first tokens, where only a token's own value can come out, {float(case.before[first].max()):.1e} differ"
-    return Explanation("mask", "first tokens see more than themselves: padding, or tokens of others", how)
-
-
-def _agreeing(case: Case) -> int:
-    """Positions, from a sequence's start, at which all tokens agree."""
-    wrong = case.batch.positions[case.before > case.limit]
-    return int(wrong.min()) if len(wrong) else 0
-
-
-def _attended(
-    case: Case,
-    scale: float,
-    mask: Tensor,
-    *,
-    is_tiled: bool = False,
-    cap: float = 0.0,
-    has_sink: bool = False,
-    rounded: torch.dtype = torch.float64,
-) -> Tensor:
-    """[T, heads x size] of the baseline's queries, keys and values; tiled: neighbouring queries have different keys, not the same."""
-    query, key, value = (case.value(name).transpose(0, 1) for name in ("query", "key", "value"))
-    times = len(query) // len(key)
-    key, value = (each.repeat(times, 1, 1) if is_tiled else each.repeat_interleave(times, 0) for each in (key, value))
-    scores = query @ key.transpose(1, 2) * scale
-    scores = (cap * (scores / cap).tanh() if cap else scores).masked_fill(~mask, -torch.inf)
-    scores = F.pad(scores, (0, int(has_sink)))
-    weights = scores.to(rounded).softmax(-1).double().nan_to_num(0.0)[..., : value.shape[1]]
-    return (weights @ value).transpose(0, 1).flatten(1)
+    return rms_norm(values, torch.ones_like(weight) if way == "norm weight" else weight, epsilon)
 
 
 def of_output(case: Case) -> Iterator[Candidate]:
     """The output projection of what core attention made."""
     context = case.value("context")
     (weight,) = case.weights(PART + "linear_proj.weight")
+    yield from of_product(context, weight)
     if weight.shape[0] == weight.shape[1]:
         yield Candidate("permuted", "the projection's weight is used transposed", context @ weight)
     heads = context.unflatten(-1, (case.value("query").shape[1], -1))

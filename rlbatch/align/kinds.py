@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from rlbatch.align import attention_tests, expert_tests, norm_tests, part_tests, weight_tests
+from rlbatch.align import (
+    attention_tests,
+    core_tests,
+    embedding_tests,
+    expert_tests,
+    norm_tests,
+    output_tests,
+    part_tests,
+    precision_tests,
+    router_tests,
+    tensor_tests,
+    weight_tests,
+)
 from rlbatch.align.case import Candidate, Case, Explanation, fitted, number
-
-MANTISSA = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-FIXED_AT_FIRST = ("context", "logprobs", "entropy")
-"""Places that are what they are at a sequence's first token, whatever the precision."""
-SMALL = 2e-2
-"""Relative difference, without a pattern, that lower precision can make in one module."""
 
 
 def explain(case: Case, precision: str) -> Explanation:
@@ -30,17 +34,28 @@ def explain(case: Case, precision: str) -> Explanation:
         shapes = f"{list(got.shape)}, not {list(case.want.values[case.place].shape)}"
         return Explanation("another shape", f"it has shape {shapes}", "shapes")
     if not got.isfinite().all():
-        return Explanation("not finite", "it has values that are infinite or NaN", f"{int((~got.isfinite()).sum())} values")
+        filtered = _tried(case, output_tests.of_filter) if case.place[1] == "logprobs" else None
+        how = f"{int((~got.isfinite()).sum())} values"
+        return filtered or Explanation("not finite", "it has values that are infinite or NaN", how)
     return (
         weight_tests.explain(case, precision)
         or _tried(case, OF_PLACE.get(case.place[1], no_test))
         or _tried(case, part_tests.of_parts)
         or _tried(case, part_tests.of_single_parts)
-        or case.best(_any_place(case))
-        or attention_tests.of_first_tokens(case)
-        or _lower_precision(case)
+        or _tried(case, tensor_tests.of_any)
+        or _tried(case, LATER.get(case.place[1], no_test))
+        or _tried(case, tensor_tests.of_single_values)
+        or core_tests.of_first_tokens(case)
+        or precision_tests.lower_precision(case)
         or Explanation("unknown", "the difference has no pattern that is known here", _pattern(case))
     )
+
+
+def explain_output(case: Case) -> Explanation | None:
+    """Whether the output layer alone makes the difference of log-probs, of a side that shows nothing else."""
+    if case.place[1] != "logprobs":
+        return None
+    return _tried(case, output_tests.of_output if case.got.values[case.place].isfinite().all() else output_tests.of_filter)
 
 
 def _tried(case: Case, test: Callable[[Case], Iterator[Candidate]]) -> Explanation | None:
@@ -51,52 +66,8 @@ def _tried(case: Case, test: Callable[[Case], Iterator[Candidate]]) -> Explanati
 
 
 def no_test(case: Case) -> Iterator[Candidate]:
-    """Of the embedding, which is but a table."""
+    """Of a place that has none of its own."""
     yield from ()
-
-
-def _any_place(case: Case) -> Iterator[Candidate]:
-    """What can happen to any tensor."""
-    want, got = case.value(case.place[1]), case.got.values[case.place].double()
-    yield Candidate("missing", "it is zero", torch.zeros_like(want))
-    factor = fitted(lambda factor: factor * want, got)
-    yield Candidate("another scale", f"it is {number(factor)} times the baseline's", factor * want)
-    yield Candidate("another scale", "its sign is the other one", -want)
-    offset = (got - want).mean(0, keepdim=True)
-    if len(want) > 2:
-        yield Candidate("bias", "the same vector is added at every token", want + offset)
-    if want.ndim == 3:
-        yield Candidate("permuted", "its heads are in another order", want[:, _order(got, want)])
-    rows, others = (values.reshape(len(values), -1) for values in (got, want))
-    if 2 <= rows.shape[1] <= 4096:
-        order = torch.cdist(rows.T, others.T).argmin(1)
-        first = ", ".join(map(str, order[:4].tolist()))
-        yield Candidate(
-            "permuted", f"its dimensions are in another order: {first}, ... are the first", others[:, order].reshape(want.shape)
-        )
-    if 2 <= len(want) <= 4096:
-        order = torch.cdist(rows, others).argmin(1)
-        yield Candidate("permuted", "its tokens are in another order", want[order])
-
-
-def _order(got: Tensor, want: Tensor) -> Tensor:
-    """Which of the baseline's heads each one is nearest to."""
-    return torch.cdist(got.transpose(0, 1).flatten(1), want.transpose(0, 1).flatten(1)).argmin(1)
-
-
-def _lower_precision(case: Case) -> Explanation | None:
-    got, largest = case.got.values[case.place], float(case.before.max())
-    for name, dtype in MANTISSA.items():
-        if torch.equal(got, got.to(dtype).to(got.dtype)) and not torch.equal(got, got.round()) and largest < SMALL:
-            return Explanation("precision", f"it was computed in {name}", f"every value fits {name}, the difference is {largest:.1e}")
-    if largest < SMALL and case.place[1] not in ("router_weights",):
-        free = case.batch.positions > 0 if case.place[1] in FIXED_AT_FIRST else torch.ones_like(case.before, dtype=torch.bool)
-        share = float((case.before > case.limit)[free].double().mean())
-        if share > 0.9:
-            return Explanation(
-                "precision", "it was computed in fewer bits", f"a difference of {largest:.1e} in {share:.0%} of tokens, no pattern"
-            )
-    return None
 
 
 def _pattern(case: Case) -> str:
@@ -113,35 +84,7 @@ def _pattern(case: Case) -> str:
     return "; ".join(said)
 
 
-def _of_logprobs(case: Case) -> Iterator[Candidate]:
-    """Log-probs of the final norm's values."""
-    (weight,) = case.weights("output_layer.weight") or case.weights("embedding.word_embeddings.weight")
-    logits, tokens, first = case.value("final_norm") @ weight.T, case.batch.tokens, case.batch.positions == 0
-    got = case.got.values[case.place].double()
-
-    def scores(logits: Tensor) -> Tensor:
-        logprobs = logits.log_softmax(-1).roll(1, 0)
-        if case.place[1] == "entropy":
-            return (-(logprobs.exp() * logprobs).sum(-1)).masked_fill(first, 0.0)
-        return logprobs.gather(-1, tokens[:, None])[:, 0].masked_fill(first, 0.0)
-
-    if tied := case.weights("embedding.word_embeddings.weight"):
-        yield Candidate("stale weights", "the output layer is the embedding", scores(case.value("final_norm") @ tied[0].T))
-    temperature = fitted(lambda number: scores(logits / number), got)
-    yield Candidate("temperature", f"logits are divided by {number(temperature)}", scores(logits / temperature))
-    cap = fitted(lambda cap: scores(cap * (logits / cap).tanh()), got, 20.0)
-    yield Candidate("another scale", f"logits are capped at {number(cap)}", scores(cap * (logits / cap).tanh()))
-    for name, dtype in MANTISSA.items():
-        yield Candidate("precision", f"logits are rounded to {name}", scores(logits.to(dtype).double()))
-    padding = F.pad(logits, (0, -len(weight) % 64))
-    yield Candidate("vocabulary", "rows that pad the vocabulary take probability", scores(padding))
-    for shift in (1, -1):
-        moved = logits.log_softmax(-1).roll(1 + shift, 0).gather(-1, tokens[:, None])[:, 0].masked_fill(first, 0.0)
-        if case.place[1] == "logprobs":
-            yield Candidate("shifted", f"log-probs are of {'the next' if shift < 0 else 'an earlier'} position", moved)
-
-
-def _of_output(case: Case) -> Iterator[Candidate]:
+def _of_sum(case: Case) -> Iterator[Candidate]:
     """A layer's sum."""
     before, attention, mlp = case.entering(), case.value("attention"), case.value("mlp")
     yield Candidate("missing", "the residual is not added", mlp)
@@ -157,14 +100,17 @@ def _of_output(case: Case) -> Iterator[Candidate]:
 
 
 OF_PLACE: Mapping[str, Callable[[Case], Iterator[Candidate]]] = {
+    "embedding": embedding_tests.of_table,
     **dict.fromkeys(("input_norm", "mlp_norm", "final_norm"), norm_tests.of_norm),
     **dict.fromkeys(("query", "key", "value"), attention_tests.of_projections),
-    "context": attention_tests.of_core,
+    "context": core_tests.of_core,
     "attention": attention_tests.of_output,
-    "router_logits": expert_tests.of_router,
-    "router_weights": expert_tests.of_choice,
+    "router_logits": router_tests.of_router,
+    "router_weights": router_tests.of_choice,
     "shared_experts": expert_tests.of_shared,
     "mlp": expert_tests.of_mlp,
-    "output": _of_output,
-    **dict.fromkeys(("logprobs", "entropy"), _of_logprobs),
+    "output": _of_sum,
+    **dict.fromkeys(("logprobs", "entropy"), output_tests.of_output),
 }
+LATER: Mapping[str, Callable[[Case], Iterator[Candidate]]] = {"router_weights": router_tests.of_given_experts}
+"""What fits more than one fault does, and comes behind the others."""

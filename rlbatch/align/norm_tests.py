@@ -33,6 +33,7 @@ def of_norm(case: Case) -> Iterator[Candidate]:
     yield Candidate("another offset", "the norm multiplies by 1 + its weight", rms_norm(entering, 1 + weight, epsilon))
     centred = entering - entering.mean(-1, keepdim=True)
     yield Candidate("another norm", "the mean is taken off first: LayerNorm, not RMSNorm", rms_norm(centred, weight, epsilon))
+    yield Candidate("another norm", "it normalises twice", rms_norm(rms_norm(entering, weight, epsilon), weight, epsilon))
     yield from _of_other_layers(case, entering, weight, epsilon)
     if name == "mlp_norm":
         yield Candidate("missing", "attention's output is not added before the norm", rms_norm(case.entering(), weight, epsilon))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -79,9 +81,23 @@ def explain(case: Case, precision: str) -> Explanation | None:
     if not mine:
         return None
     name = mine[0]
-    kind, words = _kind(name, case.want.weights, case.got.weights)
+    kind, words = _of_another_layer(name, case, precision) or _kind(name, case.want.weights, case.got.weights)
     how = f"weights compared by name: {name} differs by {wrong[name]:.1e} of its norm{_others(name, list(wrong), len(case.want.weights))}"
     return Explanation(kind, words, how)
+
+
+def explain_silent(cases: Iterable[Case], precision: str) -> tuple[Case, Explanation] | None:
+    """The first place whose weights are wrong though nothing shows it: rows or experts that no token of the batch needs."""
+    wrong: Mapping[str, float] | None = None
+    for case in cases:
+        if wrong is None:
+            trained = trained_names(case.family)
+            wrong = differing({name: each for name, each in case.want.weights.items() if name in trained}, case.got.weights, precision)
+        if not wrong or not case.got.weights:
+            return None
+        if (found := explain(case, precision)) is not None:
+            return case, replace(found, words=f"{found.words}; no token of this batch shows it")
+    return None
 
 
 def _others(name: str, wrong: Sequence[str], count: int) -> str:
@@ -102,16 +118,59 @@ def _kind(name: str, want: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> t
     ours = ours.double()
     others = {other: tensor.double() for other, tensor in want.items() if other != name and tensor.shape == ours.shape}
     kind, words = _kind_of(name, ours, theirs, others)
-    if kind == "stale weights":  # perhaps of a part alone: a rank's, or some rows
-        for what, dim in (("rows", 0), ("columns", -1))[: theirs.ndim]:
-            wrong = ((ours - theirs).movedim(dim, 0).flatten(1) if theirs.ndim > 1 else (ours - theirs)[:, None]).abs().amax(1) > 0
-            if 0 < int(wrong.sum()) < len(wrong):
-                where = wrong.nonzero().flatten().tolist()
-                is_run = where == list(range(where[0], where[-1] + 1))
-                which = f"{where[0]} to {where[-1]}" if is_run else ", ".join(map(str, where[:4])) + ", ..." * (len(where) > 4)
-                ours, theirs = (tensor.movedim(dim, 0)[wrong].movedim(0, dim) for tensor in (ours, theirs))
-                return _kind_of(f"in {what} {which} of {len(wrong)}, {name}", ours, theirs, {})
-    return kind, words
+    if kind != "stale weights":
+        return kind, words
+    said: list[str] = []  # perhaps of a part alone: a rank's, some rows, a block
+    for what, dim in (("row", 0), ("column", -1))[: theirs.ndim]:
+        wrong = (ours != theirs).movedim(dim, 0).flatten(1).any(1) if theirs.ndim > 1 else ours != theirs
+        if 0 < int(wrong.sum()) < len(wrong):
+            said.append(f"{_listed(what, wrong)} of {len(wrong)}")
+            ours, theirs = (tensor.movedim(dim, 0)[wrong].movedim(0, dim) for tensor in (ours, theirs))
+        if what == "row" and (source := _rows_elsewhere(name, ours, want, LEFT * float((ours - theirs).norm()))):
+            return "permuted", f"{''.join(f'in {part}, ' for part in said)}{name} holds {source}"
+    return _kind_of(f"in {' and '.join(said)}, {name}", ours, theirs, {}) if said else (kind, words)
+
+
+def _listed(what: str, chosen: Tensor) -> str:
+    """E.g. ``rows 3 to 7``."""
+    where = chosen.nonzero().flatten().tolist()
+    if len(where) == 1:
+        return f"{what} {where[0]}"
+    is_run = where == list(range(where[0], where[-1] + 1))
+    return f"{what}s {where[0]} to {where[-1]}" if is_run else f"{what}s {', '.join(map(str, where[:4]))}{', ...' * (len(where) > 4)}"
+
+
+def _rows_elsewhere(name: str, rows: Tensor, want: Mapping[str, Tensor], left: float) -> str:
+    """Which rows of tensors of the same module, or of its neighbours, these are; empty: of none."""
+    module = ".".join(name.split(".")[:-2])
+    for other, tensor in want.items():
+        if not other.startswith(module) or tensor.ndim != 2 or tensor.shape[1:] != rows.shape[1:] or len(tensor) * len(rows) > 4096**2:
+            continue
+        nearest = torch.cdist(rows, tensor.double()).argmin(1)
+        if float((rows - tensor.double()[nearest]).norm()) <= left:
+            chosen = torch.zeros(len(tensor), dtype=torch.bool).index_fill(0, nearest, True)
+            return f"{_listed('row', chosen)} of {'it' if other == name else other}"
+    return ""
+
+
+def _of_another_layer(name: str, case: Case, precision: str) -> tuple[str, str] | None:
+    """Whether the layer holds all that another one should."""
+    own, count = case.place[0], case.family.num_layers
+
+    def held(weights: Mapping[str, Tensor], layer: int) -> dict[str, Tensor]:
+        prefix = ".".join((*name.split(".")[:2], str(layer), ""))
+        return {each.removeprefix(prefix): tensor for each, tensor in weights.items() if each.startswith(prefix)}
+
+    def is_of(layer: int, other: int) -> bool:
+        ours, theirs = held(case.got.weights, layer), held(case.want.weights, other)
+        return bool(ours) and ours.keys() == theirs.keys() and not differing(theirs, ours, precision)
+
+    for other in range(count):
+        if 0 <= own < count and other != own and is_of(own, other):
+            if is_of(other, own):
+                return "permuted", f"layers {own} and {other} are exchanged: each holds all weights of the other"
+            return "permuted", f"layer {own} holds all weights of layer {other}"
+    return None
 
 
 def _kind_of(name: str, ours: Tensor, theirs: Tensor, others: Mapping[str, Tensor]) -> tuple[str, str]:
@@ -143,8 +202,22 @@ def _kind_of(name: str, ours: Tensor, theirs: Tensor, others: Mapping[str, Tenso
         return "another scale", f"{name} is {number(factor)} times what it should be"
     if is_it(theirs + shift):
         return "another offset", f"{name} is larger by {number(shift)} everywhere"
+    if bits := _mantissa(ours, theirs):
+        return "precision", f"{name} is rounded to {bits} bits of mantissa behind a scale (FP8 has 3 or 2)"
     near = _apart(theirs, ours) < STALE
     return "stale weights", f"{name} is {'near' if near else 'nowhere near'} what it should be{': an older state' if near else ''}"
+
+
+def _mantissa(ours: Tensor, theirs: Tensor) -> int:
+    """To how many bits all but small numbers are rounded, which moves them equally far, relatively; 0: they are not."""
+    seen = theirs.abs() > theirs.abs().max() / 64
+    apart, sizes = ((ours - theirs).abs() / theirs.abs())[seen], theirs.abs()[seen]
+    is_large = sizes > sizes.median()
+    if theirs.ndim < 2 or len(sizes) < 32 or not bool(apart[is_large].any()):
+        return 0
+    small, large = (float(apart[part].square().mean().sqrt()) for part in (~is_large, is_large))
+    bits = round(-math.log2(float(apart.max()))) - 1
+    return bits if 1 / 1.5 < small / large < 1.5 and float(apart.max()) < 1.1 * 2.0 ** -(bits + 1) and 1 <= bits <= 10 else 0
 
 
 def _order(ours: Tensor, theirs: Tensor, left: float) -> list[int]:

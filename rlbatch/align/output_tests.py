@@ -1,0 +1,150 @@
+"""What log-probs and entropies would be if the output layer were another, or its logits were changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rlbatch.align.case import Candidate, Case, fitted, number
+from rlbatch.align.precision_tests import MANTISSA
+
+ITERATIONS = 12
+"""Of Newton's method, from a bias of zero."""
+NO_PROBABILITY = -1e3
+"""Nats."""
+
+
+class Scores:
+    """Log-probs and entropies of the tokens, at the place of the case.
+
+    Attributes:
+        logits: [T, vocabulary] float64 of the baseline.
+    """
+
+    def __init__(self, case: Case, logits: Tensor) -> None:
+        self.logits, self._is_entropy = logits, case.place[1] == "entropy"
+        self.tokens, self.first = case.batch.tokens, case.batch.positions == 0
+
+    def of(self, logits: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """[T] of other logits, or of other tokens."""
+        logprobs = logits.log_softmax(-1).roll(1, 0)
+        if self._is_entropy:
+            return (-(logprobs.exp() * logprobs).sum(-1)).masked_fill(self.first, 0.0)
+        return logprobs.gather(-1, (self.tokens if tokens is None else tokens)[:, None])[:, 0].masked_fill(self.first, 0.0)
+
+
+def of_output(case: Case) -> Iterator[Candidate]:
+    """Log-probs of the final norm's values."""
+    (weight,) = case.weights("output_layer.weight") or case.weights("embedding.word_embeddings.weight")
+    scores, got = Scores(case, case.value("final_norm") @ weight.T), case.got.values[case.place].double()
+    logits = scores.logits
+    if tied := case.weights("embedding.word_embeddings.weight"):
+        yield Candidate("stale weights", "the output layer is the embedding", scores.of(case.value("final_norm") @ tied[0].T))
+    temperature = fitted(lambda number: scores.of(logits / number), got)
+    yield Candidate("temperature", f"logits are divided by {number(temperature)}", scores.of(logits / temperature))
+    cap = fitted(lambda cap: scores.of(cap * (logits / cap).tanh()), got, 20.0)
+    yield Candidate("another scale", f"logits are capped at {number(cap)}", scores.of(cap * (logits / cap).tanh()))
+    for name, dtype in MANTISSA.items():
+        yield Candidate("precision", f"logits are rounded to {name}", scores.of(logits.to(dtype).double()))
+    padding = F.pad(logits, (0, -len(weight) % 64))
+    yield Candidate("vocabulary", "rows that pad the vocabulary take probability", scores.of(padding))
+    if case.place[1] != "logprobs":
+        return
+    for shift in (1, -1):
+        moved = logits.log_softmax(-1).roll(1 + shift, 0).gather(-1, scores.tokens[:, None])[:, 0].masked_fill(scores.first, 0.0)
+        yield Candidate("shifted", f"log-probs are of {'the next' if shift < 0 else 'an earlier'} position", moved)
+        other = scores.of(logits, (scores.tokens + shift) % len(weight))
+        yield Candidate("vocabulary", f"log-probs are of the token's id {'+' if shift > 0 else '-'} 1", other)
+    yield from _of_shards(scores, got)
+    yield from _penalised(case, scores, got)
+    yield from _biased(case, scores, got)
+
+
+def _of_shards(scores: Scores, got: Tensor) -> Iterator[Candidate]:
+    """The softmax over what one rank has of the vocabulary; tokens of others have their logits, or next to no probability."""
+    own, has_some = scores.logits.roll(1, 0).gather(-1, scores.tokens[:, None])[:, 0], got > NO_PROBABILITY
+    for count in (2, 4, 8):
+        for rank, shard in enumerate(scores.logits.roll(1, 0).chunk(count, -1)):
+            value = (own - shard.logsumexp(-1)).masked_fill(scores.first, 0.0)
+            words = f"the softmax is over part {rank} of {count} of the vocabulary alone (a rank's)"
+            yield Candidate("vocabulary", words, value[has_some], has_some)
+
+
+def _penalised(case: Case, scores: Scores, got: Tensor) -> Iterator[Candidate]:
+    """Logits of the tokens that a sequence has already."""
+    ids = F.one_hot(scores.tokens, scores.logits.shape[-1]).split([len(sequence) for sequence in case.batch.sequences])
+    counts = torch.cat([part.cumsum(0) for part in ids]).double()
+    seen, logits = counts > 0, scores.logits
+
+    def repeated(number: float) -> Tensor:
+        return scores.of(torch.where(seen, torch.where(logits > 0, logits / number, logits * number), logits))
+
+    ways: dict[str, Callable[[float], Tensor]] = {
+        "repetition penalty": repeated,
+        "presence penalty": lambda number: scores.of(logits - number * seen),
+        "frequency penalty": lambda number: scores.of(logits - number * counts),
+    }
+    for name, way in ways.items():
+        value = fitted(way, got)
+        yield Candidate("penalty", f"logits have a {name} of {number(value)}", way(value))
+
+
+def _biased(case: Case, scores: Scores, got: Tensor) -> Iterator[Candidate]:
+    """Numbers added to logits: of one token, or, where log-probs and entropies are more than the vocabulary, of all."""
+    logprobs, target, behind = scores.logits.log_softmax(-1).roll(1, 0), scores.tokens, ~scores.first
+    taken = torch.expm1(scores.of(scores.logits) - got)[behind]  # what the one token adds to the sum, at other targets
+    probabilities = logprobs.exp()[behind] * (target[behind, None] != torch.arange(logprobs.shape[1]))
+    factors = (probabilities * taken[:, None]).sum(0) / probabilities.square().sum(0).clamp(min=1e-30)
+    others = target[behind, None] != torch.arange(logprobs.shape[1])
+    token = int(((taken[:, None] - factors * probabilities) * others).square().sum(0).argmin())
+    added = float(factors[token])
+    if added > -1 + 1e-6:
+        bias = torch.zeros(logprobs.shape[1], dtype=torch.float64).index_fill(0, torch.tensor(token), torch.tensor(added).log1p())
+        yield Candidate("bias", f"{number(float(bias[token]))} is added to the logit of token {token}", scores.of(scores.logits + bias))
+    elif abs(added + 1) < 1e-3:
+        banned = scores.logits.index_fill(-1, torch.tensor(token), -torch.inf)
+        yield Candidate("bias", f"token {token} can not come: its logit is -infinity", scores.of(banned))
+    entropy = case.got.values.get((case.place[0], "entropy"))
+    if entropy is not None and 2 * int(behind.sum()) > logprobs.shape[1] + len(case.batch.sequences):
+        bias = _fitted_bias(logprobs[behind], target[behind], got[behind], entropy[behind].double())
+        yield Candidate("bias", f"a bias is added to the logits, {number(float(bias.std()))} large", scores.of(scores.logits + bias))
+
+
+def _fitted_bias(logprobs: Tensor, target: Tensor, got: Tensor, entropy: Tensor) -> Tensor:
+    """[vocabulary] for which log-probs and entropies come closest to the side's, by Gauss and Newton."""
+    bias, count = torch.zeros(logprobs.shape[1], dtype=torch.float64), logprobs.shape[1]
+    own = F.one_hot(target, count).double()
+    for _ in range(ITERATIONS):
+        new = (logprobs + bias).log_softmax(-1)
+        shares = new.exp()
+        rest = torch.cat([got - (new * own).sum(1), entropy + (shares * new).sum(1)])
+        of_entropy = -shares * (new - (shares * new).sum(1, keepdim=True))
+        step = torch.linalg.lstsq(torch.cat([own - shares, of_entropy]), rest[:, None], driver="gelsd").solution[:, 0]
+        bias = bias + step.clamp(-2, 2)
+    return bias - bias.mean()
+
+
+def of_filter(case: Case) -> Iterator[Candidate]:
+    """Log-probs some of which are minus infinity: those of tokens that a filter left out."""
+    (weight,) = case.weights("output_layer.weight") or case.weights("embedding.word_embeddings.weight")
+    logprobs = (case.value("final_norm") @ weight.T).log_softmax(-1).roll(1, 0)
+    own = logprobs.gather(-1, case.batch.tokens[:, None])[:, 0]
+    behind, got = case.batch.positions > 0, case.got.values[case.place].double()
+    left = got.isfinite() & behind
+    rank = (logprobs > own[:, None]).sum(1)
+    ordered = logprobs.sort(-1, descending=True).values
+    before = (logprobs.exp() * (logprobs > own[:, None])).sum(1)
+    if not bool(left.any()):
+        return
+    kept = (own - got).exp()  # the probability of what the filter left, by token
+    counts = (ordered.exp().cumsum(-1) - kept[:, None]).abs().argmin(-1) + 1
+    least, most = int(counts[left].min()), int(counts[left].max())
+    words = (
+        f"top-k of {least}" if least == most else f"top-p between {number(float(before[left].max()))} and {number(float(kept[left].min()))}"
+    )
+    value = own - ordered.exp().cumsum(-1).gather(-1, counts[:, None] - 1)[:, 0].log()
+    if bool((rank[left] < counts[left]).all()):
+        yield Candidate("filtered", f"log-probs are of the distribution that a filter left: {words}", value[left], left)

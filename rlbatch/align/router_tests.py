@@ -1,0 +1,186 @@
+"""What routers would hold if they were computed otherwise: logits, the choice of experts, and their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlbatch.align.case import Candidate, Case, fitted, number
+from rlbatch.align.part_tests import without
+from rlbatch.align.precision_tests import MANTISSA, of_product
+
+
+def of_router(case: Case) -> Iterator[Candidate]:
+    """The router's logits."""
+    (weight,) = case.weights("mlp.router.weight")
+    if case.has("input_norm"):
+        yield Candidate(
+            "missing", "the router sees the residual, not what the norm made of it", (case.entering() + case.value("attention")) @ weight.T
+        )
+    if bias := case.weights("mlp.router.expert_bias"):
+        yield Candidate("bias", "the selection bias is added to the logits", case.value("router_logits") + bias[0])
+    yield from of_product(case.value("mlp_norm"), weight)
+    yield Candidate("another scale", "logits are probabilities already", case.value("router_logits").softmax(-1))
+    yield Candidate("another scale", "logits went through the sigmoid already", case.value("router_logits").sigmoid())
+
+
+def of_choice(case: Case) -> Iterator[Candidate]:
+    """Chosen experts and their weights, from the logits: every way to choose and to weigh that differs in one thing or two."""
+    logits, want, got = case.value("router_logits"), case.value("router_weights"), case.got.values[case.place].double()
+    biases = case.weights("mlp.router.expert_bias")
+    bias, right, chosen = biases[0] if biases else None, Choice.of(case), got != 0
+    for changes in right.others(most_chosen=int(chosen.sum(1).max()), has_bias=bool(biases)):
+        choice = replace(right, **changes)
+        weights = choice.weights(logits, bias)
+        kind = "weights of experts" if torch.equal(weights != 0, want != 0) else "other experts"
+        yield Candidate(kind, choice.said(changes), weights)
+    factor = fitted(lambda factor: right.weights(factor * logits, bias), got)
+    words = f"logits are multiplied by {number(factor)} before scores are taken of them"
+    yield Candidate("weights of experts", words, right.weights(factor * logits, bias))
+    yield Candidate("weights of experts", "scores are taken of scores", right.weights(right.scores(logits), bias))
+    for name, dtype in MANTISSA.items():
+        yield Candidate("precision", f"scores are of logits in {name}", right.weights(logits.to(dtype).double(), bias))
+        yield Candidate("precision", f"scores are computed in {name}", right.weights(logits.to(dtype), bias).double())
+    if right.scale != 1.0:
+        for words, times in ("not applied", 1 / right.scale), ("applied twice", right.scale):
+            said = f"the scaling factor, {number(right.scale)}, is {words}: weights are {number(times)} times the baseline's"
+            yield Candidate("another scale", said, times * want)
+    least = float(want.sum(1).mean()) / right.top
+    yield Candidate("weights of experts", f"all chosen experts weigh the same, {number(least)}", least * (want != 0))
+    if torch.equal(chosen, want != 0):
+        order = got.argsort(1).argsort(1)
+        yield Candidate("permuted", "weights are those of other chosen experts of the token", want.sort(1).values.gather(1, order))
+    elif not bool((chosen & (want == 0)).any()):
+        kept = want * chosen
+        yield Candidate("missing", f"experts are left out: {without(case, (want != 0) & ~chosen)}", kept)
+        whole = kept / kept.sum(1, keepdim=True).clamp(min=1e-30) * want.sum(1, keepdim=True)
+        yield Candidate("missing", f"experts are left out, and the others weigh more: {without(case, (want != 0) & ~chosen)}", whole)
+
+
+def of_given_experts(case: Case) -> Iterator[Candidate]:
+    """Experts chosen otherwise, whose weights are right: replayed routes of others, or another order of scores."""
+    logits, chosen, right = case.value("router_logits"), case.got.values[case.place] != 0, Choice.of(case)
+    biases = case.weights("mlp.router.expert_bias")
+    if bool((chosen.sum(1) == right.top).all()):
+        whose = _whose(case, chosen, right.scores(logits) + sum(biases))
+        words = f"experts come from elsewhere, their weights are right for them: {whose}"
+        yield Candidate("other experts", words, right.weights(logits, biases[0] if biases else None, chosen))
+
+
+def _whose(case: Case, chosen: Tensor, scores: Tensor) -> str:
+    """Of which the chosen experts are, [T, experts] bool."""
+    if bool((chosen == chosen[0]).all()):
+        return f"{', '.join(map(str, chosen[0].nonzero().flatten().tolist()))} for every token (routes that nobody filled in?)"
+    for (layer, name), weights in case.want.values.items():
+        if name == "router_weights" and torch.equal(weights != 0, chosen):
+            return f"they are those of layer {layer}"
+    want = case.value("router_weights") != 0
+    for words, shift in ("before", 1), ("behind", -1):
+        behind = case.batch.positions > 0 if shift > 0 else case.batch.positions.roll(-1) > 0
+        if torch.equal(want.roll(shift, 0)[behind], chosen[behind]):
+            return f"they are those of the token {words}"
+    ranks = scores.argsort(1, descending=True).argsort(1)[chosen].reshape(len(chosen), -1).sort(1).values
+    if bool((ranks == ranks[0]).all()):
+        return f"those at places {', '.join(map(str, ranks[0].tolist()))} in the order of scores, from 0"
+    common = int((chosen & want).sum())
+    return f"{common} of {int(want.sum())} are those that the scores choose"
+
+
+WORDS = {
+    "score": "scores are by {score}",
+    "biased": "the selection bias is {biased} in the choice",
+    "groups": "the choice is limited to groups: {groups} of them",
+    "group_top": "experts are chosen from {group_top} groups",
+    "group_score": "groups are chosen by {group_score}",
+    "in_turn": "groups have experts in turn, not neighbours",
+    "normalised": "weights normalised over the chosen experts: {normalised}",
+    "top": "{top} experts are chosen",
+    "weighs_bias": "the selection bias is in the weights too",
+    "scale": "weights are multiplied by {scale:g}",
+}
+BY_TWO, BY_ONE, BY_PLAIN = "their two best experts", "their best expert", "their two best experts, without the bias"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a router chooses experts and weighs them."""
+
+    score: str
+    biased: bool
+    groups: int
+    normalised: bool
+    top: int
+    scale: float
+    group_top: int
+    group_score: str = BY_TWO
+    in_turn: bool = False
+    weighs_bias: bool = False
+
+    @classmethod
+    def of(cls, case: Case) -> Choice:
+        """What the family says."""
+        model = case.family.transformer
+        return cls(
+            str(model.get("moe_router_score_function", "softmax")),
+            bool(model.get("moe_router_enable_expert_bias")),
+            int(model.get("moe_router_num_groups") or 0),
+            not model.get("moe_router_pre_softmax"),
+            int(model["moe_router_topk"]),
+            float(model.get("moe_router_topk_scaling_factor") or 1.0),
+            int(model.get("moe_router_group_topk") or 0),
+        )
+
+    def others(self, most_chosen: int, *, has_bias: bool) -> Iterator[dict[str, Any]]:
+        """What may be otherwise: one thing, then two. Groups and how many are taken count as one."""
+        ways: list[dict[str, Any]] = [
+            {"score": "softmax" if self.score == "sigmoid" else "sigmoid"},
+            {"normalised": not self.normalised},
+            {"top": most_chosen},
+        ]
+        ways += [{"biased": not self.biased}, {"weighs_bias": True}] if has_bias else []
+        ways += [{"scale": 1.0}] if self.scale != 1.0 else []
+        if self.groups:
+            ways += [{"group_score": BY_ONE}, {"in_turn": True}, {"groups": 0}]
+            ways += [{"group_score": BY_PLAIN}] if has_bias else []
+            ways += [{"group_top": most} for most in range(1, self.groups) if most != self.group_top]
+            numbers = [number for number in (2, 4, 8, 16) if number != self.groups]
+            ways += [{"groups": number, "group_top": most} for number in numbers for most in range(1, number)]
+        ways = [way for way in ways if any(getattr(self, name) != value for name, value in way.items())]
+        yield from (way for way in ways if "scale" not in way)  # alone it is a plain multiple
+        for first, second in combinations(ways, 2):
+            if not first.keys() & second.keys():
+                yield {**first, **second}
+
+    def said(self, changes: Iterable[str]) -> str:
+        """What of it is otherwise, in words."""
+        words = WORDS if self.groups else {**WORDS, "groups": "the choice is not limited to groups"}
+        return "; ".join(words[name] for name in changes).format(**vars(self))
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """[T, experts]"""
+        return logits.sigmoid() if self.score == "sigmoid" else logits.softmax(-1)
+
+    def weights(self, logits: Tensor, bias: Tensor | None, given: Tensor | None = None) -> Tensor:
+        """[T, experts] from logits [T, experts], 0 where not chosen; given: [T, experts] bool, the choice."""
+        scores = self.scores(logits)
+        by = scores + bias if self.biased and bias is not None else scores
+        if self.groups and logits.shape[-1] % self.groups == 0 and logits.shape[-1] > self.groups:
+            grouped = self._grouped(scores if self.group_score == BY_PLAIN else by)
+            best = grouped.topk(1 if self.group_score == BY_ONE else 2, -1).values.sum(-1).topk(self.group_top, -1).indices
+            allowed = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, True)[..., None].expand_as(grouped)
+            by = by.masked_fill(~(allowed.transpose(-1, -2) if self.in_turn else allowed).flatten(-2), -torch.inf)
+        chosen = (by if given is None else given.to(by.dtype)).topk(self.top, -1).indices
+        values = (scores + bias if self.weighs_bias and bias is not None else scores).gather(-1, chosen)
+        values = values / values.sum(-1, keepdim=True) if self.normalised else values
+        return torch.zeros_like(scores).scatter(-1, chosen, values * self.scale)
+
+    def _grouped(self, scores: Tensor) -> Tensor:
+        """[T, groups, experts of each]"""
+        in_turn = scores.unflatten(-1, (-1, self.groups)).transpose(-1, -2)
+        grouped: Tensor = in_turn if self.in_turn else scores.unflatten(-1, (self.groups, -1))
+        return grouped
