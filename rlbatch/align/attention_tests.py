@@ -19,6 +19,9 @@ WAYS = {
     "norm": ("missing", "leaves the norm out"),
     "norm weight": ("missing", "leaves the norm's weight out"),
     "bias": ("missing", "leaves the bias out"),
+    "bias twice": ("bias", "adds the bias twice"),
+    "centred": ("another norm", "normalises by LayerNorm, not RMSNorm"),
+    "1 + weight": ("another offset", "multiplies by 1 + the norm's weight"),
     "rotated first": ("permuted", "takes rotated dimensions from the front, not from the end"),
     "values first": ("permuted", "takes values from the front of what the latent is projected to, and keys from the end"),
 }
@@ -89,7 +92,8 @@ def _rotated_otherwise(case: Case, heads: Tensor, turning: Rotation) -> Iterator
     if (most := 2 * len(heads)) <= MOST_POSITIONS:
         apart = [(turning.turned(heads, torch.full_like(positions, each)) - got).square().sum((1, 2)) for each in range(most)]
         found = torch.stack(apart).argmin(0)
-        yield Candidate(kind, _positions_in_words(found, case.batch), turning.turned(heads, found.double()))
+        if bool(found.any()):  # else it does not rotate at all
+            yield Candidate(kind, _positions_in_words(found, case.batch), turning.turned(heads, found.double()))
     stretch = fitted(lambda stretch: turning.turned(heads, positions * stretch), got)
     yield Candidate(kind, f"stretches positions {number(stretch)} times", turning.turned(heads, positions * stretch))
     size = fitted(lambda size: turning.turned(heads, positions, size), got)
@@ -99,13 +103,13 @@ def _rotated_otherwise(case: Case, heads: Tensor, turning: Rotation) -> Iterator
     if other is None or any(torch.allclose(other.steps, times * turning.steps, rtol=1e-3, atol=1e-5) for times in (1.0, stretch)):
         return
     words = "rotary frequencies are others (scaling of RoPE)"
-    still = int((other.steps.abs() < 1e-6).sum())
-    if other.base and turning.base:
+    still = int((other.steps.abs() < 1e-2 * turning.steps.abs()).sum())
+    if still:
+        words = f"rotary position turns only {len(other.steps) - still} of {len(other.steps)} pairs of dimensions"
+    elif other.base and turning.base:
         words = f"rotary base (theta) is about {number(other.base)}, not {number(turning.base)}"
     elif other.base:
         words = f"rotary frequencies are those of theta {number(other.base)} alone, without scaling (YaRN, Llama 3)"
-    elif still:
-        words = f"rotary position turns only {len(other.steps) - still} of {len(other.steps)} pairs of dimensions"
     yield Candidate(kind, words, other.turned(heads, positions))
 
 
@@ -140,7 +144,8 @@ class Rotation:
         rest = -torch.arange(1, len(steps), dtype=torch.float64) / len(steps)
         usable = (steps[1:] > 0) & (steps[1:] < 3)
         bases = steps[1:][usable] ** (1 / rest[usable])
-        is_power = len(bases) > 0 and abs(float(steps[0]) - 1) < 1e-3 and float(bases.log().std(correction=0)) < 0.02
+        begins_at_one = len(bases) > 0 and bool((steps > 0).all()) and abs(float(steps[0]) - 1) < 1e-3
+        is_power = begins_at_one and float(bases.log().std(correction=0)) < 0.02
         self.base = float(bases[: (len(bases) + 1) // 2].median()) if is_power else 0.0
 
     @classmethod
@@ -199,7 +204,7 @@ def _unrotated(case: Case, name: str, way: str = "", epsilon: float = 0.0) -> Te
     heads = int(case.family.transformer["num_attention_heads" if name == "query" else "num_query_groups"])
     projected = entering @ case.weights(PART + "linear_qkv.weight")[place].T
     if way != "bias" and (biases := case.weights(PART + "linear_qkv.bias")):
-        projected = projected + biases[place]
+        projected = projected + (1 + (way == "bias twice")) * biases[place]
     split = projected.unflatten(-1, (heads, -1))
     norm = case.weights(PART + f"{name[0]}_layernorm.weight")
     return split if not norm or way == "norm" else _normalised(case, split, norm[0], way, epsilon)
@@ -238,7 +243,9 @@ def _normalised(case: Case, values: Tensor, weight: Tensor, way: str, epsilon: f
     """Epsilon 0: the family's."""
     is_latent = case.family.transformer.get("multi_latent_attention")
     epsilon = epsilon or (LATENT_EPSILON if is_latent else float(case.family.transformer["layernorm_epsilon"]))
-    return rms_norm(values, torch.ones_like(weight) if way == "norm weight" else weight, epsilon)
+    values = values - values.mean(-1, keepdim=True) if way == "centred" else values
+    weight = {"norm weight": torch.ones_like(weight), "1 + weight": 1 + weight}.get(way, weight)
+    return rms_norm(values, weight, epsilon)
 
 
 def of_output(case: Case) -> Iterator[Candidate]:
@@ -251,6 +258,3 @@ def of_output(case: Case) -> Iterator[Candidate]:
     heads = context.unflatten(-1, (case.value("query").shape[1], -1))
     yield Candidate("permuted", "dimensions come before heads", heads.transpose(1, 2).flatten(1) @ weight.T)
     yield Candidate("missing", "the output projection is left out", context)
-    plain = case.value("attention")
-    epsilon = float(case.family.transformer["layernorm_epsilon"])
-    yield Candidate("another norm", "a norm is behind the output projection", rms_norm(plain, torch.ones(()), epsilon))

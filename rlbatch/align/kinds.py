@@ -32,7 +32,9 @@ def explain(case: Case, precision: str) -> Explanation:
     got = case.got.values[case.place]
     if got.shape != case.want.values[case.place].shape:
         shapes = f"{list(got.shape)}, not {list(case.want.values[case.place].shape)}"
-        return Explanation("another shape", f"it has shape {shapes}", "shapes")
+        times = len(got) / len(case.want.values[case.place])
+        often = f", {times:g} times as many rows: it is computed so often" if times > 1 and times.is_integer() else ""
+        return Explanation("another shape", f"it has shape {shapes}{often}", "shapes")
     if not got.isfinite().all():
         filtered = _tried(case, output_tests.of_filter) if case.place[1] == "logprobs" else None
         how = f"{int((~got.isfinite()).sum())} values"
@@ -46,6 +48,7 @@ def explain(case: Case, precision: str) -> Explanation:
         or _tried(case, LATER.get(case.place[1], no_test))
         or _tried(case, tensor_tests.of_single_values)
         or core_tests.of_first_tokens(case)
+        or precision_tests.of_equal_inputs(case)
         or precision_tests.lower_precision(case)
         or Explanation("unknown", "the difference has no pattern that is known here", _pattern(case))
     )

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlbatch.align.case import Candidate, fitted, number
+from rlbatch.align.precision_tests import ROUNDINGS
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,10 @@ def _activated(activation: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor)
     return activation(gate) * up
 
 
+def _rounded(rounded: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
+    return rounded(F.silu(gate) * up)
+
+
 ACTIVATION = "another activation"
 INNER = (
     Inner("permuted", "gate and up are swapped", lambda gate, up: F.silu(up) * gate),
@@ -57,6 +62,7 @@ INNER = (
     Inner(ACTIVATION, "the activation is relu", partial(_activated, F.relu)),
     Inner(ACTIVATION, "the activation is sigmoid", partial(_activated, F.sigmoid)),
     Inner(ACTIVATION, "1 is added to up", lambda gate, up: F.silu(gate) * (up + 1)),
+    *(Inner("precision", f"activation times up is rounded to {name}", partial(_rounded, rounded)) for name, rounded in ROUNDINGS.items()),
 )
 FITTED: tuple[tuple[str, Callable[[Tensor, Tensor], Tensor | float], Callable[[Tensor, Tensor, float], Tensor]], ...] = (
     (

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlbatch.align.case import Candidate, Case, fitted, number
-from rlbatch.align.precision_tests import MANTISSA
+from rlbatch.align.precision_tests import ROUNDINGS
 
 ITERATIONS = 12
 """Of Newton's method, from a bias of zero."""
@@ -43,12 +43,15 @@ def of_output(case: Case) -> Iterator[Candidate]:
     logits = scores.logits
     if tied := case.weights("embedding.word_embeddings.weight"):
         yield Candidate("stale weights", "the output layer is the embedding", scores.of(case.value("final_norm") @ tied[0].T))
+    yield Candidate("missing", "the output layer sees the residual, not what the norm made of it", scores.of(case.entering() @ weight.T))
     temperature = fitted(lambda number: scores.of(logits / number), got)
     yield Candidate("temperature", f"logits are divided by {number(temperature)}", scores.of(logits / temperature))
     cap = fitted(lambda cap: scores.of(cap * (logits / cap).tanh()), got, 20.0)
     yield Candidate("another scale", f"logits are capped at {number(cap)}", scores.of(cap * (logits / cap).tanh()))
-    for name, dtype in MANTISSA.items():
-        yield Candidate("precision", f"logits are rounded to {name}", scores.of(logits.to(dtype).double()))
+    for name, rounded in ROUNDINGS.items():
+        yield Candidate("precision", f"logits are rounded to {name}", scores.of(rounded(logits)))
+        product = rounded(case.value("final_norm")) @ rounded(weight).T
+        yield Candidate("precision", f"what enters the output layer and its weight are rounded to {name}", scores.of(product))
     padding = F.pad(logits, (0, -len(weight) % 64))
     yield Candidate("vocabulary", "rows that pad the vocabulary take probability", scores.of(padding))
     if case.place[1] != "logprobs":
@@ -142,9 +145,10 @@ def of_filter(case: Case) -> Iterator[Candidate]:
     kept = (own - got).exp()  # the probability of what the filter left, by token
     counts = (ordered.exp().cumsum(-1) - kept[:, None]).abs().argmin(-1) + 1
     least, most = int(counts[left].min()), int(counts[left].max())
-    words = (
-        f"top-k of {least}" if least == most else f"top-p between {number(float(before[left].max()))} and {number(float(kept[left].min()))}"
-    )
+    words = f"top-k of {least}"
+    if least < most:
+        least_p, most_p = float(before[left].max()), float(kept[left].min())
+        words = f"top-p between {number(least_p)} and {number(most_p)}" if least_p < most_p else "of another number of tokens each (min-p)"
     value = own - ordered.exp().cumsum(-1).gather(-1, counts[:, None] - 1)[:, 0].log()
     if bool((rank[left] < counts[left]).all()):
         yield Candidate("filtered", f"log-probs are of the distribution that a filter left: {words}", value[left], left)

@@ -15,7 +15,7 @@ FIXED_AT_FIRST = ("context", "logprobs", "entropy")
 """Places that are what they are at a sequence's first token, whatever the precision."""
 SMALL = 2e-2
 """Relative difference, without a pattern, that lower precision can make in one module."""
-NOISY = 0.3
+NOISY = 0.1
 """Relative difference that noise can make."""
 LARGEST_FP8 = 448.0
 GROUP = 128
@@ -59,6 +59,20 @@ def of_product(entering: Tensor, weight: Tensor) -> Iterator[Candidate]:
         yield Candidate("precision", f"what enters is rounded to {name}", values @ weight.T)
         yield Candidate("precision", f"the weight is rounded to {name}", entering @ matrix.T)
         yield Candidate("precision", f"what enters and the weight are rounded to {name}", values @ matrix.T)
+
+
+def of_equal_inputs(case: Case) -> Explanation | None:
+    """Tokens that have the same in the baseline and not in the side: it is not the token alone that decides."""
+    want, got = (values.double().reshape(len(values), -1) for values in (case.want.values[case.place], case.got.values[case.place]))
+    if case.place[1] in FIXED_AT_FIRST:
+        return None
+    sizes = want.norm(dim=1)
+    same, other = ((torch.cdist(values, values) / sizes.clamp(min=1e-30)) for values in (want, got))
+    pairs = ((same < case.limit) & (other > 3 * case.limit)).triu(1).nonzero().tolist()
+    if not pairs:
+        return None
+    how = f"{len(pairs)} pairs of tokens have the same in the baseline and not here, first tokens {pairs[0][0]} and {pairs[0][1]}"
+    return Explanation("noise", "random numbers are added, or something besides the token decides", how)
 
 
 def lower_precision(case: Case) -> Explanation | None:

@@ -22,6 +22,11 @@ def of_router(case: Case) -> Iterator[Candidate]:
         yield Candidate(
             "missing", "the router sees the residual, not what the norm made of it", (case.entering() + case.value("attention")) @ weight.T
         )
+    for name, words in ("input_norm", "what the norm before attention gives"), ("attention", "attention's output"):
+        if case.has(name):
+            yield Candidate("another order", f"the router sees {words}", case.value(name) @ weight.T)
+    cap = fitted(lambda cap: cap * (case.value("router_logits") / cap).tanh(), case.got.values[case.place].double(), 10.0)
+    yield Candidate("another scale", f"logits are capped at {number(cap)}", cap * (case.value("router_logits") / cap).tanh())
     if bias := case.weights("mlp.router.expert_bias"):
         yield Candidate("bias", "the selection bias is added to the logits", case.value("router_logits") + bias[0])
     yield from of_product(case.value("mlp_norm"), weight)
@@ -45,12 +50,18 @@ def of_choice(case: Case) -> Iterator[Candidate]:
     yield Candidate("weights of experts", "scores are taken of scores", right.weights(right.scores(logits), bias))
     for name, dtype in MANTISSA.items():
         yield Candidate("precision", f"scores are of logits in {name}", right.weights(logits.to(dtype).double(), bias))
-        yield Candidate("precision", f"scores are computed in {name}", right.weights(logits.to(dtype), bias).double())
+        yield Candidate("precision", f"scores are computed in {name}", right.weights(logits, bias, rounded=dtype))
+    open_ended = replace(right, normalised=False).weights(logits, bias)
+    factor = fitted(lambda factor: factor * open_ended, got, right.scale)
+    words = f"weights are not normalised over the chosen experts, and multiplied by {number(factor)}"
+    yield Candidate("weights of experts", words, factor * open_ended)
+    if bias is not None:
+        yield Candidate("other experts", "the selection bias is added to the logits", right.weights(logits + bias, None))
     if right.scale != 1.0:
         for words, times in ("not applied", 1 / right.scale), ("applied twice", right.scale):
             said = f"the scaling factor, {number(right.scale)}, is {words}: weights are {number(times)} times the baseline's"
             yield Candidate("another scale", said, times * want)
-    least = float(want.sum(1).mean()) / right.top
+    least = float(got[chosen].mean())
     yield Candidate("weights of experts", f"all chosen experts weigh the same, {number(least)}", least * (want != 0))
     if torch.equal(chosen, want != 0):
         order = got.argsort(1).argsort(1)
@@ -70,6 +81,9 @@ def of_given_experts(case: Case) -> Iterator[Candidate]:
         whose = _whose(case, chosen, right.scores(logits) + sum(biases))
         words = f"experts come from elsewhere, their weights are right for them: {whose}"
         yield Candidate("other experts", words, right.weights(logits, biases[0] if biases else None, chosen))
+        other = replace(right, score="softmax" if right.score == "sigmoid" else "sigmoid")
+        words = f"the weights of chosen experts, not the choice, are by {other.score}"
+        yield Candidate("weights of experts", words, other.weights(logits, None, chosen))
 
 
 def _whose(case: Case, chosen: Tensor, scores: Tensor) -> str:
@@ -165,9 +179,9 @@ class Choice:
         """[T, experts]"""
         return logits.sigmoid() if self.score == "sigmoid" else logits.softmax(-1)
 
-    def weights(self, logits: Tensor, bias: Tensor | None, given: Tensor | None = None) -> Tensor:
+    def weights(self, logits: Tensor, bias: Tensor | None, given: Tensor | None = None, rounded: torch.dtype = torch.float64) -> Tensor:
         """[T, experts] from logits [T, experts], 0 where not chosen; given: [T, experts] bool, the choice."""
-        scores = self.scores(logits)
+        scores = self.scores(logits.to(rounded)).double()
         by = scores + bias if self.biased and bias is not None else scores
         if self.groups and logits.shape[-1] % self.groups == 0 and logits.shape[-1] > self.groups:
             grouped = self._grouped(scores if self.group_score == BY_PLAIN else by)

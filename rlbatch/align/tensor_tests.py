@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from rlbatch.align.case import Candidate, Case, fitted, number
+from rlbatch.align.norm_tests import rms_norm
+from rlbatch.align.precision_tests import ROUNDINGS
 
 PRODUCTS = ("attention", "router_logits", "shared_experts", "mlp")
 """Places that a matrix multiplied last."""
-LEAST_VALUES = 8
+LEAST_VALUES = 4
 """Of a token, or tokens, from which a number of its own is no accident."""
 
 
@@ -22,6 +24,11 @@ def of_any(case: Case) -> Iterator[Candidate]:
     factor = fitted(lambda factor: factor * want, got)
     yield Candidate("another scale", f"it is {number(factor)} times the baseline's", factor * want)
     yield Candidate("another scale", "its sign is the other one", -want)
+    yield Candidate("another norm", "a norm is behind it", rms_norm(want, torch.ones(()), 1e-6))
+    most = float(got.abs().max())
+    yield Candidate("clamped", f"its values are clamped to -{number(most)} .. {number(most)}", want.clamp(-most, most))
+    for name, rounded in ROUNDINGS.items():
+        yield Candidate("precision", f"it is rounded to {name}", rounded(want))
     offset = (got - want).mean(0, keepdim=True)
     if len(want) > 2:
         yield Candidate("bias", "the same vector is added at every token", want + offset)
@@ -53,8 +60,14 @@ def of_single_values(case: Case) -> Iterator[Candidate]:
     dropped = float((~kept & (want != 0)).sum()) / float((want != 0).sum())
     if min(want.shape) < LEAST_VALUES or not dropped < 1:
         return
-    words = f"{dropped:.0%} of the values are zero, at random, the others {number(factor)} times as large: dropout"
-    yield Candidate("noise", words, (factor * want * kept).reshape(shape))
+    zero = ~kept.any(1)
+    which = ", ".join(map(str, zero.nonzero().flatten().tolist()[:8]))
+    yield Candidate("missing", f"it is zero for {int(zero.sum())} tokens: {which}", (want * ~zero[:, None]).reshape(shape))
+    if factor > 1.001:
+        words = f"{dropped:.0%} of the values are zero, at random, the others {number(factor)} times as large: dropout"
+        yield Candidate("noise", words, (factor * want * kept).reshape(shape))
+    added = (got - want).mean(1, keepdim=True)
+    yield Candidate("bias", f"each token has a number added to all values: {_range(added)}", (want + added).reshape(shape))
     for what, dim in (("token", 1), ("dimension", 0)):
         times = (got * want).sum(dim, keepdim=True) / want.square().sum(dim, keepdim=True).clamp(min=1e-30)
         words = f"each {what} has a factor of its own (a gate, or scales of a quantisation): {_range(times)}"

@@ -321,6 +321,103 @@ def skipped(model: Any) -> None:
     change(layer(model), lambda output, values, **kwargs: values)
 
 
+class Applied(torch.nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.function(values)
+
+
+def exchanged(model: Any) -> None:
+    layers = model.base_model.layers
+    layers[1], layers[2] = layers[2], layers[1]
+
+
+def clamped(model: Any) -> None:
+    layer(model).mlp.experts.act_fn = Applied(lambda gate: F.silu(gate.clamp(max=0.5)))
+
+
+def logits_bias(model: Any) -> None:
+    bias = 0.1 * torch.randn(61, generator=torch.Generator().manual_seed(1))
+    change(model.lm_head, lambda output, *args: output + bias)
+
+
+def logit_of_one(model: Any) -> None:
+    change(model.lm_head, lambda output, *args: output + 3.0 * F.one_hot(torch.tensor(7), 61))
+
+
+def jitter(model: Any) -> None:
+    generator = torch.Generator().manual_seed(1)
+    gate = layer(model).mlp.gate
+    instead(gate, lambda right, values: right(values * (1 + 0.01 * (2 * torch.rand(values.shape, generator=generator) - 1))))
+
+
+def routes_of_before(model: Any) -> None:
+    """As if replayed routes were one token late."""
+
+    def forward(right: Callable[..., Any], values: Tensor) -> Any:
+        logits, _, chosen = right(values)
+        weights = logits.softmax(-1).gather(1, chosen.roll(1, 0))
+        return logits, weights / weights.sum(1, keepdim=True), chosen.roll(1, 0)
+
+    instead(layer(model).mlp.gate, forward)
+
+
+def wrapped_positions(model: Any) -> None:
+    instead(model.base_model.rotary_emb, lambda right, x, position_ids: right(x, position_ids % 8))
+
+
+def padded_left(model: Any) -> None:
+    instead(model.base_model.rotary_emb, lambda right, x, position_ids: right(x, position_ids + 17 - x.shape[1]))
+
+
+def shared_gate(model: Any) -> None:
+    gate = 0.2 * torch.randn(32, generator=torch.Generator().manual_seed(1))
+    change(layer(model).mlp.shared_experts, lambda output, values: output * (values @ gate).sigmoid()[..., None])
+
+
+def dropout(model: Any) -> None:
+    generator = torch.Generator().manual_seed(1)
+    change(layer(model).mlp, lambda output, *args: output * (torch.rand(output.shape, generator=generator) > 0.1) / 0.9)
+
+
+def eight_bits(model: Any) -> None:
+    def forward(right: Callable[..., Tensor], values: Tensor) -> Tensor:
+        scale = values.abs().amax(-1, keepdim=True) / 448
+        return right((values / scale).to(torch.float8_e4m3fn).float() * scale)
+
+    instead(layer(model).self_attn.o_proj, forward)
+
+
+def scale_of_a_block(model: Any) -> None:
+    weight = layer(model).self_attn.k_proj.weight
+    fill(weight[:8, :16], 2 * weight[:8, :16].detach())
+
+
+def most_likely_only(model: Any) -> None:
+    change(model.lm_head, lambda output, *args: output.masked_fill(output < output.topk(20, -1).values[..., -1:], -torch.inf))
+
+
+def penalty(model: Any) -> None:
+    seen: list[Tensor] = []
+    model.base_model.embed_tokens.register_forward_hook(lambda module, args, output: seen.append(F.one_hot(args[0], 61).cumsum(1) > 0))
+    change(model.lm_head, lambda output, *args: output - 0.5 * seen[-1])
+
+
+def other_row(model: Any) -> None:
+    """Of a token that the batch does not have."""
+    weight = model.base_model.embed_tokens.weight
+    fill(weight[5], weight[6].detach().clone())
+
+
+def rotated_first(model: Any) -> None:
+    change(layer(model).self_attn.q_b_proj, lambda output, *args: output.unflatten(-1, (4, 16)).roll(-6, -1).flatten(-2))
+
+
 FAULTS = {
     "rope theta": Fault("qwen3_moe", theta, (0, "query"), "rotary position", "(theta) is about 1e+06, not 1e+04"),
     "positions from 1": Fault("qwen3_moe", shifted_positions, (0, "query"), "rotary position", "counts positions from 1"),
@@ -368,5 +465,21 @@ FAULTS = {
     "other groups": Fault("deepseek_v3", other_groups, (LAYER, "router_weights"), "other experts", "limited to groups: 2 of them"),
     "output layer not tied": Fault("tied", untied, (4, "logprobs"), "permuted", "lm_head.weight has its rows in another order"),
     "logits capped": Fault("deepseek_v3", capped_logits, (4, "logprobs"), "another scale", "logits are capped at 5"),
+    "layers exchanged": Fault("deepseek_v3", exchanged, (1, "input_norm"), "permuted", "layers 1 and 2 are exchanged"),
+    "experts clamped": Fault("deepseek_v3", clamped, (LAYER, "mlp"), "another activation", "the gate is clamped to at most 0.5"),
+    "bias of logits": Fault("qwen3_moe", logits_bias, (4, "logprobs"), "bias", "a bias is added to the logits"),
+    "bias of a logit": Fault("deepseek_v3", logit_of_one, (4, "logprobs"), "bias", "3 is added to the logit of token 7"),
+    "router jitter": Fault("mixtral", jitter, (LAYER, "router_logits"), "noise", "jitter"),
+    "routes of another token": Fault("qwen3_moe", routes_of_before, (LAYER, "router_weights"), "other experts", "of the token before"),
+    "positions begin again": Fault("qwen3_moe", wrapped_positions, (0, "query"), "rotary position", "begins again at position 8"),
+    "padding on the left": Fault("qwen3_moe", padded_left, (0, "query"), "rotary position", "at positions 8, 0, 16, 5"),
+    "shared experts gated": Fault("deepseek_v3", shared_gate, (LAYER, "shared_experts"), "another scale", "each token has a factor"),
+    "dropout": Fault("qwen3_moe", dropout, (LAYER, "mlp"), "noise", "dropout"),
+    "inputs in FP8": Fault("qwen3_moe", eight_bits, (LAYER, "attention"), "precision", "FP8 with a scale of each token"),
+    "scale of a block": Fault("qwen3_moe", scale_of_a_block, (LAYER, "key"), "another scale", "in rows 0 to 7 of 16 and columns 0 to 15"),
+    "log-probs of a filter": Fault("qwen3_moe", most_likely_only, (4, "logprobs"), "filtered", "top-k of 20"),
+    "presence penalty": Fault("qwen3_moe", penalty, (4, "logprobs"), "penalty", "presence penalty of 0.5"),
+    "a row that nothing reads": Fault("qwen3_moe", other_row, (-1, "embedding"), "permuted", "no token of this batch shows it"),
+    "rotated part taken first": Fault("deepseek_v3", rotated_first, (LAYER, "query"), "permuted", "from the front, not from the end"),
     "a layer skipped": Fault("qwen3_moe", skipped, (LAYER, "output"), "missing", "left out: attention's output, the MLP's output"),
 }

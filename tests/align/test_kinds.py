@@ -60,6 +60,18 @@ def test_each_fault_is_named(fault: Fault, baseline: Callable[[str], Baseline], 
     assert fault.words in said
 
 
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [("temperature", "divided by 0.7"), ("log-probs of a filter", "top-k of 20"), ("rope theta", "Kind: not located")],
+)
+def test_a_side_that_shows_only_its_end(fault: str, words: str, baseline: Callable[[str], Baseline], batch: Batch) -> None:
+    """As engines do: what the output layer alone explains is named, anything else could be anywhere."""
+    folder, family, right, limits = baseline("qwen3_moe")
+    side = TransformersSide(folder, change=FAULTS[fault].put)
+    shown = Capture({(4, "logprobs"): side.capture(batch).values[4, "logprobs"]})
+    assert words in answer(family, batch, side, right, shown, limits).sentence(4)
+
+
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "moonlight", "mixtral", "qwen2", "qwen3"])
 def test_what_is_right_is_no_fault(name: str, baseline: Callable[[str], Baseline], batch: Batch) -> None:
     """The same model again."""
