@@ -10,11 +10,11 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import PurePath
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar
 
 from rlbatch.api import ConfigError
 from rlbatch.api.values import PathRule
-from rlbatch.config.structured import marks
+from rlbatch.config.structured import hints_of, marks
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ def is_there(text: str) -> bool:
 
 def with_absolute_paths(value: T) -> T:
     """A config or options dataclass with all its paths absolute."""
-    hints = get_type_hints(type(value), include_extras=True)
+    hints = hints_of(type(value))
     changed: dict[str, Any] = {}
     for field in dataclasses.fields(value):  # type: ignore[arg-type]
         item = getattr(value, field.name)
@@ -65,7 +65,7 @@ def with_absolute_paths(value: T) -> T:
 
 def paths_of(value: Any, prefix: str = "") -> Iterator[tuple[str, str, PathRule]]:
     """Key, path and rule of every path in a config or options dataclass."""
-    hints = get_type_hints(type(value), include_extras=True)
+    hints = hints_of(type(value))
     for field in dataclasses.fields(value):
         item, rule = getattr(value, field.name), _rule(hints[field.name])
         if dataclasses.is_dataclass(item):

@@ -30,6 +30,16 @@ MOST_LISTED = 20
 _TYPE_WORDS: Mapping[Any, str] = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 
 
+_HINTS: dict[type, Mapping[str, Any]] = {}
+
+
+def hints_of(cls: type) -> Mapping[str, Any]:
+    """The types of a dataclass's fields, with what is annotated; the search completes hundreds of configs of the same few classes."""
+    if cls not in _HINTS:
+        _HINTS[cls] = get_type_hints(cls, include_extras=True)
+    return _HINTS[cls]
+
+
 @dataclasses.dataclass(frozen=True)
 class KeyDoc:
     """One config key.
@@ -53,7 +63,7 @@ class KeyDoc:
 
 def key_docs(cls: Any, prefix: str = "") -> Iterator[KeyDoc]:
     """Every key of a (nested) config or options dataclass, in order."""
-    hints = get_type_hints(cls, include_extras=True)
+    hints = hints_of(cls)
     for field in dataclasses.fields(cls):
         hint = hints[field.name]
         if dataclasses.is_dataclass(hint):
@@ -116,7 +126,7 @@ def from_mapping(cls: type[T], values: Mapping[Any, Any], prefix: str = "") -> T
     Raises:
         ConfigError: an unknown key, or a value that is not of its key's type or range.
     """
-    hints = get_type_hints(cls, include_extras=True)
+    hints = hints_of(cls)
     defaults = {field.name: _default(field) for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for name in values:
         if name not in defaults:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 
-from rlbatch.launch.records.streams import keep_output
-from rlbatch.planner import main
-
 if __name__ == "__main__":
+    gc.disable()  # arithmetic of a second or ten leaves next to no cycles, and to look for them while modules are imported took a tenth
+    from rlbatch.launch.records.streams import keep_output
+    from rlbatch.planner import main
+
     keep_output()
     sys.exit(main(sys.argv[1:]))

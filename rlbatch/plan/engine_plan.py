@@ -140,12 +140,11 @@ class EnginePlan:
         Raises:
             ConfigError: what is needed, what is there, and what would do.
         """
-        total, shape = self.config.cluster.gpu_memory_gib, self.shape
-        if not (total and job.on_gpu):
+        if (found := self._short_of(job, trainer_gib(job))) is None:
             return
-        trainer, need = trainer_gib(job), engine_memory(job)
-        share, room = engine_share_gib(job, trainer), total - trainer
-        has, overlaps = max(min(share, room), 0.0), shape.memory_share < 1 and share > room
+        total, shape, trainer, need, share, overlaps = self.config.cluster.gpu_memory_gib, self.shape, *found
+        room = total - trainer
+        has = max(min(share, room), 0.0)
         if need.total > has:
             cache = f" and {need.cache:.1f} GiB to cache one sample" if job.model else ""
             beside = f", where the trainer keeps {trainer:.1f}." if shape.is_colocated else "."
@@ -156,13 +155,27 @@ class EnginePlan:
                 f"GPUs, and has {has:.1f} of {total:g} GiB (cluster.gpu_memory_gib){beside}{unknown}"
             )
             raise ConfigError(f"{said} {larger or fix()}{self._share(need, room)}.")
-        if overlaps:
-            most = int(100 * (room - FREE_GIB) / total) / 100
-            less = f"Use {most:g} or less, or keep more of the trainer on the host" if need.total <= most * total else fix()
-            raise ConfigError(
-                f"rollout.engine.{shape.memory_option}={shape.memory_share:g}: the engine takes {share:.1f} of a GPU's "
-                f"{total:g} GiB (cluster.gpu_memory_gib), and the trainer keeps {trainer:.1f} there. {less}."
-            )
+        most = int(100 * (room - FREE_GIB) / total) / 100
+        less = f"Use {most:g} or less, or keep more of the trainer on the host" if need.total <= most * total else fix()
+        raise ConfigError(
+            f"rollout.engine.{shape.memory_option}={shape.memory_share:g}: the engine takes {share:.1f} of a GPU's "
+            f"{total:g} GiB (cluster.gpu_memory_gib), and the trainer keeps {trainer:.1f} there. {less}."
+        )
+
+    def has_memory(self, job: MemoryInputs, trainer: float) -> bool:
+        """Whether ``check_memory`` accepts them beside a trainer that keeps so much of a GPU, GiB."""
+        return self._short_of(job, trainer) is None
+
+    def _short_of(self, job: MemoryInputs, trainer: float) -> tuple[float, EngineMemory, float, bool] | None:
+        """What the trainer keeps on a GPU, what the engine needs there, its share (GiB), and whether both are too large together; None:
+        there is room for both.
+        """
+        total = self.config.cluster.gpu_memory_gib
+        if not (total and job.on_gpu):
+            return None
+        need, share, room = engine_memory(job), engine_share_gib(job, trainer), total - trainer
+        overlaps = self.shape.memory_share < 1 and share > room
+        return (trainer, need, share, overlaps) if overlaps or need.total > max(min(share, room), 0.0) else None
 
     def memory_line(self, job: MemoryInputs) -> str:
         """How engine and trainer divide each GPU, in words; ``check_memory`` says whether that can be."""

@@ -88,10 +88,13 @@ class Engines:
         """Numbers of offload strategies."""
         return range(len(self._offloaded))
 
-    def job(self, way: int, share: int) -> MemoryInputs | None:
-        """With an offload strategy and a share of a GPU, the largest first, in the layout of the plan; None: there are no more shares."""
-        if share == len(self._shares):
-            return None
+    @property
+    def shares(self) -> int:
+        """Shares of a GPU that are tried."""
+        return len(self._shares)
+
+    def job(self, way: int, share: int) -> MemoryInputs:
+        """With an offload strategy and a share of a GPU, the largest first, in the layout of the plan."""
         if (way, share) not in self._jobs:
             keys = {**self._keys, **self._offloaded[way], **self._shares[share]}
             self._jobs[way, share] = changed_inputs(self._plan.job, changed(self._plan.job.config, keys, self._registry), self._registry)

@@ -55,14 +55,15 @@ class MemoryEstimate:
         return peak, self.spread(peak, certain)
 
 
-def estimate_memory(job: MemoryInputs, *, has_activations: bool = True) -> MemoryEstimate:
+def estimate_memory(job: MemoryInputs, floor: MemoryFloor | None = None, *, has_activations: bool = True) -> MemoryEstimate:
     """Trainer, engines and what libraries take.
 
     Args:
         job: Its model is known, and its layout is one that ``check_layout`` accepts.
+        floor: Its own, if that is known already.
         has_activations: Without them it is what the job takes at least, with any recomputation and packs.
     """
-    floor, assume = memory_floor(job), job.config.plan.assume
+    floor, assume = floor or memory_floor(job), job.config.plan.assume
     activations = _activations(job) if has_activations else (NO_ACTIVATIONS,) * len(floor.stages)
     stages, alike = list(zip(floor.stages, activations, strict=True)), dict[tuple[int, StageActivations], RankMemory]()
     for certain, kept in stages:

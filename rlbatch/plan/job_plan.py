@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from typing import Literal
 
 from rlbatch.config.schema import Config
@@ -14,7 +15,7 @@ from rlbatch.plan.engine_memory import MemoryInputs
 from rlbatch.plan.estimate import MemoryEstimate, estimate_memory
 from rlbatch.plan.generation import Cache, Generation, generation, replica_cache
 from rlbatch.plan.hardware import Gpu, known_gpu
-from rlbatch.plan.memory import PHASES, WHEN, Peak
+from rlbatch.plan.memory import PHASES, WHEN, Peak, memory_floor
 from rlbatch.plan.parameters import ModelSize
 from rlbatch.plan.step_time import StepTime, step_time
 from rlbatch.plan.workload import Workload, workload
@@ -133,18 +134,42 @@ def gpu_of(config: Config) -> Gpu | None:
 
 def may_have_room(job: MemoryInputs, nodes: tuple[int, ...]) -> bool:
     """Whether a job could fit with other recomputation and packs: activations aside it does."""
-    return all(need.verdict in ROOM for need in needs_of(job, estimate_memory(job, has_activations=False), nodes))
+    return _has_room(job, nodes, has_activations=False)
+
+
+def has_room(job: MemoryInputs, nodes: tuple[int, ...]) -> bool:
+    """Whether ``plan_job`` says so, and no more."""
+    return _has_room(job, nodes, has_activations=True)
+
+
+def _has_room(job: MemoryInputs, nodes: tuple[int, ...], *, has_activations: bool) -> bool:
+    floor, cluster = memory_floor(job), job.config.cluster
+    if job.on_gpu and 0 < cluster.gpu_memory_gib < floor.gpu().gib:
+        return False  # whatever comes on top
+    memory = estimate_memory(job, floor, has_activations=has_activations)
+    return all(need.verdict in ROOM for need in chain(_of_gpus(job, memory), _of_nodes(job, memory, nodes)))
 
 
 def needs_of(job: MemoryInputs, memory: MemoryEstimate, nodes: tuple[int, ...]) -> tuple[Need, ...]:
     """Of a GPU and a node, in the stage and phase with the worst verdict; where several are as bad, in the fullest."""
-    cluster = job.config.cluster
+    each = ([*_of_gpus(job, memory)], [*_of_nodes(job, memory, nodes)])
+    return tuple(max(needs, key=lambda need: (ORDER.index(need.verdict), need.peak.gib)) for needs in each if needs)
+
+
+def _of_gpus(job: MemoryInputs, memory: MemoryEstimate) -> Iterator[Need]:
+    """Of a GPU of each stage, in each phase; of stages that are alike one."""
+    if not job.on_gpu:
+        return
+    has, certain = job.config.cluster.gpu_memory_gib, memory.floor.gpu().gib
     alike = {id(stage): number for number, stage in reversed([*enumerate(memory.expected.stages)])}
-    stages = sorted(alike.values())  # one of those that are alike
-    gpu, node = memory.floor.gpu().gib, memory.floor.fullest_host(nodes).gib
-    gpus = [
-        Need(f"a GPU of stage {stage}", "cluster.gpu_memory_gib", *memory.gpu_of_stage(stage, phase), gpu, cluster.gpu_memory_gib)
-        for stage, phase in product(stages if job.on_gpu else (), PHASES)
-    ]
-    hosts = [Need("a node", "cluster.host_memory_gib", *memory.host(nodes, phase), node, cluster.host_memory_gib) for phase in PHASES]
-    return tuple(max(each, key=lambda need: (ORDER.index(need.verdict), need.peak.gib)) for each in (gpus, hosts) if each)
+    for stage, phase in product(sorted(alike.values()), PHASES):
+        yield Need(f"a GPU of stage {stage}", "cluster.gpu_memory_gib", *memory.gpu_of_stage(stage, phase), certain, has)
+
+
+def _of_nodes(job: MemoryInputs, memory: MemoryEstimate, nodes: tuple[int, ...]) -> Iterator[Need]:
+    """Of the fullest node, in each phase."""
+    has, floors = job.config.cluster.host_memory_gib, [memory.floor.fullest_host(nodes, [phase]) for phase in PHASES]
+    certain = max(floor.gib for floor in floors)
+    for phase, floor in zip(PHASES, floors, strict=True):
+        peak = memory.expected.fullest_host(nodes, [phase])
+        yield Need("a node", "cluster.host_memory_gib", peak, memory.spread(peak, floor), certain, has)

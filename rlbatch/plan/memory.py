@@ -120,8 +120,10 @@ class MemoryFloor:
 
     def fullest_host(self, nodes: Iterable[int], phases: Iterable[str] = PHASES) -> Peak:
         """What the node that needs most takes of its host memory; ``nodes`` are the ranks of each."""
-        alike = _nodes_stages(tuple(nodes), len(self.stages), self.world_size)
-        return _largest(self._host(stages, phase) for stages in alike for phase in phases)
+        alike: dict[tuple[tuple[int, int], ...], Mapping[int, int]] = {}
+        for stages in _nodes_stages(tuple(nodes), len(self.stages), self.world_size):  # stages that are alike are one object
+            alike.setdefault(tuple((id(self.stages[stage]), ranks) for stage, ranks in stages.items()), stages)
+        return _largest(self._host(stages, phase) for stages in alike.values() for phase in phases)
 
     def _host(self, stages: Mapping[int, int], phase: str) -> Peak:
         parts: dict[str, float] = {}
@@ -151,8 +153,8 @@ def trainer_gib(job: MemoryInputs) -> float:
     """What the trainer keeps on each of an engine's GPUs when that starts or generates, GiB."""
     if not job.shape.is_colocated:
         return 0.0
-    phases = [_trainer(job, share)[phase] for share in _shares(job) for phase in WITH_CACHE]
-    return max(sum(parts.values()) for parts in phases) / GIB
+    trainers = [_trainer(job, share) for share in dict.fromkeys(_shares(job))]
+    return max(sum(trainer[phase].values()) for trainer in trainers for phase in WITH_CACHE) / GIB
 
 
 def engine_share_gib(job: MemoryInputs, trainer: float) -> float:

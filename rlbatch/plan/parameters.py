@@ -92,7 +92,7 @@ class ModelSize:
         self._embedding = PartSize(vocabulary=table, largest=table)
         kinds = {is_sparse: _layer(family, has_experts=is_sparse) for is_sparse in set(family.has_experts)}
         self._layers = tuple(kinds[is_sparse] for is_sparse in family.has_experts)
-        self._shares: dict[LayoutConfig, tuple[Share, ...]] = {}
+        self._shares: dict[tuple[int | None, ...], tuple[Share, ...]] = {}
         self._stages: dict[tuple[int | None, ...], tuple[tuple[PartSize, ...], ...]] = {}
         self._output = (PartSize() if family.tie_embeddings else self._embedding) + PartSize(whole=norm, unquantised=norm)
         self.total = _sum([self._embedding, *self._layers, self._output])
@@ -123,9 +123,11 @@ class ModelSize:
         """What a rank of each pipeline stage has, of a layout that ``check_layout`` accepts. An embedding that is the output layer too is
         on the first and on the last stage.
         """
-        if layout not in self._shares:
-            self._shares[layout] = tuple(self._counted(layout))
-        return self._shares[layout]
+        ends, sizes = (layout.first_stage_layers, layout.last_stage_layers), (layout.tp_size, layout.pp_size, layout.cp_size)
+        key = (layout.world_size, *ends, *sizes, layout.ep_size, layout.etp_size, layout.vpp_size)
+        if key not in self._shares:
+            self._shares[key] = tuple(self._counted(layout))
+        return self._shares[key]
 
     def _counted(self, layout: LayoutConfig) -> Iterator[Share]:
         stages = list(self.stages(layout))

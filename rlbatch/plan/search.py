@@ -9,12 +9,12 @@ of the others is slower by its bound already.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import count, product
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlbatch.api import ConfigError, OffloadMemory, RlbatchError
 from rlbatch.config.divisors import divisors
@@ -25,10 +25,11 @@ from rlbatch.plan.engine_plan import EnginePlan
 from rlbatch.plan.engine_shapes import Engines, engine_keys
 from rlbatch.plan.fit import changed, layout_changes, may_fit
 from rlbatch.plan.generation import Generation
-from rlbatch.plan.job_plan import JobPlan, gpu_of, may_have_room, plan_job
+from rlbatch.plan.job_plan import JobPlan, gpu_of, has_room, may_have_room, plan_job
 from rlbatch.plan.layout import check_layout, stage_ends
+from rlbatch.plan.memory import trainer_gib
 from rlbatch.plan.nodes import place_ranks
-from rlbatch.plan.step_time import offload_seconds, step_time, sync_seconds
+from rlbatch.plan.step_time import arriving_seconds, moving_seconds, offload_seconds, step_time
 from rlbatch.registry import Registry
 
 BEST = 10
@@ -48,15 +49,21 @@ NODES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with its recomputation and packs, and the time below which the trainer's part of a step cannot be, whatever is offloaded."""
+    """A layout with its recomputation and packs.
+
+    Attributes:
+        config: The job's own in all else.
+        plain: Its layout without recomputation.
+        number: Of that.
+        bound: The time below which the trainer's part of a step cannot be, whatever is offloaded.
+        keys: In how many of them it differs from the job.
+    """
 
     config: Config
+    plain: LayoutConfig
+    number: int
     bound: float
-
-    @cached_property
-    def plain(self) -> LayoutConfig:
-        """Its layout without recomputation."""
-        return replace(self.config.layout, **RECOMPUTED[0])
+    keys: int
 
 
 def best_layouts(plan: JobPlan, registry: Registry, most: int = BEST) -> list[Change]:
@@ -68,7 +75,8 @@ def best_layouts(plan: JobPlan, registry: Registry, most: int = BEST) -> list[Ch
         registry: Plugins.
         most: How many are looked for.
     """
-    number, clock, room, engines = count(), _Clock(plan), _Room(plan, registry), other_engines(plan, registry)
+    number, engines = count(), other_engines(plan, registry)
+    clock, room = _Clock(plan, engines), _Room(plan, registry, engines)
     queue: list[tuple[float, int, int, _Next]] = []
 
     def put(seconds: float, each: _Next, keys: int = 0) -> None:
@@ -82,42 +90,58 @@ def best_layouts(plan: JobPlan, registry: Registry, most: int = BEST) -> list[Ch
         candidate, own = each.candidate, engines[each.place]
         following = [each.after()]
         if each.way is None:
-            following = [replace(each, way=way) for way in own.ways]
+            following = [_Next(candidate, each.place, way) for way in own.ways]
             if each.place + 1 < len(engines):  # those that generate no faster come later
                 put(candidate.bound + engines[each.place + 1].least, _Next(candidate, each.place + 1))
         elif round(seconds, DIGITS) not in found:
-            job = each.job(own)
-            assert job is not None
-            nodes = room.nodes(each, job)
-            exact = plan_job(job, nodes) if nodes else None
-            if exact and exact.has_room and exact.time:
+            job = each.job(own) if room.has(each) else None
+            exact = plan_job(job, plan.nodes) if job and has_room(job, plan.nodes) else None
+            if job and exact and exact.time:
                 found[round(seconds, DIGITS)] = Change(config_changes(plan.job.config, job.config), exact)
                 if job.shape.memory_share <= plan.job.shape.memory_share:
                     continue  # with less memory an engine is no faster
         for after in following:
-            if (job := after.job(own)) and room.has_trainer(after, job):
-                put(clock.seconds(after, own, job), after, len(config_changes(plan.job.config, job.config)))
+            if after.share < own.shares and room.has_trainer(after):
+                put(clock.seconds(after), after, clock.changed_keys(after))
     return list(found.values())
 
 
 class _Clock:
-    """Steps of jobs, whether or not they fit. What does not depend on engines is counted once for all of them."""
+    """Steps of jobs, whether or not they fit. Each part is counted once for all jobs in which what it depends on is alike."""
 
-    def __init__(self, plan: JobPlan) -> None:
-        self._plan, self._added = plan, dict[tuple[LayoutConfig, int | None], float]()
+    def __init__(self, plan: JobPlan, engines: Sequence[Engines]) -> None:
+        self._plan, self._engines = plan, engines
+        self._of_layouts: dict[tuple[int, int], tuple[float, float]] = {}
+        self._arriving: dict[tuple[int, int, int, int], float] = {}
+        self._generated: dict[tuple[int, int, int, int], float] = {}
+        self._keys: dict[tuple[int, int, int], int] = {}
 
-    def seconds(self, each: _Next, engines: Engines, job: MemoryInputs) -> float:
+    def seconds(self, each: _Next) -> float:
         """Of a job's step."""
-        model, node, key = self._plan.model, self._plan.nodes[0], (each.candidate.plain, each.way)
-        if key not in self._added:
-            gpu = gpu_of(job.config)
+        candidate, engines, way = each.candidate, self._engines[each.place], each.way or 0
+        node, plain = self._plan.nodes[0], engines.job(way, each.share)
+        if (key := (way, candidate.number)) not in self._of_layouts:
+            job, gpu = each.job(engines), gpu_of(plain.config)
             assert gpu is not None
-            self._added[key] = offload_seconds(job, model, gpu, node)
-        return each.candidate.bound + self._added[key] + engines.generated(job).seconds + sync_seconds(job, model, node)
+            self._of_layouts[key] = offload_seconds(job, self._plan.model, gpu, node), moving_seconds(job, self._plan.model)
+        shape = (each.place, way, each.share)
+        if (arriving := (*shape, candidate.plain.pp_size)) not in self._arriving:
+            self._arriving[arriving] = arriving_seconds(each.job(engines), node)
+        if (generated := (*shape, candidate.number if plain.shape.is_share_of_free else -1)) not in self._generated:
+            self._generated[generated] = engines.generated(each.job(engines)).seconds
+        added, moving = self._of_layouts[key]
+        sync = plain.config.plan.assume.sync_factor * (self._arriving[arriving] + moving)
+        return candidate.bound + added + self._generated[generated] + sync
+
+    def changed_keys(self, each: _Next) -> int:
+        """In how many keys a job differs from the plan's."""
+        if (key := (each.place, each.way or 0, each.share)) not in self._keys:
+            job = self._engines[each.place].job(each.way or 0, each.share)
+            self._keys[key] = len(engine_changes(self._plan.job.config, job.config))
+        return each.candidate.keys + self._keys[key]
 
 
-@dataclass(frozen=True)
-class _Next:
+class _Next(NamedTuple):
     """What is looked at next: a candidate with engines; or, with its offload strategy and share of a GPU, a job."""
 
     candidate: Candidate
@@ -127,12 +151,15 @@ class _Next:
 
     def after(self) -> _Next:
         """The same with less of the GPU for its engines."""
-        return replace(self, share=self.share + 1)
+        return _Next(self.candidate, self.place, self.way, self.share + 1)
 
-    def job(self, engines: Engines) -> MemoryInputs | None:
-        """None: nobody asks for less."""
-        job = engines.job(self.way or 0, self.share)
-        return job and _with(job, self.candidate.config.layout, self.candidate.config.train)
+    def job(self, engines: Engines) -> MemoryInputs:
+        """In the layout of the candidate."""
+        return _with(engines.job(self.way or 0, self.share), self.candidate.config.layout, self.candidate.config.train)
+
+    def plain_job(self, engines: Engines) -> MemoryInputs:
+        """Without recomputation."""
+        return _with(engines.job(self.way or 0, self.share), self.candidate.plain, self.candidate.config.train)
 
 
 def other_engines(plan: JobPlan, registry: Registry) -> list[Engines]:
@@ -145,30 +172,33 @@ def other_engines(plan: JobPlan, registry: Registry) -> list[Engines]:
 
 
 class _Room:
-    """Where jobs have ranks, if they may fit; each layout is looked at once, first without engines."""
+    """Which jobs may fit; each layout is looked at once, first without engines."""
 
-    def __init__(self, plan: JobPlan, registry: Registry) -> None:
-        self._nodes, self._place, self._registry = plan.nodes, place_ranks(plan.job.config, registry), registry
-        self._trainers: dict[tuple[int | None, LayoutConfig], bool] = {}
-        self._known: dict[tuple[int, int | None, int, LayoutConfig], tuple[int, ...]] = {}
+    def __init__(self, plan: JobPlan, registry: Registry, engines: Sequence[Engines]) -> None:
+        self._nodes, self._place, self._registry, self._engines = plan.nodes, place_ranks(plan.job.config, registry), registry, engines
+        self._trainers: dict[tuple[int, int], bool] = {}
+        self._beside: dict[tuple[int, int], float] = {}
+        self._plans: dict[tuple[int, int, int], EnginePlan] = {}
+        self._known: dict[tuple[int, int, int, int], bool] = {}
 
-    def nodes(self, each: _Next, job: MemoryInputs) -> tuple[int, ...]:
-        """The ranks of each node; empty: whatever the recomputation and packs, it does not fit."""
-        layout = each.candidate.plain
-        key = (each.place, each.way, each.share, layout)
-        if key not in self._known:
-            self._known[key] = ()
-            with suppress(RlbatchError):
-                EnginePlan(job.config, self._registry, job.gpus, job.shape, self._place).check_memory(job)
-                self._known[key] = self._nodes if may_have_room(_with(job, layout, job.config.train), self._nodes) else ()
+    def has(self, each: _Next) -> bool:
+        """Whether a job fits with some recomputation and packs."""
+        way, number, engines = each.way or 0, each.candidate.number, self._engines[each.place]
+        if (key := (each.place, way, each.share, number)) not in self._known:
+            plain, shape = engines.job(way, each.share), key[:3]
+            if shape not in self._plans:
+                self._plans[shape] = EnginePlan(plain.config, self._registry, plain.gpus, plain.shape, self._place)
+            if (way, number) not in self._beside:
+                self._beside[way, number] = trainer_gib(each.plain_job(engines))
+            has_memory = self._plans[shape].has_memory(plain, self._beside[way, number])
+            self._known[key] = has_memory and may_have_room(each.plain_job(engines), self._nodes)
         return self._known[key]
 
-    def has_trainer(self, each: _Next, job: MemoryInputs) -> bool:
+    def has_trainer(self, each: _Next) -> bool:
         """Whether it may fit without its engines."""
-        layout = each.candidate.plain
-        if (key := (each.way, layout)) not in self._trainers:
-            apart = replace(job, shape=replace(job.shape, separate_gpus=1))
-            self._trainers[key] = may_have_room(_with(apart, layout, job.config.train), self._nodes)
+        if (key := (each.way or 0, each.candidate.number)) not in self._trainers:
+            job = each.plain_job(self._engines[each.place])
+            self._trainers[key] = may_have_room(replace(job, shape=replace(job.shape, separate_gpus=1)), self._nodes)
         return self._trainers[key]
 
 
@@ -202,12 +232,14 @@ def candidates(plan: JobPlan) -> Iterator[Candidate]:
     own, node = job.config, plan.nodes[0]
     assert gpu is not None
     layouts = (replace(layout, **keys) for layout, keys in product(all_layouts(plan), RECOMPUTED))
+    numbers: dict[LayoutConfig, int] = {}
     for layout in filter(partial(may_fit, job), dict.fromkeys((own.layout, *layouts))):
-        least = -(-plan.work.longest // layout.cp_size)
+        least, plain = -(-plan.work.longest // layout.cp_size), replace(layout, **RECOMPUTED[0])
+        number = numbers.setdefault(plain, len(numbers))
         for tokens in {own.train.pack_tokens, *(least * times for times in PACKS)}:
             config = replace(own, layout=layout, train=replace(own.train, max_tokens_per_gpu=tokens))
             time = step_time(replace(job, config=config), plan.model, plan.work, NOTHING, gpu, node)
-            yield Candidate(config, time.seconds - time.phases["sync"])
+            yield Candidate(config, plain, number, time.seconds - time.phases["sync"], len(trainer_changes(own, config)))
 
 
 def all_layouts(plan: JobPlan) -> Iterator[LayoutConfig]:
@@ -232,9 +264,20 @@ def all_layouts(plan: JobPlan) -> Iterator[LayoutConfig]:
 
 def config_changes(before: Config, after: Config) -> dict[str, Any]:
     """The keys in which a candidate differs."""
+    return {**trainer_changes(before, after), **engine_changes(before, after)}
+
+
+def trainer_changes(before: Config, after: Config) -> dict[str, Any]:
+    """Of layout and packs."""
     keys = dict(layout_changes(before.layout, after.layout))
     if before.train.max_tokens_per_gpu != after.train.max_tokens_per_gpu:
         keys["train.max_tokens_per_gpu"] = after.train.pack_tokens
+    return keys
+
+
+def engine_changes(before: Config, after: Config) -> dict[str, Any]:
+    """Of engines, and of the offload strategy beside them."""
+    keys: dict[str, Any] = {}
     if before.offload != after.offload:
         keys["offload"] = after.offload.name
         keys |= {f"offload.options.{name}": value for name, value in after.offload.options.items()}

@@ -195,7 +195,7 @@ def offload_seconds(job: MemoryInputs, model: ModelSize, gpu: Gpu, ranks_per_nod
 def _update_ends(job: MemoryInputs, model: ModelSize, gpu: Gpu, ranks_per_node: int) -> float:
     """Of the stage that takes longest."""
     over = degrees(job.config.layout, model.family.num_layers)
-    return max(_update_end(job, share, over, gpu, ranks_per_node) for share in model.shares(job.config.layout))
+    return max(_update_end(job, share, over, gpu, ranks_per_node) for share in dict.fromkeys(model.shares(job.config.layout)))
 
 
 def _update_end(job: MemoryInputs, share: Share, over: Degrees, gpu: Gpu, ranks_per_node: int) -> float:
@@ -213,10 +213,10 @@ def _update_end(job: MemoryInputs, share: Share, over: Degrees, gpu: Gpu, ranks_
 
 def sync_seconds(job: MemoryInputs, model: ModelSize, ranks_per_node: int) -> float:
     """Of a weight sync, and of what the offload strategy moves; as ``step_time``."""
-    return job.config.plan.assume.sync_factor * (_sync(job, ranks_per_node) + _moving(job, model.shares(job.config.layout)))
+    return job.config.plan.assume.sync_factor * (arriving_seconds(job, ranks_per_node) + moving_seconds(job, model))
 
 
-def _sync(job: MemoryInputs, ranks_per_node: int) -> float:
+def arriving_seconds(job: MemoryInputs, ranks_per_node: int) -> float:
     """Each engine GPU gets its part of the weights, in the trainer's precision; waking the engine."""
     assume, layout = job.config.plan.assume, job.config.layout
     is_local = layout.world_size <= ranks_per_node or (layout.world_size // layout.pp_size <= ranks_per_node and layout.pp_size == 1)
@@ -234,11 +234,11 @@ def _arrive(job: MemoryInputs, speed: float) -> float:
     return arriving / (speed * 1e9) + (job.config.plan.assume.wake_s if job.has_process else 0.0)
 
 
-def _moving(job: MemoryInputs, shares: tuple[Share, ...]) -> float:
+def moving_seconds(job: MemoryInputs, model: ModelSize) -> float:
     """Optimizer state and weights that leave the GPU and come back."""
     if job.offload is None:
         return 0.0
     state, weight = MAIN_WEIGHT_BYTES[job.config.train.precision] + MOMENT_BYTES, WEIGHT_BYTES[job.config.train.precision]
-    own = 1 - job.offload.hosted_share
+    own, shares = 1 - job.offload.hosted_share, model.shares(job.config.layout)
     sizes = (job.offload.moves_state * own * state * share.owned + job.offload.moves_weights * weight * share.held for share in shares)
     return 2 * max(sizes) / (job.config.plan.assume.pcie_gbs * 1e9)
