@@ -296,8 +296,10 @@ def deny_calls() -> None:
     checked(libc.prctl(SECCOMP, 2, ctypes.c_char_p(program), 0, 0))
 
 
-def watch(main: int, job: Mapping[str, Any], *, sees_all: bool) -> dict[str, Any]:
-    """Waits for the program's end, or its limits; reaps what it leaves."""
+def watch(main: int, job: Mapping[str, Any], *, sees_all: bool, is_alone: bool) -> dict[str, Any]:
+    """Waits for the program's end, or its limits; reaps what it leaves. It counts processes if it ``sees_all``, and sockets if it
+    ``is_alone`` in its network namespace.
+    """
     deadline = time.monotonic() + job["seconds"]
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
     while True:
@@ -312,7 +314,7 @@ def watch(main: int, job: Mapping[str, Any], *, sees_all: bool) -> dict[str, Any
                 break
         if time.monotonic() > deadline:
             return {"end": "time"}
-        if sees_all and resident() > job["memory"]:
+        if sees_all and resident() + (buffers() if is_alone else 0) > job["memory"]:
             return {"end": "memory"}
         signal.sigtimedwait([signal.SIGCHLD], LOOK_S)
 
@@ -328,6 +330,17 @@ def resident() -> int:
             except (OSError, IndexError):
                 continue  # it is gone
     return pages * resource.getpagesize()
+
+
+def buffers() -> int:
+    """Bytes that the sockets of this network namespace may hold: they are in no process's memory."""
+    try:
+        with open("/proc/net/sockstat", encoding="ascii") as file:
+            used = int(file.readline().split()[2])
+        with open("/proc/sys/net/core/wmem_default", encoding="ascii") as file:
+            return used * int(file.read())
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def kill_children() -> None:
@@ -397,7 +410,7 @@ def inside(jail: Jail, report: int, outer: int) -> None:
                 except BaseException as error:
                     os.write(report, json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode() + b"\n")
                 os._exit(127)
-            answer = watch(main, jail.job, sees_all="memory" not in jail.missing)
+            answer = watch(main, jail.job, sees_all="memory" not in jail.missing, is_alone="network" not in jail.missing)
     except BaseException as error:
         answer = {"failed": f"{type(error).__name__}: {error}"}
     if not has_namespace:

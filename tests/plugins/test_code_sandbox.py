@@ -58,6 +58,20 @@ THREADS = (
 )
 DISK = "number = 0\nwhile True:\n    number += 1\n    try: open(f'/tmp/{number}', 'wb').write(bytes(10 ** 6))\n    except OSError: pass"
 MANY = "import os\nfor _ in range(9):\n    if not os.fork():\n        held = bytearray(10 ** 8)\n        while True: pass\nwhile True: pass"
+BUFFERS = """
+import os, socket
+for _ in range(13):
+    if not os.fork(): break
+held = []
+while True:
+    try: held.extend(socket.socketpair())
+    except OSError: continue
+    for end in held[-2:]:
+        end.setblocking(False)
+        try:
+            while True: end.send(bytes(100000))
+        except OSError: pass
+"""
 DAEMON = "import os, time\nif not os.fork():\n    os.setsid()\n    if not os.fork():\n        time.sleep(999)\n    os._exit(0)\nprint(42)"
 
 
@@ -69,6 +83,7 @@ DAEMON = "import os, time\nif not os.fork():\n    os.setsid()\n    if not os.for
         (THREADS, {"time"}),
         (DISK, {"time"}),
         (MANY, {"memory"}),
+        (BUFFERS, {"memory"}),
         ("held = []\nwhile True: held.append(bytearray(10 ** 7))", {"exit", "memory"}),
         ("file = open('x', 'wb')\nwhile True: file.write(bytes(10 ** 6)) and file.flush()", {"exit"}),
         ("import os\nwhile True: os.write(1, bytes(10 ** 5))", {"output"}),
@@ -81,7 +96,7 @@ DAEMON = "import os, time\nif not os.fork():\n    os.setsid()\n    if not os.for
         (DAEMON, {"exit"}),
         ("import os\nos.symlink('/', 'all')\nos.symlink('x', 'x')\nprint(os.path.exists('all/root/.ssh'))", {"exit"}),
     ],
-    ids=["loop", "forks", "threads", "files", "many", "memory", "file", "output", "stop", "kill", "signals", "daemon", "links"],
+    ids=["loop", "forks", "threads", "files", "many", "buffers", "memory", "file", "output", "stop", "kill", "signals", "daemon", "links"],
 )
 def test_attacks_end_in_time_and_leave_nothing(program: str, ends: set[str]) -> None:
     """No process, no file; and a program after it runs as if nothing had been."""
