@@ -19,7 +19,8 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
-from rlbatch.checkpoint.reading import own_memory, read_into
+from rlbatch.checkpoint.block_file import BLOCK_BYTES
+from rlbatch.checkpoint.reading import passing, read_into
 from rlbatch.checkpoint.unpickle import unpickled
 
 DTYPES = {
@@ -35,6 +36,8 @@ DTYPES = {
 """torch's names of typed storages, of the types that checkpoints hold."""
 SMALL_BYTES = 4096
 """Less is copied; what torch writes around a tensor is less."""
+ALIGNMENT = 64
+"""An archive's length is a multiple of it: values have places in a file, after other archives, from where they can be used."""
 _HEADER = struct.Struct("<4s22xHH")
 """Of a record: signature, lengths of what lies between it and the content."""
 
@@ -86,6 +89,8 @@ def _saved(tensor: Tensor) -> list[bytes | memoryview]:
         torch.save(tensor, cast("IO[bytes]", made := _Parts(tensor)))
     finally:
         torch.serialization.set_crc32_options(computes)
+    rest = -sum(map(len, made)) % ALIGNMENT
+    made[-1] = bytes(made[-1])[:-2] + rest.to_bytes(2, "little") + bytes(rest)  # a comment's length, and the comment
     return made
 
 
@@ -212,31 +217,66 @@ def _is_box(first: int, shape: tuple[Any, ...], strides: tuple[Any, ...]) -> boo
     return len(shape) == len(strides) and all(type(number) is int and number >= 0 for number in (first, *shape, *strides))
 
 
-def read_box(
-    descriptor: int, layout: ArchiveLayout, starts: Sequence[int], sizes: Sequence[int], *, once: bool = False, passing: bool = False
-) -> Tensor:
-    """Part of a tensor; reads from its first to its last element and nothing else.
+_Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""First index and size in each dimension."""
+
+
+def filled(target: Tensor, descriptor: int, layout: ArchiveLayout, starts: Sequence[int], *, once: bool = False) -> Iterator[Tensor]:
+    """Copies a box of a tensor, piece by piece: of each at most ``BLOCK_BYTES`` are read, from its first to its last element.
 
     Args:
+        target: As large as the box, on any device, in any type. What lies there as in the file is read right into it.
         descriptor: Of the file.
         layout: Of the archive.
-        starts: First index of each dimension.
-        sizes: Of each dimension.
+        starts: Of the box, in each dimension.
         once: As of ``reading.Reading``.
-        passing: Whether the part lies in memory of this thread that the next such part gets.
 
-    Returns:
-        The part, perhaps a strided view of what was read.
+    Yields:
+        Each piece as it was read, on the host, perhaps strided, before the next takes its memory.
 
     Raises:
         OSError: it cannot be read.
         EOFError: the file ends before it.
     """
-    first = layout.first + sum(start * stride for start, stride in zip(starts, layout.strides, strict=True))
-    span = 1 + sum((size - 1) * stride for size, stride in zip(sizes, layout.strides, strict=True))
+    for place, sizes in _pieces((0,) * target.dim(), tuple(target.shape), layout.strides, BLOCK_BYTES // layout.dtype.itemsize):
+        piece = target[tuple(slice(at, at + size) for at, size in zip(place, sizes, strict=True))]
+        first = layout.first + sum((a + b) * stride for a, b, stride in zip(starts, place, layout.strides, strict=True))
+        offset, span = layout.start + first * layout.dtype.itemsize, _span(sizes, layout.strides)
+        if _is_run(piece, layout):
+            read_into(descriptor, raw_bytes(piece), offset, once=once)
+            yield piece
+        else:
+            found = passing(descriptor, span * layout.dtype.itemsize, offset, once=once)
+            found = found.copy() if offset % layout.dtype.itemsize else found  # others' archives begin anywhere
+            values = torch.from_numpy(found).view(layout.dtype).as_strided(sizes, layout.strides)
+            piece.copy_(values)
+            yield values
+
+
+def _is_run(piece: Tensor, layout: ArchiveLayout) -> bool:
+    """Whether a piece's memory is what its bytes are in the file."""
+    is_alike = all(size == 1 or one == other for size, one, other in zip(piece.shape, piece.stride(), layout.strides, strict=True))
+    return is_alike and piece.is_contiguous() and piece.dtype == layout.dtype and piece.device.type == "cpu"
+
+
+def _pieces(
+    start: Sequence[int], sizes: Sequence[int], strides: Sequence[int], most: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """First index and sizes of boxes that have at most so many elements from their first to their last one; none if there are none."""
     if 0 in sizes:
-        return torch.empty(tuple(sizes), dtype=layout.dtype)
-    nbytes = span * layout.dtype.itemsize
-    read = torch.from_numpy(own_memory("part", nbytes)[:nbytes]).view(layout.dtype) if passing else torch.empty(span, dtype=layout.dtype)
-    read_into(descriptor, raw_bytes(read), layout.start + first * layout.dtype.itemsize, once=once)
-    return read.as_strided(tuple(sizes), layout.strides)
+        return
+    if (span := _span(sizes, strides)) <= most:
+        yield tuple(start), tuple(sizes)
+        return
+    axis = max((axis for axis, size in enumerate(sizes) if size > 1), key=lambda axis: strides[axis])
+    rest = span - (sizes[axis] - 1) * strides[axis]
+    step = max(1, (most - rest) // strides[axis] + 1)
+    for at in range(0, sizes[axis], step):
+        length = min(step, sizes[axis] - at)
+        begin = (*start[:axis], start[axis] + at, *start[axis + 1 :])
+        yield from _pieces(begin, (*sizes[:axis], length, *sizes[axis + 1 :]), strides, most)
+
+
+def _span(sizes: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from the first to the last of a box."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))

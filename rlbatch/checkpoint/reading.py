@@ -52,7 +52,54 @@ def read_into(descriptor: int, target: memoryview, offset: int, *, once: bool = 
         OSError: it cannot be read.
         EOFError: the file ends before.
     """
-    done = _read_around(descriptor, target, offset) if once and len(target) >= DIRECT_BYTES else 0
+    data = np.frombuffer(target, dtype=np.uint8)
+    if not once or len(data) < DIRECT_BYTES:
+        _read_rest(descriptor, data, offset, once)
+        return
+    for start in range(0, len(data), BLOCK_BYTES):
+        part = data[start : start + BLOCK_BYTES]
+        part[:] = passing(descriptor, len(part), offset + start, once=once)
+
+
+def passing(descriptor: int, nbytes: int, offset: int, *, once: bool = False) -> Any:
+    """A file's bytes at ``offset``, as ``read_into``; in memory of this thread, a numpy array, which the next call fills again.
+
+    New pages cost as much time as those of the page cache, and the C library keeps some of what a thread gives back.
+
+    Args:
+        descriptor: Of the file.
+        nbytes: At most ``BLOCK_BYTES``.
+        offset: From where.
+        once: As of ``Reading``.
+    """
+    if not hasattr(_of_thread, "block"):
+        _of_thread.block = np.frombuffer(mmap.mmap(-1, BLOCK_BYTES + ALIGNMENT), dtype=np.uint8)
+    before = offset % ALIGNMENT
+    part = _of_thread.block[before:][:nbytes]
+    around = _of_thread.block[: before + nbytes + -(before + nbytes) % ALIGNMENT]
+    done = max(0, min(_read_around(descriptor, around, offset - before) - before, nbytes)) if once and nbytes >= DIRECT_BYTES else 0
+    _read_rest(descriptor, part[done:], offset + done, once)
+    return part
+
+
+def _read_around(descriptor: int, target: Any, offset: int) -> int:
+    """Reads around the page cache, whose pages cost more processor time than all else; returns the bytes read: 0 where it cannot."""
+    try:
+        direct = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError:
+        return 0
+    try:
+        return os.preadv(direct, [target], offset)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # opened so, and not read so
+            raise
+        return 0
+    finally:
+        os.close(direct)
+
+
+def _read_rest(descriptor: int, target: Any, offset: int, once: bool) -> None:
+    done = 0
     while done < len(target):
         count = _read(descriptor, target[done:], offset + done, once)
         if not count:
@@ -60,44 +107,7 @@ def read_into(descriptor: int, target: memoryview, offset: int, *, once: bool = 
         done += count
 
 
-def _read_around(descriptor: int, target: memoryview, offset: int) -> int:
-    """Reads around the page cache, whose pages cost more processor time than all else; returns the bytes read: 0 where it cannot."""
-    try:
-        direct = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
-    except OSError:
-        return 0
-    done, block, data = 0, own_memory("block", BLOCK_BYTES + ALIGNMENT), np.frombuffer(target, dtype=np.uint8)
-    try:
-        while done < len(data):
-            before = (offset + done) % ALIGNMENT
-            wanted = before + len(data) - done
-            part = memoryview(block)[: wanted + -wanted % ALIGNMENT]
-            found = block[before : os.preadv(direct, [part], offset + done - before)][: len(data) - done]
-            if not len(found):
-                break
-            data[done : done + len(found)] = found
-            done += len(found)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # opened so, and not read so
-            raise
-    finally:
-        os.close(direct)
-    return done
-
-
-def own_memory(use: str, nbytes: int) -> Any:
-    """This thread's memory for something, at least so many bytes as a numpy array; the same at the next call, and gone with the thread.
-
-    New pages cost as much time as those of the page cache, and the C library keeps some of what a thread gives back.
-    """
-    held = getattr(_of_thread, use, None)
-    if held is None or len(held) < nbytes:
-        held = np.frombuffer(mmap.mmap(-1, nbytes), dtype=np.uint8)
-        setattr(_of_thread, use, held)
-    return held
-
-
-def _read(descriptor: int, target: memoryview, offset: int, once: bool) -> int:
+def _read(descriptor: int, target: Any, offset: int, once: bool) -> int:
     if once:
         try:
             return os.preadv(descriptor, [target], offset, _DONTCACHE)
@@ -111,18 +121,11 @@ def _read(descriptor: int, target: memoryview, offset: int, once: bool) -> int:
     return count
 
 
-_BITS = {
-    torch.float64: (torch.int64, 0x7FF0000000000000),
-    torch.float32: (torch.int32, 0x7F800000),
-    torch.bfloat16: (torch.int16, 0x7F80),
-    torch.float16: (torch.int16, 0x7C00),
-    torch.float8_e4m3fn: (torch.int8, 0x7F),
-    torch.float8_e5m2: (torch.int8, 0x7C),
-}
-"""Integers of a type's size, and the bits of its infinity (or of its first NaN): without their sign, NaN are the larger ones."""
+_BITS = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}
+"""Of types without arithmetic: the bits of infinity, or of the only NaN; without their sign, those of NaN are not smaller."""
 
-AT_ONCE = 2**16
-"""Values that are looked at together: their copy stays in the processor's cache."""
+AT_ONCE = 2**17
+"""Values of them that are looked at together: their copy stays in the processor's cache."""
 
 
 def count_not_finite(tensor: Tensor) -> int:
@@ -131,13 +134,15 @@ def count_not_finite(tensor: Tensor) -> int:
     Args:
         tensor: Contiguous.
     """
-    if tensor.dtype not in _BITS:
+    if not tensor.numel() or not tensor.is_floating_point():
         return 0
-    integer, infinity = _BITS[tensor.dtype]
+    if (infinity := _BITS.get(tensor.dtype)) is None:
+        least, most = tensor.aminmax()  # NaN if one is among them
+        return 0 if least.isfinite() and most.isfinite() else int((~tensor.isfinite()).sum())
     count = 0
-    for part in tensor.view(-1).view(integer).split(AT_ONCE) if tensor.numel() else ():
-        magnitude = part & torch.iinfo(integer).max
-        if magnitude.amax().item() >= infinity:
+    for part in tensor.view(-1).view(torch.int8).split(AT_ONCE):
+        magnitude = part & torch.iinfo(torch.int8).max
+        if magnitude.amax() >= infinity:
             count += int((magnitude >= infinity).sum())
     return count
 

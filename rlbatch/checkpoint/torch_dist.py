@@ -154,20 +154,21 @@ class TorchDist:
             DataError: no such tensor, chunks that leave a hole, or a damaged file.
         """
         touched = self._touched(key, starts, sizes)
-        if len(touched) == 1:
-            return self._read_chunk(key, *touched[0])
         box = torch.empty(tuple(sizes), dtype=self.dtype(key))
         self._fill(box, key, starts, touched)
         return box
 
     def read_into(self, target: Tensor, key: str, starts: Sequence[int]) -> None:
-        """Copies a box of a tensor, as of ``read``, to a target of its sizes, on any device and in any dtype."""
+        """Copies a box of a tensor, as of ``read``, to a target of its sizes, on any device and in any dtype.
+
+        At most ``block_file.BLOCK_BYTES`` are read at once, however large the chunks are.
+        """
         self._fill(target, key, starts, self._touched(key, starts, target.shape))
 
     def _fill(self, target: Tensor, key: str, starts: Sequence[int], touched: Sequence[_Touched]) -> None:
-        for chunk, first, extent in touched:  # one after the other: of each more may be read than is wanted
+        for chunk, first, extent in touched:
             place = tuple(slice(f - s, f - s + size) for f, s, size in zip(first, starts, extent, strict=True))
-            target[place].copy_(self._read_chunk(key, chunk, first, extent, passing=True))
+            self._fill_from(target[place], key, chunk, [f - o for f, o in zip(first, chunk.offsets, strict=True)])
 
     def _touched(self, key: str, starts: Sequence[int], sizes: Sequence[int]) -> list[_Touched]:
         touched = list(self._grid(key).touching(starts, sizes))
@@ -182,10 +183,7 @@ class TorchDist:
             self._grids[key] = _Grid(self._tensors[key].chunks)
         return self._grids[key]
 
-    def _read_chunk(
-        self, key: str, chunk: ChunkStorageMetadata, first: Sequence[int], sizes: Sequence[int], *, passing: bool = False
-    ) -> Tensor:
-        starts = [f - o for f, o in zip(first, chunk.offsets, strict=True)]
+    def _fill_from(self, target: Tensor, key: str, chunk: ChunkStorageMetadata, starts: Sequence[int]) -> None:
         place = self._metadata.storage_data.get(MetadataIndex(key, chunk.offsets))
         if place is None:
             raise DataError(f"{self.folder / METADATA}: does not say where {key} at {list(chunk.offsets)} lies. Convert it anew.")
@@ -195,12 +193,11 @@ class TorchDist:
                 if layout.shape != tuple(chunk.sizes):
                     where = f"{key} has shape {layout.shape} at byte {place.offset}"
                     raise pickle.UnpicklingError(f"{where}, metadata says {tuple(chunk.sizes)}")
-                box = archive.read_box(descriptor, layout, starts, sizes, once=self._reading.once, passing=passing)
+                for values in archive.filled(target, descriptor, layout, starts, once=self._reading.once):
+                    if self._reading.finite:
+                        check_finite(values.contiguous(), f"{self.folder / place.relative_path}: {key}")
         except (pickle.UnpicklingError, OSError, EOFError) as error:
             raise DataError(f"{self.folder / place.relative_path}: cannot be read ({error}). Restore the file.") from error
-        if self._reading.finite:
-            check_finite(box.contiguous(), f"{self.folder / place.relative_path}: {key}")
-        return box
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import pickle
 import struct
 import zipfile
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from rlbatch.checkpoint import archive
+from tests.weights.test_memory import peak_memory
 
 
 def made(tensor: torch.Tensor) -> bytes:
@@ -52,7 +54,38 @@ def test_parts_are_read_in_place(strided: bool, tmp_path: Path) -> None:
         with (tmp_path / "file").open("rb") as file:
             layout = archive.find(file.fileno(), 6, len(content))
             assert layout.shape == tuple(tensor.shape)
-            assert torch.equal(archive.read_box(file.fileno(), layout, (1, 2, 0), (2, 3, 4)), tensor[1:3, 2:5, :4])
+            for target in (torch.empty(2, 3, 4), torch.empty(2, 3, 4, dtype=torch.float64), torch.empty(4, 3, 2).transpose(0, 2)):
+                assert sum(values.numel() for values in archive.filled(target, file.fileno(), layout, (1, 2, 0))) == target.numel()
+                assert torch.equal(target, tensor[1:3, 2:5, :4].to(target.dtype))
+
+
+def test_pieces_are_bounded() -> None:
+    """Every element of a box is in one of them, and none spans more than is allowed, in whichever order the elements lie."""
+    for strides in itertools.permutations((1, 4, 20)), itertools.permutations((1, 7, 70)):
+        for stride, most in itertools.product(strides, (1, 5, 21, 1000)):
+            seen = torch.zeros(4, 5, 4)
+            for place, sizes in archive._pieces((0, 0, 0), tuple(seen.shape), stride, most):
+                seen[tuple(slice(at, at + size) for at, size in zip(place, sizes, strict=True))] += 1
+                assert 1 + sum((size - 1) * one for size, one in zip(sizes, stride, strict=True)) <= most
+            assert seen.eq(1).all()
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_memory_does_not_depend_on_the_tensor(once: bool, tmp_path: Path) -> None:
+    """Of a tensor of 4 GiB, the values of a hole in the file: columns, whose rows lie 128 KiB apart, and a run of 256 MiB in its place."""
+    whole = torch.empty(2**15, 2**16, dtype=torch.bfloat16)
+    columns, rows = torch.ones(2**15, 8), torch.ones(2**11, 2**16, dtype=torch.bfloat16)
+    with (tmp_path / "file").open("w+b") as file:
+        for part in archive.parts(whole):
+            file.seek(len(part), 1) if len(part) == whole.nbytes else file.write(part)
+        file.flush()
+        layout = archive.find(file.fileno(), 0, archive.length(tuple(whole.shape), whole.dtype))
+        before = peak_memory(reset=True)
+        for target, starts in ((columns[:4096], (77, 12345)), (rows, (5, 0))):
+            for _ in archive.filled(target, file.fileno(), layout, starts, once=once):
+                pass
+            assert target.aminmax() == (0, 0)
+        assert peak_memory() - before < 16 * 2**20
 
 
 @pytest.mark.parametrize("damage", ["cut", "zeros", "no pickle", "other pickle", "list", "short storage", "packed"])

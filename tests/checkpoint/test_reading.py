@@ -69,12 +69,14 @@ def test_large_parts_around_the_page_cache(refusal: str | None, offset: int, tmp
             read_into(file.fileno(), memoryview(bytearray(2**21)), len(content) - 2**21 + 5, once=True)
 
 
-def test_a_threads_memory_is_made_once() -> None:
-    """And again only if more is wanted; two uses have each their own."""
-    first = reading.own_memory("test", 10)
-    assert reading.own_memory("test", 5) is first
-    assert len(reading.own_memory("test", 11)) == 11
-    assert not np.shares_memory(reading.own_memory("test", 11), reading.own_memory("other", 11))
+def test_a_threads_memory_is_made_once(tmp_path: Path) -> None:
+    """What is passing is there until the next, in the same memory."""
+    (tmp_path / "file").write_bytes(CONTENT)
+    with (tmp_path / "file").open("rb") as file:
+        first = reading.passing(file.fileno(), 1000, 5)
+        assert first.tobytes() == CONTENT[5:1005]
+        assert np.shares_memory(reading.passing(file.fileno(), 500, 7), first)
+        assert first[2:502].tobytes() == CONTENT[7:507]
 
 
 def cached_pages(path: Path) -> int:

@@ -25,6 +25,8 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from rlbatch.api import ModelFamily
+from rlbatch.checkpoint import archive
+from rlbatch.checkpoint.block_file import BLOCK_BYTES
 from rlbatch.checkpoint.torch_dist import Chunk, TorchDist, small_files
 from rlbatch.config.schema import LayoutConfig
 from rlbatch.megatron.checkpoint_chunks import placed_chunks
@@ -32,6 +34,7 @@ from rlbatch.megatron.held_parts import Part, runs, weights, written
 from rlbatch.megatron.optimizer import wrap_data_parallel
 from rlbatch.megatron.simulated_rank import on_meta, simulated_rank, stages
 from rlbatch.megatron.state_writer import buffer_bytes, plan, write_bytes
+from rlbatch.weights.filling import THREADS
 
 
 @dataclass(frozen=True)
@@ -103,16 +106,19 @@ def without_content(folder: Path, plans: Iterable[RankPlan]) -> Path:
     return folder
 
 
-def read_bytes(stored: TorchDist, part: Part) -> int:
-    """Most of the host's memory that reading a part takes: the part, and of one piece after the other, at most all.
+def reads(stored: TorchDist, part: Part) -> Iterator[int]:
+    """Bytes of each read that fills a part; it takes no more of the host's memory.
 
     Raises:
         AssertionError: pieces do not have each of its elements once.
     """
-    size = part.values.shape
+    size, itemsize = part.values.shape, part.values.itemsize
     touched = list(stored._grid(part.key).touching(part.start, size))
     assert sum(math.prod(extent) for _, _, extent in touched) == math.prod(size), part
-    return part.values.nbytes + max(math.prod(chunk.sizes) for chunk, _, _ in touched) * part.values.itemsize
+    for chunk, _, extent in touched:
+        strides = [math.prod(chunk.sizes[axis + 1 :]) for axis in range(len(extent))]
+        for _, sizes in archive._pieces((0,) * len(extent), tuple(extent), strides, BLOCK_BYTES // itemsize):
+            yield archive._span(sizes, strides) * itemsize
 
 
 def _main() -> None:
@@ -136,13 +142,16 @@ def _main() -> None:
             taken, seconds = psutil.Process().memory_info().rss - before, time.perf_counter() - started
             metadata = (Path(folder) / ".metadata").stat().st_size
             print(f".metadata has {metadata / 2**20:.1f} MiB; read in {seconds:.1f} s, it takes {taken / 2**20:.0f} MiB", flush=True)
-            most, state, read = 0, 0, []
+            most, state, read, needed = 0, 0, [], []
             for rank in plans(family, LayoutConfig(world_size=128, tp_size=4, pp_size=4, ep_size=32, last_stage_layers=13)):
-                most = max([most, *(read_bytes(stored, part) for part in (*rank.weights, *rank.state))])
-                read.append(sum(part.values.nbytes for part in (*rank.weights, *rank.state)))
+                found = [nbytes for part in (*rank.weights, *rank.state) for nbytes in reads(stored, part)]
+                most = max([most, *found])
+                read.append(sum(found))
+                needed.append(sum(part.values.nbytes for part in (*rank.weights, *rank.state)))
                 state += sum(part.values.nbytes for part in rank.state)
     print(f"128 ranks of another layout read {state} bytes of state, {state / parameters:.4f} a parameter")
-    print(f"a rank reads {min(read) / gib:.1f} to {max(read) / gib:.1f} GiB, with at most {most / 2**20:.0f} MiB of host memory")
+    print(f"a rank needs {min(needed) / gib:.1f} to {max(needed) / gib:.1f} GiB, and reads {min(read) / gib:.1f} to {max(read) / gib:.1f}")
+    print(f"{sum(read) / sum(needed):.2f} times what is needed, {THREADS} x {most / 2**20:.0f} MiB at once")
 
 
 if __name__ == "__main__":
