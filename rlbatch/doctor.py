@@ -24,7 +24,8 @@ from rlbatch.api import RlbatchError
 from rlbatch.api.exit_codes import DONE, FAILED, REFUSED
 from rlbatch.config.schema import Config
 from rlbatch.engines.client.interpreter import inspect_interpreter
-from rlbatch.launch.preflight.node_facts import GIB, driver, host_memory, shared_memory
+from rlbatch.launch.preflight.node_facts import GIB, driver, shared_memory
+from rlbatch.launch.ranks.host_memory import host_memory
 from rlbatch.launch.ranks.interfaces import addresses_of, own_address
 from rlbatch.launch.ranks.rank_info import visible_gpus
 from rlbatch.launch.starters.mpirun import find_mpi

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from rlbatch.api import ConfigError
-from rlbatch.launch.preflight.node_facts import GIB, host_memory
+from rlbatch.launch.preflight.node_facts import GIB
+from rlbatch.launch.ranks.host_memory import host_memory
 
 
 class HostMemory:

@@ -107,6 +107,15 @@ class Trainer(Policy):
         """Size of this rank's gradients now."""
         return self._gradients.num_bytes
 
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that this rank was given for what leaves its GPU."""
+        return self._host_memory.num_bytes
+
+    def reference_weights(self) -> Iterable[Tensor]:
+        """The reference model's, where there is one."""
+        return self._reference.values()
+
     def keep_reference(self) -> None:
         """Keeps the weights as they are now, on the host, as the reference model."""
         self._reference = {name: param.detach().to("cpu", copy=True) for name, param in self.params.items()}

@@ -99,8 +99,9 @@ class PhaseClock:
         memory: Of the phases.
     """
 
-    def __init__(self, node_used: Callable[[], float] | None = None) -> None:
-        """Starts the clock; ``node_used`` as ``GpuMemory``."""
+    def __init__(self, node_used: Callable[[], float] | None = None, begins: Callable[[str], None] = lambda name: None) -> None:
+        """Starts the clock; ``node_used`` as ``GpuMemory``, ``begins`` is told of each phase."""
+        self._begins = begins
         self._started = time.perf_counter()
         self._seconds: dict[str, float] = {}
         self.memory = GpuMemory(node_used)
@@ -109,6 +110,7 @@ class PhaseClock:
     def phase(self, name: str, *, waits: bool = True) -> Iterator[None]:
         """Times a block; a name may come again. Raises OutOfMemory where torch says so."""
         started = time.perf_counter()
+        self._begins(name)
         with record_function(PHASE + name), self.memory.phase(name):
             try:
                 yield

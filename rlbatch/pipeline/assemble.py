@@ -37,6 +37,7 @@ from rlbatch.pipeline.finished_groups import sampler_key
 from rlbatch.pipeline.health import Health
 from rlbatch.pipeline.job import EngineJob, Job
 from rlbatch.pipeline.loading import load_policy, weights_source
+from rlbatch.pipeline.memory_plan import tell_host_plans
 from rlbatch.pipeline.rollout import Rollout
 from rlbatch.pipeline.routers import Routers
 from rlbatch.pipeline.stopping import Stopping
@@ -110,6 +111,7 @@ class _Assembly:
         with clock.part("groups"):
             hf_folder, family = self._model()
             quantization = engine_quantization(config, registry, family, read_config(hf_folder))
+        tell_host_plans(config, registry, family, self.store.info, on_gpu=self.device != "cpu")
         offload = registry.build_offload(config.offload.name, config.offload.options)
         with ExitStack() as failing:
             backend = None

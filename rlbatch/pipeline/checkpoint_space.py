@@ -14,7 +14,7 @@ from rlbatch.api import CheckpointError
 from rlbatch.checkpoint.run_folder import LATEST
 from rlbatch.collectives import gathered
 from rlbatch.first_rank import on_first_rank
-from rlbatch.launch.preflight.node_facts import host_memory
+from rlbatch.launch.ranks.host_memory import host_memory
 
 SPARE_BYTES = 2**18
 """Room for progress.json, metadata and folders."""
@@ -80,8 +80,10 @@ def explaining_write_errors(root: Path, need: int, step: int) -> Iterator[None]:
         text = cause.strerror or cause if cause and not isinstance(error, CheckpointError) else error
         space = ""
         if cause and cause.errno in FULL:
-            free = shutil.disk_usage(next(folder for folder in (root, *root.parents) if folder.exists())).free
-            space = f" It needs {size(need)}, {size(free)} are free."
+            there = os.statvfs(next(folder for folder in (root, *root.parents) if folder.exists()))
+            space = f" It needs {size(need)}, {size(there.f_bavail * there.f_frsize)} are free."
+            if there.f_files and not there.f_favail:
+                space = f" That file system takes no more than {there.f_files} files."
         advice = ADVICE.get(cause.errno or 0, OTHER_ADVICE) if cause else NO_ADVICE
         raise CheckpointError(
             f"checkpoint.save={root}: the checkpoint of step {step} could not be written ({text}).{space} {_kept(root)} {advice}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import resource
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -11,15 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlbatch.api import ConfigError, RlbatchError
-from rlbatch.launch.preflight.node_facts import GIB, host_memory
+from rlbatch.api import ConfigError, ModelFamily, RlbatchError
+from rlbatch.config.schema import Config
+from rlbatch.launch.preflight.node_facts import GIB
+from rlbatch.launch.ranks.host_memory import host_memory
+from rlbatch.launch.ranks.rank_info import RankInfo
+from rlbatch.launch.shutdown import guardian
 from rlbatch.metrics.memory_owners import largest_owners, record_owners
 from rlbatch.metrics.phases import OutOfMemory
 from rlbatch.metrics.profiling import FOLDER
 from rlbatch.pipeline.job import Job
-from rlbatch.plan.accounting import OTHERS, STEP_PHASES, TENSORS, out_of_memory, planned_memory
+from rlbatch.plan.accounting import LEFT_GPU, OTHERS, STEP_PHASES, TENSORS, host_plans, out_of_host_memory, out_of_memory, planned_memory
 from rlbatch.plan.engine_memory import MemoryInputs, memory_inputs
 from rlbatch.plan.job_plan import plan_job
+from rlbatch.registry import Registry
 
 
 def node_used_gib() -> float:
@@ -30,7 +36,7 @@ def node_used_gib() -> float:
 
 def planned_step(job: Job) -> dict[str, Any]:
     """What is planned of a step, as ``PlanVsActual`` begins with it."""
-    plan, on_gpu = plan_job(_inputs(job), _nodes(job)), job.device != "cpu"
+    plan, on_gpu = plan_job(_inputs(job), _nodes(job.store.info)), job.device != "cpu"
     seconds = {name: {"planned": plan.time.phases[phase]} for name, phase in STEP_PHASES.items()} if plan.time else {}
     if plan.time:
         seconds["step"] = {"planned": plan.time.seconds - plan.time.phases.get("save", 0.0)}
@@ -44,14 +50,33 @@ def planned_step(job: Job) -> dict[str, Any]:
         "samples": plan.work.samples,
         "tokens": {"prompt": {"planned": plan.work.prompt}, "response": {"planned": plan.work.response}},
         "seconds": seconds,
-        "memory": planned_memory(plan.memory, _nodes(job), on_gpu=on_gpu),
+        "memory": planned_memory(plan.memory, _nodes(job.store.info), on_gpu=on_gpu),
     }
+
+
+def tell_host_plans(config: Config, registry: Registry, family: ModelFamily, info: RankInfo, *, on_gpu: bool) -> None:
+    """Lets the process above this rank know what is planned of the host's memory, should the system end this one for want of it."""
+    with suppress(RlbatchError):  # of a plugin that cannot be planned with
+        plan = plan_job(memory_inputs(config, registry, family, on_gpu=on_gpu), _nodes(info))
+        guardian.tell(host_plans=host_plans(plan, registry, info.rank), doing="load", held={})
+
+
+def tell_held(job: Job, name: str) -> None:
+    """The same of what this rank holds when a phase begins."""
+    parts = {
+        "weights": job.trainer.weights(),
+        "optimizer state": job.trainer.optimizer_state(),
+        "reference model": job.trainer.reference_weights(),
+    }
+    held = {component: _size(tensor for tensor in tensors if tensor.device.type == "cpu") for component, tensors in parts.items()}
+    gradients = job.trainer.gradient_bytes if job.device == "cpu" else 0
+    guardian.tell(doing=name, held={**held, "gradients": gradients, LEFT_GPU: job.trainer.host_bytes})
 
 
 @contextmanager
 def explaining_out_of_memory(job: Job) -> Iterator[None]:
-    """Turns a GPU without memory into an error that names what outgrew the plan, who holds most, and the cheapest change; what torch's
-    allocator knew goes into the run folder.
+    """Turns a GPU or a host without memory into an error that names what outgrew the plan, who holds most, and the cheapest change; what
+    torch's allocator knew of a GPU goes into the run folder.
     """
     if job.config.profile.owners:
         record_owners()
@@ -73,11 +98,19 @@ def explaining_out_of_memory(job: Job) -> Iterator[None]:
             OTHERS: max(error.used - error.reserved, 0),
         }
         try:
-            plan, owners = plan_job(_inputs(job), _nodes(job)), largest_owners(error.snapshot)
+            plan, owners = plan_job(_inputs(job), _nodes(job.store.info)), largest_owners(error.snapshot)
             told = out_of_memory(plan, job.registry, job.rank, error.phase, taken, str(error), owners)
         except RlbatchError:  # of a plugin that cannot be planned with: what torch said is better than that
             raise raised from None
         raise ConfigError(told + _written(error.snapshot, job)) from error
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "DefaultCPUAllocator" not in str(error):
+            raise
+        most = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        if not (why := out_of_host_memory(guardian.told(), job.rank, most, guardian.bytes_of_descendants())):
+            raise
+        said = str(error).rpartition("DefaultCPUAllocator: ")[2] or "MemoryError"
+        raise ConfigError(f"layout.world_size={job.config.layout.world_size}: no memory was left on the host, {why} ({said})") from error
 
 
 def _written(snapshot: Mapping[str, Any], job: Job) -> str:
@@ -94,9 +127,8 @@ def _inputs(job: Job) -> MemoryInputs:
     return memory_inputs(job.config, job.registry, job.family, on_gpu=job.device != "cpu")
 
 
-def _nodes(job: Job) -> tuple[int, ...]:
+def _nodes(info: RankInfo) -> tuple[int, ...]:
     """Ranks of each node, which have as many as this one."""
-    info = job.store.info
     return (info.local_size,) * max(info.world_size // info.local_size, 1)
 
 

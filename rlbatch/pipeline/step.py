@@ -25,7 +25,7 @@ from rlbatch.pipeline.corrected import with_kept_ratio
 from rlbatch.pipeline.exchange import Batch, Deal, all_gather_samples, deal, deal_values, exchange
 from rlbatch.pipeline.first_policy import FirstPolicy
 from rlbatch.pipeline.job import Job
-from rlbatch.pipeline.memory_plan import node_used_gib
+from rlbatch.pipeline.memory_plan import node_used_gib, tell_held
 from rlbatch.pipeline.routers import Routers
 from rlbatch.pipeline.routes import RouteExchange, native_share, of_own, with_routes
 from rlbatch.pipeline.sample_finder import SampleFinder
@@ -37,7 +37,7 @@ def train_step(job: Job, step: int) -> tuple[StepResult, list[SampleGroup], list
     """Generates, scores and updates; ``step`` is from 1. Returns the step's metrics (the same on every rank), this rank's groups, and the
     mean advantage of each of their samples. None, on every rank: the job has to stop before the update, with the last step's policy.
     """
-    config, clock = job.config, PhaseClock(node_used_gib)
+    config, clock = job.config, PhaseClock(node_used_gib, partial(tell_held, job))
 
     with job.stopping.generating(may_finish=True), job.generating(clock):
         with clock.phase("sync"), job.watchdog.phase("training"):

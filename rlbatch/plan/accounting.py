@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rlbatch.plan.advice import cheapest_relief
 from rlbatch.plan.engine_memory import GIB
 from rlbatch.plan.estimate import MemoryEstimate
 from rlbatch.plan.job_plan import JobPlan
-from rlbatch.plan.memory import STATE, WHEN, Parts
+from rlbatch.plan.memory import LEFT, PHASES, STATE, WHEN, Parts
 from rlbatch.registry import Registry
 
 STEP_PHASES = {"sync": "sync", "rollout": "generate", "logprobs": "log-probs", "update": "update"}
@@ -20,6 +21,19 @@ TENSORS = "activations and other tensors"
 OTHERS = "engine, CUDA and NCCL"
 COMPONENTS = {"weights": "weights", "gradients": "gradients", "fragmentation": "fragmentation", **dict.fromkeys(STATE, "optimizer state")}
 """Parts of the plan that have a component of their own."""
+SHOWN_GIB = 0.05
+"""Less is no news."""
+LEFT_GPU = "what left the GPU"
+PROCESSES = "processes and all else"
+ON_HOST = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "reference model": "reference model",
+    "optimizer": "optimizer state",
+    **dict.fromkeys(STATE, "optimizer state"),
+    **dict.fromkeys((LEFT, "weights that left the GPU"), LEFT_GPU),
+}
+"""The same of the host's memory."""
 _ASKED = re.compile(r"Tried to allocate ([\d.]+) ([MG]iB)")
 
 Table = dict[str, dict[str, dict[str, float]]]
@@ -63,10 +77,7 @@ def out_of_memory(
     stages = plan.memory.expected.stages
     stage = rank * len(stages) // plan.job.config.layout.world_size
     planned = _components(stages[stage].gpu[phase], has_process=plan.job.has_process)
-    over = {each: (taken.get(each, 0.0) - planned.get(each, 0.0)) / GIB for each in {*taken, *planned}}
-    worst = max(over, key=lambda each: over[each])
-    shown = sorted(over, key=lambda each: -max(taken.get(each, 0.0), planned.get(each, 0.0)))
-    each_one = ", ".join(f"{each} {taken.get(each, 0.0) / GIB:.1f} ({planned.get(each, 0.0) / GIB:.1f})" for each in shown)
+    said_first, each_one = _compared(taken, planned)
     asked = _ASKED.search(said)
     lacks = float(asked[1]) / (1024 if asked[2] == "MiB" else 1) if asked else 0.0
     change = cheapest_relief(plan, registry, phase, lacks)
@@ -74,10 +85,61 @@ def out_of_memory(
     held = f"Of torch's, GiB: {', '.join(f'{line} {size / GIB:.1f}' for line, size in owners)}. " if owners else ""
     more = f", and asked for {lacks:.2f} GiB more" if asked else ""
     return (
-        f"layout.world_size={plan.job.config.layout.world_size}: rank {rank}'s GPU has no memory left {WHEN[phase]}: {worst} took "
-        f"{over[worst]:+.1f} GiB beside what was planned{more}. GiB taken (planned): {each_one}. "
+        f"layout.world_size={plan.job.config.layout.world_size}: rank {rank}'s GPU has no memory left {WHEN[phase]}: {said_first}{more}. "
+        f"GiB taken (planned): {each_one}. "
         f"{held}{fix}."
     )
+
+
+def host_plans(plan: JobPlan, registry: Registry, rank: int) -> dict[str, dict[str, Any]]:
+    """What ``out_of_host_memory`` has to know of a job, by phase of the plan: component -> bytes that the rank is expected to take of its
+    host's memory, and the cheapest change with which its node takes less.
+    """
+    config, stages = plan.job.config, plan.memory.floor.stages  # beside it only what is no rank's is expected of a host
+    stage = stages[rank * len(stages) // config.layout.world_size]
+    tokens = max(config.train.pack_tokens // 2, -(-plan.work.longest // config.layout.cp_size))
+    found: dict[str, dict[str, Any]] = {}
+    for phase in PHASES:
+        planned: dict[str, float] = {}
+        for part, size in stage.host[phase].items():
+            component = ON_HOST.get(part, PROCESSES)
+            planned[component] = planned.get(component, 0.0) + size
+        change = str(cheapest_relief(plan, registry, phase, 0.0, on_host=True) or "")
+        if phase in ("log-probs", "update") and not (change or plan.job.on_gpu) and tokens < config.train.pack_tokens:
+            change = f"train.max_tokens_per_gpu={tokens}"  # activations are not planned on a host
+        found[phase] = {"planned": planned, "change": change}
+    return found
+
+
+def out_of_host_memory(told: Mapping[str, Any], rank: int, most: int, others: int) -> str:
+    """What is told of a rank whose host has no memory left; empty: it had not come so far as to know its plan.
+
+    Args:
+        told: By the rank: ``host_plans``, and of now the watchdog's ``phase``, what it is ``doing`` (a phase of the step or of the plan)
+            and ``held``, bytes of components.
+        rank: Its number.
+        most: Bytes that its process had at most.
+        others: Bytes of the processes that it started.
+    """
+    if not (plans := told.get("host_plans")):
+        return ""
+    name = "save" if told.get("phase") == "checkpoint" else str(told["doing"])
+    phase = name if name in PHASES else STEP_PHASES.get(name, OTHER_PHASES.get(name, "log-probs"))
+    planned, held, change = plans[phase]["planned"], told["held"], plans[phase]["change"]
+    taken = {**held, PROCESSES: max(most + others - sum(held.values()), 0)}
+    said_first, each_one = _compared(taken, planned)
+    fix = f"Use {change}" if change else "Use sizes that divide the model further, more nodes or fewer ranks on each"
+    return f"{WHEN[phase]}: {said_first}. GiB of rank {rank} (planned): {each_one}. {fix}, or ask for more (--mem)."
+
+
+def _compared(taken: Parts, planned: Parts) -> tuple[str, str]:
+    """The component that outgrew its plan most, in words, and all of them, the largest first."""
+    both = {each: (taken.get(each, 0.0) / GIB, planned.get(each, 0.0) / GIB) for each in {*taken, *planned}}
+    worst = max(both, key=lambda each: both[each][0] - both[each][1])
+    over = both[worst][0] - both[worst][1]
+    outgrew = f"{worst} took {over:+.1f} GiB beside what was planned" if over >= SHOWN_GIB else "nothing outgrew what was planned"
+    shown = sorted((each for each in both if max(both[each]) >= SHOWN_GIB), key=lambda each: -max(both[each]))
+    return outgrew, ", ".join("{} {:.1f} ({:.1f})".format(each, *both[each]) for each in shown)
 
 
 def _components(parts: Parts, *, has_process: bool) -> Mapping[str, float]:

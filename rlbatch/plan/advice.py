@@ -55,10 +55,14 @@ def _seconds(plan: JobPlan) -> float:
     return plan.time.seconds if plan.time else 0.0
 
 
-def cheapest_relief(plan: JobPlan, registry: Registry, phase: str, gib: float) -> Change | None:
-    """The fastest job with another key whose fullest GPU takes so much less in a phase, whether or not the plan said that it fits."""
+def cheapest_relief(plan: JobPlan, registry: Registry, phase: str, gib: float, *, on_host: bool = False) -> Change | None:
+    """The fastest job with another key whose fullest GPU (or node, of its host's memory) takes so much less in a phase, whether or not the
+    plan said that it fits.
+    """
 
     def most(of: JobPlan) -> float:
+        if on_host:
+            return of.memory.host(of.nodes, phase)[0].gib
         return max(of.memory.gpu_of_stage(stage, phase)[0].gib for stage in range(len(of.memory.expected.stages)))
 
     changes = ((keys, _changed(plan, keys, registry)) for keys in _single(plan, registry))

@@ -13,6 +13,7 @@ from rlbatch.api import CheckpointError
 from rlbatch.checkpoint.run_folder import LATEST
 from rlbatch.pipeline.checkpoint_space import explaining_write_errors, system_error
 from tests.pipeline.saving import file_limit
+from tests.small_disk import small_file_system
 
 
 def said(root: Path, error: BaseException) -> str:
@@ -48,6 +49,16 @@ def test_what_the_system_says_and_what_helps(number: int, words: str, advice: st
     assert "The previous checkpoint stays the latest." in message
     assert advice in message
     assert ("are free" in message) == (number in (errno.ENOSPC, errno.EDQUOT))
+
+
+def test_a_file_system_without_room_for_another_file(tmp_path: Path) -> None:
+    """Bytes that are free are not what it lacks."""
+    with small_file_system(tmp_path / "few", "size=16M,nr_inodes=3") as root:
+        (root / LATEST).touch()
+        with pytest.raises(OSError, match="No space left") as full:
+            for number in range(3):
+                (root / f"file{number}").touch()
+        assert "(No space left on device). That file system takes no more than 3 files. The previous" in said(root, full.value)
 
 
 def test_torch_hides_what_the_system_says(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlbatch.plan.accounting import OTHERS, TENSORS, out_of_memory, planned_memory
+from rlbatch.plan.accounting import LEFT_GPU, OTHERS, PROCESSES, TENSORS, host_plans, out_of_host_memory, out_of_memory, planned_memory
 from rlbatch.plan.engine_memory import GIB
 from rlbatch.plan.memory import GRADIENT_BYTES
 from tests.plan.planned import REGISTRY, nodes, plan
@@ -69,3 +69,22 @@ def test_what_nothing_mends() -> None:
     least = "offload=cpu_adam offload.options.weights=true train.max_tokens_per_gpu=1 layout.recompute_granularity=full".split()
     said = out_of_memory(plan(*QWEN[:2], *least), REGISTRY, 0, "update", {}, "Tried to allocate 60.00 GiB")
     assert said.endswith("Use sizes that divide the model further, or more GPUs (layout.world_size).")
+
+
+def test_a_host_without_memory() -> None:
+    """Which component outgrew its plan, and the key with which the node takes less; before there is a plan, nothing is said of one."""
+    job = plan(*QWEN, "offload=optimizer_state", "offload.options.weights=true", "algorithm.kl_loss=true")
+    plans = host_plans(job, REGISTRY, 5)
+    planned = plans["update"]["planned"]
+    assert planned[LEFT_GPU] > planned["reference model"] > planned[PROCESSES] == 4 * GIB
+    held = {LEFT_GPU: planned[LEFT_GPU], "reference model": planned["reference model"]}
+    told = {"host_plans": plans, "phase": "training", "doing": "update", "held": held}
+    said = out_of_host_memory(told, 5, int(sum(held.values()) + 9 * GIB), 3 * GIB)
+    assert said.startswith(f"in updates: {PROCESSES} took +8.0 GiB beside what was planned. GiB of rank 5 (planned): {LEFT_GPU} ")
+    change = said.rpartition(". Use ")[2].partition(",")[0].split()
+    before, after = (each.memory.host(each.nodes, "update")[0].gib for each in (job, plan(*QWEN, *change)))
+    assert after < before
+    assert out_of_host_memory(told | {"phase": "checkpoint"}, 5, 2**30, 0).startswith(
+        "while a checkpoint is saved: nothing outgrew what was planned. "
+    )
+    assert out_of_host_memory({"phase": "start"}, 5, 2**30, 0) == ""

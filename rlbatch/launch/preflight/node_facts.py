@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 import rlbatch
+from rlbatch.launch.ranks.host_memory import host_memory
 from rlbatch.launch.ranks.rank_info import RankInfo
 from rlbatch.registry import Registry
 from rlbatch.tables import Supplier
@@ -165,31 +166,3 @@ def _gpu(local_rank: int) -> Gpu | None:
     index = min(local_rank, torch.cuda.device_count() - 1)
     free, total = torch.cuda.mem_get_info(index)
     return Gpu(torch.cuda.get_device_name(index), total / GIB, free / GIB, torch.cuda.device_count())
-
-
-def host_memory() -> tuple[int, int]:
-    """Total and free bytes: the machine's, or those of the tightest control group around this process."""
-    memory = psutil.virtual_memory()
-    total, free = memory.total, memory.available
-    for folder in _control_groups():
-        with suppress(OSError, ValueError):  # `max`: no limit
-            limit = int((folder / "memory.max").read_text())
-            used = int((folder / "memory.current").read_text()) - _file_cache(folder)
-            total, free = min(total, limit), min(free, max(0, limit - used))
-    return total, free
-
-
-def _file_cache(control_group: Path) -> int:
-    """Bytes that the system takes back when they are needed."""
-    match = re.search(r"^inactive_file (\d+)$", (control_group / "memory.stat").read_text(), re.MULTILINE)
-    return int(match[1]) if match else 0
-
-
-def _control_groups() -> Iterator[Path]:
-    root = Path("/sys/fs/cgroup")
-    with suppress(OSError, StopIteration):
-        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-        folder = root / next(line for line in lines if line.startswith("0::"))[3:].lstrip("/")
-        while folder != root and root in folder.parents:
-            yield folder
-            folder = folder.parent

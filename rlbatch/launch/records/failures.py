@@ -34,7 +34,7 @@ CLOCK_S = 3.0
 """Difference of clocks within which a record counts as of this start."""
 CLAIM_VARIABLE = "RLBATCH_CLAIM_FD"
 """File descriptor of a pipe with one byte, from a launcher on this machine: where nothing can be recorded, who takes it is the first."""
-_SYSTEM = ("No space left", "os error 28", "Disk quota", "Read-only file system", "file write failed")
+_SYSTEM = ("No space left", "os error 28", "File too large", "Disk quota", "Read-only file system", "file write failed")
 PATIENCE_S = 1.0
 """Seconds that an unforeseen error waits to be recorded: it may follow from the end of another rank, which the launcher then records."""
 UNFINISHED = "unfinished"

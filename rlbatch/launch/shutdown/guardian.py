@@ -28,11 +28,13 @@ import psutil
 
 from rlbatch.api.exit_codes import STOPPED
 from rlbatch.launch.ranks.children import END_SIGNAL, dies_with_parent
+from rlbatch.launch.ranks.host_memory import host_memory, oom_kills
 from rlbatch.launch.ranks.rank_info import RankInfo
 from rlbatch.launch.records.attempt import is_superseded
 from rlbatch.launch.records.failures import FirstError, claim, read_first_error, tell_user
 from rlbatch.launch.records.streams import output_hint
 from rlbatch.launch.shutdown.signals import STOP_SIGNALS, StopNotice, signal_name
+from rlbatch.plan.engine_memory import GIB
 
 CLOSING_S = 8.0
 """Longest time from the end of the job to the end of a rank's threads, and of what its code does at exit."""
@@ -50,15 +52,22 @@ _WATCHED = (*_PASSED, signal.SIGCHLD, ORPHANED)
 
 RankFacts = Mapping[str, Any]
 _line: int | None = None
+_told: dict[str, Any] = {}
 ABORT_PATIENCE_S = 2.0
 """Seconds in which others may say why a rank aborted."""
 
 
 def tell(**facts: object) -> None:
     """Tells the process above this rank something; the last word counts. Without one nothing happens."""
+    _told.update(facts)
     if _line is not None:
         with suppress(OSError):  # it is gone, or stopped: no reason to wait
             os.write(_line, json.dumps(facts).encode() + b"\n")
+
+
+def told() -> RankFacts:
+    """All that this rank has told."""
+    return _told
 
 
 def end(code: int) -> NoReturn:
@@ -122,6 +131,7 @@ class _Guardian:
 
     def __init__(self, child: int) -> None:
         self._child, self._status, self._kill_at = child, -1, float("inf")
+        self._most_bytes = 0
         self._woken, waker = os.pipe()
         os.set_blocking(waker, False)
         signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
@@ -176,11 +186,11 @@ class _Guardian:
     def _has_ended(self) -> bool:
         """Asks for children that have ended."""
         with suppress(ChildProcessError):
-            while (ended := os.waitpid(-1, os.WNOHANG | os.WUNTRACED))[0]:
+            while (ended := os.wait4(-1, os.WNOHANG | os.WUNTRACED))[0]:
                 if ended[0] == self._child and os.WIFSTOPPED(ended[1]):
                     self._stopped()
                 elif ended[0] == self._child:
-                    self._status = ended[1]
+                    self._status, self._most_bytes = ended[1], 1024 * ended[2].ru_maxrss
         return self._status >= 0
 
     def _stopped(self) -> None:
@@ -205,6 +215,7 @@ class _LowerGuardian(_Guardian):
         super().__init__(child)
         self._parent, self._line, self._notice, self._on_death, self._on_hang = parent, line, notice, on_death, on_hang
         self._launcher = launcher
+        self._kills = oom_kills()
         self._unread, self._facts, self._is_open, self._was_killed = b"", dict[str, Any](), True, False
         os.set_blocking(line, False)
         _prctl(_PR_SET_PDEATHSIG, ORPHANED)
@@ -263,6 +274,9 @@ class _LowerGuardian(_Guardian):
         code = os.waitstatus_to_exitcode(self._status)
         if self._was_killed:
             return "it has become another program (exec), or closed all its files"
+        if code == -signal.SIGKILL and oom_kills() > self._kills:
+            self._facts |= {"most_bytes": self._most_bytes, "other_bytes": bytes_of_descendants()}
+            return f"killed by the system: of {host_memory()[0] / GIB:.1f} GiB of memory none was left"
         if code < 0:
             return f"killed by {signal_name(-code)}{', out of memory?' if -code == signal.SIGKILL else ''}"
         return f"exit code {code}: os._exit, or exit() in C code"
@@ -293,6 +307,15 @@ def _kill_descendants() -> None:
             time.sleep(PASS_S)
 
 
+def bytes_of_descendants() -> int:
+    """Resident memory of all processes below this one."""
+    found = 0
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            found += process.memory_info().rss
+    return found
+
+
 def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
@@ -305,10 +328,20 @@ def report_death(run_dir: Path, info: RankInfo, how: str, told: RankFacts) -> Fi
         return None
     if "SIGABRT" in how:  # as NCCL ends ranks whose peer hangs: who finds that one speaks first
         time.sleep(ABORT_PATIENCE_S)
-    text = f"ended without a word ({how}), in phase {told.get('phase', 'start')}. {output_hint(info.rank)}"
+    where = f"in phase {told.get('phase', 'start')}."
+    if "most_bytes" in told:
+        where = _of_memory(info.rank, told) or f"{where} Ask for more (--mem)."
+    text = f"ended without a word ({how}), {where} {output_hint(info.rank)}"
     error = FirstError(info.rank, info.host, "Exit", text, "", time.time())
     claim(run_dir, error)
     return read_first_error(run_dir) or error
+
+
+def _of_memory(rank: int, told: RankFacts) -> str:
+    """What a rank took of a host's memory of which nothing was left, beside its plan, in words; empty: it had none yet."""
+    from rlbatch.plan.accounting import out_of_host_memory  # with it come all that a plan needs
+
+    return out_of_host_memory(told, rank, told["most_bytes"], told["other_bytes"])
 
 
 def report_remains(info: RankInfo, held: str) -> None:
