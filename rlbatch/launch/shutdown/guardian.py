@@ -145,6 +145,7 @@ class _Guardian:
         try:
             while not self._has_ended():
                 self._wait([])
+            self._look()
             # At once: rank 0 waits a moment for it, and finding descendants takes a while. In a thread: a file system may hang.
             telling = threading.Thread(target=self._tell)
             telling.start()
@@ -155,6 +156,9 @@ class _Guardian:
             traceback.print_exc()
         finally:
             os._exit(1)
+
+    def _look(self) -> None:
+        """Looks at what the child has left, before it is gone."""
 
     def _tell(self) -> None:
         """Says of the child's end what there is to say."""
@@ -257,6 +261,10 @@ class _LowerGuardian(_Guardian):
     def _stopped(self) -> None:
         """Not for us to judge: the job has limits for ranks that do nothing."""
 
+    def _look(self) -> None:
+        if os.waitstatus_to_exitcode(self._status) == -signal.SIGKILL and oom_kills() > self._kills:
+            self._facts |= {"most_bytes": self._most_bytes, "other_bytes": bytes_of_descendants()}
+
     def _tell(self) -> None:
         with suppress(BlockingIOError):
             while self._is_open:
@@ -274,8 +282,7 @@ class _LowerGuardian(_Guardian):
         code = os.waitstatus_to_exitcode(self._status)
         if self._was_killed:
             return "it has become another program (exec), or closed all its files"
-        if code == -signal.SIGKILL and oom_kills() > self._kills:
-            self._facts |= {"most_bytes": self._most_bytes, "other_bytes": bytes_of_descendants()}
+        if "most_bytes" in self._facts:
             return f"killed by the system: of {host_memory()[0] / GIB:.1f} GiB of memory none was left"
         if code < 0:
             return f"killed by {signal_name(-code)}{', out of memory?' if -code == signal.SIGKILL else ''}"
