@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import mmap
 import os
 import threading
@@ -138,7 +139,7 @@ def count_not_finite(tensor: Tensor) -> int:
         return 0
     if (infinity := _BITS.get(tensor.dtype)) is None:
         least, most = tensor.aminmax()  # NaN if one is among them
-        return 0 if least.isfinite() and most.isfinite() else int((~tensor.isfinite()).sum())
+        return 0 if math.isfinite(least.item()) and math.isfinite(most.item()) else int((~tensor.isfinite()).sum())
     count = 0
     for part in tensor.view(-1).view(torch.int8).split(AT_ONCE):
         magnitude = part & torch.iinfo(torch.int8).max
