@@ -15,11 +15,25 @@ from rlbatch.api import OptimizerSpec
 from rlbatch.config.schema import OptimizerConfig
 from rlbatch.megatron.model import DTYPES
 
+BUCKET_SIZE: int | None = None
+"""Parameters that are reduced at once where that overlaps; None: Megatron's 40 million, or a million for each data-parallel rank."""
 
-def wrap_data_parallel(config: Any, chunks: list[Any]) -> list[DistributedDataParallel]:
-    """Gradient buffers in fp32, reduce-scattered over data-parallel ranks for the distributed optimizer."""
-    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False)
-    return [DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0) for index, chunk in enumerate(chunks)]
+
+def wrap_data_parallel(config: Any, chunks: list[Any], *, overlap: bool) -> list[DistributedDataParallel]:
+    """Gradient buffers in fp32, reduce-scattered over data-parallel ranks for the distributed optimizer.
+
+    Args:
+        config: Megatron's, of all chunks.
+        chunks: Of this rank's stage.
+        overlap: Whether a bucket is reduced as soon as the last microbatch's backward pass has been through it.
+    """
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=overlap, bucket_size=BUCKET_SIZE
+    )
+    wrapped = [DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0) for index, chunk in enumerate(chunks)]
+    if overlap:  # the schedule tells the buckets which microbatch is the last
+        config.no_sync_func = wrapped[0].no_sync if len(wrapped) == 1 else [chunk.no_sync for chunk in wrapped]
+    return wrapped
 
 
 def optimizer_spec(config: OptimizerConfig, precision: str) -> OptimizerSpec:

@@ -49,7 +49,7 @@ class Trainer(Policy):
         super().__init__(config, family)
         self._device = torch.cuda.current_device()
         self.megatron_config.finalize_model_grads_func = _finalize_without_scaling
-        self._chunks = wrap_data_parallel(self.megatron_config, self.modules)
+        self._chunks = wrap_data_parallel(self.megatron_config, self.modules, overlap=config.layout.overlap_grad_reduce)
         self._offload, self._strategy = offload, f"offload={config.offload.name}"
         with foreign_code(self._strategy):
             spec = offload.configure_optimizer(optimizer_spec(config.optimizer, config.train.precision))

@@ -80,7 +80,7 @@ def plans(family: ModelFamily, layout: LayoutConfig, ranks: Iterable[int] | None
         with simulated_rank(layout, rank):
             with on_meta():
                 held = stages(family, layout)
-                wrapped = wrap_data_parallel(held[0].config, held)
+                wrapped = wrap_data_parallel(held[0].config, held, overlap=layout.overlap_grad_reduce)
                 optimizers = [Shards([b for chunk in wrapped for b in getattr(chunk, n)]) for n in ("buffers", "expert_parallel_buffers")]
                 chunks = defaultdict(list)
                 for tensor, chunk, _ in (found for stage in held for found in placed_chunks(stage)):

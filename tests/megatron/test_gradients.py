@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -90,6 +91,20 @@ def test_layouts_give_the_gradient_of_one_process(model: str, layout: str, folde
     got = rank_pool(spread.world_size).run(gradients, str(folders[model]), spread, 40, "token_mean")[0]
     error, name = worst(got, references[model])
     assert error <= TOLERANCE, f"{name}: {error:.2e}"
+
+
+@pytest.mark.parametrize("name", ["dp2", "tp2 ep2", "vpp2 pp2 ep2"])
+def test_buckets_reduced_beside_the_backward_pass(name: str, folders: dict[str, Path], references, rank_pool) -> None:
+    """Several packs and many buckets: each is reduced once, after its last gradient."""
+    spread = replace(LAYOUTS[name], overlap_grad_reduce=True)
+    got = rank_pool(spread.world_size).run(gradients_in_buckets, str(folders["qwen3_moe"]), spread)[0]
+    error, worst_name = worst(got, references["qwen3_moe"])
+    assert error <= TOLERANCE, f"{worst_name}: {error:.2e}"
+
+
+def gradients_in_buckets(folder: str, layout: LayoutConfig) -> dict[str, torch.Tensor] | None:
+    with mock.patch("rlbatch.megatron.optimizer.BUCKET_SIZE", 500):
+        return gradients(folder, layout, 40, "token_mean")
 
 
 @pytest.fixture(scope="module")
