@@ -19,6 +19,9 @@ from rlbatch.weights.coverage import layers_of
 TIMES_BETTER = 20.0
 """An explanation leaves less than this part of the difference, or nothing but rounding."""
 
+NEXT_TO_NOTHING = 1e-3
+"""What counts fewer times is left out."""
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -140,6 +143,11 @@ def fitted(value: Callable[[float], Tensor], target: Tensor, around: float = 1.0
         left, right = low + (high - low) / 3, high - (high - low) / 3
         low, high = (low, right) if distance(left) < distance(right) else (left, high)
     return (low + high) / 2
+
+
+def multiple(of: Tensor, target: Tensor) -> float:
+    """The number of times that one comes closest to the other."""
+    return float((of * target).sum() / of.square().sum().clamp(min=1e-300))
 
 
 def number(value: float) -> str:

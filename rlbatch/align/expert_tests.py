@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from rlbatch.align.case import Candidate, Case, fitted, number
+from rlbatch.align.case import NEXT_TO_NOTHING, Candidate, Case, multiple, number
 from rlbatch.align.mlp_tests import Matrices, fitted_inner, otherwise, plain
 from rlbatch.align.precision_tests import ROUNDINGS
 
@@ -40,10 +40,12 @@ def of_mlp(case: Case) -> Iterator[Candidate]:
         yield Candidate("missing", "the shared experts are left out", routed)
         yield Candidate("another scale", "the shared experts are added twice", whole + shared)
         yield Candidate("missing", "the routed experts are left out", shared)
-        factor = fitted(lambda factor: routed + factor * shared, got)
-        yield Candidate("another scale", f"the shared experts count {number(factor)} times", routed + factor * shared)
-    factor = fitted(lambda factor: factor * routed + shared, got)
-    yield Candidate("another scale", f"the routed experts count {number(factor)} times", factor * routed + shared)
+        factor = multiple(shared, got - routed)
+        if abs(factor) > NEXT_TO_NOTHING:
+            yield Candidate("another scale", f"the shared experts count {number(factor)} times", routed + factor * shared)
+    factor = multiple(routed, got - shared)
+    if abs(factor) > NEXT_TO_NOTHING:
+        yield Candidate("another scale", f"the routed experts count {number(factor)} times", factor * routed + shared)
     weights, entering = case.value("router_weights"), case.value("mlp_norm")
     experts = [_matrices(case, expert) for expert in range(case.family.num_experts)]
 

@@ -19,7 +19,7 @@ from rlbatch.align import (
     tensor_tests,
     weight_tests,
 )
-from rlbatch.align.case import Candidate, Case, Explanation, fitted, number
+from rlbatch.align.case import NEXT_TO_NOTHING, Candidate, Case, Explanation, multiple, number
 
 
 def explain(case: Case, precision: str) -> Explanation:
@@ -38,6 +38,8 @@ def explain(case: Case, precision: str) -> Explanation:
     if not got.isfinite().all():
         filtered = _tried(case, output_tests.of_filter) if case.place[1] == "logprobs" else None
         how = f"{int((~got.isfinite()).sum())} values"
+        if case.place[1] == "logprobs" and not filtered and bool((got.isfinite() | got.isneginf()).all()):
+            return Explanation("filtered", "it is minus infinity where a filter or mask left tokens out, its logits are others too", how)
         return filtered or Explanation("not finite", "it has values that are infinite or NaN", how)
     return (
         weight_tests.explain(case, precision)
@@ -98,8 +100,9 @@ def _of_sum(case: Case) -> Iterator[Candidate]:
     got = case.got.values[case.place].double()
     for words, part in (("the MLP's output", mlp), ("attention's output", attention), ("the layer's input", before)):
         rest = before + attention + mlp - part
-        factor = fitted(lambda factor, part=part, rest=rest: rest + factor * part, got)  # type: ignore[misc]
-        yield Candidate("another scale", f"{words} counts {number(factor)} times", rest + factor * part)
+        factor = multiple(part, got - rest)
+        if abs(factor) > NEXT_TO_NOTHING:
+            yield Candidate("another scale", f"{words} counts {number(factor)} times", rest + factor * part)
 
 
 OF_PLACE: Mapping[str, Callable[[Case], Iterator[Candidate]]] = {

@@ -35,6 +35,10 @@ def of_norm(case: Case) -> Iterator[Candidate]:
     yield Candidate("another norm", "the mean is taken off first: LayerNorm, not RMSNorm", rms_norm(centred, weight, epsilon))
     yield Candidate("another norm", "it normalises twice", rms_norm(rms_norm(entering, weight, epsilon), weight, epsilon))
     yield from _of_other_layers(case, entering, weight, epsilon)
+    if name != "final_norm":
+        beside, words = ("input_norm", "before attention") if name == "mlp_norm" else ("mlp_norm", "before the MLP")
+        for its in case.weights(WEIGHT[beside]):
+            yield Candidate("permuted", f"the norm has the weight of the one {words}", rms_norm(entering, its, epsilon))
     if name == "mlp_norm":
         yield Candidate("missing", "attention's output is not added before the norm", rms_norm(case.entering(), weight, epsilon))
         yield Candidate("missing", "the residual is not added before the norm", rms_norm(case.value("attention"), weight, epsilon))

@@ -13,6 +13,8 @@ from rlbatch.align.precision_tests import ROUNDINGS
 
 ITERATIONS = 12
 """Of Newton's method, from a bias of zero."""
+EXACT = 1e-3
+"""Nats; a filter may leave any number of tokens, of which one always comes near."""
 NO_PROBABILITY = -1e3
 """Nats."""
 
@@ -48,6 +50,8 @@ def of_output(case: Case) -> Iterator[Candidate]:
     yield Candidate("temperature", f"logits are divided by {number(temperature)}", scores.of(logits / temperature))
     cap = fitted(lambda cap: scores.of(cap * (logits / cap).tanh()), got, 20.0)
     yield Candidate("another scale", f"logits are capped at {number(cap)}", scores.of(cap * (logits / cap).tanh()))
+    most = fitted(lambda most: scores.of(logits.clamp(-most, most)), got, float(logits.abs().max()) / 8)
+    yield Candidate("clamped", f"logits are clamped to -{number(most)} .. {number(most)}", scores.of(logits.clamp(-most, most)))
     for name, rounded in ROUNDINGS.items():
         yield Candidate("precision", f"logits are rounded to {name}", scores.of(rounded(logits)))
         product = rounded(case.value("final_norm")) @ rounded(weight).T
@@ -131,24 +135,23 @@ def _fitted_bias(logprobs: Tensor, target: Tensor, got: Tensor, entropy: Tensor)
 
 
 def of_filter(case: Case) -> Iterator[Candidate]:
-    """Log-probs some of which are minus infinity: those of tokens that a filter left out."""
+    """Log-probs some of which are minus infinity: those of tokens that a filter left out. It left the most likely ones, as many as have the
+    probability that the side's log-probs of the others say.
+    """
     (weight,) = case.weights("output_layer.weight") or case.weights("embedding.word_embeddings.weight")
-    logprobs = (case.value("final_norm") @ weight.T).log_softmax(-1).roll(1, 0)
-    own = logprobs.gather(-1, case.batch.tokens[:, None])[:, 0]
-    behind, got = case.batch.positions > 0, case.got.values[case.place].double()
-    left = got.isfinite() & behind
-    rank = (logprobs > own[:, None]).sum(1)
-    ordered = logprobs.sort(-1, descending=True).values
-    before = (logprobs.exp() * (logprobs > own[:, None])).sum(1)
+    left = case.got.values[case.place].isfinite() & (case.batch.positions > 0)
     if not bool(left.any()):
         return
-    kept = (own - got).exp()  # the probability of what the filter left, by token
-    counts = (ordered.exp().cumsum(-1) - kept[:, None]).abs().argmin(-1) + 1
-    least, most = int(counts[left].min()), int(counts[left].max())
-    words = f"top-k of {least}"
-    if least < most:
-        least_p, most_p = float(before[left].max()), float(kept[left].min())
-        words = f"top-p between {number(least_p)} and {number(most_p)}" if least_p < most_p else "of another number of tokens each (min-p)"
-    value = own - ordered.exp().cumsum(-1).gather(-1, counts[:, None] - 1)[:, 0].log()
-    if bool((rank[left] < counts[left]).all()):
-        yield Candidate("filtered", f"log-probs are of the distribution that a filter left: {words}", value[left], left)
+    got, logprobs = case.got.values[case.place].double()[left], (case.value("final_norm") @ weight.T).log_softmax(-1).roll(1, 0)[left]
+    own = logprobs.gather(-1, case.batch.tokens[left][:, None])
+    sums = logprobs.sort(-1, descending=True).values.exp().cumsum(-1)
+    kept, before = (own[:, 0] - got).exp(), (logprobs.exp() * (logprobs > own)).sum(1)
+    counts = (sums - kept[:, None]).abs().argmin(-1) + 1
+    value = own[:, 0] - sums.gather(-1, counts[:, None] - 1)[:, 0].log()
+    is_exact = float((value - got).abs().max()) < max(10 * case.limit, EXACT)
+    if not is_exact or not bool(((logprobs > own).sum(1) < counts).all()):
+        return
+    words, least, most = f"top-k of {int(counts[0])}", float(before.max()), float(kept.min())
+    if int(counts.min()) < int(counts.max()):
+        words = f"top-p between {number(least)} and {number(most)}" if least < most else "of another number of tokens each (min-p)"
+    yield Candidate("filtered", f"log-probs are of the distribution that a filter left: {words}", value, left)

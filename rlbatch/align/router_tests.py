@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlbatch.align.case import Candidate, Case, fitted, number
+from rlbatch.align.case import Candidate, Case, fitted, multiple, number
 from rlbatch.align.part_tests import without
 from rlbatch.align.precision_tests import MANTISSA, of_product
 
@@ -48,11 +48,13 @@ def of_choice(case: Case) -> Iterator[Candidate]:
     words = f"logits are multiplied by {number(factor)} before scores are taken of them"
     yield Candidate("weights of experts", words, right.weights(factor * logits, bias))
     yield Candidate("weights of experts", "scores are taken of scores", right.weights(right.scores(logits), bias))
+    again = want.masked_fill(want == 0, -torch.inf).softmax(-1)
+    yield Candidate("weights of experts", "a softmax is taken of the weights of chosen experts", again)
     for name, dtype in MANTISSA.items():
         yield Candidate("precision", f"scores are of logits in {name}", right.weights(logits.to(dtype).double(), bias))
         yield Candidate("precision", f"scores are computed in {name}", right.weights(logits, bias, rounded=dtype))
     open_ended = replace(right, normalised=False).weights(logits, bias)
-    factor = fitted(lambda factor: factor * open_ended, got, right.scale)
+    factor = multiple(open_ended, got)
     words = f"weights are not normalised over the chosen experts, and multiplied by {number(factor)}"
     yield Candidate("weights of experts", words, factor * open_ended)
     if bias is not None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from rlbatch.align.case import Candidate, Case, fitted, number
+from rlbatch.align.case import NEXT_TO_NOTHING, Candidate, Case, multiple, number
 from rlbatch.align.norm_tests import rms_norm
 from rlbatch.align.precision_tests import ROUNDINGS
 
@@ -21,9 +21,9 @@ def of_any(case: Case) -> Iterator[Candidate]:
     """One number, vector or order for all tokens."""
     want, got = case.value(case.place[1]), case.got.values[case.place].double()
     yield Candidate("missing", "it is zero", torch.zeros_like(want))
-    factor = fitted(lambda factor: factor * want, got)
-    yield Candidate("another scale", f"it is {number(factor)} times the baseline's", factor * want)
-    yield Candidate("another scale", "its sign is the other one", -want)
+    factor = multiple(want, got)
+    if abs(factor) > NEXT_TO_NOTHING:
+        yield Candidate("another scale", f"it is {number(factor)} times the baseline's", factor * want)
     yield Candidate("another norm", "a norm is behind it", rms_norm(want, torch.ones(()), 1e-6))
     most = float(got.abs().max())
     yield Candidate("clamped", f"its values are clamped to -{number(most)} .. {number(most)}", want.clamp(-most, most))
