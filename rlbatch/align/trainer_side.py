@@ -1,8 +1,9 @@
-"""The trainer as a side, under a layout: one process a rank, on this machine's processors."""
+"""The trainer as a side, under a layout: one process a rank, each of which writes what it has to disk."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlbatch.align.places import Batch, Capture, Place
+from rlbatch.align.stored import FolderWeights, Stored, write
+from rlbatch.checkpoint.hf import HfTensors
 from rlbatch.config.schema import LayoutConfig
 from rlbatch.megatron.passing_values import PassingValues
 from rlbatch.pipeline.packing import (
@@ -21,9 +24,31 @@ from rlbatch.pipeline.packing import (
     with_advantages,
 )
 from rlbatch.plan.layout import microbatch_count
-from rlbatch.testing.gradients import build_trainer, gradients_of
+from rlbatch.testing.gradients import backward, build_trainer
 
-Captured = tuple[dict[Place, Tensor], dict[str, Tensor], dict[str, Tensor]]
+
+@dataclass
+class Captured:
+    """What one rank wrote, in the folders of a ``Stored``.
+
+    Attributes:
+        places: Of its own layers, of the first rank that has them.
+        weights: Checkpoint name -> whether they are not the folder's, and were written. On rank 0, as gradients.
+        gradients: Checkpoint names.
+    """
+
+    places: list[Place] = field(default_factory=list)
+    weights: dict[str, bool] = field(default_factory=dict)
+    gradients: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Into:
+    """Folders for values, weights and gradients."""
+
+    values: Path
+    weights: Path
+    gradients: Path
 
 
 class TrainerSide:
@@ -38,6 +63,7 @@ class TrainerSide:
         pools: Gives the processes of a number of ranks.
         with_gradients: Whether gradients are taken too.
         compute: What each rank runs.
+        scratch: Where its values are kept, which all ranks see; None: among the temporary files.
     """
 
     def __init__(
@@ -51,17 +77,24 @@ class TrainerSide:
         *,
         with_gradients: bool = False,
         compute: Callable[..., Captured] | None = None,
+        scratch: Path | None = None,
     ) -> None:
         self.title, self.precision = f"trainer {name} {precision}", precision
         self._arguments = (str(folder), layout, precision, plugins, with_gradients)
-        self._pool, self._compute = pools(layout.world_size), compute or captured
+        self._pool, self._compute, self._scratch = pools(layout.world_size), compute or captured, scratch
 
     def capture(self, batch: Batch) -> Capture:
         """See ``Side``."""
-        ranks: list[Captured] = self._pool.run(self._compute, *self._arguments, list(batch.sequences))
-        values = {place: rows for values, *_ in reversed(ranks) for place, rows in values.items()}  # first ranks count
-        _, weights, gradients = ranks[0]
-        return Capture(values, weights, gradients)
+        values: Stored[Place] = Stored(self._scratch)
+        weights, gradients = Stored[str](self._scratch), Stored[str](self._scratch)
+        into = Into(values.folder, weights.folder, gradients.folder)
+        ranks: list[Captured] = self._pool.run(self._compute, *self._arguments, list(batch.sequences), into)
+        for rank in ranks:
+            values.add(rank.places)
+        weights.add(name for name, is_other in ranks[0].weights.items() if is_other)
+        gradients.add(ranks[0].gradients)
+        same = {name: name for name, is_other in ranks[0].weights.items() if not is_other}
+        return Capture(values, FolderWeights(Path(self._arguments[0]), same, None, weights), gradients)
 
 
 def captured(
@@ -71,9 +104,11 @@ def captured(
     plugins: tuple[str, ...],
     with_gradients: bool,
     sequences: list[Tensor],
+    into: Into,
     change: Callable[[Any], None] | None = None,
 ) -> Captured:
-    """What one rank has: of its own layers what passed, and on rank 0 weights and gradients by checkpoint name.
+    """Computes on one rank, which holds its part of the model, and writes what passed there. Rank 0 writes gradients, and the weights that
+    are not the folder's, one tensor at a time.
 
     Every data-parallel rank computes the whole batch, in one pack.
     """
@@ -84,14 +119,40 @@ def captured(
     ones, zeros = [torch.ones(len(each)) for each in sequences], [torch.zeros(len(each)) for each in sequences]
     packs = build_microbatches(sequences, ones, zeros, max_tokens=2**40, pad_multiple=multiple)
     packs = with_advantages(pad_with_dummies(packs, microbatch_count(layout, 1), multiple), [each + 1.0 for each in zeros])
-    passing = PassingValues(trainer.stages, trainer.megatron_config.num_layers)
+    passing, done = PassingValues(trainer.stages, trainer.megatron_config.num_layers), Captured()
     trainer.logprobs([pack.microbatch for pack in packs])
-    whole = passing.whole(packs[0].microbatch)
-    values = {place: torch.cat(split_by_sample(packs[:1], [rows])) for place, rows in whole.items()}
-    for layer, name in [place for place in values if place[1] == "prediction"]:
-        prediction = values.pop((layer, name))
-        starts = torch.cat([torch.arange(len(each)) for each in sequences]) == 0
-        values[layer, "logprobs"], values[layer, "entropy"] = prediction.masked_fill(starts[:, None], 0.0).unbind(1)
-    weights = {name: tensor.detach().cpu().clone() for name, tensor in trainer.export()}
-    gradients = gradients_of(trainer, packs, "token_mean") if with_gradients else {}
-    return (values, weights, gradients) if dist.get_rank() == 0 else (values, {}, {})
+    for place, rows in passing.whole(packs[0].microbatch):
+        if passing.is_first:
+            for own, values in _as_compared(place, torch.cat(split_by_sample(packs[:1], [rows])), sequences):
+                write(into.values, own, values)
+                done.places.append(own)
+    source = HfTensors(Path(folder))
+    known = set(source.names())
+    for name, tensor in trainer.export():
+        if dist.get_rank() == 0:
+            done.weights[name] = name not in known or not _is_same(tensor, source.read(name))
+            if done.weights[name]:
+                write(into.weights, name, tensor)
+    if with_gradients:
+        backward(trainer, packs, "token_mean")
+        for name, gradient in trainer.export_gradients():
+            if dist.get_rank() == 0:
+                write(into.gradients, name, gradient)
+                done.gradients.append(name)
+    return done
+
+
+def _as_compared(place: Place, rows: Tensor, sequences: list[Tensor]) -> Iterator[tuple[Place, Tensor]]:
+    """A prediction is two places, of which a sequence's first token has 0."""
+    if place[1] != "prediction":
+        yield place, rows
+        return
+    starts = torch.cat([torch.arange(len(each)) for each in sequences]) == 0
+    for name, column in zip(("logprobs", "entropy"), rows.masked_fill(starts[:, None], 0.0).unbind(1), strict=True):
+        yield (place[0], name), column
+
+
+def _is_same(ours: Tensor, theirs: Tensor) -> bool:
+    """Whether all values are the same ones, of whatever dtypes."""
+    dtype = torch.promote_types(ours.dtype, theirs.dtype)
+    return torch.equal(ours.cpu().to(dtype), theirs.to(dtype))

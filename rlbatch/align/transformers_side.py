@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,67 +10,76 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlbatch.align.layered import LayeredModel
 from rlbatch.align.places import Batch, Capture, Place
+from rlbatch.align.stored import FolderWeights, Stored
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
-ATTENTION = "rlbatch_align"
 
 
 class TransformersSide:
-    """A Hugging Face folder in transformers.
+    """A Hugging Face folder in transformers, which computes layer by layer: memory holds one layer's weights, those outside of the layers,
+    and what the sequences are between two layers. What it shows is on disk.
 
     Args:
         folder: With weights.
         precision: One of ``DTYPES``.
         title: See ``Side``; empty: ``transformers <precision>``.
-        change: Called with the loaded model, before it computes.
+        change: Called with the whole model, loaded, before it computes.
+        scratch: Where its values are kept; None: among the temporary files.
     """
 
-    def __init__(self, folder: Path, precision: str = "fp32", title: str = "", change: Callable[[Any], None] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        precision: str = "fp32",
+        title: str = "",
+        change: Callable[[Any], None] | None = None,
+        scratch: Path | None = None,
+    ) -> None:
         self.title, self.precision = title or f"transformers {precision}", precision
-        self._folder, self._change = folder, change
+        self._folder, self._change, self._scratch = folder, change, scratch
 
     def capture(self, batch: Batch) -> Capture:
         """See ``Side``."""
-        model = _load(self._folder, DTYPES[self.precision])
+        layered = LayeredModel(self._folder, DTYPES[self.precision])
+        weights: Mapping[str, Tensor] = FolderWeights(self._folder, layered.names, DTYPES[self.precision])
         if self._change is not None:
-            self._change(model)
-        rows: dict[Place, list[Tensor]] = {}
-        _watch(model, lambda layer, name, values: rows.setdefault((layer, name), []).append(values.detach().clone()))
-        behind = len(model.base_model.layers)
+            layered.load_layers()
+            self._change(layered.model)
+            weights = _weights(layered.model)
+        values: Stored[Place] = Stored(self._scratch)
         with torch.no_grad():
-            for sequence in batch.sequences:
-                logits = model(sequence[None], use_cache=False).logits[0, :-1]
-                scores = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-                first = scores.new_zeros(1)
-                rows.setdefault((behind, "logprobs"), []).append(torch.cat([first, scores.gather(-1, sequence[1:, None])[:, 0]]))
-                rows.setdefault((behind, "entropy"), []).append(torch.cat([first, -(scores.exp() * scores).sum(-1)]))
-        return Capture({place: torch.cat(parts) for place, parts in rows.items()}, _weights(model))
+            _compute(layered, batch, values)
+        return Capture(values, weights)
 
 
-def _load(folder: Path, dtype: torch.dtype) -> Any:
-    from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
-    from transformers.masking_utils import eager_mask
-    from transformers.utils import logging
+def _compute(layered: LayeredModel, batch: Batch, values: Stored[Place]) -> None:
+    rows: dict[Place, list[Tensor]] = {}
+    behind = len(layered.model.base_model.layers)
 
-    logging.set_verbosity(logging.CRITICAL)
-    logging.disable_progress_bar()
-    AttentionInterface.register(ATTENTION, _attend)
-    AttentionMaskInterface.register(ATTENTION, eager_mask)
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation=ATTENTION, experts_implementation="eager", local_files_only=True
-    )
-    return model.eval()
+    def keep(layer: int, name: str, value: Tensor) -> None:
+        rows.setdefault((layer, name), []).append(value.detach().clone())
 
+    def store() -> None:
+        for place, parts in rows.items():
+            values.put(place, torch.cat(parts))
+        rows.clear()
 
-def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any) -> Any:
-    """The model's own plain attention, watched. Each tensor is [1, heads, L, head size]."""
-    plain = sys.modules[type(module).__module__].eager_attention_forward
-    output = plain(module, query, key, value, attention_mask, **options)
-    for name, values in (("query", query), ("key", key), ("value", value)):
-        module.rlbatch_keep(name, values[0].transpose(0, 1))
-    module.rlbatch_keep("context", output[0][0].flatten(1))
-    return output
+    _watch(layered.model, keep)
+    hidden, calls = map(list, zip(*(layered.entering(sequence) for sequence in batch.sequences), strict=True))
+    store()
+    for number in range(behind):
+        with layered.layer(number) as layer:
+            hidden = [_first(layer(each, **call[number])) for each, call in zip(hidden, calls, strict=True)]
+        store()
+    for sequence, each in zip(batch.sequences, hidden, strict=True):
+        logits = layered.leaving(sequence, each)[:-1]
+        scores = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+        first = scores.new_zeros(1)
+        keep(behind, "logprobs", torch.cat([first, scores.gather(-1, sequence[1:, None])[:, 0]]))
+        keep(behind, "entropy", torch.cat([first, -(scores.exp() * scores).sum(-1)]))
+    store()
 
 
 def _watch(model: Any, keep: Callable[[int, str, Tensor], None]) -> None:

@@ -116,7 +116,7 @@ def _kind(name: str, want: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> t
     if ours.shape != theirs.shape:
         return "another shape", f"{name} has shape {list(ours.shape)}, not {list(theirs.shape)}"
     ours = ours.double()
-    others = {other: tensor.double() for other, tensor in want.items() if other != name and tensor.shape == ours.shape}
+    others = ((other, tensor.double()) for other, tensor in want.items() if other != name)  # from disk, one at a time
     kind, words = _kind_of(name, ours, theirs, others)
     if kind != "stale weights":
         return kind, words
@@ -128,7 +128,7 @@ def _kind(name: str, want: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> t
             ours, theirs = (tensor.movedim(dim, 0)[wrong].movedim(0, dim) for tensor in (ours, theirs))
         if what == "row" and (source := _rows_elsewhere(name, ours, want, LEFT * float((ours - theirs).norm()))):
             return "permuted", f"{''.join(f'in {part}, ' for part in said)}{name} holds {source}"
-    return _kind_of(f"in {' and '.join(said)}, {name}", ours, theirs, {}) if said else (kind, words)
+    return _kind_of(f"in {' and '.join(said)}, {name}", ours, theirs, ()) if said else (kind, words)
 
 
 def _listed(what: str, chosen: Tensor) -> str:
@@ -173,7 +173,7 @@ def _of_another_layer(name: str, case: Case, precision: str) -> tuple[str, str] 
     return None
 
 
-def _kind_of(name: str, ours: Tensor, theirs: Tensor, others: Mapping[str, Tensor]) -> tuple[str, str]:
+def _kind_of(name: str, ours: Tensor, theirs: Tensor, others: Iterable[tuple[str, Tensor]]) -> tuple[str, str]:
     if not ours.isfinite().all():
         return "not finite", f"{name} has values that are infinite or NaN"
     if not ours.any():
@@ -188,8 +188,8 @@ def _kind_of(name: str, ours: Tensor, theirs: Tensor, others: Mapping[str, Tenso
     def is_it(other: Tensor) -> bool:
         return other.shape == ours.shape and float((ours - other).norm()) <= left
 
-    if same := [other for other, tensor in others.items() if is_it(tensor)]:
-        return "permuted", f"{name} holds the values of {same[0]}"
+    if same := next((other for other, tensor in others if is_it(tensor)), ""):
+        return "permuted", f"{name} holds the values of {same}"
     if theirs.ndim == 2 and is_it(theirs.T):
         return "permuted", f"{name} is transposed"
     if theirs.ndim == 2 and is_it(theirs.T.reshape(theirs.shape)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,26 +30,32 @@ class PassingValues:
     def __init__(self, stages: Sequence[Any], num_layers: int) -> None:
         self._behind = num_layers
         self._kept: dict[tuple[int, str], Tensor] = {}
+        self._keeps = True
         self._tp = parallel_state.get_tensor_model_parallel_group()
         self._is_split = stages[0].config.sequence_parallel
         for stage in stages:
             self._watch_stage(stage)
 
-    def whole(self, microbatch: Microbatch) -> dict[tuple[int, str], Tensor]:
-        """What passed this rank's stages; a collective of the ranks that share the pack and the stage.
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first of those that have the same values: the ones of its stage."""
+        return self._tp.rank() == 0 and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+
+    def whole(self, microbatch: Microbatch) -> Iterator[tuple[tuple[int, str], Tensor]]:
+        """What passed this rank's stages, place by place; each is forgotten, and nothing more is kept. A collective of the ranks that share
+        the pack and the stage.
 
         Args:
             microbatch: The pack.
 
-        Returns:
-            Place -> [T, ...] on the host, of the pack's tokens; ``prediction`` [T, 2] is about the token itself, as log-probs are.
+        Yields:
+            Place, and [T, ...] on the host, of the pack's tokens; ``prediction`` [T, 2] is about the token itself, as log-probs are.
         """
         pack = MicrobatchInputs.of(microbatch, torch.cuda.current_device(), parallel_state.get_context_parallel_group())
-        found = {}
-        for place, local in self._kept.items():
-            values = self._over_tensor_parallel(place[1], local)
-            found[place] = pack.restore(values) if place[1] == "prediction" else pack.whole(values)
-        return found
+        self._keeps = False
+        for place in list(self._kept):
+            values = self._over_tensor_parallel(place[1], self._kept.pop(place))
+            yield place, pack.restore(values) if place[1] == "prediction" else pack.whole(values)
 
     def _over_tensor_parallel(self, name: str, local: Tensor) -> Tensor:
         if self._tp.size() == 1 or name == "prediction":
@@ -104,7 +110,7 @@ class PassingValues:
         self._keep(layer, "context", _first(output))
 
     def _keep(self, layer: int, name: str, values: Tensor) -> None:
-        if (layer, name) not in self._kept:
+        if self._keeps and (layer, name) not in self._kept:
             rows = values.squeeze(1) if values.ndim == 3 and name not in ("query", "key", "value") else values
             self._kept[layer, name] = rows.detach().clone()
 

@@ -121,7 +121,15 @@ def gradients(
     )
 
 
-def gradients_of(
+def gradients_of(trainer: Trainer, packs: list[Pack], aggregation: str, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+    """The same for a trainer that exists; arguments as of ``backward``."""
+    loss = backward(trainer, packs, aggregation, *args, **kwargs)
+    named = {name: grad.clone() for name, grad in trainer.export_gradients()}
+    named["loss"] = torch.tensor(loss)
+    return named if dist.get_rank() == 0 else {}
+
+
+def backward(
     trainer: Trainer,
     packs: list[Pack],
     aggregation: str,
@@ -129,8 +137,11 @@ def gradients_of(
     options: Mapping[str, Any] = MappingProxyType({}),
     correction: CorrectionConfig | None = None,
     old: Literal["moved", "before", "own"] = "moved",
-) -> dict[str, torch.Tensor]:
-    """The same for a trainer that exists. Old log-probs are another policy's, or the trainer's: by a pass before the update, or its own."""
+) -> float:
+    """Leaves the gradients in the trainer, and returns the loss.
+
+    Old log-probs are another policy's, or the trainer's: by a pass before the update, or its own.
+    """
     algorithm = AlgorithmConfig(
         loss=loss, loss_aggregation=cast(Any, aggregation), loss_options=options, kl_loss=True, kl_loss_coef=0.3, entropy_coef=0.1
     )
@@ -145,10 +156,7 @@ def gradients_of(
     objective = with_kept_ratio(objective, batches)
     total = torch.tensor(sum(denominator(b.loss_mask, b.cu_seqlens, aggregation, 7.0) for b in batches))
     dist.all_reduce(total, group=parallel.dp_group())
-    sums = trainer.backward(batches, objective, float(total))
-    named = {name: grad.clone() for name, grad in trainer.export_gradients()}
-    named["loss"] = torch.tensor(sums["loss"])
-    return named if dist.get_rank() == 0 else {}
+    return float(trainer.backward(batches, objective, float(total))["loss"])
 
 
 def gradients_of_each(

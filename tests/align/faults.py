@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlbatch.align import transformers_side
+from rlbatch.align import layered
 
 LAYER = 2
 """Where a fault is that is of one layer; the first has no experts in a DeepSeek model."""
@@ -106,7 +106,7 @@ def padding(model: Any) -> None:
 
     from transformers import AttentionInterface
 
-    AttentionInterface.register(transformers_side.ATTENTION, attend)  # until the next model is loaded
+    AttentionInterface.register(layered.ATTENTION, attend)  # until the next model is loaded
 
 
 def window(model: Any) -> None:
@@ -236,7 +236,7 @@ def core(scores: Callable[[Tensor], Tensor] = lambda scores: scores, weights: Ca
 
     from transformers import AttentionInterface
 
-    AttentionInterface.register(transformers_side.ATTENTION, attend)
+    AttentionInterface.register(layered.ATTENTION, attend)
 
 
 def capped(model: Any) -> None:
