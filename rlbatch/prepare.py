@@ -380,3 +380,5 @@ def _check_paths_of(one: PromptSet) -> None:
 
 
 CHECKS = (_check_model, _check_rollout, _check_memory, _check_builds, _check_paths, _check_container, _check_prompts, _check_machine)
+PLACE_CHECKS = (_check_container, _check_machine)
+"""Those that say nothing of training: where ranks run."""

@@ -10,8 +10,9 @@ import signal
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,8 +40,10 @@ from rlbatch.metrics.report import record_end
 
 if TYPE_CHECKING:
     from rlbatch.launch.membership.store import JobStore
+    from rlbatch.launch.preflight.checks import Preflight
     from rlbatch.metrics.run_log import RunLog
     from rlbatch.pipeline.loop import EarlyEnd
+    from rlbatch.registry import Registry
 
 REQUEUE_S = 3.0
 """Seconds that a rank which was stopped while it started stays behind rank 0: srun ends the others when the first one fails."""
@@ -53,14 +56,59 @@ def main() -> None:
     run_process(parser.parse_args().run_dir.resolve())
 
 
-def run_process(run_dir: Path) -> None:
+@dataclass(frozen=True)
+class Joined:
+    """A rank that has joined its job, whatever the job is.
+
+    Attributes:
+        config: Of the run folder.
+        run_dir: The run folder.
+        meeting: With the other ranks.
+        watchdog: Ends this rank with its job.
+        notice: Asks the job to stop.
+        log: What rank 0 shows and writes.
+    """
+
+    config: Config
+    run_dir: Path
+    meeting: Meeting
+    watchdog: Watchdog
+    notice: StopNotice
+    log: RunLog
+
+    def connect(self) -> tuple[Registry, JobStore, Preflight]:
+        """Plugins, the job's store, to which all ranks have come, and the checks, of which those of nodes were made."""
+        from rlbatch.launch.membership.store import open_store
+        from rlbatch.launch.preflight.checks import Preflight
+        from rlbatch.registry import load_plugins
+
+        config, meeting, watchdog = self.config, self.meeting, self.watchdog
+        registry = load_plugins(config.plugins)
+        gc.freeze()  # imports are done: what they made stays
+        gc.enable()
+        context = TrackerContext(self.run_dir, read_run_id(self.run_dir), self.run_dir.name, to_plain(config))
+        self.log.track(registry.chosen_trackers(config), context)
+        hosts = watchdog.wait_for_ranks()
+        store = open_store(meeting.info, config.launch.rendezvous_timeout_s, hosts, meeting.store_socket, meeting.attempt.token)
+        watchdog.seal_store()
+        set_interface(meeting.interface, is_chosen=bool(config.cluster.interface))
+        preflight = Preflight(config, self.run_dir, store, registry)
+        preflight.check_nodes()
+        return registry, store, preflight
+
+
+def run_process(run_dir: Path, work: Callable[[Joined], EarlyEnd | None] | None = None) -> None:
     """Runs this process's rank as the last thing that the process does.
+
+    Args:
+        run_dir: The run folder.
+        work: What a rank does once it has joined, ``reporting`` what goes wrong; None: it trains, or evaluates.
 
     Raises:
         SystemExit: the job was refused, has failed or was stopped.
     """
     try:
-        run_rank(run_dir)
+        run_rank(run_dir, work or _train)
     except RlbatchError as error:
         print(error, file=sys.stderr)
         sys.exit(REFUSED)
@@ -68,7 +116,7 @@ def run_process(run_dir: Path) -> None:
         ignore_signals()
 
 
-def run_rank(run_dir: Path) -> None:
+def run_rank(run_dir: Path, work: Callable[[Joined], EarlyEnd | None]) -> None:
     """Runs this process's rank to the end, in a run folder that rlbatch.submit made.
 
     Raises:
@@ -82,10 +130,10 @@ def run_rank(run_dir: Path) -> None:
     config = _config_of(run_dir, info)
     set_allocator(config.train.allocator)
     with guarded(notice, partial(_died, run_dir, info), partial(report_remains, info)):
-        _run_guarded(config, run_dir, info, notice)
+        _run_guarded(config, run_dir, info, notice, work)
 
 
-def _run_guarded(config: Config, run_dir: Path, info: RankInfo, notice: StopNotice) -> None:
+def _run_guarded(config: Config, run_dir: Path, info: RankInfo, notice: StopNotice, work: Callable[[Joined], EarlyEnd | None]) -> None:
     log: RunLog | None = None
 
     def stopped() -> None:
@@ -113,7 +161,7 @@ def _run_guarded(config: Config, run_dir: Path, info: RankInfo, notice: StopNoti
                 log = _open_log(config, run_dir, meeting)
                 watchdog.on_rank_0_lost = partial(_lost, run_dir)
                 notice.end_start(leave)
-                early = _run(config, run_dir, meeting, watchdog, notice, log)
+                early = work(Joined(config, run_dir, meeting, watchdog, notice, log))
     except StoppedBySignal as signalled:
         ignore_signals()
         stopped()
@@ -163,43 +211,33 @@ def _open_log(config: Config, run_dir: Path, meeting: Meeting) -> RunLog:
     return log
 
 
-def _run(config: Config, run_dir: Path, meeting: Meeting, watchdog: Watchdog, notice: StopNotice, log: RunLog) -> EarlyEnd | None:
+def _train(rank: Joined) -> EarlyEnd | None:
+    config, watchdog, log = rank.config, rank.watchdog, rank.log
     with ExitStack() as stack, watchdog.reporting():
         with watchdog.phase("start"):
             log.phase("importing Megatron-core")
             gc.disable()  # looking again and again through half a million objects that stay takes a seventh of the imports' time
-            from rlbatch.launch.membership.store import open_store, process_group
-            from rlbatch.launch.preflight.checks import Preflight
+            from rlbatch.launch.membership.store import process_group
             from rlbatch.pipeline.assemble import assemble
             from rlbatch.pipeline.job import Job
             from rlbatch.pipeline.loop import evaluate_alone, run
-            from rlbatch.registry import load_plugins
 
-            registry = load_plugins(config.plugins)
-            gc.freeze()
-            gc.enable()
-            context = TrackerContext(run_dir, read_run_id(run_dir), run_dir.name, to_plain(config))
-            log.track(registry.chosen_trackers(config), context)
-            hosts = watchdog.wait_for_ranks()
-            store = open_store(meeting.info, config.launch.rendezvous_timeout_s, hosts, meeting.store_socket, meeting.attempt.token)
-            watchdog.seal_store()
-            set_interface(meeting.interface, is_chosen=bool(config.cluster.interface))
-            preflight = Preflight(config, run_dir, store, registry)
-            preflight.check_nodes()
+            registry, store, preflight = rank.connect()
             device = stack.enter_context(process_group(store, config.launch.collective_timeout_s))
             preflight.check_links(device)
-            job = assemble(config, run_dir, device, store, watchdog, log.phase, notice, registry)
+            job = assemble(config, rank.run_dir, device, store, watchdog, log.phase, rank.notice, registry)
             stack.callback(job.rollout.close)
             stack.callback(job.scorer.close)
             gc.collect()
             gc.freeze()  # a rank that looks through all that stays would make the others wait in some step
-            _wait_for_all(watchdog, store, "start")  # loading may differ by more than a collective waits
+            wait_for_all(watchdog, store, "start")  # loading may differ by more than a collective waits
         early = run(job, log) if isinstance(job, Job) else evaluate_alone(job, log)
-        _wait_for_all(watchdog, store, "end")
+        wait_for_all(watchdog, store, "end")
         return early
 
 
-def _wait_for_all(watchdog: Watchdog, store: JobStore, place: str) -> None:
+def wait_for_all(watchdog: Watchdog, store: JobStore, place: str) -> None:
+    """Waits at a place of this name until all ranks are there."""
     with watchdog.waiting():
         store.barrier(place, watchdog.limit_s("start"))
 

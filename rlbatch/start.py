@@ -6,8 +6,9 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rlbatch.api import ConfigError
@@ -30,13 +31,27 @@ from rlbatch.plan.nodes import place_ranks
 from rlbatch.prepare import model_family, mpi_hosts, parameter_count, prepared_run
 from rlbatch.registry import Registry
 
-RANK_MODULE = "rlbatch.run"
-"""What each rank runs, with ``--run-dir``."""
+
+@dataclass(frozen=True)
+class Program:
+    """What a job is.
+
+    Attributes:
+        module: What each rank runs, with ``--run-dir``, or by its ``run_process``.
+        prepared: Makes and checks the run folder, as ``prepared_run`` does.
+    """
+
+    module: str
+    prepared: Callable[[Config, Registry], AbstractContextManager[tuple[Config, Path]]]
+
+
+RUN = Program("rlbatch.run", prepared_run)
+"""Trains or evaluates."""
 TASK_VARIABLES: Mapping[str, str] = {"SUBMITIT_EXECUTOR": "slurm", "SUBMITIT_LOG_LEVEL": "CRITICAL"}
 """How submitit's loader knows where it runs; what it tells of each rank would fill the merged log."""
 
 
-def start(config: Config, registry: Registry) -> int:
+def start(config: Config, registry: Registry, program: Program = RUN) -> int:
     """Prepares the run folder and starts the job, or hands it to Slurm.
 
     Returns:
@@ -46,12 +61,12 @@ def start(config: Config, registry: Registry) -> int:
         RlbatchError: what was refused.
     """
     starters = {"local": _start_local, "slurm": _start_slurm, "mpi": _start_mpi, "none": _start_nothing}
-    return starters[config.launcher](config, registry)
+    return starters[config.launcher](config, registry, program)
 
 
-def rank_command(config: Config, run_dir: Path) -> list[str]:
+def rank_command(config: Config, run_dir: Path, module: str = RUN.module) -> list[str]:
     """What each rank runs under mpirun, or under srun in a batch script of the user's."""
-    return in_container(config.cluster, [python(config.cluster), "-m", RANK_MODULE, "--run-dir", str(run_dir)])
+    return in_container(config.cluster, [python(config.cluster), "-m", module, "--run-dir", str(run_dir)])
 
 
 def slurm_script(config: Config, registry: Registry, run_dir: Path, parameters: float) -> str:
@@ -67,26 +82,26 @@ def slurm_script(config: Config, registry: Registry, run_dir: Path, parameters: 
     return batch_script(config, place_ranks(config, registry), run_dir, notice, TASK_VARIABLES, command)
 
 
-def _start_local(config: Config, registry: Registry) -> int:
-    with prepared_run(config, registry) as (config, run_dir):
+def _start_local(config: Config, registry: Registry, program: Program) -> int:
+    with program.prepared(config, registry) as (config, run_dir):
         pass
     with run_folder_lock(run_dir), as_config_errors(run_dir):
         fall_back_to(rank_log(run_dir, 0))
         print(f"Run folder: {run_dir}", flush=True)
         os.environ.update(cluster_variables(config.cluster))
-        return _settled(run_dir, run_local(config, run_dir, [sys.executable, "-m", RANK_MODULE, "--run-dir", str(run_dir)], is_run=True))
+        return _settled(run_dir, run_local(config, run_dir, [sys.executable, "-m", program.module, "--run-dir", str(run_dir)], is_run=True))
 
 
-def _start_slurm(config: Config, registry: Registry) -> int:
+def _start_slurm(config: Config, registry: Registry, program: Program) -> int:
     if shutil.which("sbatch") is None:
         raise ConfigError(f"launcher=slurm: there is no sbatch on this machine. Submit from a login node of the cluster. {DRY_RUN}")
     place_ranks(config, registry)
-    with prepared_run(config, registry) as (config, run_dir):
+    with program.prepared(config, registry) as (config, run_dir):
         from rlbatch.launch.starters.submitit_executor import submit_batch
 
         (run_dir / LOGS).mkdir(exist_ok=True)
         size = parameter_count(config, model_family(config, registry, run_dir))
-        job_id = submit_batch(slurm_script(config, registry, run_dir, size), run_dir, config, RANK_MODULE)
+        job_id = submit_batch(slurm_script(config, registry, run_dir, size), run_dir, config, program.module)
         record = new_record(job_id, "slurm", job_name(config), run_dir, str(run_dir / MERGED_LOG))
     _tell(record)
     return follow(record) if config.follow else 0
@@ -106,11 +121,11 @@ def _tell(record: JobRecord) -> None:
     )
 
 
-def _start_mpi(config: Config, registry: Registry) -> int:
+def _start_mpi(config: Config, registry: Registry, program: Program) -> int:
     mpi = find_mpi()
     hosts = mpi_hosts(config, registry)  # refused before there is a run folder
-    with prepared_run(config, registry) as (config, run_dir):
-        job = mpi_job(config, hosts, run_dir, mpi, rank_command(config, run_dir))
+    with program.prepared(config, registry) as (config, run_dir):
+        job = mpi_job(config, hosts, run_dir, mpi, rank_command(config, run_dir, program.module))
     with run_folder_lock(run_dir), as_config_errors(run_dir):
         fall_back_to(rank_log(run_dir, 0))
         new_record(process_id(), "mpi", job_name(config), run_dir, "")
@@ -126,14 +141,14 @@ def _settled(run_dir: Path, code: int) -> int:
     return code
 
 
-def _start_nothing(config: Config, registry: Registry) -> int:
+def _start_nothing(config: Config, registry: Registry, program: Program) -> int:
     _check_allocation(config, registry)
-    with prepared_run(config, registry) as (config, run_dir):
+    with program.prepared(config, registry) as (config, run_dir):
         (run_dir / LOGS).mkdir(exist_ok=True)
     job_id = current_job_name()
     if job_id:
         new_record(job_id, "sbatch", job_name(config), run_dir, job_state(job_id).log)
-    srun = ["srun", *SRUN, *srun_options(config.cluster, run_dir), *rank_command(config, run_dir)]
+    srun = ["srun", *SRUN, *srun_options(config.cluster, run_dir), *rank_command(config, run_dir, program.module)]
     print(f"Run folder: {run_dir}\nEach rank runs: {shlex.join(srun)}", flush=True)
     return 0
 

@@ -6,9 +6,11 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from rlbatch.align.arguments import Options, help_text, layout_of, parse, token_lists
+from rlbatch.align.job import split, submit
 from rlbatch.api import ConfigError, ModelFamily, RlbatchError
 from rlbatch.api.exit_codes import FAILED, REFUSED
 from rlbatch.config.hf_config import read_config
@@ -30,7 +32,8 @@ def main(arguments: Sequence[str]) -> int:
         print(help_text())
         return 0
     try:
-        options = parse(arguments)
+        own, places = split(arguments)
+        options = parse(own)
         check_trainer("rlbatch.align")
         registry = load_plugins(options.plugins)
         family = registry.resolve_model_family(read_config(Path(options.hf)))
@@ -39,40 +42,25 @@ def main(arguments: Sequence[str]) -> int:
         _check(options, family)
         layouts = {} if options.beside else {name: layout_of(name, family) for name in options.layouts}
         tokens = token_lists(options, family)
+        if places:
+            return submit(options, family, layouts, places)
     except RlbatchError as error:
         print(error, file=sys.stderr)
         return REFUSED
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of the ranks
     warnings.simplefilter("ignore")
-    from rlbatch.align.answer import Answer
-    from rlbatch.align.sides import Failed, compared
+    from rlbatch.align.report import report
     from rlbatch.testing.ranks import RankPools
 
-    answers, is_right, pools = [], True, RankPools()
+    pools = RankPools()
     try:
-        for found in compared(options, family, layouts, tokens, pools, registry):
-            if isinstance(found, Answer):
-                answers.append(found)
-                is_right &= found.first is None
-                print("\n".join([found.sentence(family.num_layers), *found.table(family.num_layers), ""]), flush=True)
-            elif isinstance(found, Failed):
-                is_right = False
-                print(f"{found.title}: did not run: {found.reason}", flush=True)
-            else:
-                is_right &= " DIFFER " not in found
-                print(found, flush=True)
+        return 0 if report(options, family, layouts, tokens, pools, registry, partial(print, flush=True)) else FAILED
     except RlbatchError as error:
         print(error, file=sys.stderr)
         return FAILED
     finally:
         pools.close()
-    if options.out:
-        from rlbatch.align.page import write_page
-
-        write_page(Path(options.out), f"{family.name}: {options.hf}", answers, family.num_layers)
-        print(f"{options.out}: curves over layers, tokens by their difference")
-    return 0 if is_right else FAILED
 
 
 def _check(options: Options, family: ModelFamily) -> None:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import yaml  # type: ignore[import-untyped]
 
 from rlbatch.api import ConfigError, Count, DataError, ModelFamily, Range
+from rlbatch.api.values import FilePath, PathRule
 from rlbatch.config.foreign import read_text
 from rlbatch.config.keys import key
 from rlbatch.config.schema import LayoutConfig
@@ -49,8 +50,8 @@ Keys (key=value):
 class Options:
     """All keys of the command."""
 
-    hf: str = key(MISSING_VALUE, "Hugging Face folder of the model.")
-    beside: str = key("", "Another folder, to be compared with hf by weights and by what both compute in transformers.")
+    hf: FilePath = key(MISSING_VALUE, "Hugging Face folder of the model.")
+    beside: FilePath = key("", "Another folder, to be compared with hf by weights and by what both compute in transformers.")
     layouts: tuple[str, ...] = key(
         ("ep1",), "Layouts of the trainer: sizes joined by +, e.g. tp2+ep2; the others are 1, ranks as many as that takes."
     )
@@ -59,10 +60,12 @@ class Options:
     precision: Literal["fp32", "bf16"] = key("fp32", "Arithmetic of the trainer and of engines.")
     lengths: tuple[Count, ...] = key((9, 17, 1, 12), "Tokens of random sequences.")
     seed: Annotated[int, Range(least=0, most=2**31)] = key(0, "Of the random tokens.")
-    tokens: str = key("", "File with a JSON list of token ids a line, in the place of random ones.")
+    tokens: FilePath = key("", "File with a JSON list of token ids a line, in the place of random ones.")
     gradients: bool = key(True, "Compare gradients too, of the first layout with those of the others.")
-    out: str = key("", "HTML page to write.")
-    plugins: tuple[str, ...] = key((), "Extra plugins (model families): python files or importable modules.")
+    out: FilePath = key("", "HTML page to write.")
+    plugins: tuple[Annotated[str, PathRule(suffix=".py")], ...] = key(
+        (), "Extra plugins (model families): python files or importable modules."
+    )
 
 
 def parse(arguments: Sequence[str]) -> Options:

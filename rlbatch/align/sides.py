@@ -45,6 +45,7 @@ def compared(
     tokens: Sequence[Sequence[int]],
     pools: Callable[[int], Any],
     registry: Registry,
+    scratch: Path | None = None,
 ) -> Iterator[Answer | Failed | str]:
     """One side after the other: its answer or why it has none, and a line on its gradients.
 
@@ -53,8 +54,9 @@ def compared(
         family: Of the model.
         layouts: By name.
         tokens: The sequences.
-        pools: Gives the processes of a number of ranks.
+        pools: Gives the ranks of a layout of a size, see ``TrainerSide``.
         registry: Of plugins.
+        scratch: Where sides keep what they compute, which all ranks see; None: among the temporary files.
 
     Raises:
         ModelError: transformers cannot compute the baseline.
@@ -62,16 +64,16 @@ def compared(
     folder, batch = Path(options.hf), batch_of(tokens)
     sides: list[Side]
     if options.beside:
-        sides = [TransformersSide(Path(options.beside), title=f"checkpoint {options.beside}")]
+        sides = [TransformersSide(Path(options.beside), title=f"checkpoint {options.beside}", scratch=scratch)]
     else:
         with_gradients = options.gradients and len(layouts) > 1
         sides = [
-            TrainerSide(folder, layout, name, options.precision, options.plugins, pools, with_gradients=with_gradients)
+            TrainerSide(folder, layout, name, options.precision, options.plugins, pools, with_gradients=with_gradients, scratch=scratch)
             for name, layout in layouts.items()
         ]
     try:
-        baseline = TransformersSide(folder).capture(batch)
-        limits = rounding(folder, batch, baseline, "fp32" if options.beside else options.precision)
+        baseline = TransformersSide(folder, scratch=scratch).capture(batch)
+        limits = rounding(folder, batch, baseline, "fp32" if options.beside else options.precision, scratch)
     except Exception as error:  # whatever transformers says to this folder
         raise ModelError(f"hf={folder}: the baseline, transformers, cannot compute it ({_last_line(error)}). Use another model.") from error
     first: tuple[str, Capture] | None = None
@@ -86,25 +88,27 @@ def compared(
             yield _gradients(side, got, *first)
         first = first or (side.title, got)
     for name in options.engines:
-        yield _engine(options, name, family, registry, tokens)
+        yield _engine(options, name, family, registry, tokens, scratch)
 
 
-def _engine(options: Options, name: str, family: ModelFamily, registry: Registry, tokens: Sequence[Sequence[int]]) -> Answer | Failed:
+def _engine(
+    options: Options, name: str, family: ModelFamily, registry: Registry, tokens: Sequence[Sequence[int]], parent: Path | None
+) -> Answer | Failed:
     """An engine beside transformers, on what it samples."""
     folder = Path(options.hf)
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory(dir=parent) as scratch:
         side = EngineSide(name, folder, family, registry, options.engine.get(name, {}), options.precision, options.seed, Path(scratch))
         try:
             batch = side.sample(tokens)
-            baseline = TransformersSide(folder).capture(batch)
-            return answer(family, batch, side, baseline, side.shown(baseline), rounding(folder, batch, baseline, options.precision))
+            baseline = TransformersSide(folder, scratch=parent).capture(batch)
+            return answer(family, batch, side, baseline, side.shown(baseline), rounding(folder, batch, baseline, options.precision, parent))
         except Exception as error:  # of whatever runs there: the other sides go on
             return Failed(side.title, _first_line(error))
 
 
-def rounding(folder: Path, batch: Batch, baseline: Capture, precision: str) -> dict[Place, float]:
+def rounding(folder: Path, batch: Batch, baseline: Capture, precision: str, scratch: Path | None = None) -> dict[Place, float]:
     """What rounding explains at each place, in a precision."""
-    other = TransformersSide(folder, MORE_BITS["fp32"] if precision == "fp32" else precision).capture(batch)
+    other = TransformersSide(folder, MORE_BITS["fp32"] if precision == "fp32" else precision, scratch=scratch).capture(batch)
     return measured_rounding(other, baseline, precision) if precision == "fp32" else measured_rounding(baseline, other, precision)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from rlbatch.align.places import Batch, Capture, Place
 from rlbatch.align.stored import FolderWeights, Stored, write
 from rlbatch.checkpoint.hf import HfTensors
 from rlbatch.config.schema import LayoutConfig
+from rlbatch.config.structured import from_mapping
 from rlbatch.megatron.passing_values import PassingValues
 from rlbatch.pipeline.packing import (
     build_microbatches,
@@ -27,9 +28,41 @@ from rlbatch.plan.layout import microbatch_count
 from rlbatch.testing.gradients import backward, build_trainer
 
 
+@dataclass(frozen=True)
+class Task:
+    """What the ranks of a layout compute, and where they write it; ``asdict`` makes JSON of it.
+
+    Attributes:
+        folder: Hugging Face folder.
+        layout: Over which ranks.
+        precision: ``fp32`` or ``bf16``.
+        plugins: As of ``rlbatch.submit``.
+        with_gradients: Whether gradients are taken too.
+        sequences: Token ids of each.
+        values: Folder of a ``Stored`` for what passes each place.
+        weights: Another one for weights that are not the folder's.
+        gradients: Another one.
+    """
+
+    folder: str
+    layout: LayoutConfig
+    precision: str
+    plugins: tuple[str, ...]
+    with_gradients: bool
+    sequences: list[list[int]]
+    values: str
+    weights: str
+    gradients: str
+
+    @classmethod
+    def of(cls, said: Mapping[str, Any]) -> Task:
+        """From JSON."""
+        return cls(**{**said, "layout": from_mapping(LayoutConfig, said["layout"]), "plugins": tuple(said["plugins"])})
+
+
 @dataclass
 class Captured:
-    """What one rank wrote, in the folders of a ``Stored``.
+    """What one rank wrote.
 
     Attributes:
         places: Of its own layers, of the first rank that has them.
@@ -41,14 +74,10 @@ class Captured:
     weights: dict[str, bool] = field(default_factory=dict)
     gradients: list[str] = field(default_factory=list)
 
-
-@dataclass(frozen=True)
-class Into:
-    """Folders for values, weights and gradients."""
-
-    values: Path
-    weights: Path
-    gradients: Path
+    @classmethod
+    def of(cls, said: Mapping[str, Any]) -> Captured:
+        """From JSON."""
+        return cls([(layer, name) for layer, name in said["places"]], said["weights"], said["gradients"])
 
 
 class TrainerSide:
@@ -60,7 +89,7 @@ class TrainerSide:
         name: Of the layout.
         precision: ``fp32`` or ``bf16``.
         plugins: As of ``rlbatch.submit``.
-        pools: Gives the processes of a number of ranks.
+        pools: Gives the ranks of a layout of a size: ``run(compute, task)`` returns what each one wrote.
         with_gradients: Whether gradients are taken too.
         compute: What each rank runs.
         scratch: Where its values are kept, which all ranks see; None: among the temporary files.
@@ -80,39 +109,34 @@ class TrainerSide:
         scratch: Path | None = None,
     ) -> None:
         self.title, self.precision = f"trainer {name} {precision}", precision
-        self._arguments = (str(folder), layout, precision, plugins, with_gradients)
+        self._task = Task(str(folder), layout, precision, plugins, with_gradients, [], "", "", "")
         self._pool, self._compute, self._scratch = pools(layout.world_size), compute or captured, scratch
 
     def capture(self, batch: Batch) -> Capture:
         """See ``Side``."""
         values: Stored[Place] = Stored(self._scratch)
         weights, gradients = Stored[str](self._scratch), Stored[str](self._scratch)
-        into = Into(values.folder, weights.folder, gradients.folder)
-        ranks: list[Captured] = self._pool.run(self._compute, *self._arguments, list(batch.sequences), into)
+        sequences = [sequence.tolist() for sequence in batch.sequences]
+        task = replace(
+            self._task, sequences=sequences, values=str(values.folder), weights=str(weights.folder), gradients=str(gradients.folder)
+        )
+        ranks: list[Captured] = self._pool.run(self._compute, task)
         for rank in ranks:
             values.add(rank.places)
         weights.add(name for name, is_other in ranks[0].weights.items() if is_other)
         gradients.add(ranks[0].gradients)
         same = {name: name for name, is_other in ranks[0].weights.items() if not is_other}
-        return Capture(values, FolderWeights(Path(self._arguments[0]), same, None, weights), gradients)
+        return Capture(values, FolderWeights(Path(task.folder), same, None, weights), gradients)
 
 
-def captured(
-    folder: str,
-    layout: LayoutConfig,
-    precision: str,
-    plugins: tuple[str, ...],
-    with_gradients: bool,
-    sequences: list[Tensor],
-    into: Into,
-    change: Callable[[Any], None] | None = None,
-) -> Captured:
+def captured(task: Task, change: Callable[[Any], None] | None = None) -> Captured:
     """Computes on one rank, which holds its part of the model, and writes what passed there. Rank 0 writes gradients, and the weights that
     are not the folder's, one tensor at a time.
 
     Every data-parallel rank computes the whole batch, in one pack.
     """
-    trainer = build_trainer(Path(folder), layout, plugins, precision=precision)
+    layout, sequences = task.layout, [torch.tensor(each) for each in task.sequences]
+    trainer = build_trainer(Path(task.folder), layout, task.plugins, precision=task.precision)
     if change is not None:
         change(trainer)
     multiple = sequence_multiple(layout.tp_size, layout.cp_size)
@@ -124,20 +148,20 @@ def captured(
     for place, rows in passing.whole(packs[0].microbatch):
         if passing.is_first:
             for own, values in _as_compared(place, torch.cat(split_by_sample(packs[:1], [rows])), sequences):
-                write(into.values, own, values)
+                write(Path(task.values), own, values)
                 done.places.append(own)
-    source = HfTensors(Path(folder))
+    source = HfTensors(Path(task.folder))
     known = set(source.names())
     for name, tensor in trainer.export():
         if dist.get_rank() == 0:
             done.weights[name] = name not in known or not _is_same(tensor, source.read(name))
             if done.weights[name]:
-                write(into.weights, name, tensor)
-    if with_gradients:
+                write(Path(task.weights), name, tensor)
+    if task.with_gradients:
         backward(trainer, packs, "token_mean")
         for name, gradient in trainer.export_gradients():
             if dist.get_rank() == 0:
-                write(into.gradients, name, gradient)
+                write(Path(task.gradients), name, gradient)
                 done.gradients.append(name)
     return done
 

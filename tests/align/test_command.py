@@ -15,7 +15,7 @@ from rlbatch.align.answer import answer
 from rlbatch.align.arguments import help_text, layout_of
 from rlbatch.align.places import batch_of
 from rlbatch.align.sides import rounding
-from rlbatch.align.trainer_side import Captured, TrainerSide, captured
+from rlbatch.align.trainer_side import Captured, Task, TrainerSide, captured
 from rlbatch.align.transformers_side import TransformersSide
 from rlbatch.config.hf_config import read_config
 from rlbatch.registry import load_plugins
@@ -86,9 +86,9 @@ def test_a_wrong_family_is_named(qwen: Path, tmp_path: Path, capsys: pytest.Capt
     assert "Kind: rotary position: rotary base (theta) is about 9000, not 1e+04" in said
 
 
-def scaled(*arguments: Any) -> Captured:
+def scaled(task: Task) -> Captured:
     """The trainer with another softmax scale in layer 2."""
-    return captured(*arguments, change=scale_layer)
+    return captured(task, change=scale_layer)
 
 
 def scale_layer(trainer: Any) -> None:
