@@ -14,6 +14,7 @@ EVERYTHING = ("setup.cfg", "constraints.txt", "Makefile", ".ci/", "tests/conftes
 PATHS = {
     "vllm": (*ENGINES, "plugins/vllm_host/", "plugins/rollout_vllm.py", "tests/vllm_cpu.txt"),
     "sglang": (*ENGINES, "plugins/sglang_host/", "plugins/rollout_sglang.py", "tests/sglang_cpu.txt"),
+    "align": ("rlbatch/align/",),
     "jobs": ("rlbatch/launch/", "rlbatch/pipeline/", "rlbatch/metrics/", "rlbatch/checkpoint/", "rlbatch/run.py", "tests/test_"),
     "clusters": ("rlbatch/launch/", "rlbatch/submit.py", "rlbatch/run.py", "rlbatch/start.py", "slurm/", "tests/cluster/"),
     "models": ("rlbatch/megatron/", "rlbatch/weights/", "rlbatch/testing/", "plugins/model_", "tests/megatron/", "tests/weights/"),

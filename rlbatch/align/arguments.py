@@ -27,7 +27,7 @@ and how that is known. The same tokens go through transformers in fp32, which is
 
 Usage: python -m rlbatch.align hf=<folder> [key=value ...]
 
-Sides, on this machine's processors:
+Sides, on this machine's processors, or in a job:
   transformers         the folder, in fp32: the baseline
   trainer              the trainer with its local layers, under each of layouts
   engines              rollout backends such as vllm and sglang, with the folder's weights: sequences that they sample, of the same
@@ -38,9 +38,11 @@ Examples:
   python -m rlbatch.align hf=/models/tiny layouts=[ep1,ep2,tp2+ep2]
   python -m rlbatch.align hf=/models/tiny engines=[vllm] 'engine={vllm: {python: .venv-vllm/bin/python}}'
   python -m rlbatch.align hf=/models/tiny beside=/models/exported out=align.html
+  python -m rlbatch.align hf=/models/large layouts=[tp4+ep16] +cluster=h20x16 launcher=slurm follow=true
 
+Keys of rlbatch.submit that make it a job, with a run folder: launcher, +cluster, cluster.*, cluster_dir, launch.*, run_dir, follow.
 What is rounding is measured: transformers in the precision of a side beside transformers in more bits, times 10.
-Exit codes: 0 all agree, 1 a side differs or did not run, 2 refused: arguments, folders, layouts, tokens.
+Exit codes: 0 all agree, or the job is submitted, 1 a side differs or did not run, 2 refused: arguments, folders, layouts, tokens.
 
 Keys (key=value):
 """
@@ -62,7 +64,7 @@ class Options:
     seed: Annotated[int, Range(least=0, most=2**31)] = key(0, "Of the random tokens.")
     tokens: FilePath = key("", "File with a JSON list of token ids a line, in the place of random ones.")
     gradients: bool = key(True, "Compare gradients too, of the first layout with those of the others.")
-    out: FilePath = key("", "HTML page to write.")
+    out: FilePath = key("", "HTML page to write; in a job, if empty: <run_dir>/align.html.")
     plugins: tuple[Annotated[str, PathRule(suffix=".py")], ...] = key(
         (), "Extra plugins (model families): python files or importable modules."
     )

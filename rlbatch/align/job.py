@@ -48,7 +48,14 @@ def submit(options: Options, family: ModelFamily, layouts: dict[str, LayoutConfi
     largest = max(layouts.values(), key=lambda layout: layout.world_size, default=LayoutConfig(world_size=1))
     sizes = [f"layout.{name}={value}" for name, value in asdict(largest).items() if name.endswith("_size")]
     named = [f"model.name=align-{family.name}", f"model.hf={options.hf}", f"plugins={show_value(options.plugins)}"]
-    fixed = ["mode=eval", "data.eval=embedded", f"train.precision={options.precision}", "plan.enforce=false", "trackers=[]", "cluster.model="]
+    fixed = [
+        "mode=eval",
+        "data.eval=embedded",
+        f"train.precision={options.precision}",
+        "plan.enforce=false",
+        "trackers=[]",
+        "cluster.model=",
+    ]
     config, registry = compose_job([*fixed, *named, *sizes, *places])
     made: list[Path] = []
     code = start(config, registry, Program("rlbatch.align.rank", partial(_prepared, options, made.append)))

@@ -12,7 +12,7 @@ from typing import Any
 from rlbatch.align.trainer_side import Captured, Task, captured
 from rlbatch.api import RlbatchError
 from rlbatch.launch.membership.store import JobStore, process_group
-from rlbatch.launch.membership.watchdog import Watchdog
+from rlbatch.launch.membership.watchdog import Watchdog, may_follow
 
 NO_LIMIT_S = 1e7
 """Of waits for other ranks: their own hang limits end them, and the job."""
@@ -53,9 +53,10 @@ class JobRanks:
         answers = [self._outcome(number, task)]
         with self._watchdog.waiting():
             answers += [json.loads(self._get(f"{number}/{rank}")) for rank in range(1, task.layout.world_size)]
-        for rank, answer in enumerate(answers):
-            if "failure" in answer:
-                raise RankFailure(f"rank {rank} of {len(answers)} raised\n{answer['failure']}")
+        failed = [(answer["follows"], rank) for rank, answer in enumerate(answers) if "failure" in answer]
+        if failed:  # first the one that did not only lose another
+            rank = min(failed)[1]
+            raise RankFailure(f"rank {rank} of {len(answers)} raised\n{answers[rank]['failure']}")
         return [Captured.of(answer) for answer in answers]
 
     def serve(self) -> None:
@@ -92,5 +93,5 @@ class JobRanks:
         try:
             with self._watchdog.phase("training"), process_group(own, self._timeout_s):
                 return asdict(captured(task))
-        except Exception:
-            return {"failure": traceback.format_exc()}
+        except Exception as error:
+            return {"failure": traceback.format_exc(), "follows": may_follow(error)}

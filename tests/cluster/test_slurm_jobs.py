@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
+from tests import tiny_models
 from tests.cluster.faults import SLOW
-from tests.cluster.jobs import START_S, Job, fault_reward, sbatch, submit
+from tests.cluster.jobs import RUN_S, START_S, Job, fault_reward, sbatch, submit
 from tests.cluster.processes import wait_until
 from tests.cluster.slurm import Slurm
+from tests.tiny_models import saved
 
 STEPS = 12
 STEP_S = 1.0
 """Slower than steps are, so that a job can be preempted in between; until it was."""
 RUN = (f"train.steps={STEPS}", "checkpoint.export_hf=true", *fault_reward(seconds=STEP_S))
+
+WRONG = """
+from dataclasses import replace
+from torch import distributed
+from rlbatch.api import hookimpl
+from rlbatch_plugins.model_qwen3_moe import qwen3_moe
+
+failures = []
+
+@hookimpl(tryfirst=True)
+def rlbatch_resolve_model_family(hf_config):
+    if distributed.is_initialized() and distributed.get_world_size() == 2 and distributed.get_rank() == 1 and not failures:
+        failures.append(1)
+        raise RuntimeError("one rank alone")
+    return replace(qwen3_moe(hf_config), rotary_base=9000.0)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -67,3 +86,29 @@ def test_preempted_twice(
     assert 2 <= attempts[0]["last_step"] == attempts[1]["first_step"] < attempts[1]["last_step"] == attempts[2]["first_step"] < STEPS
     assert job.json("summary.json")["status"] == "finished"
     assert job.result() == uninterrupted.result()
+
+
+@pytest.mark.long("clusters", "align")
+def test_a_comparison(slurm: Slurm, tmp_path: Path) -> None:
+    """``rlbatch.align`` as a job on two nodes: a wrong rotary base is named under a layout of one rank, and over two pipeline stages.
+
+    Between them is a layout of two ranks, of which one fails; it is named, and the others go on. An engine has its turn after them. Answers
+    are in the log and in the run folder, with the page; what sides computed is gone. The command says that a side differs.
+    """
+    hf, run_dir = saved(tiny_models.qwen3_moe(), tmp_path / "model"), tmp_path / "run"
+    (tmp_path / "wrong.py").write_text(WRONG)
+    sides = [f"hf={hf}", "layouts=[ep1,ep2,tp2+pp2]", "engines=[transformers]", f"plugins=[{tmp_path / 'wrong.py'}]"]
+    places = ["+cluster=local", "cluster.gpus_per_node=2", "launcher=slurm", "follow=true", f"run_dir={run_dir}"]
+    command = [sys.executable, "-m", "rlbatch.align", *sides, *places]
+    said = slurm.run("sh", "-c", '"$@"; echo exit code $?', "sh", *command, timeout_s=RUN_S)
+    text = (run_dir / "align.txt").read_text()
+    assert "exit code 1" in said, said
+    assert text.count("Kind: rotary position: rotary base (theta) is about 9000, not 1e+04") == 2, said
+    assert [line for line in text.splitlines() if line.startswith("trainer tp2+pp2 fp32: layer 0: attention's queries")]
+    assert "trainer ep2 fp32: did not run: RankFailure: RuntimeError: one rank alone" in text
+    assert "trainer tp2+pp2 fp32: gradients agree with those of trainer ep1 fp32" in text
+    assert "transformers fp32: agrees everywhere up to rounding" in text
+    assert text in said
+    assert (run_dir / "align.html").read_text().count("<polyline") == 3
+    assert not (run_dir / "values").exists()
+    assert "COMPLETED" in said
