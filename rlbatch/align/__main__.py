@@ -16,7 +16,7 @@ from rlbatch.api.exit_codes import FAILED, REFUSED
 from rlbatch.config.hf_config import read_config
 from rlbatch.launch.ranks.rank_info import check_trainer
 from rlbatch.plan.layout import check_expert_widths
-from rlbatch.registry import load_plugins
+from rlbatch.registry import Registry, load_plugins
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -32,18 +32,18 @@ def main(arguments: Sequence[str]) -> int:
         print(help_text())
         return 0
     try:
-        own, places = split(arguments)
+        own, of_job = split(arguments)
         options = parse(own)
         check_trainer("rlbatch.align")
         registry = load_plugins(options.plugins)
         family = registry.resolve_model_family(read_config(Path(options.hf)))
         for name in options.engines:
             registry.rollouts.named(name, "engines")
-        _check(options, family)
+        _check(options, family, registry)
         layouts = {} if options.beside else {name: layout_of(name, family) for name in options.layouts}
         tokens = token_lists(options, family)
-        if places:
-            return submit(options, family, layouts, places)
+        if of_job:
+            return submit(options, family, layouts, of_job)
     except RlbatchError as error:
         print(error, file=sys.stderr)
         return REFUSED
@@ -63,13 +63,13 @@ def main(arguments: Sequence[str]) -> int:
         pools.close()
 
 
-def _check(options: Options, family: ModelFamily) -> None:
+def _check(options: Options, family: ModelFamily, registry: Registry) -> None:
     from rlbatch.checkpoint.hf import HfTensors
     from rlbatch.weights.coverage import check_names
 
     check_expert_widths(family, options.precision, on_gpu=False)
     if options.beside:
-        other = load_plugins(options.plugins).resolve_model_family(read_config(Path(options.beside)))
+        other = registry.resolve_model_family(read_config(Path(options.beside)))
         for what in ("name", "num_layers", "num_experts", "vocab_size"):
             ours, theirs = getattr(family, what), getattr(other, what)
             if ours != theirs:

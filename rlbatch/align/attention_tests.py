@@ -240,7 +240,7 @@ def _latent(case: Case, name: str, entering: Tensor, way: str, epsilon: float) -
 
 
 def _normalised(case: Case, values: Tensor, weight: Tensor, way: str, epsilon: float = 0.0) -> Tensor:
-    """Epsilon 0: the family's."""
+    """RMSNorm over the last dimension, in a way of ``WAYS``; epsilon 0 is the family's."""
     is_latent = case.family.transformer.get("multi_latent_attention")
     epsilon = epsilon or (LATENT_EPSILON if is_latent else float(case.family.transformer["layernorm_epsilon"]))
     values = values - values.mean(-1, keepdim=True) if way == "centred" else values

@@ -17,7 +17,7 @@ from rlbatch.weights.codec import hf_names
 from rlbatch.weights.coverage import layers_of
 
 TIMES_BETTER = 20.0
-"""An explanation leaves less than this part of the difference, or nothing but rounding."""
+"""An explanation leaves less than the difference divided by this, or nothing but rounding and less than a third."""
 
 NEXT_TO_NOTHING = 1e-3
 """What counts fewer times is left out."""
@@ -77,7 +77,7 @@ class Case:
 
     @property
     def before(self) -> Tensor:
-        """[T] differences."""
+        """[T] differences of the side from the baseline, before anything is explained."""
         return errors(self.place[1], self.got.values[self.place], self.want.values[self.place])
 
     def value(self, name: str, layer: int | None = None) -> Tensor:
@@ -105,13 +105,13 @@ class Case:
         """
         own = self.place[0] if layer is None else layer
         for mapping in self.family.mappings:
-            for layer, whole in ((own, LAYER + megatron), (None, megatron)):
-                if mapping.megatron == whole and layer in layers_of(self.family, mapping):
-                    return hf_names(mapping, layer, expert)
+            for there, whole in ((own, LAYER + megatron), (None, megatron)):
+                if mapping.megatron == whole and there in layers_of(self.family, mapping):
+                    return hf_names(mapping, there, expert)
         return ()
 
     def weights(self, megatron: str, expert: int | None = None) -> list[Tensor]:
-        """The same as float64 tensors of the baseline."""
+        """The parameter of ``names``: float64 tensors of the baseline."""
         return [self.want.weights[name].double() for name in self.names(megatron, expert)]
 
     def best(self, candidates: Iterable[Candidate]) -> Explanation | None:
@@ -151,5 +151,5 @@ def multiple(of: Tensor, target: Tensor) -> float:
 
 
 def number(value: float) -> str:
-    """With four digits."""
+    """The number as text, with four digits."""
     return f"{value:.4g}"

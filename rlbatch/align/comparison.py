@@ -34,12 +34,12 @@ class Row:
 
     @property
     def largest(self) -> float:
-        """Of all tokens."""
+        """The largest difference of a token."""
         return float(self.errors.max())
 
     @property
     def differs(self) -> bool:
-        """By more than rounding."""
+        """Whether the largest is more than rounding explains."""
         return not self.largest <= self.limit
 
 

@@ -18,6 +18,7 @@ from rlbatch.weights.export import buckets
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 BUCKET_MIB = 512
+"""Of weights that are sent at once."""
 
 
 class EngineSide:

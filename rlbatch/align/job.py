@@ -25,16 +25,16 @@ from rlbatch.start import Program, start
 
 OPTIONS, VERDICT, TEXT, PAGE = "align.json", "verdict.json", "align.txt", "align.html"
 """Names in the run folder: what was asked; whether all agree; sentences and tables; the page."""
-_PLACE = re.compile(r"\+{0,2}(cluster|cluster_dir|launcher|run_dir|follow)=|\+{0,2}(cluster|launch)\.")
+_OF_JOB = re.compile(r"\+{0,2}(cluster|cluster_dir|launcher|run_dir|follow)=|\+{0,2}(cluster|launch)\.")
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """The command's own arguments, and those of ``rlbatch.submit`` that say where and how a job runs."""
-    places = [argument for argument in arguments if _PLACE.match(argument)]
-    return [argument for argument in arguments if argument not in places], places
+    of_job = [argument for argument in arguments if _OF_JOB.match(argument)]
+    return [argument for argument in arguments if argument not in of_job], of_job
 
 
-def submit(options: Options, family: ModelFamily, layouts: dict[str, LayoutConfig], places: Sequence[str]) -> int:
+def submit(options: Options, family: ModelFamily, layouts: dict[str, LayoutConfig], of_job: Sequence[str]) -> int:
     """Starts the job, with as many ranks as the largest layout has, or hands it to Slurm.
 
     Returns:
@@ -48,6 +48,7 @@ def submit(options: Options, family: ModelFamily, layouts: dict[str, LayoutConfi
     largest = max(layouts.values(), key=lambda layout: layout.world_size, default=LayoutConfig(world_size=1))
     sizes = [f"layout.{name}={value}" for name, value in asdict(largest).items() if name.endswith("_size")]
     named = [f"model.name=align-{family.name}", f"model.hf={options.hf}", f"plugins={show_value(options.plugins)}"]
+    # A job's config says what is trained or evaluated, and nothing is here: the least that is accepted, and no model of the cluster's own.
     fixed = [
         "mode=eval",
         "data.eval=embedded",
@@ -56,7 +57,7 @@ def submit(options: Options, family: ModelFamily, layouts: dict[str, LayoutConfi
         "trackers=[]",
         "cluster.model=",
     ]
-    config, registry = compose_job([*fixed, *named, *sizes, *places])
+    config, registry = compose_job([*fixed, *named, *sizes, *of_job])
     made: list[Path] = []
     code = start(config, registry, Program("rlbatch.align.rank", partial(_prepared, options, made.append)))
     if code == 0 and (verdict := made[0] / VERDICT).exists():

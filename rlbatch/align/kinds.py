@@ -71,7 +71,7 @@ def _tried(case: Case, test: Callable[[Case], Iterator[Candidate]]) -> Explanati
 
 
 def no_test(case: Case) -> Iterator[Candidate]:
-    """Of a place that has none of its own."""
+    """No candidates: of a place that has no test of its own."""
     yield from ()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from rlbatch.checkpoint.hf import HfTensors
 
 ATTENTION = "rlbatch_align"
+"""As transformers is told the attention that is watched."""
 
 
 class LayeredModel:
@@ -52,11 +53,11 @@ class LayeredModel:
     def layer(self, number: int) -> Iterator[Any]:
         """A layer with its weights; those that were loaded for this are gone behind the block."""
         layer = self.model.base_model.layers[number]
-        is_mine = any(parameter.is_meta for parameter in layer.parameters())
-        if is_mine:
+        was_empty = any(parameter.is_meta for parameter in layer.parameters())
+        if was_empty:
             self._load(number)
         yield layer
-        if is_mine:
+        if was_empty:
             layer.to("meta")
 
     def entering(self, sequence: Tensor) -> tuple[Tensor, list[Mapping[str, Any]]]:
@@ -69,7 +70,7 @@ class LayeredModel:
                 raise _Recorded
             return hidden
 
-        with self._layers_that(record), _until_recorded():
+        with self._layers_that(record), suppress(_Recorded):
             self.model(sequence[None], use_cache=False)
         return calls[0][0], [options for _, options in calls]
 
@@ -117,14 +118,6 @@ class _InPlaceOf(nn.Module):
 
 class _Recorded(Exception):
     """What follows is not to be computed."""
-
-
-@contextmanager
-def _until_recorded() -> Iterator[None]:
-    try:
-        yield
-    except _Recorded:
-        return
 
 
 def _without_weights(folder: Path, dtype: torch.dtype) -> Any:

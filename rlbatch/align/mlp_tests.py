@@ -16,7 +16,7 @@ from rlbatch.align.precision_tests import ROUNDINGS
 
 @dataclass(frozen=True)
 class Matrices:
-    """Of one MLP.
+    """The weights of one gated MLP.
 
     Attributes:
         gate: [inner, hidden].

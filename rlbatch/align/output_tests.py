@@ -46,7 +46,7 @@ def of_output(case: Case) -> Iterator[Candidate]:
     if tied := case.weights("embedding.word_embeddings.weight"):
         yield Candidate("stale weights", "the output layer is the embedding", scores.of(case.value("final_norm") @ tied[0].T))
     yield Candidate("missing", "the output layer sees the residual, not what the norm made of it", scores.of(case.entering() @ weight.T))
-    temperature = fitted(lambda number: scores.of(logits / number), got)
+    temperature = fitted(lambda value: scores.of(logits / value), got)
     yield Candidate("temperature", f"logits are divided by {number(temperature)}", scores.of(logits / temperature))
     cap = fitted(lambda cap: scores.of(cap * (logits / cap).tanh()), got, 20.0)
     yield Candidate("another scale", f"logits are capped at {number(cap)}", scores.of(cap * (logits / cap).tanh()))
@@ -86,13 +86,13 @@ def _penalised(case: Case, scores: Scores, got: Tensor) -> Iterator[Candidate]:
     counts = torch.cat([part.cumsum(0) for part in ids]).double()
     seen, logits = counts > 0, scores.logits
 
-    def repeated(number: float) -> Tensor:
-        return scores.of(torch.where(seen, torch.where(logits > 0, logits / number, logits * number), logits))
+    def repeated(penalty: float) -> Tensor:
+        return scores.of(torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits))
 
     ways: dict[str, Callable[[float], Tensor]] = {
         "repetition penalty": repeated,
-        "presence penalty": lambda number: scores.of(logits - number * seen),
-        "frequency penalty": lambda number: scores.of(logits - number * counts),
+        "presence penalty": lambda penalty: scores.of(logits - penalty * seen),
+        "frequency penalty": lambda penalty: scores.of(logits - penalty * counts),
     }
     for name, way in ways.items():
         value = fitted(way, got)
@@ -103,9 +103,9 @@ def _biased(case: Case, scores: Scores, got: Tensor) -> Iterator[Candidate]:
     """Numbers added to logits: of one token, or, where log-probs and entropies are more than the vocabulary, of all."""
     logprobs, target, behind = scores.logits.log_softmax(-1).roll(1, 0), scores.tokens, ~scores.first
     taken = torch.expm1(scores.of(scores.logits) - got)[behind]  # what the one token adds to the sum, at other targets
-    probabilities = logprobs.exp()[behind] * (target[behind, None] != torch.arange(logprobs.shape[1]))
-    factors = (probabilities * taken[:, None]).sum(0) / probabilities.square().sum(0).clamp(min=1e-30)
     others = target[behind, None] != torch.arange(logprobs.shape[1])
+    probabilities = logprobs.exp()[behind] * others
+    factors = (probabilities * taken[:, None]).sum(0) / probabilities.square().sum(0).clamp(min=1e-30)
     token = int(((taken[:, None] - factors * probabilities) * others).square().sum(0).argmin())
     added = float(factors[token])
     if added > -1 + 1e-6:

@@ -72,7 +72,7 @@ class Batch:
 
 
 def batch_of(tokens: Sequence[Sequence[int]]) -> Batch:
-    """From lists of token ids."""
+    """A batch from lists of token ids."""
     return Batch([torch.tensor(each) for each in tokens])
 
 

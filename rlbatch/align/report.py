@@ -32,7 +32,7 @@ def report(
         family: Of the model.
         layouts: By name.
         tokens: The sequences.
-        ranks: See ``compared``.
+        ranks: Gives the ranks of a layout of a size, see ``TrainerSide``.
         registry: Of plugins.
         say: Called with each answer.
         scratch: See ``compared``.

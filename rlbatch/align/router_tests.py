@@ -178,7 +178,7 @@ class Choice:
         return "; ".join(words[name] for name in changes).format(**vars(self))
 
     def scores(self, logits: Tensor) -> Tensor:
-        """[T, experts]"""
+        """[T, experts] scores of logits [T, experts]."""
         return logits.sigmoid() if self.score == "sigmoid" else logits.softmax(-1)
 
     def weights(self, logits: Tensor, bias: Tensor | None, given: Tensor | None = None, rounded: torch.dtype = torch.float64) -> Tensor:
@@ -196,7 +196,7 @@ class Choice:
         return torch.zeros_like(scores).scatter(-1, chosen, values * self.scale)
 
     def _grouped(self, scores: Tensor) -> Tensor:
-        """[T, groups, experts of each]"""
+        """[T, groups, experts of each] scores, from [T, experts]."""
         in_turn = scores.unflatten(-1, (-1, self.groups)).transpose(-1, -2)
         grouped: Tensor = in_turn if self.in_turn else scores.unflatten(-1, (self.groups, -1))
         return grouped

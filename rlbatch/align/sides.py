@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from rlbatch.align.answer import Answer, answer
 from rlbatch.align.arguments import Options
@@ -20,7 +22,6 @@ from rlbatch.config.schema import LayoutConfig
 from rlbatch.registry import Registry
 from rlbatch.testing.gradients import relative_error
 
-MORE_BITS = {"fp32": "fp64", "bf16": "fp32"}
 GRADIENT_LIMIT = {"fp32": 1e-5, "bf16": 5e-2}
 """Relative L2 difference of gradients that another order of addition makes (docs/measurements/gradients.md)."""
 
@@ -76,7 +77,7 @@ def compared(
         limits = rounding(folder, batch, baseline, "fp32" if options.beside else options.precision, scratch)
     except Exception as error:  # whatever transformers says to this folder
         raise ModelError(f"hf={folder}: the baseline, transformers, cannot compute it ({_last_line(error)}). Use another model.") from error
-    first: tuple[str, Capture] | None = None
+    first: tuple[str, Mapping[str, Tensor]] | None = None
     for side in sides:
         try:
             got = side.capture(batch)
@@ -85,8 +86,9 @@ def compared(
             continue
         yield answer(family, batch, side, baseline, got, limits)
         if first is not None and got.gradients:
-            yield _gradients(side, got, *first)
-        first = first or (side.title, got)
+            yield _gradients(side, got.gradients, *first)
+        first = first or (side.title, got.gradients)
+        del got  # and its files, before the next side writes its own
     for name in options.engines:
         yield _engine(options, name, family, registry, tokens, scratch)
 
@@ -108,17 +110,13 @@ def _engine(
 
 def rounding(folder: Path, batch: Batch, baseline: Capture, precision: str, scratch: Path | None = None) -> dict[Place, float]:
     """What rounding explains at each place, in a precision."""
-    other = TransformersSide(folder, MORE_BITS["fp32"] if precision == "fp32" else precision, scratch=scratch).capture(batch)
+    other = TransformersSide(folder, "fp64" if precision == "fp32" else precision, scratch=scratch).capture(batch)
     return measured_rounding(other, baseline, precision) if precision == "fp32" else measured_rounding(baseline, other, precision)
 
 
-def _gradients(side: Side, got: Capture, title: str, first: Capture) -> str:
+def _gradients(side: Side, got: Mapping[str, Tensor], title: str, first: Mapping[str, Tensor]) -> str:
     """A line: the parameter whose gradient differs most."""
-    apart = {
-        name: relative_error(got.gradients[name], want)
-        for name, want in first.gradients.items()
-        if name in got.gradients and name != "loss"
-    }
+    apart = {name: relative_error(got[name], want) for name, want in first.items() if name in got}
     name = max(apart, key=lambda name: apart[name])
     limit = GRADIENT_LIMIT[side.precision]
     verdict = "agree" if apart[name] <= limit else "DIFFER"

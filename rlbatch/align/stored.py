@@ -35,7 +35,7 @@ class Stored(Mapping[Key, Tensor], Generic[Key]):
         self.add([key])
 
     def add(self, keys: Iterable[Key]) -> None:
-        """Knows of tensors that other processes wrote into the folder, with ``write``."""
+        """Adds tensors that other processes wrote into the folder, with ``write``."""
         self._keys.update(dict.fromkeys(keys))
 
     def __getitem__(self, key: Key) -> Tensor:

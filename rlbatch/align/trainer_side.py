@@ -56,7 +56,7 @@ class Task:
 
     @classmethod
     def of(cls, said: Mapping[str, Any]) -> Task:
-        """From JSON."""
+        """The task that ``asdict`` and JSON made this of."""
         return cls(**{**said, "layout": from_mapping(LayoutConfig, said["layout"]), "plugins": tuple(said["plugins"])})
 
 
@@ -76,7 +76,7 @@ class Captured:
 
     @classmethod
     def of(cls, said: Mapping[str, Any]) -> Captured:
-        """From JSON."""
+        """What a rank said in JSON."""
         return cls([(layer, name) for layer, name in said["places"]], said["weights"], said["gradients"])
 
 

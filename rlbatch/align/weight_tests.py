@@ -60,7 +60,7 @@ def _apart(want: Tensor, got: Tensor | None) -> float:
     if got is None or got.shape != want.shape:
         return float("inf")
     apart = float((got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30))
-    return apart if apart == apart else float("inf")
+    return float("inf") if math.isnan(apart) else apart
 
 
 def explain(case: Case, precision: str) -> Explanation | None:

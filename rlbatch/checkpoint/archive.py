@@ -217,10 +217,6 @@ def _is_box(first: int, shape: tuple[Any, ...], strides: tuple[Any, ...]) -> boo
     return len(shape) == len(strides) and all(type(number) is int and number >= 0 for number in (first, *shape, *strides))
 
 
-_Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""First index and size in each dimension."""
-
-
 def filled(target: Tensor, descriptor: int, layout: ArchiveLayout, starts: Sequence[int], *, once: bool = False) -> Iterator[Tensor]:
     """Copies a box of a tensor, piece by piece: of each at most ``BLOCK_BYTES`` are read, from its first to its last element.
 

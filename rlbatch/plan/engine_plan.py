@@ -140,9 +140,10 @@ class EnginePlan:
         Raises:
             ConfigError: what is needed, what is there, and what would do.
         """
-        if (found := self._short_of(job, trainer_gib(job))) is None:
+        trainer = trainer_gib(job)
+        if (found := self._short_of(job, trainer)) is None:
             return
-        total, shape, trainer, need, share, overlaps = self.config.cluster.gpu_memory_gib, self.shape, *found
+        total, shape, need, share, overlaps = self.config.cluster.gpu_memory_gib, self.shape, *found
         room = total - trainer
         has = max(min(share, room), 0.0)
         if need.total > has:
@@ -166,16 +167,16 @@ class EnginePlan:
         """Whether ``check_memory`` accepts them beside a trainer that keeps so much of a GPU, GiB."""
         return self._short_of(job, trainer) is None
 
-    def _short_of(self, job: MemoryInputs, trainer: float) -> tuple[float, EngineMemory, float, bool] | None:
-        """What the trainer keeps on a GPU, what the engine needs there, its share (GiB), and whether both are too large together; None:
-        there is room for both.
+    def _short_of(self, job: MemoryInputs, trainer: float) -> tuple[EngineMemory, float, bool] | None:
+        """What the engine needs on a GPU beside a trainer that keeps so much, its share (GiB), and whether both are too large together;
+        None: there is room for both.
         """
         total = self.config.cluster.gpu_memory_gib
         if not (total and job.on_gpu):
             return None
         need, share, room = engine_memory(job), engine_share_gib(job, trainer), total - trainer
         overlaps = self.shape.memory_share < 1 and share > room
-        return (trainer, need, share, overlaps) if overlaps or need.total > max(min(share, room), 0.0) else None
+        return (need, share, overlaps) if overlaps or need.total > max(min(share, room), 0.0) else None
 
     def memory_line(self, job: MemoryInputs) -> str:
         """How engine and trainer divide each GPU, in words; ``check_memory`` says whether that can be."""

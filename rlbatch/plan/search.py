@@ -54,9 +54,9 @@ class Candidate:
     Attributes:
         config: The job's own in all else.
         plain: Its layout without recomputation.
-        number: Of that.
+        number: A number for ``plain``, of which several candidates are: a key of caches.
         bound: The time below which the trainer's part of a step cannot be, whatever is offloaded.
-        keys: In how many of them it differs from the job.
+        keys: In how many keys it differs from the job.
     """
 
     config: Config
