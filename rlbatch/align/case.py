@@ -117,9 +117,10 @@ class Case:
     def best(self, candidates: Iterable[Candidate]) -> Explanation | None:
         """The candidate that leaves least of the difference, if that is little."""
         best, left, before = None, float("inf"), self.before
+        all_got = self.got.values[self.place].double()
         for candidate in candidates:
             tokens = candidate.tokens if candidate.tokens is not None else torch.ones(len(before), dtype=torch.bool)
-            got = self.got.values[self.place][tokens].double()
+            got = all_got[tokens]
             if got.shape != candidate.value.shape:
                 continue
             rest = float(errors(self.place[1], got, candidate.value).max())

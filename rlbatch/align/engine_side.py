@@ -85,9 +85,9 @@ class EngineSide:
     def shown(self, want: Capture) -> Capture:
         """What it computed of the sequences. Of experts it tells which, not their weights: where they are the baseline's, those are too."""
         values: dict[Place, Tensor] = {(self._family.num_layers, "logprobs"): torch.cat(self._logprobs)}
-        for (layer, name), weights in want.values.items():
+        for layer, name in want.values:
             if name == "router_weights" and all(routes is not None for routes in self._routes):
-                values[layer, name] = self._weights(layer, weights)
+                values[layer, name] = self._weights(layer, want.values[layer, name])
         return Capture(values)
 
     def _weights(self, layer: int, weights: Tensor) -> Tensor:

@@ -92,8 +92,9 @@ def _whose(case: Case, chosen: Tensor, scores: Tensor) -> str:
     """Of which the chosen experts are, [T, experts] bool."""
     if bool((chosen == chosen[0]).all()):
         return f"{', '.join(map(str, chosen[0].nonzero().flatten().tolist()))} for every token (routes that nobody filled in?)"
-    for (layer, name), weights in case.want.values.items():
-        if name == "router_weights" and torch.equal(weights != 0, chosen):
+    for layer in range(case.family.num_layers):
+        weights = case.want.values.get((layer, "router_weights"))
+        if weights is not None and torch.equal(weights != 0, chosen):
             return f"they are those of layer {layer}"
     want = case.value("router_weights") != 0
     for words, shift in ("before", 1), ("behind", -1):

@@ -63,11 +63,11 @@ def _apart(want: Tensor, got: Tensor | None) -> float:
     return float("inf") if math.isnan(apart) else apart
 
 
-def explain(case: Case, precision: str) -> Explanation | None:
-    """What is wrong with weights of the place, if any is; of several the first."""
+def explain(case: Case, precision: str, wrong: Mapping[str, float] | None = None) -> Explanation | None:
+    """What is wrong with weights of the place, if any is; of several the first. ``wrong`` is what ``differing`` said, if that is known."""
     if not case.got.weights:
         return None
-    wrong = differing(case.want.weights, case.got.weights, precision)
+    wrong = differing(case.want.weights, case.got.weights, precision) if wrong is None else wrong
     experts = range(case.family.num_experts)
     own = [
         name
@@ -90,12 +90,12 @@ def explain_silent(cases: Iterable[Case], precision: str) -> tuple[Case, Explana
     """The first place whose weights are wrong though nothing shows it: rows or experts that no token of the batch needs."""
     wrong: Mapping[str, float] | None = None
     for case in cases:
-        if wrong is None:
-            trained = trained_names(case.family)
-            wrong = differing({name: each for name, each in case.want.weights.items() if name in trained}, case.got.weights, precision)
-        if not wrong or not case.got.weights:
+        if not case.got.weights:
             return None
-        if (found := explain(case, precision)) is not None:
+        wrong = differing(case.want.weights, case.got.weights, precision) if wrong is None else wrong
+        if not wrong.keys() & trained_names(case.family):
+            return None
+        if (found := explain(case, precision, wrong)) is not None:
             return case, replace(found, words=f"{found.words}; no token of this batch shows it")
     return None
 
@@ -143,8 +143,11 @@ def _listed(what: str, chosen: Tensor) -> str:
 def _rows_elsewhere(name: str, rows: Tensor, want: Mapping[str, Tensor], left: float) -> str:
     """Which rows of tensors of the same module, or of its neighbours, these are; empty: of none."""
     module = ".".join(name.split(".")[:-2])
-    for other, tensor in want.items():
-        if not other.startswith(module) or tensor.ndim != 2 or tensor.shape[1:] != rows.shape[1:] or len(tensor) * len(rows) > 4096**2:
+    for other in want:
+        if not other.startswith(module):
+            continue
+        tensor = want[other]
+        if tensor.ndim != 2 or tensor.shape[1:] != rows.shape[1:] or len(tensor) * len(rows) > 4096**2:
             continue
         nearest = torch.cdist(rows, tensor.double()).argmin(1)
         if float((rows - tensor.double()[nearest]).norm()) <= left:
@@ -159,7 +162,7 @@ def _of_another_layer(name: str, case: Case, precision: str) -> tuple[str, str] 
 
     def held(weights: Mapping[str, Tensor], layer: int) -> dict[str, Tensor]:
         prefix = ".".join((*name.split(".")[:2], str(layer), ""))
-        return {each.removeprefix(prefix): tensor for each, tensor in weights.items() if each.startswith(prefix)}
+        return {each.removeprefix(prefix): weights[each] for each in weights if each.startswith(prefix)}
 
     def is_of(layer: int, other: int) -> bool:
         ours, theirs = held(case.got.weights, layer), held(case.want.weights, other)
