@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import takewhile
 
 import torch
@@ -75,7 +76,7 @@ class Case:
     got: Capture
     limit: float
 
-    @property
+    @cached_property
     def before(self) -> Tensor:
         """[T] differences of the side from the baseline, before anything is explained."""
         return errors(self.place[1], self.got.values[self.place], self.want.values[self.place])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from rlbatch.align.case import Candidate, Case, number
 
 MOST_VALUES = 2**27
-"""Of all parts together; more are not tried."""
+"""Of all parts together, 1 GiB; more are not tried."""
 SLICES = 8
 """Of inner dimensions, as ranks may share them."""
 FEW = 2
@@ -41,11 +41,13 @@ def of_parts(case: Case) -> Iterator[Candidate]:
 def of_single_parts(case: Case) -> Iterator[Candidate]:
     """The same if parts were exchanged, or left out at single tokens."""
     if case.place[1] == "attention":
-        yield from _exchanged(case, "heads", torch.einsum("atd,bhd->abth", *_projected(case)), torch.zeros(()))
+        heads, columns = _projected(case)
+        yield from _exchanged(case, "heads", len(heads), lambda: torch.einsum("atd,bhd->abth", heads, columns), torch.zeros(()))
     elif case.place[1] == "mlp" and case.has("router_weights"):
         outputs, shared = torch.stack([sum(parts[1:], parts[0]) for parts in _expert_slices(case)]), _shared(case)
-        yield from _dropped(case, outputs * case.value("router_weights").T[:, :, None], shared)
-        yield from _exchanged(case, "experts", torch.einsum("ath,tb->abth", outputs, case.value("router_weights")), shared)
+        weights = case.value("router_weights")
+        yield from _dropped(case, outputs * weights.T[:, :, None], shared)
+        yield from _exchanged(case, "experts", len(outputs), lambda: torch.einsum("ath,tb->abth", outputs, weights), shared)
 
 
 def _projected(case: Case) -> tuple[Tensor, Tensor]:
@@ -157,11 +159,14 @@ def without(case: Case, dropped: Tensor) -> str:
     return f"{int(dropped.sum())} of {int(chosen.sum())} pairs of token and expert, of tokens {_listed([str(token) for token in tokens])}"
 
 
-def _exchanged(case: Case, what: str, pairs: Tensor, rest: Tensor) -> Iterator[Candidate]:
-    """[n, n, T, hidden]: what each part adds in the place of each; the place is the sum of those on the diagonal, and the rest."""
-    count, got = len(pairs), case.got.values[case.place].double() - rest
-    if pairs.numel() > MOST_VALUES or count**2 * 2 > got.numel():
+def _exchanged(case: Case, what: str, count: int, added: Callable[[], Tensor], rest: Tensor) -> Iterator[Candidate]:
+    """Parts in the place of others; ``added`` makes [count, count, T, hidden], what each adds in the place of each. The case's place is the
+    sum of those on the diagonal, and the rest.
+    """
+    got = case.got.values[case.place].double() - rest
+    if count**2 * got.numel() > MOST_VALUES or count**2 * 2 > got.numel():
         return
+    pairs = added()
     solution = torch.linalg.lstsq(pairs.flatten(2).flatten(0, 1).T, got.flatten()[:, None], driver="gelsd").solution
     order = solution.reshape(count, count).argmax(0).tolist()
     if order != list(range(count)):
