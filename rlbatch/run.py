@@ -84,8 +84,6 @@ class Joined:
 
         config, meeting, watchdog = self.config, self.meeting, self.watchdog
         registry = load_plugins(config.plugins)
-        gc.freeze()  # imports are done: what they made stays
-        gc.enable()
         context = TrackerContext(self.run_dir, read_run_id(self.run_dir), self.run_dir.name, to_plain(config))
         self.log.track(registry.chosen_trackers(config), context)
         hosts = watchdog.wait_for_ranks()
@@ -222,6 +220,8 @@ def _train(rank: Joined) -> EarlyEnd | None:
             from rlbatch.pipeline.job import Job
             from rlbatch.pipeline.loop import evaluate_alone, run
 
+            gc.freeze()
+            gc.enable()
             registry, store, preflight = rank.connect()
             device = stack.enter_context(process_group(store, config.launch.collective_timeout_s))
             preflight.check_links(device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rlbatch.align import weight_tests
+from rlbatch.align import weight_causes
 from rlbatch.align.case import Case, Explanation
 from rlbatch.align.comparison import ABSOLUTE, Row, compare, first_difference
 from rlbatch.align.kinds import explain, explain_output
@@ -88,14 +88,20 @@ def answer(family: ModelFamily, batch: Batch, side: Named, want: Capture, got: C
     first = first_difference(rows)
     if first is None:
         cases = (Case(family, batch, row.place, want, got, row.limit) for row in rows)
-        if (silent := weight_tests.explain_silent(cases, side.precision)) is None:
+        if (silent := weight_causes.explain_silent(cases, side.precision)) is None:
             return Answer(side.title, rows, None, None, ties, batch)
         first = next(row for row in rows if row.place == silent[0].place)
         return Answer(side.title, rows, first, silent[1], ties, batch)
-    case = Case(family, batch, first.place, want, got, first.limit)
-    if (-1, "embedding") not in got.values:
-        return Answer(side.title, rows, first, explain_output(case) or _not_located(first), ties, batch)
-    return Answer(side.title, rows, first, explain(case, side.precision), ties, batch)
+    return Answer(side.title, rows, first, _explained(Case(family, batch, first.place, want, got, first.limit), first, side), ties, batch)
+
+
+def _explained(case: Case, first: Row, side: Named) -> Explanation:
+    try:
+        if (-1, "embedding") not in case.got.values:
+            return explain_output(case) or _not_located(first)
+        return explain(case, side.precision)
+    except Exception as error:  # no memory for a candidate, above all: that there is a difference, and where, is told all the same
+        return Explanation("unknown", "looking for an explanation failed", f"{type(error).__name__}: {error}")
 
 
 def _not_located(first: Row) -> Explanation:

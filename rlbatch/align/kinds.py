@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 
 import torch
 
 from rlbatch.align import (
-    attention_tests,
-    core_tests,
-    embedding_tests,
-    expert_tests,
-    norm_tests,
-    output_tests,
-    part_tests,
-    precision_tests,
-    router_tests,
-    tensor_tests,
-    weight_tests,
+    attention_causes,
+    core_causes,
+    embedding_causes,
+    expert_causes,
+    norm_causes,
+    output_causes,
+    part_causes,
+    precision_causes,
+    router_causes,
+    tensor_causes,
+    weight_causes,
 )
 from rlbatch.align.case import NEXT_TO_NOTHING, Candidate, Case, Explanation, multiple, number
 
@@ -36,22 +37,22 @@ def explain(case: Case, precision: str) -> Explanation:
         often = f", {times:g} times as many rows: it is computed so often" if times > 1 and times.is_integer() else ""
         return Explanation("another shape", f"it has shape {shapes}{often}", "shapes")
     if not got.isfinite().all():
-        filtered = _tried(case, output_tests.of_filter) if case.place[1] == "logprobs" else None
+        filtered = _tried(case, output_causes.of_filter) if case.place[1] == "logprobs" else None
         how = f"{int((~got.isfinite()).sum())} values"
         if case.place[1] == "logprobs" and not filtered and bool((got.isfinite() | got.isneginf()).all()):
             return Explanation("filtered", "it is minus infinity where a filter or mask left tokens out, its logits are others too", how)
         return filtered or Explanation("not finite", "it has values that are infinite or NaN", how)
     return (
-        weight_tests.explain(case, precision)
-        or _tried(case, OF_PLACE.get(case.place[1], no_test))
-        or _tried(case, part_tests.of_parts)
-        or _tried(case, part_tests.of_single_parts)
-        or _tried(case, tensor_tests.of_any)
-        or _tried(case, LATER.get(case.place[1], no_test))
-        or _tried(case, tensor_tests.of_single_values)
-        or core_tests.of_first_tokens(case)
-        or precision_tests.of_equal_inputs(case)
-        or precision_tests.lower_precision(case)
+        weight_causes.explain(case, precision)
+        or _tried(case, OF_PLACE.get(case.place[1], no_causes))
+        or _tried(case, part_causes.of_parts)
+        or _tried(case, part_causes.of_single_parts)
+        or _tried(case, tensor_causes.of_any)
+        or _tried(case, LATER.get(case.place[1], no_causes))
+        or _tried(case, tensor_causes.of_single_values)
+        or core_causes.of_first_tokens(case)
+        or precision_causes.of_equal_inputs(case)
+        or precision_causes.lower_precision(case)
         or Explanation("unknown", "the difference has no pattern that is known here", _pattern(case))
     )
 
@@ -60,17 +61,20 @@ def explain_output(case: Case) -> Explanation | None:
     """Whether the output layer alone makes the difference of log-probs, of a side that shows nothing else."""
     if case.place[1] != "logprobs":
         return None
-    return _tried(case, output_tests.of_output if case.got.values[case.place].isfinite().all() else output_tests.of_filter)
+    return _tried(case, output_causes.of_output if case.got.values[case.place].isfinite().all() else output_causes.of_filter)
 
 
-def _tried(case: Case, test: Callable[[Case], Iterator[Candidate]]) -> Explanation | None:
-    try:
-        return case.best(test(case))
-    except (KeyError, IndexError, ValueError):  # a place or a parameter that this model does not have
-        return None
+def _tried(case: Case, causes: Callable[[Case], Iterator[Candidate]]) -> Explanation | None:
+    return case.best(_while_there(causes(case)))
 
 
-def no_test(case: Case) -> Iterator[Candidate]:
+def _while_there(candidates: Iterator[Candidate]) -> Iterator[Candidate]:
+    """Up to the first that needs a place or a parameter that this model does not have."""
+    with suppress(KeyError, IndexError, ValueError):
+        yield from candidates
+
+
+def no_causes(case: Case) -> Iterator[Candidate]:
     """No candidates: of a place that has no test of its own."""
     yield from ()
 
@@ -106,17 +110,17 @@ def _of_sum(case: Case) -> Iterator[Candidate]:
 
 
 OF_PLACE: Mapping[str, Callable[[Case], Iterator[Candidate]]] = {
-    "embedding": embedding_tests.of_table,
-    **dict.fromkeys(("input_norm", "mlp_norm", "final_norm"), norm_tests.of_norm),
-    **dict.fromkeys(("query", "key", "value"), attention_tests.of_projections),
-    "context": core_tests.of_core,
-    "attention": attention_tests.of_output,
-    "router_logits": router_tests.of_router,
-    "router_weights": router_tests.of_choice,
-    "shared_experts": expert_tests.of_shared,
-    "mlp": expert_tests.of_mlp,
+    "embedding": embedding_causes.of_table,
+    **dict.fromkeys(("input_norm", "mlp_norm", "final_norm"), norm_causes.of_norm),
+    **dict.fromkeys(("query", "key", "value"), attention_causes.of_projections),
+    "context": core_causes.of_core,
+    "attention": attention_causes.of_output,
+    "router_logits": router_causes.of_router,
+    "router_weights": router_causes.of_choice,
+    "shared_experts": expert_causes.of_shared,
+    "mlp": expert_causes.of_mlp,
     "output": _of_sum,
-    **dict.fromkeys(("logprobs", "entropy"), output_tests.of_output),
+    **dict.fromkeys(("logprobs", "entropy"), output_causes.of_output),
 }
-LATER: Mapping[str, Callable[[Case], Iterator[Candidate]]] = {"router_weights": router_tests.of_given_experts}
+LATER: Mapping[str, Callable[[Case], Iterator[Candidate]]] = {"router_weights": router_causes.of_given_experts}
 """What fits more than one fault does, and comes behind the others."""

@@ -53,8 +53,8 @@ def report(
             is_right = False
             say(f"{found.title}: did not run: {found.reason}")
         else:
-            is_right &= " DIFFER " not in found
-            say(found)
+            is_right &= found.agree
+            say(found.sentence)
     if options.out:
         write_page(Path(options.out), f"{family.name}: {options.hf}", answers, family.num_layers)
         say(f"{options.out}: curves over layers, tokens by their difference")

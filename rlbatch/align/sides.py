@@ -39,6 +39,19 @@ class Failed:
     reason: str
 
 
+@dataclass(frozen=True)
+class Gradients:
+    """A trainer's gradients beside those of the first layout.
+
+    Attributes:
+        agree: Whether they differ by no more than another order of addition makes.
+        sentence: With the parameter whose gradient differs most.
+    """
+
+    agree: bool
+    sentence: str
+
+
 def compared(
     options: Options,
     family: ModelFamily,
@@ -47,7 +60,7 @@ def compared(
     pools: Callable[[int], Any],
     registry: Registry,
     scratch: Path | None = None,
-) -> Iterator[Answer | Failed | str]:
+) -> Iterator[Answer | Failed | Gradients]:
     """One side after the other: its answer or why it has none, and a line on its gradients.
 
     Args:
@@ -114,13 +127,13 @@ def rounding(folder: Path, batch: Batch, baseline: Capture, precision: str, scra
     return measured_rounding(other, baseline, precision) if precision == "fp32" else measured_rounding(baseline, other, precision)
 
 
-def _gradients(side: Side, got: Mapping[str, Tensor], title: str, first: Mapping[str, Tensor]) -> str:
-    """A line: the parameter whose gradient differs most."""
+def _gradients(side: Side, got: Mapping[str, Tensor], title: str, first: Mapping[str, Tensor]) -> Gradients:
     apart = {name: relative_error(got[name], want) for name, want in first.items() if name in got}
     name = max(apart, key=lambda name: apart[name])
     limit = GRADIENT_LIMIT[side.precision]
-    verdict = "agree" if apart[name] <= limit else "DIFFER"
-    return f"{side.title}: gradients {verdict} with those of {title}; at most {apart[name]:.1e} of {limit:.0e}, {name}."
+    agree = apart[name] <= limit
+    verdict = "agree with" if agree else "DIFFER from"
+    return Gradients(agree, f"{side.title}: gradients {verdict} those of {title}; at most {apart[name]:.1e} of {limit:.0e}, {name}.")
 
 
 def _first_line(error: Exception) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlbatch.align.case import Candidate, Case, Explanation, fitted, number
-from rlbatch.align.precision_tests import MANTISSA
+from rlbatch.align.precision_causes import MANTISSA
 
 MOST_KEPT = 4
 """First tokens that a sliding window may keep."""

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from rlbatch.align.case import NEXT_TO_NOTHING, Candidate, Case, multiple, number
-from rlbatch.align.mlp_tests import Matrices, fitted_inner, otherwise, plain
-from rlbatch.align.precision_tests import ROUNDINGS
+from rlbatch.align.mlp_causes import Matrices, fitted_inner, otherwise, plain
+from rlbatch.align.precision_causes import ROUNDINGS
 
 NOT_NORMALISED = "it sees the residual, not what the norm made of it"
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlbatch.align.case import Candidate, Case, fitted, number
-from rlbatch.align.precision_tests import ROUNDINGS
+from rlbatch.align.precision_causes import ROUNDINGS
 
 ITERATIONS = 12
 """Of Newton's method, from a bias of zero."""

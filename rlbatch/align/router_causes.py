@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from rlbatch.align.case import Candidate, Case, fitted, multiple, number
-from rlbatch.align.part_tests import without
-from rlbatch.align.precision_tests import MANTISSA, of_product
+from rlbatch.align.part_causes import without
+from rlbatch.align.precision_causes import MANTISSA, of_product
 
 
 def of_router(case: Case) -> Iterator[Candidate]:

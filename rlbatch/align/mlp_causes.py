@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlbatch.align.case import Candidate, fitted, number
-from rlbatch.align.precision_tests import ROUNDINGS
+from rlbatch.align.precision_causes import ROUNDINGS
 
 
 @dataclass(frozen=True)

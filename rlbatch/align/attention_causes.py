@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from rlbatch.align.case import Candidate, Case, fitted, number
-from rlbatch.align.norm_tests import rms_norm
+from rlbatch.align.norm_causes import rms_norm
 from rlbatch.align.places import Batch
-from rlbatch.align.precision_tests import MANTISSA, of_product
+from rlbatch.align.precision_causes import MANTISSA, of_product
 
 LATENT_EPSILON = 1e-6
 PART = "self_attention."

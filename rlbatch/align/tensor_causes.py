@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from rlbatch.align.case import NEXT_TO_NOTHING, Candidate, Case, multiple, number
-from rlbatch.align.norm_tests import rms_norm
-from rlbatch.align.precision_tests import ROUNDINGS
+from rlbatch.align.norm_causes import rms_norm
+from rlbatch.align.precision_causes import ROUNDINGS
 
 PRODUCTS = ("attention", "router_logits", "shared_experts", "mlp")
 """Places that a matrix multiplied last."""

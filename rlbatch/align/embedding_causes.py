@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rlbatch.align.case import Candidate, Case
-from rlbatch.align.part_tests import MOST_VALUES
+from rlbatch.align.part_causes import MOST_VALUES
 
 
 def of_table(case: Case) -> Iterator[Candidate]:
