@@ -14,11 +14,15 @@ from rlbatch.align.comparison import errors
 from rlbatch.align.places import Batch, Capture, Place, in_order
 from rlbatch.api import ModelFamily
 from rlbatch.api.decoder import LAYER
+from rlbatch.launch.ranks.host_memory import host_memory
 from rlbatch.weights.codec import hf_names
 from rlbatch.weights.coverage import layers_of
 
 TIMES_BETTER = 20.0
 """An explanation leaves less than the difference divided by this, or nothing but rounding and less than a third."""
+
+SLICES = 8
+"""Parts of inner dimensions that are looked at one by one, as ranks may share them."""
 
 NEXT_TO_NOTHING = 1e-3
 """What counts fewer times is left out."""
@@ -110,6 +114,14 @@ class Case:
                 if mapping.megatron == whole and there in layers_of(self.family, mapping):
                     return hf_names(mapping, there, expert)
         return ()
+
+    def takes_experts(self) -> bool:
+        """Whether half of this host's free memory takes the weights of all of this layer's experts in float64, and twice what slices of
+        each make of the tokens.
+        """
+        hidden = self.value("mlp_norm")
+        weights = sum(one.numel() for name in ("gate_up", "down") for one in self.weights(f"mlp.experts.{name}", 0))
+        return 8 * self.family.num_experts * (weights + 2 * SLICES * hidden.numel()) <= host_memory()[1] / 2
 
     def weights(self, megatron: str, expert: int | None = None) -> list[Tensor]:
         """The parameter of ``names``: float64 tensors of the baseline."""

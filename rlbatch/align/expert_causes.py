@@ -46,6 +46,8 @@ def of_mlp(case: Case) -> Iterator[Candidate]:
     factor = multiple(routed, got - shared)
     if abs(factor) > NEXT_TO_NOTHING:
         yield Candidate("another scale", f"the routed experts count {number(factor)} times", factor * routed + shared)
+    if not case.takes_experts():
+        return
     weights, entering = case.value("router_weights"), case.value("mlp_norm")
     experts = [_matrices(case, expert) for expert in range(case.family.num_experts)]
 

@@ -9,12 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlbatch.align.case import Candidate, Case, number
+from rlbatch.align.case import SLICES, Candidate, Case, number
 
 MOST_VALUES = 2**27
 """Of all parts together, 1 GiB; more are not tried."""
-SLICES = 8
-"""Of inner dimensions, as ranks may share them."""
 FEW = 2
 """Other factors than 1; more are no explanation."""
 
@@ -34,7 +32,7 @@ def of_parts(case: Case) -> Iterator[Candidate]:
         prefix = "mlp.shared_experts." if name == "shared_experts" else "mlp."
         (gate, up), (down,) = case.weights(prefix + "linear_fc1.weight"), case.weights(prefix + "linear_fc2.weight")
         yield from _counted(case, "slice", _slices(case.value("mlp_norm"), gate, up, down))
-    elif name == "mlp":
+    elif name == "mlp" and case.takes_experts():
         yield from _experts(case)
 
 
@@ -43,7 +41,7 @@ def of_single_parts(case: Case) -> Iterator[Candidate]:
     if case.place[1] == "attention":
         heads, columns = _projected(case)
         yield from _exchanged(case, "heads", len(heads), lambda: torch.einsum("atd,bhd->abth", heads, columns), torch.zeros(()))
-    elif case.place[1] == "mlp" and case.has("router_weights"):
+    elif case.place[1] == "mlp" and case.has("router_weights") and case.takes_experts():
         outputs, shared = torch.stack([sum(parts[1:], parts[0]) for parts in _expert_slices(case)]), _shared(case)
         weights = case.value("router_weights")
         yield from _dropped(case, outputs * weights.T[:, :, None], shared)
