@@ -6,8 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+from rlbatch.align import case, kinds, part_causes
 from rlbatch.align.answer import Answer, answer
+from rlbatch.align.kinds import no_causes
 from rlbatch.align.places import Batch, Capture, Place, batch_of
 from rlbatch.align.sides import rounding
 from rlbatch.align.transformers_side import TransformersSide
@@ -70,6 +73,27 @@ def test_a_side_that_shows_only_its_end(fault: str, words: str, baseline: Callab
     side = TransformersSide(folder, change=FAULTS[fault].put)
     shown = Capture({(4, "logprobs"): side.capture(batch).values[4, "logprobs"]})
     assert words in answer(family, batch, side, right, shown, limits).sentence(4)
+
+
+def test_an_explanation_that_fails(baseline: Callable[[str], Baseline], batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For want of memory, say: where the difference is is told all the same."""
+    model, fault = baseline("qwen3_moe"), FAULTS["rope theta"]
+    monkeypatch.setattr(part_causes, "of_parts", lambda case: torch.empty(2**60))
+    monkeypatch.setitem(kinds.OF_PLACE, fault.place[1], no_causes)
+    found = asked(model, batch, TransformersSide(model[0], change=fault.put))
+    assert found.first is not None
+    assert found.first.place == fault.place
+    assert "Kind: unknown: looking for an explanation failed. How that is known: RuntimeError" in found.sentence(4)
+
+
+def test_experts_that_this_host_does_not_take(baseline: Callable[[str], Baseline], batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are not computed otherwise: the job would end for want of memory."""
+    model, fault = baseline("deepseek_v3"), FAULTS["gate and up used swapped"]
+    monkeypatch.setattr(case, "host_memory", lambda: (2**30, 2**10))
+    found = asked(model, batch, TransformersSide(model[0], change=fault.put))
+    assert found.first is not None
+    assert found.first.place == fault.place
+    assert fault.words not in found.sentence(4)
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "moonlight", "mixtral", "qwen2", "qwen3"])
