@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from rlbatch.api import ModelFamily
 from rlbatch.config.schema import LayoutConfig
-from rlbatch.plan.layout import stage_chunks
+from rlbatch.plan.layout import recomputed, stage_chunks
 
 ROUTING_BYTES = 24
 """Of a token and expert: probabilities in fp32, here and gathered, and the maps that sort tokens by expert."""
@@ -141,11 +141,11 @@ def stage_activations(
     found = []
     has_experts = family.has_experts
     for stage, chunks in enumerate(stage_chunks(layout, family.num_layers)):
-        layers = [kinds[has_experts[layer]] for chunk_layers in chunks for layer in chunk_layers]
+        layers = [kinds[has_experts[layer]] for part in chunks for layer in part]
         flying = in_flight(layout, stage, microbatches)
-        remade = _recomputed(layout, len(layers))
+        remade = sum(recomputed(layout, part) for part in chunks)
         group = layout.recompute_num_layers or 1 if layout.recompute_method == "uniform" else 1
-        plain = layers[remade:]
+        plain = [kinds[has_experts[layer]] for part in chunks for layer in part[recomputed(layout, part) :]]
         kept = entry * -(-remade // group) + sum(layer.kept for layer in plain)
         widest = max(layers, key=lambda layer: layer.kept + layer.remade + layer.backward)
         working = (widest.kept * group if remade else widest.remade) + widest.backward
@@ -174,10 +174,3 @@ def in_flight(layout: LayoutConfig, stage: int, microbatches: int) -> float:
         return min(stages - stage, microbatches)
     chunks = 2 * (stages - stage - 1) + (parts - 1) * stages + 1  # Megatron's warm-up, and one
     return min(chunks, microbatches * parts) / parts
-
-
-def _recomputed(layout: LayoutConfig, layers: int) -> int:
-    """Layers of a stage whose input alone is kept. Selective recomputation spares what flash attention does not keep anyway."""
-    if layout.recompute_granularity != "full":
-        return 0
-    return min(layout.recompute_num_layers or 0, layers) if layout.recompute_method == "block" else layers

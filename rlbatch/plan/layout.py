@@ -6,6 +6,7 @@ for experts.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -72,11 +73,6 @@ def check_layout(layout: LayoutConfig, family: ModelFamily, *, on_gpu: bool) -> 
     _check_world(layout, family)
     _stage_layers(layout, family.num_layers)
     _check_recomputed(layout, family)
-    if layout.recompute_num_layers is not None and layout.recompute_num_layers > family.num_layers:
-        raise ConfigError(
-            f"layout.recompute_num_layers={layout.recompute_num_layers}: must be at most the model's num_layers ({family.num_layers}). "
-            f"Use {family.num_layers} or less."
-        )
 
 
 def _check_recomputed(layout: LayoutConfig, family: ModelFamily) -> None:
@@ -87,60 +83,101 @@ def _check_recomputed(layout: LayoutConfig, family: ModelFamily) -> None:
         "moe": ("experts", bool(family.num_experts)),
         "shared_experts": ("shared experts", bool(model.get("moe_shared_expert_intermediate_size"))),
     }
-    for name in layout.recompute_modules:
-        what, is_there = there.get(name, ("", True))
-        if not is_there:
-            left = ",".join(module for module in layout.recompute_modules if module != name)
-            nearest = f"[{left}]" if left else "[] (attention's core)"
-            raise ConfigError(
-                f"layout.recompute_modules=[{','.join(layout.recompute_modules)}]: {name} is no part of this model, which has no {what}. "
-                f"Use layout.recompute_modules={nearest}."
-            )
+    absent = [name for name in layout.recompute_modules if not there.get(name, ("", True))[1]]
+    if absent:
+        left = ",".join(name for name in layout.recompute_modules if name not in absent)
+        nearest = f"[{left}]" if left else "[] (attention's core)"
+        raise ConfigError(
+            f"layout.recompute_modules=[{','.join(layout.recompute_modules)}]: {absent[0]} is no part of this model, which has no "
+            f"{there[absent[0]][0]}. Use layout.recompute_modules={nearest}."
+        )
+    _check_recomputed_layers(layout, family.num_layers)
+
+
+def _check_recomputed_layers(layout: LayoutConfig, num_layers: int) -> None:
+    count = layout.recompute_num_layers
+    if count is None:
+        return
+    if count > num_layers:
+        raise ConfigError(
+            f"layout.recompute_num_layers={count}: must be at most the model's num_layers ({num_layers}). Use {num_layers} or less."
+        )
+    sizes = sorted({len(chunk) for stage in stage_chunks(layout, num_layers) for chunk in stage})
+    if layout.recompute_method == "uniform" and any(size % count for size in sizes):  # Megatron goes on behind the last layer
+        what = "model chunk" if layout.vpp_size > 1 else "pipeline stage" if layout.pp_size > 1 else "model"
+        raise ConfigError(
+            f"layout.recompute_num_layers={count}: with layout.recompute_method=uniform it must divide the layers of each {what} "
+            f"({either(sizes)}). Use {nearest(count, divisors(math.gcd(*sizes)))}."
+        )
+
+
+def recomputed(layout: LayoutConfig, chunk: range) -> int:
+    """Counts the first layers of a model chunk of which only the input is kept. Selective recomputation spares what flash attention does
+    not keep anyway.
+    """
+    if layout.recompute_granularity != "full":
+        return 0
+    return min(layout.recompute_num_layers or 0, len(chunk)) if layout.recompute_method == "block" else len(chunk)
 
 
 def _check_world(layout: LayoutConfig, family: ModelFamily) -> None:
     dense = {"tp_size": layout.tp_size, "pp_size": layout.pp_size, "cp_size": layout.cp_size}
     experts = {"pp_size": layout.pp_size, "ep_size": layout.ep_size, "etp_size": layout.etp_size}
-    for sizes in (dense, experts) if family.num_experts else (dense,):
-        product = 1
-        for size in sizes.values():
-            product *= size
+    each = (dense, experts) if family.num_experts else (dense,)
+    for sizes in each:
+        product = math.prod(sizes.values())
         if layout.world_size % product:
             formula = " x ".join(f"{name} {size}" for name, size in sizes.items())
-            multiples = _multiples_near(layout.world_size, product)
+            multiples = _multiples_near(layout.world_size, math.lcm(*(math.prod(sizes.values()) for sizes in each)))
             raise ConfigError(
                 f"layout.world_size={layout.world_size}: must be a multiple of {' x '.join(sizes)} ({formula} = {product}). "
                 f"Use {either(multiples)} ranks, or smaller sizes."
             )
 
 
-def _check_tensor_parallel(layout: LayoutConfig, family: ModelFamily) -> None:
+def _divided_by_tensor_parallel(family: ModelFamily) -> dict[str, int]:
+    """What tensor-parallel ranks have equal parts of."""
     names = ["num_attention_heads", "num_query_groups", "moe_shared_expert_intermediate_size"]
     if not all(family.has_experts):
         names.append("ffn_hidden_size")
-    for name in names:
-        _check_divides("tp_size", layout.tp_size, name, family)
+    return {name: int(family.transformer.get(name) or 0) for name in names}
+
+
+def _check_tensor_parallel(layout: LayoutConfig, family: ModelFamily) -> None:
+    divided = _divided_by_tensor_parallel(family)
+    for name, number in divided.items():
+        if number % layout.tp_size:
+            valid = divisors(math.gcd(*divided.values()))
+            raise ConfigError(f"layout.tp_size={layout.tp_size}: must divide {name} ({number}). Use {nearest(layout.tp_size, valid)}.")
 
 
 def _check_experts(layout: LayoutConfig, family: ModelFamily, on_gpu: bool) -> None:
-    _check_divides("ep_size", layout.ep_size, "num_moe_experts", family)
-    _check_divides("etp_size", layout.etp_size, "moe_ffn_hidden_size", family)
-    if layout.ep_size == 1 and layout.etp_size != layout.tp_size:
-        # Megatron then reduces expert gradients over the dense data-parallel group, which is not the experts' one.
-        wider = [
-            size for size in divisors(family.num_experts) if size > 1 and layout.world_size % (size * layout.pp_size * layout.etp_size) == 0
-        ]
+    ep, tp, etp, experts = layout.ep_size, layout.tp_size, layout.etp_size, family.num_experts
+    if experts % ep:
+        raise ConfigError(f"layout.ep_size={ep}: must divide num_experts ({experts}). Use {nearest(ep, divisors(experts))}.")
+    width, multiple = int(family.transformer.get("moe_ffn_hidden_size") or 0), GROUPED_GEMM_MULTIPLE if on_gpu else 1
+    is_divided = width % etp == 0 and width // etp % multiple == 0
+    if is_divided and (ep > 1 or etp == tp):
+        return
+    alike = ep == 1  # Megatron then reduces expert gradients over the dense data-parallel group, which is not the experts' one.
+    common = math.gcd(*_divided_by_tensor_parallel(family).values()) if alike else 0
+    valid = [size for size in divisors(width) if width // size % multiple == 0 and common % size == 0] or [1]
+    if alike and etp != tp:
+        wider = [size for size in divisors(experts) if size > 1 and is_divided and layout.world_size % (size * layout.pp_size * etp) == 0]
+        both = max((size for size in valid if size <= tp), default=1)
         raise ConfigError(
-            f"layout.etp_size={layout.etp_size}: with ep_size 1 it must equal tp_size ({layout.tp_size}), else stock Megatron's "
-            f"expert gradients are silently wrong, summed over other ranks. Use layout.etp_size={layout.tp_size}"
-            f"{f', or layout.ep_size={either(wider[:3])}' if wider else ''}."
+            f"layout.etp_size={etp}: with ep_size 1 it must equal tp_size ({tp}), else stock Megatron's "
+            f"expert gradients are silently wrong, summed over other ranks. Use {f'layout.tp_size={both} ' if both < tp else ''}"
+            f"layout.etp_size={both}{f', or layout.ep_size={either(wider[:3])}' if wider else ''}."
         )
-    rows = int(family.transformer.get("moe_ffn_hidden_size") or 0) // layout.etp_size
-    if on_gpu and rows % GROUPED_GEMM_MULTIPLE:
-        raise ConfigError(
-            f"layout.etp_size={layout.etp_size}: leaves {rows} rows of moe_ffn_hidden_size ({rows * layout.etp_size}) a rank, "
-            f"grouped GEMM needs a multiple of {GROUPED_GEMM_MULTIPLE}. Use a smaller etp_size."
-        )
+    rule = (
+        f"must divide moe_ffn_hidden_size ({width})"
+        if width % etp
+        else f"leaves {width // etp} rows of moe_ffn_hidden_size ({width}) a rank, grouped GEMM needs a multiple of {multiple}"
+    )
+    raise ConfigError(
+        f"layout.etp_size={etp}: {rule}. Use {nearest(etp, valid)}{', for layout.tp_size too: with ep_size 1 they are equal' * alike}."
+    )
 
 
 def check_routing_replay(routing_replay: str, family: ModelFamily) -> None:
@@ -218,13 +255,6 @@ def _check_no_experts(layout: LayoutConfig, family: ModelFamily) -> None:
         raise ConfigError(f"layout.deepep=true: {family.name} has 0 experts. Use layout.deepep=false layout.dispatcher=alltoall.")
 
 
-def _check_divides(name: str, size: int, number_name: str, family: ModelFamily) -> None:
-    number = int(family.transformer.get(number_name) or 0)
-    if number % size:
-        shown = "num_experts" if number_name == "num_moe_experts" else number_name
-        raise ConfigError(f"layout.{name}={size}: must divide {shown} ({number}). Use {nearest(size, divisors(number))}.")
-
-
 def _stage_layers(layout: LayoutConfig, num_layers: int) -> tuple[int, ...]:
     """Layers of each stage: the first and last as asked, the others alike."""
     stages, first, last = layout.pp_size, layout.first_stage_layers, layout.last_stage_layers
@@ -242,9 +272,11 @@ def _stage_layers(layout: LayoutConfig, num_layers: int) -> tuple[int, ...]:
     middle_stages, middle_layers = stages - len(fixed), num_layers - sum(fixed)
     if not fixed:
         if num_layers % stages:
+            chunks = layout.vpp_size
+            equal = [size for size in divisors(num_layers) if chunks == 1 or (size > 1 and num_layers % (size * chunks) == 0)]
             raise ConfigError(
-                f"layout.pp_size={stages}: must divide num_layers ({num_layers}). Use {nearest(stages, divisors(num_layers))}, "
-                f"or {_uneven(stages, num_layers)}."
+                f"layout.pp_size={stages}: must divide num_layers ({num_layers}). Use {f'{nearest(stages, equal)}, or ' if equal else ''}"
+                f"{'layout.vpp_size=1 ' if chunks > 1 else ''}{_uneven(stages, num_layers)}."
             )
     elif middle_layers < middle_stages or (middle_stages == 0 and middle_layers) or (middle_stages and middle_layers % middle_stages):
         ends = (("first_stage_layers", first), ("last_stage_layers", last))

@@ -15,13 +15,14 @@ from typing import Any
 
 from rlbatch.api import OffloadMemory
 from rlbatch.config.old_logprobs import scores_first_update
+from rlbatch.config.schema import LayoutConfig
 from rlbatch.plan.activations import SUM_BYTES, layer_bytes
 from rlbatch.plan.checkpoint_size import checkpoint_bytes
 from rlbatch.plan.engine_memory import GIB, WEIGHT_BYTES, MemoryInputs, engine_memory
 from rlbatch.plan.flops import attention_flops_per_squared_token, logits_flops, model_flops, part_flops
 from rlbatch.plan.generation import Generation
 from rlbatch.plan.hardware import Gpu
-from rlbatch.plan.layout import Degrees, degrees, dispatcher, stage_chunks
+from rlbatch.plan.layout import Degrees, degrees, dispatcher, recomputed, stage_chunks
 from rlbatch.plan.memory import GRADIENT_BYTES, MAIN_WEIGHT_BYTES, MOMENT_BYTES
 from rlbatch.plan.parameters import ModelSize, PartSize, Share
 from rlbatch.plan.workload import Workload, microbatch_tokens, microbatches
@@ -81,8 +82,7 @@ def step_time(job: MemoryInputs, model: ModelSize, work: Workload, generated: Ge
     stages = _Stages(job, model, gpu, ranks_per_node, microbatch_tokens(config, work, over), work.squares / work.tokens)
     longest, waiting = max(stages.forward), (layout.pp_size - 1) / layout.vpp_size
     pipeline = count * longest + (sum(stages.forward) - longest) / layout.vpp_size
-    is_again = layout.recompute_granularity == "full" or {"mlp", "moe"} & {*layout.recompute_modules}  # most of a layer's products
-    passes = 4 if is_again else 3
+    passes = 3 + _recomputed_share(layout, model.family.num_layers)
     updates = config.train.updates_per_step * config.train.epochs
     scored = 1.0 if scores_first_update(config) else 1 - 1 / config.train.updates_per_step
     forwards = job.has_reference + scored * (config.algorithm.old_logprobs == "recompute")
@@ -109,6 +109,13 @@ def step_time(job: MemoryInputs, model: ModelSize, work: Workload, generated: Ge
         flops / (trained * layout.world_size * gpu.flops),
         work.tokens,
     )
+
+
+def _recomputed_share(layout: LayoutConfig, num_layers: int) -> float:
+    """Of the layers, those whose forward pass runs again; of parts of a layer those with most of its products count as all of it."""
+    if {"mlp", "moe"} & {*layout.recompute_modules}:
+        return 1.0
+    return sum(recomputed(layout, chunk) for stage in stage_chunks(layout, num_layers) for chunk in stage) / num_layers
 
 
 class _Stages:

@@ -60,6 +60,8 @@ def test_recomputation() -> None:
     assert stages(replace(full, recompute_num_layers=4))[0].kept == 12 * 2048 * 2 * 8192
     block = replace(full, recompute_method="block", recompute_num_layers=40)
     assert stages(block)[0].kept == (40 * 2048 * 2 + 8 * layer.kept) * 8192
+    interleaved = replace(block, world_size=2, pp_size=2, vpp_size=2, recompute_num_layers=4)  # of each chunk, of 12
+    assert stages(interleaved)[0].kept == (2 * 4 * 2048 * 2 + 2 * 8 * layer.kept) * 8192 * in_flight(interleaved, 0, 100)
 
 
 def test_parts_that_are_computed_again() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -32,6 +34,8 @@ DENSE = family(num_layers=32, num_attention_heads=32, num_query_groups=8, ffn_hi
 FIRST_LAYER_DENSE = replace(MOE, transformer={**MOE.transformer, "moe_layer_freq": [0] + [1] * 93})
 SHARED_EXPERTS = replace(MOE, transformer={**MOE.transformer, "moe_shared_expert_intermediate_size": 1537})
 LATENT_ATTENTION = replace(MOE, transformer={**MOE.transformer, "multi_latent_attention": True})
+
+UNIFORM = {"recompute_granularity": "full", "recompute_method": "uniform"}
 
 REFUSED: list[tuple[ModelFamily, dict[str, Any], str]] = [
     # world = tp x cp x dp x pp, and = etp x ep x edp x pp
@@ -71,12 +75,12 @@ REFUSED: list[tuple[ModelFamily, dict[str, Any], str]] = [
     (MOE, {"world_size": 3, "tp_size": 3, "etp_size": 3}, "layout.tp_size=3: must divide num_attention_heads (64). Use 1, 2 or 4."),
     (MOE, {"world_size": 48, "ep_size": 48}, "layout.ep_size=48: must divide num_experts (128). Use 16, 32 or 64."),
     (MOE, {"world_size": 256, "ep_size": 256}, "layout.ep_size=256: must divide num_experts (128). Use 64 or 128."),
-    (MOE, {"world_size": 5, "etp_size": 5}, "layout.etp_size=5: must divide moe_ffn_hidden_size (1536). Use 3, 4 or 6."),
+    (MOE, {"world_size": 10, "ep_size": 2, "etp_size": 5}, "layout.etp_size=5: must divide moe_ffn_hidden_size (1536). Use 3, 4 or 6."),
     (DENSE, {"world_size": 3, "tp_size": 3}, "layout.tp_size=3: must divide num_attention_heads (32). Use 1, 2 or 4."),
     (
         FIRST_LAYER_DENSE,
         {"world_size": 2, "tp_size": 2, "ep_size": 2},
-        "layout.tp_size=2: must divide ffn_hidden_size (12289). Use 1 or 12289.",
+        "layout.tp_size=2: must divide ffn_hidden_size (12289). Use 1.",
     ),
     (SHARED_EXPERTS, {"world_size": 2, "tp_size": 2, "ep_size": 2}, "must divide moe_shared_expert_intermediate_size (1537)"),
     (DENSE, {"world_size": 2, "ep_size": 2}, "layout.ep_size=2: some_model has 0 experts. Use layout.ep_size=1."),
@@ -108,6 +112,22 @@ REFUSED: list[tuple[ModelFamily, dict[str, Any], str]] = [
     (MOE, {"world_size": 1, "recompute_num_layers": 95}, "layout.recompute_num_layers=95: must be at most the model's num_layers (94)."),
     (
         MOE,
+        {"world_size": 2, "pp_size": 2, **UNIFORM, "recompute_num_layers": 2},
+        "layout.recompute_num_layers=2: with layout.recompute_method=uniform it must divide the layers of each pipeline "
+        "stage (47). Use 1 or 47.",
+    ),
+    (
+        DENSE,
+        {"world_size": 2, "pp_size": 2, "vpp_size": 2, **UNIFORM, "recompute_num_layers": 3},
+        "of each model chunk (8). Use 1, 2 or 4.",
+    ),
+    (
+        MOE,
+        {"world_size": 8, "pp_size": 8, "first_stage_layers": 11, "last_stage_layers": 11, **UNIFORM, "recompute_num_layers": 2},
+        "of each pipeline stage (11 or 12). Use 1.",
+    ),
+    (
+        MOE,
         {"world_size": 1, "recompute_granularity": "selective", "recompute_modules": ("moe", "mla_up_proj")},
         "layout.recompute_modules=[moe,mla_up_proj]: mla_up_proj is no part of this model, which has no latent attention. "
         "Use layout.recompute_modules=[moe].",
@@ -135,6 +155,32 @@ def test_refused(model: ModelFamily, layout: dict[str, Any], message: str) -> No
     with pytest.raises(ConfigError) as caught:
         check_layout(LayoutConfig(**layout), model, on_gpu=False)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("model", [MOE, DENSE, FIRST_LAYER_DENSE, SHARED_EXPERTS])
+def test_offered_values_keep_every_rule_of_their_key(model: ModelFamily) -> None:
+    """Also other rules than the one that was broken: nobody is sent from one value to the next, and back."""
+    random, tried = Random(0), 0
+    for _ in range(600):
+        sizes = {name: random.choice((1, 2, 3, 4, 6, 7, 8, 12)) for name in ("tp_size", "pp_size", "cp_size", "ep_size", "etp_size")}
+        sizes |= {} if model.num_experts else {"ep_size": 1, "etp_size": 1}
+        layout = LayoutConfig(world_size=random.choice((1, 6, 8, 32, 96)), vpp_size=random.choice((1, 1, 2, 3)), **sizes)
+        said = _refusal(layout, model)
+        if not (offer := re.match(r"layout\.(\w+)=.* Use ([\d, or]*\d)(?! or less)", said)):
+            continue
+        for value in map(int, re.findall(r"\d+", offer[2])):
+            both = {"tp_size": value} if "for layout.tp_size too" in said else {}
+            tried += 1
+            assert not _refusal(replace(layout, **{offer[1]: value}, **both), model).startswith(f"layout.{offer[1]}="), (said, value)
+    assert tried > 300
+
+
+def _refusal(layout: LayoutConfig, model: ModelFamily) -> str:
+    try:
+        check_layout(layout, model, on_gpu=True)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 @pytest.mark.parametrize(

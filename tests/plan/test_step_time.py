@@ -30,6 +30,16 @@ def test_mfu_is_by_megatrons_count() -> None:
     )
 
 
+def test_what_is_not_recomputed_takes_no_time() -> None:
+    """A quarter of the layers costs a quarter of what all do."""
+    plain, some, everything = (
+        time(*QWEN, f"layout.recompute_granularity={kind}", f"layout.recompute_method={method}", f"layout.recompute_num_layers={layers}")
+        for kind, method, layers in (("null", "null", "null"), ("full", "block", 12), ("full", "uniform", 1))
+    )
+    first, quarter, whole = (found.phases["update"] for found in (plain, some, everything))
+    assert 4 * (quarter - first) == pytest.approx(whole - first)
+
+
 def test_a_pipeline() -> None:
     """Of 12 stages the last has the output layer and the most layers: others wait for it; few microbatches leave a bubble."""
     found = time(*DEEPSEEK)
