@@ -70,8 +70,8 @@ def check_layout(layout: LayoutConfig, family: ModelFamily, *, on_gpu: bool) -> 
         _check_no_experts(layout, family)
     _check_dispatcher(layout, on_gpu)
     _check_tensor_parallel(layout, family)
-    _check_world(layout, family)
     _stage_layers(layout, family.num_layers)
+    _check_world(layout, family)
     _check_recomputed(layout, family)
 
 
@@ -104,9 +104,9 @@ def _check_recomputed_layers(layout: LayoutConfig, num_layers: int) -> None:
         )
     sizes = sorted({len(chunk) for stage in stage_chunks(layout, num_layers) for chunk in stage})
     if layout.recompute_method == "uniform" and any(size % count for size in sizes):  # Megatron goes on behind the last layer
-        what = "model chunk" if layout.vpp_size > 1 else "pipeline stage" if layout.pp_size > 1 else "model"
+        whose = "layers of each model chunk" if layout.vpp_size > 1 else "layers of each stage" if layout.pp_size > 1 else "model's layers"
         raise ConfigError(
-            f"layout.recompute_num_layers={count}: with layout.recompute_method=uniform it must divide the layers of each {what} "
+            f"layout.recompute_num_layers={count}: with layout.recompute_method=uniform it must divide the {whose} "
             f"({either(sizes)}). Use {nearest(count, divisors(math.gcd(*sizes)))}."
         )
 

@@ -113,8 +113,7 @@ REFUSED: list[tuple[ModelFamily, dict[str, Any], str]] = [
     (
         MOE,
         {"world_size": 2, "pp_size": 2, **UNIFORM, "recompute_num_layers": 2},
-        "layout.recompute_num_layers=2: with layout.recompute_method=uniform it must divide the layers of each pipeline "
-        "stage (47). Use 1 or 47.",
+        "layout.recompute_num_layers=2: with layout.recompute_method=uniform it must divide the layers of each stage (47). Use 1 or 47.",
     ),
     (
         DENSE,
@@ -124,7 +123,7 @@ REFUSED: list[tuple[ModelFamily, dict[str, Any], str]] = [
     (
         MOE,
         {"world_size": 8, "pp_size": 8, "first_stage_layers": 11, "last_stage_layers": 11, **UNIFORM, "recompute_num_layers": 2},
-        "of each pipeline stage (11 or 12). Use 1.",
+        "of each stage (11 or 12). Use 1.",
     ),
     (
         MOE,
