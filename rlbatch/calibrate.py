@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -78,9 +79,15 @@ class _Recorded:
 
     def measured(self) -> Measured:
         """Of its numbers those that were measured."""
-        seconds, tokens = ({name: row.get("measured") or 0.0 for name, row in rows.items()} for rows in (self.seconds, self.tokens))
-        memory = {phase: {what: gib for what, row in rows.items() if (gib := row.get("measured"))} for phase, rows in self.memory.items()}
+        seconds, tokens = ({name: _positive(row) for name, row in rows.items()} for rows in (self.seconds, self.tokens))
+        memory = {phase: {what: gib for what, row in rows.items() if (gib := _positive(row))} for phase, rows in self.memory.items()}
         return Measured(seconds, memory, tokens.get("prompt", 0.0), tokens.get("response", 0.0))
+
+
+def _positive(row: Mapping[str, float | None]) -> float:
+    """What was measured; 0: nothing, or no size of anything."""
+    value = row.get("measured") or 0.0
+    return value if 0 < value < math.inf else 0.0
 
 
 class _Run:

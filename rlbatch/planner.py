@@ -123,7 +123,8 @@ def _calibrate(folders: str, overrides: Sequence[str]) -> int:
     if not names:
         raise ConfigError(f"{CALIBRATE}={folders}: names no run. Name run folders, with commas between them: {CALIBRATE}=runs/a,runs/b.")
     into = absolute(text_value(overrides, "plan.calibrations") or PlanConfig.calibrations)
-    asked = compose_job([*overrides, "plan.calibrations="])[0] if overrides else None  # not by what was calibrated before
+    others = [text for text in overrides if text.partition("=")[0] != "plan.calibrations"]
+    asked = compose_job([*others, "plan.calibrations="])[0] if others else None  # not by what was calibrated before
     print(*calibrate(names, asked, into, make_plan), sep="\n")
     return DONE
 

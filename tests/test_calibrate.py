@@ -122,6 +122,13 @@ def test_what_says_nothing_of_a_cluster(make: dict[str, Any], keys: tuple[str, .
     assert not Path("calibrations").exists()
 
 
+def test_into_another_folder() -> None:
+    """Which says nothing of the cluster: that is the run's."""
+    assert main([f"calibrate={ran('a')}", "plan.calibrations=elsewhere"]) == 0
+    assert Path("elsewhere/h20x64.json").is_file()
+    assert not Path("calibrations").exists()
+
+
 def test_folders_that_are_no_runs(capsys: pytest.CaptureFixture[str]) -> None:
     """The nearest are named; a damaged summary is told by its key."""
     good = ran("first")
@@ -131,6 +138,10 @@ def test_folders_that_are_no_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "calibrate=nowhere/x: is no run folder, as it has no config.yaml. In nowhere there are none." in capsys.readouterr().err
     for content, told in (
         ('{"plan_vs_actual": {"seconds": {"update": {"measured": "fast"}}}}', "seconds.update.measured=fast"),
+        (
+            '{"plan_vs_actual": {"seconds": {"update": {"measured": NaN}}, "tokens": {"response": {"measured": Infinity}}}}',
+            "no steps' times",
+        ),
         ("[]", ":1: not"),
     ):
         Path(good, "summary.json").write_text(content)
