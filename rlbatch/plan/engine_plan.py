@@ -145,18 +145,20 @@ class EnginePlan:
             return
         total, shape, need, share, overlaps = self.config.cluster.gpu_memory_gib, self.shape, *found
         room = total - trainer
-        has = max(min(share, room), 0.0)
+        has, most = max(min(share, room), 0.0), int(100 * (room - FREE_GIB) / total) / 100
         if need.total > has:
             cache = f" and {need.cache:.1f} GiB to cache one sample" if job.model else ""
             beside = f", where the trainer keeps {trainer:.1f}." if shape.is_colocated else "."
             unknown = "" if job.model else " Its cache is unknown until model.hf is there."
-            larger = "" if overlaps else self._larger(job, has)
+            larger = ""  # if the trainer is too large as well, but not where it could keep nothing and the engine had no room
+            if not overlaps or need.total > shape.memory_share * total:
+                larger = self._larger(job, min(has, most * total) if overlaps else has)
+                larger += f" rollout.engine.{shape.memory_option}={most:g}" if larger and overlaps else ""
             said = (
                 f"rollout={self.config.rollout.name}: an engine needs {need.weights:.1f} GiB for weights{cache} on each of its {self.gpus} "
                 f"GPUs, and has {has:.1f} of {total:g} GiB (cluster.gpu_memory_gib){beside}{unknown}"
             )
             raise ConfigError(f"{said} {larger or fix()}{self._share(need, room)}.")
-        most = int(100 * (room - FREE_GIB) / total) / 100
         less = f"Use {most:g} or less, or keep more of the trainer on the host" if need.total <= most * total else fix()
         raise ConfigError(
             f"rollout.engine.{shape.memory_option}={shape.memory_share:g}: the engine takes {share:.1f} of a GPU's "

@@ -59,12 +59,17 @@ def check_fit(job: MemoryInputs, registry: Registry, nodes: Nodes) -> None:
     Raises:
         ConfigError: what is needed and what is there, each with its parts, and the cheapest change.
     """
-    where, apart = nodes(job.config), replace(job, shape=replace(job.shape, separate_gpus=1))
+    where, apart = nodes(job.config), without_engines(job)
     found = excesses(job, memory_floor(job), where)
     if not excesses(apart, memory_floor(apart), where):  # without engines all would be well: what they need is said of them
         _engines(job, registry, where).check_memory(job, partial(_fix, job, registry, nodes))
     if found:
         raise ConfigError(f"layout.world_size={job.config.layout.world_size}: {'; '.join(found)}. {_fix(job, registry, nodes)}.")
+
+
+def without_engines(job: MemoryInputs) -> MemoryInputs:
+    """The job as if its engines had GPUs of their own."""
+    return replace(job, shape=replace(job.shape, separate_gpus=1))
 
 
 def _engines(job: MemoryInputs, registry: Registry, nodes: Sequence[int] | None) -> EnginePlan:
@@ -73,13 +78,19 @@ def _engines(job: MemoryInputs, registry: Registry, nodes: Sequence[int] | None)
 
 
 def _fix(job: MemoryInputs, registry: Registry, nodes: Nodes) -> str:
-    """The first of all candidates, cheapest first, that fits."""
+    """The first of all candidates, cheapest first, that fits; else that does without engines: what these need is said next."""
+    spared, apart, aside = spare(job, registry), without_engines(job), ""
+    is_trainer_short = bool(excesses(apart, memory_floor(apart), nodes(job.config)))
     for layout in filter(partial(may_fit, job), layouts(job)):
-        for changes in spare(job, registry):
+        for changes in spared:
             with_both = {**layout_changes(job.config.layout, layout), **changes}
-            if _fits(job, changed(job.config, with_both, registry), registry, nodes):
-                return f"Use {' '.join(f'{key}={show_value(value)}' for key, value in with_both.items())}"
-    return next(_more_gpus(job, nodes), "Use GPUs or nodes with more memory, or a smaller model")
+            has_trainer, has_all = _fits(job, changed(job.config, with_both, registry), registry, nodes)
+            said = f"Use {' '.join(f'{key}={show_value(value)}' for key, value in with_both.items())}"
+            if has_all:
+                return said
+            if has_trainer and is_trainer_short and not aside:
+                aside = said
+    return aside or next(_more_gpus(job, nodes), "Use GPUs or nodes with more memory, or a smaller model")
 
 
 def _more_gpus(job: MemoryInputs, nodes: Nodes) -> Iterator[str]:
@@ -110,14 +121,20 @@ def may_fit(job: MemoryInputs, layout: LayoutConfig) -> bool:
     return not 0 < total < needed
 
 
-def _fits(job: MemoryInputs, config: Config, registry: Registry, nodes: Nodes) -> bool:
+def _fits(job: MemoryInputs, config: Config, registry: Registry, nodes: Nodes) -> tuple[bool, bool]:
+    """Whether there is room without engines, and with them."""
     try:
         where = nodes(config)
         after = changed_inputs(job, config, registry)
-        _engines(after, registry, where).check_place(after)
     except RlbatchError:
-        return False
-    return not excesses(after, memory_floor(after), where)
+        return False, False
+    apart = without_engines(after)
+    if excesses(apart, memory_floor(apart), where):
+        return False, False
+    with suppress(RlbatchError):
+        _engines(after, registry, where).check_place(after)
+        return True, not excesses(after, memory_floor(after), where)
+    return True, False
 
 
 def layouts(job: MemoryInputs) -> Iterator[LayoutConfig]:
@@ -134,6 +151,9 @@ def layouts(job: MemoryInputs) -> Iterator[LayoutConfig]:
 def _balanced(layout: LayoutConfig, model: ModelSize) -> Iterator[LayoutConfig]:
     """Gives the layout a first and a last stage whose ranks have no more than they must; yields none if the pipeline cannot be."""
     layers, stages = model.family.num_layers, layout.pp_size
+    alone = replace(layout, world_size=max(layout.world_size // stages, 1), pp_size=1, vpp_size=1, recompute_num_layers=None)
+    if layout.world_size % stages or not _is_layout(replace(alone, first_stage_layers=None, last_stage_layers=None), model.family):
+        return  # whatever its stages are
     ends: list[tuple[int | None, int | None]] = [(None, None)]
     if stages > 1 and layout.vpp_size == 1:
         rests = {layers - middle * (stages - 2) for middle in (layers // stages, -(-layers // stages))}

@@ -23,7 +23,7 @@ from rlbatch.plan.advice import RECOMPUTE, Change
 from rlbatch.plan.engine_memory import MemoryInputs, changed_inputs
 from rlbatch.plan.engine_plan import EnginePlan
 from rlbatch.plan.engine_shapes import Engines, engine_keys
-from rlbatch.plan.fit import changed, layout_changes, may_fit
+from rlbatch.plan.fit import changed, layout_changes, may_fit, without_engines
 from rlbatch.plan.generation import Generation
 from rlbatch.plan.job_plan import JobPlan, gpu_of, has_room, may_have_room, plan_job
 from rlbatch.plan.layout import check_layout, stage_ends
@@ -198,7 +198,7 @@ class _Room:
         """Whether it may fit without its engines."""
         if (key := (each.way or 0, each.candidate.number)) not in self._trainers:
             job = each.plain_job(self._engines[each.place])
-            self._trainers[key] = may_have_room(replace(job, shape=replace(job.shape, separate_gpus=1)), self._nodes)
+            self._trainers[key] = may_have_room(without_engines(job), self._nodes)
         return self._trainers[key]
 
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from rlbatch.api import ConfigError
+from rlbatch.plan.engine_memory import MemoryInputs
+from rlbatch.plan.fit import check_fit
 from rlbatch.prepare import find_problems
 from rlbatch.registry import compose_job
 from tests.large_models import write_model
+from tests.plan.planned import REGISTRY, job, nodes
 
 DEEPSEEK_ON_32 = (
     *("+cluster=h100x128", "model=deepseek671b", "layout.world_size=32", "layout.tp_size=8", "layout.pp_size=4", "layout.ep_size=8"),
@@ -97,6 +102,27 @@ def test_what_cannot_fit(models: None, job: tuple[str, ...], words: tuple[str, .
         assert each in said
     assert any(key.startswith(advised) for key in hint(said))
     assert refused(*job, *hint(said)) == ""
+
+
+def test_layouts_first_then_engines() -> None:
+    """Where an engine is too large whatever the trainer does, a layout in which the trainer fits is named, and then an engine that does."""
+    keys, advised = ["+cluster=h20x64", "model=qwen3_235b", "layout.tp_size=4", "layout.pp_size=1", "layout.ep_size=2", "offload=none"], []
+    keys += ["layout.first_stage_layers=null", "layout.last_stage_layers=null", "rollout.options.gpus_per_engine=1"]
+    keys += ["rollout.engine.data_parallel_size=1", "rollout.engine.enable_expert_parallel=false"]
+    while said := _short_of_memory(job(*keys)):
+        advised.append(hint(said))
+        keys += advised[-1]
+    layout, engine = advised
+    assert layout == ["layout.pp_size=16", "layout.first_stage_layers=5", "layout.last_stage_layers=5"]
+    assert {"rollout.options.gpus_per_engine=64", "rollout.engine.gpu_memory_utilization=0.1"} <= {*engine}
+
+
+def _short_of_memory(inputs: MemoryInputs) -> str:
+    try:
+        check_fit(inputs, REGISTRY, lambda config: nodes(replace(inputs, config=config)))
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def test_what_several_checks_meet_is_told_once(models: None) -> None:
