@@ -20,6 +20,9 @@ from rlbatch.config.schema import LayoutConfig
 from rlbatch.config.structured import MISSING_VALUE, from_mapping, key_docs, show_value, unknown_key
 from rlbatch.plan.layout import check_layout
 
+JOB_KEYS = ("launcher", "cluster", "cluster_dir", "run_dir", "follow")
+"""Keys of ``rlbatch.submit`` that make it a job, beside ``cluster.*`` and ``launch.*``."""
+
 SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp")
 INTRODUCTION = """\
 Says where models part that should compute the same: the first module that differs by more than rounding, what kind of difference it is,
@@ -83,7 +86,7 @@ def parse(arguments: Sequence[str]) -> Options:
         if not equals:
             raise ConfigError(f"`{argument}`: not of the form key=value. See --help.")
         if name not in known:
-            raise unknown_key(name, known)
+            raise unknown_key(name, [*known, *JOB_KEYS])
         if name in values:
             raise ConfigError(f"{argument}: `{name}` is given twice. Leave one out.")
         values[name] = text if isinstance(known[name].default, str) else _value(argument, text)

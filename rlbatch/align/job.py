@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
-from rlbatch.align.arguments import Options
+from rlbatch.align.arguments import JOB_KEYS, Options
 from rlbatch.api import ModelFamily
 from rlbatch.api.exit_codes import FAILED
 from rlbatch.config.compose import CONFIG_FILE, save_config
@@ -25,7 +25,7 @@ from rlbatch.start import Program, start
 
 OPTIONS, VERDICT, TEXT, PAGE = "align.json", "verdict.json", "align.txt", "align.html"
 """Names in the run folder: what was asked; whether all agree; sentences and tables; the page."""
-_OF_JOB = re.compile(r"\+{0,2}(cluster|cluster_dir|launcher|run_dir|follow)=|\+{0,2}(cluster|launch)\.")
+_OF_JOB = re.compile(rf"\+{{0,2}}({'|'.join(JOB_KEYS)})=|\+{{0,2}}(cluster|launch)\.")
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -48,6 +48,7 @@ def test_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
         (["+cluster=nowhere"], "nowhere"),
         (["launcher=slurm"], "launcher=slurm: there is no sbatch on this machine."),
         (["launcher=mpi"], "launcher=mpi: there is no mpirun in PATH here."),
+        (["launchr=mpi"], "launchr: unknown key. Did you mean `launcher`?"),
         (["cluster.partitions=a"], "cluster.partitions: unknown key. Did you mean `cluster.partition`"),
         (["launcher=local", "cluster.interface=none0"], "cluster.interface=none0"),
     ):
