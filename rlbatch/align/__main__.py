@@ -51,11 +51,13 @@ def main(arguments: Sequence[str]) -> int:
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of the ranks
     warnings.simplefilter("ignore")
     from rlbatch.align.report import report
+    from rlbatch.align.sides import compared
     from rlbatch.testing.ranks import RankPools
 
     pools = RankPools()
+    found = compared(options, family, layouts, tokens, pools, registry)
     try:
-        return 0 if report(options, family, layouts, tokens, pools, registry, partial(print, flush=True)) else FAILED
+        return 0 if report(options, family, found, partial(print, flush=True)) else FAILED
     except RlbatchError as error:
         print(error, file=sys.stderr)
         return FAILED

@@ -33,7 +33,7 @@ class JobRanks:
 
     def __init__(self, store: JobStore, watchdog: Watchdog, timeout_s: float) -> None:
         self._store, self._watchdog, self._timeout_s = store, watchdog, timeout_s
-        self._tasks, self._is_closed = 0, False
+        self._tasks = 0
 
     def __call__(self, world_size: int) -> JobRanks:
         """These, of which a task takes as many as its layout has."""
@@ -73,9 +73,7 @@ class JobRanks:
 
     def close(self) -> None:
         """Rank 0: lets the others go."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._say({})
+        self._say({})
 
     def _say(self, what: dict[str, Any]) -> int:
         number, self._tasks = self._tasks, self._tasks + 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,7 +37,7 @@ def run_process(run_dir: Path) -> None:
 
 
 def _align(rank: Joined) -> None:
-    with ExitStack() as stack, rank.watchdog.reporting():
+    with rank.watchdog.reporting():
         with rank.watchdog.phase("start"):
             rank.log.phase("importing Megatron-core")
             from rlbatch.align.job_ranks import JobRanks
@@ -52,7 +51,6 @@ def _align(rank: Joined) -> None:
         if store.info.rank:
             ranks.serve()
         else:
-            stack.callback(ranks.close)
             _compare(rank, registry, ranks)
             ranks.close()
         run.wait_for_all(rank.watchdog, store, "end")
@@ -60,6 +58,7 @@ def _align(rank: Joined) -> None:
 
 def _compare(rank: Joined, registry: Registry, ranks: JobRanks) -> None:
     from rlbatch.align.report import report
+    from rlbatch.align.sides import compared
 
     options, run_dir = asked(rank.run_dir), rank.run_dir
     options = replace(options, out=options.out or str(run_dir / PAGE))
@@ -76,7 +75,8 @@ def _compare(rank: Joined, registry: Registry, ranks: JobRanks) -> None:
     with as_config_errors(run_dir), (run_dir / TEXT).open("w", encoding="utf-8") as said:
         shutil.rmtree(scratch, ignore_errors=True)  # an attempt that was ended left it
         scratch.mkdir()
-        agrees = report(options, family, layouts, token_lists(options, family), ranks, registry, say, scratch)
+        found = compared(options, family, layouts, token_lists(options, family), ranks, registry, scratch)
+        agrees = report(options, family, found, say)
         shutil.rmtree(scratch)
         (run_dir / VERDICT).write_text(json.dumps({"agrees": agrees}) + "\n", encoding="utf-8")
 

@@ -2,49 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 from rlbatch.align.answer import Answer
 from rlbatch.align.arguments import Options
 from rlbatch.align.page import write_page
-from rlbatch.align.sides import Failed, compared
+from rlbatch.align.sides import Failed, Gradients
 from rlbatch.api import ModelFamily
-from rlbatch.config.schema import LayoutConfig
-from rlbatch.registry import Registry
 
 
-def report(
-    options: Options,
-    family: ModelFamily,
-    layouts: dict[str, LayoutConfig],
-    tokens: Sequence[Sequence[int]],
-    ranks: Callable[[int], Any],
-    registry: Registry,
-    say: Callable[[str], None],
-    scratch: Path | None = None,
-) -> bool:
+def report(options: Options, family: ModelFamily, found_by_side: Iterable[Answer | Failed | Gradients], say: Callable[[str], None]) -> bool:
     """Says what comes of each side, and writes the page if ``out`` names one.
 
     Args:
         options: Of the command, checked.
         family: Of the model.
-        layouts: By name.
-        tokens: The sequences.
-        ranks: Gives the ranks of a layout of a size, see ``TrainerSide``.
-        registry: Of plugins.
+        found_by_side: What ``compared`` yields, and raises.
         say: Called with each answer.
-        scratch: See ``compared``.
 
     Returns:
         Whether all sides ran and agree.
-
-    Raises:
-        ModelError: there is no baseline.
     """
     answers, is_right = [], True
-    for found in compared(options, family, layouts, tokens, ranks, registry, scratch):
+    for found in found_by_side:
         if isinstance(found, Answer):
             answers.append(found)
             is_right &= found.first is None
