@@ -70,13 +70,13 @@ def _compute(folder: Path, way: str) -> None:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    from rlbatch.align.places import batch_of
-    from rlbatch.align.transformers_side import TransformersSide
+    from rlbatch.align.sides.transformers import TransformersSide
+    from rlbatch.align.values.places import batch_of
 
     logging.disable_progress_bar()
     batch = batch_of([[7 * place % 500 for place in range(length)] for length in (64, 32)])
     if way == "layers":
-        TransformersSide(folder).capture(batch)
+        TransformersSide(folder).compute(batch)
         return
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():

@@ -28,8 +28,8 @@ from rlbatch.metrics.run_log import RunLog
 from rlbatch.pipeline.exchange import deal, exchange
 from rlbatch.pipeline.loop import all_lines
 from rlbatch.pipeline.updates import plan_updates
+from rlbatch.rank_pools import RankPool
 from rlbatch.registry import load_plugins
-from rlbatch.testing.ranks import RankPool
 
 PROMPT_TOKENS = 64
 

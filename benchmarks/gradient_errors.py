@@ -10,8 +10,8 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 from rlbatch.config.schema import LayoutConfig
+from rlbatch.rank_pools import RankPool
 from rlbatch.testing.gradients import gradients, worst
-from rlbatch.testing.ranks import RankPool
 from tests import tiny_models
 from tests.megatron.test_gradients import LAYOUTS
 

@@ -33,8 +33,8 @@ from rlbatch.megatron import parallel
 from rlbatch.megatron.checkpoint import TrainerState, load_state
 from rlbatch.megatron.trainer import Trainer
 from rlbatch.prompts.embedded import write_embedded_task
+from rlbatch.rank_pools import RankPool
 from rlbatch.registry import load_plugins
-from rlbatch.testing.ranks import RankPool
 from rlbatch.weights.coverage import expert_names
 from tests.checkpoint.test_reading import cached_pages
 from tests.large_models import CONFIGS

@@ -14,7 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from rlbatch.testing.ranks import RankPools
+from rlbatch.rank_pools import RankPools
 from tests.leftovers import STARTED
 from tests.long_tail import changed_since, concerned
 

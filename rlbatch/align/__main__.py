@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from rlbatch.align.arguments import Options, help_text, layout_of, parse, token_lists
-from rlbatch.align.job import split, submit
+from rlbatch.align.job.submit import split, submit
 from rlbatch.api import ConfigError, ModelFamily, RlbatchError
 from rlbatch.api.exit_codes import FAILED, REFUSED
 from rlbatch.config.hf_config import read_config
@@ -50,12 +50,12 @@ def main(arguments: Sequence[str]) -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of the ranks
     warnings.simplefilter("ignore")
-    from rlbatch.align.report import report
-    from rlbatch.align.sides import compared
-    from rlbatch.testing.ranks import RankPools
+    from rlbatch.align.report.compare import compared, report
+    from rlbatch.align.sides.trainer import compute
+    from rlbatch.rank_pools import RankPools
 
     pools = RankPools()
-    found = compared(options, family, layouts, tokens, pools, registry)
+    found = compared(options, family, layouts, tokens, lambda task: pools(task.layout.world_size).run(compute, task), registry)
     try:
         return 0 if report(options, family, found, partial(print, flush=True)) else FAILED
     except RlbatchError as error:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from rlbatch.config.schema import LayoutConfig
-from rlbatch.testing.gradients import build_trainer, gradients_of, my_packs
+from rlbatch.pipeline.bare_trainer import build_trainer
+from rlbatch.testing.gradients import gradients_of, my_packs
 from rlbatch.testing.hugging_face import scrambled
 
 MAX_TOKENS = 40

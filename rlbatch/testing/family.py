@@ -143,7 +143,7 @@ def _rows(config: Mapping[str, Any], family: ModelFamily, plugins: tuple[str, ..
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of the ranks
     warnings.simplefilter("ignore")
-    from rlbatch.testing.ranks import RankPools
+    from rlbatch.rank_pools import RankPools
 
     pools = RankPools()
     try:

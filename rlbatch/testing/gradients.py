@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from rlbatch.algorithms.aggregate import denominator
-from rlbatch.algorithms.objective import Objective
 from rlbatch.api import KeptTokens, Routes
-from rlbatch.checkpoint.hf import HfTensors
-from rlbatch.config.hf_config import read_config
-from rlbatch.config.schema import AlgorithmConfig, Config, CorrectionConfig, LayoutConfig, TrainConfig
+from rlbatch.config.schema import CorrectionConfig, LayoutConfig
 from rlbatch.megatron import parallel
 from rlbatch.megatron.trainer import Trainer
-from rlbatch.pipeline.corrected import with_kept_ratio
+from rlbatch.pipeline.bare_trainer import backward, build_trainer, relative_error
 from rlbatch.pipeline.packing import (
     Pack,
     assign_to_ranks,
@@ -29,16 +23,9 @@ from rlbatch.pipeline.packing import (
     with_advantages,
 )
 from rlbatch.plan.layout import microbatch_count
-from rlbatch.registry import Registry, load_plugins
 
 LENGTHS = (9, 17, 5, 12, 20, 7, 3, 14, 11)
 VOCAB = 61
-
-
-@lru_cache(maxsize=4)
-def plugins_of(names: tuple[str, ...] = ()) -> Registry:
-    """The installed plugins, and those named (``plugins=[...]``)."""
-    return load_plugins(names)
 
 
 def samples(lengths: Sequence[int] = LENGTHS, vocab: int = VOCAB) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
@@ -48,18 +35,6 @@ def samples(lengths: Sequence[int] = LENGTHS, vocab: int = VOCAB) -> tuple[list[
     masks = [torch.cat([torch.zeros(2), torch.ones(length - 2)]) for length in lengths]
     advantages = [torch.full((length,), 1.0 - 0.3 * index) for index, length in enumerate(lengths)]
     return tokens, masks, advantages
-
-
-def build_trainer(
-    folder: Path, layout: LayoutConfig, plugins: tuple[str, ...] = (), algorithm: AlgorithmConfig | None = None, **train: Any
-) -> Trainer:
-    """A trainer on this rank with the folder's weights."""
-    config = Config(layout=layout, train=TrainConfig(**train), algorithm=algorithm or AlgorithmConfig())
-    parallel.initialize_groups(layout, seed=0)
-    registry = plugins_of(plugins)
-    trainer = Trainer(config, registry.resolve_model_family(read_config(folder)), registry.build_offload("none", {}))
-    trainer.load(HfTensors(folder).read)
-    return trainer
 
 
 def chosen_from(tokens: torch.Tensor, vocab: int) -> KeptTokens:
@@ -129,36 +104,6 @@ def gradients_of(trainer: Trainer, packs: list[Pack], aggregation: str, *args: A
     return named if dist.get_rank() == 0 else {}
 
 
-def backward(
-    trainer: Trainer,
-    packs: list[Pack],
-    aggregation: str,
-    loss: str = "clip",
-    options: Mapping[str, Any] = MappingProxyType({}),
-    correction: CorrectionConfig | None = None,
-    old: Literal["moved", "before", "own"] = "moved",
-) -> float:
-    """Leaves the gradients in the trainer, and returns the loss.
-
-    Old log-probs are another policy's, or the trainer's: by a pass before the update, or its own.
-    """
-    algorithm = AlgorithmConfig(
-        loss=loss, loss_aggregation=cast(Any, aggregation), loss_options=options, kl_loss=True, kl_loss_coef=0.3, entropy_coef=0.1
-    )
-    objective = Objective(algorithm, plugins_of().build_loss(algorithm), correction or CorrectionConfig())
-    batches = [pack.microbatch for pack in packs]
-    for batch, values in zip(batches, trainer.logprobs(batches), strict=True):
-        before = values - 0.05 * batch.loss_mask if old == "moved" else values
-        batch.old_logprobs = None if old == "own" else before
-        batch.ref_logprobs, batch.rollout_logprobs = 0.9 * values, 0.95 * values
-        if correction is not None:
-            batch.rollout_logprobs = before + 0.4 * (3.0 * batch.token_ids + 1.0).sin() * batch.loss_mask
-    objective = with_kept_ratio(objective, batches)
-    total = torch.tensor(sum(denominator(b.loss_mask, b.cu_seqlens, aggregation, 7.0) for b in batches))
-    dist.all_reduce(total, group=parallel.dp_group())
-    return float(trainer.backward(batches, objective, float(total))["loss"])
-
-
 def gradients_of_each(
     folder: str,
     layout: LayoutConfig,
@@ -169,11 +114,6 @@ def gradients_of_each(
     """``gradients`` for several losses: aggregation, name and options of each, and its correction; with each kind of old log-probs."""
     trainer, packs = build_trainer(Path(folder), layout), my_packs(layout, max_tokens)
     return [gradients_of(trainer, packs, *case, kind) for case in cases for kind in old]
-
-
-def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """L2 norm of the difference over the norm of the reference."""
-    return float((got - want).norm() / want.norm().clamp(min=1e-12))
 
 
 def worst(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> tuple[float, str]:

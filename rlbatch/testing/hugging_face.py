@@ -11,8 +11,9 @@ from rlbatch.algorithms.aggregate import denominator
 from rlbatch.algorithms.objective import Objective
 from rlbatch.checkpoint.hf import HfTensors
 from rlbatch.config.schema import AlgorithmConfig
+from rlbatch.pipeline.bare_trainer import plugins_of
 from rlbatch.pipeline.packing import build_microbatches, with_advantages
-from rlbatch.testing.gradients import VOCAB, plugins_of, samples
+from rlbatch.testing.gradients import VOCAB, samples
 
 
 def gradients_of(model: torch.nn.Module, folder: Path, aggregation: str, vocab: int = VOCAB) -> dict[str, torch.Tensor]:

@@ -12,8 +12,8 @@ from torch import Tensor
 from rlbatch.checkpoint.hf import HfWriter
 from rlbatch.config.schema import LayoutConfig
 from rlbatch.megatron.logits import logits
+from rlbatch.pipeline.bare_trainer import build_trainer
 from rlbatch.pipeline.packing import Pack, build_microbatches, sequence_multiple, split_by_sample
-from rlbatch.testing.gradients import build_trainer
 
 LENGTHS = (9, 17, 1, 12)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,15 @@ import pytest
 import torch
 
 from rlbatch.align import __main__ as command
-from rlbatch.align.answer import answer
 from rlbatch.align.arguments import help_text, layout_of
-from rlbatch.align.places import batch_of
-from rlbatch.align.sides import rounding
-from rlbatch.align.trainer_side import Captured, Task, TrainerSide, captured
-from rlbatch.align.transformers_side import TransformersSide
+from rlbatch.align.report.answer import answer
+from rlbatch.align.report.compare import rounding
+from rlbatch.align.sides.trainer import Task, TrainerSide, Written, compute
+from rlbatch.align.sides.transformers import TransformersSide
+from rlbatch.align.values.places import batch_of
 from rlbatch.config.hf_config import read_config
+from rlbatch.rank_pools import RankPools
 from rlbatch.registry import load_plugins
-from rlbatch.testing.ranks import RankPools
 from tests import tiny_models
 from tests.tiny_models import saved
 
@@ -49,7 +50,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _warm_pools(rank_pool: RankPools, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command takes the session's processes, and leaves them."""
-    monkeypatch.setattr("rlbatch.testing.ranks.RankPools", lambda: Kept(rank_pool))
+    monkeypatch.setattr("rlbatch.rank_pools.RankPools", lambda: Kept(rank_pool))
 
 
 class Kept:
@@ -86,9 +87,9 @@ def test_a_wrong_family_is_named(qwen: Path, tmp_path: Path, capsys: pytest.Capt
     assert "Kind: rotary position: rotary base (theta) is about 9000, not 1e+04" in said
 
 
-def scaled(task: Task) -> Captured:
+def scaled(task: Task) -> Written:
     """The trainer with another softmax scale in layer 2."""
-    return captured(task, change=scale_layer)
+    return compute(task, change=scale_layer)
 
 
 def scale_layer(trainer: Any) -> None:
@@ -101,9 +102,10 @@ def scale_layer(trainer: Any) -> None:
 def test_a_fault_in_the_trainer_is_named_under_a_layout(folder: Path, rank_pool: Callable[[int], Any]) -> None:
     """Where it is on one of two pipeline stages with tensor parallelism."""
     family, batch = load_plugins().resolve_model_family(read_config(folder)), batch_of([list(range(11)), list(range(30, 50))])
-    side = TrainerSide(folder, layout_of("tp2+ep2", family), "tp2+ep2", "fp32", (), rank_pool, compute=scaled)
-    baseline = TransformersSide(folder).capture(batch)
-    found = answer(family, batch, side, baseline, side.capture(batch), rounding(folder, batch, baseline, "fp32"))
+    layout = layout_of("tp2+ep2", family)
+    side = TrainerSide(folder, layout, "tp2+ep2", "fp32", (), partial(rank_pool(layout.world_size).run, scaled))
+    baseline = TransformersSide(folder).compute(batch)
+    found = answer(family, batch, side, baseline, side.compute(batch), rounding(folder, batch, baseline, "fp32"))
     assert found.first is not None
     assert found.first.place == (2, "context")
     assert "1.3 times the products" in found.sentence(4)

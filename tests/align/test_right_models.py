@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlbatch.align.answer import answer
 from rlbatch.align.arguments import layout_of
-from rlbatch.align.places import batch_of
-from rlbatch.align.sides import rounding
-from rlbatch.align.trainer_side import TrainerSide
-from rlbatch.align.transformers_side import TransformersSide
+from rlbatch.align.report.answer import answer
+from rlbatch.align.report.compare import rounding
+from rlbatch.align.sides.trainer import TrainerSide, compute
+from rlbatch.align.sides.transformers import TransformersSide
+from rlbatch.align.values.places import batch_of
 from rlbatch.config.hf_config import read_config
 from rlbatch.registry import load_plugins
 from tests import tiny_models
@@ -59,7 +60,8 @@ def test_nothing_is_said_of_what_is_right(seed: int, tmp_path: Path, rank_pool: 
     family = load_plugins().resolve_model_family(read_config(folder))
     draw = random.Random(seed)
     batch = batch_of([[draw.randrange(61) for _ in range(length)] for length in (23, 5, 1, 40)])
-    side = TrainerSide(folder, layout_of(layout, family), layout, "fp32", (), rank_pool)
-    baseline = TransformersSide(folder).capture(batch)
-    found = answer(family, batch, side, baseline, side.capture(batch), rounding(folder, batch, baseline, "fp32"))
+    sizes = layout_of(layout, family)
+    side = TrainerSide(folder, sizes, layout, "fp32", (), partial(rank_pool(sizes.world_size).run, compute))
+    baseline = TransformersSide(folder).compute(batch)
+    found = answer(family, batch, side, baseline, side.compute(batch), rounding(folder, batch, baseline, "fp32"))
     assert found.first is None, (model, changes, layout, found.sentence(family.num_layers))

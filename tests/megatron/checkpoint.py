@@ -14,7 +14,8 @@ from rlbatch.config.schema import AlgorithmConfig, LayoutConfig
 from rlbatch.megatron import held_parts, parallel, state_writer
 from rlbatch.megatron.checkpoint import TrainerState, load_state
 from rlbatch.megatron.trainer import Trainer
-from rlbatch.testing.gradients import build_trainer, my_packs, plugins_of
+from rlbatch.pipeline.bare_trainer import build_trainer, plugins_of
+from rlbatch.testing.gradients import my_packs
 
 RATE = 1e-3
 

@@ -22,11 +22,11 @@ from rlbatch.api import ModelError
 from rlbatch.api.hf_fields import MEANINGLESS
 from rlbatch.config.schema import LayoutConfig
 from rlbatch.megatron.logits import logits
+from rlbatch.pipeline.bare_trainer import build_trainer, plugins_of
 from rlbatch.pipeline.packing import split_by_sample
 from rlbatch.plan.layout import check_expert_widths
-from rlbatch.testing.gradients import build_trainer, plugins_of
+from rlbatch.rank_pools import RankPool
 from rlbatch.testing.parity import pack_of, sequences
-from rlbatch.testing.ranks import RankPool
 from tests import tiny_models
 from tests.plugins.model_cases import as_json
 

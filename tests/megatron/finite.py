@@ -13,8 +13,9 @@ from rlbatch.config.schema import AlgorithmConfig, LayoutConfig
 from rlbatch.megatron.checkpoint import TrainerState, load_state
 from rlbatch.megatron.finite import NotFinite
 from rlbatch.megatron.trainer import Trainer
+from rlbatch.pipeline.bare_trainer import build_trainer
 from rlbatch.registry import load_plugins
-from rlbatch.testing.gradients import build_trainer, my_packs
+from rlbatch.testing.gradients import my_packs
 
 DENOMINATOR = 50.0
 

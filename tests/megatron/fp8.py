@@ -12,8 +12,8 @@ from rlbatch.checkpoint.hf import HfTensors, HfWriter
 from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import LayoutConfig
 from rlbatch.megatron.logits import logits
+from rlbatch.pipeline.bare_trainer import build_trainer, plugins_of
 from rlbatch.pipeline.packing import split_by_sample
-from rlbatch.testing.gradients import build_trainer, plugins_of
 from rlbatch.testing.parity import pack_of, sequences
 from rlbatch.weights.quantize import SCALE_SUFFIX
 from tests.weights.sharded import digest

@@ -8,8 +8,8 @@ import torch
 from megatron.core import parallel_state
 
 from rlbatch.config.schema import LayoutConfig
+from rlbatch.pipeline.bare_trainer import build_trainer
 from rlbatch.pipeline.packing import split_by_sample
-from rlbatch.testing.gradients import build_trainer
 from rlbatch.testing.parity import pack_of, sequences
 
 

@@ -19,11 +19,11 @@ from rlbatch.checkpoint.hf import HfTensors
 from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import LayoutConfig
 from rlbatch.plan.layout import check_layout
+from rlbatch.rank_pools import RankPools
 from rlbatch.registry import load_plugins
 from rlbatch.testing.gradients import gradients, worst
 from rlbatch.testing.hugging_face import gradients_of
 from rlbatch.testing.parity import forward_and_export, sequences
-from rlbatch.testing.ranks import RankPools
 from tests import tiny_models
 from tests.megatron.test_parity import TOLERANCE, VOCAB
 

@@ -14,7 +14,8 @@ from rlbatch.config.schema import Config, LayoutConfig
 from rlbatch.megatron import parallel
 from rlbatch.megatron.router import check_routers
 from rlbatch.megatron.trainer import Trainer
-from rlbatch.testing.gradients import build_trainer, my_packs, plugins_of
+from rlbatch.pipeline.bare_trainer import build_trainer, plugins_of
+from rlbatch.testing.gradients import my_packs
 
 ONE = LayoutConfig(world_size=1)
 

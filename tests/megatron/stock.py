@@ -19,7 +19,7 @@ from rlbatch.megatron.checkpoint import load_state, load_weights
 from rlbatch.megatron.checkpoint_chunks import sharding_metadata
 from rlbatch.megatron.model import transformer_config
 from rlbatch.megatron.trainer import Trainer
-from rlbatch.testing.gradients import build_trainer, plugins_of
+from rlbatch.pipeline.bare_trainer import build_trainer, plugins_of
 from tests.megatron import checkpoint
 
 

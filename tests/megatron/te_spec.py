@@ -14,7 +14,8 @@ from rlbatch.config.schema import LayoutConfig, TrainConfig
 from rlbatch.megatron import te_spec
 from rlbatch.megatron.checkpoint import TrainerState, load_state
 from rlbatch.megatron.router import Router
-from rlbatch.testing.gradients import build_trainer, gradients
+from rlbatch.pipeline.bare_trainer import build_trainer
+from rlbatch.testing.gradients import gradients
 from tests.megatron.checkpoint import exported, update
 
 

@@ -12,7 +12,8 @@ from rlbatch.algorithms.aggregate import denominator
 from rlbatch.algorithms.objective import Objective
 from rlbatch.config.schema import AlgorithmConfig, LayoutConfig
 from rlbatch.megatron import parallel
-from rlbatch.testing.gradients import build_trainer, my_packs
+from rlbatch.pipeline.bare_trainer import build_trainer
+from rlbatch.testing.gradients import my_packs
 from tests import tiny_models
 
 LAYOUTS = {

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from rlbatch.config.schema import CorrectionConfig, LayoutConfig, RejectConfig
-from rlbatch.testing.gradients import gradients, gradients_of_each, plugins_of, worst
+from rlbatch.pipeline.bare_trainer import plugins_of
+from rlbatch.testing.gradients import gradients, gradients_of_each, worst
 from tests import tiny_models
 
 TOLERANCE = 1e-5

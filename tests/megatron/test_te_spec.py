@@ -12,9 +12,9 @@ import pytest
 from rlbatch.api import ConfigError
 from rlbatch.config.schema import LayoutConfig
 from rlbatch.megatron.model import transformer_config
+from rlbatch.rank_pools import RankPools
 from rlbatch.registry import load_plugins
 from rlbatch.testing.gradients import gradients, worst
-from rlbatch.testing.ranks import RankPools
 from tests import tiny_models
 from tests.megatron import te_spec
 from tests.megatron.real_models import CONFIGS

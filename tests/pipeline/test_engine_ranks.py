@@ -12,7 +12,7 @@ import torch.distributed as dist
 from rlbatch.api import ConfigError, NoOptions, RolloutSpec
 from rlbatch.launch.ranks.rank_info import RankInfo
 from rlbatch.pipeline.engine_ranks import _by_node, engine_ranks
-from rlbatch.testing.ranks import RankPools
+from rlbatch.rank_pools import RankPools
 
 ONE_NODE = RolloutSpec(print, NoOptions, ranks_option="gpus_per_engine")
 NODES = replace(ONE_NODE, over_nodes=lambda nodes: {})

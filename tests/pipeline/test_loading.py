@@ -11,9 +11,9 @@ from rlbatch.api import DataError, ModelError
 from rlbatch.checkpoint.origin import state_folder
 from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import LayoutConfig
+from rlbatch.pipeline.bare_trainer import build_trainer
 from rlbatch.pipeline.loading import _load_weights
 from rlbatch.registry import load_plugins
-from rlbatch.testing.gradients import build_trainer
 from tests import tiny_models
 from tests.convert.test_dist import run
 

@@ -27,8 +27,8 @@ from rlbatch.pipeline.exporting import export_hf
 from rlbatch.pipeline.step import train_step
 from rlbatch.plan.layout import check_layout
 from rlbatch.prompts.embedded import write_embedded_task
+from rlbatch.rank_pools import RankPools
 from rlbatch.registry import load_plugins
-from rlbatch.testing.ranks import RankPools
 from rlbatch_plugins.rollout_vllm import VllmOptions, vllm_rollout
 from tests.pipeline.steps import SMALL, job_of
 from tests.plugins.vllm_cases import PARAMS, PROMPTS, vllm_python, write_model

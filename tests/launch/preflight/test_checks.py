@@ -11,7 +11,7 @@ from rlbatch.config.compose import compose
 from rlbatch.config.schema import Config
 from rlbatch.launch.preflight.checks import PEER_PATIENCE_S
 from rlbatch.prompts.embedded import write_embedded_task
-from rlbatch.testing.ranks import RankPools
+from rlbatch.rank_pools import RankPools
 from tests.launch.nodes import run_preflight, with_preflight
 from tests.stopwatch import Stopwatch
 

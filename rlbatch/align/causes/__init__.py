@@ -1,0 +1,1 @@
+"""Why the first place that differs does: what it would hold if its module were computed otherwise."""

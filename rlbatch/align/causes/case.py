@@ -1,0 +1,169 @@
+"""The first place that differs, with all that its explanation may rest on, and what a good explanation is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import takewhile
+
+import torch
+from torch import Tensor
+
+from rlbatch.align.values.comparison import errors
+from rlbatch.align.values.places import Batch, Place, Trace, in_order
+from rlbatch.api import ModelFamily
+from rlbatch.api.decoder import LAYER
+from rlbatch.launch.ranks.host_memory import host_memory
+from rlbatch.weights.codec import hf_names
+from rlbatch.weights.coverage import layers_of
+
+TIMES_BETTER = 20.0
+"""An explanation leaves less than the difference divided by this, or nothing but rounding and less than a third."""
+
+SLICES = 8
+"""Parts of inner dimensions that are looked at one by one, as ranks may share them."""
+
+NEXT_TO_NOTHING = 1e-3
+"""What counts fewer times is left out."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What a place would hold if the side computed otherwise in one way.
+
+    Attributes:
+        kind: The kind of difference.
+        words: What the side does.
+        value: As the place's; a part of the tokens where ``tokens`` says so.
+        tokens: [T] bool, those that ``value`` is right about; None: all.
+    """
+
+    kind: str
+    words: str
+    value: Tensor
+    tokens: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A kind of difference.
+
+    Attributes:
+        kind: E.g. ``rotary position``.
+        words: What the side does.
+        how: How that is known.
+    """
+
+    kind: str
+    words: str
+    how: str
+
+
+@dataclass(frozen=True)
+class Case:
+    """The first place that differs; all places before it agree.
+
+    Attributes:
+        family: Of the baseline's model.
+        batch: What was computed.
+        place: Where.
+        want: The baseline's.
+        got: The side's.
+        limit: Most that rounding explains there.
+    """
+
+    family: ModelFamily
+    batch: Batch
+    place: Place
+    want: Trace
+    got: Trace
+    limit: float
+
+    @cached_property
+    def before(self) -> Tensor:
+        """[T] differences of the side from the baseline, before anything is explained."""
+        return errors(self.place[1], self.got.values[self.place], self.want.values[self.place])
+
+    def value(self, name: str, layer: int | None = None) -> Tensor:
+        """[T, ...] float64 of the baseline at a place of this layer, or another one."""
+        return self.want.values[self.place[0] if layer is None else layer, name].double()
+
+    def has(self, name: str) -> bool:
+        """Whether this layer has such a place in the baseline."""
+        return (self.place[0], name) in self.want.values
+
+    def entering(self) -> Tensor:
+        """[T, hidden] float64, what enters this layer (or what is behind the last)."""
+        return self.value("output", self.place[0] - 1) if self.place[0] else self.value("embedding", -1)
+
+    def unseen(self) -> list[str]:
+        """This place, and before it those right before that the side does not show: norms that are fused into what is behind them."""
+        before = [place for place in in_order(list(self.want.values)) if place[0] == self.place[0]]
+        before = before[: before.index(self.place)]
+        fused = list(takewhile(lambda place: place not in self.got.values, reversed(before)))
+        return [name for _, name in (*reversed(fused), self.place)]
+
+    def names(self, megatron: str, expert: int | None = None, layer: int | None = None) -> tuple[str, ...]:
+        """Checkpoint names of a parameter of this layer, or another one (``mlp.router.weight``), or of one outside the layers; none: there
+        is no such.
+        """
+        own = self.place[0] if layer is None else layer
+        for mapping in self.family.mappings:
+            for there, whole in ((own, LAYER + megatron), (None, megatron)):
+                if mapping.megatron == whole and there in layers_of(self.family, mapping):
+                    return hf_names(mapping, there, expert)
+        return ()
+
+    def takes_experts(self) -> bool:
+        """Whether half of this host's free memory takes the weights of all of this layer's experts in float64, and twice what slices of
+        each make of the tokens.
+        """
+        hidden = self.value("mlp_norm")
+        weights = sum(one.numel() for name in ("gate_up", "down") for one in self.weights(f"mlp.experts.{name}", 0))
+        return 8 * self.family.num_experts * (weights + 2 * SLICES * hidden.numel()) <= host_memory()[1] / 2
+
+    def weights(self, megatron: str, expert: int | None = None) -> list[Tensor]:
+        """The parameter of ``names``: float64 tensors of the baseline."""
+        return [self.want.weights[name].double() for name in self.names(megatron, expert)]
+
+    def best(self, candidates: Iterable[Candidate]) -> Explanation | None:
+        """The candidate that leaves least of the difference, if that is little."""
+        best, left, before = None, float("inf"), self.before
+        all_got = self.got.values[self.place].double()
+        for candidate in candidates:
+            tokens = candidate.tokens if candidate.tokens is not None else torch.ones(len(before), dtype=torch.bool)
+            got = all_got[tokens]
+            if got.shape != candidate.value.shape:
+                continue
+            rest = float(errors(self.place[1], got, candidate.value).max())
+            was = float(before[tokens].max())
+            if rest < left and rest < max(min(self.limit, was / 3), was / TIMES_BETTER):
+                how = f"the baseline computed so leaves {rest:.1e} of a difference of {was:.1e}"
+                best, left = Explanation(candidate.kind, candidate.words, how), rest
+        return best
+
+
+def fitted(value: Callable[[float], Tensor], target: Tensor, around: float = 1.0) -> float:
+    """The number, within a factor of 8 of ``around``, for which ``value`` comes closest to ``target``."""
+
+    def distance(number: float) -> float:
+        return float((value(number) - target).norm())
+
+    grid: list[float] = [around * 2 ** (step / 8) for step in range(-24, 25)]
+    best = min(grid, key=distance)
+    low, high = best * 2**-0.125, best * 2**0.125
+    for _ in range(40):
+        left, right = low + (high - low) / 3, high - (high - low) / 3
+        low, high = (low, right) if distance(left) < distance(right) else (left, high)
+    return (low + high) / 2
+
+
+def multiple(of: Tensor, target: Tensor) -> float:
+    """The number of times that one comes closest to the other."""
+    return float((of * target).sum() / of.square().sum().clamp(min=1e-300))
+
+
+def number(value: float) -> str:
+    """The number as text, with four digits."""
+    return f"{value:.4g}"

@@ -1,0 +1,134 @@
+"""What core attention would hold if it were computed otherwise: scale, mask, sinks, and how it is rounded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from rlbatch.align.causes.case import Candidate, Case, Explanation, fitted, number
+from rlbatch.align.causes.tensors import MANTISSA
+
+MOST_KEPT = 4
+"""First tokens that a sliding window may keep."""
+
+
+def of_core(case: Case) -> Iterator[Candidate]:
+    """Softmax over keys, times values: another scale, or other keys than those of the token's sequence up to it."""
+    target, first = case.got.values[case.place].double(), 1 / math.sqrt(case.value("query").shape[-1])
+    owners, positions = case.batch.owners, case.batch.positions
+    same, past = owners[:, None] == owners, torch.arange(len(owners))[:, None] >= torch.arange(len(owners))
+    right = same & past
+    scale = fitted(lambda scale: _attended(case, scale, right), case.value("context"), first)
+    factor = fitted(lambda factor: _attended(case, factor * scale, right), target)
+    yield Candidate(
+        "another scale",
+        f"the softmax is of {number(factor)} times the products (mscale, or another head size)",
+        _attended(case, factor * scale, right),
+    )
+    cap = fitted(lambda cap: _attended(case, scale, right, cap=cap), target, 30.0)
+    yield Candidate("another scale", f"products are capped at {number(cap)}", _attended(case, scale, right, cap=cap))
+    for name, dtype in MANTISSA.items():
+        yield Candidate("precision", f"the softmax is rounded to {name}", _attended(case, scale, right, rounded=dtype))
+    zeros = torch.zeros(case.value("query").shape[1], dtype=torch.float64)
+    yield Candidate("mask", "a key of zeros takes part in each softmax (a sink, or padding)", _attended(case, scale, right, sinks=zeros))
+    if (sinks := _sinks(case, scale)) is not None:
+        said = ", ".join(number(float(sink)) for sink in sinks[:4])
+        yield Candidate("mask", f"each head has a sink in its softmax, with logits {said}", _attended(case, scale, right, sinks=sinks))
+    yield Candidate("permuted", "query heads take the key-value heads in turn, not in groups", _attended(case, scale, right, is_tiled=True))
+    yield Candidate("mask", "tokens see those behind them: it is not causal", _attended(case, scale, same))
+    ahead = torch.arange(len(owners)) - torch.arange(len(owners))[:, None]
+    yield Candidate("mask", "tokens see the next one too", _attended(case, scale, same & (ahead <= 1)))
+    start = positions == 0
+    yield Candidate("mask", "a sequence's first token is seen by itself alone", _attended(case, scale, right & (~start | (ahead == 0))))
+    yield Candidate("mask", "tokens see the sequences before theirs in the pack", _attended(case, scale, past))
+    yield Candidate("mask", "tokens see all of the pack", _attended(case, scale, torch.ones_like(past)))
+    for words, mask in _narrowed(case, right):
+        yield Candidate("mask", words, _attended(case, scale, mask))
+    without_itself = right & ~torch.eye(len(owners), dtype=torch.bool)
+    seeing = without_itself.any(1)
+    yield Candidate("mask", "tokens do not see themselves", _attended(case, scale, without_itself)[seeing], seeing)
+
+
+def of_first_tokens(case: Case) -> Explanation | None:
+    """A sequence's first token sees only itself: whatever keys and scale are, core attention gives its own value."""
+    first = case.batch.positions == 0
+    if case.place[1] != "context" or not float(case.before[first].max()) > case.limit:
+        return None
+    times, left = _own_shares(case)
+    if left < 1e-3:
+        least, most = number(float(times.min())), number(float(times.max()))
+        how = f"at first tokens, where only a token's own value can come out, heads have {least} to {most} of it"
+        if bool(((times - times.max()).abs() < 1e-3).logical_or(times.abs() < 1e-3).all()):
+            return Explanation("noise", f"weights of keys are dropped, the others {most} times as large: dropout", how)
+        return Explanation("another scale", "a token's weights of keys do not sum to 1: sinks, or another normalisation", how)
+    how = f"at first tokens, where only a token's own value can come out, {float(case.before[first].max()):.1e} differ"
+    return Explanation("mask", "first tokens see more than themselves: padding, or tokens of others", how)
+
+
+def _own_shares(case: Case) -> tuple[Tensor, float]:
+    """[sequences, heads] how much first tokens have of their own value, and the part of what they have that is something else."""
+    first = case.batch.positions == 0
+    got, value = case.got.values[case.place][first].double(), case.value("value")[first]
+    split = got.reshape(len(got), -1, value.shape[-1])
+    own = value.repeat_interleave(split.shape[1] // value.shape[1], 1)
+    times = (split * own).sum(-1, keepdim=True) / own.square().sum(-1, keepdim=True)
+    return times[..., 0], float((split - times * own).norm() / split.norm())
+
+
+def _sinks(case: Case, scale: float) -> Tensor | None:
+    """[heads] logits of sinks, from what they take at first tokens; None: they take nothing, or give something."""
+    (times, left), first = _own_shares(case), case.batch.positions == 0
+    if left > 1e-3 or not bool(((times > 0) & (times < 1)).all()):
+        return None
+    query, key = case.value("query")[first], case.value("key")[first]
+    scores = (query * key.repeat_interleave(query.shape[1] // key.shape[1], 1)).sum(-1) * scale
+    return (scores + (1 / times - 1).log()).median(0).values
+
+
+def _narrowed(case: Case, right: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Masks that leave out far keys, or let a sequence's beginning see itself, in words and [T, T] bool."""
+    positions, owners = case.batch.positions, case.batch.owners
+    window, wrong = _agreeing(case), positions[case.before > case.limit]
+    if 1 <= window <= int(positions.max()):
+        behind = positions[:, None] - positions
+        yield f"tokens see no more than the last {window}: a sliding window", right & (behind < window)
+        yield f"tokens see no more than their own {window} positions: chunks", right & (positions[:, None] // window == positions // window)
+        for kept in range(1, min(window, MOST_KEPT) + 1):
+            words = f"tokens see no more than the last {window - kept} and the first {kept}: a sliding window"
+            yield words, right & ((behind < window - kept) | (positions < kept))
+    if len(wrong) and (prefix := int(wrong.max()) + 2) >= 2:
+        same = owners[:, None] == owners
+        yield (
+            f"the first {prefix} tokens of a sequence see each other",
+            right | (same & (positions < prefix) & (positions[:, None] < prefix)),
+        )
+
+
+def _agreeing(case: Case) -> int:
+    """Positions, from a sequence's start, at which all tokens agree."""
+    wrong = case.batch.positions[case.before > case.limit]
+    return int(wrong.min()) if len(wrong) else 0
+
+
+def _attended(
+    case: Case,
+    scale: float,
+    mask: Tensor,
+    *,
+    is_tiled: bool = False,
+    cap: float = 0.0,
+    sinks: Tensor | None = None,
+    rounded: torch.dtype = torch.float64,
+) -> Tensor:
+    """[T, heads x size] of the baseline's queries, keys and values; tiled: neighbouring queries have different keys, not the same."""
+    query, key, value = (case.value(name).transpose(0, 1) for name in ("query", "key", "value"))
+    times = len(query) // len(key)
+    key, value = (each.repeat(times, 1, 1) if is_tiled else each.repeat_interleave(times, 0) for each in (key, value))
+    scores = query @ key.transpose(1, 2) * scale
+    scores = (cap * (scores / cap).tanh() if cap else scores).masked_fill(~mask, -torch.inf)
+    scores = scores if sinks is None else torch.cat([scores, sinks[:, None, None].expand(-1, scores.shape[1], 1)], -1)
+    weights = scores.to(rounded).softmax(-1).double().nan_to_num(0.0)[..., : value.shape[1]]
+    return (weights @ value).transpose(0, 1).flatten(1)

@@ -1,0 +1,114 @@
+"""What kind of difference the first one is: by weights of the same name, by the place computed otherwise, by its pattern."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+
+import torch
+
+from rlbatch.align.causes import attention, core, mlp, norms, parts, router, tensors, vocabulary, weights
+from rlbatch.align.causes.case import NEXT_TO_NOTHING, Candidate, Case, Explanation, multiple, number
+
+
+def explain(case: Case, precision: str) -> Explanation:
+    """The kind of the first difference.
+
+    Args:
+        case: Where it is.
+        precision: Of the side.
+    """
+    got = case.got.values[case.place]
+    if got.shape != case.want.values[case.place].shape:
+        shapes = f"{list(got.shape)}, not {list(case.want.values[case.place].shape)}"
+        times = len(got) / len(case.want.values[case.place])
+        often = f", {times:g} times as many rows: it is computed so often" if times > 1 and times.is_integer() else ""
+        return Explanation("another shape", f"it has shape {shapes}{often}", "shapes")
+    if not got.isfinite().all():
+        filtered = _tried(case, vocabulary.of_filter) if case.place[1] == "logprobs" else None
+        how = f"{int((~got.isfinite()).sum())} values"
+        if case.place[1] == "logprobs" and not filtered and bool((got.isfinite() | got.isneginf()).all()):
+            return Explanation("filtered", "it is minus infinity where a filter or mask left tokens out, its logits are others too", how)
+        return filtered or Explanation("not finite", "it has values that are infinite or NaN", how)
+    return (
+        weights.explain(case, precision)
+        or _tried(case, OF_PLACE.get(case.place[1], no_causes))
+        or _tried(case, parts.of_parts)
+        or _tried(case, parts.of_single_parts)
+        or _tried(case, tensors.of_any)
+        or _tried(case, LATER.get(case.place[1], no_causes))
+        or _tried(case, tensors.of_single_values)
+        or core.of_first_tokens(case)
+        or tensors.of_equal_inputs(case)
+        or tensors.lower_precision(case)
+        or Explanation("unknown", "the difference has no pattern that is known here", _pattern(case))
+    )
+
+
+def explain_output(case: Case) -> Explanation | None:
+    """Whether the output layer alone makes the difference of log-probs, of a side that shows nothing else."""
+    if case.place[1] != "logprobs":
+        return None
+    return _tried(case, vocabulary.of_output if case.got.values[case.place].isfinite().all() else vocabulary.of_filter)
+
+
+def _tried(case: Case, causes: Callable[[Case], Iterator[Candidate]]) -> Explanation | None:
+    return case.best(_while_there(causes(case)))
+
+
+def _while_there(candidates: Iterator[Candidate]) -> Iterator[Candidate]:
+    """Up to the first that needs a place or a parameter that this model does not have."""
+    with suppress(KeyError, IndexError, ValueError):
+        yield from candidates
+
+
+def no_causes(case: Case) -> Iterator[Candidate]:
+    """No candidates: of a place that has no test of its own."""
+    yield from ()
+
+
+def _pattern(case: Case) -> str:
+    """What can be said of a difference that nothing explains."""
+    wrong, positions = case.before > case.limit, case.batch.positions
+    said = [f"largest {float(case.before.max()):.1e}, in {int(wrong.sum())} of {len(wrong)} tokens"]
+    if not bool(wrong[positions == 0].any()):
+        early, late = (float(case.before[part].mean()) for part in (positions <= positions.max() // 2, positions > positions.max() // 2))
+        said.append(f"none at a sequence's first token, {early:.1e} in first halves and {late:.1e} in second ones")
+    if case.has("router_weights"):
+        chosen = case.value("router_weights") != 0
+        alone = [expert for expert in range(chosen.shape[1]) if torch.equal(chosen[:, expert], wrong)]
+        said += [f"exactly the tokens of expert {expert}" for expert in alone]
+    return "; ".join(said)
+
+
+def _of_sum(case: Case) -> Iterator[Candidate]:
+    """A layer's sum."""
+    before, attended, added = case.entering(), case.value("attention"), case.value("mlp")
+    yield Candidate("missing", "the residual is not added", added)
+    yield Candidate("missing", "the layer's input is not in the residual", attended + added)
+    yield Candidate("missing", "the residual is the layer's input, without attention's output", before + added)
+    yield Candidate("missing", "the MLP's output is not added", before + attended)
+    yield Candidate("missing", "the residual is what the norm made of it", case.value("mlp_norm") + added)
+    got = case.got.values[case.place].double()
+    for words, part in (("the MLP's output", added), ("attention's output", attended), ("the layer's input", before)):
+        rest = before + attended + added - part
+        factor = multiple(part, got - rest)
+        if abs(factor) > NEXT_TO_NOTHING:
+            yield Candidate("another scale", f"{words} counts {number(factor)} times", rest + factor * part)
+
+
+OF_PLACE: Mapping[str, Callable[[Case], Iterator[Candidate]]] = {
+    "embedding": vocabulary.of_table,
+    **dict.fromkeys(("input_norm", "mlp_norm", "final_norm"), norms.of_norm),
+    **dict.fromkeys(("query", "key", "value"), attention.of_projections),
+    "context": core.of_core,
+    "attention": attention.of_output,
+    "router_logits": router.of_router,
+    "router_weights": router.of_choice,
+    "shared_experts": mlp.of_shared,
+    "mlp": mlp.of_mlp,
+    "output": _of_sum,
+    **dict.fromkeys(("logprobs", "entropy"), vocabulary.of_output),
+}
+LATER: Mapping[str, Callable[[Case], Iterator[Candidate]]] = {"router_weights": router.of_given_experts}
+"""What fits more than one fault does, and comes behind the others."""

@@ -1,0 +1,1 @@
+"""A comparison as a job: how it is submitted, and what its ranks do."""

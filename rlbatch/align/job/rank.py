@@ -1,0 +1,86 @@
+"""One rank of a comparison that runs as a job: ``python -m rlbatch.align.job.rank --run-dir DIR``. The launchers start it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlbatch import run
+from rlbatch.align.arguments import layout_of, token_lists
+from rlbatch.align.job.submit import PAGE, TEXT, VERDICT, asked
+from rlbatch.config.hf_config import read_config
+from rlbatch.launch.records.disk import as_config_errors
+
+if TYPE_CHECKING:
+    from rlbatch.align.job.ranks import JobRanks
+    from rlbatch.registry import Registry
+    from rlbatch.run import Joined
+
+SCRATCH = "values"
+"""Folder in the run folder: what sides computed, until they were compared."""
+
+
+def main() -> None:
+    """Reads the run folder and runs this rank to the end."""
+    parser = argparse.ArgumentParser(
+        prog="python -m rlbatch.align.job.rank", description="One rank of a comparison. Started by the launchers."
+    )
+    parser.add_argument("--run-dir", type=Path, required=True, help="Run folder, as made by rlbatch.align.")
+    run_process(parser.parse_args().run_dir.resolve())
+
+
+def run_process(run_dir: Path) -> None:
+    """As ``rlbatch.run.run_process``."""
+    run.run_process(run_dir, _align)
+
+
+def _align(rank: Joined) -> None:
+    with rank.watchdog.reporting():
+        with rank.watchdog.phase("start"):
+            rank.log.phase("importing Megatron-core")
+            from rlbatch.align.job.ranks import JobRanks
+            from rlbatch.launch.membership.store import process_group
+
+            registry, store, preflight = rank.connect()
+            with process_group(store, rank.config.launch.collective_timeout_s) as device:
+                preflight.check_links(device)
+            ranks = JobRanks(store, rank.watchdog, rank.config.launch.collective_timeout_s)
+        rank.log.begin(0)
+        if store.info.rank:
+            ranks.serve()
+        else:
+            _compare(rank, registry, ranks)
+            ranks.close()
+        run.wait_for_all(rank.watchdog, store, "end")
+
+
+def _compare(rank: Joined, registry: Registry, ranks: JobRanks) -> None:
+    from rlbatch.align.report.compare import compared, report
+
+    options, run_dir = asked(rank.run_dir), rank.run_dir
+    options = replace(options, out=options.out or str(run_dir / PAGE))
+    family = registry.resolve_model_family(read_config(Path(options.hf)))
+    layouts = {} if options.beside else {name: layout_of(name, family) for name in options.layouts}
+
+    def say(text: str) -> None:
+        print(text, flush=True)
+        said.write(text + "\n")
+        with rank.watchdog.phase("training"):
+            said.flush()  # a sign of life: each side has the time of one phase
+
+    scratch = run_dir / SCRATCH
+    with as_config_errors(run_dir), (run_dir / TEXT).open("w", encoding="utf-8") as said:
+        shutil.rmtree(scratch, ignore_errors=True)  # an attempt that was ended left it
+        scratch.mkdir()
+        found = compared(options, family, layouts, token_lists(options, family), ranks.run, registry, scratch)
+        agrees = report(options, family, found, say)
+        shutil.rmtree(scratch)
+        (run_dir / VERDICT).write_text(json.dumps({"agrees": agrees}) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Runs the sides, and says what came of each: a sentence, a table, a page."""

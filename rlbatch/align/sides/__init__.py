@@ -1,0 +1,1 @@
+"""Models that compute the same tokens: transformers, the trainer, engines."""

@@ -1,0 +1,109 @@
+"""An engine as a side: sequences that it sampled itself, its log-probs of them, and its experts if it tells them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlbatch.align.values.places import Batch, Place, Trace
+from rlbatch.api import ModelFamily, Prompt, RolloutContext, SamplingParams
+from rlbatch.checkpoint.hf import HfTensors
+from rlbatch.registry import Registry
+from rlbatch.weights.export import buckets
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+BUCKET_MIB = 512
+"""Of weights that are sent at once."""
+
+
+class EngineSide:
+    """A rollout backend's engine with the folder's weights, which it is sent as in a run, and which are compared with what it holds.
+
+    Args:
+        name: ``rollout=<name>``.
+        folder: Of the model.
+        family: Of the model.
+        registry: With the backend.
+        engine: ``rollout.engine``.
+        precision: ``fp32`` or ``bf16``.
+        seed: Of its samples.
+        scratch: For its files.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        family: ModelFamily,
+        registry: Registry,
+        engine: Mapping[str, Any],
+        precision: str,
+        seed: int,
+        scratch: Path,
+    ) -> None:
+        self.title, self.precision = f"{name} {precision}", precision
+        self._name, self._folder, self._family, self._registry = name, folder, family, registry
+        self._engine, self._seed, self._scratch = engine, seed, scratch
+        self._logprobs: list[Tensor] = []
+        self._routes: list[Tensor | None] = []
+
+    def sample(self, tokens: Sequence[Sequence[int]]) -> Batch:
+        """Sequences as long as these, each from its first token on.
+
+        Raises:
+            RolloutError: the engine does not start, or does not hold what it was sent.
+        """
+        has_routes = bool(self._family.num_experts) and self._registry.rollouts[self._name].value.returns_routes
+        context = RolloutContext(
+            self._folder,
+            "cpu",
+            DTYPES[self.precision],
+            engine=self._engine,
+            folder=self._scratch / self._name,
+            audit_sync="always",
+            with_routes=has_routes,
+        )
+        sequences = []
+        with ExitStack() as started:
+            backend = self._registry.build_rollout(self._name, {}, context)
+            started.callback(backend.close)
+            source = HfTensors(self._folder)
+            backend.update_weights(buckets(((name, source.read(name)) for name in source.names()), BUCKET_MIB, 0))
+            for number, given in enumerate(tokens):
+                params = SamplingParams(1.0, max(len(given) - 1, 1), (), 1, (self._seed, number), with_routes=has_routes)
+                [[completion]] = backend.generate([Prompt(number, "", (given[0],))], params)
+                sequences.append(torch.tensor([given[0], *completion.token_ids]))
+                self._logprobs.append(torch.tensor([0.0, *completion.logprobs]))
+                self._routes.append(completion.routes)
+        return Batch(sequences)
+
+    def shown(self, want: Trace) -> Trace:
+        """What it computed of the sequences. Of experts it tells which, not their weights: where they are the baseline's, those are too."""
+        values: dict[Place, Tensor] = {(self._family.num_layers, "logprobs"): torch.cat(self._logprobs)}
+        for layer, name in want.values:
+            if name == "router_weights" and all(routes is not None for routes in self._routes):
+                values[layer, name] = self._weights(layer, want.values[layer, name])
+        return Trace(values)
+
+    def _weights(self, layer: int, weights: Tensor) -> Tensor:
+        found, start = weights.clone(), 0
+        for sequence, routes in zip(self._logprobs, self._routes, strict=True):
+            assert routes is not None
+            chosen = routes[:, self._place(layer, routes.shape[1])].long()
+            rows = found[start : start + len(chosen)]
+            theirs = torch.zeros_like(rows, dtype=torch.bool).scatter(1, chosen, True)
+            other = (theirs != (rows != 0)).any(1)
+            rows[other] = (theirs[other].to(rows.dtype) / chosen.shape[1]) * rows[other].sum(1, keepdim=True)
+            start += len(sequence)
+        return found
+
+    def _place(self, layer: int, layers: int) -> int:
+        """Of a layer among those that the engine tells: all, or those with experts."""
+        if layers == self._family.num_layers:
+            return layer
+        return layer - (self._family.num_layers - layers)

@@ -1,0 +1,180 @@
+"""The trainer as a side, under a layout: one process a rank, each of which writes what it has to disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlbatch.align.values.places import Batch, Place, Trace
+from rlbatch.align.values.stored import FolderWeights, Stored, write
+from rlbatch.checkpoint.hf import HfTensors
+from rlbatch.config.schema import LayoutConfig
+from rlbatch.config.structured import from_mapping
+from rlbatch.megatron.passing_values import PassingValues
+from rlbatch.pipeline.bare_trainer import backward, build_trainer
+from rlbatch.pipeline.packing import (
+    build_microbatches,
+    pad_with_dummies,
+    sequence_multiple,
+    split_by_sample,
+    with_advantages,
+)
+from rlbatch.plan.layout import microbatch_count
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the ranks of a layout compute, and where they write it; ``asdict`` makes JSON of it.
+
+    Attributes:
+        folder: Hugging Face folder.
+        layout: Over which ranks.
+        precision: ``fp32`` or ``bf16``.
+        plugins: As of ``rlbatch.submit``.
+        with_gradients: Whether gradients are taken too.
+        sequences: Token ids of each.
+        values: Folder of a ``Stored`` for what passes each place.
+        weights: Another one for weights that are not the folder's.
+        gradients: Another one.
+    """
+
+    folder: str
+    layout: LayoutConfig
+    precision: str
+    plugins: tuple[str, ...]
+    with_gradients: bool
+    sequences: list[list[int]]
+    values: str
+    weights: str
+    gradients: str
+
+    @classmethod
+    def of(cls, said: Mapping[str, Any]) -> Task:
+        """The task that ``asdict`` and JSON made this of."""
+        return cls(**{**said, "layout": from_mapping(LayoutConfig, said["layout"]), "plugins": tuple(said["plugins"])})
+
+
+@dataclass
+class Written:
+    """What one rank wrote.
+
+    Attributes:
+        places: Of its own layers, of the first rank that has them.
+        weights: Checkpoint name -> whether they are not the folder's, and were written. On rank 0, as gradients.
+        gradients: Checkpoint names.
+    """
+
+    places: list[Place] = field(default_factory=list)
+    weights: dict[str, bool] = field(default_factory=dict)
+    gradients: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, said: Mapping[str, Any]) -> Written:
+        """What a rank said in JSON."""
+        return cls([(layer, name) for layer, name in said["places"]], said["weights"], said["gradients"])
+
+
+class TrainerSide:
+    """The trainer's model.
+
+    Args:
+        folder: Hugging Face folder.
+        layout: Over which ranks.
+        name: Of the layout.
+        precision: ``fp32`` or ``bf16``.
+        plugins: As of ``rlbatch.submit``.
+        run: Has the ranks of a layout compute a task, and returns what each one wrote.
+        with_gradients: Whether gradients are taken too.
+        scratch: Where its values are kept, which all ranks see; None: among the temporary files.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        layout: LayoutConfig,
+        name: str,
+        precision: str,
+        plugins: tuple[str, ...],
+        run: Callable[[Task], list[Written]],
+        *,
+        with_gradients: bool = False,
+        scratch: Path | None = None,
+    ) -> None:
+        self.title, self.precision = f"trainer {name} {precision}", precision
+        self._task = Task(str(folder), layout, precision, plugins, with_gradients, [], "", "", "")
+        self._run, self._scratch = run, scratch
+
+    def compute(self, batch: Batch) -> Trace:
+        """See ``Side``."""
+        values: Stored[Place] = Stored(self._scratch)
+        weights, gradients = Stored[str](self._scratch), Stored[str](self._scratch)
+        sequences = [sequence.tolist() for sequence in batch.sequences]
+        task = replace(
+            self._task, sequences=sequences, values=str(values.folder), weights=str(weights.folder), gradients=str(gradients.folder)
+        )
+        ranks = self._run(task)
+        for rank in ranks:
+            values.add(rank.places)
+        weights.add(name for name, is_other in ranks[0].weights.items() if is_other)
+        gradients.add(ranks[0].gradients)
+        same = {name: name for name, is_other in ranks[0].weights.items() if not is_other}
+        return Trace(values, FolderWeights(Path(task.folder), same, None, weights), gradients)
+
+
+def compute(task: Task, change: Callable[[Any], None] | None = None) -> Written:
+    """Computes on one rank, which holds its part of the model, and writes what passed there. Rank 0 writes gradients, and the weights that
+    are not the folder's, one tensor at a time.
+
+    Every data-parallel rank computes the whole batch, in one pack.
+    """
+    layout, sequences = task.layout, [torch.tensor(each) for each in task.sequences]
+    trainer = build_trainer(Path(task.folder), layout, task.plugins, precision=task.precision)
+    if change is not None:
+        change(trainer)
+    multiple = sequence_multiple(layout.tp_size, layout.cp_size)
+    ones, zeros = [torch.ones(len(each)) for each in sequences], [torch.zeros(len(each)) for each in sequences]
+    packs = build_microbatches(sequences, ones, zeros, max_tokens=2**40, pad_multiple=multiple)
+    packs = with_advantages(pad_with_dummies(packs, microbatch_count(layout, 1), multiple), [each + 1.0 for each in zeros])
+    passing, done = PassingValues(trainer.stages, trainer.megatron_config.num_layers), Written()
+    trainer.logprobs([pack.microbatch for pack in packs])
+    for place, rows in passing.whole(packs[0].microbatch):
+        if passing.is_first:
+            for own, values in _as_compared(place, torch.cat(split_by_sample(packs[:1], [rows])), sequences):
+                write(Path(task.values), own, values)
+                done.places.append(own)
+    source = HfTensors(Path(task.folder))
+    known = set(source.names())
+    for name, tensor in trainer.export():
+        if dist.get_rank() == 0:
+            done.weights[name] = name not in known or not _is_same(tensor, source.read(name))
+            if done.weights[name]:
+                write(Path(task.weights), name, tensor)
+    if task.with_gradients:
+        backward(trainer, packs, "token_mean")
+        for name, gradient in trainer.export_gradients():
+            if dist.get_rank() == 0:
+                write(Path(task.gradients), name, gradient)
+                done.gradients.append(name)
+    return done
+
+
+def _as_compared(place: Place, rows: Tensor, sequences: list[Tensor]) -> Iterator[tuple[Place, Tensor]]:
+    """A prediction is two places, of which a sequence's first token has 0."""
+    if place[1] != "prediction":
+        yield place, rows
+        return
+    starts = torch.cat([torch.arange(len(each)) for each in sequences]) == 0
+    for name, column in zip(("logprobs", "entropy"), rows.masked_fill(starts[:, None], 0.0).unbind(1), strict=True):
+        yield (place[0], name), column
+
+
+def _is_same(ours: Tensor, theirs: Tensor) -> bool:
+    """Whether all values are the same ones, of whatever dtypes."""
+    dtype = torch.promote_types(ours.dtype, theirs.dtype)
+    return torch.equal(ours.cpu().to(dtype), theirs.to(dtype))
