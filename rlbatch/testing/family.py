@@ -159,14 +159,13 @@ def _compared(
     import torch
 
     from rlbatch.checkpoint.hf import HfTensors
-    from rlbatch.testing import comparison
-    from rlbatch.testing.gradients import worst
-    from rlbatch.testing.hugging_face import gradients_of, saved
+    from rlbatch.testing.gradients import layout_gradients, worst
+    from rlbatch.testing.hugging_face import gradients_of, random_model, saved
     from rlbatch.testing.parity import forward_and_export, round_trip, sequences
 
     vocab, folder = family.vocab_size, scratch / "model"
     try:
-        model = comparison.random_model(config, scratch / "config")
+        model = random_model(config, scratch / "config")
         saved(model, folder)
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
         with torch.no_grad():
@@ -177,7 +176,7 @@ def _compared(
     try:
         [(got, exported)] = pools(1).run(forward_and_export, str(folder), ONE, vocab, plugins)
         again = pools(1).run(round_trip, str(folder), str(scratch / "again"), ONE, plugins)[0]
-        [alone] = pools(1).run(comparison.layout_gradients, str(folder), ONE, vocab, plugins)
+        [alone] = pools(1).run(layout_gradients, str(folder), ONE, vocab, plugins)
     except Exception as error:
         yield Row("Megatron", "BAD", _first_line(error))
         return
@@ -198,8 +197,7 @@ def _spread(
     family: ModelFamily, plugins: tuple[str, ...], folder: Path, pools: Callable[[int], Any], alone: Mapping[str, Any]
 ) -> Iterator[Row]:
     """Gradients under each layout that the family can have."""
-    from rlbatch.testing import comparison
-    from rlbatch.testing.gradients import worst
+    from rlbatch.testing.gradients import layout_gradients, worst
 
     for title, layout in LAYOUTS.items():
         spread = layout if family.num_experts else LayoutConfig(**{**vars(layout), "etp_size": 1})
@@ -209,7 +207,7 @@ def _spread(
             yield Row(title, "-", str(refusal))
             continue
         try:
-            got = pools(spread.world_size).run(comparison.layout_gradients, str(folder), spread, family.vocab_size, plugins)[0]
+            got = pools(spread.world_size).run(layout_gradients, str(folder), spread, family.vocab_size, plugins)[0]
         except Exception as error:
             yield Row(title, "BAD", _first_line(error))
             continue

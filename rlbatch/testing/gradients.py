@@ -26,6 +26,8 @@ from rlbatch.plan.layout import microbatch_count
 
 LENGTHS = (9, 17, 5, 12, 20, 7, 3, 14, 11)
 VOCAB = 61
+FAMILY_TOKENS = 40
+"""Tokens of a pack in the comparison of a family: several packs on each rank."""
 
 
 def samples(lengths: Sequence[int] = LENGTHS, vocab: int = VOCAB) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
@@ -120,3 +122,8 @@ def worst(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> tuple[
     """The largest relative error and its parameter."""
     assert set(got) == set(want)
     return max((relative_error(got[name], want[name]), name) for name in want)
+
+
+def layout_gradients(folder: str, layout: LayoutConfig, vocab: int, plugins: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    """Gradients of the batch in packs, by Hugging Face name; rank 0 only."""
+    return gradients_of(build_trainer(Path(folder), layout, plugins), my_packs(layout, FAMILY_TOKENS, vocab=vocab), "token_mean")

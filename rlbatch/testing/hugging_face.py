@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -65,3 +67,16 @@ def saved(model: torch.nn.Module, folder: Path) -> Path:
     """Writes the model as a Hugging Face folder."""
     cast(Any, model).save_pretrained(folder)
     return folder
+
+
+def random_model(config: Mapping[str, Any], folder: Path) -> torch.nn.Module:
+    """transformers' model of a config.json, with weights far from their initialisation."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    read = AutoConfig.from_pretrained(folder, local_files_only=True)
+    return scrambled(AutoModelForCausalLM.from_config(read, attn_implementation="eager"))

@@ -10,8 +10,7 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
-from rlbatch.align.values.comparison import errors
-from rlbatch.align.values.places import Batch, Place, Trace, in_order
+from rlbatch.align.values.places import Batch, Place, Trace, errors, in_order
 from rlbatch.api import ModelFamily
 from rlbatch.api.decoder import LAYER
 from rlbatch.launch.ranks.host_memory import host_memory

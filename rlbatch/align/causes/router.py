@@ -13,8 +13,7 @@ from torch import Tensor
 from rlbatch.align.causes.case import Candidate, Case, fitted, multiple, number
 from rlbatch.align.causes.parts import without
 from rlbatch.align.causes.tensors import MANTISSA, of_product
-from rlbatch.align.values.comparison import Row
-from rlbatch.align.values.places import Batch, Trace
+from rlbatch.align.values.places import Batch, Row, Trace
 from rlbatch.api import ModelFamily
 
 

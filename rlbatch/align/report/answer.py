@@ -9,8 +9,7 @@ from rlbatch.align.causes import weights
 from rlbatch.align.causes.case import Case, Explanation
 from rlbatch.align.causes.explain import explain, explain_output
 from rlbatch.align.causes.router import without_ties
-from rlbatch.align.values.comparison import ABSOLUTE, Row, compare, first_difference
-from rlbatch.align.values.places import Batch, Named, Place, Trace, in_words
+from rlbatch.align.values.places import ABSOLUTE, Batch, Named, Place, Row, Trace, compare, first_difference, in_words
 from rlbatch.api import ModelFamily
 
 PARTS = {

@@ -15,8 +15,7 @@ from rlbatch.align.report.page import write_page
 from rlbatch.align.sides.engine import EngineSide
 from rlbatch.align.sides.trainer import Task, TrainerSide, Written
 from rlbatch.align.sides.transformers import TransformersSide
-from rlbatch.align.values.comparison import measured_rounding
-from rlbatch.align.values.places import Batch, Place, Side, Trace, batch_of
+from rlbatch.align.values.places import Batch, Place, Side, Trace, batch_of, measured_rounding
 from rlbatch.api import ModelError, ModelFamily
 from rlbatch.config.schema import LayoutConfig
 from rlbatch.pipeline.bare_trainer import relative_error
