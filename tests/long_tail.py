@@ -10,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 ENGINES = ("rlbatch/engines/", "rlbatch/weights/", "rlbatch/api/", "tests/plugins/")
+COMPARED = ("rlbatch/testing/", "rlbatch/rank_pools.py", "rlbatch/pipeline/bare_trainer.py")
 EVERYTHING = ("setup.cfg", "constraints.txt", "Makefile", ".ci/", "tests/conftest.py", "tests/long_tail.py", "tests/tiny_models.py")
 PATHS = {
     "vllm": (*ENGINES, "plugins/vllm_host/", "plugins/rollout_vllm.py", "tests/vllm_cpu.txt"),
@@ -17,8 +18,8 @@ PATHS = {
     "align": ("rlbatch/align/",),
     "jobs": ("rlbatch/launch/", "rlbatch/pipeline/", "rlbatch/metrics/", "rlbatch/checkpoint/", "rlbatch/run.py", "tests/test_"),
     "clusters": ("rlbatch/launch/", "rlbatch/submit.py", "rlbatch/run.py", "rlbatch/start.py", "slurm/", "tests/cluster/"),
-    "models": ("rlbatch/megatron/", "rlbatch/weights/", "rlbatch/testing/", "plugins/model_", "tests/megatron/", "tests/weights/"),
-    "losses": ("rlbatch/megatron/", "rlbatch/algorithms/", "rlbatch/testing/", "plugins/loss_", "tests/megatron/"),
+    "models": ("rlbatch/megatron/", "rlbatch/weights/", *COMPARED, "plugins/model_", "tests/megatron/", "tests/weights/"),
+    "losses": ("rlbatch/megatron/", "rlbatch/algorithms/", *COMPARED, "plugins/loss_", "tests/megatron/"),
     "configs": ("rlbatch/plan/", "configs/"),
 }
 """Beginnings of paths by name: what changes the result of a test with this name."""
