@@ -74,12 +74,12 @@ class VllmEngine(SamplingEngine):
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM  # noqa: F401  # most of vLLM
 
-        if refused := versions.without_invariance(version):
+        decided: dict[str, Any] = header["decided"]
+        if refused := versions.without_invariance(version) or versions.without_routes(version, decided):
             raise Refused(refused)
         if told := versions.untried(distribution, version):
             init_logger("vllm.rlbatch").warning(told)
         known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
-        decided: dict[str, Any] = header["decided"]
         if refused := refusal(header["options"], known, engine_options.DECIDED, f"vLLM {version}", engine_options.LISTED):
             raise Refused(refused)
         defaults = {name: value for name, value in header["defaults"].items() if name in known}
@@ -134,7 +134,8 @@ class VllmEngine(SamplingEngine):
             raise RuntimeError(f"sample {name} ended with `{completion.finish_reason}`")
         tokens = list(completion.token_ids)
         values = [position[token].logprob for position, token in zip(completion.logprobs, tokens, strict=True)]
-        return Sampled(tokens, values, completion.finish_reason, seconds)
+        routes = _routes(completion.routed_experts, len(prompt) + len(tokens) - 1) if header.get("with_routes") else None
+        return Sampled(tokens, values, completion.finish_reason, seconds, routes)
 
     async def op_join(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
         """Lets all workers join the group of ``size`` processes whose first one will send weights."""
@@ -236,6 +237,15 @@ class VllmEngine(SamplingEngine):
         """Ends vLLM's processes."""
         if self._llm is not None:
             self._llm.shutdown()
+
+
+def _routes(told: Any, tokens: int) -> tuple[Sequence[int], bytes] | None:
+    """What vLLM says of all tokens but the last, in all layers: a numpy array, or None where it kept nothing."""
+    if told is None:
+        return None
+    if len(told) != tokens:
+        raise RuntimeError(f"vLLM told the experts of {len(told)} tokens, and read {tokens}")
+    return told.shape, told.astype("int16").tobytes()
 
 
 def _check_head_size(model: Any) -> None:

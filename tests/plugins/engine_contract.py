@@ -137,6 +137,21 @@ def assert_equal_to_transformers(pair: Pair) -> None:
         assert pair.worst_difference(replace(PARAMS, temperature=temperature)) < LIMIT
 
 
+def assert_experts_are_the_models(pair: Pair) -> None:
+    """The engine's of every token of prompt and response but the last, in all layers that have experts; none where not asked for."""
+    for completion in next(iter(pair.engine.generate(PROMPTS, PARAMS))):
+        assert completion.routes is None
+    asked = replace(PARAMS, with_routes=True)
+    for prompt, completions in zip(PROMPTS, pair.engine.generate(PROMPTS, asked), strict=True):
+        for completion in completions:
+            read = Prompt(0, "", (*prompt.token_ids, *completion.token_ids[:-1]))
+            [[expected]] = pair.oracle.generate([read], replace(asked, samples_per_prompt=1, max_response_tokens=1))
+            assert completion.routes is not None
+            assert expected.routes is not None
+            own = completion.routes[:, -expected.routes.shape[1] :]  # an engine may have rows of layers without experts, which come first
+            assert own.sort(-1).values.equal(expected.routes.sort(-1).values)
+
+
 class SharedEngine:
     """Tests that one engine of each family serves; the last family's serves the others too.
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlbatch.api import ConfigError, EngineShape, Prompt, RolloutContext, RolloutError, SamplingParams
+from rlbatch.api import ConfigError, EngineShape, RolloutContext, RolloutError, SamplingParams
 from rlbatch.engines.transfer.sender import WeightSender
 from rlbatch.engines.transfer.weight_group import SENDER, WeightGroup
 from rlbatch_plugins import rollout_sglang
@@ -25,6 +25,7 @@ from tests.plugins.engine_contract import (
     OwnEngine,
     SharedEngine,
     alone,
+    assert_experts_are_the_models,
     backend,
     pair,
     pairs,
@@ -64,16 +65,7 @@ def test_a_minimal_length_keeps_the_stop_token_away(pair: Pair) -> None:
 
 def test_experts_are_the_models(pair: Pair) -> None:
     """Of every token of prompt and response but the last, in all layers, also of prompts that are in its cache; only where asked for."""
-    for completion in next(iter(pair.engine.generate(PROMPTS, PARAMS))):
-        assert completion.routes is None
-    for prompt, completions in zip(PROMPTS, pair.engine.generate(PROMPTS, replace(PARAMS, with_routes=True)), strict=True):
-        for completion in completions:
-            read = Prompt(0, "", (*prompt.token_ids, *completion.token_ids[:-1]))
-            once = replace(PARAMS, with_routes=True, samples_per_prompt=1, max_response_tokens=1)
-            [[expected]] = pair.oracle.generate([read], once)
-            assert completion.routes is not None
-            assert expected.routes is not None
-            assert completion.routes.sort(-1).values.equal(expected.routes.sort(-1).values)
+    assert_experts_are_the_models(pair)
 
 
 def test_greedy_requests_do_not_change_what_others_draw(pair: Pair) -> None:

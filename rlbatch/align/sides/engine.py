@@ -59,9 +59,10 @@ class EngineSide:
             RolloutError: the engine does not start, or does not hold what it was sent.
         """
         has_routes = bool(self._family.num_experts) and self._registry.rollouts[self._name].value.returns_routes
+        device = "cuda:0" if torch.cuda.is_available() else "cpu"
         context = RolloutContext(
             self._folder,
-            "cpu",
+            device,
             DTYPES[self.precision],
             engine=self._engine,
             folder=self._scratch / self._name,
@@ -73,7 +74,7 @@ class EngineSide:
             backend = self._registry.build_rollout(self._name, {}, context)
             started.callback(backend.close)
             source = HfTensors(self._folder)
-            backend.update_weights(buckets(((name, source.read(name)) for name in source.names()), BUCKET_MIB, 0))
+            backend.update_weights(buckets(((name, source.read(name).to(device)) for name in source.names()), BUCKET_MIB, 0))
             for number, given in enumerate(tokens):
                 params = SamplingParams(1.0, max(len(given) - 1, 1), (), 1, (self._seed, number), with_routes=has_routes)
                 [[completion]] = backend.generate([Prompt(number, "", (given[0],))], params)
