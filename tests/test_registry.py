@@ -407,11 +407,6 @@ def test_failed_file_leaves_no_module(plugin: Write) -> None:
             "rollout.top_p=0.9: rollout=vllm does not say which tokens each one was chosen from, and the trainer's log-probs must be "
             "of the same. Use rollout.top_p=1 rollout.top_k=0, or rollout=transformers.",
         ),
-        (
-            ["rollout=vllm", "algorithm.routing_replay=rollout"],
-            "algorithm.routing_replay=rollout: rollout=vllm does not say which experts its tokens went to. "
-            "Use algorithm.routing_replay=none, or rollout=sglang, or rollout=transformers.",
-        ),
         (["rollout=sglang", "rollout.top_k=20"], "rollout.top_k=20: rollout=sglang does not say which tokens"),
         (["rollout.top_p=0"], "rollout.top_p=0.0: must be greater than 0"),
         (["algorithm.loss_norm_constant=8"], "algorithm.loss_norm_constant=8.0: has an effect only with algorithm.loss_aggregation="),
@@ -460,6 +455,11 @@ def test_a_backend_names_its_own_options(plugin: Write) -> None:
     assert registry.ranks_per_engine(config) == 2
     with pytest.raises(ConfigError, match=r"^rollout\.options\.apart=8: as many of a node's GPUs have ranks, and a node has 8 "):
         place_ranks(config, registry)
+    said = (
+        r"^algorithm\.routing_replay=rollout: rollout=mine does not say which experts .*, or rollout=sglang, or rollout=transformers, or "
+    )
+    with pytest.raises(ConfigError, match=said + r"rollout=vllm\."):
+        compose_job([*job, "algorithm.routing_replay=rollout"])
 
 
 def test_options_of_an_engine_pass_through() -> None:
