@@ -1,4 +1,4 @@
-"""Runs on one and two GPUs beside what is planned of them: ``python -m benchmarks.planned_runs part=1``, then ``part=2``, on two GPUs.
+"""Runs on GPUs beside what is planned of them: ``python -m benchmarks.planned_runs part=1``, then ``part=2``, on two; ``part=3`` on one.
 
 A row is a model of a published shape with random weights and as many layers as the plan says fit, and two microbatches a GPU: its trainer
 alone makes three updates, or (``engine``) a job of ``python -m rlbatch.submit`` makes three steps with vLLM beside it. ``more`` rows have
@@ -86,17 +86,21 @@ class Row:
 ROWS = (
     Row(1, "qwen3_30b", 2, 8192),
     Row(1, "qwen3_30b", 2, 8192, more=2),
-    Row(1, "qwen3_30b", 1, 8192),
-    Row(1, "qwen3_30b", 1, 32768, is_remade=True),
     Row(1, "qwen3_30b", 2, 32768, is_remade=True, fraction=0.5),
     Row(1, "deepseek", 2, 8192, is_remade=True),
     Row(1, "deepseek", 2, 8192, is_remade=True, more=2),
-    Row(1, "deepseek", 1, 8192),
     Row(2, "qwen3_30b", 2, 8192, has_engine=True),
     Row(2, "qwen3_30b", 2, 32768, is_remade=True, has_engine=True),
-    Row(2, "qwen3_30b", 1, 8192, fraction=1.0),
     Row(2, "deepseek", 2, 32768, is_remade=True, fraction=1.0),
-    Row(2, "deepseek", 1, 32768, is_remade=True, fraction=0.5),
+    Row(3, "qwen3_30b", 1, 8192),
+    Row(3, "qwen3_30b", 1, 8192, more=2),
+    Row(3, "qwen3_30b", 1, 32768, is_remade=True),
+    Row(3, "deepseek", 1, 8192),
+    Row(3, "deepseek", 1, 8192, more=2),
+    Row(3, "qwen3_30b", 1, 8192, fraction=1.0),
+    Row(3, "deepseek", 1, 32768, is_remade=True, fraction=0.5),
+    Row(3, "qwen3_30b", 1, 8192, has_engine=True),
+    Row(3, "deepseek", 1, 8192, has_engine=True),
 )
 """The most telling first: a part may end early."""
 
@@ -218,7 +222,7 @@ def _keys(row: Row, machine: Machine) -> list[str]:
         "cluster.gpu": machine.gpu,
         "cluster.gpu_memory_gib": round(machine.gpu_gib, 1),
         "cluster.host_memory_gib": round(machine.host_gib),
-        "cluster.gpus_per_node": 2,
+        "cluster.gpus_per_node": row.gpus,
     }
     python = [f"rollout.engine.python={machine.python}"] if machine.python else []
     return [f"{name}={value}" for name, value in keys.items()] + python
