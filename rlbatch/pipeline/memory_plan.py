@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import resource
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -22,7 +21,7 @@ from rlbatch.metrics.memory_owners import largest_owners, record_owners
 from rlbatch.metrics.phases import OutOfMemory
 from rlbatch.metrics.profiling import FOLDER
 from rlbatch.pipeline.job import Job
-from rlbatch.plan.accounting import LEFT_GPU, OTHERS, STEP_PHASES, TENSORS, host_plans, out_of_host_memory, out_of_memory, planned_memory
+from rlbatch.plan.accounting import LEFT_GPU, OTHERS, STEP_PHASES, TENSORS, host_plans, out_of_memory, planned_memory
 from rlbatch.plan.engine_memory import MemoryInputs, memory_inputs
 from rlbatch.plan.job_plan import plan_job
 from rlbatch.registry import Registry
@@ -75,8 +74,8 @@ def tell_held(job: Job, name: str) -> None:
 
 @contextmanager
 def explaining_out_of_memory(job: Job) -> Iterator[None]:
-    """Turns a GPU or a host without memory into an error that names what outgrew the plan, who holds most, and the cheapest change; what
-    torch's allocator knew of a GPU goes into the run folder.
+    """Turns a GPU without memory into an error that names what outgrew the plan, who holds most, and the cheapest change; what torch's
+    allocator knew goes into the run folder.
     """
     if job.config.profile.owners:
         record_owners()
@@ -103,14 +102,6 @@ def explaining_out_of_memory(job: Job) -> Iterator[None]:
         except RlbatchError:  # of a plugin that cannot be planned with: what torch said is better than that
             raise raised from None
         raise ConfigError(told + _written(error.snapshot, job)) from error
-    except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "DefaultCPUAllocator" not in str(error):
-            raise
-        most = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        if not (why := out_of_host_memory(guardian.told(), job.rank, most, guardian.bytes_of_descendants())):
-            raise
-        said = str(error).rpartition("DefaultCPUAllocator: ")[2] or "MemoryError"
-        raise ConfigError(f"layout.world_size={job.config.layout.world_size}: no memory was left on the host, {why} ({said})") from error
 
 
 def _written(snapshot: Mapping[str, Any], job: Job) -> str:

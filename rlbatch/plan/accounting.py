@@ -10,7 +10,7 @@ from rlbatch.plan.advice import cheapest_relief
 from rlbatch.plan.engine_memory import GIB
 from rlbatch.plan.estimate import MemoryEstimate
 from rlbatch.plan.job_plan import JobPlan
-from rlbatch.plan.memory import LEFT, PHASES, STATE, WHEN, Parts
+from rlbatch.plan.memory import LEFT, PHASES, PROCESS_GIB, STATE, WHEN, Parts
 from rlbatch.registry import Registry
 
 STEP_PHASES = {"sync": "sync", "rollout": "generate", "logprobs": "log-probs", "update": "update"}
@@ -25,6 +25,8 @@ SHOWN_GIB = 0.05
 """Less is no news."""
 LEFT_GPU = "what left the GPU"
 PROCESSES = "processes and all else"
+IMPORT = "import"
+"""What a rank does before it knows its plan."""
 ON_HOST = {
     "weights": "weights",
     "gradients": "gradients",
@@ -111,25 +113,29 @@ def host_plans(plan: JobPlan, registry: Registry, rank: int) -> dict[str, dict[s
     return found
 
 
-def out_of_host_memory(told: Mapping[str, Any], rank: int, most: int, others: int) -> str:
-    """What is told of a rank whose host has no memory left; empty: it had not come so far as to know its plan.
+def out_of_host_memory(told: Mapping[str, Any], most: int, others: int, *, on_gpu: bool, limit: str = "--mem") -> str:
+    """What is told of a rank whose host has no memory left; empty: a plugin of its job cannot be planned with.
 
     Args:
         told: By the rank: ``host_plans``, and of now the watchdog's ``phase``, what it is ``doing`` (a phase of the step or of the plan)
-            and ``held``, bytes of components.
-        rank: Its number.
+            and ``held``, bytes of components. Before it has a plan it imports.
         most: Bytes that its process had at most.
         others: Bytes of the processes that it started.
+        on_gpu: Whether it has a GPU.
+        limit: By which name more can be asked for.
     """
-    if not (plans := told.get("host_plans")):
+    alone = {"planned": {PROCESSES: PROCESS_GIB["gpu" if on_gpu else "cpu"] * GIB}, "change": ""}
+    plans, held = told.get("host_plans", {IMPORT: alone}), told.get("held", {})
+    name = "save" if told.get("phase") == "checkpoint" else str(told.get("doing", IMPORT))
+    phase = name if name in (IMPORT, *PHASES) else STEP_PHASES.get(name, OTHER_PHASES.get(name, "log-probs"))
+    if phase not in plans:
         return ""
-    name = "save" if told.get("phase") == "checkpoint" else str(told["doing"])
-    phase = name if name in PHASES else STEP_PHASES.get(name, OTHER_PHASES.get(name, "log-probs"))
-    planned, held, change = plans[phase]["planned"], told["held"], plans[phase]["change"]
+    planned, change = plans[phase]["planned"], plans[phase]["change"]
     taken = {**held, PROCESSES: max(most + others - sum(held.values()), 0)}
     said_first, each_one = _compared(taken, planned)
     fix = f"Use {change}" if change else "Use sizes that divide the model further, more nodes or fewer ranks on each"
-    return f"{WHEN[phase]}: {said_first}. GiB of rank {rank} (planned): {each_one}. {fix}, or ask for more (--mem)."
+    when = WHEN.get(phase, "while it imports")
+    return f"{when}: {said_first}. GiB of the rank and what it started (planned): {each_one}. {fix}, or ask for more ({limit})."
 
 
 def _compared(taken: Parts, planned: Parts) -> tuple[str, str]:

@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlbatch.api import ConfigError
-from rlbatch.config.schema import ProfileConfig
 from rlbatch.launch.shutdown import guardian
-from rlbatch.pipeline.memory_plan import explaining_out_of_memory, tell_held
+from rlbatch.pipeline.memory_plan import tell_held
 from rlbatch.plan.accounting import PROCESSES
 from rlbatch.plan.memory import PHASES
 
@@ -19,26 +17,23 @@ PLAN = {"planned": {"weights": 2.0**30, PROCESSES: 2.0**28}, "change": "algorith
 
 
 def test_memory_that_the_system_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What outgrew its plan, and torch's own words; other errors are not explained so, nor is anything before there is a plan."""
+    """What outgrew its plan, and torch's own words; other errors are not explained so, nor is what a plugin does not let plan."""
     weights = [torch.zeros(2**26)]
     trainer: Any = SimpleNamespace(
         weights=lambda: weights, optimizer_state=lambda: (), reference_weights=lambda: (), gradient_bytes=5, host_bytes=7
     )
-    config = SimpleNamespace(profile=ProfileConfig(), layout=SimpleNamespace(world_size=2))
-    job: Any = SimpleNamespace(config=config, trainer=trainer, device="cpu", rank=1)
-    monkeypatch.setattr(guardian, "_told", {"phase": "training"})
-    with pytest.raises(RuntimeError, match="DefaultCPUAllocator"), explaining_out_of_memory(job):
+    monkeypatch.setattr(guardian, "_told", {"phase": "training", "doing": "logprobs"})
+    with pytest.raises(RuntimeError, match="DefaultCPUAllocator") as refused:
         torch.empty(2**60, dtype=torch.uint8)
+    assert guardian.in_words(refused.value, 2) is refused.value
     guardian.tell(host_plans=dict.fromkeys(PHASES, PLAN))
-    tell_held(job, "logprobs")
+    tell_held(SimpleNamespace(trainer=trainer, device="cpu"), "logprobs")
     assert guardian.told()["held"] == {"weights": 2**28, "optimizer state": 0, "reference model": 0, "gradients": 5, "what left the GPU": 7}
-    with pytest.raises(ConfigError) as told, explaining_out_of_memory(job):
-        torch.empty(2**60, dtype=torch.uint8)
-    words = str(told.value)
+    words = str(guardian.in_words(refused.value, 2))
     assert words.startswith("layout.world_size=2: no memory was left on the host, for log-probs: processes and all else took +")
     assert "weights 0.2 (1.0)" in words
     assert (
         "Use algorithm.kl_loss=false, or ask for more (--mem). (can't allocate memory: you tried to allocate 1152921504606846976" in words
     )
-    with pytest.raises(RuntimeError, match="shapes"), explaining_out_of_memory(job):
-        raise RuntimeError("shapes differ")
+    other = RuntimeError("shapes differ")
+    assert guardian.in_words(other, 2) is other

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from rlbatch.plan.accounting import LEFT_GPU, OTHERS, PROCESSES, TENSORS, host_plans, out_of_host_memory, out_of_memory, planned_memory
 from rlbatch.plan.engine_memory import GIB
 from rlbatch.plan.memory import GRADIENT_BYTES
@@ -72,19 +74,32 @@ def test_what_nothing_mends() -> None:
 
 
 def test_a_host_without_memory() -> None:
-    """Which component outgrew its plan, and the key with which the node takes less; before there is a plan, nothing is said of one."""
+    """Which component outgrew its plan, and the key with which the node takes less; without a plan, nothing is said of one."""
     job = plan(*QWEN, "offload=optimizer_state", "offload.options.weights=true", "algorithm.kl_loss=true")
     plans = host_plans(job, REGISTRY, 5)
     planned = plans["update"]["planned"]
     assert planned[LEFT_GPU] > planned["reference model"] > planned[PROCESSES] == 4 * GIB
     held = {LEFT_GPU: planned[LEFT_GPU], "reference model": planned["reference model"]}
     told = {"host_plans": plans, "phase": "training", "doing": "update", "held": held}
-    said = out_of_host_memory(told, 5, int(sum(held.values()) + 9 * GIB), 3 * GIB)
-    assert said.startswith(f"in updates: {PROCESSES} took +8.0 GiB beside what was planned. GiB of rank 5 (planned): {LEFT_GPU} ")
+    said = out_of_host_memory(told, int(sum(held.values()) + 9 * GIB), 3 * GIB, on_gpu=True)
+    assert said.startswith(
+        f"in updates: {PROCESSES} took +8.0 GiB beside what was planned. GiB of the rank and what it started (planned): "
+    )
+    assert f"(planned): {LEFT_GPU} " in said
     change = said.rpartition(". Use ")[2].partition(",")[0].split()
     before, after = (each.memory.host(each.nodes, "update")[0].gib for each in (job, plan(*QWEN, *change)))
     assert after < before
-    assert out_of_host_memory(told | {"phase": "checkpoint"}, 5, 2**30, 0).startswith(
+    assert out_of_host_memory(told | {"phase": "checkpoint"}, 2**30, 0, on_gpu=True).startswith(
         "while a checkpoint is saved: nothing outgrew what was planned. "
     )
-    assert out_of_host_memory({"phase": "start"}, 5, 2**30, 0) == ""
+    without = {name: value for name, value in told.items() if name != "host_plans"}  # of a plugin that cannot be planned with
+    assert out_of_host_memory(without, 2**30, 0, on_gpu=True) == ""
+
+
+@pytest.mark.parametrize(("on_gpu", "planned"), [(False, "0.2"), (True, "2.0")])
+def test_a_host_without_memory_for_the_imports(on_gpu: bool, planned: str) -> None:
+    """A rank that has no plan yet is a process, of which it is known what it takes."""
+    said = out_of_host_memory({"phase": "start"}, 9 * GIB // 4, GIB // 2, on_gpu=on_gpu)
+    assert said.startswith(f"while it imports: {PROCESSES} took +{2.75 - (2 if on_gpu else 0.25):.1f} GiB beside what was planned. ")
+    assert f"(planned): {PROCESSES} 2.8 ({planned}). Use sizes" in said
+    assert said.endswith("fewer ranks on each, or ask for more (--mem).")

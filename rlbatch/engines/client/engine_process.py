@@ -6,6 +6,7 @@ import itertools
 import os
 import queue
 import re
+import resource
 import secrets
 import shutil
 import signal
@@ -27,7 +28,9 @@ from rlbatch.engines.client.liveness import IdleWatch, Liveness, Processes
 from rlbatch.engines.protocol.frames import Frame, Header, encode, read_frame
 from rlbatch.engines.protocol.shared_names import private_folder, remove_leftovers
 from rlbatch.launch.ranks.children import MARK_VARIABLE, dies_with_parent
+from rlbatch.launch.ranks.host_memory import none_left, oom_kills
 from rlbatch.launch.records.disk import as_rollout_errors
+from rlbatch.launch.shutdown import guardian
 
 LINES, LINE_LENGTH, READ_BYTES = 15, 1000, 2**16
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_?KEY", re.IGNORECASE)
@@ -96,7 +99,7 @@ class EngineHost:
         sockets_variable: str = "",
     ) -> None:
         remove_leftovers()
-        self._name, self.log = name, folder / "engine.log"
+        self._name, self.log, self._kills = name, folder / "engine.log", oom_kills()
         with as_rollout_errors("an engine cannot be started", folder), ExitStack() as made:
             self.sockets = private_folder()
             made.callback(shutil.rmtree, self.sockets, ignore_errors=True)
@@ -224,8 +227,17 @@ class EngineHost:
 
     def lose(self, reason: str) -> EngineLost:
         """The error for an engine that is lost from here on; the first reason counts."""
-        self.lost = self.lost or EngineLost(f"rollout={self._name}: {reason}", self.log_tail())
+        if self.lost is None:
+            self.lost = EngineLost(f"rollout={self._name}: {reason}{self._of_memory()}", self.log_tail())
         return self.lost
+
+    def _of_memory(self) -> str:
+        """What outgrew its plan, where the system has killed processes for want of memory since the engine was started; else empty."""
+        if oom_kills() <= self._kills:
+            return ""
+        own, ended = (1024 * resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+        why = guardian.explained(guardian.told(), own, max(self.processes.most_bytes, ended)).rstrip(".")
+        return f", killed by the system: {none_left()}{', ' if why else ''}{why}"
 
     def gone(self) -> EngineLost:
         """The error for a process that ended: why, and its last words."""

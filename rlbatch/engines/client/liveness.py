@@ -16,7 +16,7 @@ from typing import Protocol
 import psutil
 
 from rlbatch.api import EngineLost
-from rlbatch.launch.ranks.children import signal_group
+from rlbatch.launch.ranks.children import resident_bytes, signal_group
 from rlbatch.launch.records.disk import as_rollout_errors
 
 PING_S = 5.0
@@ -33,10 +33,14 @@ STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
 class Processes:
-    """An engine's host and all that it started, as far as they were ever seen."""
+    """An engine's host and all that it started, as far as they were ever seen.
+
+    Attributes:
+        most_bytes: Resident memory of all that lived when they were last looked for, at most.
+    """
 
     def __init__(self, pid: int) -> None:
-        self._host = psutil.Process(pid)
+        self._host, self.most_bytes = psutil.Process(pid), 0
         self._seen: set[psutil.Process] = set()
         self._needed: list[psutil.Process] = []
 
@@ -58,6 +62,7 @@ class Processes:
         """Those that live now; remembered, since nothing leads to them once the host is gone."""
         living = [self._host, *self._host.children(recursive=True)]
         self._seen.update(living)
+        self.most_bytes = max(self.most_bytes, resident_bytes(living))
         return living
 
     def started(self, needed: Iterable[int]) -> None:

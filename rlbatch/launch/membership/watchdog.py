@@ -239,7 +239,7 @@ class Watchdog:
         self._reporting = True
         faulthandler.dump_traceback_later(PATIENCE_S + ANSWER_S + CLOSING_S, exit=True, file=self._stacks or sys.stderr)
         info = self._meeting.info
-        failure = failure_of(error, info.rank, info.host, self._run_dir)
+        failure = failure_of(guardian.in_words(error, info.world_size), info.rank, info.host, self._run_dir)
         if not self._is_shared_output():
             with suppress(OSError):  # its log may be on the disk that is full
                 print(failure, file=sys.stderr, flush=True)

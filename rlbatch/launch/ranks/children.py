@@ -11,8 +11,12 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from psutil import Process
 
 END_SIGNAL = signal.SIGRTMIN
 """One that nobody else sends. Ends a rank at once, as Ctrl-C does; without a traceback also before Python code of ours runs in it."""
@@ -78,6 +82,17 @@ def _kill_marked(mark: bytes) -> bool:
             if mark in variables and int(name) != os.getpid():
                 os.kill(int(name), signal.SIGKILL)
                 found = True
+    return found
+
+
+def resident_bytes(processes: Iterable[Process]) -> int:
+    """What those that live have of memory."""
+    import psutil  # an engine's interpreter may lack it
+
+    found = 0
+    for process in processes:
+        with suppress(psutil.Error):
+            found += process.memory_info().rss
     return found
 
 

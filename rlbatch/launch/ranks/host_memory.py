@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import resource
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -10,7 +11,10 @@ from pathlib import Path
 
 import psutil
 
+from rlbatch.foreign_code import text
+
 ROOT, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+_REFUSED = re.compile(r"annot allocate memory(?! in static TLS)|can't allocate memory|bad_alloc")
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,24 @@ def host_memory() -> tuple[int, int]:
             used = int((folder / names.used).read_text()) - _number(folder / "memory.stat", names.cache)
             total, free = min(total, limit), min(free, max(0, limit - used))
     return total, free
+
+
+def none_left() -> str:
+    """Of how much memory none was left, in words."""
+    return f"of {host_memory()[0] / 2**30:.1f} GiB of memory none was left"
+
+
+def address_limit() -> str:
+    """How much of addresses a process may have at most, in words; empty: as much as it likes."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return "" if limit == resource.RLIM_INFINITY else f"{limit / 2**30:.1f} GiB of addresses (ulimit -v)"
+
+
+def refused(error: BaseException) -> str:
+    """What was said where the system refused this process memory; empty: something else went wrong."""
+    said = " ".join(text(error).split()).rpartition("DefaultCPUAllocator: ")[2]
+    is_thread = "can't start new thread" in said and address_limit()  # else there are too many
+    return said or type(error).__name__ if isinstance(error, MemoryError) or is_thread or _REFUSED.search(said) else ""
 
 
 def oom_kills() -> int:

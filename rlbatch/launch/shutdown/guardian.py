@@ -26,15 +26,16 @@ from typing import Any, NoReturn
 
 import psutil
 
+from rlbatch.api import ConfigError
 from rlbatch.api.exit_codes import STOPPED
-from rlbatch.launch.ranks.children import END_SIGNAL, dies_with_parent
-from rlbatch.launch.ranks.host_memory import host_memory, oom_kills
-from rlbatch.launch.ranks.rank_info import RankInfo
+from rlbatch.launch.ranks.children import END_SIGNAL, dies_with_parent, resident_bytes
+from rlbatch.launch.ranks.host_memory import address_limit, none_left, oom_kills, refused
+from rlbatch.launch.ranks.rank_info import RankInfo, visible_gpus
 from rlbatch.launch.records.attempt import is_superseded
 from rlbatch.launch.records.failures import FirstError, claim, read_first_error, tell_user
 from rlbatch.launch.records.streams import output_hint
 from rlbatch.launch.shutdown.signals import STOP_SIGNALS, StopNotice, signal_name
-from rlbatch.plan.engine_memory import GIB
+from rlbatch.plan.accounting import out_of_host_memory
 
 CLOSING_S = 8.0
 """Longest time from the end of the job to the end of a rank's threads, and of what its code does at exit."""
@@ -283,9 +284,11 @@ class _LowerGuardian(_Guardian):
         if self._was_killed:
             return "it has become another program (exec), or closed all its files"
         if "most_bytes" in self._facts:
-            return f"killed by the system: of {host_memory()[0] / GIB:.1f} GiB of memory none was left"
+            return f"killed by the system: {none_left()}"
         if code < 0:
-            return f"killed by {signal_name(-code)}{', out of memory?' if -code == signal.SIGKILL else ''}"
+            limit = address_limit()
+            why = f", with {limit}" if limit else ", out of memory?" if -code == signal.SIGKILL else ""
+            return f"killed by {signal_name(-code)}{why}"
         return f"exit code {code}: os._exit, or exit() in C code"
 
     def _conclude(self) -> None:
@@ -316,11 +319,7 @@ def _kill_descendants() -> None:
 
 def bytes_of_descendants() -> int:
     """Resident memory of all processes below this one."""
-    found = 0
-    for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):
-            found += process.memory_info().rss
-    return found
+    return resident_bytes(psutil.Process().children(recursive=True))
 
 
 def _prctl(option: int, value: int) -> None:
@@ -333,22 +332,33 @@ def report_death(run_dir: Path, info: RankInfo, how: str, told: RankFacts) -> Fi
     """
     if "token" in told and is_superseded(run_dir, told["token"]):
         return None
-    if "SIGABRT" in how:  # as NCCL ends ranks whose peer hangs: who finds that one speaks first
+    if "SIGABRT" in how and not address_limit():  # as NCCL ends ranks whose peer hangs: who finds that one speaks first
         time.sleep(ABORT_PATIENCE_S)
     where = f"in phase {told.get('phase', 'start')}."
     if "most_bytes" in told:
-        where = _of_memory(info.rank, told) or f"{where} Ask for more (--mem)."
+        where = explained(told, told["most_bytes"], told["other_bytes"]) or f"{where} Ask for more (--mem)."
     text = f"ended without a word ({how}), {where} {output_hint(info.rank)}"
     error = FirstError(info.rank, info.host, "Exit", text, "", time.time())
     claim(run_dir, error)
     return read_first_error(run_dir) or error
 
 
-def _of_memory(rank: int, told: RankFacts) -> str:
-    """What a rank took of a host's memory of which nothing was left, beside its plan, in words; empty: it had none yet."""
-    from rlbatch.plan.accounting import out_of_host_memory  # with it come all that a plan needs
+def explained(told: RankFacts, most: int, others: int) -> str:
+    """What a rank took of a host's memory of which nothing was left; see ``out_of_host_memory``."""
+    return out_of_host_memory(told, most, others, on_gpu=visible_gpus() > 0, limit="ulimit -v" if address_limit() else "--mem")
 
-    return out_of_host_memory(told, rank, told["most_bytes"], told["other_bytes"])
+
+def in_words(error: BaseException, world_size: int) -> BaseException:
+    """What a rank is told to have failed with: where the system refused it memory, with what outgrew its plan."""
+    try:
+        said = refused(error)
+        most = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        if said and (why := explained(told(), most, bytes_of_descendants())):
+            limit = f", of {address_limit()}" if address_limit() else ""
+            return ConfigError(f"layout.world_size={world_size}: no memory was left on the host{limit}, {why} ({said})")
+    except (MemoryError, OSError):  # nor is there any for this
+        pass
+    return error
 
 
 def report_remains(info: RankInfo, held: str) -> None:

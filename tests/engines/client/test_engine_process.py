@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import resource
 import signal
 import tempfile
@@ -13,8 +14,11 @@ from pathlib import Path
 import pytest
 
 from rlbatch.api import EngineLost, RolloutError
+from rlbatch.engines.client import engine_process
 from rlbatch.engines.client.engine_process import LINE_LENGTH, LINES, EngineHost, log_tail
 from rlbatch.engines.client.liveness import Liveness
+from rlbatch.launch.shutdown import guardian
+from rlbatch.plan.accounting import PROCESSES
 from tests.engines.host.test_server import LIMIT_S, start
 from tests.stopwatch import Stopwatch
 
@@ -95,6 +99,29 @@ def test_looks_that_the_system_refuses(start: Callable[[], EngineHost]) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert not isinstance(caught.value, EngineLost)
     assert host.lost is None
+
+
+def test_an_engine_for_which_there_was_no_memory(start: Callable[[], EngineHost], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system says that it killed one since the engine was started: the loss says so, with what took more than planned, and the change
+    that the rank's plan has. One of its workers counts with what it had when it was last seen.
+    """
+    planned = {"planned": {PROCESSES: 2.0**28}, "change": "algorithm.kl_loss=false"}
+    monkeypatch.setattr(guardian, "_told", {"host_plans": {"generate": planned}, "doing": "rollout", "held": {}})
+    kills = iter([3, 4])
+    monkeypatch.setattr(engine_process, "oom_kills", lambda: next(kills))
+    host = start()
+    host.processes.find()
+    assert host.processes.most_bytes > 2**20
+    host.processes.most_bytes = 2**33
+    os.kill(host.pid, signal.SIGKILL)
+    with pytest.raises(EngineLost) as lost:
+        host.call("see", limit_s=LIMIT_S)
+    assert re.fullmatch(
+        r"rollout=fake: the engine's process was ended by SIGKILL, killed by the system: of \d+\.\d GiB of memory none was left, "
+        rf"while engines generate: {PROCESSES} took \+\d+\.\d GiB beside .*: {PROCESSES} (8|9|1\d)\.\d \(0\.2\)\. "
+        r"Use algorithm\.kl_loss=false, or ask for more \(--mem\)",
+        lost.value.reason,
+    ), lost.value.reason
 
 
 def test_a_log_that_is_gone(start: Callable[[], EngineHost]) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import resource
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,7 +12,7 @@ import psutil
 import pytest
 
 from rlbatch.launch.ranks import host_memory
-from rlbatch.launch.ranks.host_memory import oom_kills
+from rlbatch.launch.ranks.host_memory import address_limit, oom_kills, refused
 
 MIB = 2**20
 NO_LIMIT = 9223372036854771712
@@ -64,3 +67,28 @@ def test_without_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     total, free = host_memory.host_memory()
     assert 0 < free < total == psutil.virtual_memory().total
     assert f"oom_kill {oom_kills()}\n" in Path("/proc/vmstat").read_text()
+
+
+def test_a_limit_of_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is one, a thread that cannot be started had no memory for its stack; else the number of threads is at its limit."""
+    error = RuntimeError("can't start new thread")
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (resource.RLIM_INFINITY,) * 2)
+    assert (address_limit(), refused(error)) == ("", "")
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (3 * 2**29, resource.RLIM_INFINITY))
+    assert (address_limit(), refused(error)) == ("1.5 GiB of addresses (ulimit -v)", "can't start new thread")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (MemoryError(), "MemoryError"),
+        (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), "[Errno 12] Cannot allocate memory"),
+        (RuntimeError("[enforce fail at x.cpp:1] . DefaultCPUAllocator: can't allocate memory: 1 bytes"), "can't allocate memory: 1 bytes"),
+        (RuntimeError("std::bad_alloc"), "std::bad_alloc"),
+        (ImportError("libx.so: cannot allocate memory in static TLS block"), ""),
+        (RuntimeError("shapes differ"), ""),
+    ],
+)
+def test_memory_that_the_system_refuses(error: Exception, said: str) -> None:
+    """In whatever words; room that the loader's own table lacks is none of it."""
+    assert refused(error) == said

@@ -103,7 +103,7 @@ def test_an_end_that_nobody_announced(body: str, code: int, how: str) -> None:
 
 OUT_OF_MEMORY = RANK.replace(
     "with guardian",
-    "kills = iter([3, 4])\nguardian.oom_kills, guardian.host_memory = lambda: next(kills), lambda: (3 * 2**29, 0)\nwith guardian",
+    "kills = iter([3, 4])\nguardian.oom_kills, guardian.none_left = lambda: next(kills), lambda: 'of 1.5 GiB none was left'\nwith guardian",
 )
 
 
@@ -112,7 +112,7 @@ def test_a_rank_for_which_there_was_no_memory() -> None:
     body = "child = subprocess.Popen(['sleep', '600']); block = b'1' * 2**28; os.kill(os.getpid(), signal.SIGKILL)"
     code, lines = finish(subprocess.Popen([sys.executable, "-c", OUT_OF_MEMORY, body, PATIENT], stdout=subprocess.PIPE, text=True))
     how, _, told = lines[1].partition(" {")
-    assert (code, how) == (-signal.SIGKILL, "died: killed by the system: of 1.5 GiB of memory none was left")
+    assert (code, how) == (-signal.SIGKILL, "died: killed by the system: of 1.5 GiB none was left")
     facts = ast.literal_eval("{" + told)
     assert facts["phase"] == "training"
     assert 2**28 < facts["most_bytes"] < 2**29
