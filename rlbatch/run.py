@@ -24,6 +24,7 @@ from rlbatch.config.schema import Config
 from rlbatch.config.structured import to_plain
 from rlbatch.launch.membership.rendezvous import Meeting, join, launch_id
 from rlbatch.launch.membership.watchdog import Watchdog
+from rlbatch.launch.ranks.host_memory import check_addresses
 from rlbatch.launch.ranks.interfaces import set_interface
 from rlbatch.launch.ranks.rank_info import RankInfo
 from rlbatch.launch.ranks.variables import set_allocator
@@ -153,6 +154,7 @@ def _run_guarded(config: Config, run_dir: Path, info: RankInfo, notice: StopNoti
     try:
         with reporting_failures(run_dir, info.rank):
             redirect_output(run_dir, info.rank)
+            check_addresses()
             meeting = join(info, run_dir, config, launch_id())
             guardian.tell(token=meeting.attempt.token)
             with Watchdog(config.launch, meeting, run_dir) as watchdog:

@@ -124,7 +124,7 @@ def out_of_host_memory(told: Mapping[str, Any], most: int, others: int, *, on_gp
         on_gpu: Whether it has a GPU.
         limit: By which name more can be asked for.
     """
-    alone = {"planned": {PROCESSES: PROCESS_GIB["gpu" if on_gpu else "cpu"] * GIB}, "change": ""}
+    alone = {"planned": {PROCESSES: PROCESS_GIB["gpu" if on_gpu else "cpu"] * GIB}, "change": "more nodes or fewer ranks on each"}
     plans, held = told.get("host_plans", {IMPORT: alone}), told.get("held", {})
     name = "save" if told.get("phase") == "checkpoint" else str(told.get("doing", IMPORT))
     phase = name if name in (IMPORT, *PHASES) else STEP_PHASES.get(name, OTHER_PHASES.get(name, "log-probs"))

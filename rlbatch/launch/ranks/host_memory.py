@@ -11,9 +11,12 @@ from pathlib import Path
 
 import psutil
 
+from rlbatch.api import ConfigError
 from rlbatch.foreign_code import text
 
 ROOT, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+ADDRESSES_GIB = 3.0
+"""A rank of the embedded model takes 2.3, most of it for stacks of threads and libraries, which are never filled."""
 _REFUSED = re.compile(r"annot allocate memory(?! in static TLS)|can't allocate memory|bad_alloc")
 
 
@@ -55,6 +58,19 @@ def address_limit() -> str:
     """How much of addresses a process may have at most, in words; empty: as much as it likes."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     return "" if limit == resource.RLIM_INFINITY else f"{limit / 2**30:.1f} GiB of addresses (ulimit -v)"
+
+
+def check_addresses() -> None:
+    """Refuses a limit with which the libraries' threads could not all be started: where torch cannot start one it may wait for ever.
+
+    Raises:
+        ConfigError: with the limit.
+    """
+    if address_limit() and resource.getrlimit(resource.RLIMIT_AS)[0] < ADDRESSES_GIB * 2**30:
+        raise ConfigError(
+            f"{address_limit()} are too few: a rank needs {ADDRESSES_GIB:g} with its libraries and their threads, beside what "
+            "the model takes. Raise it, best to unlimited."
+        )
 
 
 def refused(error: BaseException) -> str:

@@ -11,8 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rlbatch.api import ConfigError
 from rlbatch.launch.ranks import host_memory
-from rlbatch.launch.ranks.host_memory import address_limit, oom_kills, refused
+from rlbatch.launch.ranks.host_memory import address_limit, check_addresses, oom_kills, refused
 
 MIB = 2**20
 NO_LIMIT = 9223372036854771712
@@ -74,7 +75,10 @@ def test_a_limit_of_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     error = RuntimeError("can't start new thread")
     monkeypatch.setattr(resource, "getrlimit", lambda what: (resource.RLIM_INFINITY,) * 2)
     assert (address_limit(), refused(error)) == ("", "")
+    check_addresses()
     monkeypatch.setattr(resource, "getrlimit", lambda what: (3 * 2**29, resource.RLIM_INFINITY))
+    with pytest.raises(ConfigError, match=r"^1\.5 GiB of addresses \(ulimit -v\) are too few: a rank needs 3 with"):
+        check_addresses()
     assert (address_limit(), refused(error)) == ("1.5 GiB of addresses (ulimit -v)", "can't start new thread")
 
 
