@@ -107,10 +107,9 @@ def _age(found: Found) -> tuple[float, int]:
 def _checkpoints(root: Path) -> list[Path]:
     """Whatever is or was a checkpoint, under whatever name, also behind a link."""
     try:
-        entries = sorted(root.iterdir())
+        named = [path for path in sorted(root.iterdir()) if path.is_dir() and not DRAFT.fullmatch(path.name)]
     except FileNotFoundError:
         return []
     except OSError as error:
         raise ConfigError(f"checkpoint.save={root}: must be a folder that you can read ({error.strerror}). Choose another.") from error
-    named = [path for path in entries if path.is_dir() and not DRAFT.fullmatch(path.name)]
     return [path for path in named if STEP_FOLDER.fullmatch(path.name) or is_checkpoint(path)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,8 @@ def no_checkpoint(key: str, folder: Path, other: str) -> DataError:
     """The error for a folder that is neither a run's checkpoint nor ``other``; names the checkpoints of a run folder."""
     found = (path for pattern in ("step_*", "checkpoints/step_*") for path in folder.glob(pattern) if run_folder.is_checkpoint(path))
     steps = sorted(str(path.relative_to(folder)) for path in found)
-    fix = f"Name one of its checkpoints: {', '.join(steps[-3:])}" if steps else "Correct the path"
+    is_closed = os.path.isdir(folder) and not os.access(folder, os.R_OK | os.X_OK, effective_ids=True)
+    fix = f"Name one of its checkpoints: {', '.join(steps[-3:])}" if steps else "Make it readable" if is_closed else "Correct the path"
     return DataError(f"{key}={folder}: is neither a checkpoint (progress.json) nor {other}. {fix}.")
 
 
@@ -58,7 +60,7 @@ def has_weights(folder: Path) -> bool:
 
 def is_torch_dist(folder: Path) -> bool:
     """Whether a folder is a torch_dist checkpoint, of whatever origin."""
-    return (folder / METADATA).is_file() and (folder / FORMAT).is_file()
+    return os.path.isfile(folder / METADATA) and os.path.isfile(folder / FORMAT)
 
 
 def converted_model(folder: Path) -> dict[str, Any] | None:

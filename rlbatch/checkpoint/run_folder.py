@@ -187,18 +187,21 @@ def read_progress(folder: Path, fix: str = "") -> dict[str, Any]:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"{folder / PROGRESS}: is damaged ({error!r}). {fix}") from error
     for path, (size, digest) in listed.items():
-        if not path.is_file():
-            raise DataError(f"{path}: is missing, {size} bytes were written. {fix}")
-        if (found := path.stat().st_size) != size:
-            raise DataError(f"{path}: has {found} bytes, {size} were written. {fix}")
-        if digest and _listing(path)[1] != digest:
-            raise DataError(f"{path}: was changed after it was written. {fix}")
+        try:
+            if not path.is_file():
+                raise DataError(f"{path}: is missing, {size} bytes were written. {fix}")
+            if (found := path.stat().st_size) != size:
+                raise DataError(f"{path}: has {found} bytes, {size} were written. {fix}")
+            if digest and _listing(path)[1] != digest:
+                raise DataError(f"{path}: was changed after it was written. {fix}")
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read ({error.strerror}). {fix}") from error
     return progress
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder is one of a run's checkpoints."""
-    return (folder / PROGRESS).exists()
+    """Whether a folder is one of a run's checkpoints; one that cannot be looked into is none."""
+    return os.path.exists(folder / PROGRESS)
 
 
 _FIX = "Restore it, or name another checkpoint."

@@ -221,10 +221,14 @@ def checkpoints(root: Path) -> list[str]:
         (lambda folder: (folder / PROGRESS).write_text(f'{{"format": {FORMAT}, "step": 1e400, "files": {{}}}}'), "is damaged"),
         (lambda folder: (folder / PROGRESS).write_text(f'{{"format": {FORMAT}, "step": "1", "files": {{}}}}'), "is damaged"),
         (lambda folder: (folder / PROGRESS).write_text(f'{{"format": {FORMAT}, "step": 1, "files": {{"a": [1e400, ""]}}}}'), "is damaged"),
+        (
+            lambda folder: (folder / PROGRESS).write_text(f'{{"format": {FORMAT}, "step": 1, "files": {{"{"a" * 300}": [1, ""]}}}}'),
+            r"aaa: cannot be read \(File name too long\)",
+        ),
     ],
 )
 def test_what_is_read_is_what_was_written(damage: Callable[[Path], object], message: str, tmp_path: Path) -> None:
-    """Truncated, changed and missing files are named."""
+    """Truncated, changed and missing files are named, and those that the system does not let anybody read."""
     folder = save(tmp_path, 10)
     damage(folder)
     with pytest.raises(DataError, match=message):
