@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from rlbatch.align.causes.case import Candidate, Case, fitted, number
 from rlbatch.align.causes.norms import rms_norm
-from rlbatch.align.causes.tensors import MANTISSA, of_product
-from rlbatch.align.values.places import Batch
+from rlbatch.align.causes.tensors import MANTISSA, ROUNDINGS, of_any, of_product, of_single_values
+from rlbatch.align.values.places import Batch, Trace
 
 LATENT_EPSILON = 1e-6
 PART = "self_attention."
@@ -26,6 +27,8 @@ WAYS = {
     "values first": ("permuted", "takes values from the front of what the latent is projected to, and keys from the end"),
 }
 MOST_POSITIONS = 4096
+MOST_FREE = 3
+"""Vectors of a position, to which an angle of its own could be fitted."""
 
 
 def of_projections(case: Case) -> Iterator[Candidate]:
@@ -41,6 +44,16 @@ def of_projections(case: Case) -> Iterator[Candidate]:
         heads = _unrotated(case, name, way)
         if heads is not None and not torch.equal(heads, right):
             yield Candidate(kind, f"{words} ({NAMES[name]})", heads if turning is None else turning.turned(heads, positions))
+    for format, rounded in ROUNDINGS.items():
+        for what, entered, latent in (
+            ("what enters", rounded, _same),
+            ("the latent", _same, rounded),
+            ("what enters both", rounded, rounded),
+        ):
+            heads = _unrotated(case, name, entered=entered, latent=latent)
+            if heads is not None and not torch.equal(heads, right):
+                value = heads if turning is None else turning.turned(heads, positions)
+                yield Candidate("precision", f"{what} is rounded to {format}", value)
     if turning is None:
         return
     norm = case.weights(PART + f"{name[0]}_layernorm.weight")
@@ -89,6 +102,13 @@ def _rotated_otherwise(case: Case, heads: Tensor, turning: Rotation) -> Iterator
     yield Candidate(kind, "pairs halves of dimensions, not neighbours", as_halves)
     for name, dtype in MANTISSA.items():
         yield Candidate("precision", f"cosines and sines are rounded to {name}", turning.turned(heads, positions, rounded=dtype))
+        rounded = Rotation(turning.steps.to(dtype).double(), turning.size).turned(heads, positions)
+        yield Candidate("precision", f"rotary frequencies are rounded to {name}", rounded)
+    for part in (2, 4) if turning.base and width == heads.shape[-1] else ():
+        steps = turning.base ** (-torch.arange(width // part // 2, dtype=torch.float64) * 2 * part / width)
+        front, rest = heads[..., : width // part], heads[..., width // part :]
+        value = torch.cat([Rotation(steps, turning.size).turned(front, positions), rest], -1)
+        yield Candidate(kind, f"rotates only the first {width // part} of {width} dimensions, as if a head had no others", value)
     if (most := 2 * len(heads)) <= MOST_POSITIONS:
         apart = [(turning.turned(heads, torch.full_like(positions, each)) - got).square().sum((1, 2)) for each in range(most)]
         found = torch.stack(apart).argmin(0)
@@ -98,19 +118,46 @@ def _rotated_otherwise(case: Case, heads: Tensor, turning: Rotation) -> Iterator
     yield Candidate(kind, f"stretches positions {number(stretch)} times", turning.turned(heads, positions * stretch))
     size = fitted(lambda size: turning.turned(heads, positions, size), got)
     words = f"rotated dimensions are {number(size)} times as large (mscale)"
+    if width == heads.shape[-1]:
+        words = f"they are {number(size)} times as large (mscale, or another norm)"
     yield Candidate("another scale", words, turning.turned(heads, positions, size))
     other = Rotation.of(case, heads, got)
     if other is None or any(torch.allclose(other.steps, times * turning.steps, rtol=1e-3, atol=1e-5) for times in (1.0, stretch)):
         return
     words = "rotary frequencies are others (scaling of RoPE)"
-    still = int((other.steps.abs() < 1e-2 * turning.steps.abs()).sum())
-    if still:
+    still = int((other.steps.abs() < 1e-2 * turning.steps.abs().min()).sum())
+    if torch.allclose(other.steps.sort().values, turning.steps.sort().values, rtol=1e-3, atol=1e-6):
+        words = "rotary frequencies are in another order"
+    elif still:
         words = f"rotary position turns only {len(other.steps) - still} of {len(other.steps)} pairs of dimensions"
     elif other.base and turning.base:
         words = f"rotary base (theta) is about {number(other.base)}, not {number(turning.base)}"
     elif other.base:
         words = f"rotary frequencies are those of theta {number(other.base)} alone, without scaling (YaRN, Llama 3)"
     yield Candidate(kind, words, other.turned(heads, positions))
+
+
+def of_unrotated(case: Case) -> Iterator[Candidate]:
+    """What can happen to any tensor, to queries and keys before they are rotated; and rotations that are no frequency times a position."""
+    name, place, positions = case.place[1], case.place, case.batch.positions
+    right = _unrotated(case, name)
+    turning = None if right is None else Rotation.of(case, right, case.value(name))
+    if right is None or turning is None:
+        return
+    got = turning.turned(case.got.values[place].double(), -positions.double(), turning.size**-2)
+    before = replace(case, want=Trace({place: right}), got=Trace({place: got}), tried=[])
+    for each in (*of_any(before), *of_single_values(before)):
+        tokens = slice(None) if each.tokens is None else each.tokens
+        yield replace(each, words=f"before rotation, {each.words}", value=turning.turned(each.value, positions[tokens].double()))
+    width = 2 * len(turning.steps)
+    source, moved = (_pairs(values[..., -width:]) for values in (right, case.got.values[place].double()))
+    zeros = torch.zeros(int(positions.max()) + 1, len(turning.steps), dtype=source.dtype)
+    ratio = zeros.index_add(0, positions, (moved * source.conj()).sum(1)) / zeros.index_add(0, positions, (source * source.conj()).sum(1))
+    often = torch.bincount(positions)[positions] * right.shape[1] > MOST_FREE
+    pairs = source * ratio[positions][:, None]
+    value = torch.cat([right[..., :-width], pairs.real, pairs.imag], -1)
+    words = "turns each position by angles of its own, not by frequencies times the position (cosines and sines exchanged, say)"
+    yield Candidate("rotary position", words, value[often], often)
 
 
 def _positions_in_words(found: Tensor, batch: Batch) -> str:
@@ -193,13 +240,24 @@ def _pairs(values: Tensor) -> Tensor:
     return torch.complex(first, second)
 
 
-def _unrotated(case: Case, name: str, way: str = "", epsilon: float = 0.0) -> Tensor | None:
+def _same(values: Tensor) -> Tensor:
+    return values
+
+
+def _unrotated(
+    case: Case,
+    name: str,
+    way: str = "",
+    epsilon: float = 0.0,
+    entered: Callable[[Tensor], Tensor] = _same,
+    latent: Callable[[Tensor], Tensor] = _same,
+) -> Tensor | None:
     """[T, heads, size] of the baseline's weights, before rotation; None: not a projection of a kind that is known here."""
     if not case.has("input_norm"):
         return None
-    entering = case.value("input_norm")
+    entering = entered(case.value("input_norm"))
     if case.family.transformer.get("multi_latent_attention"):
-        return _latent(case, name, entering, way, epsilon)
+        return _latent(case, name, entering, way, epsilon, latent)
     place = ("query", "key", "value").index(name)
     heads = int(case.family.transformer["num_attention_heads" if name == "query" else "num_query_groups"])
     projected = entering @ case.weights(PART + "linear_qkv.weight")[place].T
@@ -210,7 +268,7 @@ def _unrotated(case: Case, name: str, way: str = "", epsilon: float = 0.0) -> Te
     return split if not norm or way == "norm" else _normalised(case, split, norm[0], way, epsilon)
 
 
-def _latent(case: Case, name: str, entering: Tensor, way: str, epsilon: float) -> Tensor | None:
+def _latent(case: Case, name: str, entering: Tensor, way: str, epsilon: float, rounded: Callable[[Tensor], Tensor]) -> Tensor | None:
     """The same of multi-latent attention, whose rotated dimensions come last, as halves."""
     model = case.family.transformer
     heads, width, plain = (int(model[key]) for key in ("num_attention_heads", "qk_pos_emb_head_dim", "qk_head_dim"))
@@ -221,7 +279,7 @@ def _latent(case: Case, name: str, entering: Tensor, way: str, epsilon: float) -
             low = entering @ case.weights(PART + "linear_q_down_proj.weight")[0].T
             norm = case.weights(PART + "q_layernorm.weight")[0]
             low = low if way == "norm" else _normalised(case, low, norm, way, epsilon)
-            projected = low @ case.weights(PART + "linear_q_up_proj.weight")[0].T
+            projected = rounded(low) @ case.weights(PART + "linear_q_up_proj.weight")[0].T
         split = projected.unflatten(-1, (heads, -1))
         split = split.roll(-width, -1) if way == "rotated first" else split
         still, moved = split[..., :plain], split[..., plain:]
@@ -231,7 +289,7 @@ def _latent(case: Case, name: str, entering: Tensor, way: str, epsilon: float) -
         low, shared = low[:, :-width], low[:, -width:]
         norm = case.weights(PART + "kv_layernorm.weight")[0]
         low = low if way == "norm" else _normalised(case, low, norm, way, epsilon)
-        both: Tensor = (low @ case.weights(PART + "linear_kv_up_proj.weight")[0].T).unflatten(-1, (heads, -1))
+        both: Tensor = (rounded(low) @ case.weights(PART + "linear_kv_up_proj.weight")[0].T).unflatten(-1, (heads, -1))
         both = both.roll(plain, -1) if way == "values first" else both
         if name == "value":
             return both[..., plain:]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
 
@@ -17,8 +17,11 @@ from rlbatch.launch.ranks.host_memory import host_memory
 from rlbatch.weights.codec import hf_names
 from rlbatch.weights.coverage import layers_of
 
-TIMES_BETTER = 20.0
+TIMES_BETTER = 200.0
 """An explanation leaves less than the difference divided by this, or nothing but rounding and less than a third."""
+
+NOT_ROUNDING = 30.0
+"""Times the limit; what is fitted may be as inexact as that."""
 
 SLICES = 8
 """Parts of inner dimensions that are looked at one by one, as ranks may share them."""
@@ -70,6 +73,7 @@ class Case:
         want: The baseline's.
         got: The side's.
         limit: Most that rounding explains there.
+        tried: Of each candidate that ``best`` saw, which part of the difference it left, and its words.
     """
 
     family: ModelFamily
@@ -78,6 +82,7 @@ class Case:
     want: Trace
     got: Trace
     limit: float
+    tried: list[tuple[float, str]] = field(default_factory=list, compare=False)
 
     @cached_property
     def before(self) -> Tensor:
@@ -137,8 +142,11 @@ class Case:
                 continue
             rest = float(errors(self.place[1], got, candidate.value).max())
             was = float(before[tokens].max())
+            if candidate.tokens is None:
+                self.tried.append((rest / was, candidate.words))
             if rest < left and rest < max(min(self.limit, was / 3), was / TIMES_BETTER):
                 how = f"the baseline computed so leaves {rest:.1e} of a difference of {was:.1e}"
+                how += ", more than rounding: something smaller differs too" if rest > NOT_ROUNDING * self.limit else ""
                 best, left = Explanation(candidate.kind, candidate.words, how), rest
         return best
 

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from rlbatch.align.causes.case import Candidate, Case, Explanation, fitted, number
-from rlbatch.align.causes.tensors import MANTISSA
+from rlbatch.align.causes.tensors import MANTISSA, NOISY, ROUNDINGS
 
 MOST_KEPT = 4
 """First tokens that a sliding window may keep."""
+NOT_SEEN = 1e-4
+"""Share of a key that may be rounding."""
 
 
 def of_core(case: Case) -> Iterator[Candidate]:
     """Softmax over keys, times values: another scale, or other keys than those of the token's sequence up to it."""
-    target, first = case.got.values[case.place].double(), 1 / math.sqrt(case.value("query").shape[-1])
-    owners, positions = case.batch.owners, case.batch.positions
+    target, owners, positions = case.got.values[case.place].double(), case.batch.owners, case.batch.positions
+    right, scale = _right(case)
     same, past = owners[:, None] == owners, torch.arange(len(owners))[:, None] >= torch.arange(len(owners))
-    right = same & past
-    scale = fitted(lambda scale: _attended(case, scale, right), case.value("context"), first)
     factor = fitted(lambda factor: _attended(case, factor * scale, right), target)
     yield Candidate(
         "another scale",
@@ -37,7 +37,12 @@ def of_core(case: Case) -> Iterator[Candidate]:
     if (sinks := _sinks(case, scale)) is not None:
         said = ", ".join(number(float(sink)) for sink in sinks[:4])
         yield Candidate("mask", f"each head has a sink in its softmax, with logits {said}", _attended(case, scale, right, sinks=sinks))
-    yield Candidate("permuted", "query heads take the key-value heads in turn, not in groups", _attended(case, scale, right, is_tiled=True))
+    for name, rounded in ROUNDINGS.items():
+        yield Candidate("precision", f"keys and values are rounded to {name} (their cache)", _attended(case, scale, right, kept=rounded))
+    heads = _value_heads(case)
+    words = f"query heads take the values of key-value heads {', '.join(map(str, heads))}"
+    yield Candidate("permuted", f"{words}, and their keys", _attended(case, scale, right, keys=heads, values=heads))
+    yield Candidate("permuted", f"{words}, but the right keys", _attended(case, scale, right, values=heads))
     yield Candidate("mask", "tokens see those behind them: it is not causal", _attended(case, scale, same))
     ahead = torch.arange(len(owners)) - torch.arange(len(owners))[:, None]
     yield Candidate("mask", "tokens see the next one too", _attended(case, scale, same & (ahead <= 1)))
@@ -55,7 +60,7 @@ def of_core(case: Case) -> Iterator[Candidate]:
 def of_first_tokens(case: Case) -> Explanation | None:
     """A sequence's first token sees only itself: whatever keys and scale are, core attention gives its own value."""
     first = case.batch.positions == 0
-    if case.place[1] != "context" or not float(case.before[first].max()) > case.limit:
+    if case.place[1] != "context" or not float(case.before[first].max()) > max(case.limit, NOISY):
         return None
     times, left = _own_shares(case)
     if left < 1e-3:
@@ -65,7 +70,58 @@ def of_first_tokens(case: Case) -> Explanation | None:
             return Explanation("noise", f"weights of keys are dropped, the others {most} times as large: dropout", how)
         return Explanation("another scale", "a token's weights of keys do not sum to 1: sinks, or another normalisation", how)
     how = f"at first tokens, where only a token's own value can come out, {float(case.before[first].max()):.1e} differ"
+    factors = case.got.values[case.place][first].double() / case.value("context")[first]
+    if bool(((factors > 0) & (factors < 1)).all()):
+        return Explanation("another scale", "every value is smaller, each by a factor of its own: a gate", how)
     return Explanation("mask", "first tokens see more than themselves: padding, or tokens of others", how)
+
+
+def of_shares(case: Case) -> Iterator[Candidate]:
+    """Other shares of the right values. Where a token sees fewer keys than a head has dimensions, what comes out tells the shares."""
+    (right, scale), positions = _right(case), case.batch.positions
+    query, key, value = _heads(case)
+    got = case.got.values[case.place].double().unflatten(-1, (-1, value.shape[-1])).transpose(0, 1)
+    told, shares = positions < 0.75 * value.shape[-1], torch.zeros(len(got), *right.shape, dtype=torch.float64)
+    for token in told.nonzero().flatten().tolist():
+        keys = right[token].nonzero().flatten()
+        shares[:, token, keys] = torch.linalg.lstsq(value[:, keys].transpose(1, 2), got[:, token, :, None]).solution[..., 0]
+    seen, behind = shares > NOT_SEEN, torch.arange(len(right)) - torch.arange(len(right))[:, None]
+    hidden = positions[(right & told[:, None] & ~seen.any(0)).any(0)].unique().tolist()
+    words = f"tokens do not see keys at positions {', '.join(map(str, hidden))}"
+    if not hidden:
+        words = f"heads see no more than {int(seen.sum(2).max())} keys (sparse attention)"
+    where = "" if told.all() else f"at the first {int(positions[told].max()) + 1} positions, where shares can be told, "
+    yield Candidate("mask", where + words, _attended(case, scale, seen)[told], told)
+    logs = (shares.clamp(min=NOT_SEEN).log(), query @ key.transpose(1, 2) * scale)
+    moved, asked = ((each - each.diagonal(dim1=1, dim2=2)[..., None]) * seen for each in logs)
+    slopes = ((moved - asked) * behind * seen).sum((1, 2)) / (behind.square() * seen).sum((1, 2)).clamp(min=1)
+    words = f"a bias of the distance is added to products (ALiBi), {', '.join(number(float(slope)) for slope in slopes[:4])} a token"
+    yield Candidate("mask", words, _attended(case, scale, right, added=slopes[:, None, None] * behind))
+    times = (moved * asked).sum((0, 2)) / asked.square().sum((0, 2)).clamp(min=1e-30)
+    words = "each token's products are multiplied by a number of its own (a temperature of its position)"
+    yield Candidate("another scale", where + words, _attended(case, scale * times[:, None], right)[told], told)
+
+
+def _right(case: Case) -> tuple[Tensor, float]:
+    """[T, T] bool, which keys tokens see, and by what products are multiplied."""
+    owners, order = case.batch.owners, torch.arange(len(case.batch.owners))
+    mask = (owners[:, None] == owners) & (order[:, None] >= order)
+    usual = 1 / math.sqrt(case.value("query").shape[-1])
+    return mask, fitted(lambda scale: _attended(case, scale, mask), case.value("context"), usual)
+
+
+def _heads(case: Case, keys: Sequence[int] = (), values: Sequence[int] = ()) -> tuple[Tensor, Tensor, Tensor]:
+    """[heads, T, size] queries, keys and values; of which key-value heads, if not those of their groups."""
+    query, key, value = (case.value(name).transpose(0, 1) for name in ("query", "key", "value"))
+    groups = [head * len(key) // len(query) for head in range(len(query))]
+    return query, key[list(keys or groups)], value[list(values or groups)]
+
+
+def _value_heads(case: Case) -> list[int]:
+    """Which key-value head each head takes its values of, by what first tokens have."""
+    first, value = case.batch.positions == 0, case.value("value").transpose(0, 1)
+    got = case.got.values[case.place].double().unflatten(-1, (-1, value.shape[-1])).transpose(0, 1)
+    return torch.cdist(got[:, first].flatten(1), value[:, first].flatten(1)).argmin(1).tolist()
 
 
 def _own_shares(case: Case) -> tuple[Tensor, float]:
@@ -83,8 +139,8 @@ def _sinks(case: Case, scale: float) -> Tensor | None:
     (times, left), first = _own_shares(case), case.batch.positions == 0
     if left > 1e-3 or not bool(((times > 0) & (times < 1)).all()):
         return None
-    query, key = case.value("query")[first], case.value("key")[first]
-    scores = (query * key.repeat_interleave(query.shape[1] // key.shape[1], 1)).sum(-1) * scale
+    query, key, _ = _heads(case)
+    scores = (query * key).sum(-1).T[first] * scale
     return (scores + (1 / times - 1).log()).median(0).values
 
 
@@ -115,19 +171,34 @@ def _agreeing(case: Case) -> int:
 
 def _attended(
     case: Case,
-    scale: float,
+    scale: float | Tensor,
     mask: Tensor,
     *,
-    is_tiled: bool = False,
+    keys: Sequence[int] = (),
+    values: Sequence[int] = (),
+    kept: Callable[[Tensor], Tensor] | None = None,
+    added: float | Tensor = 0.0,
     cap: float = 0.0,
     sinks: Tensor | None = None,
     rounded: torch.dtype = torch.float64,
 ) -> Tensor:
-    """[T, heads x size] of the baseline's queries, keys and values; tiled: neighbouring queries have different keys, not the same."""
-    query, key, value = (case.value(name).transpose(0, 1) for name in ("query", "key", "value"))
-    times = len(query) // len(key)
-    key, value = (each.repeat(times, 1, 1) if is_tiled else each.repeat_interleave(times, 0) for each in (key, value))
-    scores = query @ key.transpose(1, 2) * scale
+    """[T, heads x size] of the baseline's queries, keys and values.
+
+    Args:
+        case: Whose.
+        scale: Of products; of each token, if [T, 1].
+        mask: [T, T] or [heads, T, T] bool, which keys tokens see.
+        keys: Of which key-value heads keys are; empty: as it should be.
+        values: The same of values.
+        kept: What becomes of keys and values in their cache.
+        added: To products.
+        cap: Of products; 0: none.
+        sinks: [heads] logits.
+        rounded: The softmax.
+    """
+    query, key, value = _heads(case, keys, values)
+    key, value = (key, value) if kept is None else (kept(key), kept(value))
+    scores = query @ key.transpose(1, 2) * scale + added
     scores = (cap * (scores / cap).tanh() if cap else scores).masked_fill(~mask, -torch.inf)
     scores = scores if sinks is None else torch.cat([scores, sinks[:, None, None].expand(-1, scores.shape[1], 1)], -1)
     weights = scores.to(rounded).softmax(-1).double().nan_to_num(0.0)[..., : value.shape[1]]

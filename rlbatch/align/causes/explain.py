@@ -38,10 +38,11 @@ def explain(case: Case, precision: str) -> Explanation:
         or _tried(case, tensors.of_any)
         or _tried(case, LATER.get(case.place[1], no_causes))
         or _tried(case, tensors.of_single_values)
+        or tensors.few_bits(case)
         or core.of_first_tokens(case)
         or tensors.of_equal_inputs(case)
         or tensors.lower_precision(case)
-        or Explanation("unknown", "the difference has no pattern that is known here", _pattern(case))
+        or Explanation("unknown", _excluded(case), _pattern(case))
     )
 
 
@@ -67,10 +68,23 @@ def no_causes(case: Case) -> Iterator[Candidate]:
     yield from ()
 
 
+def _excluded(case: Case) -> str:
+    """What a difference that nothing explains is not."""
+    weights = "the weights that it uses are the folder's" if case.got.weights else "the side does not show its weights"
+    if not case.tried:
+        return f"{weights}, and nothing else could be tried here"
+    left, words = min(case.tried)
+    nearest = f"the nearest ({words}) leaves {left:.0%} of the difference" if left < 0.5 else "none leaves less than half of the difference"
+    return f"{weights}, and it is none of {len(case.tried)} other ways to compute it: {nearest}"
+
+
 def _pattern(case: Case) -> str:
     """What can be said of a difference that nothing explains."""
     wrong, positions = case.before > case.limit, case.batch.positions
     said = [f"largest {float(case.before.max()):.1e}, in {int(wrong.sum())} of {len(wrong)} tokens"]
+    sequences = case.batch.owners[wrong].unique().tolist()
+    if len(sequences) < len(case.batch.sequences) and not bool(wrong[positions == 0].logical_not().all()):
+        said.append(f"only in sequences {', '.join(map(str, sequences[:8]))} of {len(case.batch.sequences)}, from 0")
     if not bool(wrong[positions == 0].any()):
         early, late = (float(case.before[part].mean()) for part in (positions <= positions.max() // 2, positions > positions.max() // 2))
         said.append(f"none at a sequence's first token, {early:.1e} in first halves and {late:.1e} in second ones")
@@ -110,5 +124,11 @@ OF_PLACE: Mapping[str, Callable[[Case], Iterator[Candidate]]] = {
     "output": _of_sum,
     **dict.fromkeys(("logprobs", "entropy"), vocabulary.of_output),
 }
-LATER: Mapping[str, Callable[[Case], Iterator[Candidate]]] = {"router_weights": router.of_given_experts}
+LATER: Mapping[str, Callable[[Case], Iterator[Candidate]]] = {
+    "router_weights": router.of_given_experts,
+    "query": attention.of_unrotated,
+    "key": attention.of_unrotated,
+    "mlp": parts.of_other_weights,
+    "context": core.of_shares,
+}
 """What fits more than one fault does, and comes behind the others."""

@@ -114,6 +114,8 @@ def fitted_inner(entering: Tensor, experts: Sequence[Matrices], weights: Sequenc
 def otherwise(entering: Tensor, matrices: Matrices, inner: Sequence[Inner]) -> Iterator[Candidate]:
     """[T, hidden] of a gated MLP; the functions of gate and up are tried beside ``INNER``."""
     gate, up, down = matrices.gate, matrices.up, matrices.down
+    for name, rounded in ROUNDINGS.items():
+        yield Candidate("precision", f"what enters is rounded to {name}", plain(rounded(entering), matrices))
     gated, upped = entering @ gate.T, entering @ up.T
     for each in (*INNER, *inner):
         yield Candidate(each.kind, each.words, each.of(gated, upped) @ down.T)
@@ -178,8 +180,6 @@ def of_mlp(case: Case) -> Iterator[Candidate]:
     yield Candidate("weights of experts", "the weights of experts multiply what enters them, not what comes out", sum(entered, shared))
     residual = case.entering() + case.value("attention")
     yield Candidate("missing", f"of all experts, {NOT_NORMALISED}", summed(residual, weights))
-    for name, rounded in ROUNDINGS.items():
-        yield Candidate("precision", f"what enters experts is rounded to {name}", summed(rounded(entering), weights))
     yield from _experts_otherwise(case, experts, shared)
 
 

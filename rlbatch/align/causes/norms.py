@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from rlbatch.align.causes.case import Candidate, Case, number
+from rlbatch.align.causes.case import Candidate, Case, fitted, number
 
 WEIGHT = {"input_norm": "input_layernorm.weight", "mlp_norm": "pre_mlp_layernorm.weight", "final_norm": "decoder.final_layernorm.weight"}
 
@@ -34,12 +34,18 @@ def of_norm(case: Case) -> Iterator[Candidate]:
     centred = entering - entering.mean(-1, keepdim=True)
     yield Candidate("another norm", "the mean is taken off first: LayerNorm, not RMSNorm", rms_norm(centred, weight, epsilon))
     yield Candidate("another norm", "it normalises twice", rms_norm(rms_norm(entering, weight, epsilon), weight, epsilon))
+    for count in (2, 4, 8):
+        parts = torch.cat([rms_norm(part, torch.ones(()), epsilon) for part in entering.chunk(count, -1)], -1)
+        yield Candidate("another norm", f"it normalises each of {count} parts alone (ranks' parts, or heads)", parts * weight)
     yield from _of_other_layers(case, entering, weight, epsilon)
     if name != "final_norm":
         beside, words = ("input_norm", "before attention") if name == "mlp_norm" else ("mlp_norm", "before the MLP")
         for its in case.weights(WEIGHT[beside]):
             yield Candidate("permuted", f"the norm has the weight of the one {words}", rms_norm(entering, its, epsilon))
     if name == "mlp_norm":
+        times = fitted(lambda times: rms_norm(times * case.entering() + case.value("attention"), weight, epsilon), got)
+        value = rms_norm(times * case.entering() + case.value("attention"), weight, epsilon)
+        yield Candidate("another scale", f"the layer's input counts {number(times)} times as much beside attention's output", value)
         yield Candidate("missing", "attention's output is not added before the norm", rms_norm(case.entering(), weight, epsilon))
         yield Candidate("missing", "the residual is not added before the norm", rms_norm(case.value("attention"), weight, epsilon))
 

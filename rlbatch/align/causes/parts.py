@@ -124,17 +124,35 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names) if len(names) <= SLICES else f"{', '.join(names[:SLICES])} and {len(names) - SLICES} more"
 
 
-def _dropped(case: Case, weighted: Tensor, shared: Tensor) -> Iterator[Candidate]:
-    """Experts left out at single tokens, which have [experts, T, hidden] weighted outputs of them."""
+def of_other_weights(case: Case) -> Iterator[Candidate]:
+    """Chosen experts, each weighed as fits best."""
+    if case.has("router_weights") and case.takes_experts():
+        outputs, shared = torch.stack([sum(parts[1:], parts[0]) for parts in _expert_slices(case)]), _shared(case)
+        weighted = outputs * case.value("router_weights").T[:, :, None]
+        times = _times(case, weighted, shared)
+        said = (
+            f"each token's experts count {number(float(times.min()))} to {number(float(times.max()))} times what the router's weights say"
+        )
+        yield Candidate("weights of experts", said, shared + (weighted * times.T[..., None]).sum(0))
+
+
+def _times(case: Case, weighted: Tensor, shared: Tensor) -> Tensor:
+    """[T, experts] how often chosen experts count, which have [experts, T, hidden] weighted outputs; 1 of others."""
     chosen = case.value("router_weights") != 0
     top = int(chosen.sum(1).max())
     of_token = chosen.double().topk(top, -1).indices  # [T, top]
     parts = weighted.transpose(0, 1).gather(1, of_token[..., None].expand(-1, -1, weighted.shape[-1]))
+    if 2 * top > parts.shape[-1]:
+        return torch.ones_like(chosen, dtype=torch.float64)
     rest = case.got.values[case.place].double() - shared
-    if parts.shape[-1] < top:
-        return
     times = torch.linalg.lstsq(parts.transpose(1, 2), rest[..., None]).solution[..., 0]
-    kept = torch.zeros_like(chosen).scatter(1, of_token, times > 0.5) & chosen
+    return torch.ones_like(chosen, dtype=torch.float64).scatter(1, of_token, times)
+
+
+def _dropped(case: Case, weighted: Tensor, shared: Tensor) -> Iterator[Candidate]:
+    """Experts left out at single tokens, which have [experts, T, hidden] weighted outputs of them."""
+    chosen = case.value("router_weights") != 0
+    kept = chosen & (_times(case, weighted, shared) > 0.5)
     yield Candidate("missing", f"experts are left out: {without(case, chosen & ~kept)}", shared + (weighted * kept.T[..., None]).sum(0))
 
 

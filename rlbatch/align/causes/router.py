@@ -61,6 +61,7 @@ def of_choice(case: Case) -> Iterator[Candidate]:
     yield Candidate("weights of experts", words, factor * open_ended)
     if bias is not None:
         yield Candidate("other experts", "the selection bias is added to the logits", right.weights(logits + bias, None))
+        yield Candidate("other experts", "the selection bias is subtracted", right.weights(logits, -bias))
     if right.scale != 1.0:
         for words, times in ("not applied", 1 / right.scale), ("applied twice", right.scale):
             said = f"the scaling factor, {number(right.scale)}, is {words}: weights are {number(times)} times the baseline's"
@@ -83,7 +84,7 @@ def of_given_experts(case: Case) -> Iterator[Candidate]:
     biases = case.weights("mlp.router.expert_bias")
     if bool((chosen.sum(1) == right.top).all()):
         whose = _whose(case, chosen, right.scores(logits) + sum(biases))
-        words = f"experts come from elsewhere, their weights are right for them: {whose}"
+        words = f"experts are not chosen by these scores (given from elsewhere, or noise), their weights are right for them: {whose}"
         yield Candidate("other experts", words, right.weights(logits, biases[0] if biases else None, chosen))
         other = replace(right, score="softmax" if right.score == "sigmoid" else "sigmoid")
         words = f"the weights of chosen experts, not the choice, are by {other.score}"

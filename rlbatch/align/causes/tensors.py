@@ -11,7 +11,7 @@ from torch import Tensor
 from rlbatch.align.causes.case import NEXT_TO_NOTHING, Candidate, Case, Explanation, multiple, number
 from rlbatch.align.causes.norms import rms_norm
 
-PRODUCTS = ("attention", "router_logits", "shared_experts", "mlp")
+PRODUCTS = ("query", "key", "value", "attention", "router_logits", "shared_experts", "mlp")
 """Places that a matrix multiplied last."""
 LEAST_VALUES = 4
 """Of a token, or tokens, from which a number of its own is no accident."""
@@ -80,12 +80,18 @@ def of_equal_inputs(case: Case) -> Explanation | None:
     return Explanation("noise", "random numbers are added, or something besides the token decides", how)
 
 
-def lower_precision(case: Case) -> Explanation | None:
-    """A small difference everywhere, without a pattern; in a router, whose ways to round are tried, it is noise."""
+def few_bits(case: Case) -> Explanation | None:
+    """A small difference, and values that fit a format of fewer bits."""
     got, largest = case.got.values[case.place], float(case.before.max())
     for name, dtype in MANTISSA.items():
         if torch.equal(got, got.to(dtype).to(got.dtype)) and not torch.equal(got, got.round()) and largest < SMALL:
             return Explanation("precision", f"it was computed in {name}", f"every value fits {name}, the difference is {largest:.1e}")
+    return None
+
+
+def lower_precision(case: Case) -> Explanation | None:
+    """A small difference everywhere, without a pattern; in a router, whose ways to round are tried, it is noise."""
+    largest = float(case.before.max())
     is_router = case.place[1] == "router_logits"
     if not largest < (NOISY if is_router else SMALL) or case.place[1] == "router_weights":
         return None
@@ -108,6 +114,7 @@ def of_any(case: Case) -> Iterator[Candidate]:
     if abs(factor) > NEXT_TO_NOTHING:
         yield Candidate("another scale", f"it is {number(factor)} times the baseline's", factor * want)
     yield Candidate("another norm", "a norm is behind it", rms_norm(want, torch.ones(()), 1e-6))
+    yield Candidate("another norm", "a LayerNorm is behind it", rms_norm(want - want.mean(-1, keepdim=True), torch.ones(()), 1e-5))
     most = float(got.abs().max())
     yield Candidate("clamped", f"its values are clamped to -{number(most)} .. {number(most)}", want.clamp(-most, most))
     for name, rounded in ROUNDINGS.items():
@@ -160,7 +167,8 @@ def of_single_values(case: Case) -> Iterator[Candidate]:
         offset = (got - want)[wrong].mean(0) * wrong[:, None]
         which = ", ".join(map(str, sorted(set(case.batch.positions[wrong].tolist()))[:8]))
         yield Candidate("bias", f"the same vector is added at some tokens, which are at positions {which}", (want + offset).reshape(shape))
-    if int(wrong.sum()) < len(want) / 2 or case.place[1] not in PRODUCTS:
+    is_latent = case.family.transformer.get("multi_latent_attention") and case.place[1] in ("query", "key", "value")
+    if int(wrong.sum()) < len(want) / 2 or case.place[1] not in PRODUCTS or is_latent:  # a latent's products are of low rank anyhow
         return
     left, sizes, right = torch.linalg.svd(got - want, full_matrices=False)
     rank = int((sizes > 1e-4 * sizes[0]).sum())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -57,10 +58,13 @@ def of_output(case: Case) -> Iterator[Candidate]:
         yield Candidate("precision", f"logits are rounded to {name}", scores.of(rounded(logits)))
         product = rounded(case.value("final_norm")) @ rounded(weight).T
         yield Candidate("precision", f"what enters the output layer and its weight are rounded to {name}", scores.of(product))
-    padding = F.pad(logits, (0, -len(weight) % 64))
-    yield Candidate("vocabulary", "rows that pad the vocabulary take probability", scores.of(padding))
     if case.place[1] != "logprobs":
         return
+    more = torch.expm1(scores.of(logits) - got) * logits.logsumexp(-1).exp().roll(1, 0)
+    count = float(more[~scores.first].median().round()) if not bool(scores.first.all()) else 0.0
+    if count >= 1:
+        words = f"{number(count)} rows that pad the vocabulary, with logits of 0, take probability"
+        yield Candidate("vocabulary", words, scores.of(F.pad(logits, (0, 1), value=math.log(count))))
     for shift in (1, -1):
         moved = logits.log_softmax(-1).roll(1 + shift, 0).gather(-1, scores.tokens[:, None])[:, 0].masked_fill(scores.first, 0.0)
         yield Candidate("shifted", f"log-probs are of {'the next' if shift < 0 else 'an earlier'} position", moved)

@@ -207,8 +207,13 @@ def _kind_of(name: str, ours: Tensor, theirs: Tensor, others: Iterable[tuple[str
         return "another offset", f"{name} is larger by {number(shift)} everywhere"
     if bits := _mantissa(ours, theirs):
         return "precision", f"{name} is rounded to {bits} bits of mantissa behind a scale (FP8 has 3 or 2)"
+    for bits in (4, 8):
+        levels = ours / ours.abs().amax(-1, keepdim=True).clamp(min=1e-30) * (2 ** (bits - 1) - 1)
+        if theirs.ndim > 1 and float((levels - levels.round()).abs().max()) < 0.01:
+            return "precision", f"{name} is rounded to integers of {bits} bits, with a scale of each row"
     near = _apart(theirs, ours) < STALE
-    return "stale weights", f"{name} is {'near' if near else 'nowhere near'} what it should be{': an older state' if near else ''}"
+    words = "near what it should be: an older state, or rounded" if near else "nowhere near what it should be"
+    return "stale weights", f"{name} is {words}"
 
 
 def _mantissa(ours: Tensor, theirs: Tensor) -> int:
@@ -216,7 +221,7 @@ def _mantissa(ours: Tensor, theirs: Tensor) -> int:
     seen = theirs.abs() > theirs.abs().max() / 64
     apart, sizes = ((ours - theirs).abs() / theirs.abs())[seen], theirs.abs()[seen]
     is_large = sizes > sizes.median()
-    if theirs.ndim < 2 or len(sizes) < 32 or not bool(apart[is_large].any()):
+    if theirs.ndim < 2 or len(sizes) < 32 or float((apart[is_large] > 0).double().mean()) < 0.5:  # a few may be right by accident
         return 0
     small, large = (float(apart[part].square().mean().sqrt()) for part in (~is_large, is_large))
     bits = round(-math.log2(float(apart.max()))) - 1
