@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from rlbatch.align.arguments import Options, help_text, layout_of, parse, token_lists
+from rlbatch.align.arguments import Options, help_text, layouts_of, parse, token_lists
 from rlbatch.align.job.submit import split, submit
 from rlbatch.api import ConfigError, ModelFamily, RlbatchError
 from rlbatch.api.exit_codes import FAILED, REFUSED
@@ -40,8 +40,8 @@ def main(arguments: Sequence[str]) -> int:
         for name in options.engines:
             registry.rollouts.named(name, "engines")
         _check(options, family, registry)
-        layouts = {} if options.beside else {name: layout_of(name, family) for name in options.layouts}
-        tokens = token_lists(options, family)
+        layouts = layouts_of(options, family)
+        token_lists(options, family)
         if of_job:
             return submit(options, family, layouts, of_job)
     except RlbatchError as error:
@@ -50,14 +50,16 @@ def main(arguments: Sequence[str]) -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of the ranks
     warnings.simplefilter("ignore")
-    from rlbatch.align.report.compare import compared, report
-    from rlbatch.align.sides.trainer import compute
+    from rlbatch.align.report.compare import report
+    from rlbatch.align.sides.trainer import Task, Written, compute
     from rlbatch.rank_pools import RankPools
 
+    def run(task: Task) -> list[Written]:
+        return pools(task.layout.world_size).run(compute, task)
+
     pools = RankPools()
-    found = compared(options, family, layouts, tokens, lambda task: pools(task.layout.world_size).run(compute, task), registry)
     try:
-        return 0 if report(options, family, found, partial(print, flush=True)) else FAILED
+        return 0 if report(options, family, run, registry, partial(print, flush=True)) else FAILED
     except RlbatchError as error:
         print(error, file=sys.stderr)
         return FAILED

@@ -114,6 +114,11 @@ def help_text() -> str:
     return INTRODUCTION + "\n".join(f"  {f'{doc.name}={show_value(doc.default)}':<32} {doc.doc}" for doc in key_docs(Options))
 
 
+def layouts_of(options: Options, family: ModelFamily) -> dict[str, LayoutConfig]:
+    """The trainer's layouts by name; raises as ``layout_of``."""
+    return {} if options.beside else {name: layout_of(name, family) for name in options.layouts}
+
+
 def layout_of(name: str, family: ModelFamily) -> LayoutConfig:
     """A layout from its name: ``tp2+ep2``.
 

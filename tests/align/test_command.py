@@ -103,7 +103,7 @@ def test_a_fault_in_the_trainer_is_named_under_a_layout(folder: Path, rank_pool:
     """Where it is on one of two pipeline stages with tensor parallelism."""
     family, batch = load_plugins().resolve_model_family(read_config(folder)), batch_of([list(range(11)), list(range(30, 50))])
     layout = layout_of("tp2+ep2", family)
-    side = TrainerSide(folder, layout, "tp2+ep2", "fp32", (), partial(rank_pool(layout.world_size).run, scaled))
+    side = TrainerSide("tp2+ep2", Task(str(folder), layout, "fp32", ()), partial(rank_pool(layout.world_size).run, scaled))
     baseline = TransformersSide(folder).compute(batch)
     found = answer(family, batch, side, baseline, side.compute(batch), rounding(folder, batch, baseline, "fp32"))
     assert found.first is not None

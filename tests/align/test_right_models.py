@@ -13,7 +13,7 @@ import pytest
 from rlbatch.align.arguments import layout_of
 from rlbatch.align.report.answer import answer
 from rlbatch.align.report.compare import rounding
-from rlbatch.align.sides.trainer import TrainerSide, compute
+from rlbatch.align.sides.trainer import Task, TrainerSide, compute
 from rlbatch.align.sides.transformers import TransformersSide
 from rlbatch.align.values.places import batch_of
 from rlbatch.config.hf_config import read_config
@@ -61,7 +61,7 @@ def test_nothing_is_said_of_what_is_right(seed: int, tmp_path: Path, rank_pool: 
     draw = random.Random(seed)
     batch = batch_of([[draw.randrange(61) for _ in range(length)] for length in (23, 5, 1, 40)])
     sizes = layout_of(layout, family)
-    side = TrainerSide(folder, sizes, layout, "fp32", (), partial(rank_pool(sizes.world_size).run, compute))
+    side = TrainerSide(layout, Task(str(folder), sizes, "fp32", ()), partial(rank_pool(sizes.world_size).run, compute))
     baseline = TransformersSide(folder).compute(batch)
     found = answer(family, batch, side, baseline, side.compute(batch), rounding(folder, batch, baseline, "fp32"))
     assert found.first is None, (model, changes, layout, found.sentence(family.num_layers))

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from rlbatch.align.causes.case import Candidate, Case, fitted, number
+from rlbatch.align.causes.case import Candidate, Case, fit, fitted, number
 from rlbatch.align.causes.norms import rms_norm
 from rlbatch.align.causes.tensors import MANTISSA, ROUNDINGS, of_any, of_product, of_single_values
 from rlbatch.align.values.places import Batch, Trace
@@ -45,12 +45,8 @@ def of_projections(case: Case) -> Iterator[Candidate]:
         if heads is not None and not torch.equal(heads, right):
             yield Candidate(kind, f"{words} ({NAMES[name]})", heads if turning is None else turning.turned(heads, positions))
     for format, rounded in ROUNDINGS.items():
-        for what, entered, latent in (
-            ("what enters", rounded, _same),
-            ("the latent", _same, rounded),
-            ("what enters both", rounded, rounded),
-        ):
-            heads = _unrotated(case, name, entered=entered, latent=latent)
+        for what, entered in ("what enters its products", rounded), ("the latent", Tensor.double):
+            heads = _unrotated(case, name, entered=entered, latent=rounded)
             if heads is not None and not torch.equal(heads, right):
                 value = heads if turning is None else turning.turned(heads, positions)
                 yield Candidate("precision", f"{what} is rounded to {format}", value)
@@ -78,8 +74,7 @@ def _normalised_otherwise(case: Case, turning: Rotation) -> Iterator[Candidate]:
     if not is_normed:
         return
     epsilon = min((10.0 ** (step / 2) for step in range(-24, 3)), key=lambda epsilon: float((turned(epsilon) - got).norm()))
-    epsilon = fitted(turned, got, epsilon)
-    yield Candidate("epsilon", f"epsilon of the norm of {NAMES[name]} is about {number(epsilon)}", turned(epsilon))
+    yield fit("epsilon", f"epsilon of the norm of {NAMES[name]} is about {{0}}", turned, got, epsilon)
     plain = _unrotated(case, name, "norm")
     if plain is not None and len(is_normed[0]) == plain.shape[-1]:
         together = _normalised(case, plain.flatten(1), is_normed[0].repeat(plain.shape[1]), "").reshape(plain.shape)
@@ -104,7 +99,8 @@ def _rotated_otherwise(case: Case, heads: Tensor, turning: Rotation) -> Iterator
         yield Candidate("precision", f"cosines and sines are rounded to {name}", turning.turned(heads, positions, rounded=dtype))
         rounded = Rotation(turning.steps.to(dtype).double(), turning.size).turned(heads, positions)
         yield Candidate("precision", f"rotary frequencies are rounded to {name}", rounded)
-    for part in (2, 4) if turning.base and width == heads.shape[-1] else ():
+    is_whole = width == heads.shape[-1]
+    for part in (2, 4) if turning.base and is_whole else ():
         steps = turning.base ** (-torch.arange(width // part // 2, dtype=torch.float64) * 2 * part / width)
         front, rest = heads[..., : width // part], heads[..., width // part :]
         value = torch.cat([Rotation(steps, turning.size).turned(front, positions), rest], -1)
@@ -116,11 +112,8 @@ def _rotated_otherwise(case: Case, heads: Tensor, turning: Rotation) -> Iterator
             yield Candidate(kind, _positions_in_words(found, case.batch), turning.turned(heads, found.double()))
     stretch = fitted(lambda stretch: turning.turned(heads, positions * stretch), got)
     yield Candidate(kind, f"stretches positions {number(stretch)} times", turning.turned(heads, positions * stretch))
-    size = fitted(lambda size: turning.turned(heads, positions, size), got)
-    words = f"rotated dimensions are {number(size)} times as large (mscale)"
-    if width == heads.shape[-1]:
-        words = f"they are {number(size)} times as large (mscale, or another norm)"
-    yield Candidate("another scale", words, turning.turned(heads, positions, size))
+    which = "it is {0} times as large (mscale, or another norm)" if is_whole else "rotated dimensions are {0} times as large (mscale)"
+    yield fit("another scale", which, lambda size: turning.turned(heads, positions, size), got)
     other = Rotation.of(case, heads, got)
     if other is None or any(torch.allclose(other.steps, times * turning.steps, rtol=1e-3, atol=1e-5) for times in (1.0, stretch)):
         return
@@ -240,17 +233,13 @@ def _pairs(values: Tensor) -> Tensor:
     return torch.complex(first, second)
 
 
-def _same(values: Tensor) -> Tensor:
-    return values
-
-
 def _unrotated(
     case: Case,
     name: str,
     way: str = "",
     epsilon: float = 0.0,
-    entered: Callable[[Tensor], Tensor] = _same,
-    latent: Callable[[Tensor], Tensor] = _same,
+    entered: Callable[[Tensor], Tensor] = Tensor.double,
+    latent: Callable[[Tensor], Tensor] = Tensor.double,
 ) -> Tensor | None:
     """[T, heads, size] of the baseline's weights, before rotation; None: not a projection of a kind that is known here."""
     if not case.has("input_norm"):

@@ -18,7 +18,7 @@ from rlbatch.weights.codec import hf_names
 from rlbatch.weights.coverage import layers_of
 
 TIMES_BETTER = 200.0
-"""An explanation leaves less than the difference divided by this, or nothing but rounding and less than a third."""
+"""An explanation leaves less than the difference divided by this, or nothing but rounding and less than a tenth."""
 
 NOT_ROUNDING = 30.0
 """Times the limit; what is fitted may be as inexact as that."""
@@ -144,7 +144,7 @@ class Case:
             was = float(before[tokens].max())
             if candidate.tokens is None:
                 self.tried.append((rest / was, candidate.words))
-            if rest < left and rest < max(min(self.limit, was / 3), was / TIMES_BETTER):
+            if rest < left and rest < max(min(self.limit, was / 10), was / TIMES_BETTER):
                 how = f"the baseline computed so leaves {rest:.1e} of a difference of {was:.1e}"
                 how += ", more than rounding: something smaller differs too" if rest > NOT_ROUNDING * self.limit else ""
                 best, left = Explanation(candidate.kind, candidate.words, how), rest
@@ -164,6 +164,12 @@ def fitted(value: Callable[[float], Tensor], target: Tensor, around: float = 1.0
         left, right = low + (high - low) / 3, high - (high - low) / 3
         low, high = (low, right) if distance(left) < distance(right) else (left, high)
     return (low + high) / 2
+
+
+def fit(kind: str, words: str, value: Callable[[float], Tensor], target: Tensor, around: float = 1.0) -> Candidate:
+    """The candidate with the number that ``fitted`` finds, which the words have for each ``{0}``."""
+    best = fitted(value, target, around)
+    return Candidate(kind, words.format(number(best)), value(best))
 
 
 def multiple(of: Tensor, target: Tensor) -> float:

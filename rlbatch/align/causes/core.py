@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from rlbatch.align.causes.case import Candidate, Case, Explanation, fitted, number
+from rlbatch.align.causes.case import Candidate, Case, Explanation, fit, fitted, number
 from rlbatch.align.causes.tensors import MANTISSA, NOISY, ROUNDINGS
 
 MOST_KEPT = 4
@@ -22,14 +22,9 @@ def of_core(case: Case) -> Iterator[Candidate]:
     target, owners, positions = case.got.values[case.place].double(), case.batch.owners, case.batch.positions
     right, scale = _right(case)
     same, past = owners[:, None] == owners, torch.arange(len(owners))[:, None] >= torch.arange(len(owners))
-    factor = fitted(lambda factor: _attended(case, factor * scale, right), target)
-    yield Candidate(
-        "another scale",
-        f"the softmax is of {number(factor)} times the products (mscale, or another head size)",
-        _attended(case, factor * scale, right),
-    )
-    cap = fitted(lambda cap: _attended(case, scale, right, cap=cap), target, 30.0)
-    yield Candidate("another scale", f"products are capped at {number(cap)}", _attended(case, scale, right, cap=cap))
+    words = "the softmax is of {0} times the products (mscale, or another head size)"
+    yield fit("another scale", words, lambda factor: _attended(case, factor * scale, right), target)
+    yield fit("another scale", "products are capped at {0}", lambda cap: _attended(case, scale, right, cap=cap), target, 30.0)
     for name, dtype in MANTISSA.items():
         yield Candidate("precision", f"the softmax is rounded to {name}", _attended(case, scale, right, rounded=dtype))
     zeros = torch.zeros(case.value("query").shape[1], dtype=torch.float64)
@@ -63,10 +58,11 @@ def of_first_tokens(case: Case) -> Explanation | None:
     if case.place[1] != "context" or not float(case.before[first].max()) > max(case.limit, NOISY):
         return None
     times, left = _own_shares(case)
-    if left < 1e-3:
+    near = max(1e-3, case.limit)
+    if left < near:
         least, most = number(float(times.min())), number(float(times.max()))
         how = f"at first tokens, where only a token's own value can come out, heads have {least} to {most} of it"
-        if bool(((times - times.max()).abs() < 1e-3).logical_or(times.abs() < 1e-3).all()):
+        if bool(((times - times.max()).abs() < near).logical_or(times.abs() < near).all()):
             return Explanation("noise", f"weights of keys are dropped, the others {most} times as large: dropout", how)
         return Explanation("another scale", "a token's weights of keys do not sum to 1: sinks, or another normalisation", how)
     how = f"at first tokens, where only a token's own value can come out, {float(case.before[first].max()):.1e} differ"
@@ -182,20 +178,7 @@ def _attended(
     sinks: Tensor | None = None,
     rounded: torch.dtype = torch.float64,
 ) -> Tensor:
-    """[T, heads x size] of the baseline's queries, keys and values.
-
-    Args:
-        case: Whose.
-        scale: Of products; of each token, if [T, 1].
-        mask: [T, T] or [heads, T, T] bool, which keys tokens see.
-        keys: Of which key-value heads keys are; empty: as it should be.
-        values: The same of values.
-        kept: What becomes of keys and values in their cache.
-        added: To products.
-        cap: Of products; 0: none.
-        sinks: [heads] logits.
-        rounded: The softmax.
-    """
+    """[T, heads x size] of the baseline's queries, and keys and values of ``_heads``, as their cache keeps them."""
     query, key, value = _heads(case, keys, values)
     key, value = (key, value) if kept is None else (kept(key), kept(value))
     scores = query @ key.transpose(1, 2) * scale + added

@@ -8,7 +8,7 @@ from contextlib import suppress
 import torch
 
 from rlbatch.align.causes import attention, core, mlp, norms, parts, router, tensors, vocabulary, weights
-from rlbatch.align.causes.case import NEXT_TO_NOTHING, Candidate, Case, Explanation, multiple, number
+from rlbatch.align.causes.case import Candidate, Case, Explanation
 
 
 def explain(case: Case, precision: str) -> Explanation:
@@ -95,22 +95,6 @@ def _pattern(case: Case) -> str:
     return "; ".join(said)
 
 
-def _of_sum(case: Case) -> Iterator[Candidate]:
-    """A layer's sum."""
-    before, attended, added = case.entering(), case.value("attention"), case.value("mlp")
-    yield Candidate("missing", "the residual is not added", added)
-    yield Candidate("missing", "the layer's input is not in the residual", attended + added)
-    yield Candidate("missing", "the residual is the layer's input, without attention's output", before + added)
-    yield Candidate("missing", "the MLP's output is not added", before + attended)
-    yield Candidate("missing", "the residual is what the norm made of it", case.value("mlp_norm") + added)
-    got = case.got.values[case.place].double()
-    for words, part in (("the MLP's output", added), ("attention's output", attended), ("the layer's input", before)):
-        rest = before + attended + added - part
-        factor = multiple(part, got - rest)
-        if abs(factor) > NEXT_TO_NOTHING:
-            yield Candidate("another scale", f"{words} counts {number(factor)} times", rest + factor * part)
-
-
 OF_PLACE: Mapping[str, Callable[[Case], Iterator[Candidate]]] = {
     "embedding": vocabulary.of_table,
     **dict.fromkeys(("input_norm", "mlp_norm", "final_norm"), norms.of_norm),
@@ -121,7 +105,6 @@ OF_PLACE: Mapping[str, Callable[[Case], Iterator[Candidate]]] = {
     "router_weights": router.of_choice,
     "shared_experts": mlp.of_shared,
     "mlp": mlp.of_mlp,
-    "output": _of_sum,
     **dict.fromkeys(("logprobs", "entropy"), vocabulary.of_output),
 }
 LATER: Mapping[str, Callable[[Case], Iterator[Candidate]]] = {

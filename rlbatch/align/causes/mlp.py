@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,42 +14,28 @@ from rlbatch.align.causes.case import NEXT_TO_NOTHING, Candidate, Case, fitted, 
 from rlbatch.align.causes.tensors import ROUNDINGS
 
 
-@dataclass(frozen=True)
-class Matrices:
-    """The weights of one gated MLP.
-
-    Attributes:
-        gate: [inner, hidden].
-        up: [inner, hidden].
-        down: [hidden, inner].
-    """
+class Matrices(NamedTuple):
+    """The weights of one gated MLP: gate and up [inner, hidden], down [hidden, inner]."""
 
     gate: Tensor
     up: Tensor
     down: Tensor
 
 
-@dataclass(frozen=True)
-class Inner:
-    """Another function of gate and up.
-
-    Attributes:
-        kind: The kind of difference.
-        words: What the side does.
-        of: [T, inner] from gate and up, each [T, inner].
-    """
+class Inner(NamedTuple):
+    """Another function of gate and up, each [T, inner], with the kind of difference that it is, and what the side does in words."""
 
     kind: str
     words: str
     of: Callable[[Tensor, Tensor], Tensor]
 
 
-def _activated(activation: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
-    return activation(gate) * up
+def _activated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda gate, up: activation(gate) * up
 
 
-def _rounded(rounded: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
-    return rounded(F.silu(gate) * up)
+def _rounded(rounded: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda gate, up: rounded(F.silu(gate) * up)
 
 
 ACTIVATION = "another activation"
@@ -57,12 +43,13 @@ INNER = (
     Inner("permuted", "gate and up are swapped", lambda gate, up: F.silu(up) * gate),
     Inner("missing", "up is left out", lambda gate, up: F.silu(gate)),
     Inner("missing", "the activation is left out", lambda gate, up: gate * up),
-    Inner(ACTIVATION, "the activation is gelu", partial(_activated, F.gelu)),
-    Inner(ACTIVATION, "the activation is gelu's approximation by tanh", partial(_activated, partial(F.gelu, approximate="tanh"))),
-    Inner(ACTIVATION, "the activation is relu", partial(_activated, F.relu)),
-    Inner(ACTIVATION, "the activation is sigmoid", partial(_activated, F.sigmoid)),
+    Inner(ACTIVATION, "the activation is gelu", _activated(F.gelu)),
+    Inner(ACTIVATION, "the activation is gelu's approximation by tanh", _activated(partial(F.gelu, approximate="tanh"))),
+    Inner(ACTIVATION, "the activation is relu", _activated(F.relu)),
+    Inner(ACTIVATION, "the activation is relu squared", _activated(lambda gate: gate.relu().square())),
+    Inner(ACTIVATION, "the activation is sigmoid", _activated(F.sigmoid)),
     Inner(ACTIVATION, "1 is added to up", lambda gate, up: F.silu(gate) * (up + 1)),
-    *(Inner("precision", f"activation times up is rounded to {name}", partial(_rounded, rounded)) for name, rounded in ROUNDINGS.items()),
+    *(Inner("precision", f"activation times up is rounded to {name}", _rounded(rounded)) for name, rounded in ROUNDINGS.items()),
 )
 FITTED: tuple[tuple[str, Callable[[Tensor, Tensor], Tensor | float], Callable[[Tensor, Tensor, float], Tensor]], ...] = (
     (
@@ -156,17 +143,10 @@ def of_mlp(case: Case) -> Iterator[Candidate]:
         return
     whole, got = case.value("mlp"), case.got.values[case.place].double()
     shared = case.value("shared_experts") if case.has("shared_experts") else torch.zeros_like(whole)
-    routed = whole - shared
-    if case.has("shared_experts"):
-        yield Candidate("missing", "the shared experts are left out", routed)
-        yield Candidate("another scale", "the shared experts are added twice", whole + shared)
-        yield Candidate("missing", "the routed experts are left out", shared)
-        factor = multiple(shared, got - routed)
-        if abs(factor) > NEXT_TO_NOTHING:
-            yield Candidate("another scale", f"the shared experts count {number(factor)} times", routed + factor * shared)
-    factor = multiple(routed, got - shared)
-    if abs(factor) > NEXT_TO_NOTHING:
-        yield Candidate("another scale", f"the routed experts count {number(factor)} times", factor * routed + shared)
+    for words, part in (("the shared experts", shared), ("the routed experts", whole - shared)):
+        times = multiple(part, got - whole + part)
+        said = f"count {number(times)} times" if abs(times) > NEXT_TO_NOTHING else "are left out"
+        yield Candidate("another scale" if said[0] == "c" else "missing", f"{words} {said}", whole + (times - 1) * part)
     if not case.takes_experts():
         return
     weights, entering = case.value("router_weights"), case.value("mlp_norm")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from rlbatch.align.causes.case import Candidate, Case, fitted, number
+from rlbatch.align.causes.case import Candidate, Case, fit, number
 
 WEIGHT = {"input_norm": "input_layernorm.weight", "mlp_norm": "pre_mlp_layernorm.weight", "final_norm": "decoder.final_layernorm.weight"}
 
@@ -43,11 +43,11 @@ def of_norm(case: Case) -> Iterator[Candidate]:
         for its in case.weights(WEIGHT[beside]):
             yield Candidate("permuted", f"the norm has the weight of the one {words}", rms_norm(entering, its, epsilon))
     if name == "mlp_norm":
-        times = fitted(lambda times: rms_norm(times * case.entering() + case.value("attention"), weight, epsilon), got)
-        value = rms_norm(times * case.entering() + case.value("attention"), weight, epsilon)
-        yield Candidate("another scale", f"the layer's input counts {number(times)} times as much beside attention's output", value)
-        yield Candidate("missing", "attention's output is not added before the norm", rms_norm(case.entering(), weight, epsilon))
-        yield Candidate("missing", "the residual is not added before the norm", rms_norm(case.value("attention"), weight, epsilon))
+        before, attended = case.entering(), case.value("attention")
+        words = "the layer's input counts {0} times as much beside attention's output"
+        yield fit("another scale", words, lambda times: rms_norm(times * before + attended, weight, epsilon), got)
+        yield Candidate("missing", "attention's output is not added before the norm", rms_norm(before, weight, epsilon))
+        yield Candidate("missing", "the residual is not added before the norm", rms_norm(attended, weight, epsilon))
 
 
 def _of_other_layers(case: Case, entering: Tensor, weight: Tensor, epsilon: float) -> Iterator[Candidate]:
@@ -57,9 +57,7 @@ def _of_other_layers(case: Case, entering: Tensor, weight: Tensor, epsilon: floa
         for its in case.names(WEIGHT[name], layer=other) if other != layer and name != "final_norm" else ():
             value = rms_norm(entering, case.want.weights[its].double(), epsilon)
             yield Candidate("another order", f"the norm is that of layer {other}", value)
-        if name != "mlp_norm" and other < layer - 1:
-            left_out = f"layers {other + 1} to {layer - 1} are" if other < layer - 2 else f"layer {layer - 1} is"
-            yield Candidate("missing", f"{left_out} left out", rms_norm(case.value("output", other), weight, epsilon))
-    if name != "mlp_norm" and layer > 0:
-        left_out = f"layers 0 to {layer - 1} are" if layer > 1 else "layer 0 is"
-        yield Candidate("missing", f"{left_out} left out", rms_norm(case.value("embedding", -1), weight, epsilon))
+    for first in range(layer) if name != "mlp_norm" else ():
+        before = case.value("output", first - 1) if first else case.value("embedding", -1)
+        left_out = f"layers {first} to {layer - 1} are" if first < layer - 1 else f"layer {first} is"
+        yield Candidate("missing", f"{left_out} left out", rms_norm(before, weight, epsilon))

@@ -130,9 +130,7 @@ def of_other_weights(case: Case) -> Iterator[Candidate]:
         outputs, shared = torch.stack([sum(parts[1:], parts[0]) for parts in _expert_slices(case)]), _shared(case)
         weighted = outputs * case.value("router_weights").T[:, :, None]
         times = _times(case, weighted, shared)
-        said = (
-            f"each token's experts count {number(float(times.min()))} to {number(float(times.max()))} times what the router's weights say"
-        )
+        said = f"experts of tokens count {number(float(times.min()))} to {number(float(times.max()))} times what the router says"
         yield Candidate("weights of experts", said, shared + (weighted * times.T[..., None]).sum(0))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlbatch.align.causes.case import Candidate, Case, fitted, multiple, number
+from rlbatch.align.causes.case import Candidate, Case, fit, multiple, number
 from rlbatch.align.causes.parts import without
 from rlbatch.align.causes.tensors import MANTISSA, of_product
 from rlbatch.align.values.places import Batch, Row, Trace
@@ -27,13 +27,13 @@ def of_router(case: Case) -> Iterator[Candidate]:
     for name, words in ("input_norm", "what the norm before attention gives"), ("attention", "attention's output"):
         if case.has(name):
             yield Candidate("another order", f"the router sees {words}", case.value(name) @ weight.T)
-    cap = fitted(lambda cap: cap * (case.value("router_logits") / cap).tanh(), case.got.values[case.place].double(), 10.0)
-    yield Candidate("another scale", f"logits are capped at {number(cap)}", cap * (case.value("router_logits") / cap).tanh())
+    logits, got = case.value("router_logits"), case.got.values[case.place].double()
+    yield fit("another scale", "logits are capped at {0}", lambda cap: cap * (logits / cap).tanh(), got, 10.0)
     if bias := case.weights("mlp.router.expert_bias"):
-        yield Candidate("bias", "the selection bias is added to the logits", case.value("router_logits") + bias[0])
+        yield Candidate("bias", "the selection bias is added to the logits", logits + bias[0])
     yield from of_product(case.value("mlp_norm"), weight)
-    yield Candidate("another scale", "logits are probabilities already", case.value("router_logits").softmax(-1))
-    yield Candidate("another scale", "logits went through the sigmoid already", case.value("router_logits").sigmoid())
+    yield Candidate("another scale", "logits are probabilities already", logits.softmax(-1))
+    yield Candidate("another scale", "logits went through the sigmoid already", logits.sigmoid())
 
 
 def of_choice(case: Case) -> Iterator[Candidate]:
@@ -46,9 +46,8 @@ def of_choice(case: Case) -> Iterator[Candidate]:
         weights = choice.weights(logits, bias)
         kind = "weights of experts" if torch.equal(weights != 0, want != 0) else "other experts"
         yield Candidate(kind, choice.said(changes), weights)
-    factor = fitted(lambda factor: right.weights(factor * logits, bias), got)
-    words = f"logits are multiplied by {number(factor)} before scores are taken of them"
-    yield Candidate("weights of experts", words, right.weights(factor * logits, bias))
+    words = "logits are multiplied by {0} before scores are taken of them"
+    yield fit("weights of experts", words, lambda factor: right.weights(factor * logits, bias), got)
     yield Candidate("weights of experts", "scores are taken of scores", right.weights(right.scores(logits), bias))
     again = want.masked_fill(want == 0, -torch.inf).softmax(-1)
     yield Candidate("weights of experts", "a softmax is taken of the weights of chosen experts", again)

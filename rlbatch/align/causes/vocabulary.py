@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlbatch.align.causes.case import Candidate, Case, fitted, number
+from rlbatch.align.causes.case import Candidate, Case, fit, number
 from rlbatch.align.causes.parts import MOST_VALUES
 from rlbatch.align.causes.tensors import ROUNDINGS
 
@@ -48,12 +48,10 @@ def of_output(case: Case) -> Iterator[Candidate]:
     if tied := case.weights("embedding.word_embeddings.weight"):
         yield Candidate("stale weights", "the output layer is the embedding", scores.of(case.value("final_norm") @ tied[0].T))
     yield Candidate("missing", "the output layer sees the residual, not what the norm made of it", scores.of(case.entering() @ weight.T))
-    temperature = fitted(lambda value: scores.of(logits / value), got)
-    yield Candidate("temperature", f"logits are divided by {number(temperature)}", scores.of(logits / temperature))
-    cap = fitted(lambda cap: scores.of(cap * (logits / cap).tanh()), got, 20.0)
-    yield Candidate("another scale", f"logits are capped at {number(cap)}", scores.of(cap * (logits / cap).tanh()))
-    most = fitted(lambda most: scores.of(logits.clamp(-most, most)), got, float(logits.abs().max()) / 8)
-    yield Candidate("clamped", f"logits are clamped to -{number(most)} .. {number(most)}", scores.of(logits.clamp(-most, most)))
+    yield fit("temperature", "logits are divided by {0}", lambda value: scores.of(logits / value), got)
+    yield fit("another scale", "logits are capped at {0}", lambda cap: scores.of(cap * (logits / cap).tanh()), got, 20.0)
+    around = float(logits.abs().max()) / 8
+    yield fit("clamped", "logits are clamped to -{0} .. {0}", lambda most: scores.of(logits.clamp(-most, most)), got, around)
     for name, rounded in ROUNDINGS.items():
         yield Candidate("precision", f"logits are rounded to {name}", scores.of(rounded(logits)))
         product = rounded(case.value("final_norm")) @ rounded(weight).T
@@ -100,8 +98,7 @@ def _penalised(case: Case, scores: Scores, got: Tensor) -> Iterator[Candidate]:
         "frequency penalty": lambda penalty: scores.of(logits - penalty * counts),
     }
     for name, way in ways.items():
-        value = fitted(way, got)
-        yield Candidate("penalty", f"logits have a {name} of {number(value)}", way(value))
+        yield fit("penalty", f"logits have a {name} of {{0}}", way, got)
 
 
 def _biased(case: Case, scores: Scores, got: Tensor) -> Iterator[Candidate]:

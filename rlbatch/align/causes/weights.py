@@ -18,36 +18,24 @@ LEFT = 0.05
 """Part of the difference that an explanation may leave."""
 STALE = 0.5
 """Relative difference below which a tensor is an older or later state of the same one."""
+QUERY = "linear_qkv.weight linear_qkv.bias q_layernorm.weight linear_q_proj.weight linear_q_down_proj.weight linear_q_up_proj.weight"
+KEY = "linear_qkv.weight linear_qkv.bias k_layernorm.weight linear_kv_down_proj.weight kv_layernorm.weight linear_kv_up_proj.weight"
 OF_PLACE = {
-    "embedding": ("embedding.word_embeddings.weight",),
-    "input_norm": ("input_layernorm.weight",),
-    "query": (
-        "self_attention.linear_qkv.weight",
-        "self_attention.linear_qkv.bias",
-        "self_attention.q_layernorm.weight",
-        "self_attention.linear_q_proj.weight",
-        "self_attention.linear_q_down_proj.weight",
-        "self_attention.linear_q_up_proj.weight",
-    ),
-    "key": (
-        "self_attention.linear_qkv.weight",
-        "self_attention.linear_qkv.bias",
-        "self_attention.k_layernorm.weight",
-        "self_attention.linear_kv_down_proj.weight",
-        "self_attention.kv_layernorm.weight",
-        "self_attention.linear_kv_up_proj.weight",
-    ),
-    "attention": ("self_attention.linear_proj.weight",),
-    "mlp_norm": ("pre_mlp_layernorm.weight",),
-    "router_logits": ("mlp.router.weight",),
-    "router_weights": ("mlp.router.expert_bias",),
-    "shared_experts": ("mlp.shared_experts.linear_fc1.weight", "mlp.shared_experts.linear_fc2.weight"),
-    "mlp": ("mlp.linear_fc1.weight", "mlp.linear_fc2.weight", "mlp.experts.gate_up", "mlp.experts.down"),
-    "final_norm": ("decoder.final_layernorm.weight",),
-    "logprobs": ("output_layer.weight", "embedding.word_embeddings.weight"),
+    "embedding": ["embedding.word_embeddings.weight"],
+    "input_norm": ["input_layernorm.weight"],
+    "query": [f"self_attention.{name}" for name in QUERY.split()],
+    "key": [f"self_attention.{name}" for name in KEY.split()],
+    "attention": ["self_attention.linear_proj.weight"],
+    "mlp_norm": ["pre_mlp_layernorm.weight"],
+    "router_logits": ["mlp.router.weight"],
+    "router_weights": ["mlp.router.expert_bias"],
+    "shared_experts": ["mlp.shared_experts.linear_fc1.weight", "mlp.shared_experts.linear_fc2.weight"],
+    "mlp": ["mlp.linear_fc1.weight", "mlp.linear_fc2.weight", "mlp.experts.gate_up", "mlp.experts.down"],
+    "final_norm": ["decoder.final_layernorm.weight"],
+    "logprobs": ["output_layer.weight", "embedding.word_embeddings.weight"],
 }
 """Place -> parameters that it depends on, by their canonical names."""
-OF_PLACE |= {"value": OF_PLACE["key"], "entropy": OF_PLACE["logprobs"], "context": (), "output": ()}
+OF_PLACE |= {"value": OF_PLACE["key"], "entropy": OF_PLACE["logprobs"], "context": [], "output": []}
 
 
 def differing(want: Mapping[str, Tensor], got: Mapping[str, Tensor], precision: str) -> dict[str, float]:
@@ -96,7 +84,7 @@ def explain_silent(cases: Iterable[Case], precision: str) -> tuple[Case, Explana
         if not wrong.keys() & trained_names(case.family):
             return None
         if (found := explain(case, precision, wrong)) is not None:
-            return case, replace(found, words=f"{found.words}; no token of this batch shows it")
+            return case, replace(found, words=f"{found.words}; no token of this batch shows it beyond rounding")
     return None
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlbatch import run
-from rlbatch.align.arguments import layout_of, token_lists
 from rlbatch.align.job.submit import PAGE, TEXT, VERDICT, asked
 from rlbatch.config.hf_config import read_config
 from rlbatch.launch.records.disk import as_config_errors
@@ -59,12 +58,11 @@ def _align(rank: Joined) -> None:
 
 
 def _compare(rank: Joined, registry: Registry, ranks: JobRanks) -> None:
-    from rlbatch.align.report.compare import compared, report
+    from rlbatch.align.report.compare import report
 
     options, run_dir = asked(rank.run_dir), rank.run_dir
     options = replace(options, out=options.out or str(run_dir / PAGE))
     family = registry.resolve_model_family(read_config(Path(options.hf)))
-    layouts = {} if options.beside else {name: layout_of(name, family) for name in options.layouts}
 
     def say(text: str) -> None:
         print(text, flush=True)
@@ -76,8 +74,7 @@ def _compare(rank: Joined, registry: Registry, ranks: JobRanks) -> None:
     with as_config_errors(run_dir), (run_dir / TEXT).open("w", encoding="utf-8") as said:
         shutil.rmtree(scratch, ignore_errors=True)  # an attempt that was ended left it
         scratch.mkdir()
-        found = compared(options, family, layouts, token_lists(options, family), ranks.run, registry, scratch)
-        agrees = report(options, family, found, say)
+        agrees = report(options, family, ranks.run, registry, say, scratch)
         shutil.rmtree(scratch)
         (run_dir / VERDICT).write_text(json.dumps({"agrees": agrees}) + "\n", encoding="utf-8")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from rlbatch.align.causes import weights
 from rlbatch.align.causes.case import Case, Explanation
@@ -49,23 +50,26 @@ class Answer:
     ties: int = 0
     batch: Batch = field(default_factory=lambda: Batch([]))
 
+    @property
+    def agrees(self) -> bool:
+        """Whether no place differs."""
+        return self.first is None
+
     def sentence(self, num_layers: int) -> str:
         """Which module is the first that differs, what kind of difference it is, and how that is known."""
         tied = f" ({self.ties} tokens left out from where rounding chose their experts)" if self.ties else ""
+        seen = takewhile(lambda row: self.first is None or row.place != self.first.place, self.rows)
+        blind = next((row for row in seen if row.limit > BLIND and row.place[1] not in ABSOLUTE), None)
+        where = in_words(blind.place, num_layers) if blind else ""
+        beyond = f" From {where} on rounding may change all: no fault would show. Compare in fp32." if blind else ""
         if self.first is None or self.explanation is None:
             most = max(self.rows, key=lambda row: row.largest / row.limit)
             near = f"at most {most.largest:.1e} of {most.limit:.1e}, {in_words(most.place, num_layers)}"
-            blind = next((row for row in self.rows if row.limit > BLIND and row.place[1] not in ABSOLUTE), None)
-            beyond = (
-                f" From {in_words(blind.place, num_layers)} on rounding may change all: no fault would show. Compare in fp32."
-                if blind
-                else ""
-            )
             return f"{self.title}: agrees everywhere up to rounding; {near}{tied}.{beyond}"
         where, why = in_words(self.first.place, num_layers), self.explanation
         return (
             f"{self.title}: {where} is the first to differ ({self.first.largest:.1e}, rounding explains {self.first.limit:.1e}). "
-            f"Kind: {why.kind}: {why.words}. How that is known: {why.how}{tied}."
+            f"Kind: {why.kind}: {why.words}. How that is known: {why.how}{tied}.{beyond}"
         )
 
     def table(self, num_layers: int) -> list[str]:
@@ -85,13 +89,11 @@ def answer(family: ModelFamily, batch: Batch, side: Named, want: Trace, got: Tra
     """Compares a side with the baseline, and explains the first difference."""
     rows, ties = without_ties(family, batch, compare(want, got, limits), want, got)
     first = first_difference(rows)
-    if first is None:
-        cases = (Case(family, batch, row.place, want, got, row.limit) for row in rows)
-        if (silent := weights.explain_silent(cases, side.precision)) is None:
-            return Answer(side.title, rows, None, None, ties, batch)
-        first = next(row for row in rows if row.place == silent[0].place)
-        return Answer(side.title, rows, first, silent[1], ties, batch)
-    return Answer(side.title, rows, first, _explained(Case(family, batch, first.place, want, got, first.limit), first, side), ties, batch)
+    explanation = _explained(Case(family, batch, first.place, want, got, first.limit), first, side) if first else None
+    cases = (Case(family, batch, row.place, want, got, row.limit) for row in rows)
+    if first is None and (silent := weights.explain_silent(cases, side.precision)) is not None:
+        first, explanation = next(row for row in rows if row.place == silent[0].place), silent[1]
+    return Answer(side.title, rows, first, explanation, ties, batch)
 
 
 def _explained(case: Case, first: Row, side: Named) -> Explanation:

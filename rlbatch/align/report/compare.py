@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
-from rlbatch.align.arguments import Options
+from rlbatch.align.arguments import Options, layouts_of, token_lists
 from rlbatch.align.report.answer import Answer, answer
 from rlbatch.align.report.page import write_page
 from rlbatch.align.sides.engine import EngineSide
 from rlbatch.align.sides.trainer import Task, TrainerSide, Written
 from rlbatch.align.sides.transformers import TransformersSide
 from rlbatch.align.values.places import Batch, Place, Side, Trace, batch_of, measured_rounding
-from rlbatch.api import ModelError, ModelFamily
-from rlbatch.config.schema import LayoutConfig
+from rlbatch.api import ModelError, ModelFamily, RlbatchError
 from rlbatch.pipeline.bare_trainer import relative_error
 from rlbatch.registry import Registry
 
@@ -26,75 +25,44 @@ GRADIENT_LIMIT = {"fp32": 1e-5, "bf16": 5e-2}
 
 
 @dataclass(frozen=True)
-class Failed:
-    """A side that did not run.
+class Line:
+    """What there is to say of a side beside its answer: that it did not run, or of its gradients.
 
     Attributes:
-        title: The side's.
-        reason: In one line.
+        agrees: Whether nothing is wrong.
+        sentence: What there is to say.
     """
 
-    title: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class Gradients:
-    """A trainer's gradients beside those of the first layout.
-
-    Attributes:
-        agree: Whether they differ by no more than another order of addition makes.
-        sentence: With the parameter whose gradient differs most.
-    """
-
-    agree: bool
+    agrees: bool
     sentence: str
 
 
-def compared(
-    options: Options,
-    family: ModelFamily,
-    layouts: dict[str, LayoutConfig],
-    tokens: Sequence[Sequence[int]],
-    run: Callable[[Task], list[Written]],
-    registry: Registry,
-    scratch: Path | None = None,
-) -> Iterator[Answer | Failed | Gradients]:
-    """One side after the other: its answer or why it has none, and a line on its gradients.
-
-    Args:
-        options: Of the command, checked.
-        family: Of the model.
-        layouts: By name.
-        tokens: The sequences.
-        run: See ``TrainerSide``.
-        registry: Of plugins.
-        scratch: Where sides keep what they compute, which all ranks see; None: among the temporary files.
-
-    Raises:
-        ModelError: transformers cannot compute the baseline.
-    """
+def _compared(
+    options: Options, family: ModelFamily, run: Callable[[Task], list[Written]], registry: Registry, scratch: Path | None
+) -> Iterator[Answer | Line]:
+    """One side after the other: its answer or why it has none, and a line on its gradients."""
+    tokens = token_lists(options, family)
     folder, batch = Path(options.hf), batch_of(tokens)
     sides: list[Side]
     if options.beside:
         sides = [TransformersSide(Path(options.beside), title=f"checkpoint {options.beside}", scratch=scratch)]
     else:
-        with_gradients = options.gradients and len(layouts) > 1
+        layouts, with_gradients = layouts_of(options, family), options.gradients and len(options.layouts) > 1
         sides = [
-            TrainerSide(folder, layout, name, options.precision, options.plugins, run, with_gradients=with_gradients, scratch=scratch)
+            TrainerSide(name, Task(str(folder), layout, options.precision, options.plugins, with_gradients), run, scratch)
             for name, layout in layouts.items()
         ]
     try:
         baseline = TransformersSide(folder, scratch=scratch).compute(batch)
         limits = rounding(folder, batch, baseline, "fp32" if options.beside else options.precision, scratch)
     except Exception as error:  # whatever transformers says to this folder
-        raise ModelError(f"hf={folder}: the baseline, transformers, cannot compute it ({_last_line(error)}). Use another model.") from error
+        raise ModelError(f"hf={folder}: the baseline, transformers, cannot compute it ({_reason(error)}). Use another model.") from error
     first: tuple[str, Mapping[str, Tensor]] | None = None
     for side in sides:
         try:
             got = side.compute(batch)
         except Exception as error:  # of whatever runs there: the other sides go on
-            yield Failed(side.title, _last_line(error))
+            yield Line(False, f"{side.title}: did not run: {_reason(error)}")
             continue
         yield answer(family, batch, side, baseline, got, limits)
         if first is not None and got.gradients:
@@ -107,7 +75,7 @@ def compared(
 
 def _engine(
     options: Options, name: str, family: ModelFamily, registry: Registry, tokens: Sequence[Sequence[int]], parent: Path | None
-) -> Answer | Failed:
+) -> Answer | Line:
     """An engine beside transformers, on what it samples."""
     folder = Path(options.hf)
     with tempfile.TemporaryDirectory(dir=parent) as scratch:
@@ -117,7 +85,7 @@ def _engine(
             baseline = TransformersSide(folder, scratch=parent).compute(batch)
             return answer(family, batch, side, baseline, side.shown(baseline), rounding(folder, batch, baseline, options.precision, parent))
         except Exception as error:  # of whatever runs there: the other sides go on
-            return Failed(side.title, _first_line(error))
+            return Line(False, f"{side.title}: did not run: {_reason(error)}")
 
 
 def rounding(folder: Path, batch: Batch, baseline: Trace, precision: str, scratch: Path | None = None) -> dict[Place, float]:
@@ -126,49 +94,52 @@ def rounding(folder: Path, batch: Batch, baseline: Trace, precision: str, scratc
     return measured_rounding(other, baseline, precision) if precision == "fp32" else measured_rounding(baseline, other, precision)
 
 
-def _gradients(side: Side, got: Mapping[str, Tensor], title: str, first: Mapping[str, Tensor]) -> Gradients:
+def _gradients(side: Side, got: Mapping[str, Tensor], title: str, first: Mapping[str, Tensor]) -> Line:
     apart = {name: relative_error(got[name], want) for name, want in first.items() if name in got}
     name = max(apart, key=lambda name: apart[name])
     limit = GRADIENT_LIMIT[side.precision]
     agree = apart[name] <= limit
     verdict = "agree with" if agree else "DIFFER from"
-    return Gradients(agree, f"{side.title}: gradients {verdict} those of {title}; at most {apart[name]:.1e} of {limit:.0e}, {name}.")
+    return Line(agree, f"{side.title}: gradients {verdict} those of {title}; at most {apart[name]:.1e} of {limit:.0e}, {name}.")
 
 
-def _first_line(error: Exception) -> str:
-    """Engines say first what is wrong, and then show their log."""
-    return str(error).partition("\n")[0].strip() or type(error).__name__
+def _reason(error: Exception) -> str:
+    """In one line: our own errors say first what is wrong, and then show a log; of a rank's traceback the last line does."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    return lines[0] if isinstance(error, RlbatchError) else f"{type(error).__name__}: {lines[-1]}"
 
 
-def _last_line(error: Exception) -> str:
-    """Of a rank's traceback the last line says what it was."""
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[-1].strip() if lines else ''}"
-
-
-def report(options: Options, family: ModelFamily, found_by_side: Iterable[Answer | Failed | Gradients], say: Callable[[str], None]) -> bool:
-    """Says what comes of each side, and writes the page if ``out`` names one.
+def report(
+    options: Options,
+    family: ModelFamily,
+    run: Callable[[Task], list[Written]],
+    registry: Registry,
+    say: Callable[[str], None],
+    scratch: Path | None = None,
+) -> bool:
+    """Runs the sides, says what comes of each, and writes the page if ``out`` names one.
 
     Args:
         options: Of the command, checked.
         family: Of the model.
-        found_by_side: What ``compared`` yields, and raises.
+        run: See ``TrainerSide``.
+        registry: Of plugins.
         say: Called with each answer.
+        scratch: Where sides keep what they compute, which all ranks see; None: among the temporary files.
 
     Returns:
         Whether all sides ran and agree.
+
+    Raises:
+        ModelError: transformers cannot compute the baseline.
     """
     answers, is_right = [], True
-    for found in found_by_side:
+    for found in _compared(options, family, run, registry, scratch):
+        is_right &= found.agrees
         if isinstance(found, Answer):
             answers.append(found)
-            is_right &= found.first is None
             say("\n".join([found.sentence(family.num_layers), *found.table(family.num_layers), ""]))
-        elif isinstance(found, Failed):
-            is_right = False
-            say(f"{found.title}: did not run: {found.reason}")
         else:
-            is_right &= found.agree
             say(found.sentence)
     if options.out:
         write_page(Path(options.out), f"{family.name}: {options.hf}", answers, family.num_layers)

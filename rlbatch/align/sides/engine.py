@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ BUCKET_MIB = 512
 """Of weights that are sent at once."""
 
 
+@dataclass
 class EngineSide:
     """A rollout backend's engine with the folder's weights, which it is sent as in a run, and which are compared with what it holds.
 
-    Args:
+    Attributes:
         name: ``rollout=<name>``.
         folder: Of the model.
         family: Of the model.
@@ -35,20 +37,17 @@ class EngineSide:
         scratch: For its files.
     """
 
-    def __init__(
-        self,
-        name: str,
-        folder: Path,
-        family: ModelFamily,
-        registry: Registry,
-        engine: Mapping[str, Any],
-        precision: str,
-        seed: int,
-        scratch: Path,
-    ) -> None:
-        self.title, self.precision = f"{name} {precision}", precision
-        self._name, self._folder, self._family, self._registry = name, folder, family, registry
-        self._engine, self._seed, self._scratch = engine, seed, scratch
+    name: str
+    folder: Path
+    family: ModelFamily
+    registry: Registry
+    engine: Mapping[str, Any]
+    precision: str
+    seed: int
+    scratch: Path
+
+    def __post_init__(self) -> None:
+        self.title = f"{self.name} {self.precision}"
         self._logprobs: list[Tensor] = []
         self._routes: list[Tensor | None] = []
 
@@ -58,25 +57,25 @@ class EngineSide:
         Raises:
             RolloutError: the engine does not start, or does not hold what it was sent.
         """
-        has_routes = bool(self._family.num_experts) and self._registry.rollouts[self._name].value.returns_routes
+        has_routes = bool(self.family.num_experts) and self.registry.rollouts[self.name].value.returns_routes
         device = "cuda:0" if torch.cuda.is_available() else "cpu"
         context = RolloutContext(
-            self._folder,
+            self.folder,
             device,
             DTYPES[self.precision],
-            engine=self._engine,
-            folder=self._scratch / self._name,
+            engine=self.engine,
+            folder=self.scratch / self.name,
             audit_sync="always",
             with_routes=has_routes,
         )
         sequences = []
         with ExitStack() as started:
-            backend = self._registry.build_rollout(self._name, {}, context)
+            backend = self.registry.build_rollout(self.name, {}, context)
             started.callback(backend.close)
-            source = HfTensors(self._folder)
+            source = HfTensors(self.folder)
             backend.update_weights(buckets(((name, source.read(name).to(device)) for name in source.names()), BUCKET_MIB, 0))
             for number, given in enumerate(tokens):
-                params = SamplingParams(1.0, max(len(given) - 1, 1), (), 1, (self._seed, number), with_routes=has_routes)
+                params = SamplingParams(1.0, max(len(given) - 1, 1), (), 1, (self.seed, number), with_routes=has_routes)
                 [[completion]] = backend.generate([Prompt(number, "", (given[0],))], params)
                 sequences.append(torch.tensor([given[0], *completion.token_ids]))
                 self._logprobs.append(torch.tensor([0.0, *completion.logprobs]))
@@ -85,7 +84,7 @@ class EngineSide:
 
     def shown(self, want: Trace) -> Trace:
         """What it computed of the sequences. Of experts it tells which, not their weights: where they are the baseline's, those are too."""
-        values: dict[Place, Tensor] = {(self._family.num_layers, "logprobs"): torch.cat(self._logprobs)}
+        values: dict[Place, Tensor] = {(self.family.num_layers, "logprobs"): torch.cat(self._logprobs)}
         for layer, name in want.values:
             if name == "router_weights" and all(routes is not None for routes in self._routes):
                 values[layer, name] = self._weights(layer, want.values[layer, name])
@@ -105,6 +104,6 @@ class EngineSide:
 
     def _place(self, layer: int, layers: int) -> int:
         """Of a layer among those that the engine tells: all, or those with experts."""
-        if layers == self._family.num_layers:
+        if layers == self.family.num_layers:
             return layer
-        return layer - (self._family.num_layers - layers)
+        return layer - (self.family.num_layers - layers)

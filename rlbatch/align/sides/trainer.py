@@ -48,11 +48,11 @@ class Task:
     layout: LayoutConfig
     precision: str
     plugins: tuple[str, ...]
-    with_gradients: bool
-    sequences: list[list[int]]
-    values: str
-    weights: str
-    gradients: str
+    with_gradients: bool = False
+    sequences: list[list[int]] = field(default_factory=list)
+    values: str = ""
+    weights: str = ""
+    gradients: str = ""
 
     @classmethod
     def of(cls, said: Mapping[str, Any]) -> Task:
@@ -80,45 +80,32 @@ class Written:
         return cls([(layer, name) for layer, name in said["places"]], said["weights"], said["gradients"])
 
 
+@dataclass
 class TrainerSide:
-    """The trainer's model.
+    """The trainer's model under a layout.
 
-    Args:
-        folder: Hugging Face folder.
-        layout: Over which ranks.
+    Attributes:
         name: Of the layout.
-        precision: ``fp32`` or ``bf16``.
-        plugins: As of ``rlbatch.submit``.
+        task: Without sequences, and folders to write to.
         run: Has the ranks of a layout compute a task, and returns what each one wrote.
-        with_gradients: Whether gradients are taken too.
         scratch: Where its values are kept, which all ranks see; None: among the temporary files.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        layout: LayoutConfig,
-        name: str,
-        precision: str,
-        plugins: tuple[str, ...],
-        run: Callable[[Task], list[Written]],
-        *,
-        with_gradients: bool = False,
-        scratch: Path | None = None,
-    ) -> None:
-        self.title, self.precision = f"trainer {name} {precision}", precision
-        self._task = Task(str(folder), layout, precision, plugins, with_gradients, [], "", "", "")
-        self._run, self._scratch = run, scratch
+    name: str
+    task: Task
+    run: Callable[[Task], list[Written]]
+    scratch: Path | None = None
+
+    def __post_init__(self) -> None:
+        self.precision = self.task.precision
+        self.title = f"trainer {self.name} {self.precision}"
 
     def compute(self, batch: Batch) -> Trace:
         """See ``Side``."""
-        values: Stored[Place] = Stored(self._scratch)
-        weights, gradients = Stored[str](self._scratch), Stored[str](self._scratch)
-        sequences = [sequence.tolist() for sequence in batch.sequences]
-        task = replace(
-            self._task, sequences=sequences, values=str(values.folder), weights=str(weights.folder), gradients=str(gradients.folder)
-        )
-        ranks = self._run(task)
+        values, weights, gradients = Stored[Place](self.scratch), Stored[str](self.scratch), Stored[str](self.scratch)
+        task = replace(self.task, sequences=[sequence.tolist() for sequence in batch.sequences])
+        task = replace(task, values=str(values.folder), weights=str(weights.folder), gradients=str(gradients.folder))
+        ranks = self.run(task)
         for rank in ranks:
             values.add(rank.places)
         weights.add(name for name, is_other in ranks[0].weights.items() if is_other)

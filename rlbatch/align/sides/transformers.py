@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,12 @@ from rlbatch.align.values.stored import FolderWeights, Stored
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
+@dataclass
 class TransformersSide:
     """A Hugging Face folder in transformers, which computes layer by layer: memory holds one layer's weights, those outside of the layers,
     and what the sequences are between two layers. What it shows is on disk.
 
-    Args:
+    Attributes:
         folder: With weights.
         precision: One of ``DTYPES``.
         title: See ``Side``; empty: ``transformers <precision>``.
@@ -29,26 +31,24 @@ class TransformersSide:
         scratch: Where its values are kept; None: among the temporary files.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        precision: str = "fp32",
-        title: str = "",
-        change: Callable[[Any], None] | None = None,
-        scratch: Path | None = None,
-    ) -> None:
-        self.title, self.precision = title or f"transformers {precision}", precision
-        self._folder, self._change, self._scratch = folder, change, scratch
+    folder: Path
+    precision: str = "fp32"
+    title: str = ""
+    change: Callable[[Any], None] | None = None
+    scratch: Path | None = None
+
+    def __post_init__(self) -> None:
+        self.title = self.title or f"transformers {self.precision}"
 
     def compute(self, batch: Batch) -> Trace:
         """See ``Side``."""
-        layered = LayeredModel(self._folder, DTYPES[self.precision])
-        weights: Mapping[str, Tensor] = FolderWeights(self._folder, layered.names, DTYPES[self.precision])
-        if self._change is not None:
+        layered = LayeredModel(self.folder, DTYPES[self.precision])
+        weights: Mapping[str, Tensor] = FolderWeights(self.folder, layered.names, DTYPES[self.precision])
+        if self.change is not None:
             layered.load_layers()
-            self._change(layered.model)
+            self.change(layered.model)
             weights = _weights(layered.model)
-        values: Stored[Place] = Stored(self._scratch)
+        values: Stored[Place] = Stored(self.scratch)
         with torch.no_grad():
             _compute(layered, batch, values)
         return Trace(values, weights)

@@ -222,11 +222,20 @@ def embedding_rows(model: Any) -> None:
     fill(weight, weight.roll(1, 0).clone())
 
 
-def core(scores: Callable[[Tensor], Tensor] = lambda scores: scores, weights: Callable[[Tensor], Tensor] = lambda weights: weights) -> None:
-    """Attention of the next model that is loaded: other products of queries and keys, other weights of keys."""
+def same(values: Tensor) -> Tensor:
+    return values
+
+
+def core(
+    scores: Callable[[Tensor], Tensor] = same,
+    weights: Callable[[Tensor], Tensor] = same,
+    kept: Callable[[Tensor], Tensor] = same,
+    seen: Callable[[Tensor], Tensor] = same,
+) -> None:
+    """Attention of the next model that is loaded: other products of queries and keys, weights of keys, cache, or values."""
 
     def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, **options: Any) -> Any:
-        keys, values = (each.repeat_interleave(module.num_key_value_groups, 1) for each in (key, value))
+        keys, values = (kept(each).repeat_interleave(module.num_key_value_groups, 1) for each in (key, seen(value)))
         shares = weights((scores(query @ keys.transpose(2, 3) * scaling) + mask).softmax(-1))
         for name, each in (("query", query), ("key", key), ("value", value)):
             module.rlbatch_keep(name, each[0].transpose(0, 1))
@@ -446,7 +455,7 @@ FAULTS = {
     "shared expert dropped": Fault("deepseek_v3", no_shared, (LAYER, "mlp"), "missing", "shared experts are left out"),
     "stale layer": Fault("qwen3_moe", stale_layer, (LAYER, "input_norm"), "stale weights", "near what it should be"),
     "precision": Fault("qwen3_moe", lower_precision, (LAYER, "mlp"), "precision", "bfloat16"),
-    "no residual": Fault("deepseek_v3", no_residual, (LAYER, "output"), "missing", "input is not in the residual"),
+    "no residual": Fault("deepseek_v3", no_residual, (LAYER, "output"), "missing", "left out: the layer's input"),
     "temperature": Fault("qwen3_moe", temperature, (4, "logprobs"), "temperature", "divided by 0.7"),
     "output layer times 1.01": Fault("deepseek_v3", scaled_output, (4, "logprobs"), "another scale", "lm_head.weight is 1.01 times"),
     "embedding rows": Fault("deepseek_v3", embedding_rows, (-1, "embedding"), "permuted", "rows in another order"),

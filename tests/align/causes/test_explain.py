@@ -17,6 +17,7 @@ from rlbatch.api import ModelFamily
 from rlbatch.config.hf_config import read_config
 from rlbatch.registry import load_plugins
 from tests import tiny_models
+from tests.align.causes.blind_faults import BLIND_FAULTS
 from tests.align.causes.faults import FAULTS, Fault
 from tests.tiny_models import saved
 
@@ -49,7 +50,7 @@ def asked(baseline: Baseline, batch: Batch, side: TransformersSide) -> Answer:
     return answer(family, batch, side, right, side.compute(batch), limits)
 
 
-@pytest.mark.parametrize("fault", FAULTS.values(), ids=list(FAULTS))
+@pytest.mark.parametrize("fault", (FAULTS | BLIND_FAULTS).values(), ids=list(FAULTS | BLIND_FAULTS))
 def test_each_fault_is_named(fault: Fault, baseline: Callable[[str], Baseline], batch: Batch) -> None:
     """Module, layer and kind."""
     model = baseline(fault.model)
@@ -93,6 +94,16 @@ def test_experts_that_this_host_does_not_take(baseline: Callable[[str], Baseline
     assert found.first is not None
     assert found.first.place == fault.place
     assert fault.words not in found.sentence(4)
+
+
+def test_what_rounding_may_change(baseline: Callable[[str], Baseline], batch: Batch) -> None:
+    """In bf16 a place may differ as much as the fault makes it: no explanation is good enough, and where rounding begins to is said."""
+    folder, family, right, _ = baseline("qwen3_moe")
+    side = TransformersSide(folder, "bf16", change=FAULTS["experts exchanged"].put)
+    said = answer(family, batch, side, right, side.compute(batch), rounding(folder, batch, right, "bf16")).sentence(4)
+    assert "layer 2: the MLP is the first to differ" in said
+    assert "Kind: unknown: the weights that it uses are the folder's, and it is none of" in said
+    assert "on rounding may change all" in said
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "moonlight", "mixtral", "qwen2", "qwen3"])
