@@ -70,7 +70,7 @@ def no_causes(case: Case) -> Iterator[Candidate]:
 
 def _excluded(case: Case) -> str:
     """What a difference that nothing explains is not."""
-    weights = "the weights that it uses are the folder's" if case.got.weights else "the side does not show its weights"
+    weights = "the weights that it shows are the folder's" if case.got.weights else "the side does not show its weights"
     if not case.tried:
         return f"{weights}, and nothing else could be tried here"
     left, words = min(case.tried)

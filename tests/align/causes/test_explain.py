@@ -102,7 +102,7 @@ def test_what_rounding_may_change(baseline: Callable[[str], Baseline], batch: Ba
     side = TransformersSide(folder, "bf16", change=FAULTS["experts exchanged"].put)
     said = answer(family, batch, side, right, side.compute(batch), rounding(folder, batch, right, "bf16")).sentence(4)
     assert "layer 2: the MLP is the first to differ" in said
-    assert "Kind: unknown: the weights that it uses are the folder's, and it is none of" in said
+    assert "Kind: unknown: the weights that it shows are the folder's, and it is none of" in said
     assert "on rounding may change all" in said
 
 
