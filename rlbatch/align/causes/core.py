@@ -69,7 +69,7 @@ def of_first_tokens(case: Case) -> Explanation | None:
     factors = case.got.values[case.place][first].double() / case.value("context")[first]
     if bool(((factors > 0) & (factors < 1)).all()):
         return Explanation("another scale", "every value is smaller, each by a factor of its own: a gate", how)
-    return Explanation("mask", "first tokens see more than themselves: padding, or tokens of others", how)
+    return Explanation("mask", "first tokens have more than their own values: padding, or others' (seen, or read from a cache)", how)
 
 
 def of_shares(case: Case) -> Iterator[Candidate]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlbatch.align.values.places import Batch, Place, Trace
-from rlbatch.api import ModelFamily, Prompt, RolloutContext, SamplingParams
+from rlbatch.api import ModelFamily, Prompt, RolloutContext, RolloutError, SamplingParams
 from rlbatch.checkpoint.hf import HfTensors
 from rlbatch.registry import Registry
 from rlbatch.weights.export import buckets
@@ -48,16 +48,21 @@ class EngineSide:
 
     def __post_init__(self) -> None:
         self.title = f"{self.name} {self.precision}"
-        self._logprobs: list[Tensor] = []
-        self._routes: list[Tensor | None] = []
 
     def sample(self, tokens: Sequence[Sequence[int]]) -> Batch:
-        """Sequences as long as these, each from its first token on.
+        """Sequences as long as these, each from its first token on. Experts are asked for, and done without where this engine refuses.
 
         Raises:
             RolloutError: the engine does not start, or does not hold what it was sent.
         """
-        has_routes = bool(self.family.num_experts) and self.registry.rollouts[self.name].value.returns_routes
+        if self.family.num_experts and self.registry.rollouts[self.name].value.returns_routes:
+            with suppress(RolloutError):  # what else it may be is raised by the second attempt
+                return self._sampled(tokens, has_routes=True)
+        return self._sampled(tokens, has_routes=False)
+
+    def _sampled(self, tokens: Sequence[Sequence[int]], *, has_routes: bool) -> Batch:
+        self._logprobs: list[Tensor] = []
+        self._routes: list[Tensor | None] = []
         device = "cuda:0" if torch.cuda.is_available() else "cpu"
         context = RolloutContext(
             self.folder,

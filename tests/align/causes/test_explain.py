@@ -97,12 +97,12 @@ def test_experts_that_this_host_does_not_take(baseline: Callable[[str], Baseline
 
 
 def test_what_rounding_may_change(baseline: Callable[[str], Baseline], batch: Batch) -> None:
-    """In bf16 a place may differ as much as the fault makes it: no explanation is good enough, and where rounding begins to is said."""
+    """In bf16 a place may differ nearly as much as a fault makes it: where that begins is said beside the fault."""
     folder, family, right, _ = baseline("qwen3_moe")
     side = TransformersSide(folder, "bf16", change=FAULTS["experts exchanged"].put)
     said = answer(family, batch, side, right, side.compute(batch), rounding(folder, batch, right, "bf16")).sentence(4)
     assert "layer 2: the MLP is the first to differ" in said
-    assert "Kind: unknown: the weights that it shows are the folder's, and it is none of" in said
+    assert "its experts are in another order: 1, 2, 3" in said
     assert "on rounding may change all" in said
 
 
