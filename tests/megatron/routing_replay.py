@@ -17,8 +17,9 @@ from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import AlgorithmConfig, LayoutConfig
 from rlbatch.megatron.routing_replay import RoutingReplay
 from rlbatch.megatron.trainer import Trainer
+from rlbatch.pipeline.bare_trainer import build_trainer, plugins_of
 from rlbatch.pipeline.packing import build_microbatches, split_by_sample
-from rlbatch.testing.gradients import LENGTHS, build_trainer, gradients_of, my_packs, plugins_of
+from rlbatch.testing.gradients import LENGTHS, gradients_of, my_packs
 
 ROLLOUT, RECORDED = AlgorithmConfig(routing_replay="rollout"), AlgorithmConfig(routing_replay="recorded")
 

@@ -11,8 +11,9 @@ from rlbatch.api import Prompt, RolloutContext, Routes, SamplingParams
 from rlbatch.checkpoint.hf import HfTensors
 from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import LayoutConfig
+from rlbatch.pipeline.bare_trainer import plugins_of
 from rlbatch.pipeline.routers import Routers
-from rlbatch.testing.gradients import gradients, plugins_of, worst
+from rlbatch.testing.gradients import gradients, worst
 from rlbatch.testing.hugging_face import gradients_of
 from rlbatch.weights.export import buckets
 from rlbatch_plugins.rollout_transformers import TransformersOptions, TransformersRollout
