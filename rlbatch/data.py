@@ -20,9 +20,9 @@ from rlbatch.config.keys import EMBEDDED
 from rlbatch.config.schema import Config
 from rlbatch.datasets.jsonl import json_type
 from rlbatch.datasets.records import read_records
+from rlbatch.job_parts import model_folder, write_embedded
 from rlbatch.launch.records.streams import end_with_reader, exit_code_of_display, keep_output
 from rlbatch.length_picture import bars, write_svg
-from rlbatch.prepare import model_folder, write_embedded
 from rlbatch.prompts.model_folder import load_tokenizer
 from rlbatch.prompts.prompt_check import RowChecks
 from rlbatch.prompts.prompt_file import PromptRow

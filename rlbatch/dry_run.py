@@ -17,6 +17,7 @@ from rlbatch.config.evaluation import SIMPLE, eval_sets
 from rlbatch.config.paths import with_absolute_paths
 from rlbatch.config.schema import Config
 from rlbatch.config.structured import NAME, key_docs, show_value, to_plain
+from rlbatch.job_parts import engine_plan, job_memory_inputs, mpi_hosts, node_ranks, on_gpu, parameter_count, placement
 from rlbatch.launch.shutdown.grace_period import notice_s
 from rlbatch.launch.starters.container import cluster_variables
 from rlbatch.launch.starters.hostfile import Host
@@ -30,17 +31,7 @@ from rlbatch.plan.memory import PHASES, Peak, memory_floor
 from rlbatch.plan.nodes import place_ranks, stages
 from rlbatch.plan.packs import packs_chosen
 from rlbatch.plan.report import summary
-from rlbatch.prepare import (
-    engine_plan,
-    find_problems,
-    job_memory_inputs,
-    mpi_hosts,
-    names_engine_here,
-    node_ranks,
-    on_gpu,
-    parameter_count,
-    placement,
-)
+from rlbatch.prepare import find_problems, names_engine_here
 from rlbatch.registry import Registry
 from rlbatch.start import rank_command, slurm_script
 

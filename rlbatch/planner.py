@@ -20,6 +20,7 @@ from rlbatch.config.overrides import text_value
 from rlbatch.config.paths import absolute
 from rlbatch.config.schema import Config
 from rlbatch.config.sources import published_config
+from rlbatch.job_parts import check_engines, model_family, planned_nodes, write_embedded
 from rlbatch.launch.ranks.rank_info import check_trainer
 from rlbatch.launch.records.streams import end_with_reader, exit_code_of_display, keep_output
 from rlbatch.plan.advice import cheapest_changes
@@ -31,7 +32,6 @@ from rlbatch.plan.layout import check_expert_widths, check_layout
 from rlbatch.plan.packs import check_packs, packs_chosen
 from rlbatch.plan.report import as_json, change_json, lines, ranking
 from rlbatch.plan.search import best_layouts, smallest_cluster
-from rlbatch.prepare import check_engines, model_family, planned_nodes, write_embedded
 from rlbatch.registry import Registry, compose_job
 
 CALIBRATE = "calibrate"

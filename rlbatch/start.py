@@ -14,6 +14,7 @@ from pathlib import Path
 from rlbatch.api import ConfigError
 from rlbatch.api.exit_codes import FAILED
 from rlbatch.config.schema import Config
+from rlbatch.job_parts import model_family, mpi_hosts, parameter_count
 from rlbatch.launch.jobs import JobRecord, follow, new_record, process_id
 from rlbatch.launch.records.disk import as_config_errors
 from rlbatch.launch.records.failures import read_first_error
@@ -28,7 +29,7 @@ from rlbatch.launch.starters.mpirun import DRY_RUN, find_mpi, mpi_job, run_mpi
 from rlbatch.launch.starters.sbatch import SRUN, batch_script, job_name
 from rlbatch.metrics.report import record_end
 from rlbatch.plan.nodes import place_ranks
-from rlbatch.prepare import model_family, mpi_hosts, parameter_count, prepared_run
+from rlbatch.prepare import prepared_run
 from rlbatch.registry import Registry
 
 

@@ -15,8 +15,8 @@ import pytest
 
 from rlbatch.config.compose import compose, load_config
 from rlbatch.config.schema import Config
+from rlbatch.job_parts import parameter_count
 from rlbatch.launch.starters.sbatch import BEGINNING, ENDING, SRUN
-from rlbatch.prepare import parameter_count
 from rlbatch.registry import load_plugins
 from rlbatch.start import TASK_VARIABLES, slurm_script
 from rlbatch.submit import main

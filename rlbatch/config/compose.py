@@ -36,7 +36,7 @@ def compose(overrides: Sequence[str], text_options: Collection[str] = ()) -> Con
         ConfigError: an override that does not parse, an unknown key or choice, a value that cannot be right.
     """
     from hydra import compose as hydra_compose
-    from hydra import initialize
+    from hydra import initialize_config_dir
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -45,7 +45,8 @@ def compose(overrides: Sequence[str], text_options: Collection[str] = ()) -> Con
 
     def tree(lines: Sequence[str]) -> Mapping[str, Any]:
         try:
-            with initialize(None, version_base="1.3"):
+            # A folder without yaml: `initialize` would look through the stack for one, which takes a fifth of a composition.
+            with initialize_config_dir(str(Path(__file__).parent), version_base="1.3"):
                 return cast(Mapping[str, Any], OmegaConf.to_container(hydra_compose(ROOT, overrides=list(lines)), resolve=True))
         except (HydraException, OmegaConfBaseException, ValueError) as error:  # a ValueError: of a defaults list
             raise ConfigError(f"overrides {' '.join(overrides)}: {error}") from error

@@ -15,9 +15,10 @@ import torch.distributed as dist
 
 from rlbatch.api import EngineLost, RolloutContext
 from rlbatch.config.schema import Config
-from rlbatch.engines.backend import hosted
 from rlbatch.engines.backend.hosted import EngineProgram, HostedOptions, HostedRollout
+from rlbatch.engines.client import engine_process
 from rlbatch.engines.protocol.frames import pack_ints
+from rlbatch.engines.transfer import sender
 from rlbatch.pipeline import resuming
 from rlbatch.pipeline.job import Job
 from rlbatch.pipeline.step import train_step
@@ -109,8 +110,8 @@ def recorded(config: Config, run_dir: str) -> tuple[Job, Recorder]:
     """A job whose engine is recorded, and when its offload strategy begins and ends what; of syncs only where it moves weights."""
     job = job_of(config, run_dir)
     recorder = Recorder(gradient_bytes=lambda: job.trainer.gradient_bytes)
-    hosted.EngineHost = lambda *_, **__: RecordedHost(recorder)  # type: ignore[misc,assignment]
-    hosted.WeightSender = lambda host, *_, **__: RecordedSender(recorder, host)  # type: ignore[misc,assignment]
+    engine_process.EngineHost = lambda *_, **__: RecordedHost(recorder)  # type: ignore[misc,assignment]
+    sender.WeightSender = lambda host, *_, **__: RecordedSender(recorder, host)  # type: ignore[misc,assignment]
     program = EngineProgram("recorded", "no:Engine", {})
     job.rollout._backend = HostedRollout(RolloutContext(Path("model"), "cuda:0", "float32"), HostedOptions(), lambda _: program)
     strategy = job.offload

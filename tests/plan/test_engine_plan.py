@@ -11,9 +11,10 @@ import pytest
 import rlbatch.submit
 from rlbatch.api import ConfigError, EngineShape
 from rlbatch.config.compose import compose
+from rlbatch.job_parts import placement
 from rlbatch.plan.engine_memory import memory_inputs
 from rlbatch.plan.engine_plan import EnginePlan
-from rlbatch.prepare import find_problems, placement
+from rlbatch.prepare import find_problems
 from rlbatch.registry import compose_job, load_plugins
 from tests.large_models import CONFIGS, write_model
 

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from rlbatch.api import ConfigError, RolloutContext, RolloutError
-from rlbatch.engines.backend import hosted
 from rlbatch.engines.backend.hosted import HostedRollout, visible_devices
+from rlbatch.engines.client import engine_process
 from rlbatch.engines.protocol.frames import pack_ints
+from rlbatch.engines.transfer import sender
 from rlbatch.weights.export import buckets
 from rlbatch_plugins import rollout_vllm
 from rlbatch_plugins.rollout_vllm import VllmOptions, vllm_rollout
@@ -69,8 +70,8 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, level: int) -> tuple[HostedRollout, 
             return 3
 
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("cache given back"))
-    monkeypatch.setattr(hosted, "EngineHost", lambda *_, **__: RecordedHost(calls))
-    monkeypatch.setattr(hosted, "WeightSender", lambda *_, **__: RecordedSender())
+    monkeypatch.setattr(engine_process, "EngineHost", lambda *_, **__: RecordedHost(calls))
+    monkeypatch.setattr(sender, "WeightSender", lambda *_, **__: RecordedSender())
     return vllm_rollout(RolloutContext(Path("model"), "cuda:0", "bfloat16", audit_sync="off"), VllmOptions(sleep_level=level)), calls
 
 

@@ -13,7 +13,7 @@ from concurrent import futures
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rlbatch.api import (
     Completion,
@@ -29,16 +29,16 @@ from rlbatch.api import (
 )
 from rlbatch.api.values import Count, CountOrZero, FilePath, Seconds, option
 from rlbatch.engines.backend.answers import completions, seed
-from rlbatch.engines.backend.shm_space import check_room
-from rlbatch.engines.backend.weight_check import Compared, HeldPart, TrainerSums, compare
-from rlbatch.engines.client.engine_process import CLOSE_WAIT_S, EngineHost
 from rlbatch.engines.protocol.frames import pack_ints
 from rlbatch.engines.protocol.shared_names import OWNER
-from rlbatch.engines.transfer.checksums import Expected
-from rlbatch.engines.transfer.sender import WeightSender
-from rlbatch.engines.transfer.shared_memory import device_identity
-from rlbatch.engines.transfer.weight_group import SENDER, WeightGroup, join_in_background
 from rlbatch.launch.ranks.interfaces import LOOPBACK_INTERFACE
+
+if TYPE_CHECKING:  # those who ask which engines there are run none: what only one that runs needs is imported there
+    from rlbatch.engines.backend.weight_check import Compared, HeldPart, TrainerSums
+    from rlbatch.engines.client.engine_process import EngineHost
+    from rlbatch.engines.transfer.checksums import Expected
+    from rlbatch.engines.transfer.sender import WeightSender
+    from rlbatch.engines.transfer.weight_group import WeightGroup
 
 OWN_KEYS = ("python", "environment")
 """Keys of ``rollout.engine`` that are ours; all others are the engine's."""
@@ -164,7 +164,8 @@ class HostedRollout:
         self.max_restarts, self._restarts = options.max_restarts, 0
         self._sleep_level = options.sleep_level if context.device != "cpu" and not options.separate_gpus else 0
         self._asleep, self._has_weights, self._has_answered, self.lacks_carried = 0, False, False, True
-        self._syncs, self._sent = 0, dict[str, Expected]()
+        self._syncs = 0
+        self._sent: Mapping[str, Expected] = {}
         self.compared: Compared | None = None
         devices = [device.decode() for device in context.node_gather(context.device.encode())]
         self._program = program(devices_behind(devices, options)) if context.node_rank == 0 else None
@@ -179,6 +180,8 @@ class HostedRollout:
 
     def start(self) -> None:
         """Ends the engine's start; see ``StartingBackend``."""
+        from rlbatch.engines.transfer.sender import WeightSender
+
         if self._host is not None and self._program is not None:
             self._start(self._host, self._program)
         own, limit_s, together = self._context, self._options.sync_timeout_s, self._is_collective
@@ -188,6 +191,8 @@ class HostedRollout:
 
     def _joined(self) -> WeightGroup:
         """This rank and the workers of its host in a group of their own."""
+        from rlbatch.engines.transfer.weight_group import SENDER, join_in_background
+
         assert self._host is not None
         # It stays: NCCL's threads look into it as long as the group lives, and wait where there is none.
         path = (self._context.folder / f"join-{os.getpid()}-{self._restarts}").resolve()
@@ -204,6 +209,8 @@ class HostedRollout:
             raise RolloutError(f"rollout.options.transport: this rank and its engine's workers do not meet ({error}).") from error
 
     def _launched(self, program: EngineProgram) -> EngineHost:
+        from rlbatch.engines.client.engine_process import EngineHost
+
         return EngineHost(
             program.name,
             program.engine,
@@ -215,6 +222,8 @@ class HostedRollout:
         )
 
     def _start(self, host: EngineHost, program: EngineProgram) -> None:
+        from rlbatch.engines.backend.shm_space import check_room
+
         try:
             check_room(program.shared_mib)
             started = host.call("start", program.start, limit_s=self._options.start_timeout_s)
@@ -269,6 +278,8 @@ class HostedRollout:
 
     def _sums(self, audit: bool) -> TrainerSums | None:
         """Where this sync is one of those in which weights are compared, what takes the trainer's checksums."""
+        from rlbatch.engines.backend.weight_check import TrainerSums
+
         interval, number = self._context.audit_interval, self._syncs
         self._syncs += 1
         if not self.proves_weights or not (audit or (interval and number % interval == 0 and self._context.audit_sync != "off")):
@@ -283,6 +294,8 @@ class HostedRollout:
         """
         if self._host is None or not self._sent:
             return
+        from rlbatch.engines.backend.weight_check import compare
+
         told: list[HeldPart] = [tuple(each) for each in self._host.call("held", limit_s=self._options.sync_timeout_s)["parts"]]
         self.compared = compare(self._sent, told, f"engine {self._context.folder.name}")
 
@@ -373,6 +386,8 @@ class HostedRollout:
 
     def close(self) -> None:
         """Ends the engine and all its processes; another one may be started in its place."""
+        from rlbatch.engines.client.engine_process import CLOSE_WAIT_S
+
         self._give_back()
         if self._is_started:
             self._sender.close()
@@ -457,6 +472,8 @@ class ExpertParallelRollout(HostedRollout):
 
     def wanted_experts(self) -> Sequence[int] | None:
         """See ``ExpertParallelBackend``; all, where the engine is on other devices: a broadcast reaches all of its workers."""
+        from rlbatch.engines.transfer.shared_memory import device_identity
+
         if self._devices is None:
             with self._together():
                 told = self._host.call("experts", limit_s=self._options.sync_timeout_s) if self._host else {}

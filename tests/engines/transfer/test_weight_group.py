@@ -17,9 +17,9 @@ from rlbatch.engines.backend.hosted import HostedOptions, devices_behind, uses_g
 from rlbatch.engines.client.engine_process import EngineHost
 from rlbatch.engines.transfer.sender import WeightSender
 from rlbatch.engines.transfer.weight_group import SENDER, WeightGroup
+from rlbatch.job_parts import placement
 from rlbatch.plan.engine_plan import EnginePlan
 from rlbatch.plan.nodes import Placement
-from rlbatch.prepare import placement
 from rlbatch.registry import load_plugins
 from tests.hosted_plugin import hosted
 from tests.leftovers import shared_by
