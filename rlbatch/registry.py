@@ -462,13 +462,18 @@ def _register(manager: pluggy.PluginManager, module: ModuleType, supplier: Suppl
     except pluggy.PluginValidationError as error:
         raise PluginError(f"plugin {supplier.module}: {error}. See docs/use/plugins.md for each hook's arguments.") from error
     hooks = manager.get_hookcallers(module) or []
-    known = [name for name, _ in inspect.getmembers(hookspecs, inspect.isfunction) if name.startswith("rlbatch_")]
     for hook in hooks:
         if not hook.has_spec():
-            meant = difflib.get_close_matches(hook.name, known, n=1, cutoff=0)[0]
+            meant = difflib.get_close_matches(hook.name, _known_hooks(), n=1, cutoff=0)[0]
             raise PluginError(f"plugin {supplier.module}: `{hook.name}` is not a hook. Did you mean `{meant}`?")
     if not hooks:
-        raise PluginError(f"plugin {supplier.module}: implements no hook. Put `@rlbatch.api.hookimpl` above one of {', '.join(known)}.")
+        raise PluginError(
+            f"plugin {supplier.module}: implements no hook. Put `@rlbatch.api.hookimpl` above one of {', '.join(_known_hooks())}."
+        )
+
+
+def _known_hooks() -> list[str]:
+    return [name for name, _ in inspect.getmembers(hookspecs, inspect.isfunction) if name.startswith("rlbatch_")]
 
 
 def _registered(function: Any, hook: str, supplier: Supplier) -> Mapping[str, Any]:
