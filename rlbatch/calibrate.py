@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlbatch.api import ConfigError
-from rlbatch.config.calibration import Calibration, calibration_file, cluster_keys, differing, write_calibration
+from rlbatch.config.calibration import Calibration, calibration_file, cluster_keys, differing, is_gpu, write_calibration
 from rlbatch.config.compose import CONFIG_FILE, load_config
 from rlbatch.config.foreign import read_json
 from rlbatch.config.schema import Config
@@ -114,8 +113,7 @@ class _Run:
         own = cluster_keys(self.config.cluster)
         if differs := differing(own, cluster_keys(here.cluster)):
             raise ConfigError(f"{self.key}: is of another cluster: {differs}. Use a run of this one, or leave out the keys that differ.")
-        words, said = (set(re.findall(r"[A-Z0-9]+", name.upper())) for name in (self.machine.device, here.cluster.gpu))
-        if not said or not said <= words:
+        if not is_gpu(self.machine.device, here.cluster.gpu):
             raise ConfigError(
                 f"{self.key}: was measured on {self.machine.device}, and cluster.gpu={here.cluster.gpu}. "
                 "Use a run on that GPU, or correct cluster.gpu."

@@ -169,12 +169,31 @@ def test_a_calibration_of_another_gpu_is_refused(capsys: pytest.CaptureFixture[s
         ('{"date": 3}', "date=3: must be text"),
         ('{"assume": {"speed": 2}}', "assume.speed: unknown key"),
         ('{"assume": {"update_factor": 0}}', "assume.update_factor=0"),
+        ('{"assume": {"update_factor": "fast"}}', "assume.update_factor=fast: must be a number, not `fast`. Use e.g. 1.0."),
+        (f'{{"assume": {{"update_factor": "{"x" * 5000}"}}}}', "x...`. Use e.g. 1.0."),
+        (json.dumps({"assume": {f"unknown_{number}": 1 for number in range(400)}}), "assume.unknown_0: unknown key. Known: assume."),
+        ('{"cluster": {"gpu_memory_gib": "95"}}', "cluster.gpu_memory_gib=95: must be a number, not `95`. Use one number, e.g. 95."),
     ],
 )
 def test_damaged_calibrations(content: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Are told by file and key."""
+    """Are told by file and key, in one short message with a way out."""
     Path("calibrations").mkdir()
     Path("calibrations/h20x64.json").write_text(content)
     assert main([KEYS[0]]) == 2
     error = capsys.readouterr().err
-    assert "h20x64.json" in error and said in error
+    assert error.count("h20x64.json") == 1 and said in error
+    assert "Calibrate it anew with" in error and len(error) < 1500
+
+
+def test_a_calibration_that_is_edited(capsys: pytest.CaptureFixture[str]) -> None:
+    """Whole numbers are numbers; another device is refused, also where the rest is of this cluster."""
+    main([KEYS[0], f"calibrate={ran('a')}"])
+    file, own = Path("calibrations/h20x64.json"), json.loads(Path("calibrations/h20x64.json").read_text())
+    file.write_text(json.dumps({**own, "assume": {"mean_response_tokens": 900, "update_factor": 2}}))
+    capsys.readouterr()
+    main([*KEYS, "format=json"])
+    assumed = json.loads(capsys.readouterr().out)["assumptions"]
+    assert [assumed[name]["value"] for name in ("mean_response_tokens", "update_factor")] == [900, 2.0]
+    file.write_text(json.dumps({**own, "device": "NVIDIA H200"}))
+    assert main(list(KEYS)) == 2
+    assert "h20x64.json: device=NVIDIA H200: must be a GPU of cluster.gpu=H20." in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -36,7 +37,7 @@ class Calibration:
     runs: tuple[str, ...] = ()
     device: str = ""
     cluster: Mapping[str, Any] = field(default_factory=dict)
-    assume: Mapping[str, float] = field(default_factory=dict)
+    assume: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def source(self) -> str:
@@ -83,15 +84,27 @@ def with_calibration(config: Config, said: Mapping[str, Any]) -> Config:
     path = calibration_file(config.plan.calibrations, config.cluster)
     if not (config.plan.calibrations and path.is_file()):
         return config
-    found = _read(path)
+    found, assumed = _read(path)
     if differs := differing(found.cluster, cluster_keys(config.cluster)):
         raise ConfigError(f"plan.calibrations={path.parent}: {path.name} is of another cluster: {differs}. {AGAIN}")
-    values: dict[str, Any] = {name: value for name, value in found.assume.items() if name not in said}
+    if not is_gpu(found.device, config.cluster.gpu):
+        raise ConfigError(f"{path}: device={found.device}: must be a GPU of cluster.gpu={config.cluster.gpu}. {AGAIN}")
+    values: dict[str, Any] = {name: getattr(assumed, name) for name in found.assume if name not in said}
     assume = replace(config.plan.assume, **values)
     return replace(config, plan=replace(config.plan, assume=assume, calibrated=dict.fromkeys(values, found.source)))
 
 
-def _read(path: Path) -> Calibration:
-    found = from_mapping(Calibration, read_json(path, AGAIN), f"{path}: ")
-    from_mapping(AssumeConfig, found.assume, f"{path}: assume.")
-    return found
+def is_gpu(device: str, gpu: str) -> bool:
+    """Whether a GPU that calls itself so is of the kind of a ``cluster.gpu``."""
+    words, said = (set(re.findall(r"[A-Z0-9]+", name.upper())) for name in (device, gpu))
+    return bool(said) and said <= words
+
+
+def _read(path: Path) -> tuple[Calibration, AssumeConfig]:
+    read = read_json(path, AGAIN)
+    try:
+        found = from_mapping(Calibration, read)
+        from_mapping(ClusterConfig, found.cluster, "cluster.")
+        return found, from_mapping(AssumeConfig, found.assume, "assume.")
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error} {AGAIN}") from None

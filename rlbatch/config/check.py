@@ -74,6 +74,7 @@ def check_config(config: Config) -> None:
     _check_routing_replay(config)
     _check_sampling(config)
     _check_rollout(config.rollout)
+    _check_lengths(config)
     _check_checkpoint(config.checkpoint)
     _check_profile(config)
     check_cluster(config.cluster)
@@ -101,6 +102,15 @@ def _check_routing_replay(config: Config) -> None:
             f"{typed}: has an effect on updates after a step's first, of which train.updates_per_step=1 train.epochs=1 has none. "
             "Use algorithm.routing_replay=none, or more updates."
         )
+
+
+def _check_lengths(config: Config) -> None:
+    """What plans assume of samples that are no longer than a limit."""
+    responses, prompts = config.rollout.max_response_tokens, config.data.max_prompt_tokens
+    for name, limit, key in (("response", responses, "rollout.max_response_tokens"), ("prompt", prompts, "data.max_prompt_tokens")):
+        mean = getattr(config.plan.assume, f"mean_{name}_tokens")
+        if limit and mean > limit:
+            raise ConfigError(f"plan.assume.mean_{name}_tokens={mean}: must be at most {key} ({limit}). Use {limit} or less.")
 
 
 def _check_profile(config: Config) -> None:

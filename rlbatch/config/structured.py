@@ -26,6 +26,8 @@ NAME = "<name>"
 
 MOST_LISTED = 20
 """Keys that a message lists."""
+MOST_SHOWN = 200
+"""Characters of a value in a message."""
 
 _TYPE_WORDS: Mapping[Any, str] = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 
@@ -116,7 +118,8 @@ def unknown_key(key: str, known: Iterable[str]) -> ConfigError:
     if not beside or (not parent and len(names) > MOST_LISTED):
         groups = list(dict.fromkeys(name.partition(".")[0] for name in names))
         return ConfigError(f"{key}: unknown key. Known: {', '.join(groups) or 'none'}; --help lists all.")
-    return ConfigError(f"{key}: unknown key. Known: {', '.join(beside)}.")
+    more = f" and {len(beside) - MOST_LISTED} more; --help lists all" if len(beside) > MOST_LISTED else ""
+    return ConfigError(f"{key}: unknown key. Known: {', '.join(beside[:MOST_LISTED])}{more}.")
 
 
 def from_mapping(cls: type[T], values: Mapping[Any, Any], prefix: str = "") -> T:
@@ -131,7 +134,7 @@ def from_mapping(cls: type[T], values: Mapping[Any, Any], prefix: str = "") -> T
     for name in values:
         if name not in defaults:
             raise unknown_key(f"{prefix}{name}", [prefix + known for known in defaults])
-    checked = {name: _checked(hints[name], value, prefix + name) for name, value in values.items()}
+    checked = {name: _checked(hints[name], value, prefix + name, defaults[name]) for name, value in values.items()}
     for name, value in checked.items():
         _check_range(hints[name], value, prefix + name, defaults[name])
     return cls(**checked)
@@ -199,7 +202,7 @@ def _example(limits: Range, default: Any) -> Any:
     )
 
 
-def _checked(hint: Any, value: Any, key: str) -> Any:
+def _checked(hint: Any, value: Any, key: str, default: Any = None) -> Any:
     hint = _plain(hint)
     if isinstance(value, str) and _NO_TEXT.search(value):
         raise ConfigError(f"{key}={value!a}: must be text in UTF-8, without NUL. Rename what it names.")
@@ -212,9 +215,9 @@ def _checked(hint: Any, value: Any, key: str) -> Any:
             )
         return from_mapping(hint, value, f"{key}.")
     if get_origin(hint) in (Union, types.UnionType):
-        return _checked_union(hint, value, key)
+        return _checked_union(hint, value, key, default)
     if not _fits(hint, value):
-        raise ConfigError(f"{key}={show_value(value)}: must be {_words(hint)}, not {_kind(value)}.{_fix(hint, key, value)}")
+        raise ConfigError(f"{key}={_told(value)}: must be {_words(hint)}, not {_kind(value)}.{_fix(hint, key, value, default)}")
     if hint is float:
         try:
             return float(value)
@@ -228,12 +231,12 @@ def _checked(hint: Any, value: Any, key: str) -> Any:
     return value
 
 
-def _checked_union(hint: Any, value: Any, key: str) -> Any:
+def _checked_union(hint: Any, value: Any, key: str, default: Any) -> Any:
     for member in get_args(hint):
         if dataclasses.is_dataclass(member) or _fits(member, value):
-            return _checked(member, value, key)
+            return _checked(member, value, key, default)
     number = next((member for member in map(_plain, get_args(hint)) if member in (int, float)), None)
-    raise ConfigError(f"{key}={show_value(value)}: must be {_words(hint)}, not {_kind(value)}.{_fix(number, key, value)}")
+    raise ConfigError(f"{key}={_told(value)}: must be {_words(hint)}, not {_kind(value)}.{_fix(number, key, value, default)}")
 
 
 def _plain(hint: Any) -> Any:
@@ -279,15 +282,23 @@ def _words(hint: Any) -> str:
 
 def _kind(value: Any) -> str:
     if isinstance(value, str):
-        return f"`{value}`"
+        return f"`{_told(value)}`"
     return _TYPE_WORDS.get(type(value)) or ("a list" if isinstance(value, (list, tuple)) else "a mapping")
 
 
-def _fix(hint: Any, key: str, value: Any) -> str:
-    """What was rather meant: of a text with a number in it that number, of what is no text its quotation."""
-    if hint in (int, float) and isinstance(value, str):
-        found = re.search(r"-?[0-9]+" if hint is int else r"-?[0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?", value)
-        return f" Use one number, e.g. {found[0]}." if found else ""
+def _told(value: Any) -> str:
+    """A value in a message, where it may be long."""
+    shown = show_value(value)
+    return shown if len(shown) <= MOST_SHOWN else f"{shown[:MOST_SHOWN]}..."
+
+
+def _fix(hint: Any, key: str, value: Any, default: Any) -> str:
+    """What was rather meant: of a text with a number in it that number, of what is no text its quotation; else what is right."""
+    if hint in (int, float):
+        pattern = r"-?[0-9]+" if hint is int else r"-?[0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?"
+        if isinstance(value, str) and (found := re.search(pattern, value)):
+            return f" Use one number, e.g. {found[0][:MOST_SHOWN]}."
+        return f" Use e.g. {default}." if isinstance(default, (int, float)) else ""
     is_typed = isinstance(value, (int, float, bool, list, Mapping))
     return f""" Quote it: '{key}="{show_value(value)}"'.""" if hint is str and is_typed and "[" not in key else ""
 

@@ -57,7 +57,7 @@ def workload(config: Config) -> Workload:
     assume, most = config.plan.assume, config.rollout.max_response_tokens
     limit = config.data.max_prompt_tokens
     prompt = assume.mean_prompt_tokens or (max(limit // PROMPT_SHARE, 1) if limit else DEFAULT_PROMPT)
-    response = min(assume.mean_response_tokens or max(most / RESPONSE_SHARE, 1), most)
+    response = assume.mean_response_tokens or max(most / RESPONSE_SHARE, 1)
     surviving = _surviving(response / most, assume.response_spread)
     samples = config.train.prompts_per_step * config.algorithm.group_size
     return Workload(samples, prompt, response, max(limit or 0, prompt), most, surviving)
