@@ -29,14 +29,16 @@ from rlbatch.api import (
 )
 from rlbatch.api.values import Count, CountOrZero, FilePath, Seconds, option
 from rlbatch.engines.backend.answers import completions, seed
+from rlbatch.engines.backend.shm_space import check_room
+from rlbatch.engines.backend.weight_check import Compared, HeldPart, TrainerSums, compare
 from rlbatch.engines.protocol.frames import pack_ints
 from rlbatch.engines.protocol.shared_names import OWNER
+from rlbatch.engines.transfer.checksums import Expected
+from rlbatch.engines.transfer.shared_memory import device_identity
 from rlbatch.launch.ranks.interfaces import LOOPBACK_INTERFACE
 
 if TYPE_CHECKING:  # those who ask which engines there are run none: what only one that runs needs is imported there
-    from rlbatch.engines.backend.weight_check import Compared, HeldPart, TrainerSums
     from rlbatch.engines.client.engine_process import EngineHost
-    from rlbatch.engines.transfer.checksums import Expected
     from rlbatch.engines.transfer.sender import WeightSender
     from rlbatch.engines.transfer.weight_group import WeightGroup
 
@@ -164,8 +166,7 @@ class HostedRollout:
         self.max_restarts, self._restarts = options.max_restarts, 0
         self._sleep_level = options.sleep_level if context.device != "cpu" and not options.separate_gpus else 0
         self._asleep, self._has_weights, self._has_answered, self.lacks_carried = 0, False, False, True
-        self._syncs = 0
-        self._sent: Mapping[str, Expected] = {}
+        self._syncs, self._sent = 0, dict[str, Expected]()
         self.compared: Compared | None = None
         devices = [device.decode() for device in context.node_gather(context.device.encode())]
         self._program = program(devices_behind(devices, options)) if context.node_rank == 0 else None
@@ -222,8 +223,6 @@ class HostedRollout:
         )
 
     def _start(self, host: EngineHost, program: EngineProgram) -> None:
-        from rlbatch.engines.backend.shm_space import check_room
-
         try:
             check_room(program.shared_mib)
             started = host.call("start", program.start, limit_s=self._options.start_timeout_s)
@@ -278,8 +277,6 @@ class HostedRollout:
 
     def _sums(self, audit: bool) -> TrainerSums | None:
         """Where this sync is one of those in which weights are compared, what takes the trainer's checksums."""
-        from rlbatch.engines.backend.weight_check import TrainerSums
-
         interval, number = self._context.audit_interval, self._syncs
         self._syncs += 1
         if not self.proves_weights or not (audit or (interval and number % interval == 0 and self._context.audit_sync != "off")):
@@ -294,8 +291,6 @@ class HostedRollout:
         """
         if self._host is None or not self._sent:
             return
-        from rlbatch.engines.backend.weight_check import compare
-
         told: list[HeldPart] = [tuple(each) for each in self._host.call("held", limit_s=self._options.sync_timeout_s)["parts"]]
         self.compared = compare(self._sent, told, f"engine {self._context.folder.name}")
 
@@ -472,8 +467,6 @@ class ExpertParallelRollout(HostedRollout):
 
     def wanted_experts(self) -> Sequence[int] | None:
         """See ``ExpertParallelBackend``; all, where the engine is on other devices: a broadcast reaches all of its workers."""
-        from rlbatch.engines.transfer.shared_memory import device_identity
-
         if self._devices is None:
             with self._together():
                 told = self._host.call("experts", limit_s=self._options.sync_timeout_s) if self._host else {}
