@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlbatch.align.causes.case import Candidate, Case, fit, fitted, number
 from rlbatch.align.causes.norms import rms_norm
-from rlbatch.align.causes.tensors import MANTISSA, ROUNDINGS, of_any, of_product, of_single_values
+from rlbatch.align.causes.tensors import MANTISSA, ROUNDINGS, Rounding, of_any, of_product, of_single_values
 from rlbatch.align.values.places import Batch, Trace
 
 LATENT_EPSILON = 1e-6
@@ -234,12 +234,7 @@ def _pairs(values: Tensor) -> Tensor:
 
 
 def _unrotated(
-    case: Case,
-    name: str,
-    way: str = "",
-    epsilon: float = 0.0,
-    entered: Callable[[Tensor], Tensor] = Tensor.double,
-    latent: Callable[[Tensor], Tensor] = Tensor.double,
+    case: Case, name: str, way: str = "", epsilon: float = 0.0, entered: Rounding = Tensor.double, latent: Rounding = Tensor.double
 ) -> Tensor | None:
     """[T, heads, size] of the baseline's weights, before rotation; None: not a projection of a kind that is known here."""
     if not case.has("input_norm"):
@@ -257,7 +252,7 @@ def _unrotated(
     return split if not norm or way == "norm" else _normalised(case, split, norm[0], way, epsilon)
 
 
-def _latent(case: Case, name: str, entering: Tensor, way: str, epsilon: float, rounded: Callable[[Tensor], Tensor]) -> Tensor | None:
+def _latent(case: Case, name: str, entering: Tensor, way: str, epsilon: float, rounded: Rounding) -> Tensor | None:
     """The same of multi-latent attention, whose rotated dimensions come last, as halves."""
     model = case.family.transformer
     heads, width, plain = (int(model[key]) for key in ("num_attention_heads", "qk_pos_emb_head_dim", "qk_head_dim"))

@@ -71,9 +71,7 @@ def no_causes(case: Case) -> Iterator[Candidate]:
 def _excluded(case: Case) -> str:
     """What a difference that nothing explains is not."""
     weights = "the weights that it shows are the folder's" if case.got.weights else "the side does not show its weights"
-    if not case.tried:
-        return f"{weights}, and nothing else could be tried here"
-    left, words = min(case.tried)
+    left, words = min(case.tried, default=(1.0, ""))
     nearest = f"the nearest ({words}) leaves {left:.0%} of the difference" if left < 0.5 else "none leaves less than half of the difference"
     return f"{weights}, and it is none of {len(case.tried)} other ways to compute it: {nearest}"
 

@@ -47,7 +47,8 @@ def _of_groups(values: Tensor) -> Tensor:
     return _scaled(groups, groups.abs().amax(-1, keepdim=True)).flatten(-2)
 
 
-ROUNDINGS: Mapping[str, Callable[[Tensor], Tensor]] = {
+Rounding = Callable[[Tensor], Tensor]
+ROUNDINGS: Mapping[str, Rounding] = {
     **{name: partial(_to, dtype) for name, dtype in MANTISSA.items()},
     "TF32": _to_ten_bits,
     "FP8 with a scale of each token": lambda values: _scaled(values, values.abs().amax(-1, keepdim=True)),
