@@ -144,7 +144,7 @@ def layouts(job: MemoryInputs) -> Iterator[LayoutConfig]:
         grown = replace(layout, world_size=layout.world_size * growth)
         yield grown
         if job.model is not None:
-            for changes in ({}, *_divisions(layout)):
+            for changes in ({}, *_divisions(layout, job.config.cluster.gpus_per_node)):
                 yield from _balanced(replace(grown, **changes), job.model)
 
 
@@ -170,9 +170,10 @@ def _is_layout(layout: LayoutConfig, family: ModelFamily) -> bool:
     return False
 
 
-def _divisions(layout: LayoutConfig) -> list[Changes]:
-    """Larger sizes: one, then two of them."""
+def _divisions(layout: LayoutConfig, node: int) -> list[Changes]:
+    """Larger sizes: one, then two of them; tensor parallel ranks stay on a node."""
     larger = {name: [getattr(layout, name) * growth for growth in GROWTH[1:]] for name in SIZES}
+    larger["tp_size"] = [size for size in larger["tp_size"] if size <= node]
     one = [{name: size} for name in SIZES for size in larger[name]]
     two = [{**first, **second} for first, second in product(one, one) if min(first) < min(second)]
     return sorted([*one, *two], key=lambda sizes: (len(sizes), math.prod(sizes.values())))

@@ -42,19 +42,19 @@ def page(plan: JobPlan, table: Sequence[str]) -> str:
 
 def _memory(plan: JobPlan) -> Iterator[str]:
     """A row for each stage and phase; alike stages once."""
-    rows: dict[tuple[str, tuple[tuple[str, float], ...]], list[int]] = {}
+    rows: dict[tuple[str, tuple[tuple[str, float], ...], float], list[int]] = {}
     for phase in PHASES:
         for number, stage in enumerate(plan.memory.expected.stages):
             sizes = tuple((name, round(size / GIB, 1)) for name, size in stage.gpu[phase].items() if size >= GIB / 20)
             if sizes:
-                rows.setdefault((phase, sizes), []).append(number)
-    names = list(dict.fromkeys(name for _, sizes in rows for name, _ in sizes))
+                rows.setdefault((phase, sizes, round(sum(stage.gpu[phase].values()) / GIB, 1)), []).append(number)
+    names = list(dict.fromkeys(name for _, sizes, _ in rows for name, _ in sizes))
     colours = {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(names)}
     total = plan.job.config.cluster.gpu_memory_gib
-    scale = (WIDTH - LABEL) / (max([total, *(sum(size for _, size in sizes) for _, sizes in rows)]) or 1)
+    scale = (WIDTH - LABEL) / (max([total, *(taken for _, _, taken in rows)]) or 1)
     height = ROW * len(rows) + MARGIN
     yield f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH + MARGIN}" height="{height}" font-size="11">'
-    for place, ((phase, sizes), stages) in enumerate(rows.items()):
+    for place, ((phase, sizes, taken), stages) in enumerate(rows.items()):
         top, left = place * ROW, float(LABEL)
         shown = f"{phase}, stage{'s' * (len(stages) > 1)} {_listed(stages)}"
         yield f'<text x="{LABEL - 8}" y="{top + BAR - 2}" text-anchor="end">{escape(shown)}</text>'
@@ -62,7 +62,7 @@ def _memory(plan: JobPlan) -> Iterator[str]:
             box = f'x="{left:.1f}" y="{top}" width="{size * scale:.1f}" height="{BAR}"'
             yield f'<rect {box} fill="{colours[name]}"><title>{escape(name)}: {size:.1f} GiB</title></rect>'
             left += size * scale
-        yield f'<text x="{left + 4:.1f}" y="{top + BAR - 2}">{sum(size for _, size in sizes):.1f}</text>'
+        yield f'<text x="{left + 4:.1f}" y="{top + BAR - 2}">{taken:.1f}</text>'
     if total:
         x, foot = LABEL + total * scale, ROW * len(rows)
         yield f'<line x1="{x:.1f}" y1="0" x2="{x:.1f}" y2="{foot}" stroke="red"/>'

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from rlbatch.api import ConfigError
+from rlbatch.config.schema import LayoutConfig
 from rlbatch.plan.engine_memory import MemoryInputs
-from rlbatch.plan.fit import check_fit
+from rlbatch.plan.fit import check_fit, layouts
 from rlbatch.prepare import find_problems
 from rlbatch.registry import compose_job
 from tests.large_models import write_model
@@ -176,3 +177,11 @@ def test_fp32_has_no_hybrid_optimizer(models: None) -> None:
     assert [str(problem) for problem in problems if "cpu_adam" in str(problem)] == [
         "offload=cpu_adam: needs train.precision=bf16, is fp32. Set train.precision=bf16, or another offload."
     ]
+
+
+def test_tensor_parallel_ranks_stay_on_a_node() -> None:
+    """Whatever else is advised: between nodes each layer would wait for the network."""
+    inputs = job("+cluster=h20x96")
+    for node in (4, 8):
+        config = replace(inputs.config, cluster=replace(inputs.config.cluster, gpus_per_node=node), layout=LayoutConfig(world_size=96))
+        assert max(layout.tp_size for layout in layouts(replace(inputs, config=config))) == node

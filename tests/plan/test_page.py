@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from html.parser import HTMLParser
 
+from rlbatch.plan.engine_memory import GIB
 from rlbatch.plan.memory import PHASES
 from rlbatch.plan.page import page
 from tests.plan.planned import plan
@@ -33,13 +34,15 @@ class Tags(HTMLParser):
 
 def test_a_page_stands_alone() -> None:
     """Well-formed, without links, scripts and images; every phase of a GPU, every phase of a step, and the table, escaped."""
-    text, tags = page(plan("+cluster=h20x64"), ["a <b> & c"]), Tags()
+    shown, tags = plan("+cluster=h20x64"), Tags()
+    text = page(shown, ["a <b> & c"])
     tags.feed(text)
     assert tags.open == []
     assert not {"script", "link", "img"} & set(tags.seen)
     assert not {"src", "href"} & set(tags.attributes)
     assert "a &lt;b&gt; &amp; c" in text
     assert all(f">{phase}, stage" in text for phase in PHASES)
+    assert all(f">{sum(stage.gpu[phase].values()) / GIB:.1f}</text>" in text for stage in shown.memory.expected.stages for phase in PHASES)
     assert all(f">{phase}: " in text for phase in ("sync", "generate", "log-probs", "update", "other"))
 
 
