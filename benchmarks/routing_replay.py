@@ -1,11 +1,11 @@
 """Replay of the engine's experts beside none: ``python -m benchmarks.routing_replay [model=qwen3_moe] [steps=8] [key=value ...]``.
 
-Jobs of ``python -m rlbatch.submit`` with vLLM beside the trainer on one GPU and a random model of a billion parameters (``qwen3_moe`` or
-``deepseek_v3``: eight layers of 64 experts, 8 a token) take turns: ``algorithm.routing_replay=none`` and ``rollout``. Every response is
-full, the reward is a hash of it. Prints medians of all steps but the first two: how far log-probs of engine and trainer differ, tokens that
-the engine samples in a second, seconds of a step and its parts, and what replay is of none. Options: ``rounds=1 prompts=64 samples=8
-response_tokens=256 layers=8 folder=/tmp/routing_replay``; ``size=tiny rollout=transformers train.precision=fp32`` tries it on a CPU; other
-arguments are keys of the jobs.
+Jobs of ``python -m rlbatch.submit`` with vLLM beside the trainer on one GPU and a random model of a billion parameters take turns:
+``algorithm.routing_replay=none`` and ``rollout``. Models: ``qwen3_moe`` and ``deepseek_v3`` of ten layers with 64 experts, 8 a token, and
+``qwen3_wide``, three layers as wide as Qwen3-30B-A3B's. Every response is full, the reward is a hash of it. Prints medians of all steps but
+the first two: how far log-probs of engine and trainer differ, tokens that the engine samples in a second, seconds of a step and its parts,
+and what replay is of none. Options: ``rounds=1 prompts=64 samples=8 response_tokens=256 layers=0 folder=/tmp/routing_replay``;
+``size=tiny rollout=transformers train.precision=fp32`` tries it on a CPU; other arguments are keys of the jobs.
 """
 
 from __future__ import annotations
@@ -21,11 +21,18 @@ from typing import Any
 from benchmarks.shapes import COMMON, MODELS
 from rlbatch.prompts.embedded import write_embedded_task, write_random_weights
 
-SHAPES = {"qwen3_moe": MODELS["qwen3_30b"], "deepseek_v3": MODELS["deepseek"]}
-SMALLER = {
-    **{"hidden_size": 1024, "intermediate_size": 3072, "moe_intermediate_size": 512, "num_attention_heads": 16, "vocab_size": 32000},
-    **{"num_experts": 64, "n_routed_experts": 64},
+NARROW = {
+    **{"hidden_size": 1024, "intermediate_size": 3072, "moe_intermediate_size": 512, "num_attention_heads": 16, "num_hidden_layers": 10},
 }
+QWEN = {**MODELS["qwen3_30b"], "architectures": ["Qwen3MoeForCausalLM"]}
+DEEPSEEK = {**MODELS["deepseek"], "architectures": ["DeepseekV3ForCausalLM"]}
+SHAPES = {
+    "qwen3_moe": {**QWEN, **NARROW, "num_experts": 64},
+    "qwen3_wide": {**QWEN, "num_hidden_layers": 3},
+    "deepseek_v3": {**DEEPSEEK, **NARROW, "n_routed_experts": 64},
+}
+"""With ``VOCABULARY`` 1.1, 2.0 and 1.1 billion parameters."""
+VOCABULARY = 32000
 TINY = {
     **{"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "vocab_size": 128},
     **{"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16},
@@ -49,7 +56,7 @@ DIFFERENCE = "train/rollout_logprob_diff_mean"
 SHOWN = (DIFFERENCE, "rollout/tokens_per_s", *(f"time/{part}_s" for part in ("step", "rollout", "exchange", "logprobs", "update", "sync")))
 NATIVE = "train/native_routes"
 OPTIONS = {
-    **{"model": "qwen3_moe", "steps": 8, "rounds": 1, "prompts": 64, "samples": 8, "response_tokens": 256, "layers": 8},
+    **{"model": "qwen3_moe", "steps": 8, "rounds": 1, "prompts": 64, "samples": 8, "response_tokens": 256, "layers": 0},
     **{"folder": "/tmp/routing_replay", "size": ""},
 }
 
@@ -76,10 +83,12 @@ def main(arguments: list[str]) -> None:
 def write_model(folder: Path, options: dict[str, Any]) -> None:
     """Model, prompts and reward."""
     write_embedded_task(folder, seed=0)
-    path, own = folder / "model/config.json", TINY if options["size"] == "tiny" else SMALLER
+    path = folder / "model/config.json"
     ids = {name: value for name, value in json.loads(path.read_text()).items() if name.endswith("_token_id")}
-    fields = {**COMMON, **SHAPES[options["model"]], "num_hidden_layers": options["layers"]}
-    path.write_text(json.dumps({**fields, **{name: value for name, value in own.items() if name in fields}, **ids}))
+    fields = {**COMMON, **SHAPES[options["model"]], "vocab_size": VOCABULARY}
+    fields |= {"num_hidden_layers": options["layers"]} if options["layers"] else {}
+    fields |= {name: value for name, value in TINY.items() if name in fields} if options["size"] == "tiny" else {}
+    path.write_text(json.dumps({**fields, **ids}))
     write_random_weights(folder / "model", seed=0)
     (folder / "reward_hash.py").write_text(REWARD)
 

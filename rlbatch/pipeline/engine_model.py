@@ -7,6 +7,8 @@ import shutil
 from codecs import BOM_UTF8
 from pathlib import Path
 
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
 from rlbatch.api import ConfigError, ModelFamily
 from rlbatch.checkpoint.export_form import quantization_config
 from rlbatch.checkpoint.model_files import model_files
@@ -28,6 +30,8 @@ def write_engine_folder(hf_folder: Path, run_dir: Path, family: ModelFamily, qua
     folder = run_dir / FOLDER
     config = dict(read_config(hf_folder))
     quantised = config.pop("quantization_config", None)
+    if not config.get("architectures") and (known := MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.get("model_type", ""))):
+        config["architectures"] = [known]  # without them vLLM takes the model for one that it does not know
     if quantization == "fp8":
         config["quantization_config"] = quantised or quantization_config(family)
     beside = model_files(hf_folder)

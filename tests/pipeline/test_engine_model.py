@@ -111,6 +111,21 @@ def test_engines_read_a_config_as_they_are_sent_weights(hf: Path, tmp_path: Path
             assert (folder / name).resolve() == hf / name
 
 
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({"model_type": "qwen3_moe"}, ["Qwen3MoeForCausalLM"]),
+        ({"model_type": "qwen3_moe", "architectures": ["Mine"]}, ["Mine"]),
+        ({"model_type": "toy"}, None),
+    ],
+)
+def test_engines_are_told_the_architecture(given: dict[str, Any], found: list[str] | None, hf: Path, tmp_path: Path) -> None:
+    """vLLM goes by it, and would load another model without: a config.json that has none, which transformers reads, gets transformers'."""
+    (hf / "config.json").write_text(json.dumps(given))
+    folder = write_engine_folder(hf, tmp_path, FAMILY, "none")
+    assert json.loads((folder / "config.json").read_text()).get("architectures") == found
+
+
 def test_a_resumed_run_makes_it_anew(hf: Path, tmp_path: Path) -> None:
     """As model.hf is now: files that went are gone, and the model itself is left alone."""
     write_engine_folder(hf, tmp_path, FAMILY, "none")
