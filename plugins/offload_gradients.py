@@ -30,17 +30,8 @@ class ReleasedGradients(OffloadStrategy):
         yield
 
 
-def build(options: NoOptions) -> OffloadStrategy:
-    """The strategy of one rank."""
-    return ReleasedGradients()
-
-
-def memory(options: NoOptions, precision: str) -> OffloadMemory:
-    """See ``OffloadSpec``."""
-    return OffloadMemory(releases_gradients=True)
-
-
 @hookimpl
 def rlbatch_register_offload_strategies() -> Mapping[str, OffloadSpec]:
     """Supplies ``gradients``."""
-    return {"gradients": OffloadSpec(build, NoOptions, memory=memory)}
+    releases = OffloadMemory(releases_gradients=True)
+    return {"gradients": OffloadSpec(lambda options: ReleasedGradients(), NoOptions, memory=lambda options, precision: releases)}

@@ -9,17 +9,7 @@ class NoOffload(OffloadStrategy):
     """Leaves everything where it is."""
 
 
-def build(options: NoOptions) -> OffloadStrategy:
-    """The strategy of one rank."""
-    return NoOffload()
-
-
-def memory(options: NoOptions, precision: str) -> OffloadMemory:
-    """See ``OffloadSpec``."""
-    return OffloadMemory()
-
-
 @hookimpl
 def rlbatch_register_offload_strategies() -> Mapping[str, OffloadSpec]:
     """Supplies ``none``."""
-    return {"none": OffloadSpec(build, NoOptions, memory=memory)}
+    return {"none": OffloadSpec(lambda options: NoOffload(), NoOptions, memory=lambda options, precision: OffloadMemory())}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlbatch.api import OffloadMemory, OffloadSpec, OffloadStrategy, hookimpl
+from rlbatch.api import OffloadMemory, OffloadSpec, hookimpl
 from rlbatch.api.values import option
 
 from .offload_parts.moving import Moving
@@ -22,17 +22,14 @@ class OptimizerStateOptions:
     pin_memory: bool = option(True, "Page-locked host memory: faster copies, but the host cannot swap it.")
 
 
-def build(options: OptimizerStateOptions) -> OffloadStrategy:
-    """The strategy of one rank."""
-    return Moving(state=True, weights=options.weights, is_pinned=options.pin_memory)
-
-
-def memory(options: OptimizerStateOptions, precision: str) -> OffloadMemory:
-    """See ``OffloadSpec``."""
-    return OffloadMemory(releases_gradients=True, moves_state=True, moves_weights=options.weights)
-
-
 @hookimpl
 def rlbatch_register_offload_strategies() -> Mapping[str, OffloadSpec]:
     """Supplies ``optimizer_state``."""
-    return {"optimizer_state": OffloadSpec(build, OptimizerStateOptions, memory=memory, advised=({}, {"weights": True}))}
+    return {
+        "optimizer_state": OffloadSpec(
+            lambda options: Moving(state=True, weights=options.weights, is_pinned=options.pin_memory),
+            OptimizerStateOptions,
+            memory=lambda options, precision: OffloadMemory(releases_gradients=True, moves_state=True, moves_weights=options.weights),
+            advised=({}, {"weights": True}),
+        )
+    }

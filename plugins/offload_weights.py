@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlbatch.api import OffloadMemory, OffloadSpec, OffloadStrategy, hookimpl
+from rlbatch.api import OffloadMemory, OffloadSpec, hookimpl
 from rlbatch.api.values import option
 
 from .offload_parts.moving import Moving
@@ -21,17 +21,13 @@ class WeightsOptions:
     pin_memory: bool = option(True, "Page-locked host memory: faster copies, but the host cannot swap it.")
 
 
-def build(options: WeightsOptions) -> OffloadStrategy:
-    """The strategy of one rank."""
-    return Moving(state=False, weights=True, is_pinned=options.pin_memory)
-
-
-def memory(options: WeightsOptions, precision: str) -> OffloadMemory:
-    """See ``OffloadSpec``."""
-    return OffloadMemory(releases_gradients=True, moves_weights=True)
-
-
 @hookimpl
 def rlbatch_register_offload_strategies() -> Mapping[str, OffloadSpec]:
     """Supplies ``weights``."""
-    return {"weights": OffloadSpec(build, WeightsOptions, memory=memory)}
+    return {
+        "weights": OffloadSpec(
+            lambda options: Moving(state=False, weights=True, is_pinned=options.pin_memory),
+            WeightsOptions,
+            memory=lambda options, precision: OffloadMemory(releases_gradients=True, moves_weights=True),
+        )
+    }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,31 +11,27 @@ from torch import Tensor
 
 from rlbatch.api import DataError, ModelFamily
 from rlbatch.checkpoint.export_form import ExportForm
-from rlbatch.checkpoint.hf import HfSource, HfTensors
+from rlbatch.checkpoint.hf import HfTensors
 from rlbatch.checkpoint.reading import Reading
-from rlbatch.weights.coverage import expert_names, fp8_names, passthrough_names
-from rlbatch.weights.quantize import SCALE_SUFFIX, scales_shape
+from rlbatch.weights.coverage import expert_names, passthrough_names
+from rlbatch.weights.quantize import scales_shape
 
 NamedTensor = tuple[str, Tensor]
-Encode = Callable[[str, HfSource], Iterator[NamedTensor]]
+Encode = Callable[[str], Iterable[NamedTensor]]
 
 
 class Carried:
     """Tensors of a folder, read from the disk whenever they are sent.
 
     Args:
-        tensors: The folder's.
         names: Those that are sent, in this order.
         experts: Name -> the routed expert that it is of.
         shapes: Of a tensor: what it is sent as, without content.
         encode: Reads a tensor as it is sent.
     """
 
-    def __init__(
-        self, tensors: HfTensors, names: Sequence[str], experts: Mapping[str, int], shapes: Callable[[str], list[Tensor]], encode: Encode
-    ) -> None:
-        self._tensors, self._names, self._experts = tensors, names, experts
-        self._shapes, self._encode = shapes, encode
+    def __init__(self, names: Sequence[str], experts: Mapping[str, int], shapes: Callable[[str], list[Tensor]], encode: Encode) -> None:
+        self._names, self._experts, self._shapes, self._encode = names, experts, shapes, encode
 
     def read(self, wanted: Container[int] | None) -> Iterator[NamedTensor]:
         """Streams them, on the host; no collective. Of other experts than ``wanted`` empty tensors without a name are given: as
@@ -44,7 +40,7 @@ class Carried:
         for name in self._names:
             expert = self._experts.get(name)
             if wanted is None or expert is None or expert in wanted:
-                yield from self._encode(name, self._tensors.stored(name))
+                yield from self._encode(name)
             else:
                 yield from (("", empty) for empty in self._shapes(name))
 
@@ -72,17 +68,10 @@ def carried_layers(family: ModelFamily, hf_config: Mapping[str, Any], source: Pa
             "Complete the folder, or leave the speculation out."
         )
     form = ExportForm(family, "auto", hf_config, tensors)
-    quantised = fp8_names(family) if hf_config.get("quantization_config") else set()
-
-    def encode(name: str, stored: HfSource) -> Iterator[NamedTensor]:
-        if name in quantised and stored.entry.dtype == "F8_E4M3":
-            yield from ((part, tensors.stored(part)[()]) for part in (name, name + SCALE_SUFFIX))
-        else:
-            yield from form.encode(name, tensors.read(name))
 
     def shapes(name: str) -> list[Tensor]:
         stored = tensors.stored(name)
-        if name not in quantised:
+        if not form.quantises(name):
             return [torch.empty(stored.shape, dtype=form.dtype(name, stored.dtype), device="meta")]
         values, scales = torch.float8_e4m3fn, torch.float32
         return [
@@ -90,7 +79,7 @@ def carried_layers(family: ModelFamily, hf_config: Mapping[str, Any], source: Pa
             torch.empty(scales_shape(*stored.shape), dtype=scales, device="meta"),
         ]
 
-    return Carried(tensors, named, expert_names(family), shapes, encode)
+    return Carried(named, expert_names(family), shapes, form.from_source)
 
 
 def draft_model(folder: Path) -> Carried:
@@ -100,8 +89,4 @@ def draft_model(folder: Path) -> Carried:
         DataError: there are none.
     """
     tensors = HfTensors(folder, Reading(finite=True))
-
-    def encode(name: str, stored: HfSource) -> Iterator[NamedTensor]:
-        yield name, stored[()]
-
-    return Carried(tensors, tensors.names(), {}, lambda name: [], encode)
+    return Carried(tensors.names(), {}, lambda name: [], lambda name: [(name, tensors.stored(name)[()])])

@@ -75,16 +75,17 @@ class ExportForm:
 
     def carried(self) -> Iterator[NamedTensor]:
         """Streams what is not trained from the source, where it has it; quantised or dequantised as the rest."""
-        if self._source is None:
-            return
         for name in passthrough_names(self._family, is_dropped=False):
-            if name not in self._in_source:
-                continue
-            if name in self._fp8 and self._source.stored(name).entry.dtype == "F8_E4M3":
-                for stored in (name, name + SCALE_SUFFIX):
-                    yield stored, self._source.stored(stored)[()]
-            else:
-                yield from self.encode(name, self._source.read(name))
+            if name in self._in_source:
+                yield from self.from_source(name)
+
+    def from_source(self, name: str) -> Iterator[NamedTensor]:
+        """A tensor of the source as it is written: what is stored as that is not computed anew."""
+        assert self._source is not None
+        if self.quantises(name) and self._source.stored(name).entry.dtype == "F8_E4M3":
+            yield from ((stored, self._source.stored(stored)[()]) for stored in (name, name + SCALE_SUFFIX))
+        else:
+            yield from self.encode(name, self._source.read(name))
 
     def config(self) -> dict[str, Any]:
         """config.json with a ``quantization_config`` if and only if the weights are quantised."""

@@ -15,7 +15,7 @@ MUST_EQUAL = ("seed", "optimizer.name", "train.precision")
 """Config keys that a resumed run may not change: its samples would be others, or its optimizer's state would not fit."""
 OWN_TO_A_LIFE = (
     *("run_dir", "resume", "plugins", "checkpoint", "launch", "launcher", "cluster", "mode", "dry_run", "follow"),
-    *("eval", "train.steps", "train.eval_interval", "model.hf", "model.name", "data.train", "data.eval"),
+    *("plan", "eval", "train.steps", "train.eval_interval", "model.hf", "model.name", "data.train", "data.eval"),
 )
 """Config keys that may change without a word: what they stand for is compared (model, prompts), or changes nothing that was trained."""
 VOLATILE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "quantization_config", "use_cache", "architectures"}

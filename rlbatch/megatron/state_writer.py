@@ -236,18 +236,9 @@ def _raise_failures(failure: Failure | None) -> None:
 
 
 def _told(chunk: Chunk) -> list[Any]:
-    return [
-        chunk.key,
-        str(chunk.dtype).removeprefix("torch."),
-        chunk.shape,
-        chunk.offset,
-        chunk.size,
-        chunk.file,
-        chunk.start,
-        chunk.length,
-    ]
+    return [str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value for value in vars(chunk).values()]
 
 
 def _heard(row: Sequence[Any]) -> Chunk:
-    key, dtype, shape, offset, size, file, start, length = row
-    return Chunk(key, getattr(torch, dtype), tuple(shape), tuple(offset), tuple(size), file, start, length)
+    key, dtype, *shapes = row[:5]
+    return Chunk(key, getattr(torch, dtype), *map(tuple, shapes), *row[5:])
