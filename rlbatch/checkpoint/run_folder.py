@@ -69,18 +69,16 @@ def begin(root: Path, step: int) -> Path:
     """Makes an empty draft, removing what a killed save left behind, and returns it. Rank 0 only.
 
     Raises:
-        CheckpointError: it cannot be made.
+        CheckpointError: there is no root, and it cannot be made.
+        OSError: the draft cannot be made.
     """
     folder = draft_folder(root, step)
     make_root(root)
-    try:
-        for leftover in root.iterdir():
-            if DRAFT.fullmatch(leftover.name) and leftover.is_dir() and not leftover.is_symlink():
-                shutil.rmtree(leftover)
-        folder.mkdir(mode=0o700)
-        (folder / STATE).mkdir(mode=0o700)
-    except OSError as error:
-        raise CheckpointError(f"checkpoint.save={root}: {folder.name} cannot be made ({error.strerror}). Mend that, and resume.") from error
+    for leftover in root.iterdir():
+        if DRAFT.fullmatch(leftover.name) and leftover.is_dir() and not leftover.is_symlink():
+            shutil.rmtree(leftover)
+    folder.mkdir(mode=0o700)
+    (folder / STATE).mkdir(mode=0o700)
     return folder
 
 

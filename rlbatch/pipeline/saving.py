@@ -154,13 +154,13 @@ class Checkpoints:
             self._saved_step = step
             return
         started = time.perf_counter()
-        draft = on_first_rank(lambda: run_folder.begin(self._root, step))
         self._job.trainer.release_gradients()  # nothing needs them any more, and writing takes some memory
-        with self._removing(draft):
-            state, beside = TrainerState(self._job.trainer), self._beside()
-            total = torch.tensor(state.write_bytes + sum(map(len, beside.values())))
-            dist.all_reduce(total)
-            need = int(total)
+        state, beside = TrainerState(self._job.trainer), self._beside()
+        total = torch.tensor(state.write_bytes + sum(map(len, beside.values())))
+        dist.all_reduce(total)
+        need = int(total)
+        with self._removing(run_folder.draft_folder(self._root, step)):
+            draft = self._on_first_rank(lambda: run_folder.begin(self._root, step), need, step)
             checkpoint_space.check_disk(self._root, need, step)
             is_later = self._may_write_later(step, state.write_bytes + state.buffer_bytes)
             if not is_later:
@@ -218,12 +218,14 @@ class Checkpoints:
 
     def _complete(self, step: int, need: int, progress: dict[str, Any]) -> None:
         keep = self._job.config.checkpoint.keep
+        self._on_first_rank(lambda: run_folder.complete(self._root, step, progress, self._run, keep), need, step)
 
-        def complete() -> None:
+    def _on_first_rank(self, work: Callable[[], Path], need: int, step: int) -> Path:
+        def explained() -> Path:
             with checkpoint_space.explaining_write_errors(self._root, need, step):
-                run_folder.complete(self._root, step, progress, self._run, keep)
+                return work()
 
-        on_first_rank(complete)
+        return on_first_rank(explained)
 
     def _measure(self, num_bytes: int, seconds: float) -> None:
         self._job.stopping.pace.save_s = seconds

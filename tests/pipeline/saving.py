@@ -179,6 +179,16 @@ def file_limit(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
+@contextlib.contextmanager
+def in_the_way(path: Path) -> Iterator[None]:
+    """Somebody's file, meanwhile."""
+    path.touch()
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
 def failing_save(config: Config, run_dir: str, how: str) -> tuple[str, str]:
     """Saves steps 1 and 2, the second of them without room; the message, and what latest.json then names."""
     job = job_of(config, run_dir)
@@ -192,6 +202,7 @@ def failing_save(config: Config, run_dir: str, how: str) -> tuple[str, str]:
     failure: contextlib.AbstractContextManager[Any] = {
         "little space": lambda: mock.patch("shutil.disk_usage", lambda path: usage),
         "little space for what waits": lambda: mock.patch("shutil.disk_usage", lambda path: usage),
+        "no draft": lambda: in_the_way(run_folder.draft_folder(root_of(job), 2)),
         "full on the way": lambda: file_limit(100_000),
         "tmpfs full on the way": lambda: mock.patch("rlbatch.pipeline.checkpoint_space.check_disk", lambda *arguments: None),
     }[how]()

@@ -222,6 +222,10 @@ def test_folders_without_weights_are_refused(name: str, message: str, saved, run
         ("little space", ("the checkpoint of step 2 needs 2.", " MiB, 1.0 MiB are free.")),
         ("little space for what waits", ("the checkpoint of step 2 needs 14.", " MiB, 1.0 MiB are free.")),
         (
+            "no draft",
+            ("the checkpoint of step 2 could not be written (File exists). The previous checkpoint stays the latest. Look at that disk",),
+        ),
+        (
             "full on the way",
             ("the checkpoint of step 2 could not be written (rank 0: __0_0.distcp: File too large; rank 1: ", "`ulimit -f`"),
         ),
