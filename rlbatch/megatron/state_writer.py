@@ -6,6 +6,7 @@ A rank has at most one child, which dies with it and writes the state of the mom
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import multiprocessing
@@ -28,6 +29,7 @@ from rlbatch.checkpoint.block_file import BLOCK_BYTES, BLOCKS, BlockFile
 from rlbatch.checkpoint.torch_dist import CHUNK_SUFFIX, Chunk, small_files
 from rlbatch.collectives import gather_lines, gathered
 from rlbatch.launch.ranks.children import dies_with_parent
+from rlbatch.launch.ranks.host_memory import none_left, oom_kills
 from rlbatch.megatron.held_parts import Part
 
 FILE_BYTES = 2**32
@@ -88,6 +90,7 @@ class Writing:
         self._chunks = [one.chunk for one in planned]
         self._process: Any = None
         self._answer: Any = None
+        self._kills = oom_kills()
 
     def run_here(self) -> None:
         """Writes and completes in this process.
@@ -135,7 +138,7 @@ class Writing:
         with self._answer as file:
             file.seek(0)
             answer = file.read()
-        _raise_failures(json.loads(answer) if answer else (0, "the writing process was killed (out of memory?)"))
+        _raise_failures(json.loads(answer) if answer else _killed(self._kills))
         self._complete()
 
     def abort(self) -> None:
@@ -157,6 +160,13 @@ class Writing:
         chunks = [_heard(row) for of_rank in rows for row in of_rank]
         for name, content in small_files(chunks, common={"optimizer": {"step": max(steps)}}).items():
             (self._folder / name).write_bytes(content)
+
+
+def _killed(kills: int) -> Failure:
+    """Why a child said nothing, before which the system had killed so many processes for want of memory."""
+    if oom_kills() > kills:
+        return errno.ENOMEM, f"the writing process was killed by the system: {none_left()}"
+    return 0, "the writing process was killed (out of memory?)"
 
 
 def _write_files(folder: Path, planned: Sequence[Planned]) -> None:

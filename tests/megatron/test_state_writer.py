@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,10 @@ import torch
 from rlbatch.checkpoint.block_file import BLOCK_BYTES, BLOCKS
 from rlbatch.checkpoint.run_folder import _listing
 from rlbatch.checkpoint.torch_dist import TorchDist, small_files
+from rlbatch.launch.ranks.host_memory import oom_kills
 from rlbatch.megatron import state_writer
 from rlbatch.megatron.held_parts import Part
-from rlbatch.megatron.state_writer import Planned, _failure, _write_files, buffer_bytes, plan, write_bytes
+from rlbatch.megatron.state_writer import Planned, _failure, _killed, _write_files, buffer_bytes, plan, write_bytes
 from tests.pipeline.saving import file_limit
 
 WHOLE = torch.arange(4 * 6 * 50.0).view(4, 6, 50)
@@ -71,7 +73,11 @@ def test_a_file_of_another_state_is_another(place: int, tmp_path: Path) -> None:
 
 
 def test_a_failed_write_is_the_systems_error(tmp_path: Path) -> None:
-    """With its number and the file."""
+    """With its number and the file; of a child that was killed, that the system did so for want of memory, if it did."""
     with file_limit(1000):
         assert _failure(lambda: _write_files(tmp_path, planned())) == (errno.EFBIG, "__0_0.distcp: File too large")
+    number, said = _killed(oom_kills() - 1)
+    assert number == errno.ENOMEM
+    assert re.fullmatch(r"the writing process was killed by the system: of \d+\.\d GiB of memory none was left", said)
+    assert _killed(oom_kills())[0] == 0
     assert _failure(lambda: _write_files(tmp_path / "nowhere", planned())) == (errno.ENOENT, "__0_0.distcp: No such file or directory")
