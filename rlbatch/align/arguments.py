@@ -24,6 +24,8 @@ JOB_KEYS = ("launcher", "cluster", "cluster_dir", "run_dir", "follow")
 """Keys of ``rlbatch.submit`` that make it a job, beside ``cluster.*`` and ``launch.*``."""
 
 SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp")
+TRANSFORMER_ENGINE = "te"
+"""Among a layout's parts: whose layers."""
 INTRODUCTION = """\
 Says where models part that should compute the same: the first module that differs by more than rounding, what kind of difference it is,
 and how that is known. The same tokens go through transformers in fp32, which is the baseline, and through each other side.
@@ -32,7 +34,7 @@ Usage: python -m rlbatch.align hf=<folder> [key=value ...]
 
 Sides, on this machine's processors, or in a job:
   transformers         the folder, in fp32: the baseline
-  trainer              the trainer with its local layers, under each of layouts
+  trainer              the trainer, under each of layouts, with its local layers or Transformer Engine's
   engines              rollout backends such as vllm and sglang, with the folder's weights: sequences that they sample, of the same
                        lengths and first tokens; their log-probs, and their experts if they tell them
   beside=<folder>      another checkpoint of the same model, in transformers in the place of the trainer
@@ -58,7 +60,9 @@ class Options:
     hf: FilePath = key(MISSING_VALUE, "Hugging Face folder of the model.")
     beside: FilePath = key("", "Another folder, to be compared with hf by weights and by what both compute in transformers.")
     layouts: tuple[str, ...] = key(
-        ("ep1",), "Layouts of the trainer: sizes joined by +, e.g. tp2+ep2; the others are 1, ranks as many as that takes."
+        ("ep1",),
+        "Layouts of the trainer: sizes joined by +, e.g. tp2+ep2; the others are 1, ranks as many as that takes. With `te`, e.g. "
+        "te+ep2, its layers are Transformer Engine's (bf16, on GPUs), else the local ones.",
     )
     engines: tuple[str, ...] = key((), "Rollout backends.")
     engine: Mapping[str, Any] = key({}, "Of each of them what a run has as rollout.engine: python, environment, the engine's own options.")
@@ -119,6 +123,16 @@ def layouts_of(options: Options, family: ModelFamily) -> dict[str, LayoutConfig]
     return {} if options.beside else {name: layout_of(name, family) for name in options.layouts}
 
 
+def layout_parts(name: str) -> set[str]:
+    """``tp2+ep2``: each size."""
+    return set(name.split("+"))
+
+
+def spec_of(name: str) -> Literal["local", "transformer_engine"]:
+    """``train.spec`` of a layout's name."""
+    return "transformer_engine" if TRANSFORMER_ENGINE in layout_parts(name) else "local"
+
+
 def layout_of(name: str, family: ModelFamily) -> LayoutConfig:
     """A layout from its name: ``tp2+ep2``.
 
@@ -126,11 +140,12 @@ def layout_of(name: str, family: ModelFamily) -> LayoutConfig:
         ConfigError: a part that is no size, or a layout that the model cannot have.
     """
     sizes: dict[str, Any] = dict.fromkeys(SIZES, 1)
-    for part in name.split("+"):
+    for part in layout_parts(name) - {TRANSFORMER_ENGINE}:
         match = re.fullmatch(rf"({'|'.join(SIZES)})([1-9]\d{{0,5}})", part)
         if match is None:
             raise ConfigError(
-                f"layouts=[{name}]: `{part}` is no size. Join {', '.join(f'{size}<n>' for size in SIZES)} by +, e.g. tp2+ep2."
+                f"layouts=[{name}]: `{part}` is no size. Join {', '.join(f'{size}<n>' for size in SIZES)} or {TRANSFORMER_ENGINE} by +, "
+                "e.g. tp2+ep2."
             )
         sizes[match[1]] = int(match[2])
     if "etp" not in name and sizes["ep"] == 1 and family.num_experts:

@@ -77,6 +77,16 @@ def test_the_trainer_agrees_under_every_layout(folder: Path, tmp_path: Path, cap
     assert page.read_text().count("<polyline") == 5
 
 
+def test_layers_of_transformer_engine_are_named_or_missed(qwen: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where they cannot be, that side says what is missing, and the local one beside it agrees."""
+    code = command.main([f"hf={qwen}", "layouts=[ep1,te+ep1]", "precision=bf16"])
+    said = capsys.readouterr().out
+    assert code == 1
+    assert "trainer ep1 bf16: agrees everywhere up to rounding" in said
+    [missed] = [line for line in said.splitlines() if line.startswith("trainer te+ep1 bf16: did not run: ")]
+    assert "train.spec=transformer_engine: it needs a GPU, and this rank has 0." in missed
+
+
 def test_a_wrong_family_is_named(qwen: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A plugin that rotates by another base."""
     (tmp_path / "wrong.py").write_text(WRONG)

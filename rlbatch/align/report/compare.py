@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from rlbatch.align.arguments import Options, layouts_of, token_lists
+from rlbatch.align.arguments import Options, layouts_of, spec_of, token_lists
 from rlbatch.align.report.answer import Answer, answer
 from rlbatch.align.report.page import write_page
 from rlbatch.align.sides.engine import EngineSide
@@ -49,7 +49,7 @@ def _compared(
     else:
         layouts, with_gradients = layouts_of(options, family), options.gradients and len(options.layouts) > 1
         sides = [
-            TrainerSide(name, Task(str(folder), layout, options.precision, options.plugins, with_gradients), run, scratch)
+            TrainerSide(name, Task(str(folder), layout, options.precision, options.plugins, spec_of(name), with_gradients), run, scratch)
             for name, layout in layouts.items()
         ]
     try:

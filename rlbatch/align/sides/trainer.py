@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,7 @@ class Task:
         layout: Over which ranks.
         precision: ``fp32`` or ``bf16``.
         plugins: As of ``rlbatch.submit``.
+        spec: ``train.spec``.
         with_gradients: Whether gradients are taken too.
         sequences: Token ids of each.
         values: Folder of a ``Stored`` for what passes each place.
@@ -48,6 +49,7 @@ class Task:
     layout: LayoutConfig
     precision: str
     plugins: tuple[str, ...]
+    spec: Literal["local", "transformer_engine"] = "local"
     with_gradients: bool = False
     sequences: list[list[int]] = field(default_factory=list)
     values: str = ""
@@ -121,7 +123,7 @@ def compute(task: Task, change: Callable[[Any], None] | None = None) -> Written:
     Every data-parallel rank computes the whole batch, in one pack.
     """
     layout, sequences = task.layout, [torch.tensor(each) for each in task.sequences]
-    trainer = build_trainer(Path(task.folder), layout, task.plugins, precision=task.precision)
+    trainer = build_trainer(Path(task.folder), layout, task.plugins, precision=task.precision, spec=task.spec)
     if change is not None:
         change(trainer)
     multiple = sequence_multiple(layout.tp_size, layout.cp_size)
