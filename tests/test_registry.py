@@ -345,7 +345,7 @@ def test_options_that_map_to_text_take_what_was_typed(plugin: Write) -> None:
     [
         ("reward.options.limit=1,2", "reward.options.limit=1,2: must be an integer, not `1,2`. Use one number, e.g. 1."),
         ("reward.options.limt=3", "reward.options.limt: unknown key. Did you mean `reward.options.limit`?"),
-        ("reward.options.limit=x", "reward.options.limit=x: must be an integer, not `x`."),
+        ("reward.options.limit=x", "reward.options.limit=x: must be an integer, not `x`. Use e.g. 20."),
         ("offload.options.limit=3", "offload.options.limit: unknown key. Known: none; --help lists all."),
         (
             "algorithm.loss_options.dual_clp=3",
@@ -360,7 +360,7 @@ def test_options_that_map_to_text_take_what_was_typed(plugin: Write) -> None:
             "algorithm.eps_clip=0.5_5.0",
             "algorithm.eps_clip=0.5_5.0: must be one number, without `_`. Use algorithm.eps_clip=0.5 algorithm.eps_clip_high=5.0.",
         ),
-        ("algorithm.eps_clip=[0.2,0.28]", "algorithm.eps_clip=[0.2,0.28]: must be a number, not a list."),
+        ("algorithm.eps_clip=[0.2,0.28]", "algorithm.eps_clip=[0.2,0.28]: must be a number, not a list. Use e.g. 0.2."),
         ("algorithm.advantage_options.std=step", "algorithm.advantage_options.std=step: must be `group` or `batch`, not `step`."),
         ("algorithm.advantage_options.eps=-1", "algorithm.advantage_options.eps=-1.0: must be 0 or more. Use e.g. 1e-06."),
     ],
