@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from rlbatch.registry import Registry
 from rlbatch.weights.export import buckets
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+ROUTES = "algorithm.routing_replay=rollout:"
+"""How an engine begins that cannot say which experts its tokens went to."""
 BUCKET_MIB = 512
 """Of weights that are sent at once."""
 
@@ -56,8 +58,11 @@ class EngineSide:
             RolloutError: the engine does not start, or does not hold what it was sent.
         """
         if self.family.num_experts and self.registry.rollouts[self.name].value.returns_routes:
-            with suppress(RolloutError):  # what else it may be is raised by the second attempt
+            try:
                 return self._sampled(tokens, has_routes=True)
+            except RolloutError as error:
+                if not str(error).startswith(ROUTES):
+                    raise
         return self._sampled(tokens, has_routes=False)
 
     def _sampled(self, tokens: Sequence[Sequence[int]], *, has_routes: bool) -> Batch:
