@@ -63,7 +63,7 @@ def text(x: float, y: float, content: str, size: int = 12, anchor: str = "start"
 class Panel:
     """One set of axes at a column and row of the picture."""
 
-    def __init__(self, column: int, row: int, title: str, x: Axis, y: Axis) -> None:
+    def __init__(self, column: int, row: int, title: str, x: Axis, y: Axis, below: str = "step") -> None:
         self.left, self.top = LEFT + column * (WIDTH + GAP_X), TOP + row * (HEIGHT + GAP_Y)
         self.x, self.y = x, y
         self.parts = [text(self.left, self.top - 12, title, 14, colour="#111")]
@@ -73,7 +73,7 @@ class Panel:
             self.parts.append(text(self.left - 8, height + 4, label, 11, "end"))
         for value, label in x.ticks:
             self.parts.append(text(self.left + x.place(value) * WIDTH, self.top + HEIGHT + 18, label, 11, "middle"))
-        self.parts.append(text(self.left + WIDTH / 2, self.top + HEIGHT + 36, "step", 11, "middle", "#666"))
+        self.parts.append(text(self.left + WIDTH / 2, self.top + HEIGHT + 36, below, 11, "middle", "#666"))
 
     def at(self, x: float, y: float) -> tuple[float, float]:
         return self.left + self.x.place(x) * WIDTH, self.top + HEIGHT * (1 - self.y.place(y))
