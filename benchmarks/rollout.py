@@ -3,8 +3,9 @@
 One engine, in its own process as in a run, gets requests in turn from a rank through rlbatch's backend, and from a loop beside it in that
 process that calls ``AsyncLLM.generate`` and nothing else: with the same seeds and log-probs, without seeds, and without either. Prints
 medians: tokens/s of each and rlbatch's share. What rlbatch draws by seeds itself the loop's requests with seeds have too; ``stock=1``
-leaves vLLM's own draws to all of them. Options: ``prompts=64 samples=8 prompt_tokens=64 response_tokens=256``,
-``python=<interpreter with vLLM>``, and any of vLLM's own.
+leaves vLLM's own draws to all of them. ``routes=1`` compares something else: that engine with a second one, which says which experts its
+tokens went to (a model with experts, and memory for both: ``gpu_memory_utilization=0.3``). Options: ``prompts=64 samples=8
+prompt_tokens=64 response_tokens=256``, ``python=<interpreter with vLLM>``, and any of vLLM's own.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -75,72 +77,80 @@ class StockEngine(BenchmarkEngine):
         return await super().op_start(header, payload, send)
 
 
-def main(arguments: list[str]) -> None:
-    """Runs the benchmark."""
-    from benchmarks.models import random_model
-    from rlbatch.api import Prompt, RolloutContext, SamplingParams
+def started(model: Any, device: str, folder: Path, engine: dict[str, Any], program_of: str, *, with_routes: bool) -> Any:
+    """An engine with the model's weights, which is one of this file's."""
+    from rlbatch.api import RolloutContext
     from rlbatch.engines.backend.hosted import HostedRollout
     from rlbatch.weights.export import buckets
     from rlbatch_plugins.rollout_vllm import VllmOptions, program
 
+    context = RolloutContext(model.folder, device, model.dtype, engine=engine, folder=folder, with_routes=with_routes)
+    options = VllmOptions(sleep_level=0)
+
+    def benchmark(devices: Sequence[str]) -> Any:
+        made = program(context, options, 0, devices)
+        path = {"PYTHONPATH": f"{folder / 'site'}:{Path(__file__).resolve().parents[1]}"} if made.python else {}
+        return replace(made, engine=f"benchmarks.rollout:{program_of}", variables={**made.variables, **path})
+
+    try:
+        rollout = HostedRollout(context, options, benchmark)
+        rollout.update_weights(buckets(model.named(), 512, 0))
+    except BaseException:
+        print((folder / "engine.log").read_text()[-6000:])
+        raise
+    return rollout
+
+
+def main(arguments: list[str]) -> None:
+    """Runs the benchmark."""
+    from benchmarks.models import random_model
+    from rlbatch.api import Prompt, SamplingParams
+
     said = dict(argument.split("=", 1) for argument in arguments)
     device, gib, kind = said.pop("device", "cuda:0"), float(said.pop("gib", 2)), said.pop("kind", "qwen3")
-    program_of = "StockEngine" if said.pop("stock", "") == "1" else "BenchmarkEngine"
+    program_of, routes = "StockEngine" if said.pop("stock", "") == "1" else "BenchmarkEngine", said.pop("routes", "") == "1"
     numbers = {"rounds": 3, "prompts": 64, "samples": 8, "prompt_tokens": 64, "response_tokens": 256}
     numbers |= {name: int(said.pop(name)) for name in list(numbers) if name in said}
     engine = ENGINE | {name: value if name == "python" else json.loads(value) for name, value in said.items()}
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         model = random_model(Path(scratch) / "model", kind, gib, device)
-        folder = Path(scratch) / "engine"
-        context = RolloutContext(model.folder, device, model.dtype, engine=engine, folder=folder)
-        options = VllmOptions(sleep_level=0)
+        prompts = [Prompt(i, "", tuple(range(2 + i, 2 + i + numbers["prompt_tokens"]))) for i in range(numbers["prompts"])]
+        params = SamplingParams(1.0, numbers["response_tokens"], (), numbers["samples"], (0, 0))
+        header = {
+            "lengths": [len(prompt.token_ids) for prompt in prompts],
+            "samples": params.samples_per_prompt,
+            "temperature": params.temperature,
+            "max_tokens": params.max_response_tokens,
+        }
+        engines = {}
+        for name, with_routes in {"rlbatch": False, **({"rlbatch, with routes": True} if routes else {})}.items():
+            engines[name] = started(model, device, Path(scratch) / f"engine_{len(engines)}", engine, program_of, with_routes=with_routes)
+            stack.callback(engines[name].close)
 
-        def benchmark(devices: Sequence[str]) -> Any:
-            made = program(context, options, 0, devices)
-            path = {"PYTHONPATH": f"{folder / 'site'}:{Path(__file__).resolve().parents[1]}"} if made.python else {}
-            return replace(made, engine=f"benchmarks.rollout:{program_of}", variables={**made.variables, **path})
+        def bare_vllm(*, seeded: bool, logprobs: bool) -> float:
+            asked = {**header, "seeded": seeded, "logprobs": logprobs}
+            answer = engines["rlbatch"]._host.call("bare", asked, pack_ints(prompt.token_ids for prompt in prompts), limit_s=3600.0)
+            return float(answer["tokens"] / answer["seconds"])
 
-        rollout = HostedRollout(context, options, benchmark)
-        try:
-            rollout.update_weights(buckets(model.named(), 512, 0))
-            prompts = [Prompt(i, "", tuple(range(2 + i, 2 + i + numbers["prompt_tokens"]))) for i in range(numbers["prompts"])]
-            params = SamplingParams(1.0, numbers["response_tokens"], (), numbers["samples"], (0, 0))
-            header = {
-                "lengths": [len(prompt.token_ids) for prompt in prompts],
-                "samples": params.samples_per_prompt,
-                "temperature": params.temperature,
-                "max_tokens": params.max_response_tokens,
-            }
-            assert rollout._host is not None
+        def rlbatch(name: str) -> float:
+            asked, begun = replace(params, with_routes=name.endswith("routes")), time.perf_counter()
+            tokens = sum(len(sample.token_ids) for samples in engines[name].generate(prompts, asked) for sample in samples)
+            return tokens / (time.perf_counter() - begun)
 
-            def bare_vllm(*, seeded: bool, logprobs: bool) -> float:
-                asked = {**header, "seeded": seeded, "logprobs": logprobs}
-                answer = rollout._host.call("bare", asked, pack_ints(prompt.token_ids for prompt in prompts), limit_s=3600.0)
-                return float(answer["tokens"] / answer["seconds"])
-
-            def rlbatch() -> float:
-                started = time.perf_counter()
-                tokens = sum(len(sample.token_ids) for samples in rollout.generate(prompts, params) for sample in samples)
-                return tokens / (time.perf_counter() - started)
-
-            ways: dict[str, Callable[[], float]] = {
+        ways: dict[str, Callable[[], float]] = {name: partial(rlbatch, name) for name in engines}
+        if not routes:
+            ways |= {
                 "vLLM, seeds and log-probs": partial(bare_vllm, seeded=True, logprobs=True),
                 "vLLM, log-probs": partial(bare_vllm, seeded=False, logprobs=True),
                 "vLLM, neither": partial(bare_vllm, seeded=False, logprobs=False),
-                "rlbatch": rlbatch,
             }
-            rates: dict[str, list[float]] = {name: [] for name in ways}
-            for number in range(numbers["rounds"] + 1):
-                for name in list(ways)[:: 1 if number % 2 else -1]:  # neither is always the first
-                    rates[name].append(ways[name]())
-                if number == 0:  # kernels are compiled
-                    for values in rates.values():
-                        values.clear()
-        except BaseException:
-            print((folder / "engine.log").read_text()[-6000:])
-            raise
-        finally:
-            rollout.close()
+        rates: dict[str, list[float]] = {name: [] for name in ways}
+        for number in range(numbers["rounds"] + 1):
+            for name in list(ways)[:: 1 if number % 2 else -1]:  # neither is always the first
+                rates[name].append(ways[name]())
+            if number == 0:  # kernels are compiled
+                for values in rates.values():
+                    values.clear()
     medians = {name: statistics.median(values) for name, values in rates.items()}
     requests = f"{numbers['prompts']} prompts x {numbers['samples']} samples of {params.max_response_tokens} tokens"
     print(f"{kind}, {model.nbytes / 1e9:.2f} GB, {requests}, {program_of}")
