@@ -24,7 +24,8 @@ class GrpoOptions:
 def build_grpo(options: GrpoOptions) -> AdvantageEstimator:
     """``A_i = (r_i - mean(group)) / (std + eps)``, std with ddof 1 (Shao et al. 2024, arXiv 2402.03300, section 4.1.2).
 
-    A group of one sample has mean 0 and std 1, as in verl. A group of equal rewards gets exactly 0. Returns [N] float64.
+    A group of one sample has mean 0 and std 1, as in verl; with ``std=batch`` the step's std. A group of equal rewards gets exactly
+    0. Returns [N] float64.
     """
 
     def grpo(inputs: AdvantageInputs) -> Tensor:

@@ -22,7 +22,7 @@ def gmpo(inputs: PolicyLossInputs) -> PolicyLossOutputs:
     bounded = log_ratio.clamp(-inputs.eps_clip, inputs.eps_clip_high)
     kept = sign * (sign * log_ratio).minimum(sign * bounded)
     losses = -advantages * inputs.sequences.mean(kept).exp()
-    return PolicyLossOutputs(losses=losses, clipped=(kept != log_ratio).float())
+    return PolicyLossOutputs(losses=losses, clipped=((kept != log_ratio) & (sign != 0)).float())
 
 
 @hookimpl

@@ -365,15 +365,21 @@ class Sequences:
     over_ranks: Callable[[Tensor], Tensor] = of_one_rank
 
     def sum(self, values: Tensor) -> Tensor:
-        """[T] -> [T]: each token gets its sequence's sum over sampled tokens, with the gradient to all of them."""
-        return self._totals(values)[self.ids].to(values.dtype)
+        """[T] -> [T]: each token gets its sequence's sum over sampled tokens, with the gradient to all of them.
+
+        Sums and means of bools and integers are float32.
+        """
+        return self._on_tokens(self._totals(values), values)
 
     def mean(self, values: Tensor) -> Tensor:
         """[T] -> [T]: each token gets its sequence's mean over sampled tokens; 0 where a sequence has none."""
-        return (self._totals(values) / self.lengths.double().clamp(min=1.0))[self.ids].to(values.dtype)
+        return self._on_tokens(self._totals(values) / self.lengths.double().clamp(min=1.0), values)
+
+    def _on_tokens(self, of_sequences: Tensor, values: Tensor) -> Tensor:
+        return of_sequences[self.ids].to(values.dtype if values.is_floating_point() else self.lengths.dtype)
 
     def _totals(self, values: Tensor) -> Tensor:
-        kept = values.where(self.sampled, 0.0).double()
+        kept = values.double().where(self.sampled, 0.0)
         return self.over_ranks(kept.new_zeros(len(self.lengths)).index_add(0, self.ids, kept))
 
 

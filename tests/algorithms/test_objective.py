@@ -66,6 +66,19 @@ def test_a_loss_sees_how_old_tokens_are() -> None:
     assert [inputs.lags.tolist() for inputs in seen if inputs.lags is not None] == [[0] * 5, [0, 2, 0, 0, 1]]
 
 
+def test_a_response_s_share_of_tokens() -> None:
+    """A mean of bools or integers is the mean, not rounded to their type; masked tokens do not count."""
+    seen: list[list[list[float]]] = []
+
+    def looks(inputs: PolicyLossInputs) -> PolicyLossOutputs:
+        values = (inputs.advantages > 0, (inputs.advantages > 0).long(), (inputs.advantages > 0).float())
+        seen.append([inputs.sequences.mean(each).tolist() + inputs.sequences.sum(each).tolist() for each in values])
+        return plain(inputs)
+
+    part_of(looks)
+    assert seen == [[[0.5, 0.5, 0.5, 1, 1, 1, 1, 1, 1, 1]] * 3]
+
+
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 def test_masked_positions_are_ignored(broken: float) -> None:
     """A loss that is NaN or infinite at masked positions, where its inputs hold 0, and whose gradient is so too, gives the same numbers."""
