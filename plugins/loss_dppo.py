@@ -31,6 +31,12 @@ class DppoOptions:
     )
     ratio_cap: Annotated[float, Range(least=1, most=1e6)] = option(20.0, "Largest importance weight of a token.")
 
+    def __post_init__(self) -> None:
+        for name in ("delta_low", "delta_high"):
+            delta = getattr(self, name)
+            if self.divergence == "tv" and delta is not None and delta >= 1:
+                raise ValueError(f"{name} ({delta:g}) must be below 1 with divergence tv, as probabilities never differ by more; e.g. 0.15")
+
 
 def build_dppo(options: DppoOptions) -> PolicyLoss:
     """``loss_t = -keep A sg[min(p / q, ratio_cap)] logprob_t``; p the policy's probability of the token, q the engine's.

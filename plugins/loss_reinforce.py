@@ -27,6 +27,12 @@ class ReinforceOptions:
     )
     regulariser: Annotated[float, Range(least=0, most=1e6)] = option(1e-3, "Coefficient of the squared log-ratio, on dropped tokens too.")
 
+    def __post_init__(self) -> None:
+        unused = {"one_sided": (), "two_sided": ("mask_low",), "none": ("mask_low", "mask_high")}[self.mask]
+        for name in unused:
+            if getattr(self, name) != getattr(ReinforceOptions, name):
+                raise ValueError(f"{name} ({getattr(self, name):g}) has no effect with mask {self.mask}")
+
 
 def build_reinforce(options: ReinforceOptions) -> PolicyLoss:
     """``loss_t = -keep A r + regulariser (log r)^2`` with ``r = p / q``; p the policy's probability of the token, q the engine's.

@@ -10,6 +10,7 @@ from rlbatch.config.schema import AlgorithmConfig, CorrectionConfig
 from rlbatch.config.structured import show_value
 
 _BAND = re.compile(r"\[?\s*([\d.]+(?:e[-+]?\d+)?)_([\d.]+(?:e[-+]?\d+)?)\s*\]?", re.IGNORECASE)
+_THOUSANDS = re.compile(r"\d{1,3}(_\d{3})+")
 _REJECT = "correction.reject."
 
 
@@ -20,7 +21,7 @@ def check_band(key: str, value: str) -> None:
     if key.startswith(f"{_REJECT}k1") and re.fullmatch(r"\d*\.?\d+", value.strip()):
         _check_bounds(key, f"{key}={value}", (float(value),))
     typed = _BAND.fullmatch(value.strip())
-    if not typed or not ("." in value or key.startswith("correction.")):
+    if not typed or not ("." in value or key.startswith("correction.") or not _THOUSANDS.fullmatch(value.strip())):
         return
     low, high = typed.groups()
     if key.startswith(f"{_REJECT}k1"):
@@ -95,6 +96,11 @@ def _check_weights(correction: CorrectionConfig) -> None:
         raise ConfigError(
             "correction.weight_high=null: correction.weight_limit=truncate needs it. Use e.g. correction.weight_high=2.0, or "
             "correction.weight_limit=raw for weights without a bound."
+        )
+    if limit == "truncate" and high is not None and high < 1:
+        raise ConfigError(
+            f"correction.weight_high={high:g}: must be 1 or more, the weight where engine and trainer agree: it would scale the loss. "
+            f"Use e.g. correction.weight_high={1 / high:.4g}."
         )
     if limit == "raw" and high is not None:
         raise ConfigError(

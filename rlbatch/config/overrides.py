@@ -26,12 +26,10 @@ if TYPE_CHECKING:
 PLUGIN_GROUPS = ("rollout", "reward", "offload")
 """Groups whose choices are plugins: any registered name is a choice, with or without a yaml file."""
 
-_FILTER_OPTIONS = "sampling.filter_options."
+_OF_ALGORITHMS = ("algorithm.advantage_options.", "algorithm.loss_options.", "sampling.filter_options.")
 _OPTIONS = (
     *(f"{group}.options." for group in PLUGIN_GROUPS),
-    "algorithm.advantage_options.",
-    "algorithm.loss_options.",
-    _FILTER_OPTIONS,
+    *_OF_ALGORITHMS,
     "tracker_options.",
 )
 _SETS = ("data.sets.", "eval.sets.")
@@ -163,7 +161,7 @@ def _typed(key: str, value: str) -> str:
 def _line(text: str, keys: Sequence[str], groups: Mapping[str, Sequence[str]]) -> str:
     """Writes an override of a key that is not text as Hydra reads it."""
     typed, _, value = text.partition("=")
-    if (name := typed.strip().lstrip("+")) in keys or name.startswith(_FILTER_OPTIONS):
+    if (name := typed.strip().lstrip("+")) in keys or name.startswith(_OF_ALGORITHMS):
         check_band(name, value)
     override = _parse(text)
     if override.is_sweep_override():

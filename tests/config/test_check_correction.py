@@ -20,6 +20,10 @@ REFUSED = [
     (["correction.reject.k1_mean=[0.99_1.01]"], "k1_mean=[0.99_1.01]: ", "Use correction.reject.k1_mean=[0.99,1.01]."),
     (["correction.reject.k3_mean=0_0.1"], "k3_mean=0_0.1: must be one number", "Use correction.reject.k3_mean=0.1."),
     (["algorithm.eps_clip=0.2_0.28"], "algorithm.eps_clip=0.2_0.28: ", "Use algorithm.eps_clip=0.2 algorithm.eps_clip_high=0.28."),
+    (["algorithm.loss_options.dual_clip=1_3"], "dual_clip=1_3: must be one number", "Use algorithm.loss_options.dual_clip=3."),
+    (["sampling.oversampling=1_5"], "sampling.oversampling=1_5: must be one number", "Use sampling.oversampling=5."),
+    ([TOKEN, "correction.weight_high=0.5"], "correction.weight_high=0.5: must be 1 or more", "Use e.g. correction.weight_high=2."),
+    (["sampling.filters=accuracy"], "sampling.filters=accuracy: must be a list", "Use sampling.filters=[accuracy]."),
     (["correction.reject.k1_mean=1.25"], "k1_mean=1.25: must be two numbers", "Use e.g. correction.reject.k1_mean=[0.8,1.25]."),
     (["correction.reject.k1_sum=[0.5]"], "k1_sum=[0.5]: must be two numbers", "Use e.g. correction.reject.k1_sum=[0.5,2]."),
     (["correction.reject.k1_max=[2,0.5]"], "k1_max=[2.0,0.5]: the lower bound", "Use correction.reject.k1_max=[0.5,2]."),
@@ -54,6 +58,11 @@ def test_what_cannot_be_right_is_refused(overrides: list[str], told: str, fix: s
     assert told in message
     assert fix in message
     assert "\n" not in message
+
+
+def test_a_thousand_may_be_written_with_its_separator() -> None:
+    """Only two bounds in one number are refused."""
+    assert compose(["rollout.max_response_tokens=1_024"]).rollout.max_response_tokens == 1024
 
 
 @pytest.mark.parametrize("recipe", ["gspo", "dapo"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from rlbatch.api import ConfigError
 from tests.algorithms.loss_tables import Pack, loss_named, registry
 
 LOW, HIGH = 0.2, 0.28
@@ -197,3 +199,30 @@ def test_a_response_is_clipped_as_a_whole() -> None:
     values = {"logprobs": [[-0.5, -0.5], [-1.0, -1.0]], "old_logprobs": [[-2.0, -0.4], [-1.0, -1.1]], "advantages": [[2.0, 2.0]] * 2}
     outputs = loss_named("gspo")(Pack([[1, 1], [1, 1]], values, (LOW, HIGH)).inputs)
     assert outputs.clipped.view(2, 2).tolist() == [[1, 1], [0, 0]]
+
+
+@pytest.mark.parametrize("name", ["clip", "gspo", "gspo_token", "gmpo"])
+def test_without_an_advantage_nothing_is_clipped(name: str) -> None:
+    """No bound is active where there is no gradient to bound, e.g. in a group of equal rewards."""
+    pack = Pack([[1, 1, 1]], {"logprobs": [[-3.0, -0.5, -1.0]], "old_logprobs": [[-1.0, -1.0, -1.0]], "advantages": [[0.0, 0.0, 0.0]]})
+    assert loss_named(name)(pack.inputs).clipped.tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "told"),
+    [
+        ("dppo", {"divergence": "tv", "delta_low": 1.5}, "delta_low (1.5) must be below 1"),
+        ("dppo", {"delta_high": 1.0}, "delta_high (1) must be below 1"),
+        ("reinforce", {"mask": "two_sided", "mask_low": 0.1}, "mask_low (0.1) has no effect with mask two_sided"),
+        ("reinforce", {"mask": "none", "mask_high": 0.1}, "mask_high (0.1) has no effect with mask none"),
+    ],
+)
+def test_options_without_effect_are_refused(name: str, options: dict[str, Any], told: str) -> None:
+    """A bound that nothing reaches, or that the chosen mask does not look at."""
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        loss_named(name, **options)
+
+
+def test_a_kl_may_be_bounded_above_one() -> None:
+    """Unlike a difference of probabilities."""
+    assert loss_named("dppo", divergence="kl", delta_low=1.5)
