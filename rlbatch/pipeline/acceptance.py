@@ -60,12 +60,12 @@ class Acceptance:
     def __init__(self, config: Config, accepted: Iterable[int] = (), unfinished: Iterable[int] = (), due: Iterable[int] = ()) -> None:
         self._wanted, self._sampling = config.train.prompts_per_step, config.sampling
         self._accepted, self.unfinished, self._due = set(accepted), set(unfinished), set(due)
-        self.rounds = 0
+        self._unscored, self.rounds = 0, 0
         self.verdicts: list[Verdict] = []
 
     def new_prompts(self) -> int:
         """How many the next round begins with; 0: it has none."""
-        missing = self._wanted - len(self._accepted) - len(self.unfinished)
+        missing = self._wanted - self._unscored - len(self._accepted) - len(self.unfinished)
         if missing <= 0 or self.rounds == self._sampling.max_rounds:
             return 0
         self.rounds += 1
@@ -73,7 +73,7 @@ class Acceptance:
 
     def continues(self) -> bool:
         """Whether unfinished groups go on in this step."""
-        return bool(self.unfinished) and (len(self._accepted) < self._wanted or bool(self.unfinished & self._due))
+        return bool(self.unfinished) and (len(self._accepted) + self._unscored < self._wanted or bool(self.unfinished & self._due))
 
     def record(self, verdicts: Iterable[Verdict]) -> None:
         """Takes what became of a round's groups, in whatever order."""
@@ -85,7 +85,7 @@ class Acceptance:
             elif verdict.outcome == UNFINISHED:
                 self.unfinished.add(verdict.number)
             elif verdict.outcome == UNSCORED:  # not drawn anew: a reward server that is away would cost all rounds
-                self._wanted -= 1
+                self._unscored += 1
 
     def taken(self) -> list[int]:
         """The groups of the step, in order; fewer than wanted: there are no more."""

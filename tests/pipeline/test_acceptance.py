@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from rlbatch.config.schema import Config, SamplingConfig, TrainConfig
-from rlbatch.pipeline.acceptance import ACCEPTED, UNFINISHED, Acceptance, Verdict, most_lag
+from rlbatch.pipeline.acceptance import ACCEPTED, UNFINISHED, UNSCORED, Acceptance, Verdict, most_lag
 from rlbatch.prompts.prompt_order import round_size
 
 WANTED = 8
@@ -77,6 +77,17 @@ def test_rounds_are_bounded() -> None:
         sizes.append(new)
     assert sizes == [8, 8, 8]  # 7 x 1.1 = 7.7
     assert (rule.taken(), rule.surplus(), rule.rounds) == ([0], [], 3)
+
+
+@pytest.mark.parametrize(("unscored", "taken"), [(0, 8), (3, 8), (9, 8), (13, 3), (16, 0)])
+def test_a_group_without_a_verdict_costs_none_of_the_others(unscored: int, taken: int) -> None:
+    """No other is drawn in its place, and a step takes as many as it wants of those that are there, never more."""
+    rule = Acceptance(config(oversampling=2.0))
+    assert rule.new_prompts() == 16
+    rule.record(Verdict(number, UNSCORED if number < unscored else ACCEPTED, 1, 1.0) for number in range(16))
+    assert rule.new_prompts() == 0
+    assert rule.taken() == list(range(unscored, 16))[:taken]
+    assert rule.surplus() == list(range(unscored, 16))[taken:]
 
 
 def test_what_cannot_wait_is_finished_in_the_step() -> None:
