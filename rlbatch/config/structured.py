@@ -299,7 +299,7 @@ def _fix(hint: Any, key: str, value: Any, default: Any) -> str:
         if isinstance(value, str) and (found := re.search(pattern, value)):
             return f" Use one number, e.g. {found[0][:MOST_SHOWN]}."
         return f" Use e.g. {default}." if isinstance(default, (int, float)) else ""
-    if get_origin(hint) is tuple and get_args(hint)[0] is str and isinstance(value, str) and value:
+    if get_origin(hint) is tuple and _plain(get_args(hint)[0]) is str and isinstance(value, str) and value:
         return f" Use {key}=[{_told(value)}]."
     is_typed = isinstance(value, (int, float, bool, list, Mapping))
     return f""" Quote it: '{key}="{show_value(value)}"'.""" if hint is str and is_typed and "[" not in key else ""

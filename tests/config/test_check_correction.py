@@ -24,6 +24,7 @@ REFUSED = [
     (["sampling.oversampling=1_5"], "sampling.oversampling=1_5: must be one number", "Use sampling.oversampling=5."),
     ([TOKEN, "correction.weight_high=0.5"], "correction.weight_high=0.5: must be 1 or more", "Use e.g. correction.weight_high=2."),
     (["sampling.filters=accuracy"], "sampling.filters=accuracy: must be a list", "Use sampling.filters=[accuracy]."),
+    (["plugins=mine.py"], "plugins=mine.py: must be a list", "Use plugins=[mine.py]."),
     (["correction.reject.k1_mean=1.25"], "k1_mean=1.25: must be two numbers", "Use e.g. correction.reject.k1_mean=[0.8,1.25]."),
     (["correction.reject.k1_sum=[0.5]"], "k1_sum=[0.5]: must be two numbers", "Use e.g. correction.reject.k1_sum=[0.5,2]."),
     (["correction.reject.k1_max=[2,0.5]"], "k1_max=[2.0,0.5]: the lower bound", "Use correction.reject.k1_max=[0.5,2]."),
