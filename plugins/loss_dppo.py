@@ -41,8 +41,8 @@ class DppoOptions:
 def build_dppo(options: DppoOptions) -> PolicyLoss:
     """``loss_t = -keep A sg[min(p / q, ratio_cap)] logprob_t``; p the policy's probability of the token, q the engine's.
 
-    DPPO, as verl has it (`core_algos.py`; thresholds of its recipe). A token is dropped if the policy has moved too far from the engine, in
-    the direction in which its advantage pushes it:
+    DPPO (arXiv 2602.04879), as verl has it (`core_algos.py`; thresholds of its recipe). A token is dropped if the policy has moved
+    too far from the engine, in the direction in which its advantage pushes it:
 
     - ``tv``: ``p - q > delta_high`` where A > 0; ``p - q < -delta_low`` elsewhere.
     - ``kl``: ``KL > delta_high`` and p > q where A > 0; ``KL > delta_low`` and p < q elsewhere, with

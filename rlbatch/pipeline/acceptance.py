@@ -87,6 +87,10 @@ class Acceptance:
             elif verdict.outcome == UNSCORED:  # not drawn anew: a reward server that is away would cost all rounds
                 self._unscored += 1
 
+    def is_short(self) -> bool:
+        """Whether filters have left too few; groups without a verdict are left out of the step whatever ``sampling.on_shortage`` says."""
+        return len(self._accepted) + self._unscored < self._wanted
+
     def taken(self) -> list[int]:
         """The groups of the step, in order; fewer than wanted: there are no more."""
         return sorted(self._accepted)[: self._wanted]

@@ -166,7 +166,7 @@ class _Taking:
         """Decides, brings groups that waited to the ranks that train on them, and lets the others wait."""
         job, rule = self._job, self._rule
         taken, surplus = rule.taken(), rule.surplus()
-        if len(taken) < job.config.train.prompts_per_step and job.config.sampling.on_shortage != "train":
+        if rule.is_short() and job.config.sampling.on_shortage != "train":
             if job.config.sampling.on_shortage == "stop":
                 raise RewardError(self._shortage(len(taken)))
             taken, surplus = [], taken

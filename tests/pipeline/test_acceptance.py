@@ -76,7 +76,7 @@ def test_rounds_are_bounded() -> None:
         rule.record(Verdict(10 * len(sizes) + number, "some_filter", 1, 1.0) for number in range(new))
         sizes.append(new)
     assert sizes == [8, 8, 8]  # 7 x 1.1 = 7.7
-    assert (rule.taken(), rule.surplus(), rule.rounds) == ([0], [], 3)
+    assert (rule.taken(), rule.surplus(), rule.rounds, rule.is_short()) == ([0], [], 3, True)
 
 
 @pytest.mark.parametrize(("unscored", "taken"), [(0, 8), (3, 8), (9, 8), (13, 3), (16, 0)])
@@ -88,6 +88,7 @@ def test_a_group_without_a_verdict_costs_none_of_the_others(unscored: int, taken
     assert rule.new_prompts() == 0
     assert rule.taken() == list(range(unscored, 16))[:taken]
     assert rule.surplus() == list(range(unscored, 16))[taken:]
+    assert not rule.is_short()  # so sampling.on_shortage=stop ends no run because a reward server was away
 
 
 def test_what_cannot_wait_is_finished_in_the_step() -> None:
