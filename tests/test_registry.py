@@ -354,7 +354,7 @@ def test_options_that_map_to_text_take_what_was_typed(plugin: Write) -> None:
         ("algorithm.loss_options.dual_clip=1", "algorithm.loss_options.dual_clip=1.0: must be greater than 1. Use e.g. 2."),
         (
             "algorithm.loss_options.dual_clip=0.5_5.0",
-            "algorithm.loss_options.dual_clip=0.5_5.0: must be a number or null, not `0.5_5.0`. Use one number, e.g. 0.5.",
+            "algorithm.loss_options.dual_clip=0.5_5.0: must be one number, without `_`. Use algorithm.loss_options.dual_clip=5.0.",
         ),
         (
             "algorithm.eps_clip=0.5_5.0",

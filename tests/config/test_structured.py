@@ -59,7 +59,7 @@ def test_plain_reads_back() -> None:
         ({"count": 1.0}, "p.count=1.0: must be an integer, not a number. Use e.g. 1."),
         ({"share": "1"}, "p.share=1: must be a number, not `1`. Use one number, e.g. 1."),
         ({"kind": "2"}, "p.kind=2: must be `a` or `2`, not `2`."),
-        ({"names": "x"}, "p.names=x: must be a list, not `x`."),
+        ({"names": "x"}, "p.names=x: must be a list, not `x`. Use p.names=[x]."),
         ({"names": ["x", 1]}, "p.names[1]=1: must be text, not an integer."),
         ({"limit": "x"}, "p.limit=x: must be an integer or null, not `x`."),
         ({"table": [1]}, "p.table=[1]: must be a mapping, not a list."),
