@@ -365,18 +365,12 @@ class Sequences:
     over_ranks: Callable[[Tensor], Tensor] = of_one_rank
 
     def sum(self, values: Tensor) -> Tensor:
-        """[T] -> [T]: each token gets its sequence's sum over sampled tokens, with the gradient to all of them.
-
-        Sums and means of bools and integers are float32.
-        """
-        return self._on_tokens(self._totals(values), values)
+        """[T] -> [T]: each token gets its sequence's sum over sampled tokens, with the gradient to all of them; of integers as floats."""
+        return self._totals(values)[self.ids].type_as(values / 1)
 
     def mean(self, values: Tensor) -> Tensor:
         """[T] -> [T]: each token gets its sequence's mean over sampled tokens; 0 where a sequence has none."""
-        return self._on_tokens(self._totals(values) / self.lengths.double().clamp(min=1.0), values)
-
-    def _on_tokens(self, of_sequences: Tensor, values: Tensor) -> Tensor:
-        return of_sequences[self.ids].to(values.dtype if values.is_floating_point() else self.lengths.dtype)
+        return (self._totals(values) / self.lengths.double().clamp(min=1.0))[self.ids].type_as(values / 1)
 
     def _totals(self, values: Tensor) -> Tensor:
         kept = values.double().where(self.sampled, 0.0)
