@@ -1,7 +1,7 @@
 """What a weight sync moves, without GPUs: ``python -m benchmarks.sync_plan [nodes=4] [model/layout ...]``.
 
 All shipped layouts if none is named. The export of every rank of so many nodes, evenly spread over the job, runs on the meta device
-(``rlbatch/megatron/sync_count.py``). A row has, in GB (1e9 bytes), of the GPU that has most: what comes to it over the network and within
+(``benchmarks.sync_traffic.py``). A row has, in GB (1e9 bytes), of the GPU that has most: what comes to it over the network and within
 its node, what it sends over the network, and the least that could come (what its engine keeps and its trainer has not); then how much
 comes to the worst node, as a multiple of what its engines need and no rank of it has. Exits with 1 if that is above 1.5. Then the largest
 buffers of a rank.
@@ -13,9 +13,9 @@ import sys
 import time
 from dataclasses import replace
 
+from benchmarks.sync_traffic import NETWORK, NODE, Engines, SyncTraffic, count_sync
 from rlbatch.config.compose import compose
 from rlbatch.config.sources import group_files
-from rlbatch.megatron.sync_count import NETWORK, NODE, Engines, SyncTraffic, count_sync
 from rlbatch.plan.nodes import place_ranks
 from rlbatch.registry import load_plugins
 from tests.large_models import CONFIGS

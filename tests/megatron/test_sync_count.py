@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.sync_traffic import NETWORK, NODE, Engines, count_sync
 from rlbatch.api import ModelFamily
 from rlbatch.config.schema import LayoutConfig
-from rlbatch.megatron.sync_count import NETWORK, NODE, Engines, count_sync
 from rlbatch.registry import load_plugins
 from tests.large_models import CONFIGS
 
