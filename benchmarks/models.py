@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlbatch.engines.transfer.buckets import aligned, tensor_location, view
-from rlbatch.engines.transfer.shared_memory import HostMemory
+from rlbatch.engines.transfer.shared_memory import MemoryFile
 
 GIB = 2**30
 COMMON = {
@@ -90,7 +90,7 @@ class RandomModel:
     folder: Path
     stacks: dict[str, Tensor]
     dtype: str
-    memory: HostMemory | None = None
+    memory: MemoryFile | None = None
     _views: list[tuple[str, Tensor]] = field(default_factory=list)
 
     @property
@@ -154,7 +154,7 @@ def random_model(folder: Path, kind: str, gib: float, device: str) -> RandomMode
     inside = {f"model.layers.{number}.{name}": shape for number in range(layers) for name, shape in _layer(config).items()}
     shapes = dict([first, *inside.items(), *last])  # as a trainer exports them
     sizes = [aligned(torch.Size(shape).numel() * dtype.itemsize) for shape in shapes.values()]
-    memory = HostMemory(sum(sizes)) if device == "cpu" else None
+    memory = MemoryFile(sum(sizes)) if device == "cpu" else None
     stacks: dict[str, Tensor] = {}
     for name, shape in shapes.items():
         tensor = torch.empty(shape, dtype=dtype, device="meta" if memory else device)

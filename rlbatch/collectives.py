@@ -60,9 +60,9 @@ def all_to_all_ragged(parts: Sequence[Tensor], group: dist.ProcessGroup | None =
     return list(received.cpu().split(coming))
 
 
-def all_to_all_bytes(parts: Sequence[bytes], group: dist.ProcessGroup | None = None) -> list[bytes]:
-    """As ``all_to_all_ragged``."""
-    return [part.numpy().tobytes() for part in all_to_all_ragged([_as_tensor(part) for part in parts], group)]
+def all_to_all_bytes(parts: Sequence[bytes]) -> list[bytes]:
+    """As ``all_to_all_ragged``, over all ranks."""
+    return [part.numpy().tobytes() for part in all_to_all_ragged([_as_tensor(part) for part in parts])]
 
 
 def all_gather_bytes(content: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:

@@ -5,11 +5,9 @@ Else a reward that turns gradients off, or makes float64 the default, would trai
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
@@ -49,27 +47,6 @@ def _put_folder(folder: str | None) -> None:
         os.chdir(folder)
 
 
-def _errors() -> list[Any]:
-    return [kept for kept in warnings.filters if kept[0] == "error"]
-
-
-def _put_errors(errors: list[Any]) -> None:
-    warnings.filters[:] = [kept for kept in warnings.filters if kept[0] != "error" or kept in errors]  # type: ignore[index]
-
-
-def _put_streams(streams: tuple[Any, Any]) -> None:
-    sys.stdout, sys.stderr = streams
-
-
-_PYTHON = (
-    Setting("the warnings that are errors", _errors, _put_errors),
-    Setting("sys.stdout and sys.stderr", lambda: (sys.stdout, sys.stderr), _put_streams),
-    Setting("the current folder", _folder, _put_folder),
-    Setting("the recursion limit", sys.getrecursionlimit, sys.setrecursionlimit),
-    Setting("garbage collection", gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
-)
-
-
 def _of_torch(torch: Any) -> Iterator[Setting]:
     """The inference mode comes first, as gradients follow it."""
     yield Setting("torch's inference mode", torch.is_inference_mode_enabled, None)
@@ -89,9 +66,7 @@ def _of_torch(torch: Any) -> Iterator[Setting]:
 
 
 def _settings() -> Iterator[Setting]:
-    yield from _PYTHON
-    if numpy := sys.modules.get("numpy"):
-        yield Setting("numpy's error handling", numpy.geterr, lambda modes: numpy.seterr(**modes))
+    yield Setting("the current folder", _folder, _put_folder)
     if torch := sys.modules.get("torch"):
         yield from _of_torch(torch)
 

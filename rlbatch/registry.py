@@ -45,7 +45,6 @@ from rlbatch.api import (
     RolloutSpec,
     hookspecs,
 )
-from rlbatch.api.declarations import Scope
 from rlbatch.config.check import check_engines
 from rlbatch.config.check_plugins import check_plugins
 from rlbatch.config.compose import compose
@@ -213,14 +212,6 @@ class Registry:
         """
         return reward_parts.build(self.rewards, name, options)
 
-    def reward_scope(self, name: str, options: Mapping[str, Any]) -> Scope:
-        """What one call of a reward gets, and where; see ``RewardSpec``."""
-        return reward_parts.scope_of(self.rewards, name, options)
-
-    def reward_deadline(self, name: str, options: Mapping[str, Any]) -> float:
-        """Seconds that a call of a reward may take, if ``reward.timeout_s`` does not say it."""
-        return reward_parts.deadline_of(self.rewards, name, options)
-
     def build_filters(self, config: Config) -> dict[str, GroupFilter]:
         """The group filters in order, ready to be called; raises as ``build_reward``."""
         return {name: cast(GroupFilter, self.filters.built(name, options, "group")) for name, options in _filters(config)}
@@ -253,18 +244,6 @@ class Registry:
             except RlbatchError as error:
                 if not isinstance(error.__cause__, (ImportError, OSError)):
                     raise
-
-    def label_check(self, name: str, options: Mapping[str, Any]) -> Callable[[Any], None]:
-        """What refuses labels that a reward does not take: raises ``DataError``, which names the reward."""
-        return reward_parts.label_check(self.rewards, name, options)
-
-    def needs_label(self, name: str, options: Mapping[str, Any]) -> bool:
-        """Whether rows that a reward scores must have a label; see ``RewardSpec``."""
-        return reward_parts.needs_label(self.rewards, name, options)
-
-    def answer_reader(self, name: str, options: Mapping[str, Any]) -> reward_parts.Answers:
-        """What tells the final answers of responses that this reward scores; raises ``RewardError``, which names the reward."""
-        return reward_parts.answer_reader(self.rewards, name, options)
 
     def build_rollout(self, name: str, options: Mapping[str, Any], context: RolloutContext) -> RolloutBackend:
         """An engine on this rank."""

@@ -1,15 +1,11 @@
 """What a plugin raises is told with its name, whatever it is; what it changes of the process's state stays with it."""
 
 import decimal
-import gc
 import json
 import os
-import sys
-import warnings
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -27,11 +23,6 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "number of threads": (lambda: torch.set_num_threads(7), torch.get_num_threads),
     "autocast on cpu": (lambda: torch.set_autocast_enabled("cpu", True), lambda: torch.is_autocast_enabled("cpu")),
     "current folder": (lambda: os.chdir("/"), os.getcwd),
-    "recursion limit": (lambda: sys.setrecursionlimit(4321), sys.getrecursionlimit),
-    "garbage collection": (gc.disable, gc.isenabled),
-    "warnings that are errors": (lambda: warnings.simplefilter("error"), lambda: [f for f in warnings.filters if f[0] == "error"]),
-    "sys.stdout and sys.stderr": (lambda: setattr(sys, "stdout", None), lambda: sys.stdout),
-    "numpy's error handling": (lambda: np.seterr(all="raise"), np.geterr),
 }
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rlbatch import reward_parts
 from rlbatch.api import Prompt, RewardError, Sample
 from rlbatch.registry import load_plugins
 
@@ -43,7 +45,7 @@ def test_what_a_reward_says_is_the_answer(tmp_path: Path) -> None:
 
     def answers(name: str, *responses: str, **options: Any) -> list[str | None]:
         samples = [Sample(Prompt(0, "", ()), 0, None, None, None, response, "stop") for response in responses]  # type: ignore[arg-type]
-        return registry.answer_reader(name, options)(samples)
+        return reward_parts.answer_reader(registry.rewards, name, options)(samples)
 
     assert answers("plain", "abc", "none") == ["a", None]
     assert answers("marked", "a#b%c") == ["b%c"]
@@ -56,10 +58,10 @@ def test_what_a_reward_says_is_the_answer(tmp_path: Path) -> None:
 
 def test_how_long_a_reward_may_take() -> None:
     """What it says, or says of its options; one that is made of others has the time of all of them."""
-    registry = load_plugins()
-    assert registry.reward_deadline("math", {}) == 10.0
+    deadline = partial(reward_parts.deadline_of, load_plugins().rewards)
+    assert deadline("math", {}) == 10.0
     slow = {"answer_seconds": 500.0}
-    assert registry.reward_deadline("code", slow) >= 500.0 + 10.0
+    assert deadline("code", slow) >= 500.0 + 10.0
     parts = {"code": {"options": slow}, "math": {}}
-    assert registry.reward_deadline("composite", {"parts": parts}) == registry.reward_deadline("code", slow) + 10.0
-    assert registry.reward_deadline("composite", {"parts": {"math": {}}}) == 120.0
+    assert deadline("composite", {"parts": parts}) == deadline("code", slow) + 10.0
+    assert deadline("composite", {"parts": {"math": {}}}) == 120.0

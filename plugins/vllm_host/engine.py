@@ -279,8 +279,6 @@ def _add_plugin() -> None:
 def _judge(reports: Sequence[dict[str, list[str]]], held: Sequence[list[int] | None]) -> None:
     """Raises Refused with a name, if the workers, who hold these experts (None: all), were not written as they must; see
     ``WriteAudit.report``.
-
-    Raises Refused with a name, if the workers were not written as they must.
     """
     said = {key: sorted({name for report in reports for name in report[key]}) for key in ("unwritten", "overwritten")}
     said["empty"] = _in_all([set(report["empty"]) for report in reports])

@@ -20,14 +20,7 @@ from rlbatch.registry import Registry, load_plugins
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command.
-
-    Args:
-        arguments: ``key=value``, or ``--help``.
-
-    Returns:
-        The exit code.
-    """
+    """Runs the command, with ``key=value`` or ``--help``, and returns its exit code."""
     if {"-h", "--help"} & set(arguments):
         print(help_text())
         return 0

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml  # type: ignore[import-untyped]
-
 from rlbatch.api import ConfigError, Count, DataError, ModelFamily, Range
 from rlbatch.api.values import FilePath, PathRule
+from rlbatch.config.arguments import key_table, parse_keys
 from rlbatch.config.foreign import read_text
 from rlbatch.config.keys import key
 from rlbatch.config.schema import LayoutConfig
-from rlbatch.config.structured import MISSING_VALUE, from_mapping, key_docs, show_value, unknown_key
+from rlbatch.config.structured import MISSING_VALUE, show_value
 from rlbatch.plan.layout import check_layout
 
 JOB_KEYS = ("launcher", "cluster", "cluster_dir", "run_dir", "follow")
@@ -83,21 +82,10 @@ def parse(arguments: Sequence[str]) -> Options:
     Raises:
         ConfigError: an argument that is no key=value, an unknown key, a wrong value, or a combination that makes no sense.
     """
-    known = {doc.name: doc for doc in key_docs(Options)}
-    values: dict[str, Any] = {}
-    for argument in arguments:
-        name, equals, text = argument.partition("=")
-        if not equals:
-            raise ConfigError(f"`{argument}`: not of the form key=value. See --help.")
-        if name not in known:
-            raise unknown_key(name, [*known, *JOB_KEYS])
-        if name in values:
-            raise ConfigError(f"{argument}: `{name}` is given twice. Leave one out.")
-        values[name] = text if isinstance(known[name].default, str) else _value(argument, text)
-    options = from_mapping(Options, values)
+    options, given = parse_keys(Options, arguments, JOB_KEYS)
     if options.hf == MISSING_VALUE:
         raise ConfigError("hf=: has no value. Give the model's folder: hf=<folder>.")
-    if options.beside and "layouts" in values:
+    if options.beside and "layouts" in given:
         raise ConfigError("layouts: not used with beside=, which compares two checkpoints in transformers. Leave one of them out.")
     if options.beside and options.engines:
         raise ConfigError("engines: not used with beside=, which compares two checkpoints in transformers. Leave one of them out.")
@@ -115,7 +103,7 @@ def parse(arguments: Sequence[str]) -> Options:
 
 def help_text() -> str:
     """What ``--help`` prints."""
-    return INTRODUCTION + "\n".join(f"  {f'{doc.name}={show_value(doc.default)}':<32} {doc.doc}" for doc in key_docs(Options))
+    return INTRODUCTION + key_table(Options)
 
 
 def layouts_of(options: Options, family: ModelFamily) -> dict[str, LayoutConfig]:
@@ -193,10 +181,3 @@ def _read_tokens(path: Path, family: ModelFamily) -> list[list[int]]:
             raise DataError(f"{path}:{number}: must be a JSON list of token ids below {family.vocab_size}. Correct the line.")
         found.append(tokens)
     return found
-
-
-def _value(argument: str, text: str) -> Any:
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise ConfigError(f"{argument}: the value cannot be read. Write a number, true, false or [a,b].") from None

@@ -271,6 +271,6 @@ class HfFields:
         return float(value)
 
 
-def _shortened(value: Any, limit: int = 60) -> str:
+def _shortened(value: Any) -> str:
     text = repr(value)
-    return text if len(text) <= limit else text[:limit] + "..."
+    return text if len(text) <= 60 else text[:60] + "..."

@@ -23,14 +23,7 @@ from rlbatch.launch.records.streams import end_with_reader, exit_code_of_display
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command.
-
-    Args:
-        arguments: ``key=value``, or ``--help``.
-
-    Returns:
-        The exit code.
-    """
+    """Runs the command, with ``key=value`` or ``--help``, and returns its exit code."""
     if {"-h", "--help"} & set(arguments):
         end_with_reader()
         print(help_text())

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-import yaml  # type: ignore[import-untyped]
+from typing import Annotated, Literal
 
 from rlbatch.api import ConfigError, Count, CountOrZero, Range
+from rlbatch.config.arguments import key_table, parse_keys
 from rlbatch.config.keys import Ranks, key
 from rlbatch.config.schema import LayoutConfig
-from rlbatch.config.structured import MISSING_VALUE, from_mapping, key_docs, show_value, unknown_key
+from rlbatch.config.structured import MISSING_VALUE
 
-_NUMBER = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
-"""A number that is text to YAML 1.1."""
 MODES = {
     "hf_to_dist": "a Hugging Face folder (bf16, fp32 or block-quantised fp8) to a torch_dist checkpoint",
     "dist_to_hf": "a torch_dist checkpoint to a Hugging Face folder",
@@ -91,20 +87,7 @@ def parse(arguments: Sequence[str]) -> Options:
     Raises:
         ConfigError: an argument that is no key=value, an unknown key, a wrong value, or a combination that makes no sense.
     """
-    known = {doc.name: doc for doc in key_docs(Options)}
-    values: dict[str, Any] = {}
-    for argument in arguments:
-        name, equals, text = argument.partition("=")
-        if not equals:
-            raise ConfigError(f"`{argument}`: not of the form key=value. See --help.")
-        if name not in known:
-            raise unknown_key(name, known)
-        section, _, last = name.rpartition(".")
-        into = values.setdefault(section, {}) if section else values
-        if last in into:
-            raise ConfigError(f"{argument}: `{name}` is given twice. Leave one out.")
-        into[last] = text if isinstance(known[name].default, str) else _value(argument, text)
-    options = from_mapping(Options, values)
+    options, _ = parse_keys(Options, arguments)
     _check(options)
     return options
 
@@ -118,16 +101,7 @@ def layout_config(options: LayoutOptions) -> LayoutConfig:
 
 def help_text() -> str:
     """What ``--help`` prints."""
-    text = INTRODUCTION.format(modes="\n".join(f"  {name:<13}{words}" for name, words in MODES.items()))
-    return text + "\n".join(f"  {f'{doc.name}={show_value(doc.default)}':<32} {doc.doc}" for doc in key_docs(Options))
-
-
-def _value(argument: str, text: str) -> Any:
-    try:
-        value = yaml.safe_load(text)
-        return float(text) if isinstance(value, str) and _NUMBER.fullmatch(text) else value
-    except yaml.YAMLError:
-        raise ConfigError(f"{argument}: the value cannot be read. Write a number, true, false, null or [a,b].") from None
+    return INTRODUCTION.format(modes="\n".join(f"  {name:<13}{words}" for name, words in MODES.items())) + key_table(Options)
 
 
 def _check(options: Options) -> None:

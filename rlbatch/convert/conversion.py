@@ -23,9 +23,9 @@ from rlbatch.convert import hf_output, to_dist, to_hf
 from rlbatch.convert.arguments import Options, layout_config
 from rlbatch.convert.completeness import check, table_of
 from rlbatch.convert.output import Draft, Output
-from rlbatch.convert.progress_bar import ConversionProgress
 from rlbatch.convert.sharing import to_be_made
 from rlbatch.launch.ranks.rank_info import RankInfo
+from rlbatch.metrics.progress import ByteProgress
 from rlbatch.plan.layout import check_layout
 from rlbatch.registry import load_plugins
 from rlbatch.weights.coverage import check_names, passthrough_names
@@ -73,15 +73,15 @@ def convert(options: Options, info: RankInfo, say: Callable[[str], None]) -> Non
             say(work.note)
         if finished := draft.finished(verified=options.verify):
             say(f"{draft.folder}: going on, {len(finished)} of {len(work.outputs)} files are finished.")
-        _make(draft, work.outputs, info, verified=False)
+        _make(draft, work.outputs, info, say, verified=False)
         if options.verify:
-            _make(draft, work.outputs, info, verified=True)
+            _make(draft, work.outputs, info, say, verified=True)
         if info.rank == 0:
             draft.publish({"mode": options.mode, "model": model_identity(read_config(Path(options.hf)))}, work.small())
     say(f"{options.out}: {len(work.outputs)} files, {sum(output.nbytes for output in work.outputs) / 1e9:.3f} GB.")
 
 
-def _make(draft: Draft, outputs: Sequence[Output], info: RankInfo, *, verified: bool) -> None:
+def _make(draft: Draft, outputs: Sequence[Output], info: RankInfo, say: Callable[[str], None], *, verified: bool) -> None:
     """Writes files, or reads them again and compares, until this process and the others have done all."""
     sizes = {output.name: output.nbytes for output in outputs}
 
@@ -89,10 +89,11 @@ def _make(draft: Draft, outputs: Sequence[Output], info: RankInfo, *, verified: 
         return sum(sizes.get(name, 0) for name in draft.finished(verified=verified))
 
     title, make = ("verifying", draft.verify) if verified else ("writing", draft.write)
-    with ConversionProgress(title, sum(sizes.values()), done, is_shown=info.rank == 0) as progress:
-        for output in to_be_made(draft, outputs, info, progress.refresh, verified=verified):
-            make(output, progress.advance)
-            progress.file_done()
+    progress = ByteProgress(title, sum(sizes.values()), say, before=done())
+    for output in to_be_made(draft, outputs, info, lambda: progress.reach(done()), verified=verified):
+        make(output, progress.add)
+        progress.reach(done())
+    progress.close()
 
 
 def plan(options: Options) -> dict[str, Any]:

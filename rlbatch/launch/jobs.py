@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from rlbatch.api import ConfigError, LaunchError
 from rlbatch.api.exit_codes import FAILED
@@ -180,9 +180,9 @@ def _record(values: Mapping[str, Any]) -> JobRecord:
     return JobRecord(**{field.name: values[field.name] for field in fields(JobRecord)})
 
 
-def follow(record: JobRecord, out: TextIO | None = None) -> int:
-    """Copies the log to ``out`` (None: stdout) until the job has ended, and returns its exit code; changes of its state go to stderr."""
-    tail = _Tail(Path(record.log), out or sys.stdout)
+def follow(record: JobRecord) -> int:
+    """Copies the log to stdout until the job has ended, and returns its exit code; changes of its state go to stderr."""
+    tail = _Tail(Path(record.log))
     shown = ""
     known = time.monotonic()
     while True:
@@ -209,8 +209,8 @@ def follow(record: JobRecord, out: TextIO | None = None) -> int:
 class _Tail:
     """What was appended to a file since the last look; the file may not exist yet."""
 
-    def __init__(self, path: Path, out: TextIO) -> None:
-        self._path, self._out, self._position = path, out, 0
+    def __init__(self, path: Path) -> None:
+        self._path, self._position = path, 0
         self.last = ""
 
     def copy(self) -> None:
@@ -224,8 +224,7 @@ class _Tail:
             self._position += len(data)
             text = data.decode(errors="replace")
             self.last = (self.last + text)[-100_000:]
-            self._out.write(text)
-            self._out.flush()
+            print(text, end="", flush=True)
 
 
 def _words(state: JobState) -> str:

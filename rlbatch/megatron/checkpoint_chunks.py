@@ -5,7 +5,7 @@ Either answer comes from Megatron's ``sharded_state_dict``; without ranks a proc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,15 +65,14 @@ class RankChunks:
     chunks: tuple[ParameterChunk, ...]
 
 
-def rank_chunks(family: ModelFamily, layout: LayoutConfig, ranks: Iterable[int] | None = None) -> Iterator[RankChunks]:
-    """Simulates ranks of a layout, one after the other. No process group may exist.
+def rank_chunks(family: ModelFamily, layout: LayoutConfig) -> Iterator[RankChunks]:
+    """Simulates the ranks of a layout, one after the other. No process group may exist.
 
     Args:
         family: The model.
         layout: Already checked.
-        ranks: Those wanted; None: all.
     """
-    for rank in range(layout.world_size) if ranks is None else ranks:
+    for rank in range(layout.world_size):
         with simulated_rank(layout, rank):
             chunks = tuple(_chunks(family, layout)) if _may_write() else ()
             groups = parallel.weight_groups()

@@ -143,20 +143,27 @@ class ByteProgress:
         total_bytes: Of the whole.
         announce: Told a line.
         clock: Seconds.
+        before: Bytes that were done before.
     """
 
-    def __init__(self, what: str, total_bytes: int, announce: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, what: str, total_bytes: int, announce: Callable[[str], None], clock: Callable[[], float] = time.monotonic, before: int = 0
+    ) -> None:
         self._what, self._total, self._announce, self._clock = what, total_bytes, announce, clock
-        self._done = 0
+        self._done = self._before = before
         self._begun = self._told = clock()
 
     def add(self, nbytes: int) -> None:
         """Counts bytes that are done."""
-        self._done += nbytes
+        self.reach(self._done + nbytes)
+
+    def reach(self, done: int) -> None:
+        """So many are done, by others too."""
+        self._done = done
         now = self._clock()
         if now - self._told >= INTERVAL_S:
             self._told = now
-            rate = self._done / (now - self._begun)
+            rate = (self._done - self._before) / (now - self._begun)
             left = format_seconds((self._total - self._done) / rate) if rate else "-"
             self._announce(f"{self._what}: {self._done / GB:.1f} of {self._total / GB:.1f} GB, {rate / GB:.2f} GB/s, {left} left")
 
@@ -164,4 +171,5 @@ class ByteProgress:
         """Tells of the whole, if anything was told before."""
         if self._told > self._begun:
             seconds = self._clock() - self._begun
-            self._announce(f"{self._what}: {self._done / GB:.1f} GB in {format_seconds(seconds)}, {self._done / seconds / GB:.2f} GB/s")
+            done = (self._done - self._before) / GB
+            self._announce(f"{self._what}: {done:.1f} GB in {format_seconds(seconds)}, {done / seconds:.2f} GB/s")

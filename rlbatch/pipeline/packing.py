@@ -94,9 +94,7 @@ def build_microbatches(
     *,
     max_tokens: int,
     pad_multiple: int = 1,
-    truncated: Sequence[bool] = (),
     kept: Sequence[KeptTokens] = (),
-    lags: Sequence[Tensor] = (),
     routes: Sequence[Routes] = (),
 ) -> list[Pack]:
     """Packs this rank's samples. Advantages are 0 until ``with_advantages``.
@@ -109,9 +107,7 @@ def build_microbatches(
         rollout_logprobs: [L_i] float32 nats for each sample.
         max_tokens: ``train.max_tokens_per_gpu`` x cp_size, padding included.
         pad_multiple: See ``sequence_multiple``.
-        truncated: Whether each sample was cut at the length limit; empty: none was.
         kept: What each sample's tokens were chosen from; empty: the whole vocabulary.
-        lags: [L_i] integers for each sample, see ``Microbatch``, any where masked; empty: 0.
         routes: Of each sample's tokens, in this rank's layers; empty: the routers choose, as they do for padding.
 
     Returns:
@@ -120,12 +116,11 @@ def build_microbatches(
     padded = [-(-len(tokens) // pad_multiple) * pad_multiple for tokens in token_ids]
 
     def build(indices: list[int]) -> Pack:
-        columns = [[values[i] for i in indices] if values else () for values in (token_ids, loss_mask, rollout_logprobs, lags)]
+        columns = ([values[i] for i in indices] for values in (token_ids, loss_mask, rollout_logprobs))
         return build_pack(
             indices,
             *columns,
             pad_multiple=pad_multiple,
-            truncated=[truncated[i] for i in indices] if truncated else (),
             kept=[kept[i] for i in indices] if kept else (),
             routes=[routes[i] for i in indices] if routes else (),
         )
@@ -205,7 +200,7 @@ def _zeros_like(values: Tensor) -> Tensor:
     return values.new_zeros(()).expand(values.shape)
 
 
-def pad_with_dummies(packs: Sequence[Pack], count: int, pad_multiple: int = 1, device: torch.device | str = "cpu") -> list[Pack]:
+def pad_with_dummies(packs: Sequence[Pack], count: int, pad_multiple: int = 1) -> list[Pack]:
     """Appends dummies until there are ``count`` packs, the largest number over data-parallel ranks.
 
     A dummy is one fully masked sequence. It runs forward and backward like any pack, so that collectives match, and adds 0 to the loss and
@@ -216,12 +211,11 @@ def pad_with_dummies(packs: Sequence[Pack], count: int, pad_multiple: int = 1, d
     """
     if len(packs) > count:
         raise ValueError(f"{len(packs)} packs on this rank, but {count} agreed over data-parallel ranks")
-    return [*packs, *(_dummy(max(2, pad_multiple), device) for _ in range(count - len(packs)))]
+    return [*packs, *(_dummy(max(2, pad_multiple)) for _ in range(count - len(packs)))]
 
 
-def _dummy(tokens: int, device: torch.device | str) -> Pack:
-    token_ids = torch.zeros(tokens, dtype=torch.int64, device=device)
-    zeros = torch.zeros(tokens, device=device)
+def _dummy(tokens: int) -> Pack:
+    token_ids, zeros = torch.zeros(tokens, dtype=torch.int64), torch.zeros(tokens)
     return Pack(_microbatch(token_ids, [tokens], zeros, zeros, [False]), (), ())
 
 

@@ -18,6 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlbatch import reward_parts
 from rlbatch.api import ConfigError, DataError, ModelFamily
 from rlbatch.config.foreign import LARGE_BYTES, read_json
 from rlbatch.config.hf_config import read_config
@@ -51,7 +52,7 @@ class RowChecks:
 
         def asked(name: str) -> tuple[Callable[[Any], None], bool]:
             options = own.options if name == own.name else {}
-            return registry.label_check(name, options), registry.needs_label(name, options)
+            return reward_parts.label_check(registry.rewards, name, options), reward_parts.needs_label(registry.rewards, name, options)
 
         self._asked = cache(asked)
 

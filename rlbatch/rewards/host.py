@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 
 import psutil
 
+from rlbatch import reward_parts
 from rlbatch.api import PluginError, RlbatchError
 from rlbatch.launch.ranks.children import END_SIGNAL, children_end_with_this_process, dies_with_parent, signal_group
 from rlbatch.launch.shutdown.signals import STOP_SIGNALS, signal_name
@@ -352,7 +353,7 @@ def build(setup: Setup) -> Scoring:
             f"reward={', '.join(rewards)}: threads run once plugins are loaded ({', '.join(threads)}): workers are copies of the process, "
             'and have none of them. Start them in the first call, or declare RewardSpec(..., scope="rank").'
         )
-    return Scoring(rewards, {name: registry.answer_reader(*said) for name, said in setup.rewards.items()}, setup)
+    return Scoring(rewards, {name: reward_parts.answer_reader(registry.rewards, *said) for name, said in setup.rewards.items()}, setup)
 
 
 def main() -> None:

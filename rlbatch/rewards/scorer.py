@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rlbatch import reward_parts
 from rlbatch.api import Reward, RewardError, Sample, SampleGroup
 from rlbatch.config.schema import Config, RewardConfig
 from rlbatch.launch.ranks.children import MARK_VARIABLE, dies_with_parent, signal_group
@@ -86,16 +87,16 @@ class Scorer:
         if config.reward.name:
             trained[config.reward.name] = (config.reward.name, config.reward.options)
         rewards = {**(sets or {}), **trained}
-        scopes = {key: registry.reward_scope(*said) for key, said in rewards.items()}
+        scopes = {key: reward_parts.scope_of(registry.rewards, *said) for key, said in rewards.items()}
         # Those of workers are built too: what they refuse is told here, as it always was.
         built = {key: registry.build_reward(*said) for key, said in rewards.items()}
         self.in_rank: Mapping[str, Reward] = {key: reward for key, reward in built.items() if scopes[key] == "rank"}
-        self._answers_in_rank = {key: registry.answer_reader(*rewards[key]) for key in self.in_rank}
+        self._answers_in_rank = {key: reward_parts.answer_reader(registry.rewards, *rewards[key]) for key in self.in_rank}
         self._scopes, self._known = scopes, sorted(rewards)
         specs = {key: registry.rewards[name].value for key, (name, _) in rewards.items()}
         self._unscored = {key: self._config.on_timeout or spec.unscored for key, spec in specs.items()}
         self.may_drop = "drop_group" in (self._config.on_error, *(self._unscored[key] for key in trained))
-        self._limits = {key: self._config.timeout_s or registry.reward_deadline(*said) for key, said in rewards.items()}
+        self._limits = {key: self._config.timeout_s or reward_parts.deadline_of(registry.rewards, *said) for key, said in rewards.items()}
         served = {key: said for key, said in rewards.items() if scopes[key] != "rank"}
         at_once = self._config.workers or min(max(workers, 1), MOST_WORKERS)
         self._setup = Setup(config.plugins, served, config.seed, at_once, self._config.memory_gib)

@@ -75,14 +75,7 @@ class Row:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command.
-
-    Args:
-        arguments: A folder, then ``key=value``.
-
-    Returns:
-        The exit code.
-    """
+    """Runs the command, with a folder, then ``key=value``, and returns its exit code."""
     if not arguments or {"-h", "--help"} & set(arguments):
         print(HELP, end="")
         return 0 if arguments else REFUSED

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import rlbatch.api
+from rlbatch import reward_parts
 from rlbatch.api import DataError, Prompt, Sample, decoder, hookspecs
 from rlbatch.config.schema import AlgorithmConfig
 from rlbatch.registry import KINDS, load_plugins
@@ -81,9 +82,9 @@ def test_reward_that_checks_labels(page: str, tmp_path: Path) -> None:
     path.write_text(blocks(page)[1])
     registry = load_plugins([str(path)])
     assert list(registry.build_reward("letter", {})([sample("a", "B", " B\n"), sample("a", "A", "B")])) == [1.0, 0.0]
-    registry.label_check("letter", {})("A")
+    reward_parts.label_check(registry.rewards, "letter", {})("A")
     with pytest.raises(DataError, match="^reward=letter: label 'E' must be A, B, C or D"):
-        registry.label_check("letter", {})("E")
+        reward_parts.label_check(registry.rewards, "letter", {})("E")
 
 
 def test_the_table_of_a_sample_is_complete(page: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from rlbatch import reward_parts
 from rlbatch.api import Prompt, Sample
 from rlbatch.registry import Registry, load_plugins
 from rlbatch.rewards.score import scores_of
@@ -21,7 +22,7 @@ def sample(label: Any, response: str, tokens: int = 3, index: int = 0) -> Sample
 
 def answer(name: str, response: str, **options: Any) -> str | None:
     """The final answer of one response."""
-    (found,) = registry().answer_reader(name, options)([sample(None, response)])
+    (found,) = reward_parts.answer_reader(registry().rewards, name, options)([sample(None, response)])
     return found
 
 

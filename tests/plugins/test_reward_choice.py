@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rlbatch import reward_parts
 from rlbatch.api import ConfigError, DataError
 from tests.plugins.reward_cases import answer, registry, verdict
 
@@ -48,7 +49,7 @@ def test_which_letter(response: str, chosen: str) -> None:
 
 def test_labels_and_options() -> None:
     """A letter in some form; others are refused at submit."""
-    check = registry().label_check("choice", {})
+    check = reward_parts.label_check(registry().rewards, "choice", {})
     for label in ("B", "(B)", "b", "B.", "B)"):
         check(label)
         assert verdict("choice", label, "B") == 1

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rlbatch import reward_parts
 from rlbatch.api import ConfigError, DataError, RlbatchError
 from rlbatch.rewards.score import scores_of
 from tests.plugins.reward_cases import answer, registry, sample
@@ -26,16 +27,16 @@ NUMBER, FORM = {"reward": "number"}, {"reward": "regex", "options": {"pattern": 
 )
 def test_totals(response: str, options: dict[str, Any], total: float, parts: dict[str, float]) -> None:
     """The total trains; parts are told before their weights."""
-    registry().label_check("composite", options)(5)
+    reward_parts.label_check(registry().rewards, "composite", options)(5)
     assert scores_of("composite", registry().build_reward("composite", options), [sample(5, response)]) == [(total, parts)]
 
 
 def test_its_calls_are_as_wide_as_its_parts_need() -> None:
     """A part that needs the group makes all of it a reward of groups."""
     parts: dict[str, Any] = {"number": {}}
-    assert registry().reward_scope("composite", {"parts": parts}) == "sample"
+    assert reward_parts.scope_of(registry().rewards, "composite", {"parts": parts}) == "sample"
     parts["remote"] = {"options": {"url": "http://localhost:1"}}
-    assert registry().reward_scope("composite", {"parts": parts}) == "group"
+    assert reward_parts.scope_of(registry().rewards, "composite", {"parts": parts}) == "group"
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,7 @@ def test_what_is_refused(options: dict[str, Any], message: str) -> None:
 def test_labels_are_those_of_all_parts() -> None:
     """One that a part does not take is refused, and the message names that part's reward."""
     with pytest.raises(DataError, match=r"^reward=number: label 'five' has no number"):
-        registry().label_check("composite", {"parts": {"number": {}, "form": FORM}})("five")
+        reward_parts.label_check(registry().rewards, "composite", {"parts": {"number": {}, "form": FORM}})("five")
 
 
 def test_negative_weights_name_their_key() -> None:

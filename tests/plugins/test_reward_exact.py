@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rlbatch import reward_parts
 from rlbatch.api import DataError
 from tests.plugins.reward_cases import answer, registry, verdict
 
@@ -35,7 +36,7 @@ def test_verdicts(label: Any, response: str, options: dict[str, Any], expected: 
 def test_labels_that_nothing_can_equal(label: Any) -> None:
     """Refused at submit."""
     with pytest.raises(DataError, match=r"^reward=exact: label "):
-        registry().label_check("exact", {})(label)
+        reward_parts.label_check(registry().rewards, "exact", {})(label)
 
 
 def test_the_answer_that_votes() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rlbatch import reward_parts
 from tests.plugins.reward_cases import answer, registry, verdict
 
 GOLD = json.loads(Path(__file__).with_name("gsm8k_answers.json").read_text(encoding="utf-8"))
@@ -17,7 +18,7 @@ GOLD = json.loads(Path(__file__).with_name("gsm8k_answers.json").read_text(encod
 def test_gold_answers_are_right(gold: str) -> None:
     """As gsm8k, number and math read them."""
     for name in ("gsm8k", "number", "math"):
-        registry().label_check(name, {})(gold)
+        reward_parts.label_check(registry().rewards, name, {})(gold)
         assert verdict(name, gold, gold) == 1
         assert verdict(name, gold, "The answer is 987654") == 0
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rlbatch import reward_parts
 from rlbatch.api import DataError
 from tests.plugins.reward_cases import answer, registry, verdict
 
@@ -108,7 +109,7 @@ OURS = [
 @pytest.mark.parametrize(("label", "response", "expected"), SUITE + OURS, ids=lambda value: str(value)[:30])
 def test_verdicts(label: Any, response: str, expected: int) -> None:
     """The last box first, units and percent as documented; long and broken answers are wrong, and quickly so."""
-    registry().label_check("math", {})(label)
+    reward_parts.label_check(registry().rewards, "math", {})(label)
     assert verdict("math", label, response) == expected
 
 
@@ -116,7 +117,7 @@ def test_verdicts(label: Any, response: str, expected: int) -> None:
 def test_labels_that_cannot_be_right(label: Any) -> None:
     """Refused at submit."""
     with pytest.raises(DataError, match=r"^reward=math: label .* Correct the prompt file"):
-        registry().label_check("math", {})(label)
+        reward_parts.label_check(registry().rewards, "math", {})(label)
 
 
 def test_the_answer_that_votes() -> None:

@@ -192,14 +192,14 @@ class HostedRollout:
 
     def _joined(self) -> WeightGroup:
         """This rank and the workers of its host in a group of their own."""
-        from rlbatch.engines.transfer.weight_group import SENDER, join_in_background
+        from rlbatch.engines.transfer.weight_group import join_in_background
 
         assert self._host is not None
         # It stays: NCCL's threads look into it as long as the group lives, and wait where there is none.
         path = (self._context.folder / f"join-{os.getpid()}-{self._restarts}").resolve()
         size, limit_s = 1 + self._options.gpus_per_engine // self._context.engine_nodes, self._options.start_timeout_s
         call = self._host.begin("join", {"path": str(path), "size": size, "limit_s": limit_s})
-        group = join_in_background(path, SENDER, size, self._context.device, limit_s)
+        group = join_in_background(path, size, self._context.device, limit_s)
         try:
             call.result(limit_s)  # an engine that is lost meanwhile is noticed here; nobody waits for its workers
             return group.result(limit_s)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import queue
-import re
 import resource
 import secrets
 import shutil
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rlbatch.api import EngineLost, RolloutError
+from rlbatch.api.secrets import LEAST_CHARACTERS, is_secret
 from rlbatch.engines.client.caches import cache_variables
 from rlbatch.engines.client.interpreter import PYTHON_HINT, engine_environment, write_site
 from rlbatch.engines.client.liveness import Liveness, Processes
@@ -33,9 +33,6 @@ from rlbatch.launch.records.disk import as_rollout_errors
 from rlbatch.launch.shutdown import guardian
 
 LINES, LINE_LENGTH, READ_BYTES = 15, 1000, 2**16
-_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_?KEY", re.IGNORECASE)
-SHORTEST = 8
-"""Characters of a secret; a shorter value is more often a word or a number."""
 
 
 def log_tail(log: Path, variables: Mapping[str, str]) -> str:
@@ -51,7 +48,7 @@ def log_tail(log: Path, variables: Mapping[str, str]) -> str:
             text = file.read(READ_BYTES).decode(errors="replace")
     except OSError as error:  # it is quoted in another error, which counts
         return f"Its log, {log}, cannot be read ({error.strerror})."
-    secrets = {value: name for name, value in variables.items() if _SECRET.search(name) and len(value) >= SHORTEST}
+    secrets = {value: name for name, value in variables.items() if is_secret(name) and len(value) >= LEAST_CHARACTERS}
     for value in sorted(secrets, key=len, reverse=True):
         text = text.replace(value, f"${secrets[value]}")
     lines = [line if len(line) <= LINE_LENGTH else f"{line[:LINE_LENGTH]}..." for line in text.splitlines()[-LINES:]]

@@ -27,7 +27,7 @@ Shared = tuple[str, Handle, int]
 _numbers = itertools.count(1)
 
 
-class HostMemory:
+class MemoryFile:
     """Host memory of this process that another one can open, as long as this object lives.
 
     Attributes:
@@ -46,10 +46,10 @@ class HostMemory:
         os.posix_fallocate(descriptor, 0, num_bytes)  # else writing could end the process
         self.tensor: Tensor = torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
         self.shared: Shared = (_key(next(_numbers)), {"path": f"/proc/{os.getpid()}/fd/{descriptor}"}, 0)
-        _host_memories[self.tensor.data_ptr()] = self
+        _memory_files[self.tensor.data_ptr()] = self
 
 
-_host_memories: weakref.WeakValueDictionary[int, HostMemory] = weakref.WeakValueDictionary()
+_memory_files: weakref.WeakValueDictionary[int, MemoryFile] = weakref.WeakValueDictionary()
 """What was made here, by its address."""
 
 
@@ -57,7 +57,7 @@ def share(tensor: Tensor) -> Shared | None:
     """How others open the memory of a tensor; None: they cannot."""
     if tensor.device.type == "cpu":
         start = tensor.untyped_storage().data_ptr()
-        memory = _host_memories.get(start)
+        memory = _memory_files.get(start)
         return None if memory is None else (*memory.shared[:2], tensor.data_ptr() - start)
     found = allocation(tensor)
     if found is None:
@@ -69,7 +69,7 @@ def share(tensor: Tensor) -> Shared | None:
 def is_still(tensor: Tensor, key: str) -> bool:
     """Whether a tensor lies in the memory with this key: what ``share`` said of that holds."""
     if tensor.device.type == "cpu":
-        memory = _host_memories.get(tensor.untyped_storage().data_ptr())
+        memory = _memory_files.get(tensor.untyped_storage().data_ptr())
         return memory is not None and memory.shared[0] == key
     return _key(allocation_key(tensor)) == key
 

@@ -10,7 +10,7 @@ from weakref import ref
 from rlbatch.api import RolloutError, WeightBucket
 from rlbatch.engines.transfer.buckets import TensorLocation, aligned, pack, tensor_location
 from rlbatch.engines.transfer.cuda_memory import allocate
-from rlbatch.engines.transfer.shared_memory import Handle, HostMemory, Shared, is_still, share
+from rlbatch.engines.transfer.shared_memory import Handle, MemoryFile, Shared, is_still, share
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +66,7 @@ class _KnownBucket:
 class Staging:
     """Collects tensors until there are enough for a call. Copies go into one of two memories, in turns, or always into the same.
 
-    A tensor that lasts until the end of the sync is not copied if workers can open its memory: an allocation of a GPU, or ``HostMemory``.
+    A tensor that lasts until the end of the sync is not copied if workers can open its memory: an allocation of a GPU, or ``MemoryFile``.
 
     Args:
         device: This rank's.
@@ -249,7 +249,7 @@ class _Memory:
 
         self.shared: Shared = ("", {}, 0)
         if device == "cpu" and is_shared:
-            self._owner = HostMemory(num_bytes)
+            self._owner = MemoryFile(num_bytes)
             self.tensor, self.shared = self._owner.tensor, self._owner.shared
             return
         try:

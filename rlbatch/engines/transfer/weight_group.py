@@ -76,13 +76,13 @@ class WeightGroup:
         return self._group.broadcast([memory], options)
 
 
-def join_in_background(path: Path, rank: int, size: int, device: Any, limit_s: float) -> Future[WeightGroup]:
-    """Makes a ``WeightGroup`` in a thread: its maker need not wait for members that do not come any more."""
+def join_in_background(path: Path, size: int, device: Any, limit_s: float) -> Future[WeightGroup]:
+    """Makes the sender's ``WeightGroup`` in a thread: its maker need not wait for members that do not come any more."""
     made: Future[WeightGroup] = Future()
 
     def make() -> None:
         try:
-            made.set_result(WeightGroup(path, rank, size, device, limit_s))
+            made.set_result(WeightGroup(path, SENDER, size, device, limit_s))
         except RuntimeError as error:
             made.set_exception(error)
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import mmap
 import os
-import pwd
-import re
 import signal
 import stat
 import subprocess
@@ -86,27 +83,13 @@ def test_a_process_id_that_was_given_again(tmp_path: Path, monkeypatch: pytest.M
         later.wait()
 
 
-def test_who_fills_the_shared_memory(tmp_path: Path) -> None:
-    """Without room for an engine: both numbers, and the largest files with their users and the processes that use them."""
+def test_room_in_shared_memory(tmp_path: Path) -> None:
+    """Without room for an engine: both numbers."""
     check_room(0, tmp_path)
     with pytest.raises(RolloutError, match=r"/none is missing, or cannot be written; an engine of several processes needs 7 MiB"):
         check_room(7, tmp_path / "none")
-    for name, size in (("psm_left", 3), ("used", 2), ("small", 1)):
-        (tmp_path / name).write_bytes(bytes(size * 2**20))
-    (tmp_path / "announced").touch()
-    user = pwd.getpwuid(os.geteuid()).pw_name
-    with (
-        (tmp_path / "used").open("rb") as file,
-        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ),
-        pytest.raises(RolloutError) as caught,
-    ):
+    with pytest.raises(RolloutError, match=rf"rollout: {tmp_path} has \d+ MiB free, an engine of several processes needs 1000000000\. "):
         check_room(10**9, tmp_path)
-    text = str(caught.value)
-    assert re.match(rf"rollout: {tmp_path} has \d+ MiB free, an engine of several processes needs 1000000000\. ", text)
-    assert f"{tmp_path}/psm_left (3.0 MiB, user {user}, used by no process" in text
-    assert f"{tmp_path}/used (2.0 MiB, user {user}, used by process {os.getpid()})" in text
-    assert text.index("psm_left") < text.index("used (") < text.index("small")
-    assert "announced" not in text
 
 
 def test_a_process_that_nobody_has_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from rlbatch.engines.transfer import shared_memory, staging
 from rlbatch.engines.transfer.buckets import ALIGNMENT, view
 from rlbatch.engines.transfer.receiver import WeightReceiver
 from rlbatch.engines.transfer.sender import WeightSender
-from rlbatch.engines.transfer.shared_memory import HostMemory, OpenMemories
+from rlbatch.engines.transfer.shared_memory import MemoryFile, OpenMemories
 from rlbatch.engines.transfer.staging import Staging
 from tests.leftovers import shared_by
 
@@ -129,7 +129,7 @@ def test_without_turns_one_memory_is_enough(host: EngineHost) -> None:
 def test_engines_begin_while_the_rest_is_looked_up(host: EngineHost, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what is read in place a small part is told at once, larger ones later; the same in every sync, and nothing is asked twice."""
     monkeypatch.setattr(staging, "FIRST_CALL_BYTES", 400)
-    memory, asked = HostMemory(100 * 256), []
+    memory, asked = MemoryFile(100 * 256), []
     tensors = [memory.tensor[256 * i : 256 * i + 200].fill_(i + 1) for i in range(100)]
     buckets = [WeightBucket([str(i)], [tensor], 1, [True]) for i, tensor in enumerate(tensors)]
     share = staging.share
@@ -154,12 +154,12 @@ def test_memory_that_cannot_be_shared_is_told(monkeypatch: pytest.MonkeyPatch) -
     sender = WeightSender(None, "cpu", lambda content: [content], 1.0)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="the GPU's driver refuses"):
-            sender.send([WeightBucket(["a"], [HostMemory(100).tensor], 0, [True])])
+            sender.send([WeightBucket(["a"], [MemoryFile(100).tensor], 0, [True])])
 
 
 def test_memory_in_the_place_of_other_memory_is_asked_for() -> None:
     """A storage at an address where another one was in the last sync is told with its own handle."""
-    memory, sent = HostMemory(1000), Staging("cpu", can_share=True)
+    memory, sent = MemoryFile(1000), Staging("cpu", can_share=True)
     bucket = WeightBucket(["a"], [memory.tensor[:100]], 0, [True])
     sent.add(sent.stage(bucket))
     sent.take()
@@ -171,7 +171,7 @@ def test_memory_in_the_place_of_other_memory_is_asked_for() -> None:
 
 def test_a_bucket_that_was_lent_is_sorted_anew_when_it_changed() -> None:
     """The same tensors again are found at once; others at their address, moved ones, or the same without lasting are looked at again."""
-    memory, sent = HostMemory(4096), Staging("cpu", can_share=True)
+    memory, sent = MemoryFile(4096), Staging("cpu", can_share=True)
     tensors = [memory.tensor[0:8], memory.tensor[256:264]]
     first = sent.stage(WeightBucket(["a", "b"], tensors, 0, [True, True]))
     assert sent.stage(WeightBucket(["a", "b"], tensors, 1, [True, True])) is first
@@ -187,7 +187,7 @@ def test_a_bucket_that_was_lent_is_sorted_anew_when_it_changed() -> None:
 def test_memory_leaves_nothing_behind() -> None:
     """It has no name in /dev/shm, is read by its handle, and cannot be opened once nobody has it."""
     before = shared_by(os.getpid())
-    memory = HostMemory(4096)
+    memory = MemoryFile(4096)
     assert shared_by(os.getpid()) == before
     memory.tensor.copy_(torch.arange(4096) % 251)
     key, handle, _ = memory.shared
@@ -215,7 +215,7 @@ def test_tensors_that_last_are_read_in_place() -> None:
     """Where workers can open their memory they are not copied: several in one are found at the right byte, and what changes there is seen
     in the next sync too, which says the same as the first. What does not last, or is not contiguous, or lies elsewhere, is copied.
     """
-    memory = HostMemory(1000)
+    memory = MemoryFile(1000)
     own, other = memory.tensor[256:512].view(torch.float32), torch.ones(2)
     bucket = WeightBucket(
         ["a", "b", "c", "d", "e"], [own, own[3:5], own[:2], own.view(8, 8).t(), other], 0, [True, True, False, True, True]
