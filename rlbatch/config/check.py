@@ -129,11 +129,9 @@ def _check_train(train: TrainConfig) -> None:
         )
     prompts, updates = train.prompts_per_step, train.updates_per_step
     if prompts % updates:
-        near = [count for count in range(1, prompts + 1) if prompts % count == 0]
-        below, above = max(c for c in near if c < updates) if updates > 1 else 1, min((c for c in near if c > updates), default=prompts)
         raise ConfigError(
             f"train.updates_per_step={updates}: must divide train.prompts_per_step ({prompts}), groups are not split. "
-            f"Use {below}{f' or {above}' if above != below else ''}."
+            f"Use {nearest(updates, divisors(prompts))}."
         )
 
 

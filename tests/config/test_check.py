@@ -70,8 +70,8 @@ def nested(key: str, value: Any) -> dict[str, Any]:
     ("overrides", "message"),
     [
         (["train.prompts_per_step=32", "train.updates_per_step=5"], "train.updates_per_step=5: must divide train.prompts_per_step (32)"),
-        (["train.prompts_per_step=32", "train.updates_per_step=5"], "Use 4 or 8."),
-        (["train.prompts_per_step=4", "train.updates_per_step=9"], "Use 4."),
+        (["train.prompts_per_step=32", "train.updates_per_step=5"], "Use 2, 4 or 8."),
+        (["train.prompts_per_step=4", "train.updates_per_step=9"], "Use 2 or 4."),
         (["train.spec=transformer_engine"], "train.spec=transformer_engine: its attention over packs has no fp32 kernels"),
         (["optimizer.lr=1.0e-6", "optimizer.min_lr=1.0e-5"], "optimizer.min_lr=1e-05: must be at most optimizer.lr (1e-06)"),
         (
