@@ -1,10 +1,11 @@
-"""Small runs of four ranks on two nodes, as users submit them, and what they leave behind."""
+"""Small runs on two nodes, as users submit them, and what they leave behind."""
 
 from __future__ import annotations
 
 import json
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ RUN_S = 240.0
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 TINY = ("train.prompts_per_step=4", "train.updates_per_step=1", "algorithm.group_size=2", "data.eval=")
 WORLD = ("+cluster=local", "layout.world_size=4")
+TWO_RANKS = ("layout.world_size=2", "cluster.gpus_per_node=1")
+"""One on each node."""
 
 
 def fault_reward(what: str = "nothing", rank: int = 1, call: int = 2, seconds: float = 0.0) -> list[str]:
@@ -70,10 +73,10 @@ class Job:
         return {file.name: file.read_bytes() for file in files}
 
 
-def sbatch(slurm: Slurm, script: Path, folder: Path, *overrides: str) -> Job:
+def sbatch(slurm: Slurm, script: Path, folder: Path, *overrides: str, options: Sequence[str] = ()) -> Job:
     """``sbatch`` of a batch script; the run folder and the log are in the given folder."""
     slurm.environment |= {"RUNS": str(folder), "PYTHON": sys.executable}
-    job_id = slurm.run("sbatch", "--parsable", f"--chdir={folder}", str(script), *TINY, *overrides).strip()
+    job_id = slurm.run("sbatch", "--parsable", f"--chdir={folder}", *options, str(script), *TINY, *overrides).strip()
     return Job(slurm, job_id, folder / job_id)
 
 

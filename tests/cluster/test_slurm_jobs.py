@@ -9,7 +9,7 @@ import pytest
 
 from tests import tiny_models
 from tests.cluster.faults import SLOW
-from tests.cluster.jobs import RUN_S, START_S, Job, fault_reward, sbatch, submit
+from tests.cluster.jobs import RUN_S, START_S, TWO_RANKS, Job, fault_reward, sbatch, submit
 from tests.cluster.processes import wait_until
 from tests.cluster.slurm import Slurm
 from tests.tiny_models import saved
@@ -18,6 +18,7 @@ STEPS = 12
 STEP_S = 1.0
 """Slower than steps are, so that a job can be preempted in between; until it was."""
 RUN = (f"train.steps={STEPS}", "checkpoint.export_hf=true", *fault_reward(seconds=STEP_S))
+SCRIPT = "slurm/local_smoke.sbatch"
 
 WRONG = """
 from dataclasses import replace
@@ -36,30 +37,37 @@ def rlbatch_resolve_model_family(hf_config):
 """
 
 
+def two_ranks(slurm: Slurm, repository: Path, folder: Path) -> Job:
+    """The run by ``sbatch slurm/local_smoke.sbatch``, of one rank on each node."""
+    return sbatch(slurm, repository / SCRIPT, folder, *RUN, *TWO_RANKS, options=["--ntasks-per-node=1"])
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(slurm_session: Slurm, repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """What ``sbatch slurm/local_smoke.sbatch`` leaves."""
-    job = sbatch(slurm_session, repository / "slurm" / "local_smoke.sbatch", tmp_path_factory.mktemp("smoke"), *RUN)
+    """What it leaves."""
+    job = two_ranks(slurm_session, repository, tmp_path_factory.mktemp("smoke"))
     assert job.wait_for_end()["JobState"] == "COMPLETED", job.log()
     return job
 
 
 def test_batch_script(uninterrupted: Job, slurm: Slurm) -> None:
-    """The embedded run on two nodes of two ranks comes to its end."""
+    """The embedded run on two nodes comes to its end."""
     summary = uninterrupted.json("summary.json")
     assert (summary["status"], summary["steps"], summary["first_error"]) == ("finished", STEPS, None)
     assert {"model.safetensors", f"step_{STEPS:06}.jsonl"} <= uninterrupted.result().keys()
 
 
 @pytest.mark.long("clusters", "jobs")
-def test_submitit(uninterrupted: Job, slurm: Slurm, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """submit's job gives the same weights and samples as the batch script's, also where jobs do not get the environment of sbatch: what the
-    script exports reaches the ranks. Its folder's name is no pattern.
+def test_submitit(slurm: Slurm, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """submit's job gives the same weights and samples as the batch script's, on two nodes of two ranks, also where jobs do not get the
+    environment of sbatch: what the script exports reaches the ranks. Its folder's name is no pattern.
     """
+    script = sbatch(slurm, repository / SCRIPT, tmp_path, *RUN)
+    assert script.wait_for_end()["JobState"] == "COMPLETED", script.log()
     monkeypatch.setitem(slurm.environment, "SBATCH_EXPORT", "NONE")
     job = submit(slurm, tmp_path / "top10%_x =1, 'a' %5x", *RUN, cwd=repository)
     assert job.wait_for_end()["JobState"] == "COMPLETED", job.log()
-    assert job.result() == uninterrupted.result()
+    assert job.result() == script.result()
 
 
 @pytest.mark.parametrize("way", [pytest.param("sbatch", marks=pytest.mark.long("clusters", "jobs")), "submit"])
@@ -69,8 +77,8 @@ def test_preempted_twice(
     """A job that more urgent ones preempt saves, is queued again and goes on, twice in a row: as if nothing had happened."""
     monkeypatch.setitem(slurm.environment, SLOW, str(tmp_path / "slow"))
     (tmp_path / "slow").touch()
-    script = repository / "slurm" / "local_smoke.sbatch"
-    job = sbatch(slurm, script, tmp_path, *RUN) if way == "sbatch" else submit(slurm, tmp_path / "run", *RUN, cwd=repository)
+    run = (*RUN, *TWO_RANKS)
+    job = two_ranks(slurm, repository, tmp_path) if way == "sbatch" else submit(slurm, tmp_path / "run", *run, cwd=repository)
     for requeues in (1, 2):
         before = [attempt["last_step"] for attempt in job.json("attempts.json").get("attempts", [])]
         job.wait_for_step(max(before, default=0) + 2)
