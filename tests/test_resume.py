@@ -47,8 +47,9 @@ RUN = (
     "rollout.options.max_batch_size=2",
 )
 ENDLESS = (*TINY, *SCORED, *ONE_RANK, "train.steps=100000", "data.eval=", "checkpoint.save_interval=1")
+PLUGINS = ",".join(f"'{Path(__file__).with_name(name)}'" for name in ("signalling_plugin.py", "holding_plugin.py"))
 SIGNALLING = (
-    f"plugins=['{Path(__file__).with_name('signalling_plugin.py')}']",
+    f"plugins=[{PLUGINS}]",
     "rollout=signalling",
     "algorithm.loss=signalling",
     "rollout.max_logprob_diff=1e-4",
@@ -118,7 +119,7 @@ def kill_ranks_before(held: str, path: Path, run_dir: Path, *overrides: str) -> 
     """Starts a run whose ranks get no further than to the making of a path, and kills all of them with SIGKILL when another one exists."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RLBATCH_TEST_HELD", held)
-        process = start(run_dir, *overrides, f"plugins=['{Path(__file__).with_name('holding_plugin.py')}']")
+        process = start(run_dir, *overrides)
     while len(ranks := ranks_of(run_dir)) < 2:
         time.sleep(0.01)
     wait_for(path, process)
@@ -169,37 +170,6 @@ def assert_same(run_dir: Path, uninterrupted: Path) -> None:
     assert tensors(run_dir) == tensors(uninterrupted)
 
 
-def test_a_run_that_was_killed_twice_ends_as_one_that_was_not(run: tuple[str, ...], uninterrupted: Path, tmp_path: Path) -> None:
-    """SIGKILL of all ranks within a save, then between saves. The same at the end, and rewards of the first attempt in summary.json. The
-    last attempt saves asynchronously, which changes nothing but when files are written: all are there before it ends.
-    """
-    run_dir = tmp_path / "run"
-    checkpoints = run_dir / "checkpoints"
-    ended = kill_ranks_before("/step_000004.part/state", checkpoints / "step_000004.part", run_dir, *run)
-    assert ended.code == 1
-    assert (checkpoints / "step_000004.part").exists()
-    assert latest(run_dir) == "step_000002"
-    assert (run_dir / "samples" / "step_000004.jsonl").exists()
-
-    ended = kill_ranks_before("/step_000006.jsonl", run_dir / "samples" / "step_000005.jsonl", run_dir, *run, "resume=auto")
-    assert ended.code == 1
-    assert "resumed after step 2" in ended.stdout
-    assert latest(run_dir) == "step_000004"
-    assert not list(checkpoints.glob("*.part"))
-
-    with no_memory_left():
-        ended = submit(run_dir, *run, "resume=auto", "checkpoint.async_save=true")
-    assert (ended.code, ended.stderr) == (0, "")
-    assert "resumed after step 4" in ended.stdout
-    assert sorted(path.name for path in checkpoints.iterdir()) == ["latest.json", "step_000004", "step_000006"]
-    assert latest(run_dir) == "step_000006"
-    assert_same(run_dir, uninterrupted)
-    assert processes_of(run_dir) == []
-    summary, whole = ended.json("summary.json"), json.loads((uninterrupted / "summary.json").read_text())
-    for key in ("status", "steps", "reward_start", "reward_end", "eval_reward_start", "eval_reward"):
-        assert summary[key] == whole[key], key
-
-
 def attempt(overrides: tuple[str, ...], run_dir: Path, *events: tuple[str, int, str], notice_s: float | None = None) -> Ended:
     """One attempt of the run, in which ranks signal themselves."""
     with pytest.MonkeyPatch.context() as patch:
@@ -208,15 +178,18 @@ def attempt(overrides: tuple[str, ...], run_dir: Path, *events: tuple[str, int, 
         return submit(run_dir, *overrides, *SIGNALLING, "resume=auto", *([] if notice_s is None else [f"launch.notice_s={notice_s:g}"]))
 
 
-def test_a_run_that_is_asked_to_stop_again_and_again(run: tuple[str, ...], uninterrupted: Path, tmp_path: Path) -> None:
+def test_a_run_that_is_killed_and_asked_to_stop_ends_as_one_that_was_not(run: tuple[str, ...], uninterrupted: Path, tmp_path: Path) -> None:
     """Ranks that start end at once. A notice shorter than the step, to one rank of two, in generation: the engine is interrupted, the state
     after the last step is saved, and the next attempt samples only what was not finished. One in the update: the step is finished first.
-    One in the evaluation after a step: it is left to the next attempt. One while a checkpoint is written: that is completed first.
+    SIGKILL of all ranks within a save, steps after the last one: these are made again. A notice in the evaluation after a step: it is left
+    to the next attempt. One while a checkpoint is written: that is completed first. The last attempt saves asynchronously, which changes
+    nothing but when files are written: all are there before it ends. The same at the end, and rewards of the first attempt in summary.json.
     """
     run_dir = tmp_path / "run"
+    checkpoints = run_dir / "checkpoints"
     ended = attempt(run, run_dir, ("start", 0, "SIGTERM"), ("start", 1, "SIGTERM"))
     assert ended.code != 0
-    assert not (run_dir / "checkpoints").exists()
+    assert not checkpoints.exists()
 
     ended = attempt(run, run_dir, ("generation 2 1", 1, "SIGUSR1"), notice_s=1)
     assert (ended.code, ended.stderr) == (STOPPED, "")
@@ -233,9 +206,17 @@ def test_a_run_that_is_asked_to_stop_again_and_again(run: tuple[str, ...], unint
     assert "step 2: " in ended.stdout or len(kept) == 1
     assert latest(run_dir) == "step_000002"
 
+    ended = kill_ranks_before("/step_000004.part/state", checkpoints / "step_000004.part", run_dir, *run, *SIGNALLING, "resume=auto")
+    assert ended.code == 1
+    assert (checkpoints / "step_000004.part").exists()
+    assert latest(run_dir) == "step_000002"
+    assert (run_dir / "samples" / "step_000004.jsonl").exists()
+
     ended = attempt(run, run_dir, ("evaluation 0", 0, "SIGTERM"))
     assert (ended.code, ended.stderr) == (STOPPED, "")
+    assert "resumed after step 2" in ended.stdout
     assert latest(run_dir) == "step_000003"
+    assert not list(checkpoints.glob("*.part"))
     assert [step for step, _ in scalars(run_dir)["reward/eval"]] == [0]
 
     ended = attempt(run, run_dir, ("save 4", 0, "SIGTERM"))
@@ -245,15 +226,21 @@ def test_a_run_that_is_asked_to_stop_again_and_again(run: tuple[str, ...], unint
     assert latest(run_dir) == "step_000004"
     assert "stopped after step 4" in ended.stdout
 
-    ended = attempt(run, run_dir)
+    with no_memory_left():
+        ended = attempt((*run, "checkpoint.async_save=true"), run_dir)
     assert (ended.code, ended.stderr) == (0, "")
     assert "resumed after step 4" in ended.stdout
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["latest.json", "step_000004", "step_000006"]
+    assert latest(run_dir) == "step_000006"
     assert_same(run_dir, uninterrupted)
     attempts = json.loads((run_dir / "attempts.json").read_text())["attempts"]
-    told = [(entry["first_step"], entry["last_step"], entry["why"]) for entry in attempts[-5:-1]]
-    assert told == [(0, 1, "SIGUSR1"), (1, 2, "SIGUSR2"), (2, 3, "SIGTERM"), (3, 4, "SIGTERM")]
+    told = [(entry["first_step"], entry["last_step"], entry["why"]) for entry in attempts[-6:-1]]
+    assert [told[number] for number in (0, 1, 3, 4)] == [(0, 1, "SIGUSR1"), (1, 2, "SIGUSR2"), (2, 3, "SIGTERM"), (3, 4, "SIGTERM")]
     assert list((run_dir / "groups").iterdir()) == []
     assert processes_of(run_dir) == []
+    summary, whole = ended.json("summary.json"), json.loads((uninterrupted / "summary.json").read_text())
+    for key in ("status", "steps", "reward_start", "reward_end", "eval_reward_start", "eval_reward"):
+        assert summary[key] == whole[key], key
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
