@@ -66,7 +66,9 @@ class VllmEngine(SamplingEngine):
     def _configured(self, header: dict[str, Any]) -> tuple[Any, Any, str]:
         """vLLM's arguments, its configuration, and its version."""
         distribution, version = versions.installed()
-        if refused := versions.version_refusal(distribution, version, sys.executable):
+        decided: dict[str, Any] = header["decided"]
+        refused = versions.version_refusal(distribution, version, sys.executable)
+        if refused := refused or versions.without_routes(distribution, version, decided):  # before an import of ten seconds
             raise Refused(refused)
         _add_plugin()
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -74,8 +76,7 @@ class VllmEngine(SamplingEngine):
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM  # noqa: F401  # most of vLLM
 
-        decided: dict[str, Any] = header["decided"]
-        if refused := versions.without_invariance(version) or versions.without_routes(version, decided):
+        if refused := versions.without_invariance(version):
             raise Refused(refused)
         if told := versions.untried(distribution, version):
             init_logger("vllm.rlbatch").warning(told)

