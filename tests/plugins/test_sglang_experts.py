@@ -51,6 +51,7 @@ def test_each_worker_takes_its_experts_exactly_once(engine: ExpertParallelRollou
     engine.update_weights(buckets(tensors(folder), 0.05, 2))
 
 
+@pytest.mark.long("sglang")
 def test_which_experts_a_worker_has(repository: Path, tmp_path: Path) -> None:
     """As SGLang's loader puts them: halves, with copies in further places; not known in advance where SGLang moves them."""
     experts = said_by_calls(repository, tmp_path)["experts"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import vllm.distributed
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import utils
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.models import deepseek_v2 as module
@@ -144,7 +146,8 @@ def main() -> None:
             "file": module.DeepseekV2DecoderLayer.forward.__code__.co_filename,
             "stores": stores(),
         }
-    print(json.dumps({"before": before, "after": after, "other_version": other_version}))
+    options = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
+    print(json.dumps({"before": before, "after": after, "other_version": other_version, "options": options}))
 
 
 if __name__ == "__main__":

@@ -13,10 +13,12 @@ import pytest
 import torch
 
 from rlbatch.api import RolloutContext, RolloutError
-from rlbatch.engines.client.interpreter import write_site
+from rlbatch.engines.client.interpreter import inspect_interpreter, write_site
 from rlbatch_plugins.rollout_transformers import TransformersOptions, TransformersRollout
 from rlbatch_plugins.rollout_vllm import ENTRY_POINTS, VllmOptions, vllm_rollout
 from rlbatch_plugins.vllm_host import workarounds
+from rlbatch_plugins.vllm_host.engine_options import CLASSES, SOURCE
+from rlbatch_plugins.vllm_host.versions import DISTRIBUTIONS
 from rlbatch_plugins.vllm_host.workarounds import SKIPPED, WORKAROUNDS
 from tests.leftovers import FOLDER, processes_of, shared_by, shared_memory
 from tests.plugins.vllm_cases import LIMIT, PARAMS, Pair, vllm_python, write_model
@@ -82,6 +84,11 @@ def test_other_versions_are_warned_about(seen: dict[str, Any]) -> None:
     """A workaround that was not made for this version is not applied, and the log says which, why and where to look."""
     assert seen["other_version"] == sorted(workaround.name for workaround in WORKAROUNDS)
     assert len(seen["other_version"]) >= 6
+
+
+def test_its_source_says_what_its_class_has(seen: dict[str, Any], repository: Path) -> None:
+    """The names of options that are found without importing vLLM are those of its dataclass."""
+    assert set(inspect_interpreter(vllm_python(repository), DISTRIBUTIONS, SOURCE, CLASSES).options) == set(seen["options"])
 
 
 def without(workaround: str, folder: Path, repository: Path, scratch: Path, **ranks: Any) -> RolloutContext:
