@@ -28,8 +28,8 @@ from typing import Any, Literal
 
 START_TIMEOUT_S = 300.0
 MAX_THREADS = 500
-"""Threads of a worker after which the pool is replaced: gloo keeps 48 for every model that was trained, which take a hundredth of a
-processor and make a small model's step take a tenth longer.
+"""Threads of a worker after which the pool is replaced: gloo has 48 for every model, which take a hundredth of a processor and make a
+small model's step take a twentieth longer, and some of them stay.
 """
 ENDING_S = 1.0
 """Longest time from the end of a rank's connections to its own, on a busy machine."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from rlbatch.api import OptimizerSpec
 from rlbatch.config.schema import OptimizerConfig
 from rlbatch.megatron.model import DTYPES
+from rlbatch.megatron.parallel import end_with_groups
 
 BUCKET_SIZE: int | None = None
 """Parameters that are reduced at once where that overlaps; None: Megatron's 40 million, or a million for each data-parallel rank."""
@@ -31,6 +32,7 @@ def wrap_data_parallel(config: Any, chunks: list[Any], *, overlap: bool) -> list
         grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=overlap, bucket_size=BUCKET_SIZE
     )
     wrapped = [DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0) for index, chunk in enumerate(chunks)]
+    end_with_groups(wrapped)
     if overlap:  # the schedule tells the buckets which microbatch is the last
         config.no_sync_func = wrapped[0].no_sync if len(wrapped) == 1 else [chunk.no_sync for chunk in wrapped]
     return wrapped

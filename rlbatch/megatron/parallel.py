@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakSet
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -14,6 +18,8 @@ from rlbatch.weights.params import ParallelGroups
 
 _copies: dist.ProcessGroup | None = None
 _ranks_per_node = 1
+_models: WeakSet[Any] = WeakSet()
+"""Megatron's ``DistributedDataParallel`` that use the groups."""
 
 
 def initialize_groups(layout: LayoutConfig, seed: int, ranks_per_node: int = 1) -> None:
@@ -55,9 +61,20 @@ def _group_of_copies(layout: LayoutConfig, ranks_per_node: int) -> dist.ProcessG
     return found
 
 
+def end_with_groups(models: Iterable[Any]) -> None:
+    """When other groups are made these ``DistributedDataParallel`` cannot be trained any more, and go once nobody has them."""
+    _models.update(models)
+
+
 def _destroy_groups() -> None:
     """Megatron forgets its groups and leaves them alive, each with threads (gloo) or device memory (NCCL)."""
     parallel_state.destroy_model_parallel()
+    for model in _models:
+        for accumulator in model.grad_accs:  # its hook has the model, and the graph of the last pass has it: a circle that gc cannot see
+            accumulator.register_hook(lambda *_: None).hooks_dict_ref().clear()
+    if _models:
+        _models.clear()
+        gc.collect()  # they have groups
     for group in list(distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
