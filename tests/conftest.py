@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +14,14 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Whatever the machine's habit: a rank that compiles all of rlbatch anew takes a sixth longer to start, a light process a half.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 from rlbatch.rank_pools import RankPools
 from tests.leftovers import STARTED
 from tests.long_tail import changed_since, concerned
 
+sys.dont_write_bytecode = False
 pytest.register_assert_rewrite("tests.plugins.engine_contract")  # it is no test file, but has tests in it
 
 ROOT = Path(__file__).resolve().parent.parent
