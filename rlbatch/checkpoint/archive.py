@@ -19,9 +19,9 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
-from rlbatch.checkpoint.block_file import BLOCK_BYTES
 from rlbatch.checkpoint.reading import passing, read_into
 from rlbatch.checkpoint.unpickle import unpickled
+from rlbatch.weights.codec import CHUNK_BYTES
 
 DTYPES = {
     "FloatStorage": torch.float32,
@@ -218,7 +218,7 @@ def _is_box(first: int, shape: tuple[Any, ...], strides: tuple[Any, ...]) -> boo
 
 
 def filled(target: Tensor, descriptor: int, layout: ArchiveLayout, starts: Sequence[int], *, once: bool = False) -> Iterator[Tensor]:
-    """Copies a box of a tensor, piece by piece: of each at most ``BLOCK_BYTES`` are read, from its first to its last element.
+    """Copies a box of a tensor, piece by piece: of each at most ``CHUNK_BYTES`` are read, from its first to its last element.
 
     Args:
         target: As large as the box, on any device, in any type. What lies there as in the file is read right into it.
@@ -234,7 +234,7 @@ def filled(target: Tensor, descriptor: int, layout: ArchiveLayout, starts: Seque
         OSError: it cannot be read.
         EOFError: the file ends before it.
     """
-    for place, sizes in _pieces((0,) * target.dim(), tuple(target.shape), layout.strides, BLOCK_BYTES // layout.dtype.itemsize):
+    for place, sizes in _pieces((0,) * target.dim(), tuple(target.shape), layout.strides, CHUNK_BYTES // layout.dtype.itemsize):
         piece = target[tuple(slice(at, at + size) for at, size in zip(place, sizes, strict=True))]
         first = layout.first + sum((a + b) * stride for a, b, stride in zip(starts, place, layout.strides, strict=True))
         offset, span = layout.start + first * layout.dtype.itemsize, _span(sizes, layout.strides)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from rlbatch.api import DataError
-from rlbatch.checkpoint.block_file import ALIGNMENT, BLOCK_BYTES
+from rlbatch.checkpoint.block_file import ALIGNMENT
+from rlbatch.weights.codec import CHUNK_BYTES
 
 _DONTCACHE = 0x80
 """``RWF_DONTCACHE`` of Linux 6.14: pages that were not in the page cache before are not there afterwards."""
@@ -57,8 +58,8 @@ def read_into(descriptor: int, target: memoryview, offset: int, *, once: bool = 
     if not once or len(data) < DIRECT_BYTES:
         _read_rest(descriptor, data, offset, once)
         return
-    for start in range(0, len(data), BLOCK_BYTES):
-        part = data[start : start + BLOCK_BYTES]
+    for start in range(0, len(data), CHUNK_BYTES):
+        part = data[start : start + CHUNK_BYTES]
         part[:] = passing(descriptor, len(part), offset + start, once=once)
 
 
@@ -69,12 +70,12 @@ def passing(descriptor: int, nbytes: int, offset: int, *, once: bool = False) ->
 
     Args:
         descriptor: Of the file.
-        nbytes: At most ``BLOCK_BYTES``.
+        nbytes: At most ``CHUNK_BYTES``.
         offset: From where.
         once: As of ``Reading``.
     """
     if not hasattr(_of_thread, "block"):
-        _of_thread.block = np.frombuffer(mmap.mmap(-1, BLOCK_BYTES + ALIGNMENT), dtype=np.uint8)
+        _of_thread.block = np.frombuffer(mmap.mmap(-1, CHUNK_BYTES + ALIGNMENT), dtype=np.uint8)
     before = offset % ALIGNMENT
     part = _of_thread.block[before:][:nbytes]
     around = _of_thread.block[: before + nbytes + -(before + nbytes) % ALIGNMENT]

@@ -161,7 +161,7 @@ class TorchDist:
     def read_into(self, target: Tensor, key: str, starts: Sequence[int]) -> None:
         """Copies a box of a tensor, as of ``read``, to a target of its sizes, on any device and in any dtype.
 
-        At most ``block_file.BLOCK_BYTES`` are read at once, however large the chunks are.
+        At most ``codec.CHUNK_BYTES`` are read at once, however large the chunks are.
         """
         self._fill(target, key, starts, self._touched(key, starts, target.shape))
 

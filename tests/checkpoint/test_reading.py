@@ -44,7 +44,7 @@ def test_bytes_at_a_place(once: bool, refusal: int | None, tmp_path: Path, monke
 @pytest.mark.parametrize("offset", [0, 123, 2**20 - 1])
 def test_large_parts_around_the_page_cache(refusal: str | None, offset: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever their place, also where a file system cannot do it; the end of the file is an error as ever."""
-    content = np.random.default_rng(0).bytes(reading.BLOCK_BYTES + 2**21 + 77)
+    content = np.random.default_rng(0).bytes(reading.CHUNK_BYTES + 2**21 + 77)
     (tmp_path / "file").write_bytes(content)
     opened, preadv, direct = os.open, os.preadv, set()
 

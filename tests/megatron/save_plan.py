@@ -26,7 +26,6 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from rlbatch.api import ModelFamily
 from rlbatch.checkpoint import archive
-from rlbatch.checkpoint.block_file import BLOCK_BYTES
 from rlbatch.checkpoint.torch_dist import Chunk, TorchDist, small_files
 from rlbatch.config.schema import LayoutConfig
 from rlbatch.megatron.checkpoint_chunks import placed_chunks
@@ -34,6 +33,7 @@ from rlbatch.megatron.held_parts import Part, runs, weights, written
 from rlbatch.megatron.optimizer import wrap_data_parallel
 from rlbatch.megatron.simulated_rank import on_meta, simulated_rank, stages
 from rlbatch.megatron.state_writer import buffer_bytes, plan, write_bytes
+from rlbatch.weights.codec import CHUNK_BYTES
 from rlbatch.weights.filling import THREADS
 
 
@@ -117,7 +117,7 @@ def reads(stored: TorchDist, part: Part) -> Iterator[int]:
     assert sum(math.prod(extent) for _, _, extent in touched) == math.prod(size), part
     for chunk, _, extent in touched:
         strides = [math.prod(chunk.sizes[axis + 1 :]) for axis in range(len(extent))]
-        for _, sizes in archive._pieces((0,) * len(extent), tuple(extent), strides, BLOCK_BYTES // itemsize):
+        for _, sizes in archive._pieces((0,) * len(extent), tuple(extent), strides, CHUNK_BYTES // itemsize):
             yield archive._span(sizes, strides) * itemsize
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlbatch.checkpoint.block_file import BLOCK_BYTES
 from rlbatch.checkpoint.torch_dist import Chunk, TorchDist
 from rlbatch.config.schema import LayoutConfig
 from rlbatch.megatron import held_parts
@@ -20,6 +19,7 @@ from rlbatch.megatron.held_parts import PART_BYTES, boxes, divided, parts
 from rlbatch.megatron.state_writer import FILE_BYTES
 from rlbatch.plan.parameters import ModelSize
 from rlbatch.registry import load_plugins
+from rlbatch.weights.codec import CHUNK_BYTES
 from tests.megatron.real_models import CONFIGS
 from tests.megatron.save_plan import RankPlan, plans, reads, without_content
 
@@ -109,5 +109,5 @@ def test_64_ranks_write_deepseek_v3(tmp_path: Path) -> None:
             assert rank.state
             assert sum(part.values.numel() for part in rank.weights) > sum(part.values.numel() for part in rank.state) / len(STATE)
             read = [nbytes for part in (*rank.weights, *rank.state) for nbytes in reads(stored, part)]
-            assert max(read) <= BLOCK_BYTES
+            assert max(read) <= CHUNK_BYTES
             assert sum(read) < 2 * sum(part.values.nbytes for part in (*rank.weights, *rank.state))
