@@ -76,7 +76,7 @@ def begin(root: Path, step: int) -> Path:
     make_root(root)
     for leftover in root.iterdir():
         if DRAFT.fullmatch(leftover.name) and leftover.is_dir() and not leftover.is_symlink():
-            shutil.rmtree(leftover)
+            shutil.rmtree(leftover, ignore_errors=leftover != folder)
     folder.mkdir(mode=0o700)
     (folder / STATE).mkdir(mode=0o700)
     return folder
@@ -206,12 +206,14 @@ _FIX = "Restore it, or name another checkpoint."
 
 
 def _delete(folder: Path) -> None:
-    """Deletes a checkpoint; it stops being one at once."""
+    """Deletes a checkpoint; it stops being one at once. What cannot be removed now, e.g. what NFS keeps for who reads it, the next save
+    removes, or one later: the new checkpoint is whole all the same.
+    """
     gone = folder.with_name(f"{folder.name}.deleted.part")
     if gone.exists():
         shutil.rmtree(gone)
     os.replace(folder, gone)
-    shutil.rmtree(gone)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def _listing(path: Path) -> tuple[int, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -196,13 +197,32 @@ def test_a_deletion_that_was_killed_leaves_no_half_checkpoint(tmp_path: Path, mo
     save(tmp_path, 10)
     begin(tmp_path, 20)
     removing = shutil.rmtree
-    monkeypatch.setattr(run_folder.shutil, "rmtree", lambda path: (path / PROGRESS).touch() or (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(
+        run_folder.shutil, "rmtree", lambda path, **_: (path / PROGRESS).touch() or (_ for _ in ()).throw(KeyboardInterrupt)
+    )
     with pytest.raises(KeyboardInterrupt):
         complete(tmp_path, 20, {"step": 20}, "this", keep=1)
     monkeypatch.setattr(run_folder.shutil, "rmtree", removing)
     assert checkpoints(tmp_path) == ["step_000020"]
     begin(tmp_path, 30)
     assert sorted(path.name for path in tmp_path.iterdir()) == [LATEST, "step_000020", "step_000030.part"]
+
+
+def test_an_old_one_that_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """E.g. as somebody reads it on NFS: the new checkpoint is the latest and no save fails; a later one removes the rest."""
+
+    def refused(*arguments: object, **options: object) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    save(tmp_path, 10)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refused)
+        for step in (20, 30):
+            saved = save(tmp_path, step, keep=1)
+            assert (newest(tmp_path) or ("",))[0] == saved
+        assert (tmp_path / "step_000020.deleted.part" / PROGRESS).exists()
+    begin(tmp_path, 40)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [LATEST, "step_000030", "step_000040.part"]
 
 
 def checkpoints(root: Path) -> list[str]:
