@@ -23,6 +23,7 @@ from rlbatch.datasets.jsonl import json_type
 from rlbatch.datasets.records import read_records
 from rlbatch.job_parts import model_folder, write_embedded
 from rlbatch.launch.records.streams import end_with_reader, exit_code_of_display, keep_output
+from rlbatch.length_picture import bars, write_svg
 from rlbatch.prompts.model_folder import load_tokenizer
 from rlbatch.prompts.prompt_check import RowChecks
 from rlbatch.prompts.prompt_file import PromptRow
@@ -39,10 +40,10 @@ each reward says of its own gold answers. Needs the model's config.json and toke
 
 Usage: python -m rlbatch.data [key=value ...]     the same arguments as python -m rlbatch.submit
 
+Writes prompt_lengths.svg, a picture of the lengths, into the current folder.
 Exit codes: 0 all rows can be used, 2 some cannot, or the arguments are refused.
 """
-BINS, BAR_COLUMNS = 16, 50
-"""Of a histogram."""
+PICTURE = "prompt_lengths.svg"
 SHOWN_PROMPTS, SHOWN_PLACES, SHOWN_IDS = 3, 3, 24
 TOKENIZE_S = 60.0
 """How long the rows of a set are tokenised; the others are only read."""
@@ -104,6 +105,7 @@ def show(config: Config, registry: Registry, run_dir: Path) -> int:
     folder = model_folder(config, run_dir)
     family = registry.resolve_model_family(read_config(folder))
     tokenizer = load_tokenizer(folder, folder)
+    pictures: dict[str, list[int]] = {}
     code = DONE
     trained = training_sets(config, run_dir) if config.mode == "train" else []
     for one, own in [*((one, config) for one in trained), *held_out_sets(config, run_dir)]:
@@ -112,9 +114,13 @@ def show(config: Config, registry: Registry, run_dir: Path) -> int:
         print(*_lines(one, report, limit, tokenizer), sep="\n")
         print(*_verdicts(own, registry, report, tokenizer), sep="\n")
         print()
+        pictures[one.name or one.key] = report.lengths
         too_long = sum(length > limit[0] for length in report.lengths)
         if report.unusable or (too_long and (one.data.too_long == "refuse" or too_long == len(report.lengths))):
             code = REFUSED
+    if any(pictures.values()):
+        write_svg(Path(PICTURE), pictures)
+        print(f"Picture of the lengths: {PICTURE}")
     return code
 
 
@@ -183,7 +189,7 @@ def _lines(one: PromptSet, report: Report, limit: Limit, tokenizer: PreTrainedTo
         of = "" if len(lengths) + sum(map(len, report.unusable.values())) >= report.rows else f" of the first {len(lengths)} rows"
         middle = [lengths[int(share * (len(lengths) - 1))] for share in (0, 0.5, 0.9, 0.99, 1)]
         yield f"  tokens{of}: shortest {middle[0]}, median {middle[1]}, 90 % {middle[2]}, 99 % {middle[3]}, longest {middle[4]}"
-        yield from (f"    {line}" for line in _bars(lengths))
+        yield from (f"    {line}" for line in bars(lengths))
     too_long = sum(length > limit[0] for length in lengths)
     what = "left out" if one.data.too_long == "drop" else "refused"
     yield f"  {what}, longer than {limit[0]} tokens ({limit[1]}): {too_long}"
@@ -214,25 +220,6 @@ def _verdicts(config: Config, registry: Registry, report: Report, tokenizer: Pre
         yield f"  reward {name} of its own gold answers ({len(prompts)} rows):"
         reward, scope = registry.build_reward(name, options), reward_parts.scope_of(registry.rewards, name, options)
         yield from (f"    {line}" for line in verdicts(name, reward, scope, prompts, tokenizer, GOLD_S))
-
-
-def _bins(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Least and most tokens of each bin, equally wide, and how many prompts are in it."""
-    low, high = min(lengths), max(lengths)
-    width = max(1, -(-(high - low + 1) // BINS))
-    counts = [0] * -(-(high - low + 1) // width)
-    for length in lengths:
-        counts[(length - low) // width] += 1
-    return [(low + number * width, low + (number + 1) * width - 1, found) for number, found in enumerate(counts)]
-
-
-def _bars(lengths: Sequence[int]) -> list[str]:
-    """A line for each bin."""
-    found = _bins(lengths)
-    most, digits = max(count for *_, count in found), len(str(found[-1][1]))
-    return [
-        f"{low:>{digits}} - {high:>{digits}} {'#' * -(-count * BAR_COLUMNS // most):<{BAR_COLUMNS}} {count}" for low, high, count in found
-    ]
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +59,7 @@ def test_what_a_job_would_train_on(job: list[str], capsys: pytest.CaptureFixture
     equals, boxed = out[out.index("reward equals of its own") :].split("reward boxed of its own")
     assert "the label itself: mean 1 (1 for 2)" in equals and "\\boxed{label}: mean 0 (0 for 2)" in equals
     assert "the label itself: mean 0 (0 for 1)" in boxed and "\\boxed{label}: mean 1 (1 for 1)" in boxed
+    assert Path("prompt_lengths.svg").read_text().startswith("<svg")
     assert rlbatch.data.main([*job, "data.too_long=refuse"]) == 2
 
 
@@ -106,13 +106,3 @@ def test_what_ends_it(job: list[str], capsys: pytest.CaptureFixture[str]) -> Non
     assert "absent/config.json: not there" in capsys.readouterr().err
     assert rlbatch.data.main(["--help"]) == 0
     assert "python -m rlbatch.data [key=value ...]" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("lengths", [[5], [1, 1, 2], list(range(100)), [3, 1000], [7] * 9 + [40]])
-def test_a_histogram_counts_every_length_once(lengths: list[int]) -> None:
-    """In bins side by side, from the shortest to the longest."""
-    found = rlbatch.data._bins(lengths)
-    assert found[0][0] == min(lengths) and found[-1][1] >= max(lengths)
-    assert all(high + 1 == following[0] for (_, high, _), following in pairwise(found))
-    assert all(count == sum(low <= length <= high for length in lengths) for low, high, count in found)
-    assert len(found) <= 16 and len(rlbatch.data._bars(lengths)) == len(found)

@@ -5,6 +5,7 @@ To YAML 1.1 ``on``, ``007``, ``0.10``, ``1e3``, ``12:30:00`` and ``2026-01-01`` 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,11 @@ from rlbatch.config.foreign import read_text
 from rlbatch.config.text_keys import in_text_map, is_text
 
 CORRECT = "Correct it."
+MOST_VALUES = 100_000
+"""Most values of a file. Those behind aliases count wherever they are used: a dozen lines of aliases may stand for more than any memory."""
+DEEPEST = 32
+"""Mappings and lists in each other."""
+_PLAIN = frozenset(f"tag:yaml.org,2002:{name}" for name in ("str", "null", "bool", "int", "float", "merge", "map", "seq"))
 _TEXT, _NULL, _MERGE, _DATE = (f"tag:yaml.org,2002:{name}" for name in ("str", "null", "merge", "timestamp"))
 
 
@@ -54,6 +60,10 @@ def read_yaml(path: Path, section: str = "", fix: str = CORRECT) -> Mapping[str,
         node = loader.get_single_node()
         if not isinstance(node, yaml.MappingNode):
             raise ConfigError(f"{path}: must be a mapping of keys to values. {CORRECT}")
+        if _values(node, {}, path) > MOST_VALUES:
+            raise ConfigError(
+                f"{path}: must have at most {MOST_VALUES} values, aliases (`*name`) counted each time, {DEEPEST} deep. {CORRECT}"
+            )
         _keep_text(node, section, path)
         tree: Mapping[str, Any] = loader.construct_document(node)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # an int of thousands of digits, brackets without end
@@ -63,6 +73,21 @@ def read_yaml(path: Path, section: str = "", fix: str = CORRECT) -> Mapping[str,
     finally:
         loader.dispose()
     return tree
+
+
+def _values(node: yaml.Node, known: dict[int, float], path: Path, depth: int = 0) -> float:
+    """How many values a node stands for; infinity: it is a part of itself, or too deep. Refuses types that a config has not."""
+    if depth > DEEPEST:
+        return math.inf
+    if node.tag not in _PLAIN:
+        kind = node.tag.replace("tag:yaml.org,2002:", "!!")
+        raise ConfigError(f"{path}:{node.start_mark.line + 1}: {kind} is no type of a config's values. Write it without.")
+    if id(node) not in known:
+        known[id(node)] = math.inf
+        items = node.value if isinstance(node, yaml.CollectionNode) else ()
+        parts = [part for item in items for part in (item if isinstance(item, tuple) else (item,))]
+        known[id(node)] = 1 + sum(_values(part, known, path, depth + 1) for part in parts)
+    return known[id(node)]
 
 
 def _keep_text(node: yaml.MappingNode, section: str, path: Path) -> None:

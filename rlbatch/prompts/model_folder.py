@@ -13,6 +13,7 @@ from rlbatch.api import DataError
 from rlbatch.checkpoint.model_files import TEMPLATES
 from rlbatch.config.foreign import LARGE_BYTES, MissingFileError, read_json, read_text
 from rlbatch.config.hf_config import read_config
+from rlbatch.prompts.resource_limits import bounded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -89,7 +90,8 @@ def unseen_end(tokenizer: PreTrainedTokenizerBase, folder: Path, vocab_size: int
     answer = "an answer"
     messages = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": answer}]
     try:
-        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+        with bounded(seconds=5.0, more_bytes=2**31):
+            text = str(tokenizer.apply_chat_template(messages, tokenize=False))
     except Exception:  # it takes no such messages
         return None
     _, found, behind = text.rpartition(answer)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rlbatch.api import ConfigError, DataError, Prompt
 from rlbatch.config.schema import DataConfig
 from rlbatch.prompts.prompt_file import PromptRow, read_prompt_rows
+from rlbatch.prompts.resource_limits import bounded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -20,8 +21,10 @@ if TYPE_CHECKING:
 SHOWN_ROWS = 3
 BATCH_ROWS = 1024
 """Rows that are tokenised by one call; more are no faster, and take memory."""
-BATCH_S = 60.0
-"""Of computing, in which a chat template must have written ``BATCH_ROWS`` rows: thousands of times what usual ones take."""
+ROW_S, BATCH_S = 5.0, 60.0
+"""Of computing, in which a chat template must have written a row, and ``BATCH_ROWS`` of them: thousands of times what usual ones take."""
+ROW_BYTES = 2 * 2**30
+"""Of memory that it may take for a row."""
 MOST_CHARACTERS = 2**26
 """Of a prompt: more than the tokens of any context."""
 
@@ -202,8 +205,14 @@ def _text(row: PromptRow, tokenizer: PreTrainedTokenizerBase, options: Mapping[s
             "Write it to chat_template.jinja, or write the prompts as strings."
         )
     try:
-        messages = [dict(message) for message in row.prompt]
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options))
+        with bounded(ROW_S, ROW_BYTES):
+            messages = [dict(message) for message in row.prompt]
+            return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options))
+    except TimeoutError as error:
+        raise DataError(f"{tokenizer.name_or_path}: the chat template does not end ({place}: {error}). Correct the template.") from error
+    except MemoryError as error:
+        limit = f"more than {ROW_BYTES / 2**30:g} GiB"
+        raise DataError(f"{tokenizer.name_or_path}: the chat template takes too much memory ({place}: {limit}). Correct it.") from error
     except Exception as error:  # a template is a program: whatever it raises must name the row
         line = getattr(error, "lineno", None)
         if line is not None:  # Jinja's own, of its syntax

@@ -1,6 +1,8 @@
 """Prompts are tokenised as one by one, and refused with place and fix."""
 
 import json
+import resource
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -189,20 +191,31 @@ def test_a_response_limit_that_fills_the_context_is_refused(tmp_path: Path, toke
         load_prompts(path, DATA, tokenizer, context_tokens=64, max_response_tokens=64)
 
 
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [
+        (LOOPS, r"the chat template does not end \(.*p\.jsonl:1: it takes more than 0\.2 s\)\. Correct the template\."),
+        ("{{ 10 ** (10 ** 9) }}", r"the chat template does not end \(.*p\.jsonl:1: it takes more than 0\.2 s\)"),
+        ("{{ 'a' * 10 ** 10 }}", r"the chat template takes too much memory \(.*p\.jsonl:1: more than 2 GiB\)\. Correct it\."),
         ("{{ 'a' | center(10 ** 4) }}", r"p\.jsonl:1: the prompt has 10000 characters, must have at most 1000\. Shorten it\."),
         ({"tool_use": "x", "rag": "y"}, r"model: has chat templates for rag, tool_use only, and the prompts need the one named default\."),
     ],
 )
-def test_templates_of_no_use(template: Any, message: str, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A template is a program that others wrote: what is wrong with it, or with what it makes, is a message."""
+def test_templates_without_bounds(template: Any, message: str, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A template is a program that others wrote: one that loops for ever, or makes gigabytes, is a message; its limits end with it."""
+    if r"0\.2 s" in message:
+        monkeypatch.setattr(tokenizing, "ROW_S", 0.2)
     monkeypatch.setattr(tokenizing, "MOST_CHARACTERS", 1000)
     tokenizer.chat_template = template
+    before = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM)
     path = write(tmp_path / "p.jsonl", {"prompt": [{"role": "user", "content": "a"}], "label": ""})
     with pytest.raises(DataError, match=message):
         load_prompts(path, DATA, tokenizer, context_tokens=64, max_response_tokens=4)
+    assert before == (resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM))
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
 
 
 def test_templates_that_are_slow_for_every_row(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
