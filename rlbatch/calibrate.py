@@ -22,7 +22,7 @@ from rlbatch.registry import Registry, load_plugins
 
 MAY_DIFFER = 0.05
 """Of a GPU's memory: what a card has, and what is said of it."""
-Planned = Callable[[Config, Registry], tuple[JobPlan, list[str]]]
+Planned = Callable[[Config, Registry], JobPlan]
 
 
 def calibrate(folders: Sequence[str], asked: Config | None, into: str, planned: Planned) -> Iterator[str]:
@@ -127,7 +127,7 @@ class _Run:
 
 
 def _planned(planned: Planned, config: Config, registry: Registry) -> tuple[JobPlan, Table]:
-    plan, _ = planned(config, registry)
+    plan = planned(config, registry)
     return plan, planned_memory(plan.memory, plan.nodes, on_gpu=True)
 
 

@@ -130,9 +130,10 @@ def _calibrate(folders: str, overrides: Sequence[str]) -> int:
 
 
 def _show(config: Config, registry: Registry, question: str, shown: str) -> int:
-    plan, problems = make_plan(config, registry)
+    plan = make_plan(config, registry)
     if question:
         return _verify(plan) if question == "verify" else _search(plan, registry, question, shown)
+    problems = refusals(plan, registry)
     changes = [] if plan.has_room else cheapest_changes(plan, registry)
     if shown == "json":
         print(json.dumps(as_json(plan, problems, changes), indent=1))
@@ -192,11 +193,11 @@ def _verify(plan: JobPlan) -> int:
     return TOO_CLOSE if wrong else DONE
 
 
-def make_plan(config: Config, registry: Registry) -> tuple[JobPlan, list[str]]:
-    """The plan of a job on its cluster, and why submit would refuse it.
+def make_plan(config: Config, registry: Registry) -> JobPlan:
+    """The plan of a job on its cluster.
 
     Raises:
-        RlbatchError: there is no plan: the model is not known, or cannot be divided so.
+        RlbatchError: there is none: the model is not known, or cannot be divided so.
     """
     with tempfile.TemporaryDirectory() as scratch:
         config = _with_model(config, Path(scratch))
@@ -208,13 +209,17 @@ def make_plan(config: Config, registry: Registry) -> tuple[JobPlan, list[str]]:
         nodes = planned_nodes(registry, config)
         job = memory_inputs(config, registry, family, on_gpu=on_gpu)
         config, _ = packs_chosen(config, job)
-        job = dataclasses.replace(job, config=config)
-        checks: list[Callable[[], None]] = [
-            partial(check_engines, config, registry, family),
-            partial(check_fit, job, registry, partial(planned_nodes, registry)),
-            partial(check_packs, job),
-        ]
-        return plan_job(job, nodes), [said for check in checks if (said := _refusal(check))]
+        return plan_job(dataclasses.replace(job, config=config), nodes)
+
+
+def refusals(plan: JobPlan, registry: Registry) -> list[str]:
+    """Why submit would refuse the job; a search does without, as what would do is looked for."""
+    checks: list[Callable[[], None]] = [
+        partial(check_engines, plan.job.config, registry, plan.model.family),
+        partial(check_fit, plan.job, registry, partial(planned_nodes, registry)),
+        partial(check_packs, plan.job),
+    ]
+    return [said for check in checks if (said := _refusal(check))]
 
 
 def _refusal(check: Callable[[], None]) -> str:

@@ -37,7 +37,7 @@ def ran(name: str, *keys: str, device: str = "NVIDIA H20", gib: float = 95.0, is
     config, registry = compose_job([*KEYS, *keys])
     values: dict[str, Any] = {**TRUE, **true, **LENGTHS}
     assume = replace(config.plan.assume, **values)
-    plan, _ = make_plan(replace(config, plan=replace(config.plan, assume=assume)), registry)
+    plan = make_plan(replace(config, plan=replace(config.plan, assume=assume)), registry)
     assert plan.time
     found: dict[str, Any] = {
         "machine": {"device": device, "gpu_memory_gib": gib, "ranks": 64, "date": "2026-11-29"},

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 
 def divisors(number: int) -> list[int]:
     """All, the smallest first."""
-    return [size for size in range(1, number + 1) if number % size == 0]
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return [*small, *(number // size for size in reversed(small) if size * size < number)]
 
 
 def nearest(size: int, valid: Iterable[int]) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from rlbatch.api import ConfigError, EngineShape, ModelFamily, RolloutSpec
+from rlbatch.config.divisors import divisors
 from rlbatch.config.evaluation import longest_response
 from rlbatch.config.schema import Config
 from rlbatch.config.structured import show_value
@@ -194,9 +195,7 @@ class EnginePlan:
     def sizes(self, *, spans_nodes: bool) -> Iterator[int]:
         """GPUs that an engine can have: those of whole nodes, or a part of a node's that divides them."""
         node, world = self.place.ranks_per_node if self.place else self.config.cluster.gpus_per_node, self.config.layout.world_size
-        for size in range(1, world + 1):
-            if world % size == 0 and (node % size == 0 or (spans_nodes and size % node == 0)):
-                yield size
+        yield from (size for size in divisors(world) if node % size == 0 or (spans_nodes and size % node == 0))
 
     def _larger(self, job: MemoryInputs, room: float) -> str:
         """A larger engine that fits; empty: none does."""

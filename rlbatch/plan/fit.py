@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
-from itertools import product
-from typing import Any
+from itertools import islice, product
+from typing import Any, NamedTuple
 
 from rlbatch.api import ConfigError, ModelFamily, RlbatchError
 from rlbatch.config.schema import Config, LayoutConfig, OffloadConfig
 from rlbatch.config.structured import show_value
-from rlbatch.plan.engine_memory import GIB, WEIGHT_BYTES, MemoryInputs, changed_inputs
+from rlbatch.plan.engine_memory import GIB, WEIGHT_BYTES, MemoryInputs, changed_inputs, engine_memory
 from rlbatch.plan.engine_plan import EnginePlan
 from rlbatch.plan.layout import check_layout
-from rlbatch.plan.memory import BESIDE_ENGINES, GRADIENT_BYTES, PHASES, STATE_BYTES, WHEN, MemoryFloor, memory_floor
+from rlbatch.plan.memory import BESIDE_ENGINES, GRADIENT_BYTES, PHASES, STATE_BYTES, WHEN, MemoryFloor, memory_floor, trainer_gib
 from rlbatch.plan.nodes import Placement
 from rlbatch.plan.parameters import ModelSize, Share, least_share
 from rlbatch.registry import Registry
@@ -30,6 +30,14 @@ Nodes = Callable[[Config], Sequence[int] | None]
 """The ranks of each of a job's nodes, where they are known; raises ``ConfigError`` if there are not so many."""
 Changes = Mapping[str, Any]
 """Config key -> value."""
+
+
+class _Spared(NamedTuple):
+    """A job with changes that need no other layout, and the ranks of its nodes."""
+
+    changes: Changes
+    job: MemoryInputs
+    nodes: Sequence[int] | None
 
 
 def excesses(job: MemoryInputs, floor: MemoryFloor, nodes: Sequence[int] | None) -> list[str]:
@@ -81,16 +89,28 @@ def _fix(job: MemoryInputs, registry: Registry, nodes: Nodes) -> str:
     """The first of all candidates, cheapest first, that fits; else that does without engines: what these need is said next."""
     spared, apart, aside = spare(job, registry), without_engines(job), ""
     is_trainer_short = bool(excesses(apart, memory_floor(apart), nodes(job.config)))
-    for layout in filter(partial(may_fit, job), layouts(job)):
-        for changes in spared:
+    is_engine_short = job.on_gpu and 0 < job.config.cluster.gpu_memory_gib < engine_memory(job).total  # wherever the trainer is
+    sized: dict[int, list[_Spared]] = {}
+    for layout in filter(partial(may_fit, job), layouts(job) if is_trainer_short or not is_engine_short else ()):
+        if (world := layout.world_size) not in sized:
+            sized[world] = list(_all_spared(job, spared, world, registry, nodes))
+        for changes, plain, where in sized[world]:
+            has_trainer, has_all = _fits(replace(plain, config=replace(plain.config, layout=layout)), registry, where)
             with_both = {**layout_changes(job.config.layout, layout), **changes}
-            has_trainer, has_all = _fits(job, changed(job.config, with_both, registry), registry, nodes)
             said = f"Use {' '.join(f'{key}={show_value(value)}' for key, value in with_both.items())}"
-            if has_all:
+            if has_all or (has_trainer and is_trainer_short and is_engine_short):
                 return said
             if has_trainer and is_trainer_short and not aside:
                 aside = said
     return aside or next(_more_gpus(job, nodes), "Use GPUs or nodes with more memory, or a smaller model")
+
+
+def _all_spared(job: MemoryInputs, spared: Sequence[Changes], world: int, registry: Registry, nodes: Nodes) -> Iterator[_Spared]:
+    """Jobs of so many ranks with each of the changes, of those that are possible. No layout makes others of them."""
+    for changes in spared:
+        with suppress(RlbatchError):
+            config = changed(job.config, {"layout.world_size": world, **changes}, registry)
+            yield _Spared(changes, changed_inputs(job, config, registry), nodes(config))
 
 
 def _more_gpus(job: MemoryInputs, nodes: Nodes) -> Iterator[str]:
@@ -121,19 +141,16 @@ def may_fit(job: MemoryInputs, layout: LayoutConfig) -> bool:
     return not 0 < total < needed
 
 
-def _fits(job: MemoryInputs, config: Config, registry: Registry, nodes: Nodes) -> tuple[bool, bool]:
+def _fits(job: MemoryInputs, registry: Registry, nodes: Sequence[int] | None) -> tuple[bool, bool]:
     """Whether there is room without engines, and with them."""
-    try:
-        where = nodes(config)
-        after = changed_inputs(job, config, registry)
-    except RlbatchError:
+    apart = without_engines(job)
+    if excesses(apart, memory_floor(apart), nodes):
         return False, False
-    apart = without_engines(after)
-    if excesses(apart, memory_floor(apart), where):
-        return False, False
-    with suppress(RlbatchError):
-        _engines(after, registry, where).check_place(after)
-        return True, not excesses(after, memory_floor(after), where)
+    engines = _engines(job, registry, nodes)
+    with suppress(ConfigError):
+        engines.check_nodes()
+        engines.check_separate_gpus()
+        return True, engines.has_memory(job, trainer_gib(job)) and not excesses(job, memory_floor(job), nodes)
     return True, False
 
 
@@ -154,13 +171,14 @@ def _balanced(layout: LayoutConfig, model: ModelSize) -> Iterator[LayoutConfig]:
     alone = replace(layout, world_size=max(layout.world_size // stages, 1), pp_size=1, vpp_size=1, recompute_num_layers=None)
     if layout.world_size % stages or not _is_layout(replace(alone, first_stage_layers=None, last_stage_layers=None), model.family):
         return  # whatever its stages are
-    ends: list[tuple[int | None, int | None]] = [(None, None)]
-    if stages > 1 and layout.vpp_size == 1:
+    is_even = layers % (stages * layout.vpp_size) == 0 and (stages > 1 or layout.vpp_size == 1)
+    ends: list[tuple[int | None, int | None]] = [(None, None)] if is_even else []
+    if 1 < stages <= layers and layout.vpp_size == 1:
         rests = {layers - middle * (stages - 2) for middle in (layers // stages, -(-layers // stages))}
         ends += [(first, rest - first) for rest in rests for first in range(1, rest)]
     found = [replace(layout, first_stage_layers=first, last_stage_layers=last) for first, last in ends]
-    possible = [each for each in found if _is_layout(each, model.family)]
-    yield from sorted(possible, key=lambda each: max(share.held for share in model.shares(each)))[:1]
+    found.sort(key=lambda each: max(share.held for share in model.shares(each)))
+    yield from islice((each for each in found if _is_layout(each, model.family)), 1)
 
 
 def _is_layout(layout: LayoutConfig, family: ModelFamily) -> bool:

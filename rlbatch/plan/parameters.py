@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import reduce
+from itertools import accumulate
 
 from rlbatch.api import ModelFamily
 from rlbatch.config.schema import LayoutConfig
@@ -92,6 +93,9 @@ class ModelSize:
         self._embedding = PartSize(vocabulary=table, largest=table)
         kinds = {is_sparse: _layer(family, has_experts=is_sparse) for is_sparse in set(family.has_experts)}
         self._layers = tuple(kinds[is_sparse] for is_sparse in family.has_experts)
+        self._sparse_before = (0, *accumulate(family.has_experts))
+        self._chunks: dict[tuple[int, int], PartSize] = {}
+        self._counts: dict[tuple[tuple[PartSize, ...], int, int, int, int], Share] = {}
         self._shares: dict[tuple[int | None, ...], tuple[Share, ...]] = {}
         self._stages: dict[tuple[int | None, ...], tuple[tuple[PartSize, ...], ...]] = {}
         self._output = (PartSize() if family.tie_embeddings else self._embedding) + PartSize(whole=norm, unquantised=norm)
@@ -111,13 +115,18 @@ class ModelSize:
         """The model chunks of each pipeline stage, before they are divided over ranks; ``check_layout`` accepts the layout."""
         key = (layout.pp_size, layout.vpp_size, layout.first_stage_layers, layout.last_stage_layers)
         if key not in self._stages:
-            stages = [
-                [_sum(self._layers[layer] for layer in chunk) for chunk in stage] for stage in stage_chunks(layout, len(self._layers))
-            ]
+            stages = [[self._chunk(chunk) for chunk in stage] for stage in stage_chunks(layout, len(self._layers))]
             stages[0][0] += self._embedding
             stages[-1][-1] += self._output
             self._stages[key] = tuple(map(tuple, stages))
         return self._stages[key]
+
+    def _chunk(self, layers: range) -> PartSize:
+        """Layers of two kinds: chunks with as many of each are alike, and counted once."""
+        sparse = self._sparse_before[layers.stop] - self._sparse_before[layers.start]
+        if (key := (len(layers), sparse)) not in self._chunks:
+            self._chunks[key] = _sum(self._layers[layer] for layer in layers)
+        return self._chunks[key]
 
     def shares(self, layout: LayoutConfig) -> tuple[Share, ...]:
         """What a rank of each pipeline stage has, of a layout that ``check_layout`` accepts. An embedding that is the output layer too is
@@ -134,10 +143,14 @@ class ModelSize:
         if self.family.tie_embeddings and layout.pp_size > 1:
             stages[-1] = (*stages[-1][:-1], stages[-1][-1] + self._embedding)
         over = degrees(layout, len(self._layers))
-        yield from (self._share(chunks, layout, over.dp_size * layout.cp_size, over.edp_size) for chunks in stages)
+        divided = (layout.tp_size, layout.ep_size * layout.etp_size, over.dp_size * layout.cp_size, over.edp_size)
+        for chunks in stages:
+            if (key := (chunks, *divided)) not in self._counts:
+                self._counts[key] = self._share(*key)
+            yield self._counts[key]
 
-    def _share(self, chunks: Iterable[PartSize], layout: LayoutConfig, replicas: int, expert_replicas: int) -> Share:
-        tp, experts, rows = layout.tp_size, layout.ep_size * layout.etp_size, self.family.vocab_size
+    def _share(self, chunks: tuple[PartSize, ...], tp: int, experts: int, replicas: int, expert_replicas: int) -> Share:
+        rows = self.family.vocab_size
         padded = -(-rows // tp)  # of a rank
         buffers = []  # parameters, and ranks that hold the same, in the order in which they are made
         for part in chunks:

@@ -89,7 +89,7 @@ def test_beside_the_guides_figures(page: str) -> None:
 
 def plan_of(*overrides: str) -> JobPlan:
     """As the command makes it."""
-    return make_plan(*compose_job(overrides))[0]
+    return make_plan(*compose_job(overrides))
 
 
 def layout_row(layout: str) -> str:
