@@ -20,10 +20,11 @@ from rlbatch.config.overrides import text_value
 from rlbatch.config.paths import absolute
 from rlbatch.config.schema import Config
 from rlbatch.config.sources import published_config
+from rlbatch.config.structured import did_you_mean
 from rlbatch.job_parts import check_engines, model_family, planned_nodes, write_embedded
 from rlbatch.launch.ranks.rank_info import check_trainer
 from rlbatch.launch.records.streams import end_with_reader, exit_code_of_display, keep_output
-from rlbatch.plan.advice import cheapest_changes
+from rlbatch.plan.advice import SHOWN, Change, cheapest_changes
 from rlbatch.plan.engine_memory import memory_inputs
 from rlbatch.plan.fit import check_fit
 from rlbatch.plan.hardware import GPUS
@@ -66,6 +67,7 @@ Exit codes: 0 it fits, or nobody says how much there is, 1 it is too close, or n
 arguments are refused.
 """
 TOO_CLOSE = 1
+SECTIONS = {field.name for field in dataclasses.fields(Config)}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -101,6 +103,9 @@ def _own(arguments: Sequence[str]) -> tuple[str, str, list[str]]:
         if equals and name == CALIBRATE:
             own[CALIBRATE] = "true"
         elif not equals or name not in known:
+            own_keys = did_you_mean(name, (*known, CALIBRATE)) if equals and name not in SECTIONS else ""
+            if own_keys:
+                raise ConfigError(f"{name}: unknown key. {own_keys}")
             others.append(text)
         elif value not in known[name]:
             raise ConfigError(f"{name}={value}: must be {', '.join(known[name][:-1])} or {known[name][-1]}. Choose one.")
@@ -134,7 +139,7 @@ def _show(config: Config, registry: Registry, question: str, shown: str) -> int:
     if question:
         return _verify(plan) if question == "verify" else _search(plan, registry, question, shown)
     problems = refusals(plan, registry)
-    changes = [] if plan.has_room else cheapest_changes(plan, registry)
+    changes = [] if plan.has_room else cheapest_changes(plan, registry) or _found(plan, registry)
     if shown == "json":
         print(json.dumps(as_json(plan, problems, changes), indent=1))
     else:
@@ -147,6 +152,12 @@ def _show(config: Config, registry: Registry, question: str, shown: str) -> int:
     if problems or plan.verdict == "does not fit":
         return REFUSED
     return TOO_CLOSE if plan.verdict == "too close" else DONE
+
+
+def _found(plan: JobPlan, registry: Registry) -> list[Change]:
+    """The fastest layouts that fit as many GPUs, where few changes do not help; none where nothing says how fast they are."""
+    is_comparable = plan.time is not None and plan.job.config.cluster.gpu_memory_gib
+    return best_layouts(plan, registry, SHOWN) if is_comparable else []
 
 
 def _search(plan: JobPlan, registry: Registry, question: str, shown: str) -> int:

@@ -90,6 +90,10 @@ class Registry:
             ModelError: no plugin claims it, or its family refuses a field.
         """
         family = self._manager.hook.rlbatch_resolve_model_family(hf_config=hf_config)
+        if family is None and "model_type" not in hf_config:
+            raise ModelError(
+                "config.json model_type: is missing, and says which family the model is of. Add it, or download the folder again."
+            )
         if family is None:
             asked = ", ".join(supplier.module for supplier in self.model_families) or "nobody"
             raise ModelError(

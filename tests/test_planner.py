@@ -93,6 +93,21 @@ def test_nothing_would_fit(capsys: pytest.CaptureFixture[str]) -> None:
         assert words in capsys.readouterr().out
 
 
+def test_the_search_is_asked_where_few_changes_do_not_help(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A job of one key, as one types it first: what would fit as many GPUs, also where engine and layout must both be others; its keys make
+    a job that fits.
+    """
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(CONFIGS["Qwen3-30B-A3B"]))
+    own = ["model.hf=model", "data.train=x", "reward=number", "train.precision=bf16", "layout.world_size=16", "rollout=vllm"]
+    own += ["cluster.gpu=H100", "cluster.gpu_memory_gib=79", "cluster.host_memory_gib=1000"]
+    code, said = planned(capsys, *own)
+    assert (code, said["verdict"], len(said["changes"])) == (2, "does not fit", 3)
+    keys = [f"{key}={'null' if value is None else value}" for key, value in said["changes"][0]["keys"].items()]
+    code, again = planned(capsys, *own, *keys)
+    assert (code, again["verdict"], again["step_seconds"]) == (0, "fits", pytest.approx(said["changes"][0]["step_seconds"]))
+
+
 def test_a_gpu_that_nobody_knows(capsys: pytest.CaptureFixture[str]) -> None:
     """Has no times, which is said with what would give them."""
     _, said = planned(capsys, "+cluster=h20x64", "layout=qwen3_235b_64xh20", "cluster.gpu=X1", "cluster.gpu_bf16_tflops=0")
@@ -118,6 +133,8 @@ def test_a_folder_with_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["+cluster=h20x97"], "cluster=h20x97: unknown. Did you mean `h20x96`"),
         (["model=deepseek671"], "model=deepseek671: unknown. Did you mean `deepseek671b`"),
         (["+cluster=h20x96", "format=xml"], "format=xml: must be table, json or html. Choose one."),
+        (["+cluster=h20x96", "serch=true"], "serch: unknown key. Did you mean `search`?"),
+        (["+cluster=h20x96", "min_gpu=true"], "min_gpu: unknown key. Did you mean `min_gpus`?"),
         (["+cluster=h20x96", "search=yes"], "search=yes: must be false or true. Choose one."),
         (
             ["+cluster=h20x64", "layout=qwen3_235b_64xh20", "cluster.gpu=X1", "cluster.gpu_bf16_tflops=0", "search=true"],

@@ -192,7 +192,7 @@ def test_bad_input(
     ("content", "message"),
     [
         ("{", "config.json:1: not JSON"),
-        ("{}", "model.hf: no plugin claims model_type `None`."),
+        ("{}", "config.json model_type: is missing, and says which family"),
         ('{"model_type": "gpt9"}', "model.hf: no plugin claims model_type `gpt9`."),
         (json.dumps({**QWEN3_MOE, "hidden_act": "relu"}), "hidden_act"),
     ],

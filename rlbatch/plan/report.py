@@ -56,7 +56,7 @@ def lines(plan: JobPlan, problems: Sequence[str], changes: Sequence[Change]) -> 
         price = f", a step in {change.plan.time.seconds:.0f} s" if change.plan.time else ""
         yield f"{'' if number else 'Would fit':<12}{change}: {'; '.join(map(str, change.plan.needs))}{price}"
     if not (plan.has_room or changes):
-        yield "Would fit   nothing of what was tried; search=true and min_gpus=true try more"
+        yield "Would fit   nothing of what was tried on as many GPUs; min_gpus=true says how many would do"
     yield ""
     total = model.total
     yield (f"Parameters  {total.total:,} in all: {total.dense:,} dense, {total.experts:,} of experts; a token meets {model.active:,}")

@@ -93,6 +93,8 @@ def best_layouts(plan: JobPlan, registry: Registry, most: int = BEST) -> list[Ch
             following = [_Next(candidate, each.place, way) for way in own.ways]
             if each.place + 1 < len(engines):  # those that generate no faster come later
                 put(candidate.bound + engines[each.place + 1].least, _Next(candidate, each.place + 1))
+        elif not room.has_trainer(each):  # asked only of what is fast enough to matter
+            continue
         elif round(seconds, DIGITS) not in found:
             job = each.job(own) if room.has(each) else None
             exact = plan_job(job, plan.nodes) if job and has_room(job, plan.nodes) else None
@@ -101,7 +103,7 @@ def best_layouts(plan: JobPlan, registry: Registry, most: int = BEST) -> list[Ch
                 if job.shape.memory_share <= plan.job.shape.memory_share:
                     continue  # with less memory an engine is no faster
         for after in following:
-            if after.share < own.shares and room.has_trainer(after):
+            if after.share < own.shares:
                 put(clock.seconds(after), after, clock.changed_keys(after))
     return list(found.values())
 

@@ -17,7 +17,8 @@ from rlbatch.plan.engine_memory import GIB, memory_inputs
 from rlbatch.plan.job_plan import JobPlan, plan_job
 from rlbatch.plan.layout import degrees
 from rlbatch.plan.parameters import ModelSize
-from rlbatch.planner import make_plan
+from rlbatch.plan.search import best_layouts
+from rlbatch.planner import main, make_plan
 from rlbatch.registry import compose_job, load_plugins
 
 REGISTRY = load_plugins()
@@ -29,6 +30,17 @@ def test_every_assumption_is_on_the_page(repository: Path) -> None:
     rows = (repository / "docs/use/planner.md").read_text(encoding="utf-8").splitlines()
     for name, each in sources(PlanConfig()).items():
         assert f"| `{name}` | {each['value']:g} | {each['meaning']} | {each['source']} |" in rows
+
+
+def test_a_newcomers_question(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command of the page says what stands below it; its lines are cut."""
+    shown = re.search(r"^\$ python -m rlbatch.plan (.*)\n((?:.*\n)*?)```", (repository / "docs/use/planner.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert shown
+    assert main(shown[1].split()) == 2
+    said = capsys.readouterr().out.splitlines()
+    cut = [line.removesuffix(" ...") for line in shown[2].splitlines()]
+    assert len(cut) >= 4
+    assert [line for line in cut if not any(each.startswith(line) for each in said)] == []
 
 
 def planned(model: str, layers: int, overrides: str) -> JobPlan:
@@ -92,11 +104,16 @@ def plan_of(*overrides: str) -> JobPlan:
     return make_plan(*compose_job(overrides))
 
 
-def layout_row(layout: str) -> str:
-    """The row of a shipped layout on its cluster."""
+def cluster_of(layout: str) -> tuple[str, str]:
+    """What names a shipped layout's cluster and model."""
     model, _, cluster = layout.rpartition("_")
     gpus, _, gpu = cluster.partition("x")
-    plan = plan_of(f"+cluster={gpu}x{gpus}", f"model={model}")
+    return f"+cluster={gpu}x{gpus}", f"model={model}"
+
+
+def layout_row(layout: str) -> str:
+    """The row of a shipped layout on its cluster."""
+    plan = plan_of(*cluster_of(layout))
     assert plan.time
     on_gpu, on_node = plan.needs
     layers = list(degrees(plan.job.config.layout, plan.model.family.num_layers).stage_layers)
@@ -114,3 +131,36 @@ def layout_row(layout: str) -> str:
 def test_a_shipped_layout(layout: str, repository: Path) -> None:
     """Its row is what the planner says."""
     assert layout_row(layout) in (repository / "docs/use/layouts.md").read_text(encoding="utf-8").splitlines()
+
+
+def test_what_a_search_found(repository: Path) -> None:
+    """Each row of the second table is what the planner says of its keys today: it fits, and is faster than the guide's."""
+    page = (repository / "docs/use/layouts.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^(\| `(\w+)` \|.* `(layout[^`]*)` \|)$", page, re.MULTILINE)
+    assert {layout for _, layout, _ in rows} == set(group_files()["layout"])
+    for row, layout, keys in rows:
+        own, found = plan_of(*cluster_of(layout)), plan_of(*cluster_of(layout), *keys.split())
+        assert found.verdict == "fits" and own.time and found.time and found.time.seconds < own.time.seconds
+        assert row == better_row(layout, own, found, keys)
+    layout = "qwen3_30b_8xh100"
+    config, registry = compose_job(cluster_of(layout))
+    assert str(best_layouts(make_plan(config, registry), registry, 1)[0]) in page
+
+
+def better_row(layout: str, own: JobPlan, found: JobPlan, keys: str) -> str:
+    """What is gained, and in which phase most of it."""
+    assert own.time and found.time
+    before, after, (on_gpu, on_node) = own.time, found.time, found.needs
+    won = max(after.phases, key=lambda phase: before.phases[phase] - after.phases[phase])
+    return (
+        f"| `{layout}` | {before.seconds:.0f} | {after.seconds:.0f} | {won}: {before.phases[won]:.0f} to {after.phases[won]:.0f} | "
+        f"{on_gpu.peak.gib:.0f} +- {on_gpu.spread:.0f} of {on_gpu.has:g} | {on_node.peak.gib:.0f} +- {on_node.spread:.0f} | `{keys}` |"
+    )
+
+
+def test_what_stands_out(repository: Path) -> None:
+    """The changes that the page names do what it says."""
+    page = (repository / "docs/use/layouts.md").read_text(encoding="utf-8")
+    ends = plan_of("+cluster=h20x96", "layout.first_stage_layers=7", "layout.last_stage_layers=4")
+    assert ends.time and f"`layout.first_stage_layers=7 layout.last_stage_layers=4` they wait for the first instead, a little less: {ends.time.seconds:.0f} s a step" in page
+    assert plan_of("+cluster=h20x128", "model=qwen3_235b", "rollout.engine.gpu_memory_utilization=0.65").verdict == "fits"

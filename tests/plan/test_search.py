@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from rlbatch.plan import job_plan, search
 from rlbatch.plan.advice import Change
-from rlbatch.plan.engine_memory import changed_inputs
+from rlbatch.plan.engine_memory import MemoryInputs, changed_inputs
 from rlbatch.plan.fit import changed, offloads
 from rlbatch.plan.job_plan import JobPlan, plan_job
 from rlbatch.plan.layout import check_layout
@@ -50,9 +51,10 @@ ENGINES: tuple[dict[str, Any], ...] = (
 @pytest.mark.parametrize(
     ("size", "gib", "engines"), [(DENSE, 62, ((1, 0), (2, 0))), (SMALL_MOE, 76, ((1, 1), (2, 0), (2, 2)))], ids=["dense", "experts"]
 )
-def test_nothing_better_is_missed(size: ModelSize, gib: int, engines: Sequence[tuple[int, int]]) -> None:
+def test_nothing_better_is_missed(size: ModelSize, gib: int, engines: Sequence[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every candidate with every offload strategy and all engines that two GPUs can have, planned one by one: each with the largest share
-    of a GPU with which it fits, and with its own.
+    of a GPU with which it fits, and with its own. The search passes over some because they cannot have
+    room.
     """
     share = "rollout.engine.gpu_memory_utilization"
     slow = "plan.assume.decode_collective_us=200"  # so that smaller engines are among the best
@@ -71,10 +73,31 @@ def test_nothing_better_is_missed(size: ModelSize, gib: int, engines: Sequence[t
             assert all(each.time and each.time.seconds >= candidate.bound * (1 - 1e-9) for each in plans)
             fitting = [index for index, each in enumerate(plans) if each.verdict == "fits"]
             seconds += [plans[index].time.seconds for index in fitting if index == fitting[0] or index <= 2]  # type: ignore[union-attr]
+    looked_at = watched(monkeypatch)
     best = best_layouts(own, REGISTRY)
+    assert not all(looked_at)
     assert len(seconds) > 20
     assert [change.plan.time.seconds for change in best if change.plan.time] == pytest.approx(sorted(set(seconds))[:10])
     assert any("gpus_per_engine" in str(change) or "data_parallel_size" in str(change) for change in best)
+
+
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether there may be room, of each job that a search looks at."""
+    looked_at: list[bool] = []
+
+    def may_have_room(inputs: MemoryInputs, nodes: tuple[int, ...]) -> bool:
+        looked_at.append(job_plan.may_have_room(inputs, nodes))
+        return looked_at[-1]
+
+    monkeypatch.setattr(search, "may_have_room", may_have_room)
+    return looked_at
+
+
+def test_memory_is_looked_at_where_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for all, ten are known before each layout was looked at, in any of its ways: which is what makes searches fast."""
+    roomy, looked_at = dense("cluster.gpu_memory_gib=900", "layout.world_size=8"), watched(monkeypatch)
+    assert len(best_layouts(roomy, REGISTRY)) == 10
+    assert 0 < len(looked_at) < len({each.plain for each in candidates(roomy)})
 
 
 def test_what_is_found_is_a_job(found: list[Change]) -> None:
