@@ -103,7 +103,7 @@ def _own(arguments: Sequence[str]) -> tuple[str, str, list[str]]:
         if equals and name == CALIBRATE:
             own[CALIBRATE] = "true"
         elif not equals or name not in known:
-            own_keys = did_you_mean(name, (*known, CALIBRATE)) if equals and name not in SECTIONS else ""
+            own_keys = did_you_mean(name, (*known, CALIBRATE)) if equals and name.isidentifier() and name not in SECTIONS else ""
             if own_keys:
                 raise ConfigError(f"{name}: unknown key. {own_keys}")
             others.append(text)
