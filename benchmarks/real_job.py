@@ -7,7 +7,7 @@
 - ``offload``: with the most layers that ``rlbatch.plan`` lets through, two steps (and with ``save=1`` a save and the third step, resumed);
   two layers more must be refused, and fail when that is forced.
 
-The model has the shape of Qwen3-30B-A3B, random weights and ``layers`` layers, in files of at most 4 GB; prompts are the embedded task's,
+The model has the shape of Qwen3-30B-A3B, random weights and ``layers`` layers, a file a layer; prompts are the embedded task's,
 the reward is a hash of the response. Names: ``layers=8 ranks=2 gpus=1 folder=/tmp/real_job tolerance=0.02 other="layout.tp_size=2"
 save=0 engine=PYTHON-WITH-VLLM``; ``gpus=0`` makes all of it tiny, on CPUs, with transformers as engine. Other arguments are keys of the
 job, e.g. ``offload=cpu_adam offload.options.fraction=0.5 offload.options.optimizer_state=true``.
@@ -19,22 +19,26 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from rlbatch.checkpoint import run_folder
-from rlbatch.checkpoint.hf import HfWriter
+from rlbatch.checkpoint.hf_index import INDEX
 from rlbatch.plan.parameters import ModelSize
 from rlbatch.prompts.embedded import write_embedded_task
 from rlbatch.registry import load_plugins
@@ -44,7 +48,7 @@ GIB = 2**30
 HOST_GIB, GPU_GIB = 2.0, 1.0
 """What a save may take beside what is held; on the host also two buffers (152 MiB)."""
 BUFFERS_GIB = 152 / 1024
-SHARD_BYTES = 4 * 10**9
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
 GPU_USED = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
 DRAWN = 2**22
 """Random numbers."""
@@ -173,28 +177,35 @@ class Measured:
 
 
 def write_model(setup: Setup, layers: int, *, weights: bool) -> Path:
-    """The folder of a random model, made once."""
+    """The folder of a random model; a layer's weights are written once, and are in the folders of all models that have it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder, task = setup.folder / f"model_{layers}", setup.folder / "task"
-    if (folder / "complete").exists() or (folder.exists() and not weights):
+    if (folder / INDEX).exists() or (folder.exists() and not weights):
         return folder
-    shutil.rmtree(folder, ignore_errors=True)
     write_embedded_task(task, seed=0)
     (setup.folder / "reward_hash.py").write_text(REWARD)
     own = json.loads((task / "model" / "config.json").read_text())
     config = {**setup.model(layers), **{key: own[key] for key in ("pad_token_id", "bos_token_id", "eos_token_id")}}
-    if not weights:
-        shutil.copytree(task / "model", folder)
-        (folder / "config.json").write_text(json.dumps(config))
-        return folder
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
-    writer = HfWriter(folder, task / "model", SHARD_BYTES, config)
-    writer.write(_random(_checkpoint(model)))
-    writer.close()
-    (folder / "complete").touch()
+    shutil.copytree(task / "model", folder, dirs_exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    if weights:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
+        _link_weights(folder, setup.folder / "weights", dict(_checkpoint(model)))
     return folder
+
+
+def _link_weights(folder: Path, written: Path, tensors: dict[str, Tensor]) -> None:
+    """A file a layer and one for what is in none."""
+    written.mkdir(exist_ok=True)
+    files = {name: f"{LAYER.match(name)[1] if LAYER.match(name) else 'rest'}.safetensors" for name in tensors}  # type: ignore[index]
+    for file in sorted(set(files.values())):
+        if not (written / file).exists():
+            save_file({name: _random(name, tensor) for name, tensor in tensors.items() if files[name] == file}, written / "draft")
+            (written / "draft").rename(written / file)
+        (folder / file).hardlink_to(written / file)
+    (folder / INDEX).write_text(json.dumps({"weight_map": files}))
 
 
 def _checkpoint(model: Any) -> Iterator[tuple[str, Tensor]]:
@@ -211,15 +222,17 @@ def _checkpoint(model: Any) -> Iterator[tuple[str, Tensor]]:
             yield name, param.detach()
 
 
-def _random(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Parts of one list of random numbers, each from another place: to draw as many anew takes minutes, and on a GPU its memory."""
-    drawn = torch.randn(DRAWN, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16()
-    for number, (name, tensor) in enumerate(tensors):
-        if tensor.dim() == 1:
-            yield name, torch.ones(tensor.shape, dtype=tensor.dtype)
-            continue
-        first, size = 7919 * number % DRAWN, tensor.numel()
-        yield name, drawn.repeat(-(-(first + size) // DRAWN))[first : first + size].view(tensor.shape)
+@cache
+def _drawn() -> Tensor:
+    return torch.randn(DRAWN, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16()
+
+
+def _random(name: str, tensor: Tensor) -> Tensor:
+    """A part of one list of random numbers, at a place of its own: to draw as many anew takes minutes, and on a GPU its memory."""
+    if tensor.dim() == 1:
+        return torch.ones(tensor.shape, dtype=tensor.dtype)
+    first, size = zlib.crc32(name.encode()) % DRAWN, tensor.numel()
+    return _drawn().repeat(-(-(first + size) // DRAWN))[first : first + size].view(tensor.shape).clone()
 
 
 def run(setup: Setup, keys: list[str], saved_step: int = 0) -> Measured:
@@ -322,7 +335,6 @@ def offload(setup: Setup) -> int:
     write_model(setup, layers + 2, weights=False)
     refused = run(setup, setup.job(layers + 2, "refused", 2))
     failures += told("two layers more are refused", refused.code == 2)
-    shutil.rmtree(setup.folder / f"model_{layers + 2}")
     write_model(setup, layers + 2, weights=True)
     forced = run(
         setup,
