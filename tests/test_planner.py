@@ -55,13 +55,13 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert said["gpu_gib_peak"] == max(max(stage["gpu_gib"].values()) for stage in said["stages"])
     assert said["host_gib_per_node"] == pytest.approx(max(sum(parts.values()) for parts in said["host_parts_gib"].values()))
     assert said["step_seconds"] == pytest.approx(sum(said["phase_seconds"].values()))
-    assert said["assumptions"]["cuda_gib"]["value"] == 3.0
+    assert said["assumptions"]["cuda_gib"]["value"] == 2.0
     assert all(each["source"] for each in said["assumptions"].values())
 
 
 def test_another_assumption(capsys: pytest.CaptureFixture[str]) -> None:
     """Its value counts, and it is said to be given."""
-    before, after = (planned(capsys, "+cluster=h20x64", f"plan.assume.cuda_gib={gib}")[1] for gib in (3.0, 4.0))
+    before, after = (planned(capsys, "+cluster=h20x64", f"plan.assume.cuda_gib={gib}")[1] for gib in (2.0, 3.0))
     assert after["gpu_gib_peak"] == pytest.approx(before["gpu_gib_peak"] + 1)
     assert after["assumptions"]["cuda_gib"]["source"] == "given: plan.assume"
 
@@ -77,7 +77,7 @@ def test_a_table(capsys: pytest.CaptureFixture[str]) -> None:
         "Stage ",
         "A GPU, in",
         "A node, of",
-        "cuda_gib=3",
+        "cuda_gib=2",
     ):
         assert words in said, words
 

@@ -19,7 +19,7 @@ Rate = Annotated[float, Range(least=1e-3, most=1e9)]
 Factor = Annotated[float, Range(least=1, most=1e3)]
 
 SOURCE = "source"
-MEASURED = "measured on 2 x H200, 2026-11-29 (docs/measurements/planner.md)"
+MEASURED = "measured on 2 x H200, 2026-11-29 and 30 (docs/measurements/planner.md)"
 FITTED = "fitted to steps measured on 2 x H200, 2026-11-30 (docs/measurements/planner.md)"
 NOT_MEASURED = "assumed, not measured"
 AS_COUNTED = "1: as counted; calibrate=<run folder> measures it"
@@ -44,15 +44,17 @@ class AssumeConfig:
     pack_fullness: Efficiency = assumed(0.9, "Tokens of a pack over train.max_tokens_per_gpu x layout.cp_size.", NOT_MEASURED)
     expert_imbalance: Factor = assumed(1.2, "Tokens of the expert-parallel rank that has most, over the mean.", NOT_MEASURED)
 
-    cuda_gib: Size = assumed(3.0, "Of a GPU: CUDA, cuBLAS and NCCL of the trainer.", f"{MEASURED} as a sum with the next two: 7.1 to 10.0")
+    cuda_gib: Size = assumed(2.0, "Of a GPU: CUDA, cuBLAS and NCCL of the trainer.", f"{MEASURED} as a sum with the next two: 4.7 to 10.0")
     engine_process_gib: Size = assumed(
-        4.5, "Of a GPU, beside an engine's share, also while it sleeps: CUDA, NCCL, graphs of its process.", "see cuda_gib"
+        3.0, "Of a GPU, beside an engine's share, also while it sleeps: CUDA, NCCL, graphs of its process.", "see cuda_gib"
     )
     fragmentation: Share = assumed(0.02, "What torch's allocator holds beside what is used, over what is used.", "see cuda_gib")
     engine_workspace_gib: Size = assumed(4.0, "Of an engine's share of a GPU: activations and other memory of its own.", NOT_MEASURED)
-    node_gib: Size = assumed(8.0, "Of a node: its operating system, data, rewards.", NOT_MEASURED)
+    node_gib: Size = assumed(3.0, "Of a node: its operating system, data, rewards.", f"{MEASURED}: 2.1 to 3.8")
     activations_factor: Correction = assumed(1.0, "Memory of activations and logits over what is counted.", AS_COUNTED)
-    memory_error: Share = assumed(0.25, "Error of each part of the memory that is not certainly held.", NOT_MEASURED)
+    memory_error: Share = assumed(
+        0.15, "Error of each part of the memory that is not certainly held.", f"{MEASURED}: up to 0.1 in updates and generation"
+    )
 
     matmul_efficiency: Efficiency = assumed(0.63, "What matrix products reach of the GPU's bf16 peak.", MEASURED)
     memory_gbs: Size = assumed(0.0, "Bandwidth of a GPU's memory; 0: by cluster.gpu.", "vendors' data sheets (rlbatch/plan/hardware.py)")

@@ -15,6 +15,8 @@ from rlbatch.registry import Registry
 
 STEP_PHASES = {"sync": "sync", "rollout": "generate", "logprobs": "log-probs", "update": "update"}
 """A step's phases, as its tags call them -> the plan's."""
+ENDS_AS = {"sync": "generate"}
+"""Phases of the plan that end with what another has on GPUs: a sync wakes the engines, at last with their caches."""
 OTHER_PHASES = {"restart": "sync", "reward": "generate"}
 """Those without a tag of memory; in the rest, engines sleep."""
 TENSORS = "activations and other tensors"
@@ -49,9 +51,10 @@ def planned_memory(memory: MemoryEstimate, nodes: Sequence[int], *, on_gpu: bool
     for name, phase in STEP_PHASES.items():
         rows = {}
         for what, floor in (("planned", memory.expected), ("at_least", memory.floor)):
-            parts = floor.stages[0].gpu[phase]
-            own = {part: size for part, size in parts.items() if part != "fragmentation" and not part.startswith(("engine's", "CUDA"))}
-            found = {"gpu": sum(parts.values()) / GIB, "trainer": sum(own.values()) / GIB} if on_gpu else {}
+            gpu = floor.stages[0].gpu
+            own = {part: size for part, size in gpu[phase].items() if part != "fragmentation" and not part.startswith(("engine's", "CUDA"))}
+            most = max(sum(gpu[each].values()) for each in (phase, ENDS_AS.get(phase, phase)))
+            found = {"gpu": most / GIB, "trainer": sum(own.values()) / GIB} if on_gpu else {}
             rows[what] = {**found, "node": floor.fullest_host(nodes, [phase]).gib}
         table[name] = {kind: {what: row[kind] for what, row in rows.items()} for kind in rows["planned"]}
     return table

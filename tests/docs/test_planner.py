@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.routing_replay import SHAPES, VOCABULARY
 from benchmarks.shapes import COMMON, MODELS
 from rlbatch.config.assumptions import PlanConfig, sources
 from rlbatch.config.compose import compose
@@ -44,11 +45,12 @@ def test_a_newcomers_question(repository: Path, capsys: pytest.CaptureFixture[st
 
 
 def planned(model: str, layers: int, overrides: str) -> JobPlan:
-    """Of a benchmark's model with so many layers, on two H200."""
-    family = REGISTRY.resolve_model_family({**COMMON, **MODELS[model], "num_hidden_layers": layers})
+    """Of a benchmark's model with so many layers, on H200s."""
+    fields = {**SHAPES[model], "vocab_size": VOCABULARY} if model in SHAPES else MODELS[model]
+    family = REGISTRY.resolve_model_family({**COMMON, **fields, "num_hidden_layers": layers})
     config = REGISTRY.complete(compose([*overrides.split(), "model.hf=x", "data.train=x"]))
     inputs = replace(memory_inputs(config, REGISTRY, None, on_gpu=True), model=ModelSize(family))
-    return plan_job(inputs, (2,))
+    return plan_job(inputs, (config.layout.world_size,))
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +66,7 @@ def beside(cells: str) -> list[str]:
 def test_steps_beside_what_was_measured(page: str) -> None:
     """Each row's planned numbers, from the options that the page names."""
     common = re.search(r"^Training: `([^`]*)`", page, re.MULTILINE)
-    rows = re.findall(r"^\| (\w+), (\d+) layers \| `([^`]*)` \| (.*) \|$", page, re.MULTILINE)
+    rows = re.findall(r"^\| (\w+), (\d+) layers \| `(train[^`]*)` \| (.*) \|$", page, re.MULTILINE)
     assert common and len(rows) == 8
     for model, layers, own, cells in rows:
         plan = planned(model, int(layers), f"{common[1]} {own}")
@@ -83,6 +85,21 @@ def test_generation_beside_what_was_measured(page: str) -> None:
     assert plan.time
     used = sum(plan.memory.expected.stages[0].gpu["generate"].values()) / GIB
     assert beside(row[2]) == [f"{used:.1f}", f"{plan.time.phases['generate']:.1f}"]
+
+
+def test_whole_jobs_beside_what_was_measured(page: str) -> None:
+    """As above; nothing is planned in the place of what was not measured."""
+    common = re.search(r"^Jobs: `([^`]*)`", page, re.MULTILINE)
+    rows = re.findall(r"^\| (\w+), (\d+) layers \| `(layout[^`]*)` \| (.*) \|$", page, re.MULTILINE)
+    assert common and len(rows) == 3
+    for model, layers, own, cells in rows:
+        plan = planned(model, int(layers), f"{common[1]} {own}")
+        gpu = plan.memory.expected.stages[0].gpu
+        sizes = {phase: sum(gpu[phase].values()) for phase in ("start", "generate", "log-probs", "update")}
+        trainer = sum(size for name, size in gpu["update"].items() if name not in NOT_THE_TRAINERS)
+        node = plan.memory.host(plan.nodes, "update")[0].gib * GIB
+        expected = [f"{size / GIB:.1f}" for size in (*sizes.values(), trainer, node)]
+        assert [cell in ("-", size) for cell, size in zip(beside(cells), expected, strict=True)] == [True] * len(expected), (model, expected)
 
 
 def test_beside_the_guides_figures(page: str) -> None:

@@ -123,10 +123,10 @@ def test_experts_that_are_divided_first_are_uneven() -> None:
 
 def test_logits_stay_in_half_of_what_is_free() -> None:
     """A division that leaves more room may be the one with which they do; it fits all the same."""
-    small = replace(job(*QWEN, "cluster.gpu_memory_gib=32", "train.max_tokens_per_gpu=32768"), model=SIZES["Qwen3-0.6B"])
+    small = replace(job(*QWEN, "cluster.gpu_memory_gib=29", "train.max_tokens_per_gpu=32768"), model=SIZES["Qwen3-0.6B"])
     sizes = ({"world_size": 64, "ep_size": 1, "pp_size": stages, **RECOMPUTED[1]} for stages in (1, 2))
     before, after = (estimate_memory(with_layout(small, each)).expected.stages[-1].gpu["update"] for each in sizes)
-    assert sum(before.values()) < sum(after.values()) < 32 * GIB
+    assert sum(before.values()) < sum(after.values()) < 29 * GIB
     assert before["logits"] == 0 < after["logits"]
 
 
@@ -159,7 +159,7 @@ def test_an_engine_keeps_to_its_share() -> None:
     engine = sum(size for name, size in peak.parts.items() if name in ("engine's cache", "engine's weights", "engine's workspace"))
     assert engine / GIB == pytest.approx(inputs.shape.memory_share * 95)
     others = sum(peak.parts[name] for name in ("CUDA and NCCL", "engine's process", "fragmentation"))
-    assert spread == pytest.approx(0.25 * others / GIB)
+    assert spread == pytest.approx(inputs.config.plan.assume.memory_error * others / GIB)
 
 
 def test_every_assumption_about_memory_counts() -> None:

@@ -149,7 +149,7 @@ def test_the_smallest_cluster() -> None:
 
 def test_a_larger_cluster() -> None:
     """Its keys make the cluster as large."""
-    small = ("cluster.gpu_memory_gib=20", "rollout.engine.gpu_memory_utilization=0.5")
+    small = ("cluster.gpu_memory_gib=15", "rollout.engine.gpu_memory_utilization=0.5")
     world, best = smallest_cluster(dense(*small), REGISTRY)
     again = dense(*small, *str(best[0]).split())
     assert world > 8
