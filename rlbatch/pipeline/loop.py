@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import merge
@@ -43,12 +44,13 @@ class EarlyEnd:
 def run(job: Job, log: RunLog) -> EarlyEnd | None:
     """Runs ``train.steps`` steps. Returns how it ended before that; None: it did not."""
     check_profile(job.config.profile)
+    begun = time.monotonic()
     resumed = resume(job, log.phase)
     log.begin(resumed.step)
     if job.rank == 0:
         log.plan(planned_step(job))
     if resumed.step:
-        log.phase(f"resumed after step {resumed.step}")
+        log.phase(f"resumed after step {resumed.step}, in {time.monotonic() - begun:.1f} s")
     elif job.config.resume == "auto":
         log.phase("no checkpoint to resume from: starting at step 1")
     warmup, steps = job.config.optimizer.lr_warmup_steps, job.config.train.steps
