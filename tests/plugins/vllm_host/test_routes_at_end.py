@@ -49,6 +49,7 @@ def test_experts_come_with_the_last_token_from_a_buffer_that_each_step_fills_ane
 
 
 def test_a_request_that_ends_without_experts_has_none() -> None:
+    """One that is aborted before it was read."""
     scheduler = Scheduler()
     scheduler.requests = {"one": None}
     ended = SimpleNamespace(request_id="one", routed_experts=None, finish_reason="abort")
