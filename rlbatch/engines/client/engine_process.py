@@ -24,7 +24,7 @@ from rlbatch.api import EngineLost, RolloutError
 from rlbatch.api.secrets import LEAST_CHARACTERS, is_secret
 from rlbatch.engines.client.caches import cache_variables
 from rlbatch.engines.client.interpreter import PYTHON_HINT, engine_environment, write_site
-from rlbatch.engines.client.liveness import Liveness, Processes
+from rlbatch.engines.client.liveness import IdleWatch, Liveness, Processes
 from rlbatch.engines.protocol.frames import Frame, Header, encode, read_frame
 from rlbatch.engines.protocol.shared_names import private_folder, remove_leftovers
 from rlbatch.launch.ranks.children import MARK_VARIABLE, dies_with_parent
@@ -129,6 +129,7 @@ class EngineHost:
         self.processes, self.hang_limit_s = Processes(self.pid), float("inf")
         self.lost: EngineLost | None = None
         self.outlasts = False
+        self._watch: IdleWatch | None = None
         self._durations: dict[str, float] = {}
         self._usual_durations: dict[str, float] = {}
         self._calls: dict[int, queue.SimpleQueue[Frame | None]] = {}
@@ -141,9 +142,12 @@ class EngineHost:
         return self._process.pid
 
     def started(self, needed: Iterable[int], hang_limit_s: float) -> None:
-        """The engine has started; from here on a call notices that a process is gone which it needs."""
+        """The engine has started; from here on its end is noticed, and that of processes that it needs, whether something is awaited of it
+        or not.
+        """
         self.hang_limit_s = hang_limit_s
         self.processes.started(needed)
+        self._watch = IdleWatch(self)
 
     def mark_warmed_up(self) -> None:
         """Calls of the kinds that have ended so far have compiled, allocated and looked up what they need; see ``busy_limit_s``."""
@@ -206,6 +210,8 @@ class EngineHost:
 
     def close(self, wait_s: float = CLOSE_WAIT_S) -> None:
         """Ends the process and all its children: asks, then after ``wait_s`` SIGKILL; for a lost one at once."""
+        if self._watch:
+            self._watch.end()
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
         with suppress(subprocess.TimeoutExpired):

@@ -1,9 +1,12 @@
-"""Tells whether an engine lives of which something is awaited: it answers or works, and the processes that it needs are there."""
+"""Tells whether an engine lives. While something is awaited of it, it answers a ping or its processes work; else the processes that it
+needs are there.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -18,6 +21,8 @@ from rlbatch.launch.records.disk import as_rollout_errors
 
 PING_S = 5.0
 """Longest time between two checks of an engine that is awaited."""
+WATCH_S = 5.0
+"""Time between two checks of one that is not. Each asks the kernel for the state of the few processes that the engine needs."""
 WORKING_SHARE = 0.03
 """Share of a core: an engine of which no process uses as much only waits. (Those of an idle vLLM use less than 0.01 together.)"""
 GUARD_S = 2.0
@@ -208,3 +213,31 @@ class Liveness:
         if cpu_s or before or self._cpu_s is None:
             self._ran = now  # or the time at which one was first seen stopped
         self._checked, self._cpu_s = now, cpu_s
+
+
+class IdleWatch:
+    """A thread that looks at an engine until its end, which it notes: the next call fails, and the engine's log says when it was."""
+
+    def __init__(self, engine: WatchedEngine) -> None:
+        self._engine, self._over = engine, threading.Event()
+        self._thread = threading.Thread(target=self._check, daemon=True, name="engine-watch")
+        self._thread.start()
+
+    def end(self) -> None:
+        """What ends from here on shall end; nothing is noted any more."""
+        self._over.set()
+        self._thread.join()
+
+    def _check(self) -> None:
+        while not self._over.wait(WATCH_S):
+            try:
+                self._engine.check()
+            except EngineLost as lost:
+                self._note(lost)
+                return
+            except OSError:  # the system does not let anybody look now, e.g. because a limit of open files is reached
+                continue
+
+    def _note(self, lost: EngineLost) -> None:
+        with suppress(OSError), self._engine.log.open("a") as log:
+            log.write(f"\n{time.strftime('%Y-%m-%d %H:%M:%S')} {lost.reason}\n")

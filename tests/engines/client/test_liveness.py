@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from tests.stopwatch import Stopwatch
 
 __all__ = ["start"]  # the fixture
 LATER = {"text": "", "after_s": 3600.0}
+NOTE = r"^20\d\d-\d\d-\d\d [\d:]{8} .*one of its processes has ended"
 
 
 @pytest.fixture
@@ -134,6 +136,7 @@ def test_close_waits_for_what_a_killed_host_left(host: EngineHost, tmp_path: Pat
 @pytest.fixture
 def parts(start: Callable[[], EngineHost], monkeypatch: pytest.MonkeyPatch) -> EngineHost:
     monkeypatch.setattr(liveness, "PING_S", 0.5)
+    monkeypatch.setattr(liveness, "WATCH_S", 3600.0)  # what is awaited is to meet a loss first, however late that is
     made = start()
     made.call("ping", limit_s=LIMIT_S)
     return made
@@ -172,6 +175,29 @@ def test_an_error_of_an_engine_that_lost_one(parts: EngineHost) -> None:
         time.sleep(0.01)
     with pytest.raises(EngineLost, match=r"the engine is dead \(`fail`: it does not work"):
         parts.call("fail", limit_s=LIMIT_S)
+
+
+def test_one_that_ends_while_nothing_is_awaited(parts: EngineHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As while the model trains: the loss is known before the next call, and the log says when it was."""
+    monkeypatch.setattr(liveness, "WATCH_S", 0.05)
+    needed = spawned(parts)
+    parts.started([needed], LIMIT_S)
+    os.kill(needed, signal.SIGKILL)
+    stopwatch = Stopwatch()
+    while not re.search(NOTE, parts.log.read_text(), re.MULTILINE):
+        time.sleep(0.01)
+        stopwatch.assert_within(10.0)
+    with pytest.raises(EngineLost, match=r"the engine is dead \(one of its processes has ended\)"):
+        parts.begin("echo", LATER)
+
+
+def test_closing_is_no_loss(parts: EngineHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that is asked to end may be watched until it has."""
+    monkeypatch.setattr(liveness, "WATCH_S", 0.01)
+    parts.started([spawned(parts)], LIMIT_S)
+    parts.close()
+    time.sleep(0.1)
+    assert parts.lost is None
 
 
 @pytest.mark.parametrize("operation", ["call", "frames"])
