@@ -103,6 +103,7 @@ def engine_shape(options: SglangOptions, engine: Mapping[str, Any]) -> EngineSha
         context_option=CONTEXT,
         context_spare=CONTEXT_SPARE,
         is_share_of_free=True,
+        is_eager=engine.get("disable_cuda_graph") is True,
     )
 
 

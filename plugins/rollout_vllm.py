@@ -96,6 +96,7 @@ def engine_shape(options: VllmOptions, engine: Mapping[str, Any]) -> EngineShape
         replicas_option="data_parallel_size",
         context_option=CONTEXT,
         cpu_head_sizes=CPU_HEAD_SIZES,
+        is_eager=engine.get("enforce_eager") is True,
     )
 
 

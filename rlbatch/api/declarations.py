@@ -188,6 +188,7 @@ class EngineShape:
         is_share_of_free: Whether ``memory_share`` is one of what is free beside the trainer when the engine starts, not of all.
         samples_at_once: Most samples that a replica works on at once; 0: not said.
         cpu_head_sizes: Sizes of attention heads for which it has kernels on CPUs; empty: any. Latent attention has its own.
+        is_eager: Whether its host starts each kernel, without CUDA graphs.
     """
 
     replica_gpus: int = 1
@@ -209,6 +210,7 @@ class EngineShape:
     is_share_of_free: bool = False
     samples_at_once: int = 0
     cpu_head_sizes: Sequence[int] = ()
+    is_eager: bool = False
 
     @property
     def is_colocated(self) -> bool:

@@ -73,6 +73,11 @@ class AssumeConfig:
     pcie_gbs: Rate = assumed(20.0, "Between a GPU and its host, one direction.", NOT_MEASURED)
     decode_efficiency: Efficiency = assumed(0.55, "What sampling reaches of a GPU's memory bandwidth.", MEASURED)
     decode_sample_ms: Size = assumed(0.04, "Of a decoding step, a sample: drawn by its own seed, with its log-prob, ms.", MEASURED)
+    decode_eager_ms: Size = assumed(
+        2.9,
+        "Of a decoding step, a layer: what the host of an engine without CUDA graphs takes to start its kernels, ms.",
+        f"{MEASURED}: 2.7 to 3.5",
+    )
     decode_collective_us: Size = assumed(20.0, "A collective of a decoding step within a node, us.", NOT_MEASURED)
     decode_network_us: Size = assumed(100.0, "A collective of a decoding step between nodes, us.", NOT_MEASURED)
     sync_gbs: Rate = assumed(42.0, "What reaches a GPU in a weight sync within a node.", f"{MEASURED}: 9.75 B parameters")

@@ -91,8 +91,8 @@ def generation(job: MemoryInputs, model: ModelSize, work: Workload, cache: Cache
     """Decodes the step's samples: the n-th tokens of all that have so many, as many at once as the cache takes; few have the last ones.
 
     As if the longest began first, so that the tail is the shortest possible; never slower with a larger cache.
-    A decoding step takes the time to read the weights that it meets and the cache, from the GPU's memory (or the matrix products', if that
-    is longer), and of collectives and draws.
+    A decoding step takes the time to read the weights that it meets and the cache, from the GPU's memory (or the matrix products', or the
+    host's for kernels that no graph starts, if that is longer), and of collectives and draws.
     """
     assume, shape = job.config.plan.assume, job.shape
     here = _samples_here(job, work)
@@ -131,9 +131,10 @@ class _Step:
         between = 2 * (job.gpus > ranks_per_node)  # to the experts and back
         collectives = within * self._assume.decode_collective_us + between * self._assume.decode_network_us
         self._collectives = family.num_layers * collectives * 1e-6
+        self._host = family.num_layers * job.shape.is_eager * self._assume.decode_eager_ms * 1e-3
 
     def seconds(self, samples: float, context: float) -> float:
         """Of a step of so many samples a replica, each with so many tokens before it."""
         met = 1 - float(self._idle ** (samples * self._shape.replicas))
         read = (self._others + self._experts * met + samples * context * self._cache) / self._bandwidth
-        return max(read, samples * self._flops) + self._collectives + samples * self._assume.decode_sample_ms * 1e-3
+        return max(read, samples * self._flops, self._host) + self._collectives + samples * self._assume.decode_sample_ms * 1e-3

@@ -47,8 +47,11 @@ def test_what_makes_generation_slower() -> None:
         plan(*QWEN, memory_gbs=1000.0),
         plan(*QWEN, decode_efficiency=0.3),
         plan(*QWEN, decode_sample_ms=0.1),
+        plan(*QWEN, "rollout.engine.enforce_eager=true", decode_eager_ms=20.0),
     ]
     assert all(each.generated and each.generated.seconds > base.seconds * 1.02 for each in slower)
+    graphs = plan(*QWEN, decode_eager_ms=20.0).generated
+    assert graphs is not None and graphs.seconds == base.seconds
     even = plan(*QWEN, response_spread=0.05).generated
     assert even is not None and even.tail_seconds < base.tail_seconds
 
