@@ -1,11 +1,11 @@
 """Generation through rlbatch against bare vLLM: ``python -m benchmarks.rollout [device=cuda:0] [gib=2] [kind=qwen3] [rounds=3] [...]``.
 
-One engine, in its own process as in a run, gets requests in turn from a rank through rlbatch's backend, and from a loop beside it in that
-process that calls ``AsyncLLM.generate`` and nothing else: with the same seeds and log-probs, without seeds, and without either. Prints
-medians: tokens/s of each and rlbatch's share. What rlbatch draws by seeds itself the loop's requests with seeds have too; ``stock=1``
-leaves vLLM's own draws to all of them. ``routes=1`` compares something else: that engine with a second one, which says which experts its
-tokens went to (a model with experts, and memory for both: ``gpu_memory_utilization=0.3``). Options: ``prompts=64 samples=8
-prompt_tokens=64 response_tokens=256``, ``python=<interpreter with vLLM>``, and any of vLLM's own.
+Two engines take turns, each in its own process as in a run. One gets requests from a rank through rlbatch's backend. The other's scheduler
+and draws are vLLM's own; it gets them from a loop beside it in its process that calls ``AsyncLLM.generate`` and nothing else: with the same
+seeds and log-probs, without seeds, and without either. Prints medians: tokens/s of each and rlbatch's share. ``routes=1`` compares
+rlbatch's engine with one that says which experts its tokens went to, of a model with experts. The GPU has memory for both:
+``gpu_memory_utilization=0.3`` of each. Options: ``prompts=64 samples=8 prompt_tokens=64 response_tokens=256``, ``python=<interpreter with
+vLLM>``, and any of vLLM's own.
 """
 
 from __future__ import annotations
@@ -25,14 +25,26 @@ from typing import Any
 
 from rlbatch.engines.host.server import Send
 from rlbatch.engines.protocol.frames import pack_ints, unpack_ints
-from rlbatch_plugins.vllm_host import versions
+from rlbatch_plugins.vllm_host import engine_options, versions
 from rlbatch_plugins.vllm_host.engine import VllmEngine
 
 ENGINE = {"max_model_len": 512, "max_num_seqs": 512}
+BARE = "vLLM"
 
 
-class BenchmarkEngine(VllmEngine):
-    """With one more operation."""
+class BareEngine(VllmEngine):
+    """vLLM as it is, with one more operation."""
+
+    async def op_start(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
+        """See ``VllmEngine``."""
+        original = versions.ask_workers
+
+        async def ask_workers(llm: Any, method: str, *arguments: Any) -> list[Any]:
+            return [] if method == "rlbatch_draw" else await original(llm, method, *arguments)
+
+        versions.ask_workers = ask_workers
+        del engine_options.FIXED["scheduler_cls"]
+        return await super().op_start(header, payload, send)
 
     async def op_bare(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
         """All samples at once, straight from vLLM, maybe ``seeded`` and with ``logprobs``: ``seconds`` and ``tokens``."""
@@ -63,22 +75,8 @@ class BenchmarkEngine(VllmEngine):
         return {"seconds": time.perf_counter() - started, "tokens": tokens}
 
 
-class StockEngine(BenchmarkEngine):
-    """Which draws as vLLM does."""
-
-    async def op_start(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
-        """See ``VllmEngine``."""
-        original = versions.ask_workers
-
-        async def ask_workers(llm: Any, method: str, *arguments: Any) -> list[Any]:
-            return [] if method == "rlbatch_draw" else await original(llm, method, *arguments)
-
-        versions.ask_workers = ask_workers
-        return await super().op_start(header, payload, send)
-
-
-def started(model: Any, device: str, folder: Path, engine: dict[str, Any], program_of: str, *, with_routes: bool) -> Any:
-    """An engine with the model's weights, which is one of this file's."""
+def started(model: Any, device: str, folder: Path, engine: dict[str, Any], *, is_bare: bool, with_routes: bool) -> Any:
+    """An engine with the model's weights."""
     from rlbatch.api import RolloutContext
     from rlbatch.engines.backend.hosted import HostedRollout
     from rlbatch.weights.export import buckets
@@ -90,7 +88,8 @@ def started(model: Any, device: str, folder: Path, engine: dict[str, Any], progr
     def benchmark(devices: Sequence[str]) -> Any:
         made = program(context, options, 0, devices)
         path = {"PYTHONPATH": f"{folder / 'site'}:{Path(__file__).resolve().parents[1]}"} if made.python else {}
-        return replace(made, engine=f"benchmarks.rollout:{program_of}", variables={**made.variables, **path})
+        name = "benchmarks.rollout:BareEngine" if is_bare else made.engine
+        return replace(made, engine=name, variables={**made.variables, **path})
 
     try:
         rollout = HostedRollout(context, options, benchmark)
@@ -108,7 +107,7 @@ def main(arguments: list[str]) -> None:
 
     said = dict(argument.split("=", 1) for argument in arguments)
     device, gib, kind = said.pop("device", "cuda:0"), float(said.pop("gib", 2)), said.pop("kind", "qwen3")
-    program_of, routes = "StockEngine" if said.pop("stock", "") == "1" else "BenchmarkEngine", said.pop("routes", "") == "1"
+    second = "rlbatch, with routes" if said.pop("routes", "") == "1" else BARE
     numbers = {"rounds": 3, "prompts": 64, "samples": 8, "prompt_tokens": 64, "response_tokens": 256}
     numbers |= {name: int(said.pop(name)) for name in list(numbers) if name in said}
     engine = ENGINE | {name: value if name == "python" else json.loads(value) for name, value in said.items()}
@@ -123,13 +122,14 @@ def main(arguments: list[str]) -> None:
             "max_tokens": params.max_response_tokens,
         }
         engines = {}
-        for name, with_routes in {"rlbatch": False, **({"rlbatch, with routes": True} if routes else {})}.items():
-            engines[name] = started(model, device, Path(scratch) / f"engine_{len(engines)}", engine, program_of, with_routes=with_routes)
+        for number, name in enumerate(("rlbatch", second)):
+            folder, is_bare = Path(scratch) / f"engine_{number}", name == BARE
+            engines[name] = started(model, device, folder, engine, is_bare=is_bare, with_routes=number == 1 and not is_bare)
             stack.callback(engines[name].close)
 
         def bare_vllm(*, seeded: bool, logprobs: bool) -> float:
             asked = {**header, "seeded": seeded, "logprobs": logprobs}
-            answer = engines["rlbatch"]._host.call("bare", asked, pack_ints(prompt.token_ids for prompt in prompts), limit_s=3600.0)
+            answer = engines[BARE]._host.call("bare", asked, pack_ints(prompt.token_ids for prompt in prompts), limit_s=3600.0)
             return float(answer["tokens"] / answer["seconds"])
 
         def rlbatch(name: str) -> float:
@@ -137,8 +137,8 @@ def main(arguments: list[str]) -> None:
             tokens = sum(len(sample.token_ids) for samples in engines[name].generate(prompts, asked) for sample in samples)
             return tokens / (time.perf_counter() - begun)
 
-        ways: dict[str, Callable[[], float]] = {name: partial(rlbatch, name) for name in engines}
-        if not routes:
+        ways: dict[str, Callable[[], float]] = {name: partial(rlbatch, name) for name in engines if name != BARE}
+        if second == BARE:
             ways |= {
                 "vLLM, seeds and log-probs": partial(bare_vllm, seeded=True, logprobs=True),
                 "vLLM, log-probs": partial(bare_vllm, seeded=False, logprobs=True),
@@ -153,7 +153,7 @@ def main(arguments: list[str]) -> None:
                     values.clear()
     medians = {name: statistics.median(values) for name, values in rates.items()}
     requests = f"{numbers['prompts']} prompts x {numbers['samples']} samples of {params.max_response_tokens} tokens"
-    print(f"{kind}, {model.nbytes / 1e9:.2f} GB, {requests}, {program_of}")
+    print(f"{kind}, {model.nbytes / 1e9:.2f} GB, {requests}")
     for name, median in medians.items():
         each = ", ".join(f"{value:.0f}" for value in rates[name])
         print(f"{name:<26}{median:10.0f} tokens/s  ({each})  rlbatch has {medians['rlbatch'] / median:.1%} of it")

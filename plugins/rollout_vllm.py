@@ -31,7 +31,7 @@ from rlbatch.engines.client.interpreter import inspect_interpreter
 from rlbatch.engines.host.inventory import refusal
 
 from .vllm_host import versions
-from .vllm_host.engine_options import CLASSES, CPU_HEAD_SIZES, DECIDED, LISTED, SOURCE, TOLD_ROUTES
+from .vllm_host.engine_options import CLASSES, CPU_HEAD_SIZES, DECIDED, LISTED, ROUTES, SOURCE
 
 HOST = "rlbatch_plugins.vllm_host.engine:VllmEngine"
 ENTRY_POINTS = {"vllm.general_plugins": ["rlbatch = rlbatch_plugins.vllm_host.plugin:register"]}
@@ -188,7 +188,7 @@ def program(context: RolloutContext, options: VllmOptions, port: int, devices: S
         "model": str(context.hf_folder.resolve()),
         "tensor_parallel_size": _tensor_parallel(options, theirs),
         "enable_sleep_mode": options.sleep_level > 0 and not (on_cpu or options.separate_gpus),
-        **(TOLD_ROUTES if context.with_routes else {}),
+        **({ROUTES: True} if context.with_routes else {}),
     }
     return EngineProgram(
         "vllm",

@@ -9,6 +9,7 @@ import os
 import sys
 import time
 import traceback
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from rlbatch.engines.host.server import Send, startup_log
 from rlbatch.engines.protocol.frames import Refused
 
 from . import engine_options, versions
+from .answers_at_end import LOGPROBS
 from .out_of_memory import too_small
 
 FORGET_LIMIT_S, FORGET_POLL_S = 60.0, 0.01
@@ -134,7 +136,9 @@ class VllmEngine(SamplingEngine):
         if completion.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"sample {name} ended with `{completion.finish_reason}`")
         tokens = list(completion.token_ids)
-        values = [position[token].logprob for position, token in zip(completion.logprobs, tokens, strict=True)]
+        values = array("f", output.kv_transfer_params[LOGPROBS])
+        if len(values) != len(tokens):
+            raise RuntimeError(f"sample {name} has {len(tokens)} tokens, and {len(values)} log-probs")
         routes = _routes(completion.routed_experts, len(prompt) + len(tokens) - 1) if header.get("with_routes") else None
         return Sampled(tokens, values, completion.finish_reason, seconds, routes)
 

@@ -9,17 +9,16 @@ SOURCE, CLASSES = "vllm/engine/arg_utils.py", ("EngineArgs", "AsyncEngineArgs")
 LISTED = "`vllm serve --help`"
 WEIGHT_BACKEND = "rlbatch"
 ROUTES = "enable_return_routed_experts"
-TOLD_ROUTES = {ROUTES: True, "scheduler_cls": "rlbatch_plugins.vllm_host.routes_at_end.scheduler"}
-"""So that vLLM says which experts its tokens went to."""
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of heads for which vLLM has attention kernels on CPUs; of a version with fewer its host says so."""
 FIXED = {
     "skip_tokenizer_init": True,
     "logprobs_mode": "processed_logprobs",
     "weight_transfer_config": {"backend": WEIGHT_BACKEND},
+    "scheduler_cls": "rlbatch_plugins.vllm_host.answers_at_end.scheduler",
     "worker_extension_cls": "rlbatch_plugins.vllm_host.weight_transfer.WorkerExtension",
 }
-"""Token ids in and out; log-probs of the distribution that was sampled from; our weight transfer."""
+"""Token ids in and out; log-probs of the distribution that was sampled from; whole answers; our weight transfer."""
 PLACED = (
     "tensor_parallel_size",
     "data_parallel_rank",
@@ -41,7 +40,7 @@ DECIDED = {
     "model": "model.hf",
     "quantization": "rollout.quantization",
     "enable_sleep_mode": "rollout.options.sleep_level",
-    **dict.fromkeys((*TOLD_ROUTES, "aux_output_config"), "algorithm.routing_replay"),
+    **dict.fromkeys((ROUTES, "aux_output_config"), "algorithm.routing_replay"),
     **dict.fromkeys(PLACED, "rollout.options.gpus_per_engine"),
 }
 """Option -> the key that decides it."""

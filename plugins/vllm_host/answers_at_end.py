@@ -1,0 +1,77 @@
+"""vLLM's scheduler, which hands a sample over once, with its last token: tokens, log-probs and experts.
+
+vLLM's own sends them with every token: arrays of a few bytes, which its core encodes and the host decodes for each of some hundred samples
+in each step. That takes as long as the step of a small model, and nobody here reads a sample before its end. Imports vLLM only where it
+builds a scheduler.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+LOGPROBS = "rlbatch_logprobs"
+"""Where an answer's log-probs travel, as bytes of float32, among its ``kv_transfer_params``: vLLM would take them apart again, token by
+token.
+"""
+
+
+def scheduler(*, vllm_config: Any, **arguments: Any) -> Any:
+    """What vLLM calls in the place of a class (``scheduler_cls``): the scheduler that it would have chosen, with ``AnswersAtEnd``."""
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    chosen = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
+    return type("AnswersAtEndScheduler", (AnswersAtEnd, chosen), {})(vllm_config=vllm_config, **arguments)
+
+
+@dataclass
+class _Kept:
+    """Of a sample that has not ended."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
+    routes: list[np.ndarray] = field(default_factory=list)
+    events: list[Any] = field(default_factory=list)
+    prefill: Any = None
+
+
+class AnswersAtEnd:
+    """Before one of vLLM's schedulers."""
+
+    requests: dict[str, Any]
+    """Of the scheduler: those that have not ended."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._kept: dict[str, _Kept] = {}
+
+    def update_from_output(self, *arguments: Any) -> dict[int, Any]:
+        """What the scheduler tells its clients of a step."""
+        told: dict[int, Any] = super().update_from_output(*arguments)  # type: ignore[misc]
+        for outputs in told.values():
+            outputs.outputs = [output for output in outputs.outputs if self._is_whole(output)]
+        for given_up in self._kept.keys() - self.requests.keys():
+            del self._kept[given_up]
+        return told
+
+    def _is_whole(self, output: Any) -> bool:
+        """Keeps what came, and puts all of it into the last one."""
+        kept = self._kept.setdefault(output.request_id, _Kept())
+        kept.tokens += output.new_token_ids
+        if output.new_logprobs is not None:
+            kept.logprobs.extend(output.new_logprobs.logprobs[:, 0].tolist())  # the sampled token's
+        if output.routed_experts is not None:
+            kept.routes.append(output.routed_experts.copy())  # part of a buffer that may be filled anew
+        kept.events += output.events or ()
+        kept.prefill = kept.prefill or output.prefill_stats
+        if output.finish_reason is None:
+            return False
+        del self._kept[output.request_id]
+        output.new_token_ids, output.new_logprobs, output.events, output.prefill_stats = kept.tokens, None, kept.events, kept.prefill
+        output.routed_experts = np.concatenate(kept.routes) if kept.routes else None
+        output.kv_transfer_params = {**(output.kv_transfer_params or {}), LOGPROBS: kept.logprobs.tobytes()}
+        return True
