@@ -251,6 +251,7 @@ class Asynchronous:
 
 def asynchronous(config: Config, run_dir: str, memory: int | None) -> Asynchronous:
     """Saves step 1, trains on while it is written, completes it, and resumes from it in a new job."""
+    before = _children()
     job, told = job_of(config, run_dir), []
     run_steps(job, 1)
     checkpoints = Checkpoints(job, told.append)
@@ -268,9 +269,14 @@ def asynchronous(config: Config, run_dir: str, memory: int | None) -> Asynchrono
     checkpoints.abort()
     job = job_of(config, run_dir)
     assert resume(job, print).step == 1
+    return Asynchronous(latest, different(state_of(job), at_save), moved, told, len(_children() - before))
+
+
+def _children() -> set[int]:
+    """Of this rank, which may have some that an earlier test started."""
     import psutil
 
-    return Asynchronous(latest, different(state_of(job), at_save), moved, told, len(psutil.Process(os.getpid()).children(recursive=True)))
+    return {child.pid for child in psutil.Process(os.getpid()).children(recursive=True)}
 
 
 def corrupted(config: Config, run_dir: str, damage: Callable[[Path], None]) -> str:
