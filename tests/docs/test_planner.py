@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -63,17 +64,23 @@ def beside(cells: str) -> list[str]:
     return [cell.rpartition("; ")[2] for cell in cells.split(" | ")]
 
 
+def rows(page: str, title: str, begin: str) -> Iterator[tuple[JobPlan, list[str]]]:
+    """Of a table whose options begin so: each row's plan, and what stands in its cells."""
+    common = re.search(rf"^{title}: `([^`]*)`", page, re.MULTILINE)
+    assert common
+    for model, layers, own, cells in re.findall(rf"^\| (\w+), (\d+) layers \| `({begin}[^`]*)` \| (.*) \|$", page, re.MULTILINE):
+        yield planned(model, int(layers), f"{common[1]} {own}"), beside(cells)
+
+
 def test_steps_beside_what_was_measured(page: str) -> None:
     """Each row's planned numbers, from the options that the page names."""
-    common = re.search(r"^Training: `([^`]*)`", page, re.MULTILINE)
-    rows = re.findall(r"^\| (\w+), (\d+) layers \| `(train[^`]*)` \| (.*) \|$", page, re.MULTILINE)
-    assert common and len(rows) == 8
-    for model, layers, own, cells in rows:
-        plan = planned(model, int(layers), f"{common[1]} {own}")
+    found = list(rows(page, "Training", "train"))
+    assert len(found) == 8
+    for plan, cells in found:
         assert plan.time
         parts = plan.memory.expected.stages[0].gpu["update"]
         peak = sum(size for name, size in parts.items() if name not in NOT_THE_TRAINERS) / GIB
-        assert beside(cells) == [f"{peak:.1f}", f"{plan.time.phases['update']:.3f}"], (model, layers, own)
+        assert cells == [f"{peak:.1f}", f"{plan.time.phases['update']:.3f}"]
 
 
 def test_generation_beside_what_was_measured(page: str) -> None:
@@ -89,17 +96,14 @@ def test_generation_beside_what_was_measured(page: str) -> None:
 
 def test_whole_jobs_beside_what_was_measured(page: str) -> None:
     """As above; nothing is planned in the place of what was not measured."""
-    common = re.search(r"^Jobs: `([^`]*)`", page, re.MULTILINE)
-    rows = re.findall(r"^\| (\w+), (\d+) layers \| `(layout[^`]*)` \| (.*) \|$", page, re.MULTILINE)
-    assert common and len(rows) == 3
-    for model, layers, own, cells in rows:
-        plan = planned(model, int(layers), f"{common[1]} {own}")
+    found = list(rows(page, "Jobs", "layout"))
+    assert len(found) == 3
+    for plan, cells in found:
         gpu = plan.memory.expected.stages[0].gpu
-        sizes = {phase: sum(gpu[phase].values()) for phase in ("start", "generate", "log-probs", "update")}
+        sizes = [sum(gpu[phase].values()) for phase in ("start", "generate", "log-probs", "update")]
         trainer = sum(size for name, size in gpu["update"].items() if name not in NOT_THE_TRAINERS)
-        node = plan.memory.host(plan.nodes, "update")[0].gib * GIB
-        expected = [f"{size / GIB:.1f}" for size in (*sizes.values(), trainer, node)]
-        assert [cell in ("-", size) for cell, size in zip(beside(cells), expected, strict=True)] == [True] * len(expected), (model, expected)
+        sizes += [trainer, plan.memory.host(plan.nodes, "update")[0].gib * GIB]
+        assert cells == [cell if cell == "-" else f"{size / GIB:.1f}" for cell, size in zip(cells, sizes, strict=True)]
 
 
 def test_beside_the_guides_figures(page: str) -> None:
