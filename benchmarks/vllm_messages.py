@@ -1,7 +1,8 @@
 """What vLLM's messages cost a step: ``<interpreter with vLLM> benchmarks/vllm_messages.py``.
 
 Answers of 512 samples, of a token each, encoded and decoded as between vLLM's core and its client: with nothing else, with log-probs, and
-with the experts of 3 and of 48 layers (8 a token). Prints medians of 20, milliseconds. Needs no GPU, and not rlbatch.
+with the experts of 3 and of 48 layers (8 a token); and what vLLM's scheduler takes to list the blocks of all samples, which it does in each
+step where it tells experts. Prints medians of 20, milliseconds. Needs no GPU, and not rlbatch.
 """
 
 from __future__ import annotations
@@ -13,10 +14,14 @@ from typing import Any
 import numpy as np
 
 SAMPLES, ROUNDS = 512, 20
+BLOCK = 16
+"""Tokens of a block of the cache."""
 
 
 def main() -> None:
     """Prints a line for each kind of answer."""
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
     from vllm.v1.outputs import LogprobsLists
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -38,6 +43,15 @@ def main() -> None:
             seconds.append((encoded - begun, time.perf_counter() - encoded))
         encode, decode = (1e3 * statistics.median(each) for each in zip(*seconds, strict=True))
         print(f"{name:<20} encode {encode:6.2f} ms, decode {decode:6.2f} ms, {len(parts)} parts")
+    for tokens in (320, 8192):
+        blocks = [KVCacheBlocks(([KVCacheBlock(number) for number in range(tokens // BLOCK)],)) for _ in range(SAMPLES)]
+        took = []
+        for _ in range(ROUNDS):
+            begun = time.perf_counter()
+            for each in blocks:
+                each.get_block_ids()
+            took.append(time.perf_counter() - begun)
+        print(f"blocks of samples of {tokens} tokens: {1e3 * statistics.median(took):.2f} ms")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Any
 
 from rlbatch.engines.host.generation import Sampled, SamplingEngine
 from rlbatch.engines.host.inventory import refusal
-from rlbatch.engines.host.server import IGNORED, Send, startup_log
+from rlbatch.engines.host.server import IGNORED, Send, last_error, startup_log
 from rlbatch.engines.protocol.frames import Refused
 
 from . import engine_options
@@ -64,10 +64,11 @@ class SglangEngine(SamplingEngine):
         arguments = {**header["defaults"], **asked, **header["decided"], **engine_options.FIXED}
         try:
             self._engine = Engine(**arguments)
-        except RuntimeError:
-            if told := too_small(startup_log()):
+        except RuntimeError as error:
+            log = startup_log()
+            if told := too_small(log):
                 raise Refused(told) from None
-            raise
+            raise RuntimeError(last_error(log) or error) from error  # its own says that another process says why
         self._take_signals()
         self._check_choices()
         self.workers = await self._ask_workers("identify")

@@ -15,7 +15,7 @@ from typing import Any
 
 from rlbatch.engines.host.generation import Sampled, SamplingEngine
 from rlbatch.engines.host.inventory import refusal
-from rlbatch.engines.host.server import Send, startup_log
+from rlbatch.engines.host.server import Send, last_error, startup_log
 from rlbatch.engines.protocol.frames import Refused
 
 from . import engine_options, versions
@@ -55,10 +55,11 @@ class VllmEngine(SamplingEngine):
         _start_processes(header["process_start"])
         try:
             self._llm = AsyncLLM.from_vllm_config(config, disable_log_stats=arguments.disable_log_stats)
-        except RuntimeError:
-            if told := too_small(startup_log(), arguments.kv_cache_memory_bytes):
+        except RuntimeError as error:
+            log = startup_log()
+            if told := too_small(log, arguments.kv_cache_memory_bytes):
                 raise Refused(told) from None
-            raise
+            raise RuntimeError(last_error(log) or error) from error  # its own says that another process says why
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
         await versions.ask_workers(self._llm, "rlbatch_draw")
         self.workers = await versions.ask_workers(self._llm, "rlbatch_experts")

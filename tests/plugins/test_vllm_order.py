@@ -18,7 +18,8 @@ from rlbatch.engines.client import engine_process
 from rlbatch.engines.protocol.frames import pack_ints
 from rlbatch.engines.transfer import sender
 from rlbatch.weights.export import buckets
-from rlbatch_plugins import rollout_vllm
+from rlbatch_plugins import rollout_sglang, rollout_vllm
+from rlbatch_plugins.rollout_sglang import SglangOptions
 from rlbatch_plugins.rollout_vllm import VllmOptions, vllm_rollout
 from tests.plugins.vllm_cases import PARAMS, PROMPTS
 
@@ -146,3 +147,14 @@ def test_an_engine_sees_its_ranks_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert visible_devices(["cuda:2", "cuda:3"]) == {"CUDA_VISIBLE_DEVICES": "2,3"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c")
     assert visible_devices(["cuda:1", "cuda:2"]) == {"CUDA_VISIBLE_DEVICES": "GPU-b,GPU-c"}
+
+
+@pytest.mark.parametrize(("chosen", "variables"), [({}, {"TRITON_F32_DEFAULT": "ieee"}), ({"dtype": "bfloat16"}, {})])
+def test_fp32_is_computed_as_such(chosen: dict[str, Any], variables: dict[str, str], tmp_path: Path) -> None:
+    """On an H200 with products of TF32 an engine in fp32 chose other experts than transformers, and its log-probs were 0.017 nats off."""
+    context = RolloutContext(tmp_path, "cuda:0", "float32", engine=chosen, folder=tmp_path)
+    for found in (
+        rollout_vllm.program(context, VllmOptions(), 0, ["cuda:0"]),
+        rollout_sglang.program(context, SglangOptions(), ["cuda:0"]),
+    ):
+        assert {name: value for name, value in found.variables.items() if name.startswith("TRITON_F32")} == variables

@@ -444,6 +444,11 @@ def visible_devices(devices: Sequence[str]) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(listed[index] if listed else str(index) for index in indices)}
 
 
+def exact_variables(dtype: Any) -> dict[str, str]:
+    """For an engine that computes in fp32: Triton's products of it have 10 bits (TF32) unless told, and routers choose other experts."""
+    return {"TRITON_F32_DEFAULT": "ieee"} if dtype in ("float32", "float") else {}
+
+
 def process_start(*, on_cpu: bool) -> str:
     """How an engine starts its processes: forked on CPUs, which saves imports, if there are no threads to lose; empty: as it likes."""
     return "fork" if on_cpu and os.environ.get("OMP_NUM_THREADS") == "1" else ""

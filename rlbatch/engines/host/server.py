@@ -26,6 +26,8 @@ from rlbatch.engines.protocol.frames import LENGTHS, Header, Refused, encode, er
 from rlbatch.engines.protocol.shared_names import name_shared_memory
 from rlbatch.launch.ranks.children import END_SIGNAL, children_end_with_this_process, signal_group
 
+_ERROR = re.compile(r"(?:^|[\])] )([A-Za-z_][\w.]*(?:Error|Exception): .+)$", re.MULTILINE)
+"""As Python ends a traceback, maybe behind a process's name or its time."""
 GPU_FULL = re.compile(
     r"CUDA out of memory\. Tried to allocate ([\d.]+ \w+)\. GPU \d+ has a total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free"
 )
@@ -182,3 +184,9 @@ def startup_log() -> str:
         return ""
     with open("/proc/self/fd/1", encoding="utf-8", errors="replace") as log:
         return log.read()
+
+
+def last_error(log: str) -> str:
+    """The last error that a process wrote, e.g. ``ValueError: no such file``; empty: none."""
+    found = _ERROR.findall(log)
+    return str(found[-1]) if found else ""

@@ -15,6 +15,7 @@ import pytest
 
 from rlbatch.api import EngineLost, RolloutError
 from rlbatch.engines.client.engine_process import EngineHost
+from rlbatch.engines.host.server import last_error
 from rlbatch.engines.protocol.shared_names import FOLDER, remove_leftovers
 from tests.stopwatch import Stopwatch
 
@@ -229,3 +230,20 @@ def test_shared_memory_of_a_killed_engine_is_removed(start: Callable[[], EngineH
     remove_leftovers()
     assert not left.exists()
     assert used.exists()
+
+
+@pytest.mark.parametrize(
+    ("log", "error"),
+    [
+        (
+            "(EngineCore pid=9) ERROR 11-30 [core.py:1330] ValueError: no backend: {A: [dtype]}\n(EngineCore pid=9) more\n",
+            "ValueError: no backend: {A: [dtype]}",
+        ),
+        ("a.b.OneError: first\nTraceback:\n    raise TwoError: no\ntorch.OutOfMemoryError: full\n", "torch.OutOfMemoryError: full"),
+        ("INFO all is well, no error: none\n", ""),
+    ],
+    ids=["behind a process's name", "the last", "none"],
+)
+def test_the_last_error_of_a_log(log: str, error: str) -> None:
+    """Engines say of a process that did not start `see above`: in a log that may be gone."""
+    assert last_error(log) == error

@@ -18,6 +18,13 @@ class Told:
 
     def __init__(self) -> None:
         self.requests: dict[str, Any] = {}
+        self.enable_return_routed_experts = True
+        self.routed_experts_mgr = SimpleNamespace(attn_gid=1)
+        self.kv_cache_manager = SimpleNamespace(get_blocks=lambda name: SimpleNamespace(get_block_ids=lambda: ([], [name])))
+        self._re_block_ids: dict[str, list[str]] = {}
+
+    def _update_after_schedule(self, scheduled: SimpleNamespace) -> None:
+        assert not self.enable_return_routed_experts
 
     def update_from_output(self, outputs: list[SimpleNamespace]) -> dict[int, Any]:
         for output in outputs:
@@ -71,3 +78,12 @@ def test_a_request_that_ends_without_a_token_is_told() -> None:
     assert [(each.new_token_ids, each.routed_experts, each.kv_transfer_params) for each in outputs] == [
         ([], None, {"own": 1, LOGPROBS: b""})
     ]
+
+
+def test_blocks_are_noted_of_prompts_alone() -> None:
+    """vLLM reads the experts of a prompt from them, and would list those of all samples in each step."""
+    scheduler = Scheduler()
+    scheduler.requests = {"prompt": SimpleNamespace(num_output_tokens=0), "long": SimpleNamespace(num_output_tokens=3)}
+    scheduler._update_after_schedule(SimpleNamespace(num_scheduled_tokens={"prompt": 9, "long": 1}))
+    assert scheduler._re_block_ids == {"prompt": ["prompt"]}
+    assert scheduler.enable_return_routed_experts
