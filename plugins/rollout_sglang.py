@@ -9,21 +9,18 @@ from functools import partial
 from typing import Any
 
 from rlbatch.api import ConfigError, EngineShape, RolloutContext, RolloutSpec, hookimpl
+from rlbatch.engines.backend.environment import exact_variables, process_start, variables_of, visible_devices
 from rlbatch.engines.backend.hosted import (
     EngineProgram,
     ExpertParallelRollout,
     HostedOptions,
     HostedSpec,
     check_options,
-    exact_variables,
     hosted_shape,
     offloaded_gib,
-    process_start,
     split_engine_keys,
     uses_group,
     value_bytes,
-    variables_of,
-    visible_devices,
 )
 from rlbatch.engines.client.caches import cache_variables
 from rlbatch.engines.client.interpreter import inspect_interpreter

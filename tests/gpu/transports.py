@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from rlbatch.api import WeightBucket
-from rlbatch.engines.backend.hosted import visible_devices
+from rlbatch.engines.backend.environment import visible_devices
 from rlbatch.engines.client.engine_process import EngineHost
 from rlbatch.engines.host.server import Send
 from rlbatch.engines.transfer.receiver import WeightReceiver

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from rlbatch.api import ConfigError, RolloutContext, RolloutError
-from rlbatch.engines.backend.hosted import HostedRollout, visible_devices
+from rlbatch.engines.backend.environment import visible_devices
+from rlbatch.engines.backend.hosted import HostedRollout
 from rlbatch.engines.client import engine_process
 from rlbatch.engines.protocol.frames import pack_ints
 from rlbatch.engines.transfer import sender

@@ -29,6 +29,7 @@ from rlbatch.api import (
 )
 from rlbatch.api.values import Count, CountOrZero, FilePath, Seconds, option
 from rlbatch.engines.backend.answers import completions, seed
+from rlbatch.engines.backend.environment import variables_of
 from rlbatch.engines.backend.shm_space import check_room
 from rlbatch.engines.backend.weight_check import Compared, HeldPart, TrainerSums, compare
 from rlbatch.engines.protocol.frames import pack_ints
@@ -423,35 +424,6 @@ def devices_behind(devices: Sequence[str], options: HostedOptions) -> list[str]:
 def split_engine_keys(engine: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """``rollout.engine`` in two: our keys, and the engine's own options."""
     return {key: engine[key] for key in OWN_KEYS if key in engine}, {key: value for key, value in engine.items() if key not in OWN_KEYS}
-
-
-def variables_of(own: Mapping[str, Any]) -> dict[str, str]:
-    """``rollout.engine.environment``.
-
-    Raises:
-        ConfigError: it is no mapping.
-    """
-    values = own.get("environment", {})
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"rollout.engine.environment={values}: must map names of variables to texts. Write {{NAME: value}}.")
-    return {str(name): str(value) for name, value in values.items()}
-
-
-def visible_devices(devices: Sequence[str]) -> dict[str, str]:
-    """The GPUs of an engine's ranks, and no other; CUDA numbers them within what this process may see."""
-    indices = [int(device.partition(":")[2]) for device in devices]
-    listed = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(listed[index] if listed else str(index) for index in indices)}
-
-
-def exact_variables(dtype: Any) -> dict[str, str]:
-    """For an engine that computes in fp32: Triton's products of it have 10 bits (TF32) unless told, and routers choose other experts."""
-    return {"TRITON_F32_DEFAULT": "ieee"} if dtype in ("float32", "float") else {}
-
-
-def process_start(*, on_cpu: bool) -> str:
-    """How an engine starts its processes: forked on CPUs, which saves imports, if there are no threads to lose; empty: as it likes."""
-    return "fork" if on_cpu and os.environ.get("OMP_NUM_THREADS") == "1" else ""
 
 
 class ExpertParallelRollout(HostedRollout):
