@@ -161,6 +161,7 @@ def test_too_many_losses_end_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert ended.json("summary.json")["first_error"]["rank"] == 1
 
 
+@pytest.mark.long("jobs")
 def test_an_ordinary_error_restarts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the engine refuses it would refuse again: the job ends at once, also a rank that shares the engine, and is in the middle of the
     sync; what was refused is in the first line of both ranks' output.

@@ -35,16 +35,16 @@ def test_every_layout_takes_the_same_groups(overrides: tuple[str, ...], run_dir:
     """
     seen, is_partial = [], overrides is PARTIAL
     for layout, world in (("1 rank", 1), ("ep2", 2)):
-        answers = rank_pool(world).run(sampling_cases.filtered, small_config(layout, *overrides), str(run_dir), even, 4)
+        answers = rank_pool(world).run(sampling_cases.filtered, small_config(layout, *overrides), str(run_dir), even, 3)
         ranks = [steps for steps, _, _ in answers]
         names = ("sampled", "accepted", "dropped_by_own", "rounds", "carried", "unfinished", "stale", "lag_max", "trained_share")
         counts = {name: sampling_cases.numbers_of(ranks, name) for name in names}
         assert all(rank == counts[name][0] for name in names for rank in counts[name])
-        seen.append(([merged([rank.samples[step] for rank in ranks]) for step in range(4)], {name: counts[name][0] for name in names}))
+        seen.append(([merged([rank.samples[step] for rank in ranks]) for step in range(3)], {name: counts[name][0] for name in names}))
         assert max(metrics["train/rollout_logprob_diff_max"] for rank in ranks for metrics in rank.metrics) < 1e-4
     assert seen[0] == seen[1]
     samples, counts = seen[0]
-    assert [len(step) for step in samples] == [16 if is_partial else 32] * 4
+    assert [len(step) for step in samples] == [16 if is_partial else 32] * 3
     assert [a + d for a, d in zip(counts["accepted"], counts["dropped_by_own"], strict=True)] == counts["sampled"]
     for name in ("dropped_by_own", "carried", "lag_max", *(["unfinished"] if is_partial else [])):
         assert max(counts[name]) > 0, name
@@ -102,14 +102,14 @@ def test_too_few_groups_are_trained_on(layout: str, run_dir: Path, rank_pool) ->
 
 
 def test_a_filter_that_drops_everything_ends_no_run(run_dir: Path, rank_pool) -> None:
-    """Twelve steps, more than train.max_steps_without_signal: none makes an update, each is told and counted."""
-    config = small_config("ep2", "sampling.max_rounds=2", "train.prompts_per_step=2", "train.max_steps_without_signal=10")
-    for steps, told, version in rank_pool(2).run(sampling_cases.filtered, config, str(run_dir), nothing, 12):
+    """Four steps, more than train.max_steps_without_signal: none makes an update, each is told and counted."""
+    config = small_config("ep2", "sampling.max_rounds=2", "train.prompts_per_step=2", "train.max_steps_without_signal=2")
+    for steps, told, version in rank_pool(2).run(sampling_cases.filtered, config, str(run_dir), nothing, 4):
         assert version == 0
-        assert [len(samples) for samples in steps.samples] == [0] * 12
-        assert sampling_cases.numbers_of([steps], "dropped_by_own") == [[4.0] * 12]
-        assert sampling_cases.numbers_of([steps], "skipped_steps") == [[1.0] * 12]
-        assert told == [f"step {step}: no group was accepted: no update" for step in range(1, 13)]
+        assert [len(samples) for samples in steps.samples] == [0] * 4
+        assert sampling_cases.numbers_of([steps], "dropped_by_own") == [[4.0] * 4]
+        assert sampling_cases.numbers_of([steps], "skipped_steps") == [[1.0] * 4]
+        assert told == [f"step {step}: no group was accepted: no update" for step in range(1, 5)]
 
 
 def test_a_shortage_may_skip_the_step_or_end_the_run(run_dir: Path, rank_pool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import psutil
@@ -18,28 +18,38 @@ def one_bit_changed(host: int, values: torch.Tensor) -> Iterator[None]:
     other = values.clone()
     other.view(torch.uint8)[4] ^= 1
     processes = [host, *(child.pid for child in psutil.Process(host).children(recursive=True))]
-    assert sum(_replace(pid, _bytes(values), _bytes(other)) for pid in processes) > 0
+    found = [(pid, place) for pid in processes for place in _places(pid, _bytes(values))]
+    assert _replace(found, _bytes(values), _bytes(other)) > 0
     yield
-    assert sum(_replace(pid, _bytes(other), _bytes(values)) for pid in processes) > 0
+    assert _replace(found, _bytes(other), _bytes(values)) > 0
 
 
 def _bytes(values: torch.Tensor) -> bytes:
     return values.contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def _replace(pid: int, before: bytes, after: bytes) -> int:
-    """How often it was done."""
-    count = 0
-    with open(f"/proc/{pid}/maps") as maps, open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
+def _places(pid: int, content: bytes) -> Iterator[int]:
+    """Where it is in the memory of a process."""
+    with open(f"/proc/{pid}/maps") as maps, open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
         for line in maps:
             start, end = (int(number, 16) for number in line.split()[0].split("-"))
             if line.split()[1].startswith("rw") and end - start < LARGEST:
                 with suppress(OSError, ValueError):  # of devices
                     memory.seek(start)
-                    content = memory.read(end - start)
-                    place = content.find(before)
+                    whole = memory.read(end - start)
+                    place = whole.find(content)
                     while place >= 0:
-                        memory.seek(start + place)
-                        count += memory.write(after) == len(after)
-                        place = content.find(before, place + 1)
+                        yield start + place
+                        place = whole.find(content, place + 1)
+
+
+def _replace(found: Sequence[tuple[int, int]], before: bytes, after: bytes) -> int:
+    """Writes where that is still what it was; returns how often it was done."""
+    count = 0
+    for pid, place in found:
+        with suppress(OSError), open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:  # a buffer may be gone
+            memory.seek(place)
+            if memory.read(len(before)) == before:
+                memory.seek(place)
+                count += memory.write(after) == len(after)
     return count

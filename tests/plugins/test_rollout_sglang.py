@@ -145,11 +145,6 @@ class TestOwnEngines(OwnEngine):
         """Of one GPU."""
         return {"decided": {"tp_size": 1}, "defaults": {}}
 
-    @pytest.mark.long("sglang")
-    def test_a_killed_engine_is_noticed(self, backend: Backend, python: str, alone: None, tmp_path: Path) -> None:
-        """As of every engine."""
-        super().test_a_killed_engine_is_noticed(backend, python, alone, tmp_path)
-
 
 @pytest.mark.parametrize(("options", "message"), TestOwnEngines.refused[1:])
 def test_what_the_interpreter_need_not_be_asked_is_refused_at_submit(options: dict[str, Any], message: str) -> None:

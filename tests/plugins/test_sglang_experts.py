@@ -19,6 +19,7 @@ from rlbatch_plugins.sglang_host.engine import _judge
 from tests.plugins.sglang_cases import said_by_calls, sglang_python, write_model
 from tests.plugins.vllm_cases import tensors
 
+LONG = pytest.mark.long("sglang")
 GATE = "model.layers.1.mlp.experts.5.gate_proj.weight"
 
 
@@ -37,11 +38,13 @@ def engine(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         started.close()
 
 
+@LONG
 def test_the_workers_experts_are_the_models(engine: ExpertParallelRollout) -> None:
     """Both of them are on the CPU, which has all experts, then."""
     assert engine.wanted_experts() == list(range(8))
 
 
+@LONG
 def test_each_worker_takes_its_experts_exactly_once(engine: ExpertParallelRollout) -> None:
     """Sent all, each parameter is written once and each tensor used; without one tensor of an expert its parameter is named."""
     folder = engine._context.hf_folder
@@ -51,7 +54,7 @@ def test_each_worker_takes_its_experts_exactly_once(engine: ExpertParallelRollou
     engine.update_weights(buckets(tensors(folder), 0.05, 2))
 
 
-@pytest.mark.long("sglang")
+@LONG
 def test_which_experts_a_worker_has(repository: Path, tmp_path: Path) -> None:
     """As SGLang's loader puts them: halves, with copies in further places; not known in advance where SGLang moves them."""
     experts = said_by_calls(repository, tmp_path)["experts"]

@@ -94,7 +94,7 @@ def nodes(python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nod
 
 
 def test_both_nodes_generate_what_transformers_does(nodes: Nodes) -> None:
-    """After each of two syncs: greedy tokens are the same and log-probs within 1e-4 on both at once, on one alone, and at once again."""
+    """After each of two syncs, with its version: greedy tokens are the same; log-probs within 1e-4, of one alone and of both at once."""
     oracle = TransformersRollout(RolloutContext(nodes.folder, "cpu", "float32"), TransformersOptions())
     greedy = replace(PARAMS, temperature=0.0, samples_per_prompt=1)
 
@@ -105,11 +105,10 @@ def test_both_nodes_generate_what_transformers_does(nodes: Nodes) -> None:
         nodes.sync(version, scale)
         oracle.update_weights(buckets(tensors(nodes.folder, scale), 1, version))
         expected = tokens_of(oracle.generate(PROMPTS, greedy))
-        assert nodes.on_both(lambda rank: tokens_of(nodes.ranks[rank].generate(PROMPTS, greedy))) == [expected, expected]
-        assert nodes.on(1, difference).result(300) < LIMIT
-        assert max(nodes.on_both(difference)) < LIMIT
-    versions = {answer.policy_version for rank in nodes.ranks for answers in rank.generate(PROMPTS, greedy) for answer in answers}
-    assert versions == {1}
+        for answers in nodes.on_both(lambda rank: list(nodes.ranks[rank].generate(PROMPTS, greedy))):
+            assert tokens_of(answers) == expected
+            assert {answer.policy_version for each in answers for answer in each} == {version}
+        assert (max(nodes.on_both(difference)) if version else nodes.on(1, difference).result(300)) < LIMIT
 
 
 def test_a_sync_follows_at_once(nodes: Nodes) -> None:
@@ -121,7 +120,7 @@ def test_a_sync_follows_at_once(nodes: Nodes) -> None:
         return {answer.policy_version for each in answers for answer in each}
 
     nodes.sync(10, 1.0)
-    for version in range(11, 17):
+    for version in range(11, 14):
         said = nodes.on_both(partial(sample_and_sync, version=version))
         assert said == ([{version - 1}] * 2 if version % 2 else [set(), set()])
 

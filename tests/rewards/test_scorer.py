@@ -172,11 +172,11 @@ def test_one_that_kills_its_parent_ends_as_an_error(make: Make) -> None:
         scored(scorer, group(0, ["kill parent"]))
 
 
-@pytest.mark.parametrize("answer", ["thread", "daemon", "print"])
-def test_what_a_reward_leaves_does_not_matter(make: Make, answer: str) -> None:
+def test_what_a_reward_leaves_does_not_matter(make: Make) -> None:
     """A thread, a process that left its session and its variables, and words that look like a verdict."""
-    scorer = make()
-    assert scored(scorer, group(0, [answer, "2"])) == [[0.25 if answer == "print" else 0.5, 2.0]]
+    answers = {"thread": 0.5, "daemon": 0.5, "print": 0.25}
+    groups = [group(number, [answer, "2"]) for number, answer in enumerate(answers)]
+    assert scored(make(), *groups) == [[reward, 2.0] for reward in answers.values()]
     assert is_all_gone()
 
 

@@ -48,9 +48,9 @@ def test_work_without_an_answer_has_a_limit(host: EngineHost) -> None:
 def test_work_of_a_known_kind_has_a_shorter_limit(host: EngineHost, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that waits for a GPU for ever is busy: a later sync is not waited for as long as a first one."""
     monkeypatch.setattr(engine_process, "PATIENCE", 3)
-    assert host.call("work", {"seconds": 2.0}, limit_s=LIMIT_S)["worked"]
+    assert host.call("work", {"seconds": 1.0}, limit_s=LIMIT_S)["worked"]
     host.mark_warmed_up()
-    assert host.call("work", {"seconds": 2.5}, limit_s=LIMIT_S)["worked"]
+    assert host.call("work", {"seconds": 1.2}, limit_s=LIMIT_S)["worked"]
     watch = Stopwatch()
     with pytest.raises(EngineLost, match=r"`work`: (it works, but|a part of it) answers nothing for [\d.]+ s"):
         host.call("work", {"seconds": 3600.0}, limit_s=LIMIT_S)
@@ -147,15 +147,7 @@ def spawned(parts: EngineHost) -> int:
     return int(parts.call("spawn", limit_s=LIMIT_S)["pids"][1])
 
 
-def wait(operation: str, parts: EngineHost) -> None:
-    if operation == "call":
-        parts.call("echo", LATER, limit_s=LIMIT_S)
-    else:
-        list(parts.begin("echo", LATER).frames(LIMIT_S))
-
-
-@pytest.mark.parametrize("operation", ["call", "frames"])
-def test_one_that_is_gone(operation: str, parts: EngineHost) -> None:
+def test_one_that_is_gone(parts: EngineHost) -> None:
     """Killed, it is missed at the next look, also while the engine answers pings and has not noticed; others may end."""
     needed, other = spawned(parts), spawned(parts)
     parts.started([needed], LIMIT_S)
@@ -163,7 +155,7 @@ def test_one_that_is_gone(operation: str, parts: EngineHost) -> None:
     assert parts.call("echo", {"text": "lives", "after_s": 1.5}, limit_s=LIMIT_S)["text"] == "lives"
     os.kill(needed, signal.SIGKILL)
     with pytest.raises(EngineLost, match=r"the engine is dead \(`echo`: one of its processes has ended\)"):
-        wait(operation, parts)
+        list(parts.begin("echo", LATER).frames(LIMIT_S))
 
 
 def test_an_error_of_an_engine_that_lost_one(parts: EngineHost) -> None:
@@ -200,8 +192,7 @@ def test_closing_is_no_loss(parts: EngineHost, monkeypatch: pytest.MonkeyPatch) 
     assert parts.lost is None
 
 
-@pytest.mark.parametrize("operation", ["call", "frames"])
-def test_a_child_outlives_the_host(operation: str, parts: EngineHost) -> None:
+def test_a_child_outlives_the_host(parts: EngineHost) -> None:
     """The host is killed, and its guard with it, as in a start too: a child that holds the connection hides nothing, and goes."""
     child = psutil.Process(int(parts.call("fork", limit_s=LIMIT_S)["pid"]))
     for process in psutil.Process(parts.pid).children():
@@ -210,20 +201,19 @@ def test_a_child_outlives_the_host(operation: str, parts: EngineHost) -> None:
     call = parts.begin("echo", LATER)
     os.kill(parts.pid, signal.SIGKILL)
     with pytest.raises(EngineLost, match=r"the engine's process was ended by SIGKILL"):
-        call.result(LIMIT_S) if operation == "call" else list(call.frames(LIMIT_S))
+        list(call.frames(LIMIT_S))
     parts.close()
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
 
 
-@pytest.mark.parametrize("operation", ["call", "frames"])
-def test_one_that_is_stopped(operation: str, parts: EngineHost, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_is_stopped(parts: EngineHost, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine answers pings, and is lost all the same."""
     monkeypatch.setattr(liveness, "STOPPED_S", 1.0)
     child = spawned(parts)
     parts.hang_limit_s = LIMIT_S
     os.kill(child, signal.SIGSTOP)
     with pytest.raises(EngineLost, match=r"`echo`: one of its processes is stopped, for 1 s"):
-        wait(operation, parts)
+        list(parts.begin("echo", LATER).frames(LIMIT_S))
 
 
 def test_one_that_is_stopped_while_the_engine_starts(parts: EngineHost, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import torch
 from rlbatch.engines.protocol.counting import numbers
 from rlbatch_plugins.vllm_host import seeded_draws, seeded_draws_triton
 
-ROWS, COLUMNS = 300, 9000  # three blocks, the last one not full
+ROWS, COLUMNS = 40, 9000  # three blocks, the last one not full
 
 
 def compared() -> dict[str, int]:

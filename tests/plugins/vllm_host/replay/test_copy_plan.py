@@ -19,7 +19,7 @@ from rlbatch.engines.transfer.checksums import expected
 from tests.plugins.vllm_cases import vllm_python, write_model
 
 LONG = pytest.mark.long("vllm")
-CASES = [(("qwen2", "kept"), LONG), (("qwen3_moe", "kept"), ()), (("deepseek_v3", "kept"), LONG), (("deepseek_v3", "packed"), ())]
+CASES = [(("qwen2", "kept"), LONG), (("qwen3_moe", "kept"), ()), (("deepseek_v3", "kept"), LONG), (("deepseek_v3", "packed"), LONG)]
 
 
 @pytest.fixture(scope="module", params=[pytest.param(case, marks=marks, id=" ".join(case)) for case, marks in CASES])
