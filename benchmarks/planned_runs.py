@@ -3,9 +3,9 @@
 A row is a model of a published shape with random weights and as many layers as the plan says fit, and two microbatches a GPU: its trainer
 alone makes three updates, or (``engine``) a job of ``python -m rlbatch.submit`` makes three steps with vLLM beside it. ``more`` rows have
 two layers more than fit, and must run out of memory. Prints a table with what was planned and measured, as it grows: the peak of the
-trainer's tensors, what a GPU and the node use, and seconds of an update. A part ends after ``seconds=560`` at the latest: a row that takes
-longer than what is left, or than 200 s, is ended, and named with those that it did not come to. Options: ``gpu=H200``,
-``row=<part of a name>``, ``python=<interpreter with vLLM>``; ``size=tiny`` tries all of it on CPUs, with nothing to compare.
+trainer's tensors, what a GPU and the node use, and seconds of an update and of a job's step. A part ends after ``seconds=560`` at the
+latest: a row that takes longer than what is left, or than 200 s, is ended, and named with those that it did not come to. Options:
+``gpu=H200``, ``row=<part of a name>``, ``python=<interpreter with vLLM>``; ``size=tiny`` tries all of it on CPUs, with nothing to compare.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 
 from benchmarks.shapes import COMMON, MODELS
 from rlbatch.api import ModelFamily
+from rlbatch.pipeline.memory_plan import node_used_gib
 from rlbatch.plan.accounting import planned_memory
 from rlbatch.plan.engine_memory import GIB, MemoryInputs, memory_inputs
 from rlbatch.plan.job_plan import JobPlan, plan_job
@@ -44,6 +45,9 @@ KILL_AFTER_S = 30
 """From a run's request to end to its end."""
 MEAN, MICROBATCHES, STEPS, MOST_LAYERS, ENGINE_LAYERS = 1024, 2, 3, 96, 4
 """Tokens of a prompt and of a response; microbatches of an update and GPU; updates or steps; layers that are tried, and of a job."""
+JOBS_PROMPT = 4
+"""Tokens of a prompt of a job: the embedded task's."""
+DIGITS = (1, 1, 1, 2, 2)
 
 
 @dataclass(frozen=True)
@@ -125,7 +129,9 @@ def main(arguments: list[str]) -> None:
     end, is_tiny = time.monotonic() + float(said.get("seconds", 560)) - KILL_AFTER_S, said.get("size") == "tiny"
     machine = Machine(said.get("gpu", "H200"), 0.0 if is_tiny else _gpu_gib(), _host_gib(), is_tiny, said.get("python", ""))
     rows = [row for row in ROWS if row.part == int(said.get("part", 1)) and said.get("row", "") in row.name]
-    print(f"{'run':<58}{'layers':>7}{'trainer GiB':>18}{'GPU GiB':>18}{'node GiB':>18}{'update s':>18}   planned, measured", flush=True)
+    heads = "".join(f"{head:>18}" for head in ("trainer GiB", "GPU GiB", "node GiB", "update s", "step s"))
+    print(f"{'run':<58}{'layers':>7}{heads}   planned, measured", flush=True)
+    print(f"{'(before any)':<58}{'':>52}{node_used_gib():>9.1f}", flush=True)
     for row in rows:
         if (left := end - time.monotonic()) < LEAST_S:
             print(f"{row.name:<58} not run: no time was left", flush=True)
@@ -143,16 +149,24 @@ def _run(row: Row, machine: Machine, limit_s: float) -> Iterator[str]:
     if "failed" in found:
         yield f"{row.name:<58}{layers + row.more:>7}  {found['failed']}"
         return
-    table = planned_memory(plan.memory, (row.gpus,), on_gpu=not machine.is_tiny)["update"]
-    engine = 0.0 if row.has_engine else sum(size for part, size in _update(plan).parts.items() if part.startswith("engine's")) / GIB
-    shown = {
-        "trainer": (table.get("trainer", {}).get("planned", math.nan), found.get("trainer")),
-        "gpu": (table.get("gpu", {}).get("planned", math.nan) - engine, found.get("gpu")),
-        "node": (table["node"]["planned"], found.get("node")),
-        "update": (plan.time.phases["update"] if plan.time else math.nan, found.get("update")),
-    }
-    cells = "".join(f"{planned:>9.1f}{math.nan if measured is None else measured:>9.1f}" for planned, measured in shown.values())
+    cells = "".join(
+        f"{planned:>9.{digits}f}{found.get(name, math.nan):>9.{digits}f}"
+        for (name, planned), digits in zip(planned_numbers(row, plan, on_gpu=not machine.is_tiny).items(), DIGITS, strict=True)
+    )
     yield f"{row.name:<58}{layers + row.more:>7}{cells}"
+
+
+def planned_numbers(row: Row, plan: JobPlan, *, on_gpu: bool) -> dict[str, float]:
+    """What is planned of what a run measures: GiB of the trainer's tensors, of a GPU and a node, seconds of an update and a step."""
+    table = planned_memory(plan.memory, (row.gpus,), on_gpu=on_gpu)["update"]
+    engine = 0.0 if row.has_engine else sum(size for part, size in _update(plan).parts.items() if part.startswith("engine's")) / GIB
+    return {
+        "trainer": table.get("trainer", {}).get("planned", math.nan),
+        "gpu": table.get("gpu", {}).get("planned", math.nan) - engine,
+        "node": table["node"]["planned"],
+        "update": plan.time.phases["update"] if plan.time else math.nan,
+        "step": plan.time.seconds if plan.time and row.has_engine else math.nan,
+    }
 
 
 def most_layers(inputs: MemoryInputs, row: Row, machine: Machine) -> int:
@@ -168,6 +182,12 @@ def most_layers(inputs: MemoryInputs, row: Row, machine: Machine) -> int:
             break
         found = layers
     return found
+
+
+def plan_of_row(row: Row, layers: int, machine: Machine) -> JobPlan:
+    """What is planned of it with so many layers."""
+    config, registry = compose_job([*_keys(row, machine), "model.hf=x"])
+    return _planned(memory_inputs(config, registry, None, on_gpu=not machine.is_tiny), row, layers, machine)
 
 
 def _planned(inputs: MemoryInputs, row: Row, layers: int, machine: Machine) -> JobPlan:
@@ -202,7 +222,7 @@ def _keys(row: Row, machine: Machine) -> list[str]:
         "algorithm.group_size": 8,
         "data.max_prompt_tokens": mean,
         "rollout.max_response_tokens": mean,
-        "plan.assume.mean_prompt_tokens": mean,
+        "plan.assume.mean_prompt_tokens": JOBS_PROMPT if row.has_engine else mean,
         "plan.assume.mean_response_tokens": mean,
         "plan.assume.pack_fullness": 1,
         "plan.calibrations": "",
@@ -259,8 +279,8 @@ def _job(row: Row, layers: int, keys: list[str], machine: Machine, limit_s: floa
         if done.returncode:
             return _failed(done, limit_s)
         found = json.loads((run_dir / "summary.json").read_text())["plan_vs_actual"]
-        memory = {what: row.get("measured") for what, row in found["memory"]["update"].items()}
-        return memory | {"update": found["seconds"]["update"]["measured"]}
+        memory = {what: row["measured"] for what, row in found["memory"]["update"].items() if "measured" in row}
+        return memory | {phase: found["seconds"][phase]["measured"] for phase in ("update", "step")}
 
 
 def _done(limit_s: float, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -321,7 +341,7 @@ def _updates(spec: dict[str, Any]) -> None:
         tags = clock.memory.tags()
         named = {"trainer": "memory/gpu_update_gib", "gpu": "memory/gpu_used_update_gib", "node": "memory/node_used_update_gib"}
         if dist.get_rank() == 0:
-            print(json.dumps({**{name: tags.get(tag) for name, tag in named.items()}, "update": min(seconds[1:])}), flush=True)
+            print(json.dumps({name: tags[tag] for name, tag in named.items() if tag in tags} | {"update": min(seconds[1:])}), flush=True)
 
 
 def _gpu_gib() -> float:

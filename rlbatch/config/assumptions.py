@@ -21,6 +21,7 @@ Factor = Annotated[float, Range(least=1, most=1e3)]
 SOURCE = "source"
 MEASURED = "measured on 2 x H200, 2026-11-29 and 30 (docs/measurements/planner.md)"
 FITTED = "fitted to steps measured on 2 x H200, 2026-11-30 (docs/measurements/planner.md)"
+ON_HOST = "with each other fitted to two updates on one H200, 2026-11-30 (docs/measurements/planner.md)"
 NOT_MEASURED = "assumed, not measured"
 AS_COUNTED = "1: as counted; calibrate=<run folder> measures it"
 CORRECTIONS = Range(least=0.01, most=100)
@@ -69,8 +70,8 @@ class AssumeConfig:
         0.32, "What collectives reach of network_gbs.", "published: 16 GB/s a GPU, NeMo-RL, DeepSeek-V3"
     )
     adam_traffic: Rate = assumed(56.0, "Bytes of a GPU's memory a parameter of Adam, with clipping.", MEASURED)
-    host_adam_gbs: Rate = assumed(100.0, "Bandwidth of a node's memory under Adam on the host.", NOT_MEASURED)
-    pcie_gbs: Rate = assumed(20.0, "Between a GPU and its host, one direction.", NOT_MEASURED)
+    host_adam_gbs: Rate = assumed(100.0, "Bandwidth of a node's memory under Adam on the host.", ON_HOST)
+    pcie_gbs: Rate = assumed(40.0, "Between a GPU and its host, one direction.", ON_HOST)
     decode_efficiency: Efficiency = assumed(0.55, "What sampling reaches of a GPU's memory bandwidth.", MEASURED)
     decode_sample_ms: Size = assumed(0.04, "Of a decoding step, a sample: drawn by its own seed, with its log-prob, ms.", MEASURED)
     decode_eager_ms: Size = assumed(

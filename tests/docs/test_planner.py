@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.planned_runs import ROWS, Machine, plan_of_row, planned_numbers
 from benchmarks.routing_replay import SHAPES, VOCABULARY
 from benchmarks.shapes import COMMON, MODELS
 from rlbatch.config.assumptions import PlanConfig, sources
@@ -104,6 +105,16 @@ def test_whole_jobs_beside_what_was_measured(page: str) -> None:
         trainer = sum(size for name, size in gpu["update"].items() if name not in NOT_THE_TRAINERS)
         sizes += [trainer, plan.memory.host(plan.nodes, "update")[0].gib * GIB]
         assert cells == [cell if cell == "-" else f"{size / GIB:.1f}" for cell, size in zip(cells, sizes, strict=True)]
+
+
+def test_runs_that_check_the_plan(page: str) -> None:
+    """As above, by the benchmark's name of each run; seven of its nine of one GPU, since two ran out of memory."""
+    machine, named = Machine("H200", 139.8, 125.0, False, ""), {row.name: row for row in ROWS}
+    found = re.findall(r"^\| (\w+, 1 GPU, [^|]*) \| (\d+) \| (.*) \|$", page, re.MULTILINE)
+    assert len(found) == 7
+    for name, layers, cells in found:
+        numbers = planned_numbers(named[name], plan_of_row(named[name], int(layers), machine), on_gpu=True)
+        assert beside(cells) == [f"{numbers[what]:.1f}" for what in ("trainer", "gpu", "node", "update")], name
 
 
 def test_beside_the_guides_figures(page: str) -> None:
