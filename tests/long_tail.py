@@ -11,12 +11,13 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 ENGINES = ("rlbatch/engines/", "rlbatch/weights/", "rlbatch/api/", "tests/plugins/")
 COMPARED = ("rlbatch/testing/", "rlbatch/rank_pools.py", "rlbatch/pipeline/bare_trainer.py")
+JOBS = ("tests/test_", "tests/launch/", "tests/pipeline/")
 EVERYTHING = ("setup.cfg", "constraints.txt", "Makefile", ".ci/", "tests/conftest.py", "tests/long_tail.py", "tests/tiny_models.py")
 PATHS = {
     "vllm": (*ENGINES, "plugins/vllm_host/", "plugins/rollout_vllm.py", "tests/vllm_cpu.txt"),
     "sglang": (*ENGINES, "plugins/sglang_host/", "plugins/rollout_sglang.py", "tests/sglang_cpu.txt"),
-    "align": ("rlbatch/align/",),
-    "jobs": ("rlbatch/launch/", "rlbatch/pipeline/", "rlbatch/metrics/", "rlbatch/checkpoint/", "rlbatch/run.py", "tests/test_"),
+    "align": ("rlbatch/align/", "tests/align/"),
+    "jobs": ("rlbatch/launch/", "rlbatch/pipeline/", "rlbatch/metrics/", "rlbatch/checkpoint/", "rlbatch/run.py", *JOBS),
     "clusters": ("rlbatch/launch/", "rlbatch/submit.py", "rlbatch/run.py", "rlbatch/start.py", "slurm/", "tests/cluster/"),
     "models": ("rlbatch/megatron/", "rlbatch/weights/", *COMPARED, "plugins/model_", "tests/megatron/", "tests/weights/"),
     "losses": ("rlbatch/megatron/", "rlbatch/algorithms/", *COMPARED, "plugins/loss_", "tests/megatron/"),

@@ -209,7 +209,12 @@ def rlbatch_register_rewards():
             1,
             ("reward=broken: raised IndexError: list index out of range (second_reward.py:", "(prompt ", " sample 0 "),
         ),
-        ("no sync", 0, ("rollout.max_logprob_diff=0.0001: trainer and engine differ by ", "Check rollout.sync_weights")),
+        pytest.param(
+            "no sync",
+            0,
+            ("rollout.max_logprob_diff=0.0001: trainer and engine differ by ", "Check rollout.sync_weights"),
+            marks=pytest.mark.long("jobs"),
+        ),
     ],
 )
 def test_a_failure_is_told_once(name: str, rank: int, words: tuple[str, ...], tmp_path: Path) -> None:
@@ -230,6 +235,7 @@ def test_a_failure_is_told_once(name: str, rank: int, words: tuple[str, ...], tm
     assert processes_of(ended.run_dir) == []
 
 
+@pytest.mark.long("jobs")
 def test_a_run_whose_groups_are_all_dropped(tmp_path: Path) -> None:
     """A filter that rejects everything: ten steps without an update, which end normally, counted in the summary."""
     nothing = ("sampling.filters=[accuracy]", "sampling.filter_options.accuracy.low=1", "sampling.max_rounds=1")

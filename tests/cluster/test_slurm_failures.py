@@ -34,10 +34,12 @@ QUICK = ("train.steps=3", "checkpoint.save_interval=-1")
 )
 def test_a_failure_ends_the_job(what: str, rank: int, words: list[str], slurm: Slurm, repository: Path, tmp_path: Path) -> None:
     """Within 15 s no process is left; the exit code is 1, the log names rank and node exactly once, summary.json has the same error."""
-    event, run_dir, host = tmp_path / "event", tmp_path / "run", slurm.nodes[rank // 2]
+    ranks = 2 if what == "hang" else 4  # on two nodes
+    event, run_dir, host = tmp_path / "event", tmp_path / "run", slurm.nodes[2 * rank // ranks]
     slurm.environment[EVENT] = str(event)
     limit = [f"launch.generation_limit_s={LIMIT_S}"] if what == "hang" else []  # none for ranks that are only slow
-    job = submit(slurm, run_dir, *QUICK, *limit, *fault_reward(what, rank), cwd=repository)
+    overrides = (*QUICK, *limit, *fault_reward(what, rank), *(TWO_RANKS if ranks == 2 else ()))
+    job = submit(slurm, run_dir, *overrides, cwd=repository)
     wait_until(lambda: event.exists() or job.has_ended(), RUN_S, "the failure")
     assert event.exists(), job.log()
     watch, late_s = Stopwatch(), time.time() - float(event.read_text())
@@ -53,7 +55,7 @@ def test_a_failure_ends_the_job(what: str, rank: int, words: list[str], slurm: S
     assert (summary["first_error"]["rank"], summary["first_error"]["host"]) == (rank, host)
     if what == "hang":
         stacks = {path.name: path.read_text() for path in (run_dir / "logs").glob("rank*.stacks")}
-        assert sorted(stacks) == [f"rank{number}.stacks" for number in range(4)]
+        assert sorted(stacks) == [f"rank{number}.stacks" for number in range(ranks)]
         assert "faults.py" in stacks[f"rank{rank}.stacks"]
 
 

@@ -70,16 +70,19 @@ def test_submitit(slurm: Slurm, repository: Path, tmp_path: Path, monkeypatch: p
     assert job.result() == script.result()
 
 
-@pytest.mark.parametrize("way", [pytest.param("sbatch", marks=pytest.mark.long("clusters", "jobs")), "submit"])
-def test_preempted_twice(
-    way: str, uninterrupted: Job, slurm: Slurm, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+TWICE = [pytest.param(way, 2, marks=pytest.mark.long("clusters", "jobs")) for way in ("sbatch", "submit")]
+
+
+@pytest.mark.parametrize(("way", "times"), [("submit", 1), *TWICE])
+def test_preempted(
+    way: str, times: int, uninterrupted: Job, slurm: Slurm, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A job that more urgent ones preempt saves, is queued again and goes on, twice in a row: as if nothing had happened."""
+    """A job that more urgent ones preempt saves, is queued again and goes on, also twice in a row: as if nothing had happened."""
     monkeypatch.setitem(slurm.environment, SLOW, str(tmp_path / "slow"))
     (tmp_path / "slow").touch()
     run = (*RUN, *TWO_RANKS)
     job = two_ranks(slurm, repository, tmp_path) if way == "sbatch" else submit(slurm, tmp_path / "run", *run, cwd=repository)
-    for requeues in (1, 2):
+    for requeues in range(1, 1 + times):
         before = [attempt["last_step"] for attempt in job.json("attempts.json").get("attempts", [])]
         job.wait_for_step(max(before, default=0) + 2)
         slurm.run("sbatch", "--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
@@ -87,11 +90,14 @@ def test_preempted_twice(
     (tmp_path / "slow").unlink()
     fields = job.wait_for_end()
     assert fields["JobState"] == "COMPLETED", job.log()
-    assert fields["Restarts"] == "2"
+    assert fields["Restarts"] == str(times)
     attempts = job.json("attempts.json")["attempts"]
-    assert [attempt["restart_count"] for attempt in attempts] == [0, 1, 2]
-    assert ["preempted" in attempt["why"] for attempt in attempts[:2]] == [True, True]
-    assert 2 <= attempts[0]["last_step"] == attempts[1]["first_step"] < attempts[1]["last_step"] == attempts[2]["first_step"] < STEPS
+    assert [attempt["restart_count"] for attempt in attempts] == [*range(times + 1)]
+    assert all("preempted" in attempt["why"] for attempt in attempts[:-1])
+    ends, beginnings = ([attempt[name] for attempt in attempts] for name in ("last_step", "first_step"))
+    assert ends[:-1] == beginnings[1:]
+    assert 2 <= ends[0] < ends[-1] == STEPS
+    assert ends == sorted(set(ends))
     assert job.json("summary.json")["status"] == "finished"
     assert job.result() == uninterrupted.result()
 

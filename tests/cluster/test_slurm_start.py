@@ -14,21 +14,23 @@ from rlbatch.plan.nodes import place_ranks
 from rlbatch.registry import load_plugins
 from tests.cluster.slurm import Slurm
 
-NODES, RANKS_PER_NODE = 16, 8
+NODES = 16
 SCRIPTS = sorted(path.name for path in (Path(__file__).parents[2] / "slurm").glob("*.sbatch"))
 
 
-def test_128_ranks_meet(large_slurm: Slurm, repository: Path, tmp_path: Path) -> None:
-    """16 nodes x 8 tasks of one step join one job and agree on who is where: ranks fill nodes in the node list's order."""
-    options = [f"--nodes={NODES}", f"--ntasks-per-node={RANKS_PER_NODE}", "--kill-on-bad-exit=1", "--export=ALL"]
+@pytest.mark.parametrize("per_node", [2, pytest.param(8, marks=pytest.mark.long("clusters"))])
+def test_all_ranks_meet(per_node: int, large_slurm: Slurm, repository: Path, tmp_path: Path) -> None:
+    """16 nodes x 2 tasks, and x 8, of one step join one job and agree on who is where: ranks fill nodes in the node list's order."""
+    world_size = NODES * per_node
+    options = [f"--nodes={NODES}", f"--ntasks-per-node={per_node}", "--kill-on-bad-exit=1", "--export=ALL"]
     command = [sys.executable, "-m", "tests.cluster.light_rank", str(tmp_path)]
     large_slurm.run("srun", *options, *command, cwd=repository, timeout_s=300)
-    known = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(NODES * RANKS_PER_NODE)]
-    expected = [node for node in large_slurm.nodes[:NODES] for _ in range(RANKS_PER_NODE)]
+    known = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(world_size)]
+    expected = [node for node in large_slurm.nodes[:NODES] for _ in range(per_node)]
     assert {tuple(rank["hosts"]) for rank in known} == {tuple(expected)}
     assert [rank["host"] for rank in known] == expected
-    assert [(rank["node_rank"], rank["local_rank"]) for rank in known] == [divmod(rank, RANKS_PER_NODE) for rank in range(128)]
-    assert {rank["world_size"] for rank in known} == {128}
+    assert [(rank["node_rank"], rank["local_rank"]) for rank in known] == [divmod(rank, per_node) for rank in range(world_size)]
+    assert {rank["world_size"] for rank in known} == {world_size}
     assert len({rank["token"] for rank in known}) == 1
     assert not any(rank["torch"] for rank in known)
 

@@ -6,8 +6,12 @@ import pytest
 
 from tests.megatron.config_fields import FAMILIES, NOTHING, TOLERANCE, base_config, changed_configs, differences
 
+ALWAYS = ("deepseek_v3", "llama", "qwen3_moe")
+CASES = [pytest.param(family, marks=() if family in ALWAYS else pytest.mark.long("models")) for family in FAMILIES]
+"""Of each kind of model one family; the others' fields are of these kinds."""
 
-@pytest.mark.parametrize("family", FAMILIES)
+
+@pytest.mark.parametrize("family", CASES)
 def test_nothing_means_what_transformers_means(family: str, rank_pool) -> None:
     """Of every field: whatever the family accepts, transformers computes, and with the same weights the logits are the same."""
     base = base_config(family)

@@ -35,10 +35,21 @@ MODELS = {
     "deepseek_v3": tiny_models.deepseek_v3,
     "llama tied": lambda: tiny_models.llama(tie_word_embeddings=True),
 }
+ALWAYS = {
+    "qwen3_moe": ("1 rank", "dp2", "ep2", "tp2 etp2", "cp2", "tp2 pp2 ep2"),
+    "deepseek_v3": ("tp2 cp2 ep2",),
+    "llama tied": ("pp2", "tp2 etp2"),
+}
+OTHERS = {
+    "qwen3_moe": ("pp2", "tp2 ep2", "tp2 etp2 dp2", "tp2 cp2 ep2"),
+    "deepseek_v3": ("1 rank", "pp2", "tp2 ep2"),
+    "llama tied": ("1 rank",),
+}
 CASES = [
-    *(("qwen3_moe", layout) for layout in (*LAYOUTS, *FOUR_RANKS)),
-    *(("deepseek_v3", layout) for layout in ("1 rank", "pp2", "tp2 ep2", "tp2 cp2 ep2")),
-    *(("llama tied", layout) for layout in ("1 rank", "pp2", "tp2 etp2")),
+    pytest.param(model, layout, marks=marks)
+    for cases, marks in ((ALWAYS, ()), (OTHERS, pytest.mark.long("models")))
+    for model, layouts in cases.items()
+    for layout in layouts
 ]
 
 

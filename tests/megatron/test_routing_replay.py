@@ -37,10 +37,20 @@ MODELS = {
     "mixtral": tiny_models.mixtral,
 }
 SPREAD = {
-    "qwen3_moe": ("dp2", "ep2", "cp2", "tp2 etp2", "tp2 ep2", "vpp2 pp2", "recompute", "recompute attention", *MORE),
-    "deepseek_v3": ("pp2 uneven", "vpp2 pp2 ep2", "tp2 pp2 ep2", "tp2 cp2 ep2", "tp2 ep2 etp2", "pp2 cp2"),
+    "qwen3_moe": ("recompute", "recompute attention", "vpp2 pp2 recompute"),
+    "deepseek_v3": ("pp2 uneven", "vpp2 pp2 ep2", "tp2 cp2 ep2", "tp2 ep2 etp2"),
 }
-CASES = [(model, layout) for model, layouts in SPREAD.items() for layout in layouts]
+OTHERS = {
+    "qwen3_moe": ("dp2", "ep2", "cp2", "tp2 etp2", "tp2 ep2", "vpp2 pp2", "pp2 recompute"),
+    "deepseek_v3": ("tp2 pp2 ep2", "pp2 cp2"),
+}
+"""Parts of those above, or such parts together."""
+CASES = [
+    pytest.param(model, layout, marks=marks)
+    for cases, marks in ((SPREAD, ()), (OTHERS, pytest.mark.long("models")))
+    for model, layouts in cases.items()
+    for layout in layouts
+]
 
 
 @pytest.fixture(scope="module")

@@ -107,8 +107,8 @@ def merged(ranks: Sequence[dict[Any, Any]]) -> dict[Any, Any]:
     return {key: rank[key] for key in sorted(keys) for rank in ranks if key in rank}
 
 
-def ratios(config: Config, run_dir: str) -> tuple[list[float], list[float], dict[str, float]]:
-    """Importance ratios at every unmasked token of one step: of its first update, of its later updates; and the step's metrics."""
+def ratios(config: Config, run_dir: str, count: int) -> tuple[list[float], list[float], Steps]:
+    """Runs the first steps. Importance ratios at every unmasked token of the first one: of its first update, of its later updates."""
     job = job_of(config, run_dir)
     seen: list[torch.Tensor] = []
 
@@ -125,9 +125,9 @@ def ratios(config: Config, run_dir: str) -> tuple[list[float], list[float], dict
         return result
 
     job.trainer.update = update
-    done, _, _ = train_step(replace(job, objective=Objective(config.algorithm, recording)), 1)
-    first, later = seen[: boundaries[0]], seen[boundaries[0] :]
-    return (*(torch.cat([torch.empty(0), *part]).tolist() for part in (first, later)), dict(done.metrics))
+    done = run_steps(replace(job, objective=Objective(config.algorithm, recording)), count)
+    first, later = seen[: boundaries[0]], seen[boundaries[0] : boundaries[config.train.updates_per_step - 1]]
+    return (*(torch.cat([torch.empty(0), *part]).tolist() for part in (first, later)), done)
 
 
 @dataclass

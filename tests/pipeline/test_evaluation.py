@@ -22,8 +22,10 @@ SETS = (
     *("eval.sets.short.n=4", "eval.sets.short.prompts=3", "eval.sets.short.top_p=0.8", "eval.sets.short.max_response_tokens=2"),
     "eval.sets.short.reward=exact",  # which runs in workers
 )
+TWO_RANKS = ("layout.world_size=2", "layout.ep_size=2")
 RUN = (
     *TINY,
+    *ONE_RANK,
     *SETS,
     *(f"{HELD}.file=embedded", "eval.sets.short.file=embedded"),
     *("train.steps=3", "train.eval_interval=1", "checkpoint.keep=1", "checkpoint.best=eval/held/avg@4", "checkpoint.export_hf=true"),
@@ -124,13 +126,13 @@ def test_a_run_that_was_stopped_in_an_evaluation_ends_the_same(whole: Ended, tmp
         assert (run_dir / path.relative_to(whole.run_dir)).read_bytes() == path.read_bytes()
 
 
-@pytest.mark.parametrize("source", ["checkpoint", "export"])
+@pytest.mark.parametrize("source", [pytest.param("checkpoint", marks=pytest.mark.long("jobs")), "export"])
 def test_alone_it_gives_the_same_numbers(source: str, whole: Ended, tmp_path: Path) -> None:
-    """From a checkpoint on two ranks, and from the exported folder on one: nothing is saved, exit code 0, the table on stdout."""
+    """From a checkpoint on one rank, and from the exported folder on two: nothing is saved, exit code 0, the table on stdout."""
     task = whole.run_dir / "embedded/eval.jsonl"
     weights = {
-        "checkpoint": (f"checkpoint.load={whole.run_dir}/checkpoints/step_000003",),
-        "export": (f"model.hf={whole.run_dir}/hf", "reward=sequence", "rollout.max_response_tokens=4", "train.precision=fp32", *ONE_RANK),
+        "checkpoint": (f"checkpoint.load={whole.run_dir}/checkpoints/step_000003", *ONE_RANK),
+        "export": (f"model.hf={whole.run_dir}/hf", "reward=sequence", "rollout.max_response_tokens=4", "train.precision=fp32", *TWO_RANKS),
     }[source]
     files = (f"{HELD}.file={task}", f"eval.sets.short.file={task}", f"data.eval={task}", "train.eval_prompts=4")
     ended = submit(tmp_path / "run", "mode=eval", *weights, *SETS, *files)

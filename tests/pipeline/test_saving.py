@@ -102,7 +102,7 @@ def saved(run_dir: Path, tmp_path_factory: pytest.TempPathFactory, rank_pool):
     [
         ("ep2", "1 rank", WAITING),
         ("ep2", "pp2", ()),
-        ("ep2", "tp2", ()),
+        pytest.param("ep2", "tp2", (), marks=pytest.mark.long("jobs", "models")),
         ("dp2", "ep2", ()),
     ],
 )
@@ -215,7 +215,7 @@ def test_folders_without_weights_are_refused(name: str, message: str, saved, run
     assert rank_pool(2).run(saving.refusal, config, str(run_dir)) == [f"DataError: checkpoint.load={folder}: {message}"] * 2
 
 
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("is_async", [False, pytest.param(True, marks=pytest.mark.long("jobs"))])
 @pytest.mark.parametrize(
     ("how", "words"),
     [

@@ -49,7 +49,11 @@ ENGINES: tuple[dict[str, Any], ...] = (
 
 
 @pytest.mark.parametrize(
-    ("size", "gib", "engines"), [(DENSE, 62, ((1, 0), (2, 0))), (SMALL_MOE, 76, ((1, 1), (2, 0), (2, 2)))], ids=["dense", "experts"]
+    ("size", "gib", "engines"),
+    [
+        pytest.param(DENSE, 62, ((1, 0), (2, 0)), id="dense"),
+        pytest.param(SMALL_MOE, 76, ((1, 1), (2, 0), (2, 2)), id="experts", marks=pytest.mark.long("configs")),
+    ],
 )
 def test_nothing_better_is_missed(size: ModelSize, gib: int, engines: Sequence[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every candidate with every offload strategy and all engines that two GPUs can have, planned one by one: each with the largest share

@@ -31,6 +31,7 @@ LAYOUTS = {
 """Of four ranks."""
 MODELS: dict[str, Callable[[], torch.nn.Module]] = {
     "deepseek_v3": lambda: tiny_models.deepseek_v3(
+        num_hidden_layers=3,
         hidden_size=256,
         intermediate_size=512,
         moe_intermediate_size=256,
@@ -40,12 +41,14 @@ MODELS: dict[str, Callable[[], torch.nn.Module]] = {
         qk_rope_head_dim=64,
         v_head_dim=64,
     ),
-    "deepseek_v3, blocks cut": lambda: tiny_models.deepseek_v3(hidden_size=160, intermediate_size=272, moe_intermediate_size=144),
-    "qwen3_moe": lambda: tiny_models.qwen3_moe(hidden_size=256, moe_intermediate_size=256, head_dim=128),
-    "qwen3_moe, blocks cut": lambda: tiny_models.qwen3_moe(hidden_size=160, moe_intermediate_size=144, head_dim=64),
-    "qwen2": lambda: tiny_models.qwen2(hidden_size=256, intermediate_size=512, head_dim=64, tie_word_embeddings=True),
+    "deepseek_v3, blocks cut": lambda: tiny_models.deepseek_v3(
+        num_hidden_layers=3, hidden_size=160, intermediate_size=272, moe_intermediate_size=144
+    ),
+    "qwen3_moe": lambda: tiny_models.qwen3_moe(num_hidden_layers=2, hidden_size=256, moe_intermediate_size=256, head_dim=128),
+    "qwen3_moe, blocks cut": lambda: tiny_models.qwen3_moe(num_hidden_layers=2, hidden_size=160, moe_intermediate_size=144, head_dim=64),
+    "qwen2": lambda: tiny_models.qwen2(num_hidden_layers=2, hidden_size=256, intermediate_size=512, head_dim=64, tie_word_embeddings=True),
 }
-"""Widths that are multiples of 128, whole and in halves, and others."""
+"""Widths that are multiples of 128, whole and in halves, and others; layers of each kind on both pipeline stages."""
 ALL: list[None] = [None] * 4
 
 

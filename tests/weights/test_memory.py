@@ -137,8 +137,15 @@ def grown(quantize: bool, is_routed: bool) -> int:
     return min(grew[1:])
 
 
-@pytest.mark.parametrize("is_routed", [False, True])
-@pytest.mark.parametrize("quantize", [False, True])
+@pytest.mark.parametrize(
+    ("quantize", "is_routed"),
+    [
+        (False, False),
+        (True, True),
+        pytest.param(False, True, marks=pytest.mark.long("models")),
+        pytest.param(True, False, marks=pytest.mark.long("models")),
+    ],
+)
 def test_memory_while_exporting(quantize: bool, is_routed: bool, rank_pool) -> None:
     """Two ranks with 300 MiB each that send every expert to both, or to those who want it: at most twice the larger of a bucket and the
     largest tensor on top, and what gloo copies.

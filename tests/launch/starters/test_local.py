@@ -131,8 +131,15 @@ def test_earlier_failure_is_forgotten(tmp_path: Path) -> None:
     assert read_first_error(tmp_path) is None
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-@pytest.mark.parametrize("behaviour", ["wait", "stubborn"])
+@pytest.mark.parametrize(
+    ("number", "code", "behaviour"),
+    [
+        (signal.SIGINT, 130, "stubborn"),
+        (signal.SIGTERM, 143, "wait"),
+        pytest.param(signal.SIGINT, 130, "wait", marks=pytest.mark.long("jobs")),
+        pytest.param(signal.SIGTERM, 143, "stubborn", marks=pytest.mark.long("jobs")),
+    ],
+)
 def test_stop_signals(tmp_path: Path, number: int, code: int, behaviour: str) -> None:
     """Ctrl-C and SIGTERM end all ranks and their children, also those that ignore SIGTERM; the message says what can be resumed."""
     saved = "no checkpoint in it"
