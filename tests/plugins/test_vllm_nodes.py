@@ -109,6 +109,8 @@ def test_both_nodes_generate_what_transformers_does(nodes: Nodes) -> None:
             assert tokens_of(answers) == expected
             assert {answer.policy_version for each in answers for answer in each} == {version}
         assert (max(nodes.on_both(difference)) if version else nodes.on(1, difference).result(300)) < LIMIT
+    logs = [(nodes.where / f"{rank}/engine.log").read_text() for rank in range(2)]
+    assert all("with max_num_batched_tokens=2048." in log for log in logs)  # as of vLLM's own server on CPUs, of a replica of one worker
 
 
 def test_a_sync_follows_at_once(nodes: Nodes) -> None:
