@@ -2,7 +2,8 @@
 
 Two engines take turns, each in its own process as in a run. One gets requests from a rank through rlbatch's backend. The other's scheduler
 and draws are vLLM's own; it gets them from a loop beside it in its process that calls ``AsyncLLM.generate`` and nothing else: with the same
-seeds and log-probs, without seeds, and without either. Prints medians: tokens/s of each and rlbatch's share. ``routes=1`` compares
+seeds and log-probs, without seeds, and without either. Prints medians: tokens/s of each, rlbatch's share, and CPU seconds of the engine's
+processes, which other work on the machine changes less. ``routes=1`` compares
 rlbatch's engine with one that says which experts its tokens went to, of a model with experts. The GPU has memory for both:
 ``gpu_memory_utilization=0.3`` of each. Options: ``prompts=64 samples=8 prompt_tokens=64 response_tokens=256``, ``python=<interpreter with
 vLLM>``, and any of vLLM's own.
@@ -22,6 +23,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from rlbatch.engines.host.server import Send
 from rlbatch.engines.protocol.frames import pack_ints, unpack_ints
@@ -144,19 +147,34 @@ def main(arguments: list[str]) -> None:
                 "vLLM, log-probs": partial(bare_vllm, seeded=False, logprobs=True),
                 "vLLM, neither": partial(bare_vllm, seeded=False, logprobs=False),
             }
+        processes = {
+            name: [each for own in (psutil.Process(engine._host.pid),) for each in (own, *own.children(recursive=True))]
+            for name, engine in engines.items()
+        }
+
+        def cpu_seconds(name: str) -> float:
+            times = [each.cpu_times() for each in processes[name if name in engines else BARE]]
+            return sum(each.user + each.system for each in times)
+
         rates: dict[str, list[float]] = {name: [] for name in ways}
+        cpu: dict[str, list[float]] = {name: [] for name in ways}
         for number in range(numbers["rounds"] + 1):
             for name in list(ways)[:: 1 if number % 2 else -1]:  # neither is always the first
+                before = cpu_seconds(name)
                 rates[name].append(ways[name]())
+                cpu[name].append(cpu_seconds(name) - before)
             if number == 0:  # kernels are compiled
-                for values in rates.values():
+                for values in (*rates.values(), *cpu.values()):
                     values.clear()
     medians = {name: statistics.median(values) for name, values in rates.items()}
     requests = f"{numbers['prompts']} prompts x {numbers['samples']} samples of {params.max_response_tokens} tokens"
     print(f"{kind}, {model.nbytes / 1e9:.2f} GB, {requests}")
     for name, median in medians.items():
         each = ", ".join(f"{value:.0f}" for value in rates[name])
-        print(f"{name:<26}{median:10.0f} tokens/s  ({each})  rlbatch has {medians['rlbatch'] / median:.1%} of it")
+        print(
+            f"{name:<26}{median:10.0f} tokens/s  ({each})  rlbatch has {medians['rlbatch'] / median:.1%} of it; "
+            f"CPU {statistics.median(cpu[name]):.2f} s"
+        )
 
 
 if __name__ == "__main__":
