@@ -28,7 +28,7 @@ from rlbatch.engines.protocol.shared_names import remove_leftovers
 from rlbatch.weights.export import buckets
 from rlbatch_plugins.rollout_transformers import TransformersOptions, TransformersRollout
 from tests.leftovers import no_memory_left, process_called, processes_of, wait_until_gone
-from tests.plugins.poke import one_bit_changed
+from tests.plugins.poke import one_bit_changed, places
 from tests.plugins.vllm_cases import LIMIT, PARAMS, PROMPTS, Pair, gathers_of_threads, tensors, tokens_of
 from tests.stopwatch import Stopwatch
 
@@ -198,11 +198,12 @@ class SharedEngine:
             found.append(pair.engine.compared)
         assert found == [None, all_of_them, None]
         pair.sync(34)
-        for name in self.plain:
-            row = dict(tensors(pair.folder))[name][5]
-            assert pair.engine._host is not None
+        weights = dict(tensors(pair.folder))
+        rows = [weights[name][5] for name in self.plain]
+        assert pair.engine._host is not None
+        for name, row, found_at in zip(self.plain, rows, places(pair.engine._host.pid, rows), strict=True):
             said = rf"of 1 of \d+ tensors: {name} \(in model\.\S+ of worker 0\)\."
-            with one_bit_changed(pair.engine._host.pid, row), pytest.raises(RolloutError, match=said):
+            with one_bit_changed(found_at, row), pytest.raises(RolloutError, match=said):
                 pair.engine.check_weights()
             pair.engine.check_weights()
 

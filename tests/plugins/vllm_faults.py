@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -119,6 +120,13 @@ def warned() -> list[str]:
     return sorted(names)
 
 
+def invariance() -> list[str]:
+    """What is said against a batch-invariant engine where none is asked for, and where one is."""
+    unasked = versions.without_invariance("0.32.0")
+    os.environ["VLLM_BATCH_INVARIANT"] = "1"
+    return [unasked, versions.without_invariance("0.32.0")]
+
+
 def use_cpu_kernels() -> None:
     """As a worker does: in 0.30 it set them one by one."""
     if register := current_platform.register_triton_kernel_overrides:  # None where a platform has no such method
@@ -147,7 +155,8 @@ def main() -> None:
             "stores": stores(),
         }
     options = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
-    print(json.dumps({"before": before, "after": after, "other_version": other_version, "options": options}))
+    said = {"before": before, "after": after, "other_version": other_version, "options": options, "invariance": invariance()}
+    print(json.dumps(said))
 
 
 if __name__ == "__main__":

@@ -163,18 +163,6 @@ def test_what_it_refuses_is_one_line(error: Exception, options: dict[str, object
     assert refused(error, options, "0.32.0") == f"{said} Correct it."
 
 
-def test_a_batch_invariant_engine_needs_a_gpu(repository: Path, tmp_path: Path) -> None:
-    """vLLM itself would start without a word; told by the option or by its variable, the process that has it refuses."""
-    code = "from rlbatch_plugins.vllm_host.versions import without_invariance; print(without_invariance('0.32.0'))"
-    variables = {"PYTHONPATH": str(write_site(tmp_path / "site", {})), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
-    said = [
-        subprocess.run([vllm_python(repository), "-c", code], env=variables | more, capture_output=True, text=True, check=True).stdout
-        for more in ({}, {"VLLM_BATCH_INVARIANT": "1"})
-    ]
-    assert said[0].splitlines()[-1:] in ([], [""])
-    assert said[1].splitlines()[-1] == "rollout.options.batch_invariant=true: vLLM 0.32.0 has it on GPUs alone, not on cpu. Leave it out."
-
-
 def test_head_sizes_are_vllms(repository: Path) -> None:
     """Those that submit knows are those of vLLM's CPU backend."""
     (source,) = (repository / ".venv-vllm").glob("lib/python3*/site-packages/vllm/v1/attention/backends/cpu_attn.py")

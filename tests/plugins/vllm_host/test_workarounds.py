@@ -91,6 +91,12 @@ def test_its_source_says_what_its_class_has(seen: dict[str, Any], repository: Pa
     assert set(inspect_interpreter(vllm_python(repository), DISTRIBUTIONS, SOURCE, CLASSES).options) == set(seen["options"])
 
 
+def test_a_batch_invariant_engine_needs_a_gpu(seen: dict[str, Any]) -> None:
+    """vLLM itself would start without a word; told by the option or by its variable, the process that has it refuses."""
+    said = "rollout.options.batch_invariant=true: vLLM 0.32.0 has it on GPUs alone, not on cpu. Leave it out."
+    assert seen["invariance"] == ["", said]
+
+
 def without(workaround: str, folder: Path, repository: Path, scratch: Path, **ranks: Any) -> RolloutContext:
     """Of an engine that lacks one."""
     engine = {"python": vllm_python(repository), "environment": {SKIPPED: workaround}}
