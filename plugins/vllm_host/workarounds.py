@@ -16,6 +16,8 @@ from .versions import release
 
 SKIPPED = "RLBATCH_VLLM_SKIPPED_WORKAROUNDS"
 """Variable with names that are not applied."""
+LOOKS_S = 0.01
+"""Seconds from a message in which a worker looks for the next one: longer than a tiny model's step, shorter than a pause."""
 
 
 def native_rotary_embedding() -> None:
@@ -133,6 +135,19 @@ def temperatures_of_drafts() -> None:
     rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
 
 
+def readers_that_wait() -> None:
+    """A worker looks for messages without pause for a second after each, on a processor that the trainer needs; afterwards it is told."""
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+    record_read = SpinCondition.record_read
+
+    def record_first_and_later_reads(self: Any) -> None:
+        record_read(self)
+        self.busy_loop_s = LOOKS_S  # not before: the socket that tells of messages is connected beside the first
+
+    SpinCondition.record_read = record_first_and_later_reads
+
+
 def stores_at_their_address() -> None:
     """torch's store listens at all addresses of the machine, whichever it is told."""
     from vllm.distributed import utils
@@ -219,6 +234,11 @@ WORKAROUNDS = (
         temperatures_of_drafts,
         "an engine that speculates samples at temperatures that memory happened to hold",
         f"{_SOURCE}/utils/cpu_triton_utils.py",
+    ),
+    _of_cpus(
+        readers_that_wait,
+        "for a second after each of its messages a worker takes a whole processor",
+        f"{_SOURCE}/distributed/device_communicators/shm_broadcast.py",
     ),
     Workaround(
         stores_at_their_address,

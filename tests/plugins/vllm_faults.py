@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import os
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,10 @@ import psutil
 import torch
 import torch.distributed as dist
 import vllm.distributed
+import zmq
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import utils
+from vllm.distributed.device_communicators import shm_broadcast
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
@@ -106,6 +109,18 @@ def stores() -> list[str]:
     return found
 
 
+def looks() -> int:
+    """How often a worker looks for its next message at once, of three times, when a tenth of a second has passed since its last one."""
+    looked: list[bool] = []
+    shm_broadcast.sched_yield = lambda: looked.append(True)
+    reader = shm_broadcast.SpinCondition(is_reader=True, context=zmq.Context.instance(), notify_address="inproc://nobody")
+    reader.record_read()
+    time.sleep(0.1)
+    for _ in range(3):
+        reader.wait(timeout_ms=1)
+    return len(looked)
+
+
 def warned() -> list[str]:
     """The workarounds that another version is warned of."""
     names: list[str] = []
@@ -141,7 +156,7 @@ def main() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with set_current_vllm_config(VllmConfig()):
         before = {"rotary": rotary(), "ragged": ragged(), "experts": experts(lambda: None), "temperatures": temperatures()}
-        before |= {"one_token": one_token(lambda layer: None), "stores": stores()}
+        before |= {"one_token": one_token(lambda layer: None), "stores": stores(), "looks": looks()}
         other_version = warned()
         workarounds._applied.clear()
         workarounds.apply_all(versions.installed_version(), is_cpu=True)
@@ -153,6 +168,7 @@ def main() -> None:
             "one_token": one_token(workarounds.whole_rows),
             "file": module.DeepseekV2DecoderLayer.forward.__code__.co_filename,
             "stores": stores(),
+            "looks": looks(),
         }
     options = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
     said = {"before": before, "after": after, "other_version": other_version, "options": options, "invariance": invariance()}

@@ -80,6 +80,12 @@ def test_stores_at_their_address(seen: dict[str, Any]) -> None:
     assert seen["after"]["stores"] == ["127.0.0.1", "127.0.0.1"]
 
 
+def test_readers_wait(seen: dict[str, Any]) -> None:
+    """A worker that had a message looks for the next one without pause; with the workaround it waits until it is told."""
+    assert seen["before"]["looks"] == 3
+    assert seen["after"]["looks"] == 0
+
+
 def test_other_versions_are_warned_about(seen: dict[str, Any]) -> None:
     """A workaround that was not made for this version is not applied, and the log says which, why and where to look."""
     assert seen["other_version"] == sorted(workaround.name for workaround in WORKAROUNDS)
