@@ -30,11 +30,12 @@ def scheduler(*, vllm_config: Any, **arguments: Any) -> Any:
 
 @dataclass
 class _Kept:
-    """Of a sample that has not ended."""
+    """Of a sample that has not ended; ``route`` has the type and shape of ``routes``, and no token."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: array[float] = field(default_factory=lambda: array("f"))
-    routes: list[np.ndarray] = field(default_factory=list)
+    routes: bytearray = field(default_factory=bytearray)
+    route: np.ndarray | None = None
     events: list[Any] = field(default_factory=list)
     prefill: Any = None
 
@@ -74,18 +75,21 @@ class AnswersAtEnd:
 
     def _is_whole(self, output: Any) -> bool:
         """Keeps what came, and puts all of it into the last one."""
-        kept = self._kept.setdefault(output.request_id, _Kept())
+        if (kept := self._kept.get(output.request_id)) is None:
+            kept = self._kept[output.request_id] = _Kept()
         kept.tokens += output.new_token_ids
         if output.new_logprobs is not None:
             kept.logprobs.extend(output.new_logprobs.logprobs[:, 0].tolist())  # the sampled token's
-        if output.routed_experts is not None:
-            kept.routes.append(output.routed_experts.copy())  # part of a buffer that may be filled anew
+        if (told := output.routed_experts) is not None:
+            kept.routes += told.tobytes()  # part of a buffer that may be filled anew
+            kept.route = told[:0].copy() if kept.route is None else kept.route
         kept.events += output.events or ()
         kept.prefill = kept.prefill or output.prefill_stats
         if output.finish_reason is None:
             return False
         del self._kept[output.request_id]
         output.new_token_ids, output.new_logprobs, output.events, output.prefill_stats = kept.tokens, None, kept.events, kept.prefill
-        output.routed_experts = np.concatenate(kept.routes) if kept.routes else None
+        if (route := kept.route) is not None:
+            output.routed_experts = np.frombuffer(kept.routes, route.dtype).reshape(-1, *route.shape[1:])
         output.kv_transfer_params = {**(output.kv_transfer_params or {}), LOGPROBS: kept.logprobs.tobytes()}
         return True
