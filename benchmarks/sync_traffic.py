@@ -19,12 +19,12 @@ from rlbatch.config.schema import LayoutConfig
 from rlbatch.megatron import parallel
 from rlbatch.megatron.names import canonical_tensors
 from rlbatch.megatron.simulated_rank import on_meta, simulated_rank, stages
-from rlbatch.weights import export, routing
+from rlbatch.weights import expert_delivery, export
 from rlbatch.weights.codec import hf_names, is_expert
 from rlbatch.weights.coverage import layers_of
+from rlbatch.weights.expert_delivery import Place
 from rlbatch.weights.params import ParameterMap
 from rlbatch.weights.quantize import SCALE_SUFFIX
-from rlbatch.weights.routing import Place
 from rlbatch.weights.shard_format import ShardFormat
 
 NETWORK, NODE = "network", "node"
@@ -215,7 +215,7 @@ class _Counted:
             (dist, "batch_isend_irecv"): batch,
             (dist, "all_reduce"): lambda tensor: None,
             (export, "gathered"): told,
-            (routing, "gathered"): told,
+            (expert_delivery, "gathered"): told,
             (ShardFormat, "encode"): lambda form, shard, *, is_stack=False: form.empty("meta", len(shard) if is_stack else None),
         }
         before = {where: getattr(*where) for where in replaced}

@@ -14,7 +14,7 @@ from rlbatch.api import ModelError, ModelFamily, ParamMapping, WeightBucket
 from rlbatch.collectives import gathered
 from rlbatch.weights.codec import Geometry, hf_names, is_expert, sharded_dim
 from rlbatch.weights.coverage import fp8_names
-from rlbatch.weights.routing import Routes, exchange, gathered_routes
+from rlbatch.weights.expert_delivery import ExpertDelivery, exchange, gathered_delivery
 from rlbatch.weights.shard_format import NamedTensor, ShardFormat
 
 AT_ONCE_BYTES = 64 * 2**20
@@ -111,13 +111,13 @@ class Exporter:
     def tensors(self, params: Mapping[str, Tensor], wanted: Sequence[int] | None) -> Iterator[NamedTensor]:
         """See ``ParameterMap.export``; every rank iterates to the end."""
         groups, device = self._groups, next(iter(params.values())).device
-        place, routes = (groups.pp.rank(), groups.ep.rank(), groups.etp.rank()), None
+        place, delivery = (groups.pp.rank(), groups.ep.rank(), groups.etp.rank()), None
         if any(entry.per_rank for entry in self._plans):
-            routes = gathered_routes(place, wanted, self._family.num_experts, device, groups.ranks_per_node)
+            delivery = gathered_delivery(place, wanted, self._family.num_experts, device, groups.ranks_per_node)
         for entry in self._plans:
             local = params[entry.name].detach() if groups.pp.rank() == entry.stage else None
-            if routes is not None and entry.per_rank:
-                yield from self._routed(entry, local, routes, device)
+            if delivery is not None and entry.per_rank:
+                yield from self._delivered(entry, local, delivery, device)
             elif not entry.per_rank:
                 yield from entry.form.decode(entry.names[0], self._shards(entry, local, device))
             elif self._is_alone and local is not None:
@@ -153,30 +153,30 @@ class Exporter:
             else:
                 yield entry.form.decode(names, [shard[index] for shard in travelled])
 
-    def _routed(self, entry: _EntryPlan, local: Tensor | None, routes: Routes, device: torch.device) -> Iterator[NamedTensor]:
+    def _delivered(self, entry: _EntryPlan, local: Tensor | None, delivery: ExpertDelivery, device: torch.device) -> Iterator[NamedTensor]:
         """The experts that this rank wants; where others want more, empty tensors (``meta``) without a name in their place."""
         form, own = entry.form, None if local is None else self._own_views(entry, local)
-        most = max(1, AT_ONCE_BYTES // (form.nbytes * routes.shards))
-        for slots in routes.batches(entry.stage, most):
-            kept = {slot: None if own is None else routes.kept(entry.stage, slot) for slot in slots}
-            shards = self._exchanged(entry, local, routes, [slot for slot in slots if kept[slot] is None], most, device)
+        most = max(1, AT_ONCE_BYTES // (form.nbytes * delivery.shards))
+        for slots in delivery.batches(entry.stage, most):
+            kept = {slot: None if own is None else delivery.kept(entry.stage, slot) for slot in slots}
+            shards = self._exchanged(entry, local, delivery, [slot for slot in slots if kept[slot] is None], most, device)
             for slot in slots:
-                index, expert = kept[slot], routes.wanted(slot)
+                index, expert = kept[slot], delivery.wanted(slot)
                 if own is not None and index is not None:
                     yield from own[index]
                 elif expert is None:
-                    nothing = form.decode(entry.names[0], [form.empty("meta")] * routes.shards)
+                    nothing = form.decode(entry.names[0], [form.empty("meta")] * delivery.shards)
                     yield from (("", tensor) for _, tensor in nothing)
                 else:
-                    yield from form.decode(entry.names[expert], [shards.pop((slot, shard)) for shard in range(routes.shards)])
+                    yield from form.decode(entry.names[expert], [shards.pop((slot, shard)) for shard in range(delivery.shards)])
 
     def _exchanged(
-        self, entry: _EntryPlan, local: Tensor | None, routes: Routes, slots: Sequence[int], most: int, device: torch.device
+        self, entry: _EntryPlan, local: Tensor | None, delivery: ExpertDelivery, slots: Sequence[int], most: int, device: torch.device
     ) -> dict[tuple[int, int], Tensor]:
         """(slot, shard) -> what came of it, of some slots; at most ``most`` rounds of them travel together."""
         shards: dict[tuple[int, int], Tensor] = {}
         for turn in range(2):
-            steps = [(slot, step) for slot in slots for step in routes.rounds(entry.stage, slot)[turn]]
+            steps = [(slot, step) for slot in slots for step in delivery.rounds(entry.stage, slot)[turn]]
             for first in range(0, len(steps), most):
                 together = steps[first : first + most]
                 mine = [

@@ -38,7 +38,7 @@ class Round:
     passed_on: int | None = None
 
 
-class Routes:
+class ExpertDelivery:
     """Who wants what, and who sends it.
 
     Args:
@@ -149,10 +149,10 @@ class Routes:
         return Round(None, to, {shard: coming[0]} if coming else {}, shard if to else None)
 
 
-def gathered_routes(
+def gathered_delivery(
     place: Place, wanted: Sequence[int] | None, num_experts: int, device: torch.device, ranks_per_node: int = 1
-) -> Routes | None:
-    """The routes of all ranks of the trainer; a collective.
+) -> ExpertDelivery | None:
+    """What all ranks of the trainer want and who sends it; a collective.
 
     Returns:
         None if every rank wants every expert.
@@ -163,7 +163,7 @@ def gathered_routes(
     places: list[Place] = [(pp, ep, etp) for (pp, ep, etp), _ in told]
     # NCCL's first use of a group must be by all of its ranks; a round is of some.
     dist.all_reduce(torch.zeros(1, device=device))
-    return Routes(places, [theirs for _, theirs in told], num_experts, dist.get_rank(), ranks_per_node)
+    return ExpertDelivery(places, [theirs for _, theirs in told], num_experts, dist.get_rank(), ranks_per_node)
 
 
 def exchange(rounds: Sequence[Round], mine: Sequence[Tensor | None], memory: Sequence[Mapping[int, Tensor]]) -> None:
