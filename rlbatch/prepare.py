@@ -38,7 +38,7 @@ from rlbatch.launch.ranks.interfaces import addresses_of
 from rlbatch.launch.ranks.rank_info import check_trainer, visible_gpus
 from rlbatch.launch.records.ownership import read_run_id
 from rlbatch.launch.starters.container import RUN_FOLDER, check_container
-from rlbatch.pipeline.weights_check import check_first_weights, check_resumed
+from rlbatch.pipeline.checkpoint_match import check_first_weights, check_resumed
 from rlbatch.plan.engine_precision import check_device, engine_quantization
 from rlbatch.plan.fit import check_fit
 from rlbatch.plan.layout import check_expert_widths, check_layout, check_routing_replay

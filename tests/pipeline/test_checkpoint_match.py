@@ -13,7 +13,7 @@ from rlbatch.api import ConfigError, DataError, ModelError, ModelFamily
 from rlbatch.checkpoint import run_folder
 from rlbatch.checkpoint.identity import model_identity
 from rlbatch.config.compose import compose
-from rlbatch.pipeline.weights_check import check_first_weights, check_resumed
+from rlbatch.pipeline.checkpoint_match import check_first_weights, check_resumed
 from rlbatch.registry import load_plugins
 from tests.large_models import write_no_weights
 from tests.test_submit import QWEN3_MOE
