@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from rlbatch.metrics.lines import METRICS, metric_lines
+from rlbatch.metrics.metrics_file import METRICS, metric_lines
 
 SAMPLES, WORKERS, STEPS = 256, 8, 5
 SHARES = (1.0, 0.5, 2.0)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlbatch.metrics.lines import METRICS, metric_lines
+from rlbatch.metrics.metrics_file import METRICS, metric_lines
 from rlbatch.plan.flops import attention_flops_per_squared_token, logits_flops, matmul_flops_per_token
 from rlbatch.registry import load_plugins
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rlbatch.api import ConfigError, RlbatchError
 from rlbatch.api.exit_codes import DONE, REFUSED
-from rlbatch.metrics.lines import METRICS, metric_lines
+from rlbatch.metrics.metrics_file import METRICS, metric_lines
 
 USAGE = """\
 Draws how far engine and trainer are from each other in a run, step by step, as one self-contained page: mean absolute differences of

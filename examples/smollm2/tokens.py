@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.curves import COLOURS, HEIGHT, LEFT, TOP, WIDTH, Panel, linear, text
-from rlbatch.metrics.lines import METRICS, metric_lines
+from rlbatch.metrics.metrics_file import METRICS, metric_lines
 
 GROUPS, SAMPLES = 32, 16
 """Of a step of the experiment where nothing is filtered."""
