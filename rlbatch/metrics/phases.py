@@ -1,4 +1,4 @@
-"""Measures the memory of a step's phases on this rank's GPU."""
+"""Measures the phases of a step: their seconds, and the memory of this rank's GPU."""
 
 from __future__ import annotations
 
