@@ -3,10 +3,9 @@
 Two engines take turns, each in its own process as in a run. One gets requests from a rank through rlbatch's backend. The other's scheduler
 and draws are vLLM's own; it gets them from a loop beside it in its process that calls ``AsyncLLM.generate`` and nothing else: with the same
 seeds and log-probs, without seeds, and without either. Prints medians: tokens/s of each, rlbatch's share, and CPU seconds of the engine's
-processes, which other work on the machine changes less. ``routes=1`` compares
-rlbatch's engine with one that says which experts its tokens went to, of a model with experts. The GPU has memory for both:
-``gpu_memory_utilization=0.3`` of each. Options: ``prompts=64 samples=8 prompt_tokens=64 response_tokens=256``, ``python=<interpreter with
-vLLM>``, and any of vLLM's own.
+processes, which other work on the machine changes less. ``routes=1`` compares rlbatch's engine with one that says which experts its tokens
+went to, of a model with experts. The GPU has memory for both: ``gpu_memory_utilization=0.3`` of each. Options: ``prompts=64 samples=8
+prompt_tokens=64 response_tokens=256``, ``python=<interpreter with vLLM>``, and any of vLLM's own.
 """
 
 from __future__ import annotations
@@ -147,13 +146,11 @@ def main(arguments: list[str]) -> None:
                 "vLLM, log-probs": partial(bare_vllm, seeded=False, logprobs=True),
                 "vLLM, neither": partial(bare_vllm, seeded=False, logprobs=False),
             }
-        processes = {
-            name: [each for own in (psutil.Process(engine._host.pid),) for each in (own, *own.children(recursive=True))]
-            for name, engine in engines.items()
-        }
+        hosts = {name: psutil.Process(engine._host.pid) for name, engine in engines.items()}
 
         def cpu_seconds(name: str) -> float:
-            times = [each.cpu_times() for each in processes[name if name in engines else BARE]]
+            host = hosts[name if name in hosts else BARE]
+            times = [each.cpu_times() for each in (host, *host.children(recursive=True))]
             return sum(each.user + each.system for each in times)
 
         rates: dict[str, list[float]] = {name: [] for name in ways}

@@ -8,7 +8,7 @@ from rlbatch.rank_pools import end_with_parent
 end_with_parent()
 os.environ.update({"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"})  # torch reads them at its import
 
-gc.disable()  # looking again and again through half a million objects that stay takes a seventh of the imports' time
+gc.disable()  # imports would look again and again through half a million objects that stay
 import transformers.models.auto.modeling_auto  # noqa: E402
 import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: E402, F401  # with what all models share
 
