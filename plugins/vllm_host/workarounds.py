@@ -1,6 +1,6 @@
 """Faults of vLLM that we work around, each until a version without it: the registry.
 
-Without them two of these give wrong numbers without a word, and one ends the process.
+Without them three of these give wrong numbers without a word, and one ends the process.
 """
 
 from __future__ import annotations
@@ -192,6 +192,13 @@ def whole_rows(layer: Any) -> None:
     layer.forward = whole
 
 
+def messages_of_their_own() -> None:
+    """A message to the engine's client is written over the one before once the last part of that is sent, which may be before its first."""
+    from vllm.v1.serial_utils import MsgpackEncoder
+
+    MsgpackEncoder.encode_into = lambda self, message, _: self.encode(message)
+
+
 def _of_cpus(apply: Callable[[], None], symptom: str, link: str) -> Workaround:
     """A fault of the CPU backend; 0.30 is the first that is supported there, and 0.32 the last."""
     return Workaround(apply, (0, 30), (0, 32), symptom, link, cpu_only=True)
@@ -253,6 +260,13 @@ WORKAROUNDS = (
         (0, 32),
         "with tensor, data and expert parallelism DeepSeek models give wrong tokens where a data-parallel rank has one sample left",
         "https://github.com/vllm-project/vllm/issues/50154",
+    ),
+    Workaround(
+        messages_of_their_own,
+        (0, 26),
+        (0, 29),
+        "an engine of many samples that end at once dies of MessagePack data that is malformed, or their tokens are others",
+        "https://github.com/vllm-project/vllm/issues/24655",
     ),
 )
 

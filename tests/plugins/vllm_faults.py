@@ -27,6 +27,7 @@ from vllm.model_executor.models import deepseek_v2 as module
 from vllm.platforms import current_platform
 from vllm.utils import cpu_triton_utils
 from vllm.v1.sample import rejection_sampler
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from rlbatch_plugins.vllm_host import versions, workarounds
 
@@ -121,6 +122,16 @@ def looks() -> int:
     return len(looked)
 
 
+def first_of_two_messages(mend: Callable[[], None]) -> str:
+    """What a message is once the next one is made, which vLLM does when the last part of the first is sent."""
+    mend()
+    encoder, buffer = MsgpackEncoder(), bytearray()
+    parts = encoder.encode_into("first", buffer)
+    encoder.encode_into("2nd", buffer)
+    found: str = MsgpackDecoder(str).decode(parts)
+    return found
+
+
 def warned() -> list[str]:
     """The workarounds that another version is warned of."""
     names: list[str] = []
@@ -157,6 +168,7 @@ def main() -> None:
     with set_current_vllm_config(VllmConfig()):
         before = {"rotary": rotary(), "ragged": ragged(), "experts": experts(lambda: None), "temperatures": temperatures()}
         before |= {"one_token": one_token(lambda layer: None), "stores": stores(), "looks": looks()}
+        before |= {"message": first_of_two_messages(lambda: None)}
         other_version = warned()
         workarounds._applied.clear()
         workarounds.apply_all(versions.installed_version(), is_cpu=True)
@@ -169,6 +181,7 @@ def main() -> None:
             "file": module.DeepseekV2DecoderLayer.forward.__code__.co_filename,
             "stores": stores(),
             "looks": looks(),
+            "message": first_of_two_messages(workarounds.messages_of_their_own),
         }
     options = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
     said = {"before": before, "after": after, "other_version": other_version, "options": options, "invariance": invariance()}

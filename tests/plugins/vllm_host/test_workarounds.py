@@ -86,6 +86,12 @@ def test_readers_wait(seen: dict[str, Any]) -> None:
     assert seen["after"]["looks"] == 0
 
 
+def test_messages_of_their_own(seen: dict[str, Any]) -> None:
+    """A message that is still being sent becomes the next one; with the workaround it stays what it was."""
+    assert seen["before"]["message"] == "2nd"
+    assert seen["after"]["message"] == "first"
+
+
 def test_other_versions_are_warned_about(seen: dict[str, Any]) -> None:
     """A workaround that was not made for this version is not applied, and the log says which, why and where to look."""
     assert seen["other_version"] == sorted(workaround.name for workaround in WORKAROUNDS)
