@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from torch import Tensor
 from rlbatch.api import ConfigError
 from rlbatch.launch.preflight.node_facts import GIB
 from rlbatch.launch.ranks.host_memory import host_memory
+
+THREADS, PART = 8, 64 * 2**20
+"""That make pages, and bytes that each makes at once: so few that torch takes no threads of its own."""
 
 
 class HostMemory:
@@ -64,6 +68,7 @@ class HostMemory:
 
     def _lock(self, tensor: Tensor) -> int:
         """Makes its pages, which come from the memory of the cores that this thread runs on, and locks them."""
+        _make_pages(tensor)
         if code := int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)):
             _, free = host_memory()
             raise ConfigError(
@@ -72,6 +77,12 @@ class HostMemory:
                 "offload.options.pin_memory=false, or offload less."
             )
         return tensor.data_ptr()
+
+
+def _make_pages(memory: Tensor) -> None:
+    """With several threads, since the system clears each page: to lock pages that are not there makes them with one."""
+    with ThreadPoolExecutor(THREADS) as threads:
+        list(threads.map(lambda first: memory[first : first + PART : mmap.PAGESIZE].zero_(), range(0, memory.nbytes, PART)))
 
 
 class _Memory(mmap.mmap):

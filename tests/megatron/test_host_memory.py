@@ -7,11 +7,12 @@ import resource
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
 from rlbatch.api import ConfigError
-from rlbatch.megatron.host_memory import HostMemory, _on_cores, near_cores
+from rlbatch.megatron.host_memory import PART, HostMemory, _make_pages, _on_cores, near_cores
 
 
 def test_it_is_as_large_as_asked_for_and_to_be_written() -> None:
@@ -23,6 +24,15 @@ def test_it_is_as_large_as_asked_for_and_to_be_written() -> None:
     first.view(torch.bfloat16).fill_(1.5)
     assert first.view(torch.bfloat16)[-1] == 1.5
     assert memory.num_bytes == 3 * 2**20 + 16
+
+
+def test_its_pages_are_made_before_they_are_locked() -> None:
+    """All of them, the last one's part too; locking would make them one after the other."""
+    memory = HostMemory("offload=weights").take(PART + 2**20 + 16, is_pinned=False)
+    before = psutil.Process().memory_info().rss
+    _make_pages(memory)
+    assert psutil.Process().memory_info().rss - before > 0.9 * len(memory)
+    assert int(memory.max()) == 0
 
 
 def test_a_fork_has_its_own() -> None:
