@@ -12,7 +12,20 @@ from dataclasses import dataclass
 from rlbatch.plan.activations import NO_ACTIVATIONS, StageActivations, stage_activations
 from rlbatch.plan.engine_memory import GIB, WEIGHT_BYTES, MemoryInputs
 from rlbatch.plan.layout import degrees
-from rlbatch.plan.memory import BESIDE_ENGINES, PHASES, MemoryFloor, Parts, Peak, RankMemory, engine_share_gib, memory_floor, trainer_gib
+from rlbatch.plan.memory import (
+    BESIDE_ENGINES,
+    LEFT,
+    MOMENT_BYTES,
+    PHASES,
+    STATE_BYTES,
+    MemoryFloor,
+    Parts,
+    Peak,
+    RankMemory,
+    engine_share_gib,
+    memory_floor,
+    trainer_gib,
+)
 from rlbatch.plan.workload import microbatches, pack_tokens, workload
 
 MIB = 2**20
@@ -70,7 +83,7 @@ def estimate_memory(job: MemoryInputs, floor: MemoryFloor | None = None, *, has_
         if (id(certain), kept) not in alike:
             alike[id(certain), kept] = RankMemory(
                 {phase: {**certain.gpu[phase], **more} for phase, more in _on_gpu(job, certain, kept)} if job.on_gpu else certain.gpu,
-                {phase: {**parts, **_on_host(job)} for phase, parts in certain.host.items()},
+                {phase: {**parts, **_on_host(job), **_divided(job, certain, parts)} for phase, parts in certain.host.items()},
             )
     expected = [alike[id(certain), kept] for certain, kept in stages]
     return MemoryEstimate(floor, MemoryFloor(expected, floor.world_size, floor.shm_gib), assume.memory_error)
@@ -107,7 +120,7 @@ def _on_gpu(job: MemoryInputs, certain: RankMemory, activations: StageActivation
     }
     trained = {phase: {name: size * assume.activations_factor for name, size in parts.items()} for phase, parts in counted.items()}
     for phase in PHASES:
-        parts = dict(always) if certain.gpu[phase] else {}
+        parts = {**always, **_divided(job, certain, certain.gpu[phase])} if certain.gpu[phase] else {}
         if phase in trained and not is_eval:
             parts |= trained[phase]
         if phase in BESIDE_ENGINES:
@@ -141,6 +154,15 @@ def _engine(job: MemoryInputs, certain: Parts, phase: str) -> Parts:
         return workspace
     rest = engine_share_gib(job, trainer_gib(job)) * GIB - certain["engine's weights"] - assume.engine_workspace_gib * GIB
     return workspace | {"engine's cache": max(rest, certain["engine's cache"])}
+
+
+def _divided(job: MemoryInputs, certain: RankMemory, parts: Parts) -> Parts:
+    """Half of what may be on the GPU or on the host, where that has a part of the optimizer: the last tensor may be the host's or not."""
+    if not certain.undecided:
+        return {}
+    assert job.offload is not None
+    sizes = {"optimizer": job.offload.hosted_bytes, LEFT: STATE_BYTES, "main weights": STATE_BYTES - MOMENT_BYTES, "moments": MOMENT_BYTES}
+    return {"optimizer, in whole tensors": certain.undecided / 2 * sum(size for name, size in sizes.items() if name in parts)}
 
 
 def _on_host(job: MemoryInputs) -> Parts:

@@ -61,10 +61,12 @@ class RankMemory:
     Attributes:
         gpu: On its GPU; nothing on the CPU, where the host has it.
         host: Its part of the node's memory.
+        undecided: Parameters whose optimizer may be on either: it is divided in whole tensors, and the floor of neither has them.
     """
 
     gpu: Mapping[str, Parts]
     host: Mapping[str, Parts]
+    undecided: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,7 @@ def memory_floor(job: MemoryInputs) -> MemoryFloor:
         gpu: Mapping[str, Parts] = {phase: {**trainer[phase], **engine[phase]} if trainer[phase] else {} for phase in PHASES}
         if not job.on_gpu:
             gpu, host = _NOTHING, {phase: {**host[phase], **gpu[phase]} for phase in PHASES}
-        alike[share] = RankMemory(gpu, host)
+        alike[share] = RankMemory(gpu, host, _undecided(job, share))
     return MemoryFloor([alike[share] for share in shares], job.config.layout.world_size, NODE_SHM_GIB if job.on_gpu else 0.0)
 
 
@@ -168,14 +170,19 @@ def _shares(job: MemoryInputs) -> tuple[Share, ...]:
     return job.model.shares(layout) if job.model else (least_share(job.config.model.parameters, layout),)
 
 
+def _undecided(job: MemoryInputs, share: Share) -> float:
+    hosted = (job.offload or UNKNOWN).hosted_share
+    return min(share.largest, share.owned * (1 - hosted)) if hosted else 0.0
+
+
 def _trainer(job: MemoryInputs, share: Share) -> Mapping[str, Parts]:
     """What the trainer takes on a rank's GPU, or in its host memory where it has none."""
     config, offload, precision = job.config, job.offload or UNKNOWN, job.config.train.precision
-    own = share.owned * (1 - offload.hosted_share) - (share.largest if 0 < offload.hosted_share < 1 else 0)
+    own = share.owned * (1 - offload.hosted_share) - _undecided(job, share)
     weights = {"weights": WEIGHT_BYTES[precision] * share.held}
     gradients = {"gradients": GRADIENT_BYTES * share.held}
-    main = {"main weights": MAIN_WEIGHT_BYTES[precision] * max(own, 0)}
-    moments = {"moments": MOMENT_BYTES * max(own, 0)}
+    main = {"main weights": MAIN_WEIGHT_BYTES[precision] * own}
+    moments = {"moments": MOMENT_BYTES * own}
     moving = {"weights on their way into a buffer": WEIGHT_BYTES[precision] * share.last_buffer} if job.on_gpu else {}
     kept = {} if offload.releases_gradients else gradients
     resting, beside_cache = weights | kept, kept if offload.moves_weights else weights | kept

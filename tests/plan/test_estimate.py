@@ -102,6 +102,17 @@ def test_offloading_more_takes_more_of_a_node() -> None:
     assert hosts == sorted(set(hosts))
 
 
+@pytest.mark.parametrize(("fraction", "undecided"), [(0.5, 1.0), (0.999999, 0.0), (1.0, 0.0)])
+def test_the_optimizer_is_divided_in_whole_tensors(fraction: float, undecided: float) -> None:
+    """The last of the host's may be the largest: half of that is expected on each side, and no more than the GPU would have."""
+    inputs = job(*QWEN, "offload=cpu_adam", f"offload.options.fraction={fraction}")
+    assert inputs.model is not None
+    share, [rank] = inputs.model.shares(inputs.config.layout)[0], estimate_memory(inputs).expected.stages
+    found = [parts["update"].get("optimizer, in whole tensors", 0.0) for parts in (rank.gpu, rank.host)]
+    assert found == pytest.approx([undecided * share.largest / 2 * each for each in (12, 16)], abs=1e-5 * share.owned)
+    assert {"main weights", "moments"} <= rank.gpu["update"].keys()
+
+
 def test_state_is_of_fewer_ranks() -> None:
     """As many GPUs, with a larger tensor parallel size, are fewer that share the state of what each of those has whole: norms, routers,
     compressed keys. With a longer pipeline the mean of its stages stays, and an end with a vocabulary is further from it.
