@@ -56,7 +56,7 @@ def te_pool() -> Iterator[StandInPools]:
     pools.pools.close()
 
 
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=LONG if name == "moonlight" else ()) for name in MODELS])
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=() if name == "qwen3_moe" else LONG) for name in MODELS])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_models.saved(MODELS[request.param](), tmp_path_factory.mktemp(request.param))
 

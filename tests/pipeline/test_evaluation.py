@@ -126,7 +126,7 @@ def test_a_run_that_was_stopped_in_an_evaluation_ends_the_same(whole: Ended, tmp
         assert (run_dir / path.relative_to(whole.run_dir)).read_bytes() == path.read_bytes()
 
 
-@pytest.mark.parametrize("source", [pytest.param("checkpoint", marks=pytest.mark.long("jobs")), "export"])
+@pytest.mark.parametrize("source", ["checkpoint", pytest.param("export", marks=pytest.mark.long("jobs"))])
 def test_alone_it_gives_the_same_numbers(source: str, whole: Ended, tmp_path: Path) -> None:
     """From a checkpoint on one rank, and from the exported folder on two: nothing is saved, exit code 0, the table on stdout."""
     task = whole.run_dir / "embedded/eval.jsonl"

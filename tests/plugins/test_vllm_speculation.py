@@ -104,6 +104,7 @@ def carried_of(folder: Path) -> Carried:
     return carried_layers(load_plugins().resolve_model_family(read_config(folder)), read_config(folder), folder)
 
 
+@pytest.mark.long("vllm")
 def test_layers_for_multi_token_prediction_are_carried(python: str, deepseek: Path, tmp_path: Path) -> None:
     """They come with the first sync, each of the draft's parameters once, not with the second, and again after sleep level 2. Tokens and
     log-probs are the policy's alone, although the checkpoint has another embedding for the draft than for the model, and the engine one for

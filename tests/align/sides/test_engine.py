@@ -16,6 +16,7 @@ def said(capsys: pytest.CaptureFixture[str], hf: Path, *arguments: str) -> tuple
     return code, capsys.readouterr().out
 
 
+@pytest.mark.long("align", "sglang")
 def test_sglang_agrees(repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Log-probs of what it sampled, and the experts that it tells, in every layer; transformers as an engine too, and one that has no
     interpreter is named while the others go on.
