@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks.shapes import COMMON, MODELS
 from rlbatch.api import ModelFamily
-from rlbatch.pipeline.memory_plan import node_used_gib
+from rlbatch.pipeline.plan_vs_actual import node_used_gib
 from rlbatch.plan.accounting import planned_memory
 from rlbatch.plan.engine_memory import GIB, MemoryInputs, memory_inputs
 from rlbatch.plan.job_plan import JobPlan, plan_job
@@ -304,8 +304,8 @@ def _updates(spec: dict[str, Any]) -> None:
     from rlbatch.megatron import parallel
     from rlbatch.megatron.trainer import Trainer
     from rlbatch.metrics.phases import OutOfMemory, PhaseClock
-    from rlbatch.pipeline.memory_plan import node_used_gib
     from rlbatch.pipeline.packing import build_microbatches, with_advantages
+    from rlbatch.pipeline.plan_vs_actual import node_used_gib
     from tests.gpu.torchrun import process_group
 
     config, registry = compose_job([*spec["keys"], "model.hf=x"])

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from rlbatch.api import ConfigError
+from rlbatch.config.bounded_files import read_json
 from rlbatch.config.calibration import Calibration, calibration_file, cluster_keys, differing, is_gpu, write_calibration
 from rlbatch.config.compose import CONFIG_FILE, load_config
-from rlbatch.config.foreign import read_json
 from rlbatch.config.schema import Config
 from rlbatch.config.structured import did_you_mean, from_mapping
 from rlbatch.plan.accounting import STEP_PHASES, Table, planned_memory

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rlbatch.api import ConfigError, RlbatchError
 from rlbatch.api.exit_codes import REFUSED
-from rlbatch.config.foreign import read_own
+from rlbatch.config.bounded_files import read_own
 from rlbatch.launch.jobs import JobRecord, find_job, follow, read_jobs
 from rlbatch.launch.records.failures import read_first_error
 from rlbatch.launch.records.streams import end_with_reader, exit_code_of_display, keep_output

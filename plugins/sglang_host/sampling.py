@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlbatch.engines.protocol.counting import numbers, shift_right
+from rlbatch.engines.protocol.counter_rng import numbers, shift_right
 
 
 def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:

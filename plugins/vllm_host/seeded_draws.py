@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlbatch.engines.protocol.counting import numbers, shift_right
+from rlbatch.engines.protocol.counter_rng import numbers, shift_right
 
 AT_ONCE = 2**20
 """Logits of a batch for which random numbers exist at a time, on CPUs."""

@@ -9,11 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlbatch.engines.protocol import counting
+from rlbatch.engines.protocol import counter_rng
 
 BLOCK = 4096
 """Columns of a program."""
-STEP, FIRST, SECOND = (tl.constexpr(value % 2**64) for value in (counting.STEP, counting.FIRST, counting.SECOND))
+STEP, FIRST, SECOND = (tl.constexpr(value % 2**64) for value in (counter_rng.STEP, counter_rng.FIRST, counter_rng.SECOND))
 
 
 @triton.jit

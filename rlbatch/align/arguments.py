@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from rlbatch.api import ConfigError, Count, DataError, ModelFamily, Range
 from rlbatch.api.values import FilePath, PathRule
 from rlbatch.config.arguments import key_table, parse_keys
-from rlbatch.config.foreign import read_text
+from rlbatch.config.bounded_files import read_text
 from rlbatch.config.keys import key
 from rlbatch.config.schema import LayoutConfig
 from rlbatch.config.structured import MISSING_VALUE, show_value

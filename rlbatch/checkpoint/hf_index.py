@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlbatch.api import DataError
-from rlbatch.config.foreign import LARGE_BYTES, MissingFileError, open_regular, parse_json, read_json
+from rlbatch.config.bounded_files import LARGE_BYTES, MissingFileError, open_regular, parse_json, read_json
 
 INDEX = "model.safetensors.index.json"
 SHARD_FILE = re.compile(r"model-\d+-of-\d+\.safetensors")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from rlbatch.api import DataError
-from rlbatch.config.foreign import LARGE_BYTES, open_regular
+from rlbatch.config.bounded_files import LARGE_BYTES, open_regular
 
 TEMPLATES = "additional_chat_templates"
 """The only folder in which transformers looks for more."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from rlbatch.api import ConfigError, DataError
 from rlbatch.checkpoint.run_folder import DRAFT, LATEST, PROGRESS, STEP_FOLDER, is_checkpoint, read_progress
-from rlbatch.config.foreign import LARGE_BYTES, read_json
+from rlbatch.config.bounded_files import LARGE_BYTES, read_json
 
 Found = tuple[Path, dict[str, Any]]
 """A checkpoint and its progress."""

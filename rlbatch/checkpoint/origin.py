@@ -10,7 +10,7 @@ from typing import Any
 from rlbatch.api import DataError, ModelError
 from rlbatch.checkpoint import run_folder
 from rlbatch.checkpoint.identity import model_changes, model_identity
-from rlbatch.config.foreign import LARGE_BYTES, MissingFileError, read_json
+from rlbatch.config.bounded_files import LARGE_BYTES, MissingFileError, read_json
 
 METADATA = ".metadata"
 FORMAT = "metadata.json"

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from rlbatch.api import CheckpointError, DataError
-from rlbatch.config.foreign import LARGE_BYTES, read_json
+from rlbatch.config.bounded_files import LARGE_BYTES, read_json
 
 LATEST = "latest.json"
 BEST = "best.json"

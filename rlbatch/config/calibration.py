@@ -11,7 +11,7 @@ from typing import Any
 
 from rlbatch.api import ConfigError
 from rlbatch.config.assumptions import AssumeConfig
-from rlbatch.config.foreign import read_json
+from rlbatch.config.bounded_files import read_json
 from rlbatch.config.machines import ClusterConfig
 from rlbatch.config.schema import Config
 from rlbatch.config.structured import from_mapping, show_value

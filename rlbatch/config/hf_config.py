@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlbatch.config.foreign import MissingFileError, read_json
+from rlbatch.config.bounded_files import MissingFileError, read_json
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:

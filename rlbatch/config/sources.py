@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlbatch.api import ConfigError
-from rlbatch.config.foreign import read_json, read_text
+from rlbatch.config.bounded_files import read_json, read_text
 from rlbatch.config.yaml_files import CORRECT, read_yaml
 
 CONFIG_PACKAGE = "rlbatch_configs"

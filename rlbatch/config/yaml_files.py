@@ -14,7 +14,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from rlbatch.api import ConfigError
-from rlbatch.config.foreign import read_text
+from rlbatch.config.bounded_files import read_text
 from rlbatch.config.text_keys import in_text_map, is_text
 
 CORRECT = "Correct it."

@@ -16,7 +16,7 @@ from rlbatch.api import DataError, ModelFamily
 from rlbatch.checkpoint.hf import FLOATING, HfTensors
 from rlbatch.checkpoint.hf_index import INDEX
 from rlbatch.checkpoint.reading import Reading, count_not_finite
-from rlbatch.config.foreign import LARGE_BYTES, parse_json, read_text
+from rlbatch.config.bounded_files import LARGE_BYTES, parse_json, read_text
 from rlbatch.convert.hf_output import strips
 from rlbatch.convert.parameters import parameters
 from rlbatch.weights.coverage import Audit, audit, passthrough_names

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from rlbatch.api import DataError
-from rlbatch.config.foreign import open_regular, parse_json
+from rlbatch.config.bounded_files import open_regular, parse_json
 from rlbatch.datasets.kinds import FIX, START_BYTES, Kind, check_unpacked
 
 LONGEST_ROW = 16 * 2**20

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from rlbatch.api import DataError
-from rlbatch.config.foreign import open_regular
+from rlbatch.config.bounded_files import open_regular
 
 Kind = Literal["jsonl", "jsonl.gz", "jsonl.zst", "parquet"]
 

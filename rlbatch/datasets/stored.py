@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from rlbatch.api import DataError
-from rlbatch.config.foreign import open_regular
+from rlbatch.config.bounded_files import open_regular
 from rlbatch.datasets.jsonl import BOM, FORM, LONGEST_ROW, DamagedError, blocks, damaged, decode_line, parse_line
 from rlbatch.datasets.kinds import FIX, empty, kind_of
 from rlbatch.datasets.parquet import batches, columns_of, opened, plain

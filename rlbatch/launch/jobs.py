@@ -15,7 +15,7 @@ from typing import Any
 
 from rlbatch.api import ConfigError, LaunchError
 from rlbatch.api.exit_codes import FAILED
-from rlbatch.config.foreign import read_own
+from rlbatch.config.bounded_files import read_own
 from rlbatch.launch.records.attempt import ATTEMPT, read_attempt
 from rlbatch.launch.records.failures import read_first_error
 from rlbatch.launch.slurm.queue import UNKNOWN, JobState, cancel_job, job_state

@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any, Literal
 
 from rlbatch.api import SampleGroup, StepResult
-from rlbatch.config.foreign import read_own
+from rlbatch.config.bounded_files import read_own
 from rlbatch.metrics.evaluations import FOLDER as EVALUATIONS
 from rlbatch.metrics.evaluations import Evaluation
 from rlbatch.metrics.names import DROPPED_BY

@@ -37,9 +37,9 @@ from rlbatch.pipeline.finished_groups import sampler_key
 from rlbatch.pipeline.health import Health
 from rlbatch.pipeline.job import EngineJob, Job
 from rlbatch.pipeline.loading import load_policy, weights_source
-from rlbatch.pipeline.memory_plan import tell_host_plans
+from rlbatch.pipeline.plan_vs_actual import tell_host_plans
 from rlbatch.pipeline.rollout import Rollout
-from rlbatch.pipeline.routers import Routers
+from rlbatch.pipeline.route_checks import Routers
 from rlbatch.pipeline.stopping import Stopping
 from rlbatch.plan.engine_precision import Quantization, check_device, engine_quantization
 from rlbatch.plan.layout import check_expert_widths, check_layout, check_routing_replay

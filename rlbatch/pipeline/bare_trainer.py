@@ -18,7 +18,7 @@ from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import AlgorithmConfig, Config, CorrectionConfig, LayoutConfig, TrainConfig
 from rlbatch.megatron import parallel
 from rlbatch.megatron.trainer import Trainer
-from rlbatch.pipeline.corrected import with_kept_ratio
+from rlbatch.pipeline.correction_totals import with_kept_ratio
 from rlbatch.pipeline.packing import Pack
 from rlbatch.registry import Registry, load_plugins
 

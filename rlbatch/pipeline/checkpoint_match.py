@@ -11,7 +11,7 @@ from rlbatch.api import ConfigError, ModelError, ModelFamily
 from rlbatch.checkpoint.hf_index import read_headers
 from rlbatch.checkpoint.identity import model_identity, refused_changes
 from rlbatch.checkpoint.origin import state_folder
-from rlbatch.config.foreign import MissingFileError
+from rlbatch.config.bounded_files import MissingFileError
 from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import Config
 from rlbatch.registry import Registry

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rlbatch.api import Continued, KeptTokens, Prompt, Routes, Sample, SampleGroup, Span
-from rlbatch.pipeline.waiting import Candidate, spans_of
+from rlbatch.pipeline.waiting_groups import Candidate, spans_of
 
 
 def unfinished(group: SampleGroup, group_size: int, most: int) -> list[int]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import chain, groupby
 from typing import Any
 
-from rlbatch.algorithms.repeated import majority_at_k, mean_and_error, pass_at_k
+from rlbatch.algorithms.pass_at_k import majority_at_k, mean_and_error, pass_at_k
 from rlbatch.api import Prompt, SampleGroup
 from rlbatch.collectives import gather_lines
 from rlbatch.config.evaluation import SIMPLE, ks, scores

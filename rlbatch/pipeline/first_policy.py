@@ -12,7 +12,7 @@ from rlbatch.api import Microbatch
 from rlbatch.config.old_logprobs import scores_first_update
 from rlbatch.megatron.finite import NotFinite
 from rlbatch.pipeline import step_metrics
-from rlbatch.pipeline.corrected import measured
+from rlbatch.pipeline.correction_totals import measured
 from rlbatch.pipeline.job import Job
 from rlbatch.pipeline.mismatch import profile
 from rlbatch.pipeline.sample_finder import SampleFinder

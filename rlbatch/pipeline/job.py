@@ -21,7 +21,7 @@ from rlbatch.pipeline.health import Health
 from rlbatch.pipeline.logprob_limit import LogprobLimit
 from rlbatch.pipeline.rollout import Rollout
 from rlbatch.pipeline.stopping import Stopping
-from rlbatch.pipeline.waiting import Waiting
+from rlbatch.pipeline.waiting_groups import Waiting
 from rlbatch.prompts.eval_sets import EvalSet
 from rlbatch.prompts.prompt_order import PromptOrder
 from rlbatch.registry import Registry

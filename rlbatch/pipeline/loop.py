@@ -22,7 +22,7 @@ from rlbatch.pipeline.evaluation import Evaluated, evaluate
 from rlbatch.pipeline.exporting import export_hf
 from rlbatch.pipeline.finished_groups import delete_other_steps
 from rlbatch.pipeline.job import EngineJob, Job
-from rlbatch.pipeline.memory_plan import explaining_out_of_memory, planned_step
+from rlbatch.pipeline.plan_vs_actual import explaining_out_of_memory, planned_step
 from rlbatch.pipeline.resuming import Resumed, resume
 from rlbatch.pipeline.saving import Boundary, Checkpoints
 from rlbatch.pipeline.step import train_step

@@ -19,7 +19,7 @@ from rlbatch.first_rank import on_first_rank
 from rlbatch.megatron.checkpoint import load_state
 from rlbatch.megatron.rng import set_rng_states
 from rlbatch.pipeline.job import Job
-from rlbatch.pipeline.waiting import restored
+from rlbatch.pipeline.waiting_groups import restored
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,8 @@ from rlbatch.launch.shutdown.signals import Interrupted, StopNotice
 from rlbatch.pipeline.continuing import joined, parts_of, tokens_so_far, unfinished
 from rlbatch.pipeline.finished_groups import FinishedGroups, WeightsProbe
 from rlbatch.pipeline.mismatch import digit_tokens
-from rlbatch.pipeline.routers import Routers
-from rlbatch.pipeline.waiting import Candidate
+from rlbatch.pipeline.route_checks import Routers
+from rlbatch.pipeline.waiting_groups import Candidate
 from rlbatch.weights.export import buckets
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from rlbatch.collectives import all_to_all_ragged
 from rlbatch.megatron import parallel
 from rlbatch.megatron.routing_replay import expert_dtype
 from rlbatch.pipeline.exchange import Batch, Deal, Row, Shares, dealt, message, read
-from rlbatch.pipeline.routers import Routers
+from rlbatch.pipeline.route_checks import Routers
 from rlbatch.pipeline.updates import Update
 
 ROUND_BYTES = 2**24

@@ -23,7 +23,7 @@ from rlbatch.pipeline.continuing import unfinished
 from rlbatch.pipeline.exchange import Batch
 from rlbatch.pipeline.generation import generate
 from rlbatch.pipeline.job import Job
-from rlbatch.pipeline.waiting import Candidate, Ticket, pack_candidates, unpack_candidates
+from rlbatch.pipeline.waiting_groups import Candidate, Ticket, pack_candidates, unpack_candidates
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ from rlbatch.megatron.state_writer import Writing, naming, on_every_rank
 from rlbatch.pipeline import checkpoint_space
 from rlbatch.pipeline.job import Job
 from rlbatch.pipeline.resuming import START, Resumed
-from rlbatch.pipeline.waiting import FILE as WAITING
-from rlbatch.pipeline.waiting import Waiting
+from rlbatch.pipeline.waiting_groups import FILE as WAITING
+from rlbatch.pipeline.waiting_groups import Waiting
 from rlbatch.prompts.prompt_order import Cursor
 
 HANDOVER_S = 5.0

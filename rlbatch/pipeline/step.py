@@ -21,12 +21,12 @@ from rlbatch.megatron import parallel
 from rlbatch.megatron.finite import NotFinite
 from rlbatch.metrics.phases import PhaseClock
 from rlbatch.pipeline import step_metrics
-from rlbatch.pipeline.corrected import with_kept_ratio
+from rlbatch.pipeline.correction_totals import with_kept_ratio
 from rlbatch.pipeline.exchange import Batch, Deal, all_gather_samples, deal, deal_values, exchange
 from rlbatch.pipeline.first_policy import FirstPolicy
 from rlbatch.pipeline.job import Job
-from rlbatch.pipeline.memory_plan import node_used_gib, tell_held
-from rlbatch.pipeline.routers import Routers
+from rlbatch.pipeline.plan_vs_actual import node_used_gib, tell_held
+from rlbatch.pipeline.route_checks import Routers
 from rlbatch.pipeline.routes import RouteExchange, native_share, of_own, with_routes
 from rlbatch.pipeline.sample_finder import SampleFinder
 from rlbatch.pipeline.sampling import count_trained, take_groups, without_update

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlbatch.api import DataError
 from rlbatch.checkpoint.model_files import TEMPLATES
-from rlbatch.config.foreign import LARGE_BYTES, MissingFileError, read_json, read_text
+from rlbatch.config.bounded_files import LARGE_BYTES, MissingFileError, read_json, read_text
 from rlbatch.config.hf_config import read_config
 from rlbatch.prompts.resource_limits import bounded
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlbatch import reward_parts
 from rlbatch.api import ConfigError, DataError, ModelFamily
-from rlbatch.config.foreign import LARGE_BYTES, read_json
+from rlbatch.config.bounded_files import LARGE_BYTES, read_json
 from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import Config
 from rlbatch.datasets.jsonl import json_type

@@ -11,7 +11,7 @@ import pytest
 
 from rlbatch.api import DataError
 from rlbatch.checkpoint.model_files import model_files, open_found
-from rlbatch.config.foreign import LARGE_BYTES
+from rlbatch.config.bounded_files import LARGE_BYTES
 
 BESIDE = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),

@@ -12,7 +12,7 @@ from rlbatch.checkpoint.hf import HfTensors
 from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import LayoutConfig
 from rlbatch.pipeline.bare_trainer import plugins_of
-from rlbatch.pipeline.routers import Routers
+from rlbatch.pipeline.route_checks import Routers
 from rlbatch.testing.gradients import gradients, worst
 from rlbatch.testing.hugging_face import gradients_of
 from rlbatch.weights.export import buckets

@@ -13,7 +13,7 @@ from rlbatch.api import Routes
 from rlbatch.config.schema import LayoutConfig
 from rlbatch.megatron import parallel
 from rlbatch.megatron.routing_replay import expert_dtype
-from rlbatch.pipeline.routers import Routers
+from rlbatch.pipeline.route_checks import Routers
 from rlbatch.pipeline.routes import RouteExchange
 from tests.pipeline.samples import exchanged
 

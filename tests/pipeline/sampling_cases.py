@@ -13,7 +13,7 @@ from rlbatch.collectives import all_gather_bytes
 from rlbatch.config.schema import Config
 from rlbatch.pipeline.exchange import lags_of
 from rlbatch.pipeline.step import train_step
-from rlbatch.pipeline.waiting import spans_of, unpack_candidates
+from rlbatch.pipeline.waiting_groups import spans_of, unpack_candidates
 from tests.pipeline.steps import Steps, job_of, run_steps
 
 

@@ -25,7 +25,7 @@ from rlbatch.megatron import checkpoint
 from rlbatch.pipeline.job import Job
 from rlbatch.pipeline.resuming import resume
 from rlbatch.pipeline.saving import Checkpoints
-from rlbatch.pipeline.waiting import Candidate
+from rlbatch.pipeline.waiting_groups import Candidate
 from tests.pipeline.samples import long_group
 from tests.pipeline.steps import Steps, job_of, run_steps
 

@@ -10,7 +10,7 @@ import torch
 from rlbatch.api import Continued, KeptTokens, Prompt, Routes, Sample, SampleGroup, SamplingParams, Span, draw_key
 from rlbatch.pipeline.continuing import joined, parts_of, unfinished
 from rlbatch.pipeline.exchange import lags_of
-from rlbatch.pipeline.waiting import Candidate, pack_candidates, unpack_candidates
+from rlbatch.pipeline.waiting_groups import Candidate, pack_candidates, unpack_candidates
 
 PROMPT = Prompt(1, "a", (7, 8))
 PROMPTS = [Prompt(0, "b", (3,)), PROMPT]

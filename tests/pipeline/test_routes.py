@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlbatch.config.schema import LayoutConfig
-from rlbatch.pipeline.routers import Routers
+from rlbatch.pipeline.route_checks import Routers
 from tests.pipeline.routes import LAYERS, dealt_routes, routes
 from tests.pipeline.samples import GROUPS, group
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from rlbatch.align.arguments import JOB_KEYS, Options
 from rlbatch.api import ModelFamily
 from rlbatch.api.exit_codes import FAILED
+from rlbatch.config.bounded_files import read_own
 from rlbatch.config.compose import CONFIG_FILE, save_config
-from rlbatch.config.foreign import read_own
 from rlbatch.config.paths import with_absolute_paths, with_paths_there
 from rlbatch.config.schema import Config, LayoutConfig
 from rlbatch.config.structured import from_mapping, show_value, to_plain

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rlbatch.engines.protocol.counting import numbers
+from rlbatch.engines.protocol.counter_rng import numbers
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rlbatch.api import RlbatchError
 from rlbatch.api.exit_codes import FAILED
-from rlbatch.config.foreign import read_own
+from rlbatch.config.bounded_files import read_own
 from rlbatch.foreign_code import text
 from rlbatch.launch.ranks.variables import LAUNCH_VARIABLE
 from rlbatch.launch.records.disk import write_problem

@@ -15,7 +15,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from rlbatch.config.foreign import read_own
+from rlbatch.config.bounded_files import read_own
 from rlbatch.launch.ranks.rank_info import RankInfo
 
 ATTEMPTS = "attempts.json"

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import rlbatch
 from rlbatch.api import ConfigError, LaunchError, RlbatchError
+from rlbatch.config.bounded_files import read_own
 from rlbatch.config.compose import CONFIG_FILE, load_config
-from rlbatch.config.foreign import read_own
 from rlbatch.launch.records.attempt import read_attempt
 
 RUN_ID_FILE = "run.json"

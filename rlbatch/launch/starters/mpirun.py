@@ -22,7 +22,7 @@ from pathlib import Path
 
 from rlbatch.api import ConfigError, DataError
 from rlbatch.api.exit_codes import DONE, FAILED, STOPPED
-from rlbatch.config.foreign import read_text
+from rlbatch.config.bounded_files import read_text
 from rlbatch.config.schema import Config
 from rlbatch.launch.ranks.children import dies_with_parent
 from rlbatch.launch.ranks.interfaces import addresses_of

@@ -7,7 +7,7 @@ import os
 
 import torch
 
-from rlbatch.engines.protocol.counting import numbers
+from rlbatch.engines.protocol.counter_rng import numbers
 from rlbatch_plugins.vllm_host import seeded_draws, seeded_draws_triton
 
 ROWS, COLUMNS = 40, 9000  # three blocks, the last one not full

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlbatch.api import DataError
-from rlbatch.config.foreign import MAX_DEPTH, MissingFileError, open_regular, parse_json, read_json, read_text
+from rlbatch.config.bounded_files import MAX_DEPTH, MissingFileError, open_regular, parse_json, read_json, read_text
 
 FIX = "Download it again."
 

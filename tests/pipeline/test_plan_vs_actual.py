@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlbatch.launch.shutdown import guardian
-from rlbatch.pipeline.memory_plan import tell_held
+from rlbatch.pipeline.plan_vs_actual import tell_held
 from rlbatch.plan.accounting import PROCESSES
 from rlbatch.plan.memory import PHASES
 

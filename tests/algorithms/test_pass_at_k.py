@@ -10,7 +10,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from rlbatch.algorithms.repeated import majority_at_k, mean_and_error, pass_at_k
+from rlbatch.algorithms.pass_at_k import majority_at_k, mean_and_error, pass_at_k
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_correct_one() -> None:

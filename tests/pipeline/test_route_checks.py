@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlbatch.api import RolloutError
-from rlbatch.pipeline.routers import Routers
+from rlbatch.pipeline.route_checks import Routers
 
 ROUTERS = Routers((1, 3), 6, 2, depth=5)
 GOOD = torch.tensor([[[0, 1], [5, 2]], [[-1, -1], [-1, -1]], [[4, 3], [0, 5]]])

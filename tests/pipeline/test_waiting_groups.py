@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from rlbatch.api import DataError
-from rlbatch.pipeline.waiting import FILE, Candidate, Waiting, pack_candidates, restored
+from rlbatch.pipeline.waiting_groups import FILE, Candidate, Waiting, pack_candidates, restored
 from tests.pipeline.samples import GROUPS, VERSION, group
 
 COUNTS = {"drawn": 9, "accepted": 3, "generated": 70, "trained": 50}
