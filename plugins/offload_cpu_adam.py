@@ -17,7 +17,7 @@ from rlbatch.api.values import option
 from .offload_parts.moving import Moving
 
 HOST_BYTES = 16
-"""What each parameter takes on the host: fp32 main weight, gradient and moments."""
+"""Bytes on the host for each parameter: fp32 main weight, gradient and two moments."""
 
 
 @dataclass(frozen=True)

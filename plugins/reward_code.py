@@ -61,7 +61,7 @@ class Options:
     )
 
     def __post_init__(self) -> None:
-        """Refuses what names nothing."""
+        """Refuses names of guards that do not exist, and a command that cannot run the program's file."""
         if unknown := [name for name in self.allow_weaker if name not in GUARDS]:
             raise ValueError(f"allow_weaker={unknown[0]}: must be of {', '.join(GUARDS)}")
         if self.command and not any("{file}" in part for part in self.command):
@@ -71,7 +71,7 @@ class Options:
 
     @property
     def limits(self) -> Limits:
-        """Of a program."""
+        """The limits of each program that is run."""
         sizes = {"memory": self.memory_mib * MIB, "disk": self.disk_mib * MIB, "output": self.output_mib * MIB}
         return Limits(
             self.seconds,
@@ -167,7 +167,7 @@ def _score(sample: Sample, options: Options) -> float:
 
 
 def deadline_s(options: Options) -> float:
-    """Of an answer: beyond what its programs may take."""
+    """Seconds after which scoring an answer is given up, more than its programs may take."""
     return options.answer_seconds + options.seconds + 2 * SETUP_S
 
 

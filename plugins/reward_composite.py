@@ -42,7 +42,7 @@ def _parts(options: _Options) -> Mapping[str, tuple[str, Mapping[str, Any]]]:
 
 
 class _Composite:
-    """The reward."""
+    """The reward that has the parts."""
 
     def __init__(self, options: _Options, rewards: Mapping[str, Reward]) -> None:
         self._options, self._rewards = options, rewards

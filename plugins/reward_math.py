@@ -31,7 +31,7 @@ from rlbatch.api import ConfigError, DataError, NoOptions, Reward, RewardError, 
 LONGEST, TAIL, MOST_BOXES = 2_000, 10_000, 16
 """Characters of an answer, and of a response without a box; boxes that are looked at, from the last one on."""
 MOST_PARSED = 500
-"""Labels that are read at submit beside plain numbers: each takes milliseconds."""
+"""Most labels, beside plain numbers, that are read at submit: each takes milliseconds."""
 DEADLINE_S = 10.0
 _BOX = re.compile(r"\\f?boxe?d?\s{0,3}\{")
 _BETWEEN = re.compile(r"(?:[\s,;$&]|\\[,;! ()]|\\(?:text|mbox|quad)\b|[{}]|\b(?:and|or)\b|\b[A-Za-z]\s?=)*")
@@ -64,7 +64,7 @@ def last_boxes(text: str) -> list[str]:
 
 
 def _closing(text: str, begin: int) -> int:
-    """Place of the brace that closes one before ``begin``; -1: there is none near."""
+    """Index of the brace that closes the one before ``begin``; -1 if there is none near."""
     depth, place = 1, begin
     while place < min(len(text), begin + LONGEST + 1):
         if text[place] == "\\":
@@ -116,7 +116,7 @@ def _found(response: str, boxes: Sequence[str]) -> tuple[list[Any], bool]:
 
 
 def _told(options: NoOptions, sample: Sample) -> str | None:
-    r"""The answer as it was read: of ``\frac12`` and ``\dfrac{1}{2}`` the same."""
+    r"""The answer as it was read, the same for ``\frac12`` and ``\dfrac{1}{2}``."""
     found, percent = _found(sample.response, last_boxes(sample.response))
     try:
         return f"{found[0]}{'%' if percent else ''}" if found else None
@@ -125,7 +125,7 @@ def _told(options: NoOptions, sample: Sample) -> str | None:
 
 
 def _hundredth(parsed: Sequence[Any]) -> list[Any]:
-    """Of a number; nothing of what is none."""
+    """The hundredth of each parsed number; what is no number is left out."""
     return [item / 100 for item in parsed if getattr(item, "is_number", False)]
 
 
@@ -159,7 +159,7 @@ def _tidied(answer: str) -> str:
 
 
 def _parse(text: str) -> list[Any]:
-    """In all readings: of ``2e-1`` the power of ten first."""
+    """All readings of a text; ``2e-1`` is read as a power of ten first."""
     plain = _MIXED.sub(r"\1\\frac{\2}{\3}", _THOUSANDS.sub("", text.replace("−", "-")))
     powers = _SCIENTIFIC.sub(r"\1\\times 10^{\2}", plain)
     return _parsed(powers) + (_parsed(plain) if plain != powers else [])
@@ -195,7 +195,7 @@ def _verified(gold: Sequence[Any], found: Sequence[Any]) -> bool:
 
 
 def _with_unit(parsed: Sequence[Any]) -> list[Any]:
-    """With the imaginary unit in the place of ``i``."""
+    """Parsed expressions with the imaginary unit in the place of the symbol ``i``."""
     import sympy
 
     units = [[symbol for symbol in getattr(item, "free_symbols", ()) if symbol.name == "i"] for item in parsed]

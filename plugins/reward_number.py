@@ -27,7 +27,7 @@ from typing import Any
 from rlbatch.api import DataError, NoOptions, RewardError, RewardSpec, Sample, always, hookimpl
 
 LONGEST, LARGEST_EXPONENT = 400, 400
-"""More than any float64 needs; a longer number would take seconds and gigabytes."""
+"""Most digits and largest exponent of a number, more than any float64 needs: longer ones would take seconds and gigabytes."""
 MOST_READ = 100_000
 """Characters of a response; they take half a second at most."""
 
@@ -54,7 +54,7 @@ _BESIDE = re.compile(r"\\(?:boxed|text[a-z]*|mbox|left|right|circ|[$%(),;!\[\]])
 """What may stand beside the number of a label, apart from letters and these:"""
 _HARMLESS = frozenset("$€£¥₹%°.,:;?()[]{}=\"'`*")
 _UNIT = re.compile(r"^\s?/\s?(?=[A-Za-z]{2})|(?<=[A-Za-z}])(?:\^\{?[-−]?[1-9]\}?|[²³])")
-"""Of units behind it: ``$5/hour``, ``5 m^2``."""
+"""Parts of units behind a number: ``/`` of ``$5/hour``, ``^2`` of ``5 m^2``."""
 _CHANGES = re.compile(
     r"\b(?:minus|negative|not|or|least|most|than|between|half|halves|sqrt|root|log|ln|exp|sin|cos|tan|pi|factorial"
     r"|dozens?|hundreds?|thousands?|[mbtr]{1,2}illions?)\b",
@@ -153,7 +153,7 @@ def _label_value(label: Any) -> Fraction:
 
 
 def _result(text: str) -> str:
-    """Of a calculation what is behind its last ``=``; other texts as they are."""
+    """What is behind the last ``=`` of a calculation; any other text as it is."""
     left, _, right = text.rpartition("=")
     numbers = _numbers(left)
     if not numbers:

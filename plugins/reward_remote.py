@@ -23,7 +23,7 @@ from rlbatch.api import ConfigError, Count, CountOrZero, Reward, RewardError, Re
 from rlbatch.api.values import option
 
 LARGEST = 1 << 26
-"""Bytes of an answer."""
+"""Most bytes of an answer."""
 LONGEST_WAIT_S = 30.0
 PASSING = frozenset({408, 429})
 """Statuses below 500 that are tried again."""
@@ -41,7 +41,7 @@ class _Options:
 
 
 class _Failed(Exception):
-    """What may go better the next time."""
+    """A failed request that may succeed when it is tried again."""
 
 
 def _build(options: _Options) -> Reward:
@@ -90,7 +90,7 @@ def _post(options: _Options, body: bytes) -> bytes:
     request = urllib.request.Request(options.url, body, headers)
 
     class Stay(urllib.request.HTTPRedirectHandler):
-        """A redirected POST would arrive as a GET without samples, and take the token to another server."""
+        """Follows no redirects: a redirected POST would arrive as a GET without samples, and take the token to another server."""
 
         def redirect_request(self, *args: Any) -> None:
             """Follows none."""

@@ -52,7 +52,7 @@ CPU_VARIABLES = {"SGLANG_USE_CPU_ENGINE": "1"}
 CACHES = {"SGLANG_DG_CACHE_DIR": "deep_gemm"}
 BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
 SHARE, CONTEXT = "mem_fraction_static", "context_length"
-"""What submit checks of SGLang's options."""
+"""Options of SGLang that submit checks."""
 ORIGINAL = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 """Variable with which SGLang tells log-probs before the temperature."""
 VARIABLES = {
@@ -63,7 +63,7 @@ VARIABLES = {
     "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false",
 }
 SHARED_MIB = 4
-"""More than two workers were seen to fill; they announce 24."""
+"""MiB of shared memory that an engine needs: more than two workers were seen to fill, though they announce 24."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def rlbatch_register_rollout_backends() -> Mapping[str, RolloutSpec]:
 
 
 def sglang_rollout(context: RolloutContext, options: SglangOptions) -> ExpertParallelRollout:
-    """A ``RolloutBackend``."""
+    """The ``RolloutBackend`` of SGLang."""
     return ExpertParallelRollout(context, options, partial(program, context, options))
 
 
@@ -183,5 +183,5 @@ def _cores(workers: int) -> dict[str, str]:
 
 
 def _trainers_nccl() -> dict[str, str]:
-    """SGLang would switch this off for itself; the members of a group must agree, and NCCL's own choice is to use it."""
+    """The trainer's ``NCCL_CUMEM_ENABLE`` (NCCL's default is 1), which SGLang would switch off for itself: a group's members must agree."""
     return {"NCCL_CUMEM_ENABLE": os.environ.get("NCCL_CUMEM_ENABLE", "1")}

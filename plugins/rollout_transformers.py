@@ -167,7 +167,7 @@ class _Routes:
             module.register_forward_pre_hook(self._take)
 
     def begin(self, *, is_kept: bool) -> None:
-        """Before a batch."""
+        """Forgets the last batch, before a new one whose routes are kept if ``is_kept``."""
         self._is_kept, self._steps = is_kept, []
 
     def _next_step(self, model: Any, args: Any) -> None:
@@ -181,7 +181,7 @@ class _Routes:
             self._steps[-1].append(args[1].to("cpu", torch.int16))
 
     def of(self, prompts: Sequence[int]) -> list[Tensor | None]:
-        """Of each row of the batch [its prompt's tokens + steps - 1, layers, K] int16, where they were kept.
+        """The experts of each row of the batch, [its prompt's tokens + steps - 1, layers, K] int16; None for each if they were not kept.
 
         Args:
             prompts: Tokens of each prompt; they were padded on the left to the longest.

@@ -40,11 +40,11 @@ EAGER_VARIABLES = {"TORCHDYNAMO_DISABLE": "1"}
 """Variables for CPUs: small functions that vLLM compiles even where it is told to be eager cost 45 s at the first token."""
 INVARIANT = "VLLM_BATCH_INVARIANT"
 VARIABLES = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-"""A job's engine talks to nobody."""
+"""Variables with which a job's engine talks to nobody."""
 SHARED_MIB = 16
-"""Twice what two workers and their scheduler were seen to fill; they announce far more, and newer versions want that to be free."""
+"""MiB of shared memory that an engine needs: twice what two workers and their scheduler were seen to fill, though they announce more."""
 SHARE, CONTEXT = "gpu_memory_utilization", "max_model_len"
-"""What submit checks of vLLM's options."""
+"""Options of vLLM that submit checks."""
 MEMORY_SHARE = 0.9
 """vLLM's own ``gpu_memory_utilization``."""
 CACHE_SIZES = ("kv_cache_memory_bytes", "num_gpu_blocks_override")
@@ -172,7 +172,7 @@ class VllmRollout(ExpertParallelRollout):
 
 
 def vllm_rollout(context: RolloutContext, options: VllmOptions) -> VllmRollout:
-    """A ``RolloutBackend``."""
+    """The ``RolloutBackend`` of vLLM."""
     return VllmRollout(context, options)
 
 
@@ -282,7 +282,7 @@ class ReservedPort:
         self.number: int = self._socket.getsockname()[1]
 
     def __del__(self) -> None:
-        """Gives the port back."""
+        """Gives the port back to the system."""
         self._socket.close()
 
 

@@ -19,7 +19,7 @@ FILE = "metrics.jsonl"
 
 
 class JsonLines:
-    """The tracker."""
+    """The tracker that writes ``metrics.jsonl``."""
 
     def __init__(self, context: TrackerContext, options: NoOptions) -> None:
         """Removes the lines of later steps than ``context.done``, which are done again, and a last one that was cut short."""

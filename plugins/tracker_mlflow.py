@@ -17,7 +17,7 @@ from rlbatch.api.values import option
 
 STATUS = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 MOST_CHARACTERS, MOST_AT_ONCE = 500, 100
-"""What MLflow takes: of a parameter's value, and how many in a call."""
+"""What MLflow takes: most characters of a parameter's value, and most parameters in a call."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Options:
 
 
 class MLflow:
-    """The tracker."""
+    """The tracker that logs to MLflow."""
 
     def __init__(self, context: TrackerContext, options: Options) -> None:
         """Opens the run, or goes on with that of this run folder."""

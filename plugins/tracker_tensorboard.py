@@ -11,7 +11,7 @@ from rlbatch.api import Configurable, NoOptions, TrackerContext, TrackerSpec, ho
 
 
 class TensorBoard:
-    """The tracker."""
+    """The tracker that writes TensorBoard's event files."""
 
     def __init__(self, context: TrackerContext, options: NoOptions) -> None:
         """Hides what earlier event files have of steps after ``context.done`` (0: of all)."""

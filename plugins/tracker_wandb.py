@@ -28,7 +28,7 @@ class Options:
 
 
 class WandB:
-    """The tracker."""
+    """The tracker that logs to Weights & Biases."""
 
     def __init__(self, context: TrackerContext, options: Options) -> None:
         """Opens the run."""

@@ -21,7 +21,7 @@ from rlbatch.plan.job_plan import JobPlan
 from rlbatch.registry import Registry, load_plugins
 
 MAY_DIFFER = 0.05
-"""Of a GPU's memory: what a card has, and what is said of it."""
+"""Share by which a GPU's real memory may differ from ``cluster.gpu_memory_gib``."""
 Planned = Callable[[Config, Registry], JobPlan]
 
 
@@ -77,20 +77,20 @@ class _Recorded:
     memory: Mapping[str, Mapping[str, Mapping[str, float | None]]] = field(default_factory=dict)
 
     def measured(self) -> Measured:
-        """Of its numbers those that were measured."""
+        """The measured numbers among the recorded ones."""
         seconds, tokens = ({name: _positive(row) for name, row in rows.items()} for rows in (self.seconds, self.tokens))
         memory = {phase: {what: gib for what, row in rows.items() if (gib := _positive(row))} for phase, rows in self.memory.items()}
         return Measured(seconds, memory, tokens.get("prompt", 0.0), tokens.get("response", 0.0))
 
 
 def _positive(row: Mapping[str, float | None]) -> float:
-    """What was measured; 0: nothing, or no size of anything."""
+    """A row's ``measured``; 0 if nothing was measured, or no positive finite number."""
     value = row.get("measured") or 0.0
     return value if 0 < value < math.inf else 0.0
 
 
 class _Run:
-    """A run folder."""
+    """A run folder whose measurements calibrate."""
 
     def __init__(self, folder: str) -> None:
         self.folder, self.key = Path(folder), f"calibrate={folder}"

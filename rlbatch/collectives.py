@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 PADDED_BYTES = 2**20
-"""Of all ranks together, that are gathered at once and padded to the longest; more come rank by rank: one rank of ten may have all."""
+"""Bytes of all ranks together that are gathered at once, padded to the longest; more come rank by rank, as one rank may have all."""
 BLOCKS_BYTES = 2**23
-"""That rank 0 holds of the lines that it reads."""
+"""Bytes of all blocks of lines together that rank 0 holds while it reads."""
 
 
 def all_gather_ragged(values: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
@@ -61,7 +61,7 @@ def all_to_all_ragged(parts: Sequence[Tensor], group: dist.ProcessGroup | None =
 
 
 def all_to_all_bytes(parts: Sequence[bytes]) -> list[bytes]:
-    """As ``all_to_all_ragged``, over all ranks."""
+    """Gives each rank its bytes, and returns what each rank gave this one, in rank order; see ``all_to_all_ragged``."""
     return [part.numpy().tobytes() for part in all_to_all_ragged([_as_tensor(part) for part in parts])]
 
 
@@ -76,7 +76,7 @@ def all_gather_bytes(content: bytes, group: dist.ProcessGroup | None = None) -> 
 
 
 def gathered(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """What every process of a group says, in the order of their ranks; a collective.
+    """The values that the processes of a group give, in rank order; a collective.
 
     Args:
         value: JSON: tuples come as lists.

@@ -97,7 +97,7 @@ def lines(config: Config, registry: Registry) -> Iterator[Line]:
 
 
 def _packages() -> Iterator[Line]:
-    """Each requirement of rlbatch's own distribution."""
+    """The lines about the packages that rlbatch's distribution requires."""
     wanted = [Requirement(text) for text in metadata.requires(DISTRIBUTION) or ()]
     right = []
     for requirement in (each for each in wanted if not each.marker or each.marker.evaluate({"extra": ""})):
@@ -132,7 +132,7 @@ def _gpus(config: Config) -> Iterator[Line]:
 
 
 def _engine(config: Config, registry: Registry, name: str) -> Iterator[Line]:
-    """Whether the interpreter of engines has this one, and which version."""
+    """The line about an engine: whether the engines' interpreter has it, and which version."""
     is_chosen = name == config.rollout.name
     if not is_chosen:
         config = replace(config, rollout=replace(config.rollout, name=name, options={}))
@@ -177,7 +177,7 @@ def _memory() -> Iterator[Line]:
 
 
 def _refused(what: str, check: Callable[[], str], *, is_needed: bool) -> Line:
-    """``check`` answers what is so, or raises what is not."""
+    """The line of a check, which returns what it found or raises an error; an error is ``wrong`` only if what it looks for is needed."""
     try:
         return Line("ok", what, check())
     except (RlbatchError, OSError) as error:

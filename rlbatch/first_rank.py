@@ -33,7 +33,7 @@ def on_first_rank(function: Callable[[], T]) -> T:
 
 
 def _written(value: Any) -> Any:
-    """Paths as such; tuples are lists in JSON."""
+    """A value as JSON that keeps paths and tuples apart from texts and lists."""
     if isinstance(value, Path):
         return {_PATH: str(value)}
     if isinstance(value, Mapping):

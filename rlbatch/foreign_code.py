@@ -48,7 +48,7 @@ def _put_folder(folder: str | None) -> None:
 
 
 def _of_torch(torch: Any) -> Iterator[Setting]:
-    """The inference mode comes first, as gradients follow it."""
+    """The settings of torch on which the run depends. The inference mode comes first, as gradients follow it."""
     yield Setting("torch's inference mode", torch.is_inference_mode_enabled, None)
     yield Setting("torch's gradients", torch.is_grad_enabled, torch._C._set_grad_enabled)
     yield Setting("torch's default dtype", torch.get_default_dtype, torch.set_default_dtype)
@@ -99,7 +99,7 @@ def state_kept(what: str) -> Iterator[None]:
 
 @contextmanager
 def foreign_code(what: str, part: str = "", *, error_type: type[RlbatchError] = PluginError, on: str = "") -> Iterator[None]:
-    """Around a call of a plugin: ``state_kept``, and whatever it raises names it.
+    """A context for a call of a plugin: the process's state is kept, and whatever the plugin raises names it.
 
     What asks a rank to end passes, as do messages of rlbatch's error types where ``on`` has nothing to add.
 

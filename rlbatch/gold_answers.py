@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FORMS: Mapping[str, str] = {"the label itself": "{}", "\\boxed{label}": "\\boxed{{{}}}", "#### label": "#### {}"}
-"""In which an answer may have to be written."""
+"""Forms in which a reward may want an answer: what messages call it -> the format of the label."""
 SHOWN_VALUES = 4
 
 
@@ -54,7 +54,7 @@ def _sample(prompt: Prompt, response: str, tokenizer: PreTrainedTokenizerBase) -
 
 
 def _asked(name: str, reward: Reward, scope: Scope, samples: Sequence[Sample], seconds: float) -> str:
-    """What it gives, in words. A fork: plugins are loaded already, and what hangs is ended with it."""
+    """What the reward gives the samples, in words. It runs in a fork, which has the plugins already, and can be ended if it hangs."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_score, args=(name, reward, scope, list(samples), sender))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 BINS, BAR_COLUMNS = 16, 50
 WIDTH, HEIGHT, MARGIN = 720, 160, 40
-"""Of a histogram, pixels."""
+"""Size of a histogram and the margin around it, pixels."""
 
 
 def bins(lengths: Sequence[int], count: int = BINS) -> list[tuple[int, int, int]]:

@@ -30,7 +30,7 @@ STYLE = "body{font:14px sans-serif;margin:2em;max-width:70em}td,th{padding:.1em 
 SMALLEST = 1e-12
 
 Points = Sequence[tuple[int, float]]
-"""Step and value."""
+"""Points of a curve: step and value."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def read(folder: Path) -> dict[str, Points]:
-    """What a run's trackers were told, by tag.
+    """A run's metrics as its trackers got them: tag -> curve.
 
     Raises:
         ConfigError: there is nothing that can be read.
@@ -84,7 +84,7 @@ def read(folder: Path) -> dict[str, Points]:
 
 
 def page(title: str, curves: Mapping[str, Points]) -> str:
-    """The page, HTML."""
+    """The page as HTML."""
     places = _numbered(PLACE, curves)
     all_of_it = {name: curves[tag] for tag, name in ((MEAN, "mean"), (MOST, "largest"), (LIMIT, "limit on the mean")) if tag in curves}
     kinds = {"all": curves[MEAN], **{name: curves[tag] for tag, name in KINDS.items() if tag in curves}}

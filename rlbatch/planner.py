@@ -95,7 +95,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _own(arguments: Sequence[str]) -> tuple[str, str, list[str]]:
-    """What is asked besides the plan, the format, and all other arguments."""
+    """Splits the arguments into the question besides the plan, the format, and all others."""
     known = {"format": FORMATS[""], **dict.fromkeys(filter(None, FORMATS), ("false", "true"))}
     own, others = {name: choices[0] for name, choices in known.items()}, []
     for text in arguments:
@@ -242,7 +242,7 @@ def _refusal(check: Callable[[], None]) -> str:
 
 
 def _with_model(config: Config, scratch: Path) -> Config:
-    """With the published config.json of a shipped model whose folder is not named."""
+    """The config with the published config.json, written to ``scratch``, of a shipped model whose folder is not named."""
     published = published_config(config.model.name)
     if published is None or not config.model.hf.startswith("$"):
         return config

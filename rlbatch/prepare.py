@@ -146,7 +146,7 @@ def _check_memory(config: Config, registry: Registry, run_dir: Path) -> None:
 
 
 def _check_paths(config: Config, registry: Registry, run_dir: Path) -> None:
-    """Those that no other check reads."""
+    """Checks the paths that no other check reads."""
     for key, path, _ in paths_of(config):
         if key not in ("model.hf", "data.train", "data.eval") and not key.startswith("eval.sets."):
             check_variable(key, path)
@@ -175,7 +175,7 @@ def _check_paths(config: Config, registry: Registry, run_dir: Path) -> None:
 
 
 def _check_moved(root: Path, run_dir: Path) -> None:
-    """A run whose checkpoints are elsewhere does not start anew because it is given another folder for them."""
+    """Refuses another checkpoint folder for a run that has checkpoints: without them it would start anew."""
     before = found = None
     with suppress(RlbatchError):  # this folder's first run
         before = checkpoint_root(load_config(run_dir / CONFIG_FILE).checkpoint.save, run_dir)
@@ -188,12 +188,12 @@ def _check_moved(root: Path, run_dir: Path) -> None:
 
 
 def _check_builds(config: Config, registry: Registry, run_dir: Path) -> None:
-    """Options that a plugin itself refuses."""
+    """Refuses options that a plugin itself refuses."""
     registry.check_builds(config)
 
 
 def _check_container(config: Config, registry: Registry, run_dir: Path) -> None:
-    """Who starts a container, and what it must see."""
+    """Checks that the launcher can start the container, and that it sees all that ranks read and write."""
     kind, launcher = config.cluster.container, config.launcher
     if (kind, launcher) in (("pyxis", "local"), ("pyxis", "mpi"), ("apptainer", "local")):
         fix = "launcher=slurm or none" if kind == "pyxis" else "launcher=slurm, mpi or none"
@@ -202,7 +202,7 @@ def _check_container(config: Config, registry: Registry, run_dir: Path) -> None:
 
 
 def _check_machine(config: Config, registry: Registry, run_dir: Path) -> None:
-    """What this machine has, if the ranks start on it."""
+    """Checks what this machine has, if the ranks start on it."""
     ranks = config.layout.world_size
     here = config.launcher == "local" or (config.launcher == "mpi" and not config.cluster.hostfile)
     if here and config.cluster.interface:
@@ -274,4 +274,4 @@ def _check_paths_of(one: PromptSet) -> None:
 
 CHECKS = (_check_model, _check_rollout, _check_memory, _check_builds, _check_paths, _check_container, _check_prompts, _check_machine)
 PLACE_CHECKS = (_check_container, _check_machine)
-"""Those that say nothing of training: where ranks run."""
+"""Checks of where ranks run, which have nothing to do with training."""

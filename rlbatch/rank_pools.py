@@ -259,7 +259,7 @@ def work(pipe: Connection, rank: int, world_size: int) -> None:
 
 
 def _outcome(call: bytes) -> bytes:
-    """Whatever goes wrong in a test's function, or in (un)pickling it, is the answer."""
+    """Calls a pickled function; the pickled answer is an error's traceback (empty: none) and the result. Errors of pickling count too."""
     try:
         function, args = pickle.loads(call)
         return pickle.dumps(("", function(*args)))

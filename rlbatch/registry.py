@@ -260,7 +260,7 @@ class Registry:
         return cast(RolloutSpec, self.rollouts[config.rollout.name].value)
 
     def rollout_number(self, config: Config, option: str) -> int:
-        """The value of an option of the chosen rollout backend; 0 of one that it has not, which has no name."""
+        """The value of an option of the chosen rollout backend; 0 for an option that it does not have, whose name is empty."""
         return int(getattr(self._rollout_options(config), option)) if option else 0
 
     def ranks_per_engine(self, config: Config) -> int:
@@ -328,7 +328,7 @@ class Registry:
                 )
 
     def _built_as(self, hf_config: Mapping[str, Any]) -> str:
-        """What is said where ``architectures`` are those of a model_type that is claimed, as Kimi-K2's are DeepSeek-V3's; else empty."""
+        """A hint for a config.json whose ``architectures`` belong to a known model_type, as Kimi-K2's are DeepSeek-V3's; else empty."""
         named = hf_config.get("architectures")
         for name in map(str, named) if isinstance(named, list) else ():
             known = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.removesuffix("ForCausalLM")).lower()

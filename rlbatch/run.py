@@ -78,7 +78,7 @@ class Joined:
     log: RunLog
 
     def connect(self) -> tuple[Registry, JobStore, Preflight]:
-        """Plugins, the job's store, to which all ranks have come, and the checks, of which those of nodes were made."""
+        """Loads the plugins, opens the job's store with all ranks, and checks the nodes; returns the three."""
         from rlbatch.launch.membership.store import open_store
         from rlbatch.launch.preflight.checks import Preflight
         from rlbatch.registry import load_plugins
@@ -245,7 +245,7 @@ def wait_for_all(watchdog: Watchdog, store: JobStore, place: str) -> None:
 
 
 def _go_on_later(run_dir: Path, config: Config, info: RankInfo, last_step: int | None, ending: Ending | None) -> None:
-    """Rank 0's last act."""
+    """Lets the job go on later, on rank 0 as its last act; under Slurm other ranks wait for it to do so."""
     if info.rank and slurm_job_id(info):
         time.sleep(REQUEUE_S)
     elif info.rank == 0 and ending is not None:

@@ -35,7 +35,7 @@ from rlbatch.registry import Registry
 
 @dataclass(frozen=True)
 class Program:
-    """What a job is.
+    """What the ranks of a job run, and what prepares it.
 
     Attributes:
         module: What each rank runs, with ``--run-dir``, or by its ``run_process``.

@@ -33,7 +33,7 @@ from rlbatch.foreign_code import foreign_code
 
 FILTERS, TRACKERS = "sampling.filters", "trackers"
 SEVERAL = {FILTERS: "sampling.filter_options", TRACKERS: "tracker_options"}
-"""Keys that name several, and where the options of each of these are."""
+"""Keys that choose several names, and the key below which the options of each are."""
 AGGREGATIONS = get_args(get_type_hints(AlgorithmConfig)["loss_aggregation"])
 
 
@@ -146,7 +146,7 @@ def options_key(key: str, name: str) -> str:
 
 @dataclass(frozen=True)
 class Kind:
-    """What a hook registers.
+    """The kind of names that a hook registers.
 
     Attributes:
         key: The config key that chooses among its names.
@@ -164,7 +164,7 @@ class Kind:
 
 
 def _of_reward(reward: Any) -> Mapping[str, Any]:
-    """What a reward without options says of itself."""
+    """The fields of ``RewardSpec`` that a reward without options has as methods."""
     said: dict[str, Any] = {}
     if isinstance(reward, LabelChecker):
         check = reward.check_label

@@ -42,7 +42,7 @@ OPERATIONS: Mapping[str, Callable[..., Any]] = {
 
 
 def main() -> None:
-    """The process."""
+    """Runs the process: loads the program, then answers calls."""
     line = Line(os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb"))
     nowhere = os.open("/dev/null", os.O_RDWR)
     for stream in (0, 1, 2):

@@ -28,7 +28,7 @@ ANY_NAMESPACE = NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET
 RDONLY, NOSUID, NODEV, NOEXEC, REMOUNT, BIND, REC, PRIVATE, DETACH = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18, 2
 PDEATHSIG, DUMPABLE, SUBREAPER, SECCOMP, NO_NEW_PRIVS, CAPBSET_DROP = 1, 4, 36, 22, 38, 24
 KEPT_MOUNT_FLAGS = {8: NOEXEC, 1024: 1024, 2048: 2048, 4096: 1 << 21}
-"""Of statvfs and of mount: a mount of another user namespace must keep them."""
+"""Flags that a mount of another user namespace must keep: number for statvfs -> number for mount."""
 NOBODY, FIRST_UID = 65534, 0x6A000000
 """Each jail of root has a user of its own, so that limits on a user's processes count those of one jail."""
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store", "/etc/alternatives", "/etc/ld.so.cache")
@@ -42,23 +42,25 @@ DENIED = {
     "x86_64": (0xC000003E, 56, (165, 166, 155, 272, 308, 101, 310, 311, 321, 298, 250, 248, 249, 323, 319, 29, 68, 64)),
     "aarch64": (0xC00000B7, 220, (40, 39, 41, 97, 268, 117, 270, 271, 280, 241, 219, 217, 218, 282, 279, 194, 186, 190)),
 }
-"""Of an architecture: its number, that of clone, and the calls that give memory which no limit counts, or more of the kernel to attack."""
+"""Architecture -> its audit number, the number of clone, and the denied calls: they give memory that no limit counts, or ways to attack."""
 RESTRICTED = {
     # socket, socketpair, setsockopt, prlimit64
     "x86_64": (41, 53, 54, 302),
     "aarch64": (198, 199, 208, 261),
 }
-"""Of an architecture: the calls of which some uses are denied."""
+"""Architecture -> numbers of the calls of which some uses are denied."""
 AF_UNIX, AF_INET, AF_INET6, SO_SNDBUF = 1, 2, 10, 7
 DENIED_EVERYWHERE = (425, 428, 429, 430, 432, 438, 442, 447)
-"""io_uring_setup, open_tree, move_mount, fsopen, fsmount, pidfd_getfd, mount_setattr, memfd_secret."""
+"""Denied calls with the same number everywhere: io_uring_setup, open_tree, move_mount, fsopen, fsmount, pidfd_getfd, mount_setattr and
+memfd_secret.
+"""
 CLONE3 = 435
 
 libc = ctypes.CDLL(None, use_errno=True)
 
 
 def checked(result: int) -> int:
-    """A call's result; raises OSError if it failed."""
+    """Returns a system call's result; raises OSError if it failed."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
@@ -66,12 +68,12 @@ def checked(result: int) -> int:
 
 
 def prctl(option: int, *values: int) -> None:
-    """As the system call."""
+    """Calls prctl; raises OSError if it fails."""
     checked(libc.prctl(option, *(ctypes.c_ulong(value) for value in (*values, 0, 0, 0, 0)[:4])))
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
-    """Mounts, as the system call does."""
+    """Calls mount; raises OSError if it fails."""
     arguments = [None if value is None else value.encode() for value in (source, target, kind)]
     checked(libc.mount(*arguments, ctypes.c_ulong(flags), None if options is None else options.encode()))
 
@@ -87,10 +89,10 @@ def has_id(number: int) -> bool:
 
 
 class Jail:
-    """One job; ``missing`` says what this machine does not keep the program from."""
+    """The isolation of one job's program; ``missing`` says what this machine does not keep the program from."""
 
     def __init__(self, job: Mapping[str, Any]) -> None:
-        """Of a job as ``sandbox.start`` writes it."""
+        """Takes a job as ``sandbox.start`` writes it; isolates nothing yet."""
         self.job = job
         self.missing: dict[str, str] = {}
         self.uid = os.geteuid()
@@ -124,7 +126,7 @@ class Jail:
             self.missing["syscalls"] = f"no list for {platform.machine()}"
 
     def unshare(self, flag: int, what: str) -> bool:
-        """Leaves a namespace, or notes that it is not possible; whether it was."""
+        """Leaves a namespace, or notes in ``missing`` why it cannot; returns whether it could."""
         try:
             checked(libc.unshare(flag))
         except OSError as error:
@@ -259,7 +261,7 @@ class Jail:
 
 
 def drop_capabilities() -> None:
-    """All of this process's; of the bounding set too, where it may."""
+    """Drops all capabilities of this process, also those of the bounding set where it may."""
     for number in range(64):
         libc.prctl(CAPBSET_DROP, ctypes.c_ulong(number), 0, 0, 0)
     header, none = struct.pack("Ii", 0x20080522, 0), struct.pack("6I", *[0] * 6)
@@ -267,7 +269,7 @@ def drop_capabilities() -> None:
 
 
 def deny_calls() -> None:
-    """No system call of ``DENIED``, and no new namespaces; for this process and all that come of it."""
+    """Denies the system calls of ``DENIED`` and new namespaces, to this process and all its descendants."""
     machine, clone, denied = DENIED[platform.machine()]
     load, jump_equal, jump_set, jump_least, answer = 0x20, 0x15, 0x45, 0x35, 0x06
     allow, no, unknown, kill = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS, 0x80000000
@@ -362,7 +364,7 @@ def kill_children() -> None:
 
 
 def send(pids: set[int], number: int) -> None:
-    """Sends a signal to those that are still there."""
+    """Sends a signal to those of the processes that still live."""
     for pid in pids:
         try:
             os.kill(pid, number)
@@ -388,7 +390,7 @@ def descendants() -> set[int]:
 
 
 def inside(jail: Jail, report: int, outer: int) -> None:
-    """The first process of the jail."""
+    """Runs the first process of the jail."""
     prctl(PDEATHSIG, signal.SIGKILL)
     has_namespace = "processes" not in jail.missing
     if not has_namespace:
@@ -424,7 +426,7 @@ def inside(jail: Jail, report: int, outer: int) -> None:
 
 
 def run() -> None:
-    """The outer process."""
+    """Runs the outer process, which builds the jail."""
     parent = os.getppid()
     prctl(PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

@@ -16,7 +16,7 @@ ENTRIES = ("entry_point", "fn_name", "func_name")
 
 @dataclass
 class Checks:
-    """Checks of one program.
+    """The checks that one program must pass.
 
     Attributes:
         streams: Standard input and the output that it must give.
@@ -120,7 +120,7 @@ def _add_pair(tests: Checks, given: Any, expected: Any) -> None:
 
 
 def _arguments(given: Any) -> list[Any]:
-    """Of a call: a list of them, or a line of JSON for each."""
+    """The arguments of a call, which are given as a list, or as a text with one line of JSON for each."""
     if isinstance(given, str):
         return [_parsed(line) for line in given.split("\n") if line.strip()]
     return list(given) if isinstance(given, (list, tuple)) else [given]

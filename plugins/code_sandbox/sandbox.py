@@ -17,7 +17,7 @@ from typing import Any
 
 MIB = 2**20
 SETUP_S = 10.0
-"""Beyond a program's own limit: how long a jail may take to be built and to end, on a busy machine."""
+"""Seconds beyond a program's own limit that a jail may take to be built and to end, on a busy machine."""
 
 
 class SandboxError(Exception):
@@ -28,23 +28,23 @@ class SandboxError(Exception):
     """
 
     def __init__(self, message: str, missing: Mapping[str, str] | None = None) -> None:
-        """With what is missing."""
+        """Makes the error of a message and ``missing``."""
         super().__init__(message)
         self.missing = dict(missing or {})
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one program.
+    """What one program may use.
 
     Attributes:
-        seconds: On the clock, and of a process on the processor.
-        memory: Bytes, of all its processes together; of each also of addresses, if ``limit_addresses``.
+        seconds: Seconds on the clock, and processor seconds of each process.
+        memory: Bytes of all its processes together; with ``limit_addresses`` also the bytes of addresses of each.
         disk: Bytes of all files.
         output: Bytes of standard output.
         processes: Processes and threads at once.
         limit_addresses: See ``memory``.
-        weaker: What the machine need not keep it from.
+        weaker: Names of guards that the machine may lack.
         show: Folders that it sees, beside the system's.
     """
 
@@ -108,7 +108,7 @@ class Jail:
         return None
 
     def outcome(self) -> dict[str, Any]:
-        """The jail's own report; empty: there is none."""
+        """The jail's own report; empty if there is none."""
         said = self.read(self.report, MIB) or b""
         with suppress(ValueError, IndexError):
             return dict(json.loads(said.splitlines()[0]))
@@ -198,7 +198,7 @@ def run(command: Sequence[str], files: Mapping[str, str], text: str, limits: Lim
 
 
 def ended(said: Mapping[str, Any], output: bytes = b"") -> Outcome:
-    """What a jail's report means; raises SandboxError if the program did not run."""
+    """How the program ended by its jail's report; raises SandboxError if it did not run."""
     if "missing" in said:
         raise SandboxError("this machine does not isolate programs", said["missing"])
     if "end" not in said:

@@ -31,7 +31,7 @@ class ProgramError(Exception):
 
 
 class Program:
-    """The other side of the line."""
+    """The program on the other side of the line."""
 
     def __init__(self, line: Line) -> None:
         """Hears what the program defines."""
@@ -42,7 +42,7 @@ class Program:
         self.names = {name: decode(value, self.remote) for name, value in said["names"].items()}
 
     def remote(self, number: int) -> Remote:
-        """What the program keeps under a number."""
+        """The object that the program keeps under a number."""
         return Remote(self, number)
 
     def ask(self, do: str, *arguments: Any) -> Any:
@@ -115,7 +115,7 @@ class Remote:
     __slots__ = ("_number", "_program")
 
     def __init__(self, program: Program, number: int) -> None:
-        """Under its number."""
+        """Makes the object that the program keeps under a number."""
         object.__setattr__(self, "_program", program)
         object.__setattr__(self, "_number", number)
 
@@ -131,7 +131,7 @@ class Remote:
         ask(self, "delattr", self, name)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """Calls it where it is."""
+        """Calls the object in the program's process."""
         return ask(self, "call", self, arguments, named)
 
     def __getitem__(self, key: Any) -> Any:
@@ -200,7 +200,7 @@ def plain(kind: type[T], value: Any) -> T:
 
 
 def same(given: Any, expected: Any) -> bool:
-    """As judges of call-based tasks compare: tuples are lists, and floats equal to about six digits."""
+    """Whether two values are equal for judges of call-based tasks: tuples are lists, and floats are compared to about six digits."""
     if isinstance(expected, (list, tuple)) and isinstance(given, (list, tuple)):
         return len(given) == len(expected) and all(map(same, given, expected))
     if isinstance(expected, dict) and isinstance(given, dict):
@@ -218,7 +218,7 @@ def taken(names: Mapping[str, Any], entry: str) -> dict[str, Any]:
 
 
 def run_calls(program: Program, job: Mapping[str, Any]) -> None:
-    """Each call must give what it should."""
+    """Raises AssertionError at the first call that does not return what is expected."""
     target = program.names.get(job["entry"])
     for arguments, expected in job["calls"]:
         function = target
@@ -250,7 +250,7 @@ def run_tests(program: Program, job: Mapping[str, Any]) -> None:
 
 
 def main() -> None:
-    """The process."""
+    """Runs the process: receives a job, tests the program, and reports."""
     line = Line(os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb"))
     verdict = os.dup(2)
     nowhere = os.open("/dev/null", os.O_RDWR)

@@ -11,13 +11,13 @@ from fractions import Fraction
 from typing import Any, BinaryIO
 
 MOST_CHARACTERS = 64 * 2**20
-"""Of a line."""
+"""Most characters of a line between tester and program."""
 if hasattr(sys, "set_int_max_str_digits"):
     sys.set_int_max_str_digits(0)
 
 
 def encode(value: Any, keep: Callable[[Any], int]) -> Any:
-    """Subclasses of plain types become plain: what compares as it likes compares here as what it holds."""
+    """A value as JSON. Subclasses of plain types become plain, so that one that compares as it likes compares as what it holds."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
@@ -46,7 +46,7 @@ def encode(value: Any, keep: Callable[[Any], int]) -> Any:
 
 
 def decode(value: Any, kept: Callable[[int], Any]) -> Any:
-    """The value; ``kept`` gives what a number stands for."""
+    """The value of its JSON; ``kept`` gives the object that a number stands for."""
     if not isinstance(value, dict):
         return value
     ((name, held),) = value.items()
@@ -72,7 +72,7 @@ class Line:
     """A line of JSON in each direction."""
 
     def __init__(self, heard: BinaryIO, told: BinaryIO) -> None:
-        """Over two streams."""
+        """Makes a line of two streams."""
         self.heard, self.told = heard, told
 
     def write(self, message: Any) -> None:

@@ -84,7 +84,7 @@ class Moved:
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
-        """On the stream of the copies, after what the current one has been given so far."""
+        """A context on the copies' stream, which first waits for what the current stream has been given so far."""
         import torch
 
         with torch.no_grad():
@@ -120,7 +120,7 @@ def _owns_storage(tensor: Tensor) -> bool:
 
 
 def _marks(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
-    """Of each tensor what changes when it is written to, or lies elsewhere."""
+    """Address and version of each tensor: they change when it is moved or written to."""
     return [(tensor.data_ptr(), tensor._version) for tensor in tensors]
 
 

@@ -26,7 +26,7 @@ from .out_of_memory import too_small
 from .plugin import CALL
 
 IDLE_LIMIT_S = 60.0
-"""Longest wait for samples that were given up."""
+"""Most seconds to wait for samples that were given up."""
 
 
 class SglangEngine(SamplingEngine):
@@ -86,7 +86,7 @@ class SglangEngine(SamplingEngine):
         loop.add_signal_handler(signal.SIGQUIT, _end)
 
     def _check_choices(self) -> None:
-        """What SGLang chose by itself, for this model and these GPUs, must not make samples wrong either; raises Refused."""
+        """Refuses what SGLang chose by itself, for this model and these GPUs, if it would make samples wrong; raises Refused."""
         if refused := engine_options.unsafe(vars(self._engine.server_args)):
             raise Refused(f"{refused} SGLang chose it itself.")
         if method := self._engine.tokenizer_manager.model_config.quantization:
@@ -224,7 +224,7 @@ class SglangEngine(SamplingEngine):
 
 
 def _routes(told: str | None, tokens: int, layers: int) -> tuple[Sequence[int], bytes] | None:
-    """What SGLang says of all tokens but the last, in all layers: int32, as text."""
+    """The routes that SGLang tells of all tokens but the last, in all layers; it gives them as text of int32."""
     if told is None:
         return None
     values = array("i", base64.b64decode(told))
@@ -232,7 +232,7 @@ def _routes(told: str | None, tokens: int, layers: int) -> tuple[Sequence[int], 
 
 
 def _end() -> None:
-    """One of SGLang's processes failed: all of them end."""
+    """Ends all of SGLang's processes after one of them failed."""
     print("rlbatch: a process of SGLang failed, which ends the engine.", flush=True)
     os.killpg(os.getpgrp(), signal.SIGKILL)  # the host leads it
 
@@ -259,7 +259,7 @@ def _start_processes(method: str) -> None:
 
 
 def _add_plugin() -> None:
-    """A user's choice of SGLang plugins must not leave ours out."""
+    """Adds our plugin to a user's choice of SGLang plugins, which must not leave it out."""
     chosen = os.environ.get("SGLANG_PLUGINS", "")
     if chosen and "rlbatch" not in chosen.split(","):
         os.environ["SGLANG_PLUGINS"] = f"{chosen},rlbatch"
@@ -286,7 +286,7 @@ def _judge(reports: Sequence[dict[str, Any]]) -> None:
 
 
 def _partial(parts_of_all: Sequence[dict[str, Any]]) -> list[str]:
-    """Tensors of which values are left out, by all workers together; the same part of several of them counts once."""
+    """Names of tensors of which all workers together leave values out; a part that several of them have counts once."""
     sizes: dict[str, int] = {}
     taken: dict[str, dict[str, int]] = {}
     for parts_of_one in parts_of_all:

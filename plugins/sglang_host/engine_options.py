@@ -9,7 +9,7 @@ from typing import Any
 from rlbatch.engines.host import inventory
 
 SUPPORTED = "0.5.15"
-"""Its first three numbers: what we hook into changes from one minor release to the next."""
+"""First three numbers of the version that is supported: what we hook into changes from one minor release to the next."""
 
 
 SOURCE, CLASSES = "sglang/srt/server_args.py", ("ServerArgs",)
@@ -24,7 +24,7 @@ ALONE: dict[str, Any] = {
     "base_gpu_id": 0,
     "use_ray": False,
 }
-"""An engine is tensor parallel on one node."""
+"""Options that keep an engine on one node, with tensor parallelism alone."""
 FIXED: dict[str, Any] = {
     **ALONE,
     "skip_tokenizer_init": True,
@@ -35,7 +35,7 @@ FIXED: dict[str, Any] = {
     "custom_sigquit_handler": None,
     "sampling_defaults": "openai",
 }
-"""Token ids in and out; every sampling parameter is the job's."""
+"""Options with which token ids go in and out, and every sampling parameter is the job's."""
 CONTEXT_SPARE = 2
 """Tokens of ``context_length`` that SGLang's scheduler does not let a prompt and its response have."""
 DECIDED = {
@@ -54,7 +54,7 @@ DECIDED = {
 
 @dataclass(frozen=True)
 class Unsafe:
-    """What an option must not be, as tokens or log-probs would be wrong and nobody would say so.
+    """Values that an option must not have, as tokens or log-probs would be wrong without an error.
 
     Attributes:
         why: What must hold.
@@ -93,7 +93,7 @@ UNSAFE = {
     "enable_lora": Unsafe(_UNUSED),
     "lora_paths": Unsafe(_UNUSED),
 }
-"""Option -> what it must not be."""
+"""Option -> the values that it must not have."""
 
 
 def unsafe(values: Mapping[str, Any]) -> str:
@@ -106,7 +106,7 @@ def unsafe(values: Mapping[str, Any]) -> str:
 
 
 def installed_version() -> str:
-    """What its distribution says, e.g. ``0.5.15.post1``; empty: there is none."""
+    """The version of SGLang's distribution, e.g. ``0.5.15.post1``; empty if it is not installed."""
     return inventory.installed_version(("sglang",))
 
 

@@ -35,7 +35,7 @@ class HeldWeights:
         self._held: dict[tuple[str, str], set[_Held]] = {}
 
     def know(self, name: str, tensor: torch.Tensor) -> None:
-        """A tensor that is sent."""
+        """Notes a tensor that is sent."""
         self._sent[name] = tensor.dtype, tensor.shape
 
     def note(self, name: str, source: Strided, target: torch.Tensor, values: torch.Tensor) -> None:
@@ -50,11 +50,11 @@ class HeldWeights:
 
     @property
     def names(self) -> Collection[str]:
-        """Tensors of which a parameter holds something."""
+        """Names of the sent tensors of which a parameter holds something."""
         return {name for name, _ in self._held}
 
     def checksums(self) -> list[Part]:
-        """Of every piece, as it is now."""
+        """Checksums of every piece, as it is now."""
         pieces = []
         for (name, parameter), all_of_it in self._held.items():
             data = self._parameters[parameter].data

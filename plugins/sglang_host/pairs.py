@@ -35,7 +35,7 @@ class Pairs:
         return self._is_fused and bool(partner(name))
 
     def whole(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors; of those that are loaded in pairs none before the other is there too."""
+        """Passes tensors on; one that is loaded with another waits until both are there."""
         for name, tensor in tensors:
             if not self.waits or not self.is_half(name):
                 yield name, tensor

@@ -18,7 +18,7 @@ CALL = "rlbatch"
 
 
 def take_weights(original: Any, runner: Any, request: Any) -> Any:
-    """A weight update of ours."""
+    """Handles a weight update of ours."""
     text = request.zmq_handles.get(CALL)
     if text is None:
         return original(runner, request)
@@ -41,12 +41,12 @@ def no_end_tokens(config: Any) -> set[int]:
 
 
 def allow_min_tokens(original: Any, tokenizer: Any, stop_strs: Any, stop_regex_strs: Any, min_new_tokens: int = 0) -> None:
-    """What cannot be done without a tokenizer, less the minimal length."""
+    """Takes the minimal length out of what SGLang refuses to do without a tokenizer."""
     original(tokenizer, stop_strs, stop_regex_strs)
 
 
 class _NoTokenizer:
-    """What the minimal length reads of one."""
+    """Stands for a tokenizer, with what the minimal length reads of one."""
 
     additional_stop_token_ids = None
 

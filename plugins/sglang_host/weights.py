@@ -47,7 +47,7 @@ class WorkerWeights:
         return {"device": device_identity(self._device), "experts": held_experts(self._model)}
 
     def join(self, path: str, size: int, limit_s: float) -> dict[str, Any]:
-        """Weights come over a group from here on: that of the sender and, after it, all workers; see ``WeightGroup``."""
+        """Joins the group over which weights come from here on: the sender and, after it, all workers; see ``WeightGroup``."""
         self._receiver.join(WeightGroup(Path(path), SENDER + 1 + self._tp_rank, size, self._device, limit_s))
         self._is_joined = True
         return {}
@@ -142,7 +142,7 @@ def answer(runner: Any, text: str) -> tuple[bool, str]:
 
 
 def _of_all(own: dict[str, Any], group: Any) -> list[dict[str, Any]]:
-    """What all workers answer."""
+    """The answers of all workers."""
     return [own] if group.world_size == 1 else gathered(own, group.cpu_group)
 
 

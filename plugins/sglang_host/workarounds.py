@@ -19,7 +19,7 @@ from rlbatch.engines.host.workarounds import Workaround, apply_those_for, bind_s
 from .pairs import Pairs
 
 SKIPPED = "RLBATCH_SGLANG_SKIPPED_WORKAROUNDS"
-"""Variable with names that are not applied."""
+"""Variable with the names of workarounds that are not applied."""
 _targets: list[str] = []
 
 
@@ -55,7 +55,7 @@ def missing() -> list[str]:
 
 
 def seeded_draws() -> None:
-    """Tokens are drawn by inversion of the cumulative distribution, alike in every batch; see ``sampling``."""
+    """Lets tokens be drawn by inversion of the cumulative distribution, alike in every batch; see ``sampling``."""
     Hook("sglang.srt.layers.sampler.sampling_from_probs_torch", "REPLACE", _draw).register()
     Hook("sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch", "REPLACE", _draw_filtered).register()
 
@@ -67,14 +67,14 @@ def _draw(probs: Any, sampling_seed: Any = None, positions: Any = None) -> Any:
 
 
 def _draw_filtered(probs: Any, top_ks: Any, top_ps: Any, min_ps: Any, need_min_p: bool, sampling_seed: Any, positions: Any) -> Any:
-    """Nobody asks for ``min_p``."""
+    """Draws with ``top_p`` and ``top_k``; ``min_p`` is ignored, as nobody asks for it."""
     from .sampling import draw_among
 
     return draw_among(probs, top_ks, top_ps, sampling_seed, positions)
 
 
 def halves_wait_for_each_other() -> None:
-    """A tensor is kept until the one has come that it is loaded with; see ``pairs``."""
+    """Keeps a tensor until the one has come that it is loaded with; see ``pairs``."""
     Pairs.waits = True
 
 

@@ -72,12 +72,12 @@ class WriteAudit:
             yield name, tensor
 
     def use(self, name: str) -> None:
-        """A tensor that becomes part of another one before it is loaded."""
+        """Notes a tensor that becomes part of another one before it is loaded."""
         self._used[name] = True
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Around ``load_weights``: notes what the parameters' loaders are given."""
+        """A context for ``load_weights`` that notes what the parameters' loaders are given."""
         own = {name: _loader_name(parameter) for name, parameter in self._parameters.items()}
         loaders = {name: vars(parameter).get(own[name]) for name, parameter in self._parameters.items()}
         for name, parameter in self._parameters.items():
@@ -141,7 +141,7 @@ class WriteAudit:
 
 
 def _loader_name(parameter: Any) -> str:
-    """SGLang's own kinds of parameters keep their loader behind a property."""
+    """The attribute with a parameter's loader: SGLang's own kinds of parameters keep it behind a property."""
     return "_weight_loader" if "_weight_loader" in vars(parameter) else "weight_loader"
 
 
@@ -157,7 +157,7 @@ def _spoil(values: torch.Tensor) -> None:
 
 
 def _spoilt(values: torch.Tensor) -> int:
-    """How many values are no finite numbers."""
+    """How many values of a tensor are not finite."""
     if _is_fp8(values):
         return int(((values.view(torch.uint8) & FP8_NAN) == FP8_NAN).sum())
     return int((~values.isfinite()).sum())

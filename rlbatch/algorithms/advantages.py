@@ -20,7 +20,7 @@ FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 class _Inputs(AdvantageInputs):
-    """With ``token_rewards`` that are made when they are read first; what is given is a function."""
+    """Inputs whose ``token_rewards`` are given as a function, which is called when they are first read."""
 
     _made: Tensor | Callable[[], Tensor]
 
@@ -51,7 +51,7 @@ class Advantages:
     samples: Sequence[int]
 
     def __getitem__(self, index: int) -> Tensor:
-        """[R] float32 of a sample, by its index in the batch."""
+        """The advantages of one sample's R response tokens, [R] float32, by the sample's index in the batch."""
         place = self._places.get(index)
         if place is None:
             return self.values[:0]
@@ -59,11 +59,11 @@ class Advantages:
         return self.values[place].repeat(end - start) if self._are_of_samples else self.values[start:end]
 
     def tokens(self) -> Tensor:
-        """[T] float32, samples concatenated in order."""
+        """The advantages of all response tokens, [T] float32, samples concatenated in order."""
         return self.values.repeat_interleave(self.lengths) if self._are_of_samples else self.values
 
     def means(self) -> tuple[float, float]:
-        """Over tokens, of the advantages and of their size; 0 of none."""
+        """Means over all response tokens of the advantages, and of their absolute values; 0 without tokens."""
         values, weights = self.values.double(), self.lengths.double() if self._are_of_samples else torch.ones(())
         tokens = max(int(self.lengths.sum()), 1)
         return float((values * weights).sum() / tokens), float((values.abs() * weights).sum() / tokens)

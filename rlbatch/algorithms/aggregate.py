@@ -66,7 +66,7 @@ def denominator(loss_mask: Tensor, cu_seqlens: Tensor, aggregation: str, norm_co
 
 
 def denominator_of(lengths: Tensor, aggregation: str, norm_constant: float = 1.0) -> float:
-    """As ``denominator``, of whole sequences with so many unmasked tokens.
+    """The same as ``denominator``, given how many unmasked tokens each whole sequence has.
 
     Args:
         lengths: [N] integers.

@@ -75,11 +75,11 @@ class _Pack:
         return self._over_ranks(values.new_zeros(len(self.lengths)).index_add(0, self._ids, values))
 
     def mean(self, values: Tensor) -> Tensor:
-        """[T] -> [N]; 0 for a sequence without a sampled token."""
+        """[T] -> [N]: the mean over a sequence's sampled tokens; 0 for a sequence without any."""
         return self.total(values) / self.lengths.clamp(min=1.0)
 
     def on_tokens(self, values: Tensor) -> Tensor:
-        """[N] -> [T]."""
+        """[N] -> [T]: gives each token the value of its sequence."""
         return values[self._ids]
 
     def all_tokens(self, good: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ def _weights(pack: _Pack, correction: CorrectionConfig) -> Tensor:
 
 
 def _rules(correction: CorrectionConfig) -> dict[str, tuple[float, ...] | float]:
-    """``<kind>_<over>`` -> bounds, of those that are set."""
+    """The rules of ``correction.reject.*`` that are set: ``<kind>_<over>`` -> bounds."""
     bounds = {field.name: getattr(correction.reject, field.name) for field in fields(correction.reject)}
     return {name: bound for name, bound in bounds.items() if bound is not None}
 

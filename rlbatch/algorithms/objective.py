@@ -115,7 +115,7 @@ class Objective:
     def _policy(
         self, logprobs: Tensor, old: Tensor, microbatch: Microbatch, over_ranks: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """What the plugin answers, checked; its inputs are its own, to write into."""
+        """The plugin's losses, checked. It gets copies of its inputs, which it may write into."""
         given = PolicyLossInputs(
             logprobs=logprobs.clone(),
             old_logprobs=old.clone(),
@@ -152,7 +152,7 @@ class Objective:
         return answer.losses, answer.clipped.detach()
 
     def _corrected(self, losses: Tensor, microbatch: Microbatch, over_ranks: Callable[[Tensor], Tensor]) -> Tensor:
-        """What has weight 0 is replaced, not multiplied with it: an infinite loss there is none."""
+        """Losses times the correction's weights. A loss with weight 0 is replaced by 0, as 0 times an infinite loss would be NaN."""
         if not is_on(self.correction):
             return losses
         factors, kept = correct(microbatch, self.correction, over_ranks)
@@ -163,7 +163,7 @@ class Objective:
         return losses.where(factors > 0, 0.0) * factors
 
     def _derivatives(self, policy_loss: Tensor, logprobs: Tensor) -> Tensor:
-        """[T] by the log-probs; a loss that does not depend on them would leave the policy to the other terms."""
+        """Derivatives of the policy loss by the log-probs, [T]; refuses a loss that does not depend on them: it would train nothing."""
         if not logprobs.requires_grad:
             return torch.zeros_like(logprobs)
         derivatives = torch.autograd.grad(policy_loss, logprobs, allow_unused=True)[0] if policy_loss.requires_grad else None

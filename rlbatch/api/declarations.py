@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class NoOptions:
-    """Options of what takes none."""
+    """The options of an extension that takes none."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Configurable:
 
 
 def always(extension: Any) -> Callable[[Any], Any]:
-    """The ``build`` of what has no options."""
+    """A ``build`` function for an extension without options: it always returns ``extension``."""
     return lambda options: extension
 
 
@@ -40,7 +40,7 @@ def any_label(options: Any, label: Any) -> None:
 
 
 def whole_response(options: Any, sample: Any) -> str | None:
-    """Of a reward that does not say what in a response is the answer."""
+    """The whole response, stripped: the answer where a reward does not say which part of a response is it."""
     return str(sample.response.strip())
 
 

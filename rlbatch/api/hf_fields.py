@@ -36,11 +36,11 @@ SUSPICIOUS = (
 """Parts of names: an unknown field that has one, and a value other than null, false, zero or empty, is refused."""
 
 NEVER_EMPTY = ("quantization_config", "sliding_window")
-"""Fields of any model in which another value than null is one, also 0 and false."""
+"""Fields of any model in which only null means nothing: 0 and false are values too."""
 MOST = {"layers": 1024, "experts": 8192}
-"""Most of counts with these parts of names: what is above is no model but a mistake, and each one is gone through."""
+"""Largest counts in fields whose names have these parts: more are a mistake, and loops go over each of them."""
 MAX_COUNT = 2**31 - 1
-"""Most of other counts."""
+"""Largest count in any other field."""
 
 _FP8_BLOCK = [128, 128]
 
@@ -67,7 +67,7 @@ class HfFields:
         return self._config.get(name, default)
 
     def size(self, *names: str, default: int | None = None, null: int | None = None, least: int = 1) -> int:
-        """A count.
+        """Reads a field that holds a count.
 
         Args:
             *names: The field, under any of its names.

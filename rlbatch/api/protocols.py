@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Score = float | Mapping[str, float]
-"""Of one sample: a finite float, or named parts whose sum it is; with a part ``total`` that is it."""
+"""The reward of one sample: a finite float, or named parts; it is their sum, or the part ``total`` where there is one."""
 Reward = Callable[[Sequence[Sample]], Sequence[Score]] | Callable[[Sequence[Sample]], Coroutine[Any, Any, Sequence[Score]]]
 """One score a sample, in order. Called in a worker process of the rank that generated them, with whole groups (see ``RewardSpec.scope``);
 no collectives. It may be an ``async def``.
@@ -339,7 +339,7 @@ Called on every rank with the same inputs, and must answer the same: one that dr
 
 
 def of_one_rank(values: Tensor) -> Tensor:
-    """Sums over the ranks that share a pack's sequences, where there is one."""
+    """The sum over the ranks that share a pack's sequences if only one rank has them: the values as they are."""
     return values
 
 

@@ -10,17 +10,17 @@ _SECRET = re.compile(
     r"|(api|auth|access|bearer|hf|secret|refresh|personal|bot|session)_?token)$|^(token|authorization)$",
     re.IGNORECASE,
 )
-"""Names of what is one. ``stop_token`` and ``label_key`` are none."""
+"""Pattern of names that are secrets in any case of letters. ``stop_token`` and ``label_key`` are none."""
 _VARIABLE = re.compile(r"_(TOKEN|PASS|SECRET)$")
-"""In capitals these are too."""
+"""Pattern of names that are secrets if written in capitals."""
 _IN_ADDRESS = re.compile(r"(?<=://)[^/@\s:]*:[^/@\s]+(?=@)")
 LEAST_CHARACTERS = 6
-"""Of a value that is taken out of texts: a shorter one is part of too many words."""
+"""Shortest secret value that is taken out of texts: a shorter one is part of too many words."""
 HIDDEN = "***"
 
 
 def is_secret(name: str) -> bool:
-    """Whether what has this name is a secret: an option, or a variable of the environment."""
+    """Whether an option or environment variable of this name is a secret."""
     return bool(_SECRET.search(name) or _VARIABLE.search(name))
 
 
@@ -33,5 +33,5 @@ def without_secrets(text: str) -> str:
 
 
 def has_password(text: str) -> bool:
-    """Whether an address in it has one."""
+    """Whether a text has an address with a password."""
     return bool(_IN_ADDRESS.search(text))

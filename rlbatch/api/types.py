@@ -74,7 +74,7 @@ class Routes:
     known: Tensor
 
     def at(self, positions: Any) -> Routes:
-        """Those of some tokens: whatever indexes a tensor."""
+        """The routes of some tokens; ``positions`` is whatever indexes a tensor."""
         return Routes(self.experts[positions], self.known[positions])
 
 

@@ -32,7 +32,7 @@ class Range:
     below: float = math.inf
 
     def violated(self, value: float) -> str:
-        """What does not hold of a number, in words; empty: it is in the range."""
+        """The rule that a number breaks, in words; empty if it is in the range."""
         if not math.isfinite(value):
             return "must be a finite number"
         if value <= self.above or value < self.least:

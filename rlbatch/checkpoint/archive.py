@@ -35,11 +35,11 @@ DTYPES = {
 }
 """torch's names of typed storages, of the types that checkpoints hold."""
 SMALL_BYTES = 4096
-"""Less is copied; what torch writes around a tensor is less."""
+"""Bytes below which a part is copied; all that torch writes around a tensor is smaller."""
 ALIGNMENT = 64
 """An archive's length is a multiple of it: values have places in a file, after other archives, from where they can be used."""
 _HEADER = struct.Struct("<4s22xHH")
-"""Of a record: signature, lengths of what lies between it and the content."""
+"""Header of a zip record: its signature, and the lengths of the name and of the extra field before the content."""
 
 
 def parts(tensor: Tensor) -> Iterator[bytes | memoryview]:

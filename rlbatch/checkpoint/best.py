@@ -16,7 +16,7 @@ from rlbatch.checkpoint.run_folder import BEST, named_best, step_folder, write_b
 
 @dataclass(frozen=True)
 class Best:
-    """A checkpoint.
+    """A run's best checkpoint.
 
     Attributes:
         metric: By which it is the best, a tag.
@@ -30,7 +30,7 @@ class Best:
 
     @classmethod
     def of(cls, progress: Mapping[str, Any], metric: str) -> Best | None:
-        """The best one until a checkpoint, by its progress; None: there is none, or it is by another metric."""
+        """The best checkpoint that another one's progress names; None if it names none, or one by another metric."""
         said = progress.get("best")
         try:
             found = cls(str(said["metric"]), float(said["value"]), int(said["step"])) if said else None

@@ -34,8 +34,8 @@ class Carried:
         self._names, self._experts, self._shapes, self._encode = names, experts, shapes, encode
 
     def read(self, wanted: Container[int] | None) -> Iterator[NamedTensor]:
-        """Streams them, on the host; no collective. Of other experts than ``wanted`` empty tensors without a name are given: as
-        ``ParameterMap.export`` does, so that the ranks of an engine cut buckets at the same places.
+        """Streams the tensors, on the host; no collective. Experts that are not ``wanted`` come as empty tensors without a name, as
+        ``ParameterMap.export`` gives them, so that the ranks of an engine cut buckets at the same places.
         """
         for name in self._names:
             expert = self._experts.get(name)

@@ -55,7 +55,7 @@ class HfSource:
         return f"{self.file.path}: {self.name}"
 
     def __getitem__(self, index: tuple[slice, ...], /) -> Tensor:
-        """A part of it, on the host; one slice of step 1 for each leading dimension."""
+        """A part of the tensor, on the host; ``index`` has one slice of step 1 for each leading dimension."""
         ranges = self._ranges(index)
         part = self.file.read(self.entry, ranges)
         if self.scales is None:

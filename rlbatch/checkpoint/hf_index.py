@@ -80,9 +80,9 @@ ITEM_BYTES = {
     **{"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1},
     **{"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1},
 }
-"""The format's dtypes that are read."""
+"""Bytes of a value, for each dtype of the format that is read."""
 HEADER_LIMIT = 100 * 10**6
-"""Bytes; the format's."""
+"""Most bytes that the format allows a header."""
 AGAIN = "Download it again."
 
 

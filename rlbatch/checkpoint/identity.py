@@ -39,7 +39,7 @@ def identity(config: Config, hf_config: Mapping[str, Any], prompts: Mapping[str,
 
 
 def prompts_identity(prompts: Iterable[Prompt]) -> dict[str, Any]:
-    """What tells prompts from others, one by one.
+    """The number of prompts and a digest of all of them, by which they are told from others.
 
     Args:
         prompts: In file order.
@@ -68,7 +68,7 @@ def refused_changes(stored: Mapping[str, Any], own: Mapping[str, Any]) -> list[s
 
 
 def announced_changes(stored: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-    """Differences with which it can, and which its user should know of."""
+    """Differences with which a run can go on, and of which its user should know."""
     skipped = (*MUST_EQUAL, *OWN_TO_A_LIFE)
     return [
         text for key, text in _config_differences(stored, own) if not any(key == name or key.startswith(f"{name}.") for name in skipped)

@@ -21,7 +21,7 @@ _FIX = "Put a copy of the file in its place, or remove it."
 
 
 def model_files(folder: Path) -> dict[str, Path]:
-    """Those of a folder: name in it -> where the file really is.
+    """The files of a model's folder that belong beside its weights: name in the folder -> where the file really is.
 
     Args:
         folder: Of a model, or of a snapshot in the hub's cache, whose files are links to the ``blobs`` beside it.

@@ -98,7 +98,7 @@ def _looked_at(root: Path) -> tuple[list[Found], list[Path], dict[Path, str]]:
 
 
 def _age(found: Found) -> tuple[float, int]:
-    """Steps tell no age: a run may have been set back to an earlier checkpoint. Times of files do not outlast a copy."""
+    """When a checkpoint was saved, and its step. Steps alone tell no age: a run may have been set back. Nor do times of copied files."""
     folder, progress = found
     saved = progress.get("saved")
     return float(saved) if isinstance(saved, (int, float)) else (folder / PROGRESS).stat().st_mtime, int(progress["step"])

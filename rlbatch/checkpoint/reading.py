@@ -22,7 +22,7 @@ from rlbatch.weights.codec import CHUNK_BYTES
 _DONTCACHE = 0x80
 """``RWF_DONTCACHE`` of Linux 6.14: pages that were not in the page cache before are not there afterwards."""
 DIRECT_BYTES = 2**20
-"""Less is read through the page cache, which reads ahead."""
+"""Bytes from which on a read goes around the page cache; smaller ones go through it, as it reads ahead."""
 
 _of_thread = threading.local()
 
@@ -124,10 +124,10 @@ def _read(descriptor: int, target: Any, offset: int, once: bool) -> int:
 
 
 _BITS = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}
-"""Of types without arithmetic: the bits of infinity, or of the only NaN; without their sign, those of NaN are not smaller."""
+"""Bits of infinity, or of the only NaN, in types without arithmetic; the bits of a NaN, without the sign, are never smaller."""
 
 AT_ONCE = 2**17
-"""Values of them that are looked at together: their copy stays in the processor's cache."""
+"""Values of such a type that are looked at together: their copy stays in the processor's cache."""
 
 
 def count_not_finite(tensor: Tensor) -> int:

@@ -35,11 +35,11 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Names of the format."""
+"""The format's names of dtypes -> torch's dtypes."""
 PAGE = 4096
 """Bytes that a file system reads at least."""
 SPAN_BYTES = 8 * 2**20
-"""Most that is read at once beyond what is asked for."""
+"""Most bytes of a read that also fetches what lies between the values asked for."""
 
 
 class SafetensorsFile:
@@ -101,7 +101,7 @@ class SafetensorsFile:
             self._pread(first + sum(stride * step for stride, step in zip(strides, place, strict=False)), target)
 
     def _read_span(self, start: int, stride: int, run: int, target: Tensor) -> None:
-        """[rows, run] bytes that lie ``stride`` apart."""
+        """Reads [rows, run] uint8 into ``target``; in the file, rows begin ``stride`` bytes apart."""
         rows = max(1, SPAN_BYTES // stride)
         for row in range(0, len(target), rows):
             part = target[row : row + rows]

@@ -42,7 +42,7 @@ COMMON = "common.pt"
 CHUNK_SUFFIX = ".distcp"
 EMPTY = f"__empty{CHUNK_SUFFIX}"
 OPEN_FILES = 256
-"""Most that are open at once: a checkpoint may have thousands."""
+"""Most files that are open at once: a checkpoint may have thousands."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ class TorchDist:
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[int]:
-        """A descriptor of its own: another thread may close the file, which is open longest."""
+        """A file's descriptor for this caller alone: another thread may close the file in the meantime."""
         with self._lock:
             if name not in self._files:
                 if len(self._files) == OPEN_FILES:

@@ -87,7 +87,7 @@ def unpickle_metadata(file: IO[bytes]) -> Metadata:
 
 
 def unpickled(unpickler: pickle.Unpickler) -> Any:
-    """What a pickle holds, of an unpickler that runs nothing of it.
+    """What a pickle holds, read by an unpickler that runs none of it.
 
     Raises:
         pickle.UnpicklingError: it is damaged. Nothing but the loading is in here: these are also the errors of wrong code.
@@ -99,7 +99,7 @@ def unpickled(unpickler: pickle.Unpickler) -> Any:
 
 
 def _check(loaded: Any) -> None:
-    """Types, and that files lie in the checkpoint's folder: a pickle may fill any attribute with anything."""
+    """Checks all types, and that files lie in the checkpoint's folder: a pickle may fill any attribute with anything."""
     if type(loaded) is not Metadata or not isinstance(loaded.state_dict_metadata, dict) or not isinstance(loaded.storage_data, dict):
         raise pickle.UnpicklingError("it holds no metadata of a checkpoint")
     for key, stored in loaded.state_dict_metadata.items():

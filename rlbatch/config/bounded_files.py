@@ -19,13 +19,13 @@ from typing import IO, Any, cast
 from rlbatch.api import DataError
 
 SMALL_BYTES = 16 * 2**20
-"""Most of a config or a template; published ones have less than a hundredth."""
+"""Most bytes of a config or a template; published ones have less than a hundredth."""
 LARGE_BYTES = 128 * 2**20
-"""Most of a tokenizer, or of the names of a checkpoint's tensors."""
+"""Most bytes of a tokenizer, or of the names of a checkpoint's tensors."""
 MAX_DEPTH = 64
-"""Most lists and objects in each other."""
+"""Deepest nesting of lists and objects."""
 Pairs = Callable[[Sequence[tuple[str, Any]]], dict[str, Any]]
-"""Makes an object of its names and values, as for ``json.loads``."""
+"""A function that makes an object of its names and values; ``object_pairs_hook`` of ``json.loads``."""
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
 
@@ -125,12 +125,12 @@ def parse_json(text: str, path: str, fix: str, *, line: int = 1, pairs: Pairs | 
 
 @cache
 def _decoder(pairs: Any) -> json.JSONDecoder:
-    """Making one takes as long as reading a short line."""
+    """A decoder for objects that ``pairs`` makes; it is kept, as making one takes as long as reading a short line."""
     return json.JSONDecoder(object_pairs_hook=pairs)
 
 
 def _is_deep(value: Any) -> bool:
-    """Whether others, who go down by recursion, could fail at it."""
+    """Whether a value is nested deeper than ``MAX_DEPTH``, so that code which recurses into it could fail."""
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         below = (item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list)))

@@ -17,13 +17,13 @@ from rlbatch.config.schema import Config
 from rlbatch.config.structured import from_mapping, show_value
 
 SAME = ("name", "gpu", "gpu_memory_gib", "gpus_per_node", "gpu_bf16_tflops", "gpu_link_gbs", "host_memory_gib")
-"""Of ``cluster.*``: in which of them another cluster differs."""
+"""Keys of ``cluster.*`` by which clusters are told apart: a calibration holds only where all of them are the same."""
 AGAIN = 'Calibrate it anew with python -m rlbatch.plan calibrate=<run folder>, or leave it out with plan.calibrations="".'
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """The content of a file.
+    """The content of a calibration file.
 
     Attributes:
         date: Of the calibration.
@@ -46,12 +46,12 @@ class Calibration:
 
 
 def cluster_keys(cluster: ClusterConfig) -> dict[str, Any]:
-    """What must be the same."""
+    """Name -> value of the keys ``SAME`` of a cluster."""
     return {name: getattr(cluster, name) for name in SAME}
 
 
 def differing(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    """In which keys a cluster differs from the one here, in words; empty: in none."""
+    """The keys in which another cluster differs from the one here, in words; empty if there are none."""
     found = {name: (show_value(there.get(name, "")), show_value(value)) for name, value in here.items() if value != there.get(name)}
     return ", ".join(f"cluster.{name} is {other or 'not said'} there and {own or 'not said'} here" for name, (other, own) in found.items())
 
@@ -62,7 +62,7 @@ def calibration_file(folder: str, cluster: ClusterConfig) -> Path:
 
 
 def write_calibration(path: Path, calibration: Calibration) -> None:
-    """Writes it in the place of an earlier one; raises ConfigError if that cannot be."""
+    """Writes a calibration in the place of an earlier one; raises ConfigError if the file cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(calibration), indent=2) + "\n", encoding="utf-8")

@@ -47,12 +47,12 @@ ALLOCATOR_OPTIONS = (
     "release_lock_on_cudamalloc",
     "roundup_power2_divisions",
 )
-"""Those of torch 2.10 to 2.13 ("Optimizing memory usage with PYTORCH_CUDA_ALLOC_CONF" in its notes on CUDA)."""
+"""The options of torch 2.10 to 2.13's allocator ("Optimizing memory usage with PYTORCH_CUDA_ALLOC_CONF" in its notes on CUDA)."""
 OWN_ARGUMENTS = (
     *("conversation", "messages", "tokenize", "add_generation_prompt", "continue_final_message", "chat_template", "return_tensors"),
     *("return_dict", "return_assistant_tokens_mask", "padding", "truncation", "max_length", "tokenizer_kwargs"),
 )
-"""Of transformers' ``apply_chat_template``: what rlbatch says itself."""
+"""Arguments of transformers' ``apply_chat_template`` that rlbatch gives itself."""
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -88,7 +88,7 @@ def check_config(config: Config) -> None:
 
 
 def _check_routing_replay(config: Config) -> None:
-    """The first update's own forward pass is that of the old policy: there is nothing to replay in it."""
+    """Refuses to replay recorded routes where no update would: a step's first one has nothing to replay, its policy is the old one."""
     if config.algorithm.routing_replay != "recorded":
         return
     typed = "algorithm.routing_replay=recorded"
@@ -105,7 +105,7 @@ def _check_routing_replay(config: Config) -> None:
 
 
 def _check_lengths(config: Config) -> None:
-    """What plans assume of samples that are no longer than a limit."""
+    """Refuses plans that assume longer prompts or responses than the job's limits allow."""
     responses, prompts = config.rollout.max_response_tokens, config.data.max_prompt_tokens
     for name, limit, key in (("response", responses, "rollout.max_response_tokens"), ("prompt", prompts, "data.max_prompt_tokens")):
         mean = getattr(config.plan.assume, f"mean_{name}_tokens")

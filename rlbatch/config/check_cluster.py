@@ -83,7 +83,7 @@ def _check_options(cluster: ClusterConfig) -> None:
 
 
 def _is_ours(word: str) -> bool:
-    """Also ``--arr=0-3`` and ``-a0-3``, which sbatch reads alike; in an array all tasks would have one run folder."""
+    """Whether sbatch takes a word for one of ``OURS``, as it takes ``--arr=0-3`` and ``-a0-3`` for ``--array``."""
     name = word.partition("=")[0]
     if name.startswith("--"):
         return any(name == ours or (len(name) >= SHORTEST and ours.startswith(name)) for ours in OURS)

@@ -14,9 +14,9 @@ from rlbatch.config.text_keys import quoted
 AUTO = "auto"
 """Choice of ``layout`` that is looked up by the model's name and the cluster's GPUs."""
 LARGE_MODEL_EXPERIMENT = "math"
-"""What a chosen model is trained with."""
+"""Experiment with which a chosen model is trained."""
 OWN_MODEL_EXPERIMENT = "hf"
-"""What a model folder of the user's is trained with: nothing of the embedded run."""
+"""Experiment with which a model folder of the user's is trained: nothing of the embedded run."""
 _ADDED = ("model", "layout", "cluster")
 """Groups that are not in the defaults list, in the order in which they override each other."""
 _OF_A_CHOICE = {"offload": ("offload.options",), "rollout": ("rollout.options", "rollout.engine", "rollout.quantization")}
@@ -109,7 +109,7 @@ def _overridden(group: str, *file: str) -> str | None:
 
 
 def _layout(chosen: Mapping[str, str], keys: Sequence[str], said: Callable[[], Mapping[str, Any]]) -> str:
-    """``said`` is what the user's own choices say. Of models' names and clusters, files of other groups say nothing."""
+    """The choice of ``layout``, looked up by the model's name and the cluster's GPUs, which only the user's choices in ``said`` tell."""
     asked = chosen.get("layout")
     if asked and asked != AUTO:
         return asked

@@ -12,7 +12,7 @@ from rlbatch.api import DataError
 from rlbatch.config.schema import DataConfig, EvalConfig
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
-"""Of data files in a folder."""
+"""Endings of the names that data files in a folder have."""
 _WORDS = ", ".join(f"*{suffix}" for suffix in SUFFIXES)
 
 
@@ -31,13 +31,13 @@ def with_files(data: DataConfig) -> DataConfig:
 
 
 def with_set_files(held_out: EvalConfig) -> EvalConfig:
-    """``with_files`` of ``eval.sets``."""
+    """The same as ``with_files``, for ``eval.sets``."""
     sets = {name: dataclasses.replace(one, file=_named(f"eval.sets.{name}.file", one.file)) for name, one in held_out.sets.items()}
     return dataclasses.replace(held_out, sets=sets)
 
 
 def paths_in(value: str | Sequence[str]) -> list[Path]:
-    """The files of such a key, as paths; none if it is empty."""
+    """The files that a key of ``data.*`` names, as paths; none if it is empty."""
     return [Path(text) for text in ([value] if isinstance(value, str) else value) if text]
 
 
@@ -50,7 +50,7 @@ def _named(key: str, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
 
 
 def _is_one(text: str) -> bool:
-    """Whether it names a file, or what no file is (which reading it tells)."""
+    """Whether a text names one file and neither a folder nor a pattern; if there is no such file, reading it says so."""
     is_several = os.path.isdir(text) or (glob.has_magic(text) and not os.path.exists(text))
     return not is_several or os.path.isfile(text)
 

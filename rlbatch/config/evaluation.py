@@ -13,11 +13,11 @@ from rlbatch.config.structured import did_you_mean, show_value
 SIMPLE = "eval"
 """Name of the set that ``data.eval`` is; the keys ``train.eval_*`` are its settings."""
 SIMPLE_TAG = "reward/eval"
-"""Its mean reward."""
+"""Metric of that set's mean reward."""
 SETS = "eval.sets"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 COLDEST = 1e-3
-"""Temperature above 0: below, differences of logits are certainties."""
+"""Lowest temperature above 0: below it, differences of logits are certainties."""
 
 
 def eval_sets(config: Config) -> Mapping[str, EvalSetConfig]:

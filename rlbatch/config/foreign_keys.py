@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Ours(NamedTuple):
-    """What says the same here.
+    """The key of rlbatch that says the same as another program's.
 
     Attributes:
         key: A config key, or ``none``.
@@ -283,11 +283,11 @@ _SECTIONS = {
     "verl": ("actor_rollout_ref.", "trainer.", "critic.", "reward_model.", "custom_reward_function.", "ray_kwargs.", "ray_init."),
     "NeMo-RL": ("grpo.", "policy.", "loss_fn.", "checkpointing."),
 }
-"""What only their keys begin with."""
+"""Program -> beginnings that only its keys have."""
 
 
 def answer(key: str) -> str:
-    """Tells whose key it is and what says the same here, in two sentences; empty: not known."""
+    """Tells of which program a key is, and what says the same here, in two sentences; empty if the key is not known."""
     if key == "hydra.searchpath":
         return "Hydra's search path is not rlbatch's. Use cluster_dir=<folder> for clusters of your own."
     for is_meant in (str.__eq__, _is_by_habit):
@@ -303,7 +303,7 @@ def answer(key: str) -> str:
 
 
 def _is_by_habit(key: str, name: str) -> bool:
-    """Whether it is a flag with other dashes or none, or the end of one of verl's long keys, e.g. ``ppo_mini_batch_size``."""
+    """Whether a key is a known flag with other dashes or none, or the end of one of verl's long keys, e.g. ``ppo_mini_batch_size``."""
     if name.startswith("--"):
         return key.lstrip("-").replace("_", "-") == name[2:].replace("_", "-")
     return name in VERL and name.endswith(f".{key}") and ("_" in key or "." in key)

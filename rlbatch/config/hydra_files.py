@@ -33,7 +33,7 @@ class ConfigFiles(ConfigSource):
 
     @staticmethod
     def scheme() -> str:
-        """How the search path names it."""
+        """The scheme by which Hydra's search path names this source."""
         return SCHEME
 
     def load_config(self, config_path: str) -> ConfigResult:
@@ -50,16 +50,16 @@ class ConfigFiles(ConfigSource):
         return ConfigResult(CONFIG_PACKAGE, self.full_path(), OmegaConf.create(dict(tree)), {"package": package})
 
     def is_group(self, config_path: str) -> bool:
-        """Whether there are choices of that name."""
+        """Whether a path is a config group."""
         return config_path.rstrip("/") in ("", *self.files)
 
     def is_config(self, config_path: str) -> bool:
-        """Whether it is a choice, or the root."""
+        """Whether a path is a choice of a group, or the root config."""
         group, name = _parts(config_path)
         return name in self.files.get(group, {}) or (group in self.plugins and self.plugins[group] == name) or (group, name) == ("", ROOT)
 
     def available(self) -> bool:
-        """It is always there."""
+        """Always True: there is no folder that could be missing."""
         return True
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
@@ -74,13 +74,13 @@ class _Path(SearchPathPlugin):
 
 
 def give_to_hydra(files: Mapping[str, Mapping[str, Path]], plugins: Mapping[str, str]) -> None:
-    """What the next composition may choose from: see ``ConfigFiles``."""
+    """Sets what Hydra's next composition may choose from; see ``ConfigFiles``."""
     for each in (ConfigFiles, _Path):
         Plugins.instance().register(each)
     ConfigFiles.files, ConfigFiles.plugins = files, plugins
 
 
 def _parts(config_path: str) -> tuple[str, str]:
-    """Group and name."""
+    """A path's config group and name."""
     group, _, name = config_path.rstrip("/").rpartition("/")
     return group, name.removesuffix(".yaml")

@@ -16,14 +16,14 @@ Ranks = Annotated[int, Range(above=0, most=2**20)]
 Amount = Annotated[float, Range(least=0, most=1e6)]
 """What a machine has, in GiB, GB/s or TFLOP/s; 0: not said."""
 SourcePath = Annotated[str, PathRule(words=(EMBEDDED,))]
-"""What ranks read, or generate."""
+"""Path that ranks read, or ``EMBEDDED`` for what they generate."""
 OwnPath = Annotated[str, PathRule(is_for_ranks=False)]
-"""What only submit uses, or what all launchers know of."""
+"""Path that only submit uses, or that all launchers know of."""
 
 Scale = Annotated[float, Range(least=0, most=1e15)]
-"""Of what is computed in float32: products with it, and its square, are far from infinite."""
+"""A factor in float32 arithmetic: products with it, and its square, are far from infinite."""
 Band = tuple[Scale, ...] | None
-"""Two numbers, [low,high], both in it."""
+"""A closed range, [low,high]."""
 
 
 def key(default: Any, doc: str) -> Any:

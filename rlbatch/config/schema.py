@@ -22,7 +22,7 @@ DEFAULT_PACK = 4096
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """``train.*``"""
+    """``train.*``: how many steps of what size, and how their updates are computed."""
 
     steps: Count = key(100, "Steps of the run; each generates, scores and updates.")
     prompts_per_step: Annotated[int, Range(above=0, most=2**20)] = key(32, "Prompts (groups) a step.")
@@ -115,7 +115,7 @@ class LayoutConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """``model.*``"""
+    """``model.*``: the model that is trained."""
 
     name: str = key("", "Name under which layouts are looked up, e.g. deepseek671b; `model=<name>` sets it.")
     parameters: Annotated[float, Range(least=0, most=1e15)] = key(
@@ -196,7 +196,7 @@ class OffloadConfig:
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
-    """``algorithm.*``"""
+    """``algorithm.*``: advantages, the loss and its terms."""
 
     advantage: str = key("grpo", "The advantage estimator.")
     advantage_options: Mapping[str, Any] = key({}, "The estimator's own options.")
@@ -329,7 +329,7 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """``data.*``"""
+    """``data.*``: the prompt files and how their rows are read."""
 
     train: SourcePath | tuple[SourcePath, ...] = key(
         EMBEDDED,
@@ -394,14 +394,14 @@ class EvalSetConfig(RowsConfig):
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """``eval.*``"""
+    """``eval.*``: which sets of held-out prompts are evaluated, and when."""
 
     sets: Mapping[str, EvalSetConfig] = key({}, "Sets of held-out prompts by names of your own, evaluated when data.eval is.")
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """``checkpoint.*``"""
+    """``checkpoint.*``: when checkpoints are written, where, and which are kept."""
 
     load: FilePath = key(
         "", "Where the policy's weights come from: a run's checkpoint (.../step_000100) or a Hugging Face folder; empty: ref_load."

@@ -22,7 +22,7 @@ _NO_TEXT = re.compile("[\0\ud800-\udfff]")
 """What no path may hold, and bytes of the command line that are not UTF-8."""
 
 NAME = "<name>"
-"""In documented keys, a name that the user chooses: ``eval.sets.<name>.file``."""
+"""What documented keys have for a name that the user chooses: ``eval.sets.<name>.file``."""
 
 MOST_LISTED = 20
 """Keys that a message lists."""
@@ -91,7 +91,7 @@ def documented(key: str, known: Iterable[str]) -> str:
 
 
 def closest(name: str, known: Iterable[str]) -> list[str]:
-    """At most three of ``known`` that ``name`` may have meant, the likeliest first."""
+    """The names of ``known`` that ``name`` may have meant, at most three, the likeliest first."""
     names = list(known)
     section, _, last = name.rpartition(".")
     beside = {other.rpartition(".")[2]: other for other in names if other.rpartition(".")[0] == section}

@@ -21,7 +21,7 @@ CORRECT = "Correct it."
 MOST_VALUES = 100_000
 """Most values of a file. Those behind aliases count wherever they are used: a dozen lines of aliases may stand for more than any memory."""
 DEEPEST = 32
-"""Mappings and lists in each other."""
+"""Deepest nesting of mappings and lists."""
 _PLAIN = frozenset(f"tag:yaml.org,2002:{name}" for name in ("str", "null", "bool", "int", "float", "merge", "map", "seq"))
 _TEXT, _NULL, _MERGE, _DATE = (f"tag:yaml.org,2002:{name}" for name in ("str", "null", "merge", "timestamp"))
 

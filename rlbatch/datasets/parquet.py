@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 BATCH_ROWS = 1024
 STREAM_BYTES = 2**20
-"""Of a column that are read at once: else a row group, which may be the whole file, is in memory."""
+"""Bytes of a column that are read at once: else a whole row group, which may be the whole file, would be in memory."""
 
 
 @contextmanager

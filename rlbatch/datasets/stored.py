@@ -58,8 +58,8 @@ class StoredFile:
 
 
 def store_files(paths: Sequence[Path], folder: Path, name_key: str, wanted: Sequence[str] | None = None) -> list[StoredFile]:
-    """Makes what rows are read from, but for files of which it is there since an earlier attempt; with the names in the column ``name_key``
-    (empty: none), and of columns those that are wanted (None: all).
+    """Makes the indexes and copies that rows are read from, unless an earlier attempt has left them; with the rewards' names in the column
+    ``name_key`` (empty: none), and the ``wanted`` columns (None: all).
 
     Raises:
         DataError: a file cannot be read, or has no rows.
@@ -85,7 +85,7 @@ class StoredRows:
 
     @property
     def digest(self) -> str:
-        """Of the file's content."""
+        """SHA-256 of the file's content."""
         return self._file.sha256
 
     def fields(self, number: int) -> tuple[int, dict[str, Any]]:
@@ -111,7 +111,7 @@ class StoredRows:
 
     @cached_property
     def _written(self) -> int:
-        """When the content was: of a copy, nobody else writes it."""
+        """When the data file was last written, ns; for a compressed file, when its unpacked copy was."""
         return self._file.mtime_ns if self._file.content == self._file.path else os.fstat(self._descriptor).st_mtime_ns
 
     @cached_property
@@ -150,7 +150,7 @@ def _stored(path: Path, place: Path, name_key: str, wanted: Sequence[str] | None
 
 
 def _known(record: Path) -> StoredFile | None:
-    """What an earlier attempt has left, if it is whole."""
+    """The stored file that an earlier attempt has left; None if there is none, or it is not whole."""
     try:
         known = StoredFile(**json.loads(record.read_text(encoding="utf-8")))
         return known if all(os.path.isfile(name) for name in (known.content, known.index)) else None
@@ -199,7 +199,7 @@ def _names_of(batch: Any, name_key: str) -> set[str]:
 
 
 def _index_jsonl(path: Path, content: Path, kind: Any, name_key: str) -> tuple[Any, str, set[str]]:
-    """Reads it once: where lines begin and end, what it is, and what follows the key of rewards' names."""
+    """Reads a file once; gives where its lines begin and end, its digest, and every value that follows the key of rewards' names."""
     last = name_key.rpartition(".")[2]
     pattern = re.compile(re.escape(json.dumps(last).encode()) + rb'\s*:\s*"((?:[^"\\]|\\.){1,%d})"' % LONGEST_NAME) if last else None
     digest, names, parts, rest = hashlib.sha256(), set[str](), [], b""

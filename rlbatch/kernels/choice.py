@@ -11,7 +11,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 OLDEST = (8, 0)
-"""Compute capability: before, GPUs have no bf16."""
+"""Oldest compute capability that takes the kernels: GPUs before it have no bf16."""
 COST = (
     "log-probs, SwiGLU and experts' gradients take torch's operations; log-probs of a large vocabulary then take about three times as long"
 )
@@ -27,7 +27,7 @@ def ask(kernels: str) -> None:
 
 @functools.cache
 def takes_triton() -> bool:
-    """Whether they run here; where a GPU does without them unasked, that is told once, with what it costs."""
+    """Whether Triton's kernels run here; a GPU that does without them unasked is warned of once, with what that costs."""
     if _asked == "torch" or not torch.cuda.is_available():
         return False
     missing = _missing(importlib.util.find_spec("triton") is not None, torch.cuda.get_device_capability(), torch.cuda.get_device_name())
@@ -37,7 +37,7 @@ def takes_triton() -> bool:
 
 
 def _missing(is_installed: bool, capability: tuple[int, int], name: str) -> str:
-    """Why they cannot run, in words; empty: they can."""
+    """Why Triton's kernels cannot run, in words; empty if they can."""
     if not is_installed:
         return "Triton is not installed in this Python (pip install triton)"
     if capability < OLDEST:

@@ -37,7 +37,7 @@ def statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Ten
 
 
 def gradient(logits: Tensor, targets: Tensor, temperature: float, state: tuple[Tensor, Tensor], upstream: tuple[Tensor, Tensor]) -> Tensor:
-    """Of the logits, which it may overwrite.
+    """The gradient of the logits, [C, V / TP], which may overwrite them.
 
     d logprob / d logit_j = ([j is the target] - p_j) / T;  d entropy / d logit_j = -p_j (log p_j + entropy) / T
 

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 8192
-"""Columns at a time."""
+"""Columns that a program takes at a time."""
 LOWEST = tl.constexpr(-3e38)
 
 

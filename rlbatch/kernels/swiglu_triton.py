@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS, COLUMNS = 8, 256
-"""Of a program: tokens, and columns at a time."""
+"""Tokens that a Triton program has, and columns that it takes at a time."""
 
 
 @triton.jit

@@ -27,7 +27,7 @@ _ENDED = {"finished": ("COMPLETED", 0), "failed": ("FAILED", 1), "interrupted": 
 LOG_POLL_S = 0.5
 STATE_POLL_S = 3.0
 FORGOTTEN_S = 60.0
-"""A controller that does not answer for a while is no end of the job."""
+"""Seconds for which Slurm's controller may not answer before the job counts as ended."""
 
 
 @dataclass(frozen=True)
@@ -54,18 +54,18 @@ class JobRecord:
 
     @property
     def is_slurm(self) -> bool:
-        """Whether Slurm knows it."""
+        """Whether the job was given to Slurm, and is no process of this machine."""
         return not self.job_id.startswith(_PROCESS)
 
     def state(self) -> JobState:
-        """How it is now; what Slurm has forgotten, the run folder's summary still knows."""
+        """The job's state now; where Slurm has forgotten it, what the run folder's summary says."""
         if not self.is_slurm:
             return self._process_state()
         state = job_state(self.job_id)
         return self._summary_state() or state if state.state == UNKNOWN else state
 
     def cancel(self) -> None:
-        """Ends it; raises ConfigError if it cannot be ended from here."""
+        """Ends the job; raises ConfigError if it cannot be ended from here."""
         if self.is_slurm:
             state = job_state(self.job_id)
             if state.ended and state.state != UNKNOWN:  # scancel says nothing then
@@ -96,7 +96,7 @@ class JobRecord:
         return JobState(UNKNOWN, f"its process on {self.host} is gone, or cannot be seen from here")
 
     def _summary_state(self) -> JobState | None:
-        """How it ended, unless another job had the run folder since, or it did not say."""
+        """How the job ended, by summary.json; None if another job had the run folder since, or it does not say."""
         last = read_record(Path(self.run_dir))
         if self.launcher != "local" and (last is None or last.job_id != self.job_id):
             return None

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 Transform = Callable[[int, int], int]
-"""(symbol, number of symbols) -> answer symbol."""
+"""A rule of the task: (symbol, number of symbols) -> answer symbol."""
 
 TRANSFORMS: Mapping[str, Transform] = {
     "copy": lambda symbol, count: symbol,

@@ -17,7 +17,7 @@ EVAL_SEED = 2**31
 
 @dataclass(frozen=True)
 class EvalSet:
-    """One set.
+    """One set of held-out prompts.
 
     Attributes:
         name: Its own.
@@ -30,8 +30,8 @@ class EvalSet:
     prompts: Sequence[Prompt]
 
     def params(self, seed: int) -> SamplingParams:
-        """How it is sampled with the run's seed, but for the tokens that end a response: alike in every evaluation, whatever other sets
-        there are.
+        """How the set is sampled with the run's seed, without the tokens that end a response; the same in every evaluation, whatever other
+        sets there are.
         """
         settings = self.settings
         own = EVAL_SEED if self.name == SIMPLE else EVAL_SEED + 1 + crc32(self.name.encode())

@@ -25,7 +25,7 @@ ORIGINALS = (
     *("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "tiktoken.model", "qwen.tiktoken"),
     *("sentencepiece.bpe.model", "spiece.model"),
 )
-"""Any of them is one from which transformers makes a tokenizer, with packages of its own."""
+"""Files of which transformers can make a tokenizer, from any one of them, with packages that rlbatch does not require."""
 PLAIN_CLASSES = (None, "PreTrainedTokenizerFast", "TokenizersBackend")
 """Tokenizer classes without special tokens of their own."""
 _FIX = "Correct it, or download it again."

@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 READ_S = 3.0
-"""Of computing: how long rows are read at submit."""
+"""Seconds of processor time for which rows are read at submit."""
 MOST_TOKENIZED = 4096
-"""Rows of a file; they take about a second."""
+"""Most rows of a file that are tokenised; they take about a second."""
 MOST_SPECIAL = 8
-"""Tokens that the model's own tokenizer class may add to a plain text, or cut otherwise."""
+"""Tokens by which the model's own tokenizer class may make a plain text longer: added ones, or words that it splits otherwise."""
 
 
 class RowChecks:
@@ -82,7 +82,7 @@ class RowChecks:
 
 @dataclass(frozen=True)
 class CheckedRows:
-    """What was looked at of a data set.
+    """The rows of a data set that were looked at.
 
     Attributes:
         rows: Those to tokenise: all, or of many those that are likeliest to be refused, in file order.
@@ -177,7 +177,7 @@ def check_tokens(config: Config, family: ModelFamily, model_folder: Path, one: P
 
 
 class _Likeliest:
-    """At most ``MOST_TOKENIZED`` rows of many: a chat template refuses by roles and fields, a limit by length."""
+    """The rows, at most ``MOST_TOKENIZED``, that are likeliest refused: chat templates refuse roles and fields, limits refuse lengths."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -198,7 +198,7 @@ class _Likeliest:
             heapq.heappushpop(self._longest, entry)
 
     def rows(self) -> list[PromptRow]:
-        """In file order."""
+        """The chosen rows, in file order."""
         longest = [(-number, row) for _, number, row in sorted(self._longest, key=lambda entry: entry[:2], reverse=True)]
         chosen = dict([*self._forms.values(), *longest, *self._first])
         return [row for _, row in sorted(list(chosen.items())[:MOST_TOKENIZED], key=lambda pair: pair[0])]
@@ -230,7 +230,7 @@ def _none_needed(one: PromptSet, takes: Callable[[Any], None]) -> str:
 
 
 def _check_end(tokenizer: PreTrainedTokenizerBase, family: ModelFamily, folder: Path) -> None:
-    """A token that no file has is one of the tokenizer's nevertheless: transformers adds it behind the others."""
+    """Refuses an end token of the tokenizer that the model does not have: transformers adds one that no file has behind the others."""
     if tokenizer.eos_token_id is not None:
         end_tokens(folder, read_config(folder), family.vocab_size, tokenizer.eos_token_id)
 

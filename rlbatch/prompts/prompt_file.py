@@ -37,7 +37,7 @@ FORMATS: Mapping[str, tuple[str, str]] = {
 _HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 _MISSING = object()
 Names = Callable[[], tuple[str, ...]]
-"""What a row has, dotted: only messages need it."""
+"""A function that gives the dotted names of a row's values; only messages need them."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class PromptRow:
 
     @property
     def place(self) -> str:
-        """For messages."""
+        """The row's ``path:line``, for messages."""
         return f"{self.path}:{self.line}"
 
 
@@ -131,7 +131,7 @@ class RowReader:
         return PromptRow(path, line, checked, label, reward_name or self._reward, metadata, no_label)
 
     def _names(self, path: Path, fields: Mapping[str, Any], without: str = "") -> tuple[str, ...]:
-        """What a row has, for messages; of a file of which some columns are read alone what its first row has, too."""
+        """Dotted names of a row's values, for messages; where only some columns of a file are read, also those of its whole first row."""
         if self.wanted is not None:
             if path not in self._all_columns:
                 self._all_columns[path] = next(read_records(path))[1]
@@ -161,7 +161,7 @@ class Curriculum:
         self._column, self._kind, self._first = column, "", ""
 
     def value(self, place: str, fields: Mapping[str, Any], names: Names | None = None) -> int | float | str:
-        """That of a row; ``names`` tells what the row has, if that is more than ``fields``.
+        """The curriculum value of a row; ``names`` tells what the row has, if that is more than ``fields``.
 
         Raises:
             DataError: the row has none, or one of another type than the rows before.
@@ -180,7 +180,7 @@ class Curriculum:
 
 
 def top_columns(keys: Iterable[str | None]) -> tuple[str, ...]:
-    """What a file must be asked for: a key with dots may be a column's whole name, or begin with it."""
+    """Columns to read for these keys: a key with dots may be a column's whole name, or begin with it."""
     parts = [key.split(".") for key in keys if key]
     return tuple(dict.fromkeys(".".join(names[:count]) for names in parts for count in range(1, len(names) + 1)))
 

@@ -42,16 +42,16 @@ class PromptSet:
 
     @property
     def keys(self) -> str:
-        """What the keys that name its columns begin with: ``data``, or those of its own."""
+        """Beginning of the keys that name the set's columns: ``data``, or that of the set's own keys."""
         return self.key.rpartition(".")[0]
 
     def reader(self) -> RowReader:
-        """Makes its rows."""
+        """A reader of the set's rows."""
         return RowReader(self.data, self.reward, self.keys)
 
     @property
     def told(self) -> str:
-        """Its files, for messages."""
+        """The set's files in words, for messages."""
         return str(self.paths[0]) + (f" and {len(self.paths) - 1} more files" if len(self.paths) > 1 else "")
 
 
@@ -86,6 +86,6 @@ def _named_set(data: DataConfig, name: str, one: DataSetConfig, run_dir: Path) -
 
 
 def _with_own(data: DataConfig, one: RowsConfig) -> DataConfig:
-    """``data.*`` as it is for a set."""
+    """``data.*`` with a set's own values in the place of those of all sets."""
     own = {field.name: getattr(one, field.name) for field in dataclasses.fields(RowsConfig)}
     return dataclasses.replace(data, **{key: value for key, value in own.items() if value is not None})

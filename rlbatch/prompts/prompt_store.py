@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FOLDER = "data"
-"""In the run folder: indexes, and copies of what is compressed."""
+"""Subfolder of the run folder for the prompt files' indexes, and for unpacked copies of compressed ones."""
 CHECK_S = 10.0
-"""How long the first rank looks at rows before the first step."""
+"""Seconds for which the first rank looks at rows before the first step."""
 KEPT_TOKENS = 2**21
-"""Of prompts that stay in memory, about 80 MB."""
+"""Tokens of prompts that stay in memory, about 80 MB."""
 IDENTITY_ROWS = 4096
-"""Most rows that are told from another run's one by one; of more the files are compared, and some rows."""
+"""Most rows that are compared with another run's one by one; of larger data the files are compared, and some rows."""
 SHOWN_ROWS = 64
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 
 AGAIN_S = 0.2
-"""Jinja computes constants ahead and takes an error there for none."""
+"""Seconds until a limit is raised again: Jinja computes constants ahead, and swallows errors there."""
 
 
 @contextmanager

@@ -22,11 +22,11 @@ SHOWN_ROWS = 3
 BATCH_ROWS = 1024
 """Rows that are tokenised by one call; more are no faster, and take memory."""
 ROW_S, BATCH_S = 5.0, 60.0
-"""Of computing, in which a chat template must have written a row, and ``BATCH_ROWS`` of them: thousands of times what usual ones take."""
+"""Seconds of processor time that a chat template may take for a row, and for ``BATCH_ROWS`` of them; usual ones take a thousandth."""
 ROW_BYTES = 2 * 2**30
-"""Of memory that it may take for a row."""
+"""Bytes of memory that a chat template may take for a row."""
 MOST_CHARACTERS = 2**26
-"""Of a prompt: more than the tokens of any context."""
+"""Most characters of a prompt: more than the tokens of any context."""
 
 Tokenized = tuple[str, tuple[int, ...]]
 """A row as the model reads it, and its tokens."""
@@ -176,7 +176,7 @@ class LongPrompts:
 
 
 def _texts(batch: Sequence[PromptRow], tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> list[str]:
-    """What the model reads of each row."""
+    """The text of each row as the model reads it."""
     texts, started = [], time.process_time()
     for row in batch:
         texts.append(_text(row, tokenizer, options))
@@ -192,7 +192,7 @@ def _texts(batch: Sequence[PromptRow], tokenizer: PreTrainedTokenizerBase, optio
 
 
 def _text(row: PromptRow, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> str:
-    """What the model reads."""
+    """The text of a row as the model reads it."""
     place = row.place
     if isinstance(row.prompt, str):
         return row.prompt
@@ -257,7 +257,7 @@ def _check_options(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
-    """Finds what is a special token in a text."""
+    """A pattern that finds the special tokens in a text; None if the tokenizer has none."""
     contents = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     return re.compile("|".join(map(re.escape, sorted(contents, key=len, reverse=True)))) if contents else None
 

@@ -18,10 +18,10 @@ from rlbatch.api import Prompt, Sample
 
 _HEADER = struct.Struct("!QdQ")
 SETUP = 0
-"""Number of the first frame, and of its answer; those of tasks begin behind it."""
+"""Number of the first frame, which has the setup, and of its answer; tasks have higher numbers."""
 PIECE = 1 << 18
 LARGEST_ANSWER = 1 << 26
-"""Bytes; a worker that says more has lost its senses."""
+"""Most bytes of a worker's answer; one that sends more is broken."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Setup:
 
 
 class Frame(NamedTuple):
-    """A message.
+    """A message between rank, reward host and worker.
 
     Attributes:
         number: Of the task.
@@ -133,7 +133,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class _Array:
-    """A tensor without torch."""
+    """A tensor that is kept as bytes, so that a worker need not import torch."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -154,7 +154,7 @@ class ShippedSample(Sample):
     """A sample in a worker. Its tensors are made when they are first read: few rewards need them, and importing torch takes seconds."""
 
     def __getattr__(self, name: str) -> Any:
-        """Called for what is not there yet."""
+        """Makes a tensor that is read for the first time; raises AttributeError for any other name."""
         array = self.__dict__.get("_arrays", {}).get(name)
         if array is None:
             raise AttributeError(name)
@@ -163,7 +163,7 @@ class ShippedSample(Sample):
 
     @property
     def response_length(self) -> int:
-        """As of every sample."""
+        """Sampled tokens, the stop token included; counted without making a tensor."""
         tokens = self.__dict__.get("token_ids")
         return (prod(self.__dict__["_arrays"]["token_ids"].shape) if tokens is None else len(tokens)) - len(self.prompt.token_ids)
 

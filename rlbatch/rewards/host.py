@@ -36,9 +36,9 @@ from rlbatch.rewards.score import prepare
 from rlbatch.rewards.worker import Scoring, serve
 
 SLOW_S, SLOW_TIMES, MOST_SLOW = 0.1, 20.0, 64
-"""A task that takes longer than both, the latter in means of its like, may make room: another worker starts beside it, at most so many."""
+"""A task that takes longer than ``SLOW_S`` seconds and ``SLOW_TIMES`` the mean may make room: at most ``MOST_SLOW`` more workers start."""
 TICK_S, KILL_S = 0.05, 5.0
-"""Longest wait for killed processes to be gone, between other things and at the end."""
+"""Most seconds to wait for killed processes to be gone, between other work and at the end."""
 OUT_OF_MEMORY = 113
 """Exit code of a worker that gets no more."""
 _PR_SET_CHILD_SUBREAPER = 36
@@ -67,33 +67,33 @@ class _Worker:
     still_since: float | None = None
 
     def __post_init__(self) -> None:
-        """It has taken nothing yet."""
+        """Starts the clocks: the worker has computed nothing yet."""
         self._process = psutil.Process(self.pid)
         self._taken = (0.0, 0.0)
 
     def begin(self, task: Frame) -> None:
-        """Gives it a task."""
+        """Gives the worker a task."""
         self.task, self.began, self.look_s, self._taken = task, time.monotonic(), 0.0, _processor_s(self._process)
         self.peer.send(task)
 
     def computed_s(self) -> float:
-        """Processor time that it has taken itself for its task, seconds."""
+        """Processor seconds that the worker itself has taken for its task."""
         return _processor_s(self._process)[0] - self._taken[0]
 
     def children_s(self) -> float:
-        """The same of processes that it has started."""
+        """Processor seconds that processes of the worker have taken for its task."""
         with suppress(psutil.Error):
             living = sum(sum(_processor_s(child)) for child in self._process.children(recursive=True))
             return _processor_s(self._process)[1] - self._taken[1] + living
         return 0.0
 
     def stand_still(self, now: float) -> None:
-        """Stops it, and its clock."""
+        """Stops the worker and its clock."""
         self.still_since = now
         signal_group(self.pid, signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """Lets it go on, if it stands still."""
+        """Lets the worker go on, if it stands still."""
         if self.still_since is not None:
             self.began += time.monotonic() - self.still_since
             self.still_since = None
@@ -122,7 +122,7 @@ class RewardHost:
     _done: int = 0
 
     def run(self) -> None:
-        """Until the rank is gone."""
+        """Deals out tasks until the rank is gone."""
         ended, waker = os.pipe()
         os.set_blocking(waker, False)
         os.set_blocking(ended, False)
@@ -168,7 +168,7 @@ class RewardHost:
         return sum(worker.is_slow for worker in self._workers.values())
 
     def _others_wait(self) -> bool:
-        """Whether slow ones are to make room: there is a task for it, and there may be another worker."""
+        """Whether slow tasks are to make room: another task waits, and another worker may start."""
         return bool(self.waiting) and self._slow() < self.limit + MOST_SLOW
 
     def _fork(self) -> _Worker:
@@ -184,7 +184,7 @@ class RewardHost:
         return self._workers[pid]
 
     def _patience_s(self) -> float | None:
-        """Until something must be done that nobody tells."""
+        """Seconds until the clocks must be looked at again, at most 1; None if there are no workers."""
         if not self._workers:
             return None
         now, soonest = time.monotonic(), float("inf")
@@ -196,7 +196,7 @@ class RewardHost:
         return min(max(soonest - now, 0.0), 1.0)  # strays are looked for too
 
     def _leave_out(self, late_s: float) -> None:
-        """Seconds in which this process stood still, as its workers did where the job was suspended, are no answer's."""
+        """Leaves out of the workers' clocks the seconds in which this process stood still, and they too: the job was suspended."""
         for worker in self._workers.values():
             if worker.still_since is None:
                 worker.began += max(late_s, 0.0)
@@ -271,7 +271,7 @@ class RewardHost:
                     worker.is_slow = True
 
     def _kill(self, worker: _Worker) -> None:
-        """A worker with all that it started; what comes up from there is a stray."""
+        """Kills a worker with its process group; children of its that survive come up to this process as strays."""
         del self._workers[worker.pid]
         signal_group(worker.pid, signal.SIGKILL)
         with suppress(ProcessLookupError):
@@ -316,7 +316,7 @@ def _children() -> set[int]:
 
 
 def _work(dies: Any, end: socket.socket, others: list[socket.socket], score: Scoring) -> NoReturn:
-    """In a new worker: what must be so before the first task, then tasks."""
+    """Runs a new worker: sets up its process, then scores tasks until ``end`` is closed."""
     try:
         dies()
         os.setsid()
@@ -338,7 +338,7 @@ def _work(dies: Any, end: socket.socket, others: list[socket.socket], score: Sco
 
 
 def _pass(number: int, frame: Any) -> None:
-    """Signals of the job are the rank's. A handler, as what a worker starts would inherit that a signal is ignored."""
+    """Does nothing: the rank acts on the job's signals. They are not ignored, as a worker's children would inherit that."""
 
 
 def build(setup: Setup) -> Scoring:

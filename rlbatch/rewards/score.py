@@ -22,10 +22,10 @@ FLOAT32_MAX = 3.4028234663852886e38
 """Advantages become float32, rewards stay float64 until then."""
 LIST_OF_FLOATS = "Return a list of floats, one a sample, in order."
 TOTAL = "total"
-"""Part that is the reward; without it, it is the sum of all."""
+"""Name of the part that is the reward; without that part, the reward is the sum of all parts."""
 _PART = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 _RESERVED = frozenset(tag.partition("/")[2] for tag in TAGS if tag.startswith("reward/"))
-"""Parts get curves beside these."""
+"""Names of the curves below ``reward/`` that rlbatch writes itself: no part may have one of them."""
 
 
 def prepare(name: str, reward: Reward) -> None:
@@ -90,8 +90,8 @@ def _call(name: str, reward: Reward, samples: Sequence[Sample]) -> list[Any]:
 
 
 def _no_list(returned: Any) -> str:
-    """What a reward's answer is, if it is not one value after the other: the keys of a mapping, the order of a set and the characters of a
-    text are no rewards. Empty: it is.
+    """The type of a reward's answer, in words, if it is no list of values: the keys of a mapping, the order of a set and the characters of
+    a text are no rewards. Empty if it is one.
     """
     kind = type(returned).__name__
     if isinstance(returned, (Mapping, Set, str, bytes, bytearray, memoryview)) or not isinstance(returned, Iterable):
@@ -102,7 +102,7 @@ def _no_list(returned: Any) -> str:
 
 
 def _copied(samples: Sequence[Sample]) -> list[Sample]:
-    """What a reward writes into a sample, or its prompt's label, must reach neither the trainer nor the next step."""
+    """Copies of samples: what a reward writes into one, or into its prompt's label, must reach neither the trainer nor the next step."""
     prompts = {id(sample.prompt): sample.prompt for sample in samples}
     prompts = {key: replace(prompt, label=deepcopy(prompt.label), metadata=deepcopy(prompt.metadata)) for key, prompt in prompts.items()}
     return [
@@ -163,7 +163,7 @@ def _shown(value: Any) -> str:
 
 
 def span(samples: Sequence[Sample]) -> str:
-    """E.g. ``8 samples (prompt 3 sample 0 to prompt 4 sample 3)``, or ``prompt 3 sample 0``."""
+    """Samples in words: ``8 samples (prompt 3 sample 0 to prompt 4 sample 3)``, or ``prompt 3 sample 0``."""
     if len(samples) == 1:
         return f"prompt {samples[0].prompt.prompt_id} sample {samples[0].sample_index}"
     first, last = (f"prompt {s.prompt.prompt_id} sample {s.sample_index}" for s in (samples[0], samples[-1]))

@@ -25,7 +25,7 @@ from rlbatch.rewards.frames import SETUP, Frame, Peer, Setup, pack_task
 from rlbatch.rewards.score import check_known, score, span
 
 MOST_WORKERS = 32
-"""Unless ``reward.workers`` says more."""
+"""Most workers of a rank, unless ``reward.workers`` says more."""
 MOST_LOSSES = 3
 """Reward hosts that may be lost while one generation is scored."""
 POLL_S, CLOSE_S = 1.0, 10.0

@@ -35,7 +35,7 @@ class Scoring:
             resource.setrlimit(resource.RLIMIT_DATA, (most, allowed))  # a reward may give what it starts a limit of its own
 
     def __call__(self, payload: bytes) -> bytes:
-        """What is said to a task: ``rewards``, ``parts`` and ``answers``, or what is wrong."""
+        """Scores a packed task; the answer is JSON with ``rewards``, ``parts`` and ``answers``, or with what is wrong."""
         name, samples, is_held_out = unpack_task(payload)
         _seed(self.setup.seed, samples)
         try:
@@ -59,7 +59,7 @@ def _json(said: Mapping[str, Any]) -> bytes:
 
 
 def _seed(seed: int, samples: Sequence[Sample]) -> None:
-    """What a reward draws depends on the run and its samples, not on the worker, nor on what that did before."""
+    """Seeds random numbers, so that a reward's depend on the run and the samples, not on the worker or what it did before."""
     first = samples[0]
     said = repr((seed, first.prompt.prompt_id, first.sample_index, [sample.response for sample in samples], first.policy_version))
     number = int.from_bytes(hashlib.sha256(said.encode(errors="surrogatepass")).digest()[:8], "big")

@@ -48,7 +48,7 @@ TINY = {
 }
 """The largest sizes of a tiny model."""
 DROPPED = ("quantization_config", "torch_dtype", "dtype", "pad_token_id", "bos_token_id", "eos_token_id")
-"""Fields about the file's weights and tokens, which a tiny model has not."""
+"""Fields of config.json about the file's weights and tokens, which a tiny model does not have."""
 TOLERANCE, LAYOUT_TOLERANCE = 1e-4, 1e-5
 ONE = LayoutConfig(world_size=1)
 LAYOUTS = {
@@ -189,7 +189,7 @@ def _compared(
 def _spread(
     family: ModelFamily, plugins: tuple[str, ...], folder: Path, pools: Callable[[int], Any], alone: Mapping[str, Any]
 ) -> Iterator[Row]:
-    """Gradients under each layout that the family can have."""
+    """Rows that compare the gradients under each layout that the family can have with those of one rank."""
     from rlbatch.testing.gradients import layout_gradients, worst
 
     for title, layout in LAYOUTS.items():

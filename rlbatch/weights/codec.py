@@ -15,9 +15,9 @@ from torch import Tensor
 from rlbatch.api import Buffer, DataError, Direct, ExpertDown, ExpertGated, Gated, ModelFamily, ParamMapping, Qkv, Vocab
 
 CHUNK_BYTES = 4 * 2**20
-"""Most of a source that a thread has in memory at once; the C library reuses blocks of up to 32 MiB without new pages from the kernel."""
+"""Most bytes of a source that a thread has in memory; the C library reuses blocks of up to 32 MiB without new pages from the kernel."""
 _CHUNK_ROWS = 128
-"""Chunks end where a quantised source's blocks do."""
+"""Rows at a multiple of which chunks end, as a quantised source's blocks do."""
 
 
 class Source(Protocol):
@@ -28,14 +28,14 @@ class Source(Protocol):
 
     @property
     def shape(self) -> Sequence[int]:
-        """Its shape in the checkpoint."""
+        """The tensor's shape in the checkpoint."""
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of its slices."""
 
     def __getitem__(self, index: tuple[slice, ...], /) -> Tensor:
-        """A part, on the host (or where the tensor is); one slice of step 1 for each leading dimension."""
+        """A part of the tensor, on the host (or where the tensor is); ``index`` has a slice of step 1 for each leading dimension."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Geometry:
 
     @classmethod
     def of(cls, family: ModelFamily) -> Geometry:
-        """The numbers of a family."""
+        """The geometry of a model family."""
         transformer = family.transformer
         heads = int(transformer["num_attention_heads"])
         kv_heads = int(transformer.get("num_query_groups") or heads)

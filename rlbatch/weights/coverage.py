@@ -11,7 +11,7 @@ from rlbatch.weights.codec import hf_patterns, is_expert
 from rlbatch.weights.quantize import SCALE_SUFFIX
 
 SHOWN = 3
-"""Names in a message."""
+"""Most names that a message lists."""
 FREQUENCIES = ".rotary_emb.inv_freq"
 
 
@@ -41,7 +41,7 @@ class Audit:
 
     @property
     def is_complete(self) -> bool:
-        """Nothing is missing and nothing unexpected."""
+        """Whether no name is missing and none is unexpected."""
         return not (self.unexpected or self.missing or self.missing_carried)
 
 

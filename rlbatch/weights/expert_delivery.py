@@ -23,7 +23,7 @@ Place = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Round:
-    """This rank's part in a round.
+    """This rank's part in one round of exchanges.
 
     Attributes:
         index: Which of its experts it sends, within its stack; None: none.
@@ -39,7 +39,7 @@ class Round:
 
 
 class ExpertDelivery:
-    """Who wants what, and who sends it.
+    """Which ranks want which experts, and who sends them.
 
     Args:
         places: Of every rank of the trainer.
@@ -64,12 +64,12 @@ class ExpertDelivery:
 
     @property
     def slots(self) -> int:
-        """Experts of a layer that the rank gets that wants most."""
+        """The number of slots: the most experts of a layer that any rank gets."""
         return max(map(len, self._wanted))
 
     @property
     def shards(self) -> int:
-        """Parts of an expert, each on another rank."""
+        """The number of parts of an expert, each on another rank."""
         return self._shards
 
     def wanted(self, slot: int) -> int | None:

@@ -20,7 +20,7 @@ from rlbatch.weights.shard_format import NamedTensor, ShardFormat
 AT_ONCE_BYTES = 64 * 2**20
 """Experts of several ranks are gathered at once up to this size together, else one after the other."""
 ALIGNMENT = 16
-"""Bytes at a multiple of which parts begin."""
+"""Bytes at whose multiples the parts of a shard begin."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class MappedTensor:
 
     @property
     def name(self) -> str:
-        """Its name in Megatron's model."""
+        """The tensor's name in Megatron's model."""
         return self.mapping.megatron.format(layer=self.layer)
 
 
@@ -173,7 +173,7 @@ class Exporter:
     def _exchanged(
         self, entry: _EntryPlan, local: Tensor | None, delivery: ExpertDelivery, slots: Sequence[int], most: int, device: torch.device
     ) -> dict[tuple[int, int], Tensor]:
-        """(slot, shard) -> what came of it, of some slots; at most ``most`` rounds of them travel together."""
+        """Exchanges some slots; gives (slot, shard) -> what came of it. At most ``most`` rounds travel together."""
         shards: dict[tuple[int, int], Tensor] = {}
         for turn in range(2):
             steps = [(slot, step) for slot in slots for step in delivery.rounds(entry.stage, slot)[turn]]
@@ -193,7 +193,7 @@ class Exporter:
         return shards
 
     def _alone(self, entry: _EntryPlan, local: Tensor) -> Iterator[NamedTensor]:
-        """All experts, of the only rank."""
+        """All experts, where one rank has all of them."""
         own = self._own_views(entry, local)
         if own is not None:
             yield from chain.from_iterable(own)
@@ -238,7 +238,7 @@ class Exporter:
         return [shard] if entry.is_whole else _gathered(shard, tp)
 
     def _fetched(self, entry: _EntryPlan, local: Tensor | None, device: torch.device, alike: Sequence[dist.ProcessGroup]) -> Tensor:
-        """As ``_from_stage``, where ranks of a node want the same: each fetches a part of it, so that it comes to the node once."""
+        """The same as ``_from_stage`` where ranks of a node want one shard: each fetches a part, so that it comes to the node once."""
         shard = entry.form.empty("meta") if local is None else entry.form.encode(local)
         if self._groups.pp.size() == 1:
             return shard
@@ -266,7 +266,7 @@ class Exporter:
 
 
 def _broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup) -> Tensor:
-    """The tensor of a rank of the group; the others' is overwritten."""
+    """Broadcasts the tensor of one rank of the group into those of the others."""
     if group.size() > 1:
         dist.broadcast(tensor, dist.get_global_rank(group, source), group=group)
     return tensor

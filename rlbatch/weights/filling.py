@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 THREADS = 4
-"""Each has its own memory for what it reads; with two the disk waits whenever both compute."""
+"""Threads that fill, each with its own memory for what it reads; with two the disk would wait whenever both compute."""
 
 Result = TypeVar("Result")
 
@@ -29,7 +29,7 @@ class Threads:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Waits for what has begun."""
+        """Waits for the jobs that have begun."""
         self._pool.shutdown(cancel_futures=True)
 
     def run(self, jobs: Iterable[Callable[[], Result]]) -> Iterator[Result]:

@@ -25,7 +25,7 @@ ReadTensor = Callable[[str], Source]
 
 
 def _ignore(nbytes: int) -> None:
-    """Shows no progress."""
+    """A progress callback that shows nothing."""
 
 
 @torch.no_grad()

@@ -24,9 +24,9 @@ BLOCK = 128
 LARGEST = 448.0
 """Largest e4m3 value."""
 SCALE_SUFFIX = "_scale_inv"
-"""A weight's scales have its name with this behind it."""
+"""Suffix of a weight's name in the name of its scales."""
 SCALE_LIMIT = 2.0**119
-"""Scales are below it: 2^8 times a scale is finite."""
+"""Upper limit of scales, below which 2^8 times a scale is finite in float32."""
 
 _HALF_BIAS = 2.0**8
 """A float16 with the exponent and mantissa of an e4m3 value is that much smaller than it: their biases are 15 and 7."""
@@ -41,7 +41,7 @@ _AT_ONCE = 2**24
 
 
 def scales_shape(rows: int, columns: int) -> tuple[int, int]:
-    """Blocks of a matrix."""
+    """Shape of a matrix's scales: its numbers of blocks, by rows and columns."""
     return -(-rows // BLOCK), -(-columns // BLOCK)
 
 

@@ -33,7 +33,7 @@ class _Piece:
 
 
 class ShardFormat:
-    """What one mapping's shards travel as. Every rank makes the same one.
+    """The form in which one mapping's shards travel. Every rank makes the same one.
 
     Args:
         mapping: Kind and names.
@@ -72,7 +72,7 @@ class ShardFormat:
         return sum(piece.nbytes for piece in self._pieces.values()) if self._is_packed else self._whole.nbytes
 
     def encode(self, shard: Tensor, *, is_stack: bool = False) -> Tensor:
-        """What travels of a shard, or of each in a stack of them; contiguous, and the shard itself where nothing has to be changed."""
+        """The form in which a shard, or each of a stack, travels: contiguous, and the shard itself where nothing has to be changed."""
         if not self._is_packed:
             return shard.to(self._whole.dtype).contiguous()
         if is_stack:

@@ -37,7 +37,7 @@ def completions(answer: Mapping[str, Any], payload: bytes) -> list[Completion]:
 
 
 def _routes(shapes: Sequence[Sequence[int] | None], payload: bytes) -> Iterator[Tensor | None]:
-    """Of each sample int16 of its shape."""
+    """Each sample's routes, an int16 tensor of its shape; None for a sample without a shape."""
     start = 0
     for shape in shapes:
         if shape is None:

@@ -10,7 +10,7 @@ from rlbatch.api import ConfigError
 
 
 def variables_of(own: Mapping[str, Any]) -> dict[str, str]:
-    """``rollout.engine.environment``.
+    """The variables in ``rollout.engine.environment``.
 
     Raises:
         ConfigError: it is no mapping.
@@ -29,7 +29,7 @@ def visible_devices(devices: Sequence[str]) -> dict[str, str]:
 
 
 def exact_variables(dtype: Any) -> dict[str, str]:
-    """For an engine that computes in fp32: Triton's products of it have 10 bits (TF32) unless told, and routers choose other experts."""
+    """Variables that let an fp32 engine compute exactly: Triton else multiplies with 10 bits (TF32), and routers choose other experts."""
     return {"TRITON_F32_DEFAULT": "ieee"} if dtype in ("float32", "float") else {}
 
 

@@ -52,7 +52,7 @@ NETWORK_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 @dataclass(frozen=True)
 class HostedOptions:
-    """``rollout.options.*`` of every such backend."""
+    """``rollout.options.*`` of every backend whose engine runs in a host."""
 
     gpus_per_engine: Count = option(1, "Ranks that share an engine; tensor parallel size times the data and pipeline parallel sizes.")
     max_concurrency_per_replica: CountOrZero = option(
@@ -78,7 +78,7 @@ class HostedOptions:
 
 @dataclass(frozen=True)
 class HostedSpec(RolloutSpec):
-    """What every such backend says of itself."""
+    """What every backend whose engine runs in a host says of itself."""
 
     has_engine: bool = True
     ranks_option: str = "gpus_per_engine"
@@ -192,7 +192,7 @@ class HostedRollout:
         self._is_started = True
 
     def _joined(self) -> WeightGroup:
-        """This rank and the workers of its host in a group of their own."""
+        """A group of this rank and the workers of its engine host."""
         from rlbatch.engines.transfer.weight_group import join_in_background
 
         assert self._host is not None
@@ -277,7 +277,7 @@ class HostedRollout:
             self.check_weights()
 
     def _sums(self, audit: bool) -> TrainerSums | None:
-        """Where this sync is one of those in which weights are compared, what takes the trainer's checksums."""
+        """What takes the trainer's checksums in this sync; None if it is none of those in which weights are compared."""
         interval, number = self._context.audit_interval, self._syncs
         self._syncs += 1
         if not self.proves_weights or not (audit or (interval and number % interval == 0 and self._context.audit_sync != "off")):
@@ -296,14 +296,14 @@ class HostedRollout:
         self.compared = compare(self._sent, told, f"engine {self._context.folder.name}")
 
     def _give_back(self) -> None:
-        """Memory that this rank's allocator keeps and nothing uses, so that the engine can take its own."""
+        """Gives back memory that this rank's allocator keeps and nothing uses, so that the engine can take it."""
         if self._context.device != "cpu":
             import torch
 
             torch.cuda.empty_cache()
 
     def _together(self) -> AbstractContextManager[None]:
-        """What all ranks of the engine do at once: all of them do it to its end, also when the engine is lost."""
+        """A context for what all ranks of the engine do together: each of them gets to its end, also when the engine is lost."""
         return nullcontext() if self._host is None else self._host.outlasting()
 
     def _ask(self, operation: str, header: Mapping[str, Any]) -> None:

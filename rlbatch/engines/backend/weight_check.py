@@ -13,7 +13,7 @@ from rlbatch.engines.transfer.checksums import MODULUS, Expected, Rectangle, exp
 
 T = TypeVar("T")
 EXPERTS = ".experts."
-"""In names of tensors that some ranks of an engine may have alone."""
+"""Part of the names of experts' tensors, which only some ranks of an engine may have."""
 MOST_BANDS = 8
 SHOWN = 3
 """Tensors that an error names."""
@@ -56,10 +56,10 @@ class TrainerSums:
             yield bucket
 
     def of_all(self, gather: Callable[[bytes], list[bytes]], place: int) -> dict[str, Expected]:
-        """Those of the ranks of the engine on this node; a collective of them. What all of them have travels once.
+        """The checksums of all ranks of the engine on this node; a collective of these ranks. What all of them have travels once.
 
         Args:
-            gather: Over them.
+            gather: All-gather over these ranks.
             place: This rank's among them.
 
         Raises:
@@ -128,7 +128,7 @@ def compare(trainer: Mapping[str, Expected], told: Iterable[HeldPart], engine: s
 
 
 def _wrong(own: Expected, parts: Sequence[HeldPart]) -> tuple[list[HeldPart], bool]:
-    """Parts that differ, or of which one differs where that cannot be told; and whether all of the tensor was compared."""
+    """The parts of a tensor that differ, or all if it is not known which one does; and whether all of the tensor was compared."""
     areas: dict[Rectangle, set[int]] = {}
     for part in parts:
         areas.setdefault(_rectangle(part), set()).add(part[7] % MODULUS)

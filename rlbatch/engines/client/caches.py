@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 KEPT = {"TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"}
-"""What torch would keep in the folder for temporary files, which goes with the engine."""
+"""Variable -> folder below the one for temporary files where torch would keep it; that one goes with the engine."""
 FOLDERS = {
     "TORCHINDUCTOR_CACHE_DIR": "torchinductor",
     "TRITON_CACHE_DIR": "triton",
@@ -21,7 +21,7 @@ FOLDERS = {
 
 
 def cache_variables(folder: str, own: Mapping[str, str]) -> dict[str, str]:
-    """Variables for an engine; those that this process has are not among them.
+    """Variables that tell an engine's libraries where to keep what they compile, without those that this process has already.
 
     Args:
         folder: ``rollout.options.cache_dir``; empty: libraries decide, mostly for the home folder.

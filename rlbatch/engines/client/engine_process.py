@@ -36,7 +36,7 @@ LINES, LINE_LENGTH, READ_BYTES = 15, 1000, 2**16
 
 
 def log_tail(log: Path, variables: Mapping[str, str]) -> str:
-    """The last lines.
+    """The last lines of an engine's log.
 
     Args:
         log: Of the engine.
@@ -57,9 +57,9 @@ def log_tail(log: Path, variables: Mapping[str, str]) -> str:
 
 CLOSE_WAIT_S = 15.0
 SEND_LIMIT_S = 20
-"""A host reads at once what it is sent, unless it is stopped."""
+"""Seconds that sending to a host may take: it reads at once what it is sent, unless it is stopped."""
 PATIENCE = 4
-"""How much longer than ever before a call may take whose kind is known."""
+"""Factor by which a call may take longer than any earlier one of its kind."""
 _RUN = "from rlbatch.engines.host.server import main; main()"
 
 
@@ -154,7 +154,7 @@ class EngineHost:
         self._usual_durations = dict(self._durations)
 
     def record_duration(self, operation: str, seconds: float) -> None:
-        """A call has ended well that was awaited as long."""
+        """Notes how long a call was awaited that ended well."""
         self._durations[operation] = max(seconds, self._durations.get(operation, 0.0))
 
     def busy_limit_s(self, operation: str, limit_s: float) -> float:
@@ -229,7 +229,7 @@ class EngineHost:
         return self.lost
 
     def _of_memory(self) -> str:
-        """What outgrew its plan, where the system has killed processes for want of memory since the engine was started; else empty."""
+        """What outgrew its plan, if the system has killed processes for want of memory since the engine was started; else empty."""
         if oom_kills() <= self._kills:
             return ""
         own, ended = (1024 * resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
@@ -243,7 +243,7 @@ class EngineHost:
         return self.lose(f"the engine's process {self._ending()}")
 
     def check(self, operation: str = "") -> None:
-        """Looks at its processes, while an operation is awaited, if any.
+        """Looks whether the engine's processes live; ``operation`` is the call that is awaited, if any.
 
         Raises:
             EngineLost: the host has ended, or a process that the engine needs; others may hold its end of the connection.
@@ -258,7 +258,7 @@ class EngineHost:
         return log_tail(self.log, self._variables)
 
     def forget(self, number: int) -> None:
-        """A call whose answers nobody awaits any more."""
+        """Forgets a call whose answers nobody awaits any more."""
         with self._lock:
             self._calls.pop(number, None)
 
@@ -269,7 +269,7 @@ class EngineHost:
                 self._send({"op": "cancel", "of": number, "id": 0}, b"")
 
     def failed(self, operation: str, answer: Header) -> RolloutError:
-        """The error for a call that ended with one."""
+        """The error for a call that ended with an error."""
         if answer.get("is_refusal"):
             return RolloutError(f"{answer['error']} (The engine's log: {self.log})")
         if answer.get("lost") or self.processes.is_broken():

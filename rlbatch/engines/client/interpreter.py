@@ -44,7 +44,7 @@ LAUNCHER_PREFIXES = (
     "GROUP_",
     "ROLE_",
 )
-"""An engine that found them would take itself for a rank of the trainer's job."""
+"""Beginnings of launchers' variables: an engine that found some would take itself for a rank of the trainer's job."""
 LIMIT_S = 60.0
 PYTHON_HINT = "Give the path of the Python of an environment with vLLM or SGLang; docs/use/install.md says how to make one."
 _RUN = "from rlbatch.engines.host.inventory import main; main()"
@@ -86,7 +86,7 @@ def write_site(folder: Path, entry_points: Mapping[str, Sequence[str]]) -> Path:
 
 @dataclass(frozen=True)
 class Installed:
-    """What an interpreter has.
+    """What an interpreter has of an engine.
 
     Attributes:
         distribution: With which the engine came; empty: it has none.
@@ -102,7 +102,7 @@ class Installed:
 
 
 def inspect_interpreter(python: str, distributions: Sequence[str], source: str, classes: Sequence[str]) -> Installed:
-    """Asks.
+    """Asks an interpreter what it has of an engine.
 
     Args:
         python: ``rollout.engine.python``; empty: this one.
@@ -133,7 +133,7 @@ def inspect_interpreter(python: str, distributions: Sequence[str], source: str, 
 
 
 def _ended(command: Sequence[str], variables: Mapping[str, str]) -> tuple[int, bytes, bytes]:
-    """Exit code, output and errors. After the limit all of it ends: what an interpreter's wrapper has started holds the output too."""
+    """A command's exit code, output and errors. After the limit its whole session ends: a wrapper's children hold the output too."""
     none, pipe = subprocess.DEVNULL, subprocess.PIPE
     with subprocess.Popen(command, env=variables, stdin=none, stdout=pipe, stderr=pipe, start_new_session=True) as process:
         try:

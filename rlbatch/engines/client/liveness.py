@@ -20,9 +20,9 @@ from rlbatch.launch.ranks.children import resident_bytes, signal_group
 from rlbatch.launch.records.disk import as_rollout_errors
 
 PING_S = 5.0
-"""Longest time between two checks of an engine that is awaited."""
+"""Most seconds between two checks of an engine that is awaited."""
 WATCH_S = 5.0
-"""Time between two checks of one that is not. Each asks the kernel for the state of the few processes that the engine needs."""
+"""Seconds between two checks of an engine that is not awaited. Each asks the kernel for the state of the processes that it needs."""
 WORKING_SHARE = 0.03
 """Share of a core: an engine of which no process uses as much only waits. (Those of an idle vLLM use less than 0.01 together.)"""
 GUARD_S = 2.0
@@ -45,7 +45,7 @@ class Processes:
         self._needed: list[psutil.Process] = []
 
     def cpu_s(self) -> dict[psutil.Process, float]:
-        """Processor seconds of each that lives; empty: one of them is stopped, or the host has ended."""
+        """Processor seconds of each process that lives; empty if one of them is stopped, or the host has ended."""
         seconds: dict[psutil.Process, float] = {}
         try:
             for process in self.find():
@@ -59,19 +59,19 @@ class Processes:
         return seconds
 
     def find(self) -> list[psutil.Process]:
-        """Those that live now; remembered, since nothing leads to them once the host is gone."""
+        """Finds the processes that live now, and remembers them, since nothing leads to them once the host is gone."""
         living = [self._host, *self._host.children(recursive=True)]
         self._seen.update(living)
         self.most_bytes = max(self.most_bytes, resident_bytes(living))
         return living
 
     def started(self, needed: Iterable[int]) -> None:
-        """The engine has started, and needs these until its end (ids): others, such as compilers, may end before."""
+        """Notes the ids of the processes that the started engine needs until its end: others, such as compilers, may end before."""
         self.find()
         self._needed = [psutil.Process(pid) for pid in needed if psutil.pid_exists(pid)]
 
     def is_broken(self) -> bool:
-        """Whether one that is needed is gone: what is left of the engine may not have noticed."""
+        """Whether a process that the engine needs is gone: what is left of the engine may not have noticed."""
         return any(not process.is_running() or _is_over(process) for process in self._needed)
 
     def kill(self, limit_s: float) -> None:
@@ -113,7 +113,7 @@ class PendingAnswer(Protocol):
     """A call that was sent."""
 
     def next(self, limit_s: float) -> object | None:
-        """Its next answer; None: none came within ``limit_s`` seconds."""
+        """The call's next answer; None if none came within ``limit_s`` seconds."""
 
 
 class WatchedEngine(Protocol):
@@ -157,13 +157,13 @@ class Liveness:
         return wait_s
 
     def answered(self) -> None:
-        """The call that waits got something. Of several replicas one may be lost while others answer."""
+        """Notes that the awaited call got an answer, and still checks at times: of several replicas one may be lost while others answer."""
         self._answered = time.monotonic()
         if self._answered - self._checked > PING_S:
             self.check()
 
     def check(self) -> None:
-        """Nothing came for ``wait_s``, or one part of the engine has answered.
+        """Looks for signs of life, when nothing came for ``wait_s``, or only one part of the engine has answered.
 
         Raises:
             EngineLost: it is dead, or gave no sign of life for too long.
@@ -189,7 +189,7 @@ class Liveness:
         self._leave_out(now)
 
     def _leave_out(self, since: float) -> float:
-        """What has passed since then counts for nothing; returns the time."""
+        """Leaves the time since then out of all clocks of the engine; returns the time now."""
         now = time.monotonic()
         marks, late_s = (self._answered, self._worked, self._sent, self._ran), max(now - since, 0.0)
         self._answered, self._worked, self._sent, self._ran = (min(now, mark + late_s) for mark in marks)
@@ -224,7 +224,7 @@ class IdleWatch:
         self._thread.start()
 
     def end(self) -> None:
-        """What ends from here on shall end; nothing is noted any more."""
+        """Stops the watch: processes that end from here on are meant to end."""
         self._over.set()
         self._thread.join()
 

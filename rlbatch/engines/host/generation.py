@@ -48,7 +48,7 @@ class SamplingEngine(ABC):
         self.workers: list[dict[str, Any]] = []
 
     async def op_prepare(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
-        """Does of ``start``, which has the same header, what takes time and no accelerator, if there is such."""
+        """Does the part of ``start`` that takes time and no accelerator, if there is one; ``start`` comes later, with the same header."""
         return {}
 
     @abstractmethod
@@ -103,7 +103,7 @@ class SamplingEngine(ABC):
 
 
 async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """What all of it returns; if one part fails, the others are given up."""
+    """The results of all coroutines, in order; if one fails, the others are cancelled."""
     tasks = [asyncio.ensure_future(part) for part in work]
     try:
         return list(await asyncio.gather(*tasks))

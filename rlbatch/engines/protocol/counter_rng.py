@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 STEP, FIRST, SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685
-"""Its constants, as signed numbers."""
+"""Constants of splitmix64, as signed 64-bit numbers."""
 
 
 def numbers(seeds: Tensor, counts: Tensor) -> Tensor:
-    """int64 of 64 random bits each, of the shape that int64 ``seeds`` and ``counts`` have together."""
+    """The ``counts``-th random numbers of ``seeds``: int64 with 64 random bits each, in the shape to which both int64 tensors broadcast."""
     mixed = seeds + (counts + 1) * STEP
     mixed = (mixed ^ shift_right(mixed, 30)) * FIRST
     mixed = (mixed ^ shift_right(mixed, 27)) * SECOND
@@ -22,5 +22,5 @@ def numbers(seeds: Tensor, counts: Tensor) -> Tensor:
 
 
 def shift_right(values: Tensor, bits: int) -> Tensor:
-    """Shifts to the right, with zeros from the left."""
+    """Shifts int64 values to the right, with zeros from the left."""
     return (values >> bits) & ((1 << (64 - bits)) - 1)

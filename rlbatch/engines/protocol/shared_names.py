@@ -79,5 +79,5 @@ def _is_left(path: Path, owner: int) -> bool:
 
 
 def _namespace() -> int:
-    """Process ids mean something within it alone."""
+    """The number of this process's pid namespace, outside of which its process ids mean nothing."""
     return os.stat("/proc/self/ns/pid").st_ino

@@ -27,7 +27,7 @@ def tensor_location(name: str, tensor: Tensor, memory: str, start: int) -> Tenso
 
 
 def aligned(num_bytes: int) -> int:
-    """What a packed tensor takes."""
+    """Bytes that a packed tensor takes: its size, rounded up to ``ALIGNMENT``."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from torch import Tensor, dtype
 
 WORD = 4
-"""Bytes."""
+"""Bytes of the words that are summed."""
 MODULUS = 2**64
 AT_ONCE = 2**22
-"""Words of which the products are in memory, 8 bytes each."""
+"""Most words whose products, 8 bytes each, are in memory at once."""
 ROWS, COLUMNS = 1, 2
 _factors: dict[tuple[int, str], Tensor] = {}
 
@@ -53,7 +53,7 @@ class Rectangle:
 
     @property
     def values(self) -> int:
-        """How many it has."""
+        """How many values the rectangle has."""
         return self.rows * self.columns
 
 
@@ -162,7 +162,7 @@ def _sums(values: Tensor, part: Rectangle, blocks: int) -> Tensor:
 
 
 def _words(values: Tensor, column: int) -> Tensor:
-    """[..., words] int32 of [..., columns] values, of which the first is in this column: rows are filled up to whole words by zeros."""
+    """[..., words] int32 of [..., columns] values that begin at a column of the tensor; zeros fill rows up to whole words."""
     import torch
 
     if values.device.type == "cpu" and values.is_floating_point() and values.itemsize > 1:
@@ -218,7 +218,7 @@ def came(tensors: Sequence[tuple[str, Tensor]]) -> list[Part]:
 
 @dataclass(frozen=True)
 class Expected:
-    """What is true of a tensor.
+    """The checksums that a tensor should have.
 
     Attributes:
         whole: All of it.
@@ -233,7 +233,7 @@ class Expected:
     columns: Sequence[int] = ()
 
     def of(self, part: Rectangle) -> int | None:
-        """The checksum of a part, if that is some of the bands."""
+        """The checksum of a part; None if the part is not made of whole bands."""
         if part == self.whole:
             return self.total
         whole = self.whole
@@ -245,14 +245,14 @@ class Expected:
 
 
 def _of_bands(bands: Sequence[int], first: int, count: int, size: int) -> int | None:
-    """The sum of those from ``first`` on, if they begin and end there."""
+    """The sum of the bands that make the ``count`` rows or columns from ``first`` on; None if bands do not begin and end there."""
     if not bands or first * len(bands) % size or count * len(bands) % size:
         return None
     return sum(bands[first * len(bands) // size : (first + count) * len(bands) // size]) % MODULUS
 
 
 def expected(tensors: Iterable[tuple[str, Tensor]], blocks: int) -> dict[str, Expected]:
-    """Checksums of whole tensors, with those of as many bands."""
+    """The checksums of whole tensors, and of ``blocks`` bands of their rows and columns each."""
     named = [(name, tensor, Rectangle.whole(tuple(tensor.shape))) for name, tensor in tensors]
     found = sums([(tensor, whole) for _, tensor, whole in named], blocks).tolist()
     told = {}

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 OUT_OF_MEMORY = 2
 BUFFER_ID, IS_IPC_CAPABLE = 7, 10
-"""``CU_POINTER_ATTRIBUTE_BUFFER_ID``: no two allocations of a process ever have the same. ``..._IS_LEGACY_CUDA_IPC_CAPABLE``."""
+"""``CU_POINTER_ATTRIBUTE_BUFFER_ID``, which is never the same for two allocations of a process; ``..._IS_LEGACY_CUDA_IPC_CAPABLE``."""
 LAZY_PEER_ACCESS = 1
 
 
 class IpcHandle(ctypes.Structure):
-    """``CUipcMemHandle``."""
+    """The driver's ``CUipcMemHandle``, by which another process opens an allocation."""
 
     _fields_ = [("content", ctypes.c_ubyte * 64)]
 
@@ -110,7 +110,7 @@ def close_allocation(tensor: Tensor) -> None:
 
 
 class _Region:
-    """Memory, as torch takes it."""
+    """GPU memory in the form in which ``torch.as_tensor`` takes it."""
 
     def __init__(self, pointer: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {"shape": (num_bytes,), "typestr": "|u1", "data": (pointer, False), "version": 3}

@@ -77,7 +77,7 @@ class WeightReceiver:
         self._came, self._buffer, self.lasting = set(), None, frozenset()
 
     def _receiving(self, size: int) -> Tensor:
-        """[size] uint8, at the start of one memory during a sync unless it has to grow."""
+        """Memory for a broadcast, [size] uint8: the start of a buffer that is the same during a sync unless it has to grow."""
         import torch
 
         if self._buffer is None or len(self._buffer) < size:

@@ -117,7 +117,7 @@ class WeightSender:
         self._sends = self._host is not None if self._is_collective else identities.index(self._identity) == self._place
 
     def _on_any(self, answer: bool) -> bool:
-        """Whether one of the ranks says so: all of them do the same."""
+        """Whether one of the engine's ranks on this node answers True; a collective, after which all of them do the same."""
         return b"1" in self._gather(b"1" if answer else b"0")
 
     def _load(self, previous: Call | None, sent_keys: set[str], last: int | None = None) -> Call | None:

@@ -50,7 +50,7 @@ class MemoryFile:
 
 
 _memory_files: weakref.WeakValueDictionary[int, MemoryFile] = weakref.WeakValueDictionary()
-"""What was made here, by its address."""
+"""The ``MemoryFile`` objects of this process, by the address of their memory."""
 
 
 def share(tensor: Tensor) -> Shared | None:
@@ -86,7 +86,7 @@ class OpenMemories:
         self._tensors: dict[str, Tensor] = {}
 
     def open(self, key: str, handle: Mapping[str, Any]) -> Tensor:
-        """[bytes] uint8; opened once."""
+        """The memory with this key, [bytes] uint8; it is opened only once."""
         import torch
 
         if key not in self._tensors:

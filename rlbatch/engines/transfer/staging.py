@@ -20,7 +20,7 @@ GIB = 2**30
 FIRST_CALL_BYTES = GIB // 2
 """Bytes read in place of which the engine is told at once, to copy them while this rank looks up more."""
 GROWTH = 16
-"""The next limit is so many times as large, where telling takes about as long as copying them."""
+"""Factor from ``FIRST_CALL_BYTES`` to the limit of later calls, at which a call takes about as long as copying what it tells of."""
 CallContent = dict[str, Any]
 """``memories`` (key -> handle), ``lasting`` (keys of those that stay as they are until the sync is over) and ``locations``; JSON."""
 
@@ -220,7 +220,7 @@ class Staging:
         return key, handle, start + tensor.data_ptr() - first
 
     def _memory(self, bucket: StagedBucket) -> _Memory:
-        """That of this turn, with room for the bucket."""
+        """The memory whose turn it is, with room for the bucket."""
         memory = self._memories[self._turn]
         if memory is not None and len(memory.tensor) >= self._used + bucket.size:
             return memory
@@ -238,10 +238,10 @@ class Staging:
 
 
 class _Memory:
-    """[num_bytes] uint8 on a device, and how others open it.
+    """Memory of ``num_bytes`` uint8 on a device, and how others open it.
 
     Raises:
-        OSError: there is not so much.
+        OSError: there is not so much memory.
     """
 
     def __init__(self, num_bytes: int, device: str, *, is_shared: bool) -> None:

@@ -69,7 +69,7 @@ class Link:
         return True
 
     def take(self, size: int) -> bytes | None:
-        """The first so many bytes, before any message, as they are; None: not all of them have come.
+        """Takes the first ``size`` bytes of a connection, before any message; None while not all of them have come.
 
         Raises:
             ConnectionError: the peer ended.
@@ -102,7 +102,7 @@ class Link:
         return messages
 
     def _read(self, size: int) -> bytes:
-        """What comes next, at most so many bytes; none in time: none."""
+        """The next bytes, at most ``size``; empty if none came in time."""
         try:
             part = self._socket.recv(size)
         except OSError as error:
@@ -163,7 +163,7 @@ class Handshake:
         self.link.send_bytes(self._nonce)
 
     def receive(self) -> list[Message]:
-        """Messages, once it has proved itself; until then none.
+        """The messages of the other side once it has proved that it knows the token; until then none.
 
         Raises:
             ConnectionError: it does not know the token, or is gone.
@@ -181,7 +181,7 @@ class Handshake:
 
 
 def authenticate(link: Link, token: str, limit_s: float) -> bool:
-    """The other side, which waits; whether who listens there knows the token too. Raises ConnectionError if it hung up."""
+    """Proves to rank 0 that this side knows the token, and tells whether rank 0 knows it too. Raises ConnectionError if it hung up."""
     until = time.monotonic() + limit_s
     nonce = _await(link, NONCE_BYTES, until)
     if nonce is None:

@@ -148,7 +148,7 @@ class Overseer(threading.Thread):
         return bool(self._evidence.failures or self._evidence.deaths or self._evidence.hung)
 
     def _serve(self, wait_s: float) -> None:
-        """Reads what has come."""
+        """Accepts connections and reads messages, after a wait of at most ``wait_s`` seconds."""
         for key, _ in self._selector.select(wait_s):
             if key.fileobj is self._server:
                 with suppress(OSError):
@@ -188,7 +188,7 @@ class Overseer(threading.Thread):
             self._met()
 
     def _met(self) -> None:
-        """All ranks have come: nobody else can any more."""
+        """Closes the door once all ranks have come: no new connection is accepted any more."""
         self.has_met = True
         self._selector.unregister(self._server)
         self._server.close()
@@ -262,14 +262,14 @@ class Overseer(threading.Thread):
                 self._leave_until = min(self._leave_until or float("inf"), time.monotonic() + within)
 
     def _seal(self) -> None:
-        """All ranks are at the store: nobody else comes there any more."""
+        """Closes the store's door once all ranks are there: hangs up on all others, and tells the ranks."""
         for address, port in self._store_port.close({end for member in self._members.values() for end in member.ends or ()}):
             print(f"store: hung up on {address}:{port}, which is no rank of this job.", file=sys.stderr)
         for member in self._members.values():
             member.link.send({"sealed": True})
 
     def _excuse(self, rank: int) -> None:
-        """A rank that is stopped too: what it complained of was the end of others, which the signal reached before."""
+        """Forgets complaints of a rank that is stopped too: they were of the end of others, which the signal reached before."""
         evidence = self._evidence
         evidence.failures = [(error, follows) for error, follows in evidence.failures if error.rank != rank or not follows]
         if not self._pending():
@@ -334,7 +334,7 @@ class Overseer(threading.Thread):
         return not (self._waited_in_vain() and self._has_answers())
 
     def _waited_in_vain(self) -> FirstError | None:
-        """A collective's time-out. It also ends connections, and the rank at the other end may be heard first."""
+        """The failure that is a collective's time-out, if there is one: it ends connections too, and the other end may be heard first."""
         return next((error for error, _ in self._evidence.failures if "timed out" in error.message.lower()), None)
 
     def _gave_up(self) -> bool:
@@ -431,6 +431,6 @@ class Overseer(threading.Thread):
 
 
 def _named(hosts: Mapping[int, str]) -> str:
-    """``rank 3 (host n1), rank 17 (host n3) and 5 more``."""
+    """Ranks in words: ``rank 3 (host n1), rank 17 (host n3) and 5 more``."""
     shown = [f"rank {rank}" + (f" (host {host})" if host else "") for rank, host in list(hosts.items())[:8]]
     return ", ".join(shown) + (f" and {len(hosts) - 8} more" if len(hosts) > 8 else "")

@@ -93,7 +93,7 @@ def join(info: RankInfo, run_dir: Path, config: Config, launch: str) -> Meeting:
 
 
 def launch_id() -> str:
-    """The word of this start that its launcher gave."""
+    """The id that the launcher gave this start; empty if it gave none."""
     return os.environ.get(LAUNCH_VARIABLE, "")
 
 

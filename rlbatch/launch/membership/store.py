@@ -100,7 +100,7 @@ class JobStore:
         return answers
 
     def named(self, ranks: Sequence[int]) -> str:
-        """``rank 3 (host n1), rank 17 (host n03)`` for a message."""
+        """Ranks in words, for a message: ``rank 3 (host n1), rank 17 (host n03)``."""
         shown = ", ".join(f"rank {rank}" + (f" (host {self.hosts[rank]})" if self.hosts[rank] else "") for rank in ranks[:SHOWN_RANKS])
         return shown if len(ranks) <= SHOWN_RANKS else f"{shown} and {len(ranks) - SHOWN_RANKS} more"
 

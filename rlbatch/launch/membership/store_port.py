@@ -27,7 +27,7 @@ _DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
 ACCEPTING_S, POLL_S = 10.0, 0.1
 """Longest time in which the store accepts what came before, also on a busy machine; seconds between looks."""
 _TCP_INFO_SIZE, _WAITING_AT = 104, 24
-"""Of the kernel's ``struct tcp_info``; of a socket that listens it says there how many connections wait to be accepted."""
+"""Bytes of the kernel's ``struct tcp_info``, and where a listening socket's says how many connections wait to be accepted."""
 
 
 class StorePort:

@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def _rows(hosts: tuple[str, ...]) -> list[str]:
-    """``n01: ranks 0-7``, one a run of ranks on the same host."""
+    """A line such as ``n01: ranks 0-7`` for each run of ranks on the same host."""
     rows = []
     for host, group in itertools.groupby(enumerate(hosts), key=lambda entry: entry[1]):
         ranks = [rank for rank, _ in group]

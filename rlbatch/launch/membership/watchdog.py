@@ -132,11 +132,11 @@ class Watchdog:
         self._sealed.wait()
 
     def phase(self, name: Phase) -> AbstractContextManager[None]:
-        """What this rank does until the block ends; a block inside another counts alone."""
+        """A context that tells what this rank does in it; of nested blocks the innermost counts."""
         return self._within(name, waits=False)
 
     def waiting(self) -> AbstractContextManager[None]:
-        """This rank waits for others, on the job's store, as long as their phases may last: it has no limit of its own."""
+        """A context in which this rank waits for others on the job's store as long as their phases may last, without a limit of its own."""
         return self._within(self._phase, waits=True)
 
     @contextmanager
@@ -199,7 +199,7 @@ class Watchdog:
                 self._accuse_rank_0("does not answer: it is stopped, or C code holds its interpreter")
 
     def _accuse_rank_0(self, what: str) -> None:
-        """Rank 0, which decides on failures, has failed itself."""
+        """Reports the failure of rank 0, which otherwise decides on failures."""
         assert self._meeting
         time.sleep(DEATH_PATIENCE_S)  # a launcher that knows the exit code may speak
         info, location, seconds = self._meeting.info, main_thread_location(), time.monotonic() - self._since
@@ -250,7 +250,7 @@ class Watchdog:
             self._meeting.overseer.join(2 * ANSWER_S)
 
     def _record(self, error: FirstError) -> bool:
-        """Returns whether this was the job's first error."""
+        """Records an error in the run folder; returns whether it was the job's first."""
         assert self._meeting
         return not is_superseded(self._run_dir, self._meeting.attempt.token) and claim(self._run_dir, error)
 

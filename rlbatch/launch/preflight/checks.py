@@ -39,7 +39,7 @@ from rlbatch.registry import Registry
 
 SHOWN_FINDINGS = 8
 PEER_PATIENCE_S = 3.0
-"""The bad rank reports first; its peers, who know the same, leave it that long."""
+"""Seconds that the peers of a bad rank, who know the same, leave it to report first."""
 PIPE_COLUMNS = 160
 
 
@@ -155,7 +155,7 @@ class Preflight:
         return memory_inputs(self._config, self._registry, family, on_gpu=on_gpu)
 
     def _others(self, job: MemoryInputs) -> Iterator[tuple[str, MemoryFloor]]:
-        """What the job would take with other keys, but with its layout."""
+        """The job's memory with other keys but the same layout, each with the keys that change."""
         for changes in filter(None, spare(job, self._registry)):
             with suppress(RlbatchError):
                 after = memory_inputs(changed(self._config, changes, self._registry), self._registry, None, on_gpu=job.on_gpu)
@@ -166,7 +166,7 @@ class Preflight:
         return list(dict.fromkeys(fact.host for fact in self._facts))
 
     def _unseen(self, folders: SharedFolders) -> list[tuple[str, int]]:
-        """Marks that this node should see and does not: the first node looks for all others', they look for its."""
+        """The marks that this node should see and does not: the first node looks for those of all others, which look for its mark."""
         writers = [fact.rank for fact in self._facts if fact.is_first and not fact.problems]
         mine = self._store.info.rank
         if mine not in writers:
@@ -174,13 +174,13 @@ class Preflight:
         return [(str(folder), writer) for folder, writer in folders.read(writers[1:] if mine == writers[0] else writers[:1])]
 
     def _sources(self) -> list[Path]:
-        """What every node reads."""
+        """Paths that every node reads."""
         paths = (path for key, path in self._registry.paths_for_ranks(self._config) if key != "checkpoint.save")
         return [Path(path) for path in dict.fromkeys(paths)]
 
 
 def faulty_ranks(wrong: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """Finds whose fault wrong numbers are: (rank, ranks that see it).
+    """Finds the ranks at fault for wrong numbers, each with the number of ranks that see it.
 
     Args:
         wrong: What each rank saw wrong. If only one rank saw anything, it is that rank that cannot receive.
@@ -222,7 +222,7 @@ def table(facts: Sequence[NodeFacts], floor: MemoryFloor, clocks: Sequence[float
 
 
 def _rank_range(ranks: Sequence[int]) -> str:
-    """``8-15``, or each of ranks that do not follow each other."""
+    """Ranks in words: ``8-15``, or all of them if they do not follow each other."""
     first, last = ranks[0], ranks[-1]
     if len(ranks) > 1 and last - first == len(ranks) - 1:
         return f"{first}-{last}"
@@ -230,7 +230,7 @@ def _rank_range(ranks: Sequence[int]) -> str:
 
 
 def _gpu_cells(node: Sequence[NodeFacts]) -> list[str]:
-    """How many of what, and the free memory of the fullest."""
+    """A node's cells in the table: number and name of its GPUs, and the free memory of the fullest, GiB."""
     gpus = [fact.gpu for fact in node if fact.gpu]
     return [f"{gpus[0].visible} x {gpus[0].name}", f"{min(gpu.free_gib for gpu in gpus):.1f}"] if gpus else ["none", "-"]
 

@@ -84,7 +84,7 @@ def _over(ranks: list[int], device: str, rank: int) -> LinkSpeeds:
 
 
 def _timed(payload: Tensor, group: dist.ProcessGroup | None) -> float:
-    """Seconds of an all-reduce."""
+    """Seconds that an all-reduce takes."""
     if payload.is_cuda:
         torch.cuda.synchronize()
     started = time.perf_counter()

@@ -14,17 +14,17 @@ from rlbatch.launch.preflight.node_facts import SOURCES, NodeFacts
 from rlbatch.plan.memory import MemoryFloor
 
 SKEW_WARNING_S = 5.0
-"""The ranks' clocks are read when a barrier lets go of them, which on a busy machine is not the same moment."""
+"""Seconds of clock skew that are worth a warning. Clocks are read after a barrier, which busy machines do not leave at one moment."""
 SKEW_LIMIT_S = 60.0
-"""Beyond it credentials (munge, Kerberos) and what compares file times fail."""
+"""Seconds of clock skew beyond which credentials (munge, Kerberos) and what compares file times fail."""
 MEMORY_SHARE = 0.95
-"""What a GPU or a node must have of what the cluster's config says."""
+"""Share of the memory in the cluster's config that a GPU or a node must have."""
 FREE_SHARE = 0.9
-"""Part of a GPU's memory that is free when only this job uses it."""
+"""Share of a GPU's memory that is free when only this job uses it."""
 SLOW_SHARE = 0.5
-"""Part of the nodes' median bandwidth below which a node is told apart."""
+"""Share of the nodes' median bandwidth below which a node is reported."""
 LINK_SHARE = 0.2
-"""Part of the GPUs' link bandwidth that a node's all-reduce reaches at least."""
+"""Least share of the GPUs' link bandwidth that a node's all-reduce should reach."""
 
 Value = TypeVar("Value", bound=Hashable)
 
@@ -194,10 +194,10 @@ def _firsts(facts: Iterable[NodeFacts]) -> list[NodeFacts]:
 
 
 def _one_a_node(facts: Iterable[NodeFacts]) -> list[NodeFacts]:
-    """The first of each node."""
+    """The facts of one rank of each node, its first."""
     return list({fact.host: fact for fact in reversed(list(facts))}.values())[::-1]
 
 
 def _most_common(values: Iterable[Value]) -> Value:
-    """The most common value; of two that are, that of the lower rank."""
+    """The most common value; of equally common ones that of the lowest rank."""
     return Counter(values).most_common(1)[0][0]

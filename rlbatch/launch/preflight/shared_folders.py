@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 PATIENCE_S = 10.0
-"""A network file system may show a new file late."""
+"""Seconds for which a mark is looked for: a network file system may show a new file late."""
 POLL_S = 0.2
 
 

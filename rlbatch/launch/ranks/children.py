@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from psutil import Process
 
 END_SIGNAL = signal.SIGRTMIN
-"""One that nobody else sends. Ends a rank at once, as Ctrl-C does; without a traceback also before Python code of ours runs in it."""
+"""Signal that ends a rank at once, as Ctrl-C does, also before Python code of ours runs in it; nobody else sends it."""
 _PR_SET_PDEATHSIG = 1
 MAX_FILES = 4096
 """Files that a process may have open while it starts."""
@@ -86,7 +86,7 @@ def _kill_marked(mark: bytes) -> bool:
 
 
 def resident_bytes(processes: Iterable[Process]) -> int:
-    """What those that live have of memory."""
+    """Bytes of resident memory that the processes have which still live."""
     import psutil  # an engine's interpreter may lack it
 
     found = 0

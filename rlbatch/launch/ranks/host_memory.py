@@ -16,7 +16,7 @@ from rlbatch.foreign_code import text
 
 ROOT, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 ADDRESSES_GIB = 3.0
-"""A rank of the embedded model takes 2.3, most of it for stacks of threads and libraries, which are never filled."""
+"""GiB of addresses that a rank needs: one of the embedded model takes 2.3, mostly stacks and libraries that are never filled."""
 _REFUSED = re.compile(r"annot allocate memory(?! in static TLS)|can't allocate memory|bad_alloc")
 
 
@@ -34,7 +34,7 @@ _VERSIONS = {
     "0::": ("", _Names("memory.max", "memory.current", "memory.events", "inactive_file")),
     "memory:": ("memory", _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control", "total_inactive_file")),
 }
-"""End of its line's beginning in /proc/self/cgroup -> where it is mounted in ``ROOT``, and its names."""
+"""Versions of control groups: what ends the beginning of their line in /proc/self/cgroup -> their mount in ``ROOT``, and names of files."""
 
 
 def host_memory() -> tuple[int, int]:
@@ -50,12 +50,12 @@ def host_memory() -> tuple[int, int]:
 
 
 def none_left() -> str:
-    """Of how much memory none was left, in words."""
+    """Says, for a message, that no memory was left, and how much there is in all."""
     return f"of {host_memory()[0] / 2**30:.1f} GiB of memory none was left"
 
 
 def address_limit() -> str:
-    """How much of addresses a process may have at most, in words; empty: as much as it likes."""
+    """The limit on a process's address space, in words; empty if there is none."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     return "" if limit == resource.RLIM_INFINITY else f"{limit / 2**30:.1f} GiB of addresses (ulimit -v)"
 
@@ -98,7 +98,7 @@ def _number(path: Path, name: str) -> int:
 
 
 def _control_groups() -> Iterator[tuple[Path, _Names]]:
-    """The folders of those around this process, from the inside; the last is the only one that a container sees."""
+    """Folders of the control groups around this process, from the inside; the last is the only one that a container sees."""
     with suppress(OSError):
         for line in MEMBERSHIP.read_text(encoding="utf-8").splitlines():
             for start, (mount, names) in _VERSIONS.items():

@@ -86,7 +86,7 @@ def find_position(variables: Variables) -> RankPosition:
 
 
 def _check_set_by_hand(variables: Variables) -> None:
-    """torchrun starts several ranks for each of the outer launcher's; where both have equally many, they are the same ranks."""
+    """Refuses torchrun's variables, set by hand, that contradict an outer launcher with as many ranks: these are then the same ranks."""
     if variables.first(["TORCHELASTIC_RUN_ID", LAUNCH_VARIABLE]):  # torchrun did, or our local launcher
         return
     for outer in (_OPEN_MPI, _HYDRA, _SRUN):
@@ -109,7 +109,7 @@ def _torchrun(variables: Variables) -> RankPosition:
 
 
 def _check_groups(variables: Variables, place: RankPosition) -> None:
-    """torchrun numbers ranks group after group."""
+    """Raises ConfigError for ranks that are not numbered group after group, as torchrun numbers them."""
     group, groups = variables.number("GROUP_RANK"), variables.number("GROUP_WORLD_SIZE")
     if groups * place.local_size == place.world_size and place.rank != group * place.local_size + place.local_rank:
         what = f"with LOCAL_RANK={place.local_rank} of LOCAL_WORLD_SIZE={place.local_size} the second is rank"

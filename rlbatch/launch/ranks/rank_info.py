@@ -13,7 +13,7 @@ from rlbatch.launch.ranks.launchers import RankPosition, find_position
 from rlbatch.launch.ranks.variables import START, Variables
 
 JOB_IDS = ("SLURM_JOB_ID_HET_GROUP_0", "SLURM_JOB_ID", "SLURM_JOBID", "PBS_JOBID", "LSB_JOBID", "PMIX_NAMESPACE", "TORCHELASTIC_RUN_ID")
-"""Batch systems before launchers: the first that is set."""
+"""Variables with a job's id, batch systems' before launchers': the first that is set counts."""
 RESTART_COUNTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
 
 

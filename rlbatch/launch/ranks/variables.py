@@ -51,7 +51,7 @@ class Variables:
         return int(text)
 
     def require_same(self, *names: str) -> None:
-        """Compares those that are set; raises ConfigError if they differ."""
+        """Compares those of the variables that are set; raises ConfigError if they differ."""
         present = [name for name in names if name in self.values]
         for name in present[1:]:
             if self.values[name] != self.values[present[0]]:

@@ -48,7 +48,7 @@ class Attempt:
 
     @classmethod
     def from_json(cls, text: str) -> Attempt:
-        """What ``to_json`` made.
+        """The attempt whose text ``to_json`` made.
 
         Raises:
             ValueError, TypeError, KeyError: something else, or another version.

@@ -63,7 +63,7 @@ def as_config_errors(run_dir: Path) -> Iterator[None]:
 
 @contextmanager
 def as_rollout_errors(what: str, folder: Path) -> Iterator[None]:
-    """Whatever the system refuses in here is an error of the rollout.
+    """A context that turns errors of the system into RolloutError.
 
     Raises:
         RolloutError: naming the file, and where a disk is full, its free space.

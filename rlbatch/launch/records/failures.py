@@ -27,9 +27,9 @@ from rlbatch.launch.records.streams import TERMINAL_VARIABLE, ResilientStream
 
 FIRST_ERROR = "first_error.json"
 MOST_CHARACTERS = 20_000
-"""What is kept of each end of a traceback that is longer."""
+"""Characters that are kept of each end of a traceback that is longer."""
 LAUNCHER = -1
-"""Stands for the rank where no rank said what happened, nor does its launcher say which one failed."""
+"""Rank of an error if no rank said what happened, and the launcher does not say which one failed."""
 CLOCK_S = 3.0
 """Difference of clocks within which a record counts as of this start."""
 CLAIM_VARIABLE = "RLBATCH_CLAIM_FD"
@@ -63,7 +63,7 @@ class FirstError:
     start: str = ""
 
     def __str__(self) -> str:
-        """What is printed."""
+        """The text that users see: who failed, and the message or traceback."""
         is_ours = self.type in ("Exit", "Hang") or not self.traceback
         who = f"host {self.host}" if self.rank == LAUNCHER else f"rank {self.rank} host {self.host}"
         return f"[{who}] {self.message if is_ours else self.traceback.rstrip()}"
@@ -113,7 +113,7 @@ def failure_of(error: BaseException, rank: int, host: str, run_dir: Path) -> Fir
 
 
 def is_of_system(error: BaseException) -> bool:
-    """Whether it is the system's and nobody has told it yet, also where a library has put it into words of its own."""
+    """Whether an error comes from the operating system and is not told yet, even if a library has put it into words of its own."""
     is_told = isinstance(error, RlbatchError) or not isinstance(error, Exception)
     return not is_told and (isinstance(error, OSError) or any(word in text(error) for word in _SYSTEM))
 
@@ -199,7 +199,7 @@ def tell_user(text: str) -> None:
 
 
 def mark_unfinished(run_dir: Path) -> None:
-    """The ranks are about to start."""
+    """Marks a run whose ranks are about to start as not finished."""
     (run_dir / UNFINISHED).touch()
 
 

@@ -20,13 +20,13 @@ from rlbatch.launch.ranks.rank_info import RankInfo
 
 ATTEMPTS = "attempts.json"
 _BEFORE = "lives.json"
-"""What runs that began before 2026-11-29 have: the same under another name."""
+"""The file's name in runs that began before 2026-11-29."""
 WITHOUT_A_WORD = "ended without a word, or failed"
 
 
 @dataclass(frozen=True)
 class PastAttempt:
-    """One attempt.
+    """One attempt of a run.
 
     Attributes:
         job_id: Of the batch system or launcher; empty: it had none.

@@ -39,7 +39,7 @@ def ensure_run_id(run_dir: Path) -> str:
 
 
 def is_run_folder(folder: Path) -> bool:
-    """Whether a run is in it, also one that was begun before there were marks."""
+    """Whether a folder has a run in it, also one that began before run folders were marked."""
     if read_run_id(folder):
         return True
     with suppress(OSError, LaunchError):
@@ -91,7 +91,7 @@ class Lock:
         self._file = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT, 0o600)
 
     def try_for(self, seconds: float) -> bool:
-        """Tries to get the lock; a file system that has none gives it to everybody."""
+        """Tries to get the lock; on a file system without locks everybody gets it."""
         until = time.monotonic() + seconds
         while True:
             try:
@@ -106,5 +106,5 @@ class Lock:
                 return True
 
     def release(self) -> None:
-        """Lets go."""
+        """Lets go of the lock."""
         os.close(self._file)

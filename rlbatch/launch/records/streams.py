@@ -44,19 +44,19 @@ class ResilientStream(io.RawIOBase):
         self._poll.register(descriptor, select.POLLOUT)
 
     def fileno(self) -> int:
-        """The descriptor."""
+        """The file descriptor."""
         return self._descriptor
 
     def isatty(self) -> bool:
-        """Whether it is a terminal; not once the log is in its place."""
+        """Whether the descriptor is a terminal; False once the log has taken its place."""
         return os.isatty(self._descriptor)
 
     def writable(self) -> bool:
-        """Always."""
+        """Always True."""
         return True
 
     def write(self, data: Any, /) -> int:
-        """Writes all of it, or lets it go to the log."""
+        """Writes the text to the descriptor, or what that does not take to the log."""
         rest = bytes(data)
         size = len(rest)
         with self._lock:
@@ -97,7 +97,7 @@ class ResilientStream(io.RawIOBase):
 
 
 def keep_output(log: Path | None = None) -> None:
-    """Makes this process's stdout and stderr such, and what it prints can be no error any more, in whatever encoding.
+    """Makes stdout and stderr of this process ``ResilientStream``: printing raises no error any more, whatever the encoding.
 
     Those that were closed when it started lead to /dev/null: else the next file that is opened would take their place.
     """
@@ -129,7 +129,7 @@ def end_with_reader() -> None:
 
 
 def exit_code_of_display(code: int) -> int:
-    """The exit code of such a command: 1 if what it was to show could not be written."""
+    """The exit code of a command that only shows something: 1 if that could not be written."""
     output = getattr(sys.stdout, "buffer", None)
     if not isinstance(output, ResilientStream) or output.lost is None:
         return code

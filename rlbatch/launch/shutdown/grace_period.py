@@ -12,11 +12,11 @@ from rlbatch.launch.records.history import read_history
 from rlbatch.plan.checkpoint_size import checkpoint_bytes
 
 SLOWER = 1.25
-"""A file system that others use too is at times slower than it was measured."""
+"""Factor by which writing may be slower than it was measured, as others use the file system too."""
 MARGIN_S = 120
-"""Time for what is under way when the notice comes, and for ending."""
+"""Seconds for what is under way when the notice comes, and for ending."""
 LONGEST_S = 65535
-"""Slurm's limit of ``--signal``; ``launch.notice_s`` is within it."""
+"""Seconds that Slurm allows ``--signal`` at most; ``launch.notice_s`` is within it."""
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-(?P<h>\d+)(?::(?P<m>\d+))?(?::(?P<s>\d+))?)|(?:(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?)")
 _ENDLESS = ("unlimited", "infinite", "-1")

@@ -38,15 +38,15 @@ from rlbatch.launch.shutdown.signals import STOP_SIGNALS, StopNotice, signal_nam
 from rlbatch.plan.accounting import out_of_host_memory
 
 CLOSING_S = 8.0
-"""Longest time from the end of the job to the end of a rank's threads, and of what its code does at exit."""
+"""Most seconds from the end of the job to the end of a rank's threads, and of what its code does at exit."""
 TEARDOWN_S = 60.0
-"""Longest time from there to the end of its process. The interpreter frees what it holds then: only a machine's load makes that long."""
+"""Most seconds from there to the end of the rank's process. The interpreter frees what it holds then: only a machine's load delays that."""
 EXEC_S = 1.0
-"""Seconds that a process may live on which has let go of its line to us."""
+"""Seconds that a process may live on after it has let go of its line to its guardian."""
 KILL_S, PASS_S = 5.0, 0.01
 """Longest wait for killed processes to be gone, as those that wait for a device are not; seconds between two looks."""
 ORPHANED = signal.SIGALRM
-"""What a guardian gets when the one above it ends."""
+"""Signal that a guardian gets when the process above it ends."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _PASSED = (*STOP_SIGNALS, signal.SIGINT, END_SIGNAL)
 _WATCHED = (*_PASSED, signal.SIGCHLD, ORPHANED)
@@ -162,7 +162,7 @@ class _Guardian:
         """Looks at what the child has left, before it is gone."""
 
     def _tell(self) -> None:
-        """Says of the child's end what there is to say."""
+        """Reports the child's end, if there is something to say of it."""
 
     def _conclude(self) -> None:
         """Ends this process as the child did."""
@@ -176,7 +176,7 @@ class _Guardian:
         os._exit(128 + number)
 
     def _wait(self, others: list[int]) -> list[int]:
-        """Passes on what came, and returns which of the others have something to read."""
+        """Passes signals on that came, and returns which of the other descriptors have something to read."""
         left = self._kill_at - time.monotonic()
         ready, _, _ = select.select([self._woken, *others], [], [], max(left, 0.0) if left < float("inf") else None)
         if self._woken in ready:
@@ -189,7 +189,7 @@ class _Guardian:
         os.kill(self._child, number)  # it has not been asked for yet: its id is still its own
 
     def _has_ended(self) -> bool:
-        """Asks for children that have ended."""
+        """Collects children that have ended; returns whether the watched one is among them."""
         with suppress(ChildProcessError):
             while (ended := os.wait4(-1, os.WNOHANG | os.WUNTRACED))[0]:
                 if ended[0] == self._child and os.WIFSTOPPED(ended[1]):
@@ -260,7 +260,7 @@ class _LowerGuardian(_Guardian):
         super()._pass(number)
 
     def _stopped(self) -> None:
-        """Not for us to judge: the job has limits for ranks that do nothing."""
+        """Called for a stopped child; does nothing, as the job has limits for ranks that do nothing."""
 
     def _look(self) -> None:
         if os.waitstatus_to_exitcode(self._status) == -signal.SIGKILL and oom_kills() > self._kills:
@@ -344,12 +344,12 @@ def report_death(run_dir: Path, info: RankInfo, how: str, told: RankFacts) -> Fi
 
 
 def explained(told: RankFacts, most: int, others: int) -> str:
-    """What a rank took of a host's memory of which nothing was left; see ``out_of_host_memory``."""
+    """What a rank took of a host's memory when none was left, in words; see ``out_of_host_memory``."""
     return out_of_host_memory(told, most, others, on_gpu=visible_gpus() > 0, limit="ulimit -v" if address_limit() else "--mem")
 
 
 def in_words(error: BaseException, world_size: int) -> BaseException:
-    """What a rank is told to have failed with: where the system refused it memory, with what outgrew its plan."""
+    """The error that a rank tells of another: if the system refused it memory, one that says what outgrew its plan."""
     try:
         said = refused(error)
         most = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -26,7 +26,7 @@ def go_on_later(run_dir: Path, config: Config, info: RankInfo, last_step: int | 
 
 
 def _why_not(name: str, job: CurrentJob | None, info: RankInfo, ending: Ending, history: History, most: int) -> str | None:
-    """Queues the job again: None, or why not."""
+    """Queues the job again; returns None, or why it was not queued."""
     if ending.is_cancelled:
         return "cancelled jobs are not queued again"
     if job and job.restarts > info.restart_count:  # Slurm did so itself; if it does too often, the next attempt ends at its beginning
@@ -48,7 +48,10 @@ def _why_not(name: str, job: CurrentJob | None, info: RankInfo, ending: Ending, 
 
 
 def _requeue(name: str, info: RankInfo) -> str | None:
-    """Queues the job again: None, or why not. Slurm may end scontrol with the job's processes before it hears that this was done."""
+    """Asks Slurm to queue the job again; returns None, or why it was not queued.
+
+    Slurm may end scontrol with the job's processes before scontrol hears that this was done.
+    """
     refused = requeue_job(name)
     if not refused:
         return None

@@ -114,13 +114,13 @@ class StopNotice:
         return self.is_set
 
     def post(self, number: int) -> None:
-        """A signal that came to another process, a fork of this one: whoever waits here hears of it. 0 ends a ``wait`` alone."""
+        """Tells of a signal that came to another process, a fork of this one, so that ``wait`` ends; 0 only ends ``wait``."""
         with suppress(BlockingIOError):  # full: it was told often enough
             os.write(self._waker, bytes([number]))
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """What is inside can be left at any moment, with Interrupted: only the main thread, no collectives."""
+        """A context that a signal leaves at any moment, by raising Interrupted; only for the main thread, and without collectives in it."""
         self._is_inside, self._quiet_until = True, 0.0
         try:
             if self._is_interrupting:
@@ -182,7 +182,7 @@ def received_signals() -> Iterator[list[int]]:
 
 
 def signal_name(number: int) -> str:
-    """``SIGKILL``; of real-time signals the C library's words."""
+    """A signal's name, such as ``SIGKILL``; for real-time signals the C library's words."""
     return next((known.name for known in signal.Signals if known == number), None) or signal.strsignal(number) or f"signal {number}"
 
 

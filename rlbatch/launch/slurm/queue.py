@@ -17,7 +17,7 @@ ENDED = (
 """States that a job does not leave."""
 UNKNOWN = "UNKNOWN"
 REASON_S = 2.0
-"""Slurm's scheduler looks at a new job within about a second."""
+"""Seconds to wait for the reason why a new job waits: Slurm's scheduler looks at it within about a second."""
 
 
 @dataclass(frozen=True)

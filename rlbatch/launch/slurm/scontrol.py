@@ -14,7 +14,7 @@ from rlbatch.launch.ranks.rank_info import RankInfo
 Record = Mapping[str, str]
 
 _JOB_NAME = re.compile(r" JobName=.*?(?= (?:HetJobIdSet|UserId)=)")
-"""Left out: the user chose it, and it may look like other fields."""
+"""The field with a job's name, which is left out: the user chose it, and it may look like other fields."""
 _FIELD = re.compile(r"(?<!\S)([A-Z][\w/:]*)=(.*?)(?=\s+[A-Z][\w/:]*=|\s*$)")
 QUERY_S = 20.0
 """Longest wait for an answer of Slurm's controller."""

@@ -16,7 +16,7 @@ PYTHON_INSIDE = "python"
 """The image's own interpreter, where rlbatch is installed."""
 RUN_FOLDER = "the run folder"
 WRITTEN = (RUN_FOLDER, "checkpoint.save")
-"""What a mount must not show read-only."""
+"""Keys of the folders that a mount must not show read-only."""
 SOCKET_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
@@ -85,7 +85,7 @@ def _is_seen(path: Path, mounts: Sequence[_Mount], *, is_written: bool) -> bool:
 
 
 def _ends(text: str) -> list[Path]:
-    """A path, and where it leads: links of its own, and those in a folder, as caches of downloads have them."""
+    """A path, and where its links lead: its own, and those in the folder, as caches of downloads have them."""
     path = Path(text)
     with suppress(OSError):
         links = [child for child in path.iterdir() if child.is_symlink()] if path.is_dir() else []

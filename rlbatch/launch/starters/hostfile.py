@@ -137,7 +137,7 @@ def _number(key: str, text: str, source: str, line: int) -> int:
 
 
 def _identity(host: str) -> str:
-    """The same for two ways to write one host."""
+    """A host's identity, the same for two ways to write one host."""
     name = host.rpartition("@")[2].lower().rstrip(".")
     return str(_ipv6(name) or name)
 

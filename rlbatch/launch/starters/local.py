@@ -73,7 +73,7 @@ def run_local(config: Config, run_dir: Path, command: Sequence[str], *, is_run: 
 
 
 def _saved(run_dir: Path) -> str:
-    """Whether a stopped run can go on from something, where its checkpoints are in the run folder."""
+    """Says whether the run folder has a checkpoint from which a stopped run can go on, in words."""
     is_saved = any((run_dir / "checkpoints").glob("step_*/progress.json"))
     return "resume=auto goes on from its newest checkpoint" if is_saved else "no checkpoint in it"
 

@@ -37,7 +37,7 @@ HOSTFILE = "hostfile"
 """File in the run folder: the hosts of the job, in the form of its mpirun."""
 VERSION_TIMEOUT_S = 30.0
 PASSED = signal.SIGUSR1
-"""What each mpirun hands to its ranks, ending nothing: Open MPI kills them a second after SIGTERM, USR2 ends MPICH's mpirun itself."""
+"""Signal that each mpirun passes on, ending nothing: Open MPI kills them a second after SIGTERM, USR2 ends MPICH's mpirun itself."""
 POLL_S = 0.05
 RELAY_S = 5.0
 DRY_RUN = "Or see what would run, with dry_run=true."
@@ -52,7 +52,7 @@ FAMILIES = {
 }
 """First words of the variables that go to the other nodes: Open MPI sends none by itself; Slurm, MPICH and Intel MPI send all."""
 NAMES = ("CC", "CXX", "LANG", "LANGUAGE", "MASTER_PORT", "PATH", "REQUESTS_CA_BUNDLE", "RES_OPTIONS", "TMPDIR", "TZ", "VIRTUAL_ENV")
-"""Others that go there too."""
+"""Other variables that go to the other nodes too."""
 _FAMILY = re.compile(rf"(?:{'|'.join(' '.join(FAMILIES.values()).split())})(?:_|$)|PYTHON|TORCH|CUBLAS|NVRTC")
 
 
@@ -77,7 +77,7 @@ class Mpi(Enum):
 
 @dataclass(frozen=True)
 class MpiJob:
-    """What would be started.
+    """A job as mpirun would start it.
 
     Attributes:
         mpi: The launcher.

@@ -13,7 +13,7 @@ from rlbatch.launch.starters.container import cluster_variables, srun_options
 from rlbatch.plan.nodes import Placement
 
 NOTICE_SIGNAL = "USR2"
-"""What Slurm sends to every rank, not to the batch script, before the time limit or a preemption; NCCL may catch USR1."""
+"""Signal that Slurm sends to every rank, not to the batch script, before the time limit or a preemption; NCCL may catch USR1."""
 SRUN = ("--export=ALL", "--kill-on-bad-exit=1", "--wait=30", "--cpu-bind=none", "--gpu-bind=none")
 """Ranks get the script's variables, also where sbatch had ``--export=NONE``, which srun takes over. A failed rank ends the step at once,
 one that ended early ends it after 30 s; every rank sees all GPUs and CPUs of its node."""
@@ -48,7 +48,7 @@ _REASONS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("memory", ("cluster.sbatch_options",), "`sinfo -N -o '%N %m'` lists the nodes' memory"),
 )
 _UNANSWERED = ("timed out", "zero bytes")
-"""The request may have arrived."""
+"""Words of sbatch's message after which the request may have arrived all the same."""
 
 
 def batch_options(config: Config, where: Placement, notice_s: int) -> dict[str, str | None]:
@@ -72,7 +72,7 @@ def batch_options(config: Config, where: Placement, notice_s: int) -> dict[str, 
 
 
 def job_name(config: Config) -> str:
-    """What the queue shows."""
+    """The job's name, which the queue shows."""
     return f"rlbatch-{config.model.name or 'run'}"
 
 
