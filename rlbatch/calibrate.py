@@ -29,7 +29,7 @@ def calibrate(folders: Sequence[str], asked: Config | None, into: str, planned: 
     """Calibrates by runs of one cluster, tells what was planned and measured, and writes the file that later plans take.
 
     Args:
-        folders: Of the runs.
+        folders: The runs' folders.
         asked: The config whose cluster is meant; None: the runs'.
         into: Folder of calibrations.
         planned: Plans a job.
@@ -90,7 +90,7 @@ def _positive(row: Mapping[str, float | None]) -> float:
 
 
 class _Run:
-    """A run folder whose measurements calibrate."""
+    """A run folder, by whose measurements plans are calibrated."""
 
     def __init__(self, folder: str) -> None:
         self.folder, self.key = Path(folder), f"calibrate={folder}"

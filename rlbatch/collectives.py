@@ -90,7 +90,7 @@ def gather_lines(lines: Iterable[bytes], block_bytes: int = 0) -> list[Iterator[
 
     Args:
         lines: Without line breaks; read once.
-        block_bytes: Of a block, at least a line; 0: all blocks together have ``BLOCKS_BYTES``.
+        block_bytes: Bytes of a block, which has at least one line; 0: all blocks together have ``BLOCKS_BYTES``.
 
     Returns:
         On rank 0, each rank's lines; it must read all of them. On other ranks nothing, once rank 0 has read theirs.

@@ -159,7 +159,7 @@ def _floor(job: MemoryInputs, registry: Registry) -> Iterator[str]:
 
 
 def _phases(peaks: Sequence[Peak]) -> str:
-    """Each phase, and the parts of the largest."""
+    """The memory of each phase in words, and the parts of the largest."""
     largest = max(peaks, key=lambda peak: peak.gib)
     return ", ".join(f"{peak.phase} {peak.gib:.1f}{f' ({peak.parts_listed()})' if peak is largest else ''}" for peak in peaks)
 

@@ -26,7 +26,7 @@ class Setting(NamedTuple):
     """A part of the process's state that the run depends on.
 
     Attributes:
-        name: In words.
+        name: What messages call it.
         get: Its value now.
         put: Sets it; None: it cannot be set.
     """
@@ -105,8 +105,8 @@ def foreign_code(what: str, part: str = "", *, error_type: type[RlbatchError] = 
 
     Args:
         what: The plugin, e.g. ``algorithm.loss=mine``.
-        part: Of it, e.g. ``its build``; empty: all that there is.
-        error_type: Of the error.
+        part: The part of the plugin that is called, e.g. ``its build``; empty: all that there is.
+        error_type: Class of the error that is raised.
         on: What it was called with, in words; empty: not said.
 
     Raises:

@@ -31,10 +31,10 @@ def verdicts(
 
     Args:
         name: The reward's.
-        reward: As it was built; it is called in a process of its own.
+        reward: The reward as it was built; it is called in a process of its own.
         scope: What a call of it gets; see ``RewardSpec``.
-        prompts: With labels.
-        tokenizer: Of the model.
+        prompts: Prompts with labels.
+        tokenizer: The model's tokenizer.
         seconds: After which that process is ended.
     """
     for form, pattern in FORMS.items():

@@ -101,7 +101,7 @@ def page(title: str, curves: Mapping[str, Points]) -> str:
 
 
 def layers_of(curves: Mapping[str, Points]) -> list[str]:
-    """Where engine and trainer first choose other experts, if that is known."""
+    """The section on the layers where engine and trainer first choose other experts; empty if that is not known."""
     layers = _numbered(LAYER, curves)
     if not layers:
         return []

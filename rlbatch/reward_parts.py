@@ -13,7 +13,7 @@ from rlbatch.tables import Table
 Parts = Mapping[str, tuple[str, Mapping[str, Any]]]
 """Name of a part -> name and options of its reward."""
 Answers = Callable[[Sequence[Sample]], list[str | None]]
-"""Tells the final answers of responses."""
+"""A function that tells the final answer of each response."""
 
 
 def build(rewards: Table, name: str, options: Mapping[str, Any], within: tuple[str, ...] = ()) -> Reward:

@@ -62,9 +62,9 @@ class Joined:
     """A rank that has joined its job, whatever the job is.
 
     Attributes:
-        config: Of the run folder.
+        config: The run folder's config.
         run_dir: The run folder.
-        meeting: With the other ranks.
+        meeting: The meeting with the other ranks.
         watchdog: Ends this rank with its job.
         notice: Asks the job to stop.
         log: What rank 0 shows and writes.

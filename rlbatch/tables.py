@@ -44,7 +44,7 @@ class Supplier:
     Attributes:
         module: Module, or the path of a python file.
         distribution: Installed distribution; empty for ``plugins=[...]``.
-        version: Of the distribution.
+        version: The distribution's version.
     """
 
     module: str
@@ -267,7 +267,7 @@ class ChosenTracker:
     """A tracker of this run.
 
     Attributes:
-        name: As in ``trackers``.
+        name: Its name in ``trackers``.
         spec: What it was registered as.
         options: An instance of its options.
     """

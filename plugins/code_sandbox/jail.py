@@ -30,10 +30,10 @@ PDEATHSIG, DUMPABLE, SUBREAPER, SECCOMP, NO_NEW_PRIVS, CAPBSET_DROP = 1, 4, 36, 
 KEPT_MOUNT_FLAGS = {8: NOEXEC, 1024: 1024, 2048: 2048, 4096: 1 << 21}
 """Flags that a mount of another user namespace must keep: number for statvfs -> number for mount."""
 NOBODY, FIRST_UID = 65534, 0x6A000000
-"""Each jail of root has a user of its own, so that limits on a user's processes count those of one jail."""
+"""User ids of jails: ``NOBODY`` without root; with root each has its own, from ``FIRST_UID`` on, as limits on processes count per user."""
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store", "/etc/alternatives", "/etc/ld.so.cache")
 PLACES = ("/mnt", "/media", "/srv", "/opt", "/var/tmp", "/tmp", "/home", "/root")
-"""Where the new root is made, out of sight of all others."""
+"""Folders in one of which the new root is made, out of sight of all others."""
 DEVICES = ("null", "zero", "full", "random", "urandom")
 LOOK_S = 0.01
 DENIED = {

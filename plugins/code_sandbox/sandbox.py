@@ -64,7 +64,7 @@ class Outcome:
 
     Attributes:
         end: ``exit``, ``time``, ``memory``, ``output``, or ``lost``.
-        code: Of its exit; negative: the signal that ended it.
+        code: Its exit code; negative: the signal that ended it.
         output: Its standard output, as far as it was within the limit.
     """
 

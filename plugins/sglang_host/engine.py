@@ -33,7 +33,7 @@ class SglangEngine(SamplingEngine):
     """One engine of this host process."""
 
     def __init__(self) -> None:
-        """Nothing is started."""
+        """Makes the engine without starting anything."""
         super().__init__()
         self._engine: Any = None
         self._has_weights = False

@@ -59,7 +59,7 @@ class Unsafe:
     Attributes:
         why: What must hold.
         fix: What to do.
-        values: Those that are refused; empty: all but ``only``, none, no and nothing.
+        values: Values that are refused; empty: all but ``only``, none, no and nothing.
         only: See ``values``.
     """
 

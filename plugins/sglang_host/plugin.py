@@ -18,7 +18,7 @@ CALL = "rlbatch"
 
 
 def take_weights(original: Any, runner: Any, request: Any) -> Any:
-    """Handles a weight update of ours."""
+    """Handles our weight updates, and passes others on to SGLang."""
     text = request.zmq_handles.get(CALL)
     if text is None:
         return original(runner, request)

@@ -103,7 +103,7 @@ def advantage_inputs(
         kl_reward_coef: ``algorithm.kl_reward_coef``.
         truncated: [N] bool, cut at the length limit; None: none was.
         old_logprobs: [T] float64 nats; None: not needed.
-        ref_logprobs: As ``old_logprobs``, of the reference model.
+        ref_logprobs: The same as ``old_logprobs``, of the reference model.
         lags: [N] int64, see ``AdvantageInputs``; None: 0.
     """
     penalties = None if kl is None else -kl_reward_coef * kl.detach().to(rewards.dtype)

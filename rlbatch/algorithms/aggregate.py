@@ -51,7 +51,7 @@ def denominator(loss_mask: Tensor, cu_seqlens: Tensor, aggregation: str, norm_co
         loss_mask: [T] float32.
         cu_seqlens: [N+1] integers, where each sequence starts; the last entry is T.
         aggregation: One of ``AGGREGATIONS``.
-        norm_constant: Of ``sequence_sum_norm``: ``algorithm.loss_norm_constant``.
+        norm_constant: ``algorithm.loss_norm_constant``, for ``sequence_sum_norm``.
 
     Returns:
         0 for a dummy.
@@ -70,8 +70,8 @@ def denominator_of(lengths: Tensor, aggregation: str, norm_constant: float = 1.0
 
     Args:
         lengths: [N] integers.
-        aggregation: As for ``denominator``.
-        norm_constant: As for ``denominator``.
+        aggregation: The same as for ``denominator``.
+        norm_constant: The same as for ``denominator``.
 
     Raises:
         ConfigError: an unknown aggregation.

@@ -101,7 +101,7 @@ def correct(microbatch: Microbatch, correction: CorrectionConfig, over_ranks: Ca
     """Weights and what is kept of a pack; T may be a context-parallel rank's part.
 
     Args:
-        microbatch: With old log-probs, and advantages if there is an ``opsm_delta``.
+        microbatch: The pack, with old log-probs, and advantages if there is an ``opsm_delta``.
         correction: What to do.
         over_ranks: See ``Sequences``.
     """
@@ -133,8 +133,8 @@ def with_denominator_of_kept(
         kept: See ``Corrected``.
         microbatch: The same pack.
         aggregation: ``algorithm.loss_aggregation``.
-        ratio: Of the update's denominators, before over after rejection; any if nothing is kept.
-        over_ranks: As for ``correct``.
+        ratio: The update's denominator before rejection over that after it; any number if nothing is kept.
+        over_ranks: The same as for ``correct``.
 
     Returns:
         [T] as ``weights``.
@@ -232,7 +232,7 @@ def mismatch(sums: Tensor, largest: float) -> dict[str, float]:
     weights that the policy loss was multiplied with (0 if all are 0).
 
     Args:
-        sums: Of ``mismatch_sums``, of all ranks.
+        sums: The sums of ``mismatch_sums`` of all ranks.
         largest: Likewise.
 
     Returns:

@@ -46,7 +46,7 @@ class Objective:
         algorithm: Coefficients and aggregation.
         policy_loss: The plugin.
         correction: What the policy loss is multiplied with.
-        kept_ratio: Of the update's denominators, before over after rejection; for ``correction.denominator=kept`` alone.
+        kept_ratio: The update's denominator before rejection over that after it; for ``correction.denominator=kept`` alone.
     """
 
     algorithm: AlgorithmConfig
@@ -70,7 +70,7 @@ class Objective:
             logprobs: [T] float32 nats, carries the gradient; T may be a context-parallel rank's part.
             entropy: [T] float32 nats, carries the gradient.
             microbatch: The same tokens; has old log-probs unless they are ``logprobs``, and reference log-probs if the KL is measured.
-            denominator: Of the whole update, all ranks together.
+            denominator: The denominator of the whole update, all ranks together.
             over_ranks: See ``Sequences``.
 
         Raises:
@@ -163,7 +163,7 @@ class Objective:
         return losses.where(factors > 0, 0.0) * factors
 
     def _derivatives(self, policy_loss: Tensor, logprobs: Tensor) -> Tensor:
-        """Derivatives of the policy loss by the log-probs, [T]; refuses a loss that does not depend on them: it would train nothing."""
+        """Derivatives of the policy loss by the log-probs, [T]; refuses a loss without any: the policy would be left to the other terms."""
         if not logprobs.requires_grad:
             return torch.zeros_like(logprobs)
         derivatives = torch.autograd.grad(policy_loss, logprobs, allow_unused=True)[0] if policy_loss.requires_grad else None

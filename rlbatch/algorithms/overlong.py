@@ -13,7 +13,7 @@ def overlong_penalties(lengths: Tensor, max_length: int, buffer: int, factor: fl
 
     Args:
         lengths: [N] int64, response tokens.
-        max_length: From here on it is ``-factor``.
+        max_length: Length from which on the penalty is ``-factor``.
         buffer: Tokens before ``max_length`` at which it begins.
         factor: ``algorithm.overlong_penalty``.
 

@@ -15,7 +15,7 @@ def pass_at_k(correct: Sequence[bool], k: int) -> float:
 
     Args:
         correct: [n] of each sample; n is at least ``k``.
-        k: From 1.
+        k: Number of samples that are drawn, from 1.
     """
     n, wrong = len(correct), len(correct) - sum(correct)
     return float(1 - Fraction(math.comb(wrong, k), math.comb(n, k)))
@@ -30,7 +30,7 @@ def majority_at_k(answers: Sequence[Hashable | None], correct: Sequence[bool], k
     Args:
         answers: [n] of each sample; None: it gives none.
         correct: [n] of each sample.
-        k: From 1 to n.
+        k: Number of samples that vote, from 1 to n.
     """
     blocks = [range(start, start + k) for start in range(0, len(answers) - k + 1, k)]
     return float(sum((_vote([(answers[i], correct[i]) for i in block]) for block in blocks), Fraction()) / len(blocks))

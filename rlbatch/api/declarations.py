@@ -135,10 +135,10 @@ class OffloadMemory:
     Attributes:
         releases_gradients: Whether gradients have memory in updates only: not before the first, and not while an engine generates.
         hosted_share: Share of the parameters, in whole tensors, whose optimizer state is on the host, in all phases.
-        hosted_bytes: Of host memory, for each of these.
+        hosted_bytes: Bytes of host memory for each of these.
         moves_state: Whether the other optimizer state leaves the accelerator while an engine generates, into host memory that is kept
             from then on.
-        moves_weights: As ``OffloadStrategy.moves_weights``, into host memory that is kept from the start of engines on.
+        moves_weights: See ``OffloadStrategy.moves_weights``; the weights move into host memory that is kept from the start of engines on.
     """
 
     releases_gradients: bool = False
@@ -171,19 +171,19 @@ class EngineShape:
     Attributes:
         replica_gpus: GPUs that hold one copy of all but the routed experts; they must be on one node.
         replicas: Copies. Routed experts are divided over all GPUs of the engine.
-        memory_share: Of each GPU's memory: what the engine takes, weights and cache.
+        memory_share: Share of each GPU's memory that the engine takes for weights and cache.
         context_tokens: Longest prompt and response together, with ``context_spare``; 0: not said.
         stages: Pipeline stages of a replica.
         separate_gpus: GPUs of each node that have no rank, but only engines; 0: engines are on the ranks' GPUs.
         asleep: Where the weights are while the trainer trains: on the ``gpu``, beside the cache, in ``host`` memory, or ``gone``.
         fills_share: Whether the cache takes all of ``memory_share`` that weights leave.
-        offloaded_gib: Of the weights on each GPU, what the engine keeps in host memory instead, GiB.
-        value_bytes: Of a weight that is not quantised; 0: as the trainer's.
-        cached_bytes: Of a number in the cache; 0: as ``value_bytes``.
-        gone_options: Of ``rollout.options``, with what values weights are ``gone``, on GPUs: on CPUs they stay.
-        memory_option: Of ``rollout.engine``, what says ``memory_share``; empty: nothing does.
-        context_option: Of ``rollout.engine``, what says ``context_tokens``.
-        replicas_option: Of ``rollout.engine``, what says ``replicas``.
+        offloaded_gib: GiB of the weights on each GPU that the engine keeps in host memory instead.
+        value_bytes: Bytes of a weight that is not quantised; 0: as the trainer's.
+        cached_bytes: Bytes of a number in the cache; 0: as ``value_bytes``.
+        gone_options: Options below ``rollout.options`` and their values with which weights are ``gone``, on GPUs: on CPUs they stay.
+        memory_option: Option below ``rollout.engine`` that says ``memory_share``; empty: none does.
+        context_option: Option below ``rollout.engine`` that says ``context_tokens``.
+        replicas_option: Option below ``rollout.engine`` that says ``replicas``.
         context_spare: How many of ``context_tokens`` the engine keeps for itself.
         is_share_of_free: Whether ``memory_share`` is one of what is free beside the trainer when the engine starts, not of all.
         samples_at_once: Most samples that a replica works on at once; 0: not said.

@@ -33,7 +33,7 @@ def dense_mlp(layers: Sequence[int] | None = None) -> tuple[ParamMapping, ...]:
     """A gated MLP without experts.
 
     Args:
-        layers: Those that have one; None: all.
+        layers: The layers that have one; None: all.
     """
     mlp, hf = LAYER + "mlp.", HF_LAYER + "mlp."
     return (
@@ -51,8 +51,8 @@ def mappings(attention: Sequence[ParamMapping], mlp: Sequence[ParamMapping], *, 
     """All of a decoder, in the order of its computation.
 
     Args:
-        attention: Of a layer, without the norm before it.
-        mlp: Of a layer, without the norm before it; dense, with experts, or some layers of each.
+        attention: Mappings of a layer's attention, without the norm before it.
+        mlp: Mappings of a layer's MLP, without the norm before it; dense, with experts, or some layers of each.
         tied: Whether the output layer is the embedding.
     """
     return (
@@ -86,7 +86,7 @@ def grouped_query_transformer(
         groups: What transformers takes for an absent ``num_key_value_heads``; None: the number of heads.
         head_dim: What it takes for an absent ``head_dim``; None: hidden_size over heads.
         epsilon: What it takes for an absent ``rms_norm_eps``.
-        nullable: Of ``num_key_value_heads`` and ``head_dim``: those that are the number of heads, or hidden_size over heads, if they are
+        nullable: Which of ``num_key_value_heads`` and ``head_dim`` are the number of heads, or hidden_size over heads, if they are
             null. transformers fails at another null, so it is refused.
 
     Raises:
@@ -142,8 +142,8 @@ def decoder_family(
     Args:
         fields: The config.json.
         transformer: Megatron's arguments.
-        attention: As in ``mappings``.
-        mlp: As in ``mappings``.
+        attention: The same as for ``mappings``.
+        mlp: The same as for ``mappings``.
         max_sequence_length: Context in tokens.
         default_theta: What transformers takes for an absent ``rope_theta``.
         fp8: See ``ModelFamily``.

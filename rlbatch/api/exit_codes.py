@@ -2,8 +2,8 @@
 
 DONE = 0
 FAILED = 1
-"""What was started has failed."""
+"""Something that was started has failed."""
 REFUSED = 2
 """Nothing was started: the user's arguments, files or machine cannot be right."""
 STOPPED = 75
-"""Asked to stop: saved, to go on later. A signal that left nothing to save gives 128 + its number, Ctrl-C 130."""
+"""The job was asked to stop and has saved, to go on later. A signal that left nothing to save gives 128 + its number, Ctrl-C 130."""

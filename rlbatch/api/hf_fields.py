@@ -53,7 +53,7 @@ class HfFields:
         family: Name of the family that reads it.
 
     Attributes:
-        family: As given.
+        family: Name of the family that reads it.
     """
 
     def __init__(self, hf_config: Mapping[str, Any], family: str) -> None:

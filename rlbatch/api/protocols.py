@@ -64,8 +64,8 @@ class TrackerContext:
 
     Attributes:
         run_dir: The run folder; a tracker's own files go into a folder of its name there.
-        run_id: Of the run, the same in all its attempts.
-        name: Of the run folder.
+        run_id: The run's id, the same in all its attempts.
+        name: The run folder's name.
         config: Every key and value, without secrets.
         done: Step that this attempt goes on after; 0: from the start. Later steps are done again, and reported again.
     """
@@ -121,8 +121,8 @@ class Completion:
         token_ids: [R] sampled tokens, the stop token included.
         logprobs: [R] float nats, of the distribution that was sampled from.
         finish_reason: ``stop`` or ``length``.
-        policy_version: Of the weights that sampled it, as the engine recorded it; None: it records none.
-        seconds: From its beginning to its end in the engine; None: not measured.
+        policy_version: Version of the weights that sampled it, as the engine recorded it; None: it records none.
+        seconds: Seconds from its beginning to its end in the engine; None: not measured.
         kept: The tokens that each one was chosen from, itself among them; None: the whole vocabulary. Needed where
             ``SamplingParams.is_truncated``, by a backend that ``returns_kept_tokens``; evaluation does without.
         routes: [T, layers with experts (or all layers), K] integers on the host, the experts of each token of the prompt and of the
@@ -156,10 +156,10 @@ class RolloutContext:
         engine_rank: This rank's place among those that share its engine, from 0.
         gather: All-gather of bytes over the ranks of the engine, in their order; also a barrier between them.
         node_rank: This rank's place among those of the engine on this node; the first of them generates, the others get no prompts.
-        node_gather: As ``gather``, over the ranks of the engine on this node.
+        node_gather: The same as ``gather``, over the ranks of the engine on this node.
         engine_node: Number of this node among the engine's, from 0.
         engine_nodes: Nodes of the engine; more than one only where the backend ``spans_nodes``.
-        address: Of the engine's first node, on the network of the job.
+        address: Address of the engine's first node on the network of the job.
         folder: This engine's own, for logs and the like; made when needed.
         audit_sync: ``rollout.audit_sync``.
         audit_interval: ``rollout.audit_interval``.
@@ -249,7 +249,7 @@ class RestartableBackend(Protocol):
     """A ``RolloutBackend`` whose ``generate`` and ``update_weights`` may raise ``EngineLost``, and which can then go on.
 
     Attributes:
-        max_restarts: Of an engine, in this attempt of the job.
+        max_restarts: Most restarts of an engine in this attempt of the job.
     """
 
     max_restarts: int
@@ -382,14 +382,14 @@ class PolicyLossInputs:
     """One pack of T tokens; all tensors [T] float32, to be written into. Masked positions hold 0; what is returned there is ignored.
 
     Attributes:
-        logprobs: By the policy being trained; carries the gradient.
-        old_logprobs: By the policy before this step's first update.
-        rollout_logprobs: As the engine reported them.
+        logprobs: Log-probs by the policy being trained; they carry the gradient.
+        old_logprobs: Log-probs by the policy before this step's first update.
+        rollout_logprobs: Log-probs as the engine reported them.
         advantages: One a token.
         eps_clip: Lower clip range.
         eps_clip_high: Upper clip range.
         sequences: Whose tokens these are: ``sequences.mean(values)`` and ``sequences.sum(values)``.
-        ref_logprobs: By the reference model; None where no key and no plugin needs one.
+        ref_logprobs: Log-probs by the reference model; None where no key and no plugin needs them.
         lags: int64, how many policy versions (optimizer updates) before the step's first one each token was sampled: 0 of all, but with
             ``sampling.*``. In a run it is always there.
     """
@@ -456,7 +456,7 @@ class MemoryHandles(Protocol):
 
 
 class OffloadStrategy(Protocol):
-    """Who holds the accelerator's memory in which phase. A subclass has what it does otherwise than here, which is nothing.
+    """Decides who holds the accelerator's memory in which phase. The methods here do nothing; a subclass has those that do something.
 
     Attributes:
         moves_weights: Whether weights leave the accelerator in ``sync_ends``. Then no engine reads them in place, engines start and sleep
@@ -470,29 +470,29 @@ class OffloadStrategy(Protocol):
         return spec
 
     def attach(self, handles: MemoryHandles) -> None:
-        """Called once, after it is built."""
+        """Called once, after the optimizer is built."""
         return
 
     def generating(self) -> AbstractContextManager[None]:
-        """Around weight sync and generation; with ``moves_weights`` also around the start of engines. At its end the weights are back."""
+        """A context around weight sync and generation, with ``moves_weights`` also around engines' start; after it, weights are back."""
         return nullcontext()
 
     def sync_begins(self) -> None:
-        """Within ``generating``, before weights are read for engines: they must be on the accelerator. Again if an engine was lost."""
+        """Called in ``generating`` before weights are read for engines: they must be on the accelerator. Again if an engine was lost."""
         return
 
     def sync_ends(self) -> None:
-        """When engines have all weights, before they take memory for their caches. May be called again, and without ``sync_begins``."""
+        """Called when engines have all weights, before they take memory for their caches; maybe again, and without ``sync_begins``."""
         return
 
     def training(self) -> AbstractContextManager[None]:
-        """Around log-probs and updates. When it ends, nobody writes to weights and optimizer state until the next ``generating``, but for
-        a checkpoint that is loaded.
+        """A context around log-probs and updates. When it ends, nobody writes to weights and optimizer state until the next ``generating``,
+        but for a checkpoint that is loaded.
         """
         return nullcontext()
 
     def settle(self) -> None:
-        """Before optimizer state is read or written: what still moves has arrived for the current stream."""
+        """Called before optimizer state is read or written: afterwards what still moved has arrived for the current stream."""
         return
 
 

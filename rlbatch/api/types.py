@@ -82,7 +82,7 @@ class Span(NamedTuple):
     """Tokens of a sample that one policy sampled.
 
     Attributes:
-        policy_version: Of the policy.
+        policy_version: Version of the policy.
         start: First of them in ``Sample.token_ids``.
         end: Behind the last.
     """
@@ -104,9 +104,9 @@ class Sample:
         rollout_logprobs: [L] float32 nats at the sampling temperature; 0 where masked.
         response: The response as text, without special tokens.
         finish_reason: ``stop`` if a stop token ended it, ``length`` if the limit did.
-        policy_version: Of the weights that sampled it, or the last part of it; -1: unknown.
+        policy_version: Version of the weights that sampled it, or the last part of it; -1: unknown.
         spans: Who sampled which tokens, from the response's first to its last, where versions are known; empty: ``policy_version`` all.
-        routes: Of the L tokens, as the engine routed them when it sampled, in all layers with experts; None: not known.
+        routes: Routes of the L tokens, as the engine routed them when it sampled, in all layers with experts; None: not known.
     """
 
     prompt: Prompt
@@ -137,7 +137,7 @@ class SampleGroup:
         rewards: One finite float a sample; empty before scoring, and of a group that is dropped.
         parts: Named parts of each sample's reward, where it has some.
         failures: Why a sample got no verdict: ``error`` or ``timeout``; empty of one that got it.
-        answers: In evaluations, each sample's final answer; None of one that has none.
+        answers: Each sample's final answer, in evaluations; None for a sample without one.
     """
 
     prompt: Prompt
@@ -182,9 +182,9 @@ def draw_key(params: SamplingParams, prompt: Prompt, index: int) -> tuple[int, .
     """What a sample's random numbers follow from, and nothing else: what a backend seeds them with.
 
     Args:
-        params: Of the call.
+        params: The parameters of the call.
         prompt: A prompt, or a response that goes on (``Continued``).
-        index: Of the sample.
+        index: The sample's index.
     """
     return (*params.seed, *(prompt.draw if isinstance(prompt, Continued) else (prompt.prompt_id, index)))
 
@@ -198,7 +198,7 @@ class WeightBucket:
         tensors: Full (unsharded) tensors; the receiver may not keep them.
         policy_version: Number of optimizer updates that made these weights; of carried ones, of the policy that they go before.
         lasting: Whether each tensor stays as it is until the sync is over, because it lies in the trainer's own memory; empty: none does.
-        is_carried: Of what the engine speculates with: it is not trained, and comes from a checkpoint.
+        is_carried: Whether the tensors are what the engine speculates with: not trained, and from a checkpoint.
     """
 
     names: Sequence[str]
@@ -227,7 +227,7 @@ class Microbatch:
         kept: What each of the T tokens was chosen from: all log-probs are of the distribution over these alone; None: the whole vocabulary.
         lags: [T] int64, how many policy versions (optimizer updates) before the step's first one each token was sampled; 0 where masked;
             None: 0 everywhere.
-        routes: Of the T tokens, in the layers with experts that this rank has; None: the routers choose.
+        routes: Routes of the T tokens, in the layers with experts that this rank has; None: the routers choose.
     """
 
     token_ids: Tensor
@@ -250,7 +250,7 @@ class StepResult:
     """What one step did.
 
     Attributes:
-        step: From 1.
+        step: Number of the step, from 1.
         policy_version: Optimizer updates so far.
         metrics: Tag -> value; the tags are in ``rlbatch.metrics.names``.
     """

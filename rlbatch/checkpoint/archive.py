@@ -105,12 +105,12 @@ class ArchiveLayout:
     """The places in an archive that keep its tensor.
 
     Attributes:
-        start: Of the storage, bytes from the file's start.
-        nbytes: Of the storage.
-        dtype: Of the tensor.
+        start: First byte of the storage in the file.
+        nbytes: Bytes of the storage.
+        dtype: The tensor's dtype.
         first: Element of the storage at which the tensor starts.
-        shape: Of the tensor.
-        strides: Of the tensor, in elements.
+        shape: The tensor's shape.
+        strides: The tensor's strides, in elements.
     """
 
     start: int
@@ -188,9 +188,9 @@ def find(descriptor: int, offset: int, length: int) -> ArchiveLayout:
     """Reads an archive's directory.
 
     Args:
-        descriptor: Of the file.
-        offset: Of the archive, bytes.
-        length: Of the archive, bytes.
+        descriptor: The file's descriptor.
+        offset: First byte of the archive.
+        length: Bytes of the archive.
 
     Raises:
         pickle.UnpicklingError: it is not a tensor's archive.
@@ -221,11 +221,11 @@ def filled(target: Tensor, descriptor: int, layout: ArchiveLayout, starts: Seque
     """Copies a box of a tensor, piece by piece: of each at most ``CHUNK_BYTES`` are read, from its first to its last element.
 
     Args:
-        target: As large as the box, on any device, in any type. What lies there as in the file is read right into it.
-        descriptor: Of the file.
-        layout: Of the archive.
-        starts: Of the box, in each dimension.
-        once: As of ``reading.Reading``.
+        target: A tensor as large as the box, on any device, in any dtype. What lies there as in the file is read right into it.
+        descriptor: The file's descriptor.
+        layout: The archive's layout.
+        starts: First index of the box in each dimension.
+        once: See ``reading.Reading``.
 
     Yields:
         Each piece as it was read, on the host, perhaps strided, before the next takes its memory.

@@ -19,9 +19,9 @@ class Best:
     """A run's best checkpoint.
 
     Attributes:
-        metric: By which it is the best, a tag.
-        value: Of the metric; more is better.
-        step: Of the checkpoint.
+        metric: Tag of the metric by which it is the best.
+        value: The metric's value; more is better.
+        step: The checkpoint's step.
     """
 
     metric: str

@@ -32,12 +32,12 @@ class BlockFile:
     than everything else about a copy, and they throw out what others need.
 
     Args:
-        path: To be made.
+        path: The file to make.
         has_crc: Whether its CRC-32 is computed, which takes longer than a fast disk.
 
     Attributes:
         nbytes: Written so far.
-        crc32: Of the whole file, once it is finished; 0 without.
+        crc32: CRC-32 of the whole file, once it is finished; 0 without.
 
     Raises:
         OSError: it cannot be written; of every method.

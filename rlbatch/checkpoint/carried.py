@@ -24,9 +24,9 @@ class Carried:
     """Tensors of a folder, read from the disk whenever they are sent.
 
     Args:
-        names: Those that are sent, in this order.
+        names: Names of the tensors that are sent, in this order.
         experts: Name -> the routed expert that it is of.
-        shapes: Of a tensor: what it is sent as, without content.
+        shapes: Gives the tensors as which one of these names is sent, without content.
         encode: Reads a tensor as it is sent.
     """
 
@@ -49,7 +49,7 @@ def carried_layers(family: ModelFamily, hf_config: Mapping[str, Any], source: Pa
     """What the model's family carries, quantised if and only if engines hold it so.
 
     Args:
-        family: Of the model.
+        family: The model's family.
         hf_config: The config.json that engines read.
         source: Hugging Face folder with the weights that the run began from; None: there is none.
 

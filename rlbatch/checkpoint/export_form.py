@@ -22,7 +22,7 @@ class ExportForm:
     """The form of an export.
 
     Args:
-        family: Of the model.
+        family: The model's family.
         form: ``bf16``; ``fp8``: e4m3 in blocks for the family's ``fp8`` weights, bf16 for the others; ``auto``: each tensor as in the
             source, or where that has no weights, as it comes. Buffers keep the source's dtype.
         hf_config: The source's config.json.
@@ -63,7 +63,7 @@ class ExportForm:
         """The dtype in which a tensor that is not quantised is written.
 
         Args:
-            name: Of the tensor.
+            name: The tensor's name.
             given: Its type as it comes.
         """
         if not (self._is_auto or name in self._buffers):

@@ -34,8 +34,8 @@ class HfSource:
         file: That holds it.
         name: Its name.
         entry: Where it lies.
-        dtype: Of its slices.
-        scales: Of an e4m3 tensor that is dequantised.
+        dtype: The dtype of its slices.
+        scales: Scales of an e4m3 tensor that is dequantised.
     """
 
     file: SafetensorsFile

@@ -92,7 +92,7 @@ class TensorEntry:
 
     Attributes:
         dtype: Name in the header.
-        shape: Of the tensor.
+        shape: The tensor's shape.
         start: Its first byte in the file.
         nbytes: Its length.
     """

@@ -42,7 +42,7 @@ def prompts_identity(prompts: Iterable[Prompt]) -> dict[str, Any]:
     """The number of prompts and a digest of all of them, by which they are told from others.
 
     Args:
-        prompts: In file order.
+        prompts: The prompts, in file order.
     """
     rows, digest = 0, hashlib.sha256()
     for rows, prompt in enumerate(prompts, 1):  # noqa: B007 (the count is used)

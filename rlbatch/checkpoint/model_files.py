@@ -24,7 +24,7 @@ def model_files(folder: Path) -> dict[str, Path]:
     """The files of a model's folder that belong beside its weights: name in the folder -> where the file really is.
 
     Args:
-        folder: Of a model, or of a snapshot in the hub's cache, whose files are links to the ``blobs`` beside it.
+        folder: Folder of a model, or of a snapshot in the hub's cache, whose files are links to the ``blobs`` beside it.
 
     Raises:
         DataError: one is a link that leads out of the folder or nowhere, no regular file, larger than 128 MiB, or cannot be read.

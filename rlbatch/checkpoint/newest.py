@@ -105,7 +105,7 @@ def _age(found: Found) -> tuple[float, int]:
 
 
 def _checkpoints(root: Path) -> list[Path]:
-    """Whatever is or was a checkpoint, under whatever name, also behind a link."""
+    """All folders that are or were checkpoints, under whatever name, also behind a link."""
     try:
         named = [path for path in sorted(root.iterdir()) if path.is_dir() and not DRAFT.fullmatch(path.name)]
     except FileNotFoundError:

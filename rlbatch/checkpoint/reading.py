@@ -45,10 +45,10 @@ def read_into(descriptor: int, target: memoryview, offset: int, *, once: bool = 
     """Fills ``target`` from a file's bytes at ``offset``.
 
     Args:
-        descriptor: Of the file.
+        descriptor: The file's descriptor.
         target: Where to.
-        offset: From where.
-        once: As of ``Reading``.
+        offset: First byte to read.
+        once: See ``Reading``.
 
     Raises:
         OSError: it cannot be read.
@@ -69,10 +69,10 @@ def passing(descriptor: int, nbytes: int, offset: int, *, once: bool = False) ->
     New pages cost as much time as those of the page cache, and the C library keeps some of what a thread gives back.
 
     Args:
-        descriptor: Of the file.
-        nbytes: At most ``CHUNK_BYTES``.
-        offset: From where.
-        once: As of ``Reading``.
+        descriptor: The file's descriptor.
+        nbytes: Bytes to read, at most ``CHUNK_BYTES``.
+        offset: First byte to read.
+        once: See ``Reading``.
     """
     if not hasattr(_of_thread, "block"):
         _of_thread.block = np.frombuffer(mmap.mmap(-1, CHUNK_BYTES + ALIGNMENT), dtype=np.uint8)

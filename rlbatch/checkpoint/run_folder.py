@@ -87,7 +87,7 @@ def complete(root: Path, step: int, progress: Mapping[str, Any], run: str, keep:
 
     Args:
         root: Folder of checkpoints.
-        step: Of the draft.
+        step: The draft's step.
         progress: Plain values to be read back by ``newest``; of those, ``best`` (see ``rlbatch.checkpoint.best``) may be this step.
         run: Id of the run that saves it.
         keep: Newest checkpoints of this run to keep, this one included, beside the best; 0: all.

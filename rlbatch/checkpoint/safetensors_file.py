@@ -51,8 +51,8 @@ class SafetensorsFile:
         entries: What its header says, if that was read.
 
     Attributes:
-        entries: By name.
-        bytes_read: Of tensors, so far.
+        entries: The file's tensors, by name.
+        bytes_read: Bytes of tensors that were read so far.
 
     Raises:
         DataError: not a whole safetensors file.
@@ -135,10 +135,10 @@ class SafetensorsWriter:
     """A file that is being written; valid once it is closed.
 
     Args:
-        path: To be made; replaced if it exists.
+        path: The file to make; replaced if it exists.
 
     Attributes:
-        nbytes: Of the tensors written so far.
+        nbytes: Bytes of the tensors written so far.
     """
 
     def __init__(self, path: Path) -> None:

@@ -50,14 +50,14 @@ class Chunk:
     """One stored piece of a tensor.
 
     Attributes:
-        key: Of the tensor.
-        dtype: Of the piece.
-        shape: Of the whole tensor.
-        offset: Of the piece in it.
-        size: Of the piece.
+        key: The tensor's key.
+        dtype: The piece's dtype.
+        shape: Shape of the whole tensor.
+        offset: First index of the piece in the tensor, in each dimension.
+        size: Size of the piece, in each dimension.
         file: Name of the file with it.
-        start: Of its archive in the file, bytes.
-        length: Of its archive, bytes.
+        start: First byte of its archive in the file.
+        length: Bytes of its archive.
     """
 
     key: str
@@ -104,7 +104,7 @@ class TorchDist:
     """The tensors of a torch_dist checkpoint, read from disk when asked for; several threads may ask.
 
     Args:
-        folder: Of the checkpoint.
+        folder: The checkpoint's folder.
         reading: How it is read.
 
     Attributes:
@@ -146,9 +146,9 @@ class TorchDist:
         """A box of a tensor, put together from the chunks that it touches.
 
         Args:
-            key: Of the tensor.
+            key: The tensor's key.
             starts: First index of each dimension.
-            sizes: Of each dimension.
+            sizes: Size of the box in each dimension.
 
         Raises:
             DataError: no such tensor, chunks that leave a hole, or a damaged file.

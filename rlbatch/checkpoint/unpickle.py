@@ -54,7 +54,7 @@ def read_metadata(folder: Path) -> Metadata:
     """What a torch_dist checkpoint holds and where.
 
     Args:
-        folder: Of the checkpoint.
+        folder: The checkpoint's folder.
 
     Raises:
         DataError: no metadata, damaged metadata, or metadata that names what it must not: nothing of it was executed.

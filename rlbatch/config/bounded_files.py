@@ -30,7 +30,7 @@ _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a so
 
 
 class MissingFileError(DataError):
-    """There is no such file."""
+    """A file that does not exist."""
 
 
 @contextmanager

@@ -26,10 +26,10 @@ class Calibration:
     """The content of a calibration file.
 
     Attributes:
-        date: Of the calibration.
+        date: Date of the calibration.
         runs: Run folders.
         device: What the GPUs call themselves.
-        cluster: Those keys of ``cluster.*`` that are ``SAME``.
+        cluster: The keys ``SAME`` of ``cluster.*``, and their values.
         assume: Values of ``plan.assume.*``.
     """
 
@@ -41,7 +41,7 @@ class Calibration:
 
     @property
     def source(self) -> str:
-        """Where its values come from, in words."""
+        """Where the calibrated values come from, in words."""
         return f"calibrated {self.date} on {self.device}: {', '.join(self.runs)}"
 
 
@@ -76,7 +76,7 @@ def with_calibration(config: Config, said: Mapping[str, Any]) -> Config:
 
     Args:
         config: Its paths are absolute.
-        said: Of ``plan.assume``, what the user says: that counts.
+        said: The values of ``plan.assume`` that the user gives, which count.
 
     Raises:
         ConfigError: the file is damaged, or of another cluster.

@@ -16,11 +16,11 @@ def check_plugins(
     """Checks what a config chooses.
 
     Args:
-        config: Of the job.
-        rollouts: What there is, by name: entries whose ``value`` is a ``RolloutSpec``. An unknown name raises there, as in the others.
-        advantages: The same, of ``AdvantageSpec``.
-        losses: Of ``LossSpec``.
-        filters: Of ``FilterSpec``.
+        config: The job's config.
+        rollouts: Registered backends by name: entries whose ``value`` is a ``RolloutSpec``. An unknown name raises there, as in the others.
+        advantages: The same of estimators, with ``AdvantageSpec``.
+        losses: The same of losses, with ``LossSpec``.
+        filters: The same of filters, with ``FilterSpec``.
 
     Raises:
         PluginError: an unknown name.

@@ -109,7 +109,7 @@ def _overridden(group: str, *file: str) -> str | None:
 
 
 def _layout(chosen: Mapping[str, str], keys: Sequence[str], said: Callable[[], Mapping[str, Any]]) -> str:
-    """The choice of ``layout``, looked up by the model's name and the cluster's GPUs, which only the user's choices in ``said`` tell."""
+    """The choice of ``layout``, looked up by the model's name and the cluster's GPUs; ``said`` is what the user's own choices say."""
     asked = chosen.get("layout")
     if asked and asked != AUTO:
         return asked

@@ -47,7 +47,7 @@ class Arguments:
     """What the arguments ask for.
 
     Attributes:
-        choices: Of config groups, group -> name.
+        choices: Config group -> name of its choice.
         lines: The other keys, for Hydra.
     """
 

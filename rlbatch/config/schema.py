@@ -274,7 +274,7 @@ class CorrectionConfig:
 
 
 RowFormat = Literal["auto", "plain", "verl", "slime", "openrlhf"]
-"""Whose columns rows have."""
+"""Programs whose names of columns the rows have."""
 
 
 @dataclass(frozen=True, kw_only=True)

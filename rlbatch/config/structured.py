@@ -48,7 +48,7 @@ class KeyDoc:
 
     Attributes:
         name: Dotted, e.g. ``train.steps``.
-        type: In words, e.g. ``an integer or null``.
+        type: The type in words, e.g. ``an integer or null``.
         default: Its default value.
         doc: What it means, with its unit.
         marks: What its type says beyond Python's, e.g. a ``Range``.

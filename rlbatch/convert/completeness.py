@@ -35,7 +35,7 @@ class Table:
     Attributes:
         origin: Where they come from.
         names: All of them.
-        twice: Those listed more than once.
+        twice: Names that are listed more than once.
         known: Shape and type of those whose are known.
     """
 
@@ -100,7 +100,7 @@ def check(family: ModelFamily, table: Table, *, is_fp8: bool = False) -> Report:
     """Compares a checkpoint's names with its family's, and shapes and types where they are known.
 
     Args:
-        family: Of the model.
+        family: The model's family.
         table: The names.
         is_fp8: Whether config.json says that it is block-quantised: counts where types are not known.
     """

@@ -53,8 +53,8 @@ def convert(options: Options, info: RankInfo, say: Callable[[str], None]) -> Non
     """Runs a conversion, or this process's share of it.
 
     Args:
-        options: Of any mode but ``check``.
-        info: Of this process.
+        options: The options, of any mode but ``check``.
+        info: This process's place among the others.
         say: Told what is being done.
 
     Raises:

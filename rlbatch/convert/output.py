@@ -38,7 +38,7 @@ class Output:
     """A file to be made.
 
     Attributes:
-        name: In the output folder.
+        name: The file's name in the output folder.
         nbytes: Its exact length.
         parts: Makes its bytes, in order and anew at each call; a part's memory may be that of the next one.
     """
@@ -281,7 +281,7 @@ class Draft:
         """Adds small files and the marker, and gives the folder its name.
 
         Args:
-            about: For the marker.
+            about: What the marker says of the conversion.
             small: Name -> content.
         """
         files = {name: {"bytes": size, "crc32": checksum} for name, (size, checksum) in sorted(self.finished().items())}

@@ -23,10 +23,10 @@ class Parameter:
         hf: Names of the Hugging Face tensors that it becomes.
         hf_shapes: Their shapes.
         shape: Its own.
-        key: Of the checkpoint's tensor with it.
-        key_shape: Of that tensor; padded rows of a vocabulary left out.
-        start: Of its box there.
-        size: Of its box there; ``shape`` behind ones.
+        key: Key of the checkpoint's tensor that has the parameter.
+        key_shape: Shape of that tensor, without the padded rows of a vocabulary.
+        start: First index of the parameter's box there.
+        size: Size of the parameter's box there: ones, then ``shape``.
     """
 
     mapping: ParamMapping

@@ -24,7 +24,7 @@ def to_be_made(
     Args:
         draft: Where they are made.
         outputs: All files of the conversion, the same in every process.
-        info: Of this process.
+        info: This process's place among the others.
         waiting: Called now and then while the others are at all that is left.
         verified: Whether files count as finished only if they were compared with the source.
     """

@@ -80,7 +80,7 @@ def outputs(family: ModelFamily, hf: HfTensors, layout: LayoutConfig, file_bytes
     """The files of a checkpoint, and what is in them.
 
     Args:
-        family: Of the model.
+        family: The model's family.
         hf: The source; ``check_names`` has accepted its names.
         layout: Whose ranks the chunks are for.
         file_bytes: Most bytes of a file; a larger chunk has one of its own.

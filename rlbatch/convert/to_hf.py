@@ -55,7 +55,7 @@ def from_dist(family: ModelFamily, dist: TorchDist, source: HfTensors | None, fo
     """The tensors of an export: those of the checkpoint, then those that are not trained, carried over from the model's folder.
 
     Args:
-        family: Of the model.
+        family: The model's family.
         dist: The checkpoint.
         source: Tensors of the model's folder, if it has any.
         form: Types of the tensors.

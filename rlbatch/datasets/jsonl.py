@@ -63,7 +63,7 @@ def blocks(path: Path, kind: Kind, size: int = BLOCK_BYTES) -> Iterator[bytes]:
 
 
 class DamagedError(Exception):
-    """A compressed file that cannot be read any further; its text says why."""
+    """The error of a compressed file that cannot be read any further; its text says why."""
 
 
 def damaged(path: Path, line: int, error: DamagedError) -> DataError:

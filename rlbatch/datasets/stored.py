@@ -40,7 +40,7 @@ class StoredFile:
         size, mtime_ns: Its state when it was read.
         wanted: Columns that were asked for.
         rows: How many it has.
-        sha256: Of its content; of a compressed file, unpacked.
+        sha256: SHA-256 of its content; of a compressed file, unpacked.
         content: jsonl or an Arrow file: itself, or a copy.
         index: numpy file: of jsonl [rows, 3] int64, first byte, end and line of each; of an Arrow file [batches + 1] int64, rows before.
         names: Values that look like those of the column with rewards' names.
@@ -111,7 +111,7 @@ class StoredRows:
 
     @cached_property
     def _written(self) -> int:
-        """When the data file was last written, ns; for a compressed file, when its unpacked copy was."""
+        """When the file was last written whose rows are read, ns: the data file, or the copy of it, which nobody else writes."""
         return self._file.mtime_ns if self._file.content == self._file.path else os.fstat(self._descriptor).st_mtime_ns
 
     @cached_property

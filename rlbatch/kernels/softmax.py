@@ -43,7 +43,7 @@ def gradient(logits: Tensor, targets: Tensor, temperature: float, state: tuple[T
 
     Args:
         logits: [C, V / TP].
-        targets: As for ``statistics``.
+        targets: The same as for ``statistics``.
         temperature: Divides the logits.
         state: [C] each: log of the sum of e^x over all columns, and entropy.
         upstream: [C] each: gradients of log-prob and entropy.
@@ -66,7 +66,7 @@ def log_softmax(logits: Tensor, targets: Tensor, temperature: float, group: Any,
         targets: Columns, counted from this rank's first.
         temperature: Divides the logits.
         group: Tensor-parallel group; None for one rank.
-        module: Of ``kernels``.
+        module: A module that ``kernels`` returns.
     """
     peak, total, weighted, chosen = module.statistics(logits, targets, temperature)
     if group is not None and group.size() > 1:

@@ -22,7 +22,7 @@ class EvalSet:
     Attributes:
         name: Its own.
         settings: ``eval.sets.<name>``, or what ``data.eval`` comes to.
-        prompts: In file order; each names its reward, among the job's.
+        prompts: Its prompts in file order; each names its reward, among the job's.
     """
 
     name: str

@@ -85,7 +85,7 @@ class CheckedRows:
     """The rows of a data set that were looked at.
 
     Attributes:
-        rows: Those to tokenise: all, or of many those that are likeliest to be refused, in file order.
+        rows: The rows to tokenise: all, or of many those that are likeliest to be refused, in file order.
         count: How many were read.
         is_whole: Whether these are all that there are.
     """

@@ -220,7 +220,7 @@ def value_names(value: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def usual_names(present: Sequence[str], usual: Sequence[str]) -> list[str]:
-    """Those of ``present`` that usually have such values, the likeliest first; names may be dotted."""
+    """The names of ``present`` whose last part is in ``usual``, the likeliest first; names may be dotted."""
     found = [name for wanted in usual for name in present if name.rpartition(".")[2] == wanted]
     return sorted(found, key=lambda name: name.count("."))
 

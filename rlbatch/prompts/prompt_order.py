@@ -99,7 +99,7 @@ class PromptOrder:
 
     Args:
         sets: The orders of the sets.
-        weights: Of each set.
+        weights: Weight of each set.
         usable: Which prompts may be trained on; None: all.
     """
 

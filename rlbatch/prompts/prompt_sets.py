@@ -20,11 +20,11 @@ class PromptSet:
 
     Attributes:
         key: Config key of its path, for messages.
-        name: Of one of several sets; empty: it is the only one.
+        name: Name of one of several sets; empty: it is the only one.
         source: Value of the key.
         paths: Its files.
         data: ``data.*`` as it is for this set.
-        reward: Of its rows that name none; empty: the job's.
+        reward: Reward of its rows that name none; empty: the job's.
         weight: Share of the prompts; None: its number of rows.
         most: Rows that are taken, from the top; 0: all.
         limit_key: Config key of the longest response.

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FOLDER = "data"
-"""Subfolder of the run folder for the prompt files' indexes, and for unpacked copies of compressed ones."""
+"""Subfolder of the run folder for the prompt files' indexes, and for copies of compressed ones."""
 CHECK_S = 10.0
 """Seconds for which the first rank looks at rows before the first step."""
 KEPT_TOKENS = 2**21
@@ -187,7 +187,7 @@ class Training:
 
     Attributes:
         prompts: All.
-        order: In which they are drawn.
+        order: The order in which they are drawn.
         identity: Tells the prompts from another run's.
         rewards: Names of rewards that rows or sets name.
     """

@@ -19,8 +19,8 @@ def bounded(seconds: float, more_bytes: int) -> Iterator[None]:
     """Limits what the context may take. Without effect outside of the main thread, which signals do not reach.
 
     Args:
-        seconds: Of this process's own computing, so that a busy machine does not count.
-        more_bytes: Of memory, beyond what the process has.
+        seconds: Seconds of this process's own computing, so that a busy machine does not count.
+        more_bytes: Bytes of memory beyond what the process has.
 
     Raises:
         TimeoutError: it takes longer.

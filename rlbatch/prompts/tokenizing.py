@@ -51,10 +51,10 @@ def load_prompts(
     Args:
         paths: See ``read_prompt_rows``.
         data: Names the columns, and says what becomes of them; ``max_prompt_tokens`` limits the prompts further.
-        tokenizer: Of the model.
+        tokenizer: The model's tokenizer.
         context_tokens: Longest sequence of the model.
         max_response_tokens: Tokens that must remain for the response.
-        vocab_size: Of the model; None: token ids are not compared with it.
+        vocab_size: Size of the model's vocabulary; None: token ids are not compared with it.
         most: Rows that are taken, from the top; 0: all.
         limit_key: Config key of ``max_response_tokens``.
         announce: Told of prompts that are left out.
@@ -95,11 +95,11 @@ def tokenize_rows(
     default: with a beginning-of-sequence token if the tokenizer adds one.
 
     Args:
-        rows: Of prompt files.
-        tokenizer: Of the model.
+        rows: Rows of prompt files.
+        tokenizer: The model's tokenizer.
         data: Arguments of the template, and what is done with special tokens.
-        vocab_size: Of the model; None: token ids are not compared with it.
-        with_special_tokens: Of plain strings; false: what they have at least.
+        vocab_size: Size of the model's vocabulary; None: token ids are not compared with it.
+        with_special_tokens: Whether plain strings get the tokenizer's special tokens; without, their tokens are the fewest possible.
 
     Raises:
         DataError: a row that needs a chat template which is missing or refuses it, has no tokens, or has one outside of the vocabulary;

@@ -31,7 +31,7 @@ class Setup:
     Attributes:
         plugins: The config's.
         rewards: Name among the job's -> name and options, of all that it serves.
-        seed: Of the run.
+        seed: The run's seed.
         workers: Tasks at once.
         memory_gib: Memory that a worker may take; None: no limit.
     """
@@ -47,7 +47,7 @@ class Frame(NamedTuple):
     """A message between rank, reward host and worker.
 
     Attributes:
-        number: Of the task.
+        number: The task's number.
         seconds: Its deadline, from when it is begun.
         payload: What is in it.
     """
@@ -97,7 +97,7 @@ class Peer:
             self.flush()
 
     def wait(self, event: int = select.POLLIN, seconds: float | None = None) -> None:
-        """Until there is something to receive, or room to send; of a process with any number of open files."""
+        """Waits until there is something to receive, or room to send; works with any number of open files."""
         ready = select.poll()
         ready.register(self.socket, event)
         ready.poll(None if seconds is None else 1000.0 * seconds)

@@ -42,7 +42,7 @@ def score(groups: list[SampleGroup], rewards: Mapping[str, Reward], default: str
 
     Args:
         groups: Groups with all their samples.
-        rewards: By name.
+        rewards: The rewards, by name.
         default: Reward of the prompts that name none.
 
     Raises:

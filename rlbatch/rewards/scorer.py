@@ -40,11 +40,11 @@ class _Task:
     """Samples whose verdict is asked for in one call.
 
     Attributes:
-        name: Of the reward.
+        name: The reward's name.
         group: Whose samples they are.
         places: Theirs in the group.
         is_held_out: Whether it is an evaluation's.
-        payload: As it was sent.
+        payload: The task as it was sent.
     """
 
     name: str
@@ -63,10 +63,10 @@ class Scorer:
 
     Args:
         config: ``reward.*``, plugins and seed.
-        registry: Of the job.
+        registry: The job's registry.
         names: Rewards that prompts name, beside the job's.
         workers: Processes, unless ``reward.workers`` says it.
-        sets: Those of evaluation sets: name among the job's rewards -> name and options.
+        sets: Rewards of evaluation sets: name among the job's rewards -> name and options.
 
     Attributes:
         in_rank: Rewards that run in this process.

@@ -119,7 +119,7 @@ def fill(target: Tensor, mapping: ParamMapping, sources: Sequence[Source], geome
     """Copies rank ``rank``'s part, of ``size``, of what ``sources`` become in Megatron; at most ``CHUNK_BYTES`` at a time.
 
     Args:
-        target: Of ``shard_shape``, on any device, in any dtype; for an expert mapping, one expert's slice of the stack.
+        target: A tensor of ``shard_shape``, on any device, in any dtype; for an expert mapping, one expert's slice of the stack.
         mapping: Kind and names.
         sources: Full Hugging Face tensors in the order of ``hf_names`` (of one expert, for an expert mapping); sliced before anything is
             read.

@@ -23,7 +23,7 @@ class Audit:
         trained: What mappings name: parameters and buffers.
         carried: Not trained, but exported with the rest.
         dropped: Left out on purpose.
-        scales: Of block-quantised weights, trained or carried.
+        scales: Scales of block-quantised weights, trained or carried.
         unexpected: Named by nothing.
         missing: Tensors that mappings name, and scales of fp8 weights.
         missing_carried: Tensors to be carried.

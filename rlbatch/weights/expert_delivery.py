@@ -42,11 +42,11 @@ class ExpertDelivery:
     """Which ranks want which experts, and who sends them.
 
     Args:
-        places: Of every rank of the trainer.
+        places: The place of every rank of the trainer.
         wanted: Global experts that each rank wants, in every layer that has experts; None: all.
-        num_experts: Of a layer.
+        num_experts: Number of experts of a layer.
         rank: This rank.
-        ranks_per_node: As ``ParallelGroups``.
+        ranks_per_node: See ``ParallelGroups``.
     """
 
     def __init__(
@@ -170,9 +170,9 @@ def exchange(rounds: Sequence[Round], mine: Sequence[Tensor | None], memory: Seq
     """Takes part in rounds that travel together.
 
     Args:
-        rounds: In the same order on every rank.
-        mine: For each round what this rank sends in it, contiguous.
-        memory: For each round shard -> where it goes, of the shards that come from other ranks.
+        rounds: The rounds, in the same order on every rank.
+        mine: What this rank sends in each round, contiguous.
+        memory: Where the shards go that come from other ranks: for each round, shard -> its memory.
     """
     rank = dist.get_rank()
     operations = []

@@ -62,10 +62,10 @@ class _EntryPlan:
     """An entry, and all of it that is the same in every export.
 
     Attributes:
-        name: In Megatron's model.
+        name: The tensor's name in Megatron's model.
         stage: First pipeline rank that holds it.
         form: What its shards travel as; one expert's.
-        names: Of its Hugging Face tensors, for every expert (or once).
+        names: Names of its Hugging Face tensors, for every expert (or once).
         per_rank: Experts of an expert-parallel rank; 0 if it is none's.
         is_whole: Whether each tensor-parallel rank has all of it.
     """
@@ -296,7 +296,7 @@ def buckets(
         bucket_mib: Limit of a bucket, MiB.
         policy_version: Stamped on every bucket.
         lasting: Addresses of the storages that stay as they are until the sync is over, e.g. of parameters: ``WeightBucket.lasting``.
-        is_carried: As ``WeightBucket``.
+        is_carried: See ``WeightBucket``.
 
     Yields:
         Buckets; taking the next one may free or overwrite the last one's tensors.

@@ -123,7 +123,7 @@ def dequantize(weight: Tensor, scale_inv: Tensor, dtype: torch.dtype = torch.bfl
     Args:
         weight: [M, N] float8_e4m3fn, on any device.
         scale_inv: float32 scales of the blocks that it touches, on the same device.
-        dtype: Of the result.
+        dtype: Dtype of the result.
         first: Row and column of ``weight[0, 0]`` within its block, for a part that begins inside one.
 
     Returns:

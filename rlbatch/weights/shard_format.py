@@ -39,8 +39,8 @@ class ShardFormat:
         mapping: Kind and names.
         geometry: Model numbers.
         size: Ranks that the parameter is split over.
-        shape: Of a shard (of one expert's, for an expert mapping).
-        dtype: Of a shard.
+        shape: Shape of a shard (of one expert's, for an expert mapping).
+        dtype: Dtype of a shard.
         quantised: Whether each Hugging Face tensor, in the order of ``hf_names``, is quantised.
     """
 

@@ -118,14 +118,14 @@ class EngineProgram:
     """What a host runs.
 
     Attributes:
-        name: Of the rollout backend.
+        name: Name of the rollout backend.
         engine: ``module:Class``, see ``rlbatch.engines.host.server``.
         start: Header of its ``start`` call, JSON; the answer has ``max_model_len``, and may have ``processes``: ids of those without which
             the engine is lost.
         python: Interpreter; empty: this one.
-        variables: As ``EngineHost``.
-        entry_points: As ``EngineHost``.
-        sockets_variable: As ``EngineHost``.
+        variables: See ``EngineHost``.
+        entry_points: See ``EngineHost``.
+        sockets_variable: See ``EngineHost``.
         context_option: The engine's own name of its longest prompt and response, for messages.
         replicas: Data-parallel replicas of the engine in this host.
         shared_mib: MiB of /dev/shm that its processes fill at least.
@@ -431,9 +431,9 @@ class ExpertParallelRollout(HostedRollout):
     ``held``: see ``rlbatch.engines.backend.weight_check``.
 
     Args:
-        context: As ``HostedRollout``.
-        options: As ``HostedRollout``.
-        program: As ``HostedRollout``.
+        context: See ``HostedRollout``.
+        options: See ``HostedRollout``.
+        program: See ``HostedRollout``.
     """
 
     proves_weights = True

@@ -26,9 +26,9 @@ class Compared:
     """How many tensors were compared.
 
     Attributes:
-        held: In the modules, all of each.
-        came: As they came: what the modules made of them cannot be read back.
-        elsewhere: None here: of experts of other nodes' workers.
+        held: Tensors that were compared as the modules hold them, all of each.
+        came: Tensors that were compared as they came: what the modules made of them cannot be read back.
+        elsewhere: Tensors of experts that only workers of other nodes have.
     """
 
     held: int
@@ -40,7 +40,7 @@ class TrainerSums:
     """The checksums of what this rank sends, while it does.
 
     Args:
-        blocks: Of how many bands of rows and columns they are told too: as many workers may have a part each; at most ``MOST_BANDS``.
+        blocks: Bands of rows, and of columns, with checksums of their own, as workers may have a part each; at most ``MOST_BANDS``.
         is_needed: Whether this rank sends.
     """
 
@@ -92,7 +92,7 @@ def compare(trainer: Mapping[str, Expected], told: Iterable[HeldPart], engine: s
 
     Args:
         trainer: Checksums of its tensors, by name.
-        told: By the workers of the engine on this node.
+        told: What the workers of the engine on this node told.
         engine: Its name, for the message.
 
     Returns:

@@ -39,7 +39,7 @@ def log_tail(log: Path, variables: Mapping[str, str]) -> str:
     """The last lines of an engine's log.
 
     Args:
-        log: Of the engine.
+        log: The engine's log.
         variables: The engine's own. Values of those that are called a secret are shown as the variable's name.
     """
     try:
@@ -67,9 +67,9 @@ class EngineHost:
     """An engine in a process of its own. Start it on the main thread: the process gets SIGKILL when the thread that made it ends.
 
     Args:
-        name: Of the rollout backend, for messages.
+        name: Name of the rollout backend, for messages.
         engine: What it serves, ``module:Class``.
-        folder: Of this engine's own: log and import path.
+        folder: A folder of this engine's own, for log and import path.
         python: Interpreter; empty: this one.
         variables: Environment variables beside those of this process, see ``engine_environment``.
         entry_points: Entry-point group -> its lines, which the engine's interpreter shall see.
@@ -79,7 +79,7 @@ class EngineHost:
     Attributes:
         log: The engine's.
         sockets: Folder that only this user may enter.
-        processes: Of the engine.
+        processes: The engine's processes.
         hang_limit_s: Seconds without a sign of life after which it is lost, once it has started.
         lost: Why it is lost; None: it is not.
         outlasts: Whether its loss ends nothing now, see ``outlasting``.

@@ -89,8 +89,8 @@ class Installed:
     """What an interpreter has of an engine.
 
     Attributes:
-        distribution: With which the engine came; empty: it has none.
-        version: Of the engine; empty: it has none.
+        distribution: The distribution with which the engine came; empty: it has none.
+        version: The engine's version; empty: it has none.
         options: Names of the engine's options; empty: not known.
         python: The interpreter's own path.
     """

@@ -21,11 +21,11 @@ class Sampled:
     """One sample.
 
     Attributes:
-        tokens: Of the response.
-        logprobs: Of each token.
+        tokens: The response's tokens.
+        logprobs: The log-prob of each token.
         reason: Why it ended, ``stop`` or ``length``.
         seconds: That it took, without those in the engine's queue if the engine says how many these were.
-        routes: Of tokens of the prompt and the response, if asked for: [tokens, layers, experts a token], and as many int16.
+        routes: Routes of tokens of the prompt and the response, if asked for: [tokens, layers, experts a token], and as many int16.
     """
 
     tokens: Sequence[int]
@@ -56,9 +56,9 @@ class SamplingEngine(ABC):
         """One sample; where it is cancelled the engine gives it up.
 
         Args:
-            name: Of the sample; no other one's name begins with it.
+            name: The sample's name; no other one's name begins with it.
             prompt: Token ids.
-            header: Of the call: ``temperature``, ``top_p``, ``top_k`` (0: all), ``max_tokens``, ``min_tokens``, ``stop_token_ids`` and
+            header: The call's, with ``temperature``, ``top_p``, ``top_k`` (0: all), ``max_tokens``, ``min_tokens``, ``stop_token_ids`` and
                 ``with_routes``.
             seed: 62 bits.
         """

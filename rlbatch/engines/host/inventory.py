@@ -70,7 +70,7 @@ def refusal(options: Mapping[str, Any], known: Sequence[str], decided: Mapping[s
     Args:
         options: The user's ``rollout.engine.*``.
         known: The engine's; empty: not known.
-        decided: Those that are not the user's -> the key that decides them.
+        decided: Options that are not the user's -> the key that decides them.
         engine: Its name and version.
         listed: Where its options are listed.
     """

@@ -47,8 +47,8 @@ def apply_those_for(
     """Applies, once in a process, what this version needs; warns of those that were made for other versions.
 
     Args:
-        version: Of the engine, with its name.
-        release: Of that, with as many numbers as the registry's.
+        version: The engine's version, with its name.
+        release: The version's numbers, as many as the registry's have.
         registry: Its workarounds.
         skipped_by: A variable with names, separated by commas, that are not applied: for the tests that show what they are for, and for
             trying a newer engine.

@@ -62,8 +62,8 @@ def rectangle(start: int, shape: Sequence[int], stride: Sequence[int], whole: Se
 
     Args:
         start: First element.
-        shape: Of the part.
-        stride: Of the part.
+        shape: The part's shape.
+        stride: The part's strides.
         whole: Shape of the tensor.
 
     Returns:
@@ -198,8 +198,8 @@ def held(pieces: Sequence[tuple[str, str, Tensor, Rectangle, dtype]]) -> list[Pa
     """Checksums of pieces of modules' parameters.
 
     Args:
-        pieces: Of each the sent tensor's name, the parameter's, the values, which part of the tensor they are, and the tensor's type, which
-            the parameter's has room for.
+        pieces: For each the sent tensor's name, the parameter's, the values, which part of the tensor they are, and the tensor's type,
+            which the parameter's has room for.
     """
     as_sent = [values.to(kind) for _, _, values, _, kind in pieces]
     found = sums([(values, piece[3]) for values, piece in zip(as_sent, pieces, strict=True)])[:, 0].tolist()
@@ -223,8 +223,8 @@ class Expected:
     Attributes:
         whole: All of it.
         total: Its checksum.
-        rows: Of bands of rows; empty: there are none.
-        columns: Of bands of columns.
+        rows: Checksums of bands of rows; empty: there are none.
+        columns: Checksums of bands of columns; empty: there are none.
     """
 
     whole: Rectangle

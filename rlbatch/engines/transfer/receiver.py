@@ -42,7 +42,7 @@ class WeightReceiver:
         """The tensors of a call, which may be read until it is answered.
 
         Args:
-            devices: Of the call's payload: for each device, or all, ``key`` and, unless the last sync had the same, what it stands for.
+            devices: Part of the call's payload: for each device, or all, ``key`` and, unless the last sync had it, what it stands for.
 
         Returns:
             A key, and names and tensors. The same key means tensors in the same places.

@@ -28,10 +28,10 @@ class WeightSender:
     Args:
         host: The engine; None on the ranks that have none.
         device: This rank's.
-        gather: Over the engine's ranks on this node.
+        gather: All-gather over the engine's ranks on this node.
         limit_s: Longest loading of one call, seconds.
         place: This rank's among them.
-        group: With the engine's workers, if they are on other GPUs; on the rank that has the host.
+        group: Group with the engine's workers, if they are on other GPUs; on the rank that has the host.
         is_collective: Whether there is such a group; the same on all of them.
     """
 
@@ -59,8 +59,8 @@ class WeightSender:
         """Sends every bucket, as one update; a collective of the engine's ranks.
 
         Args:
-            buckets: To be sent; at least one.
-            header: Of ``start_update``: whether it is an ``audit``, of the ``draft``, may ``replay`` the last one, and has a ``check``.
+            buckets: Buckets to send; at least one.
+            header: Header of ``start_update``: whether it is an ``audit``, of the ``draft``, may ``replay`` the last, and has a ``check``.
             double_buffered: Whether the next ones are gathered while the engine loads. If not, that takes half the memory.
 
         Returns:

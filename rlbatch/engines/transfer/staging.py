@@ -49,7 +49,7 @@ class _KnownBucket:
     """A bucket that was all read in place, which a trainer sends again and again.
 
     Attributes:
-        names: Of its tensors.
+        names: Names of its tensors.
         tensors: The objects; they are not kept.
         where: Their addresses.
         firsts: Memory's key -> number of one tensor in it.

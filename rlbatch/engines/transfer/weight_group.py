@@ -22,11 +22,11 @@ class WeightGroup:
     """This process's place in the group; made by all of its members at the same time.
 
     Args:
-        path: Of a file that all of them see, and none did before.
+        path: Path of a file that all of them see, and none did before.
         rank: This process's; ``SENDER`` sends.
-        size: Of the group.
+        size: Number of members.
         device: ``torch.device`` or its name.
-        limit_s: For meeting the others, and for one broadcast, seconds.
+        limit_s: Most seconds for meeting the others, and for one broadcast.
 
     Raises:
         RuntimeError: the others do not come.

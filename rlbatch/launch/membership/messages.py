@@ -152,7 +152,7 @@ class Handshake:
     """Rank 0's side of a connection that has not joined yet.
 
     Attributes:
-        link: To it.
+        link: The link to the other side.
         until: When it must have joined.
         is_known: Whether it has proved that it knows the token.
     """

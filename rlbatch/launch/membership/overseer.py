@@ -50,16 +50,16 @@ class Member:
     """What is known of a rank.
 
     Attributes:
-        link: To it.
+        link: The link to the rank.
         host: Its node.
         phase: What it does.
-        since: From when on.
+        since: Time when that began, of ``time.monotonic``.
         deadline: When its phase has lasted too long; None: it waits for others.
-        limit_s: Of its phase.
+        limit_s: Hang limit of its phase, seconds.
         location: Where its main thread is, if it answered.
         has_left: Whether it came to its regular end, or was stopped.
         is_gone: Whether its process has ended.
-        ends: Of its connections to the store, once it has told.
+        ends: Its ends of connections to the store, once it has told them.
     """
 
     link: Link

@@ -56,10 +56,10 @@ class Meeting:
 
     Attributes:
         info: This rank, with the address and port of the job's store.
-        attempt: Of the job.
-        link: To rank 0's overseer.
-        overseer: On rank 0.
-        store_socket: On rank 0: where the store will listen.
+        attempt: The job's attempt.
+        link: The link to rank 0's overseer.
+        overseer: The overseer, on rank 0.
+        store_socket: The socket at which the store will listen, on rank 0.
         interface: The network interface that leads to the other ranks.
     """
 

@@ -55,7 +55,7 @@ def find_culprit(locations: Mapping[int, StackLocation | None]) -> int:
     In this order: a rank that gave no answer, one that waits for nobody, one that waits where the fewest do.
 
     Args:
-        locations: Of every rank that still runs; None: it gave no answer.
+        locations: Location of every rank that still runs; None: it gave no answer.
     """
     silent = [rank for rank, location in locations.items() if location is None]
     if silent:

@@ -70,7 +70,7 @@ class JobStore:
         The rank that comes last collects the values, so that a job of N ranks moves N values and N answers, not N x N keys.
 
         Args:
-            name: Of the place; the same name may be used again and again, in the same order on all ranks.
+            name: Name of the place; the same name may be used again and again, in the same order on all ranks.
             timeout_s: Longest wait.
             value: What this rank has to say.
 
@@ -125,7 +125,7 @@ def open_store(
         info: This rank, with address and port.
         timeout_s: Longest wait for rank 0.
         hosts: Node of every rank, for messages.
-        listening: On rank 0: a socket that listens there already.
+        listening: A socket that listens there already, on rank 0.
         secret: What only ranks know. All keys begin with a word that follows from it: what others wrote before has no meaning.
 
     Raises:

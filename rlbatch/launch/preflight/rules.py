@@ -34,7 +34,7 @@ class Finding:
     """Something about a node.
 
     Attributes:
-        rank: Of the node; the first that shows it.
+        rank: A rank of the node, the first that shows it.
         host: The node.
         text: A sentence without its full stop.
         is_error: Whether the job cannot run; otherwise it is only odd.
@@ -102,7 +102,7 @@ def check_memory(
     """Host memory and /dev/shm of each node.
 
     Args:
-        facts: Of every rank.
+        facts: The facts of every rank.
         cluster: What the nodes should have.
         floor: What the run takes.
         others: What it would take with other keys, which are offered if that fits; the better first.
@@ -142,8 +142,8 @@ def check_visibility(facts: Sequence[NodeFacts], unseen: Sequence[Sequence[tuple
     """Folders that are not the same on all nodes.
 
     Args:
-        facts: Of every rank.
-        unseen: Of every rank: folder, and the rank whose file it does not see there. The first node looks for all others' files, and they
+        facts: The facts of every rank.
+        unseen: For every rank: folder, and the rank whose file it does not see there. The first node looks for all others' files, and they
             for its.
     """
     pairs = [(folder, min(reader, writer), max(reader, writer)) for reader, missing in enumerate(unseen) for folder, writer in missing]
@@ -171,7 +171,7 @@ def check_bandwidth(facts: Sequence[NodeFacts], node_gbs: Mapping[str, float], l
     """Nodes that are slower than the others, or than their GPUs' links suggest.
 
     Args:
-        facts: Of every rank.
+        facts: The facts of every rank.
         node_gbs: Host -> bus bandwidth of its all-reduce, GB/s; nodes of one rank are left out.
         link_gbs: ``cluster.gpu_link_gbs``; 0: not said.
     """

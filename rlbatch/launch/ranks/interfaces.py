@@ -105,7 +105,7 @@ def listen(address: str, port: int, backlog: int) -> socket.socket:
     """A listening TCP socket.
 
     Args:
-        address: Of this machine; empty: all of them, IPv4 and IPv6.
+        address: An address of this machine; empty: all of them, IPv4 and IPv6.
         port: 0: any that is free.
         backlog: Connections that may wait.
 

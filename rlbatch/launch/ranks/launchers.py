@@ -24,9 +24,9 @@ class RankPosition:
     """A process's place in its job, which each launcher tells in its own way.
 
     Attributes:
-        rank: In the job, from 0.
+        rank: Rank in the job, from 0.
         world_size: Processes of the job.
-        local_rank: On this node, from 0.
+        local_rank: Rank on this node, from 0.
         local_size: Processes on this node.
         node_rank: Node, from 0. None: the launcher does not say, and ranks are not spread evenly.
         host: Name of this node.

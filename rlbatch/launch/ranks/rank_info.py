@@ -24,7 +24,7 @@ class RankInfo(RankPosition):
     Attributes:
         master_addr: Where rank 0 listens; empty if nobody said.
         master_port: Its TCP port; 0 if nobody said.
-        job_id: Of the batch system, else of the launcher; empty if there is none. The same on all ranks.
+        job_id: Id that the batch system, or else the launcher, gave the job; empty if there is none. The same on all ranks.
         restart_count: How often this job was started again.
     """
 

@@ -21,7 +21,7 @@ class Variables:
     """Variables of a process.
 
     Attributes:
-        values: Those that are not empty: an empty one counts as not set.
+        values: The variables that are not empty: an empty one counts as not set.
     """
 
     def __init__(self, values: Mapping[str, str]) -> None:

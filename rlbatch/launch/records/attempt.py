@@ -25,7 +25,7 @@ class Attempt:
     """Contents of attempt.json.
 
     Attributes:
-        job_id: Of the batch system or the launcher; empty if there is none.
+        job_id: Id that the batch system or the launcher gave the job; empty if there is none.
         restart_count: How often the job was started again.
         launch: The word of this start, where its launcher or MPI gave one.
         world_size: Ranks.

@@ -48,10 +48,10 @@ class FirstError:
         rank: Rank that failed first; ``LAUNCHER``: nobody knows.
         host: Its node.
         type: Class of the exception; ``Exit`` if the process ended without one, ``Hang`` if the others waited for it in vain.
-        message: For the user.
+        message: The message for the user.
         traceback: Python's, or where a rank hangs; empty if there is none.
         time: Seconds since the epoch.
-        start: Of the job, as recorded; see ``_this_start``.
+        start: Identity of the job's start; see ``_this_start``.
     """
 
     rank: int

@@ -29,9 +29,9 @@ class PastAttempt:
     """One attempt of a run.
 
     Attributes:
-        job_id: Of the batch system or launcher; empty: it had none.
+        job_id: Id that the batch system or launcher gave the job; empty: none.
         restart_count: How often the job was queued again before.
-        host: Of rank 0.
+        host: Host of rank 0.
         first_step: Last finished step when it began: what it was resumed from.
         began: Seconds since the epoch.
         last_step: Last finished step at its end.

@@ -197,7 +197,7 @@ class Ending:
     """Why a job has to end, and when.
 
     Attributes:
-        why: For people, e.g. ``preempted (SIGUSR1)``.
+        why: The reason, for people, e.g. ``preempted (SIGUSR1)``.
         deadline: Seconds since the epoch.
         is_cancelled: Whether somebody wanted its end: it must not be queued again.
     """

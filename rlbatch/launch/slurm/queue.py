@@ -28,7 +28,7 @@ class JobState:
         state: Slurm's word; ``UNKNOWN`` if neither slurmctld nor the accounting knows the job.
         reason: Why it waits or ended, as Slurm says; empty if it does not.
         nodes: Slurm's node list; empty before it starts.
-        exit_code: As a shell would tell it: 128 + signal. None before the end.
+        exit_code: Exit code as a shell tells it: 128 + signal. None before the end.
         restarts: How often it was requeued.
         log: File with the batch script's output; empty if unknown.
     """

@@ -32,7 +32,7 @@ class Host:
     """A host that the job may use.
 
     Attributes:
-        name: As written, with ``user@`` if that was there; an IPv6 address without brackets.
+        name: The name as written, with ``user@`` if that was there; an IPv6 address without brackets.
         slots: Ranks that it takes. None: the file does not say, and nobody said how many GPUs a node has.
     """
 

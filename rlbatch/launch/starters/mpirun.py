@@ -81,7 +81,7 @@ class MpiJob:
 
     Attributes:
         mpi: The launcher.
-        hosts: With the ranks of each.
+        hosts: The hosts, with the ranks of each.
         hostfile: Text of its hostfile; empty: all ranks on this machine.
         command: The whole command line.
     """
