@@ -30,7 +30,7 @@ _YARN = ("factor", "original_max_position_embeddings", "attention_factor", "beta
 
 
 _OPTIONAL = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-"""Null is as if they were absent."""
+"""Fields of YaRN for which null is the same as absent."""
 
 
 @hookimpl

@@ -131,10 +131,10 @@ def _lines_of(rank: int) -> Iterator[bytes]:
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Where a group's tensors lie: the host, if it can."""
+    """The device on which a group's tensors must lie: the host, if the group can use it."""
     return torch.device("cpu" if "cpu" in str(dist.get_backend_config(group)) else f"cuda:{torch.cuda.current_device()}")
 
 
 def _as_tensor(content: bytes) -> Tensor:
-    """[n] uint8; ``frombuffer`` knows no empty one."""
+    """Bytes as a tensor, [n] uint8; ``frombuffer`` would refuse empty ones."""
     return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)

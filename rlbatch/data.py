@@ -53,7 +53,7 @@ GOLD_ROWS, GOLD_S = 64, 30.0
 
 @dataclass
 class Report:
-    """What was found in one set.
+    """What was found in one data set.
 
     Attributes:
         rows: How many there are.

@@ -46,7 +46,7 @@ Level = Literal["ok", "warning", "wrong"]
 
 @dataclass(frozen=True)
 class Line:
-    """What was found.
+    """One line of the report: what was found about one thing.
 
     Attributes:
         level: How bad it is.

@@ -169,7 +169,7 @@ def table(rows: Mapping[str, Points]) -> str:
 
 
 def _numbered(pattern: re.Pattern[str], curves: Mapping[str, Points]) -> dict[int, Points]:
-    """The curves whose tags have a number, in its order."""
+    """Number -> curve, of the curves whose tags have a number, in the order of the numbers."""
     return dict(sorted((int(found[1]), points) for tag, points in curves.items() if (found := pattern.fullmatch(tag))))
 
 

@@ -62,7 +62,7 @@ PYTHON = "python"
 
 
 class Registry:
-    """What the plugins offer.
+    """The names that the plugins offer, and what each stands for.
 
     Attributes:
         tables: All tables, name -> entry.

@@ -67,7 +67,7 @@ def deadline_of(rewards: Table, name: str, options: Mapping[str, Any]) -> float:
 
 
 def label_check(rewards: Table, name: str, options: Mapping[str, Any]) -> Callable[[Any], None]:
-    """What refuses labels that a reward, or a part of it, does not take: raises ``DataError``, which names the reward."""
+    """A function that refuses labels that a reward, or a part of it, does not take: it raises ``DataError``, which names the reward."""
     entry = rewards[name]
     parsed = entry.parse(options, rewards.key)
     of_parts = [label_check(rewards, reward, given) for reward, given in (_parts(rewards, name, options) or {}).values()]
@@ -92,7 +92,7 @@ def needs_label(rewards: Table, name: str, options: Mapping[str, Any]) -> bool:
 
 
 def answer_reader(rewards: Table, name: str, options: Mapping[str, Any]) -> Answers:
-    """What tells the final answers of responses that a reward scores; raises ``RewardError``, which names the reward."""
+    """A function that tells the final answers of responses that a reward scores; it raises ``RewardError``, which names the reward."""
     name, options = _answering(rewards, name, options)
     entry = rewards[name]
     parsed = entry.parse(options, rewards.key)

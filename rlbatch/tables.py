@@ -104,7 +104,7 @@ class Table(Mapping[str, Registered]):
         raise PluginError(f"{how_chosen(key, name)}: unknown. {f'Did you mean {meant}? ' if meant else ''}Known: {known}.")
 
     def built(self, name: str, options: Mapping[str, Any], argument: str, *more: Any) -> Any:
-        """What a name's ``build`` makes of its options, and of what else it is given: a function of one argument.
+        """Calls a name's ``build`` with its options and ``more``; the result must be a function of one argument.
 
         Raises:
             PluginError: what builds it raised, or returned no function.
@@ -133,7 +133,7 @@ class Table(Mapping[str, Registered]):
 
 
 def how_chosen(key: str, name: str) -> str:
-    """How a name is chosen, as one types it."""
+    """The text by which a name is chosen, as one types it."""
     return f"{key}=[{name}]" if key in SEVERAL else f"{key}={name}"
 
 
@@ -277,5 +277,5 @@ class ChosenTracker:
     options: Any
 
     def open(self, context: TrackerContext) -> Tracker:
-        """Opens it; raises whatever the plugin raises."""
+        """Opens the tracker; raises whatever the plugin raises."""
         return cast(Tracker, self.spec.build(context, self.options))

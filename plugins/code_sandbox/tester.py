@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class ProgramError(Exception):
-    """What the program raised, where it is none of Python's own exceptions."""
+    """An exception that the program raised and that is none of Python's own."""
 
 
 class Program:
@@ -56,7 +56,7 @@ class Program:
         return decode(said["value"], self.remote)
 
     def take_back(self, given: Sequence[Any], after: Any) -> None:
-        """What the program changed in lists, dicts and sets that it was given."""
+        """Takes over what the program changed in lists, dicts and sets that it was given."""
         for mine, item in zip(given, after["t"] if after else (), strict=False):
             if not isinstance(mine, (list, dict, set)) or holds_remote(item):
                 continue
@@ -82,7 +82,7 @@ def refuse(value: Any) -> int:
 
 
 def exception(name: str, text: str) -> Exception:
-    """What the program raised."""
+    """The exception that the program raised, of Python's own class or as ``ProgramError``."""
     kind = getattr(builtins, name, None)
     is_plain = isinstance(kind, type) and issubclass(kind, Exception)
     if not is_plain or name in ("StopIteration", "StopAsyncIteration"):

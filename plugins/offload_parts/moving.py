@@ -1,4 +1,4 @@
-"""The strategy that those build on which move something."""
+"""The base of the strategies that move something."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Moving(ReleasedGradients):
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """The state leaves, and all comes back at the end, also after an error."""
+        """A context in which the state leaves the accelerator; at its end, also after an error, all comes back."""
         with super().generating():
             self._state.finish_out()
             try:
@@ -45,17 +45,17 @@ class Moving(ReleasedGradients):
                 self._state.start_back()
 
     def sync_begins(self) -> None:
-        """Weights are there, and are copied while they are read."""
+        """Brings the weights back, and begins to copy them while they are read for engines."""
         self._weights_back()
         self._weights.start_out()
 
     def sync_ends(self) -> None:
-        """Weights leave."""
+        """Lets the weights leave the accelerator."""
         self._weights.finish_out()
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Copies of the new state begin when it ends."""
+        """A context at whose end copies of the new state begin."""
         yield
         self.settle()
         self._state.start_out()

@@ -86,7 +86,7 @@ def keep_routes(original: Any, cache: Any, *sizes: Any, **named: Any) -> None:
 
 
 def cache_bytes(original: Any, runner: Any, free_gib: float) -> Any:
-    """What is left for the cache, or an error with the numbers."""
+    """What SGLang says is left for the cache; raises an error with the numbers if nothing is."""
     try:
         return original(runner, free_gib)
     except ValueError as error:

@@ -113,7 +113,7 @@ class WorkerWeights:
         return self._held.checksums() + [part for name, part in self._came.items() if name not in names]
 
     def _complete(self, tensors: list[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """What the model can load of the tensors, and of those before them."""
+        """The tensors that the model can load by now, of these and of those that came before."""
         for name, tensor in self._pairs.whole(tensors):
             self._current = name
             yield name, tensor

@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class _Mapping:
-    """What every mapping has.
+    """The base of all parameter mappings.
 
     Attributes:
         layers: Layers that it applies to, where ``{layer}`` is in its names; None: all of them.

@@ -66,8 +66,8 @@ class PathRule:
 FilePath = Annotated[str, PathRule()]
 """Path of a file or folder that every rank sees; empty: none."""
 Count = Annotated[int, Range(above=0, most=INT32)]
-"""How many, at least one."""
+"""A number of things, at least one."""
 CountOrZero = Annotated[int, Range(least=0, most=INT32)]
-"""How many, or none."""
+"""A number of things, or 0."""
 Seconds = Annotated[float, Range(above=0, most=2_000_000)]
 """A limit; the most is 23 days: system calls take milliseconds in 32 bits."""

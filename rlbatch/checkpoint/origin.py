@@ -54,7 +54,7 @@ def no_checkpoint(key: str, folder: Path, other: str) -> DataError:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether it is a Hugging Face folder with weights."""
+    """Whether a folder is a Hugging Face folder with weights."""
     return any(folder.glob("*.safetensors"))
 
 

@@ -92,7 +92,7 @@ def _no_reward(chosen: Mapping[str, str]) -> list[str]:
 
 
 def _dropped_options(chosen: Mapping[str, str], choices: Mapping[str, str]) -> list[str]:
-    """What a model or layout says to its own engine or offload strategy means nothing to another one that the user chose."""
+    """Overrides that drop a model's or layout's options for its own engine or offload strategy, where the user chose another one."""
     files = [(group, chosen[group]) for group in ("model", "layout") if chosen.get(group, AUTO) != AUTO]
     dropped = []
     for group, keys in _OF_A_CHOICE.items():

@@ -79,7 +79,7 @@ def parse_arguments(texts: Sequence[str], groups: Mapping[str, Sequence[str]], t
 
 
 def _foreign(text: str, keys: Sequence[str]) -> str:
-    """What is said of another program's key; empty: it is none."""
+    """A hint about a key that is another program's; empty if it is not."""
     typed = text.partition("=")[0].strip().lstrip("+~")
     return answer(typed) if typed not in keys else ""
 
@@ -105,7 +105,7 @@ def _is_any_of(key: str, options: Collection[str]) -> bool:
 
 
 def _how_to_write(text: str) -> str:
-    """What was typed as an option, a file or a word, as a key and its value."""
+    """A hint how to write as a key and its value what was typed as an option, a file or a word."""
     typed, equals, _ = text.partition("=")
     key = typed.strip("-").replace("-", "_")
     if text.endswith(".py") and not equals:

@@ -117,7 +117,7 @@ def check_variable(key: str, text: str) -> None:
 
 
 def _is_group(value: Any) -> bool:
-    """Whether it is a mapping from names to dataclasses."""
+    """Whether a type is a mapping from names to dataclasses."""
     return isinstance(value, Mapping) and any(dataclasses.is_dataclass(part) for part in value.values())
 
 

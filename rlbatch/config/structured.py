@@ -19,7 +19,7 @@ MISSING_VALUE = "???"
 """How a yaml file says that the user must give a value (OmegaConf's convention)."""
 
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")
-"""What no path may hold, and bytes of the command line that are not UTF-8."""
+"""Pattern of NUL, which no path may hold, and of bytes of the command line that are not UTF-8."""
 
 NAME = "<name>"
 """What documented keys have for a name that the user chooses: ``eval.sets.<name>.file``."""
@@ -287,13 +287,13 @@ def _kind(value: Any) -> str:
 
 
 def _told(value: Any) -> str:
-    """A value in a message, where it may be long."""
+    """A value as a message shows it, shortened if it is long."""
     shown = show_value(value)
     return shown if len(shown) <= MOST_SHOWN else f"{shown[:MOST_SHOWN]}..."
 
 
 def _fix(hint: Any, key: str, value: Any, default: Any) -> str:
-    """What was rather meant: of a text with a number in it that number, of what is no text its quotation; else what is right."""
+    """A hint what was rather meant: the number in a text, the quotation of what is no text, or a value that is right."""
     if hint in (int, float):
         pattern = r"-?[0-9]+" if hint is int else r"-?[0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?"
         if isinstance(value, str) and (found := re.search(pattern, value)):

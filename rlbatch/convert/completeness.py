@@ -47,7 +47,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Report:
-    """What was found.
+    """What a checkpoint was found to have, beside what its model needs.
 
     Attributes:
         table: The names.
@@ -128,7 +128,7 @@ def read_table(hf: Path, names: Path | None) -> Table:
 
 
 def table_of(hf: Path, tensors: HfTensors) -> Table:
-    """What a folder's files hold."""
+    """The names of a folder's tensors, with their shapes and types."""
     stored = {name: tensors.stored(name).entry for name in tensors.names()}
     return Table(str(hf), list(stored), known={name: (entry.shape, entry.dtype) for name, entry in stored.items()})
 
@@ -213,7 +213,7 @@ def _wrong(family: ModelFamily, table: Table) -> Iterable[str]:
 
 
 def _pattern(name: str) -> str:
-    """A name with ``*`` for its numbers."""
+    """A tensor's name with ``*`` in the place of numbers."""
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 

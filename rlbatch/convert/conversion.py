@@ -36,7 +36,7 @@ PLAN_FORMAT = 2
 
 @dataclass(frozen=True)
 class Work:
-    """What a conversion makes.
+    """The files that a conversion makes.
 
     Attributes:
         outputs: Large files, made one by one.

@@ -46,7 +46,7 @@ class HfTensor:
 
     @property
     def nbytes(self) -> int:
-        """Size of its values."""
+        """Bytes of the tensor's values."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

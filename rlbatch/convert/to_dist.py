@@ -66,7 +66,7 @@ class _Cut:
         return (*(1 for _ in range(len(self.offset) - len(self.size))), *self.size)
 
     def moved(self, axis: int, first: int, length: int) -> _Cut:
-        """A part of it along one dimension."""
+        """The part of the chunk that has ``length`` elements from ``first`` on along one dimension."""
         at = axis + len(self.offset) - len(self.size)
         return replace(
             self,

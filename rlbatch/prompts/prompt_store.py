@@ -67,7 +67,7 @@ class OpenSet:
         return int(self.ends[-1])
 
     def row(self, position: int) -> Any:
-        """A row by its position among all sets'."""
+        """A row, by its position among the rows of all sets."""
         number = position - self.first
         index = int(np.searchsorted(self.ends, number, side="right"))
         rows = self.files[index]
@@ -159,7 +159,7 @@ class Prompts(Sequence[Prompt]):
         return " ".join(filter(None, (long.told() for long in self.long)))
 
     def identity(self) -> Mapping[str, Any]:
-        """Tells these prompts from others."""
+        """Values that tell these prompts from another run's."""
         if len(self) <= IDENTITY_ROWS:
             return prompts_identity(self)
         shown = [self[one.first : one.first + SHOWN_ROWS] for one in self.sets]
@@ -183,10 +183,10 @@ class Prompts(Sequence[Prompt]):
 
 @dataclass(frozen=True)
 class Training:
-    """What a job trains on.
+    """The prompts that a job trains on.
 
     Attributes:
-        prompts: All.
+        prompts: All prompts of the training sets.
         order: The order in which they are drawn.
         identity: Tells the prompts from another run's.
         rewards: Names of rewards that rows or sets name.

@@ -158,7 +158,7 @@ class LongPrompts:
         return is_long
 
     def told(self, *, are_all: bool = True) -> str:
-        """What is told of those that are left out; empty: there are none.
+        """The message about prompts that are left out; empty if there are none.
 
         Args:
             are_all: Whether none is left if all that were counted are too long.

@@ -60,7 +60,7 @@ def score(groups: list[SampleGroup], rewards: Mapping[str, Reward], default: str
 
 
 def check_known(name: str, prompt: Prompt, known: Iterable[str]) -> None:
-    """Raises RewardError if a prompt's reward is none of these."""
+    """Raises RewardError if a prompt's reward is not among the known ones."""
     if name not in known:
         raise RewardError(f"reward={name}: not registered, but prompt {prompt.prompt_id} needs it. Known: {', '.join(sorted(known))}.")
 

@@ -59,12 +59,12 @@ Described = Mapping[str, tuple[torch.Size, torch.dtype]]
 
 @dataclass(frozen=True)
 class _EntryPlan:
-    """An entry, and all of it that is the same in every export.
+    """A mapped tensor, with all that is the same in every export.
 
     Attributes:
         name: The tensor's name in Megatron's model.
         stage: First pipeline rank that holds it.
-        form: What its shards travel as; one expert's.
+        form: The form in which its shards travel, or those of one expert.
         names: Names of its Hugging Face tensors, for every expert (or once).
         per_rank: Experts of an expert-parallel rank; 0 if it is none's.
         is_whole: Whether each tensor-parallel rank has all of it.

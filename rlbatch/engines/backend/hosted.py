@@ -115,7 +115,7 @@ def offloaded_gib(engine: Mapping[str, Any]) -> float:
 
 @dataclass(frozen=True)
 class EngineProgram:
-    """What a host runs.
+    """The engine that a host runs, and how it is started.
 
     Attributes:
         name: Name of the rollout backend.

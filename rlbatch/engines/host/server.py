@@ -179,7 +179,7 @@ def _is_lost(engine: HostedEngine) -> bool:
 
 
 def startup_log() -> str:
-    """What this process and its children have written, where it goes to a file."""
+    """The text that this process and its children have written so far; empty if it goes to no file."""
     if not stat.S_ISREG(os.fstat(1).st_mode):
         return ""
     with open("/proc/self/fd/1", encoding="utf-8", errors="replace") as log:

@@ -31,7 +31,7 @@ class IpcHandle(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Allocation:
-    """What the driver gave in one piece.
+    """One allocation of GPU memory, as the driver made it.
 
     Attributes:
         key: Its number in this process; never given twice.

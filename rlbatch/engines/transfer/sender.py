@@ -151,7 +151,7 @@ class WeightSender:
         return loading
 
     def _message(self, number: int, content: CallContent) -> bytes:
-        """What is loaded by the call with this number, after this rank's device and a key for it; most syncs have the same as the last."""
+        """The payload of the call with this number: this rank's device, a key, and what is loaded; most syncs have the same as the last."""
         before = self._messages.get(number)
         if before is None or before[0] != content:
             text = json.dumps(content).encode()

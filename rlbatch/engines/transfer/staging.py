@@ -91,7 +91,7 @@ class Staging:
         self._turns = 2 if double_buffered else 1
 
     def stage(self, bucket: WeightBucket) -> StagedBucket:
-        """What must be copied of a bucket, and what is read in place."""
+        """Divides a bucket into tensors that must be copied and tensors that are read in place."""
         where = [tensor.data_ptr() for tensor in bucket.tensors]
         before = self._before.get(bucket.names[0] if bucket.names else "")
         if before is not None and self._is_same(bucket, where, before):
@@ -166,7 +166,7 @@ class Staging:
             self._handles[key] = handle
 
     def take(self) -> tuple[CallContent, Tensor]:
-        """What was added since the last time, when its copies are made, and the part of this rank's memory that they take.
+        """Waits for the copies; returns what was added since the last call, and the part of this rank's memory that the copies take.
 
         Its memory is written again after the next ``take``, or at once without double buffering: not before the workers have read it.
         """

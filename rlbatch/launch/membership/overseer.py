@@ -76,7 +76,7 @@ class Member:
 
 @dataclass
 class Evidence:
-    """What went wrong so far.
+    """What went wrong in the job so far.
 
     Attributes:
         decide_at: When the first error is chosen.

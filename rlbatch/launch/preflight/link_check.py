@@ -18,7 +18,7 @@ REPEATS = 3
 
 @dataclass(frozen=True)
 class LinkSpeeds:
-    """What one rank measured.
+    """What one rank measured of the links.
 
     Attributes:
         wrong: Ranks whose contribution arrived wrong here.

@@ -75,12 +75,12 @@ class NodeFacts:
     problems: Sequence[str] = ()
 
     def to_json(self) -> str:
-        """Writes them for the store."""
+        """Writes the facts as text for the store."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> NodeFacts:
-        """Reads them from the store."""
+        """Reads the facts from the store's text."""
         values = json.loads(text)
         return cls(**{**values, "gpu": Gpu(**values["gpu"]) if values["gpu"] else None})
 

@@ -46,7 +46,7 @@ class Finding:
     is_error: bool = True
 
     def __str__(self) -> str:
-        """Shows it in the log."""
+        """The finding's line in the log."""
         return f"host {self.host} (rank {self.rank}): {self.text}."
 
 
@@ -132,14 +132,14 @@ def _fitting(fact: NodeFacts, here: Sequence[NodeFacts], others: Iterable[tuple[
 
 
 def check_folders(facts: Sequence[NodeFacts]) -> Iterator[Finding]:
-    """What ranks said about their folders."""
+    """Finds nodes whose ranks have problems with the run's folders."""
     for fact in facts:
         for problem in fact.problems:
             yield Finding(fact.rank, fact.host, f"{problem}. Put it on storage that all nodes may write, or correct the path")
 
 
 def check_visibility(facts: Sequence[NodeFacts], unseen: Sequence[Sequence[tuple[str, int]]]) -> Iterator[Finding]:
-    """Folders that are not the same on all nodes.
+    """Finds folders that are not the same on all nodes.
 
     Args:
         facts: The facts of every rank.
@@ -158,7 +158,7 @@ def check_visibility(facts: Sequence[NodeFacts], unseen: Sequence[Sequence[tuple
 
 
 def check_clocks(facts: Sequence[NodeFacts], clocks: Sequence[float]) -> Iterator[Finding]:
-    """Each node's clock against the median of all: seconds since the epoch, read at about the same moment."""
+    """Compares each node's clock with the median of all: seconds since the epoch, read at about the same moment."""
     usual = statistics.median(clocks)
     for fact in _firsts(facts):
         skew = clocks[fact.rank] - usual

@@ -99,7 +99,7 @@ def report_failure(run_dir: Path, rank: int, error: BaseException) -> bool:
 
 
 def failure_of(error: BaseException, rank: int, host: str, run_dir: Path) -> FirstError:
-    """What is told of an exception of a rank; users see no traceback of an ``RlbatchError``, nor of a run folder that is full or gone."""
+    """The record of a rank's exception; users see no traceback of an ``RlbatchError``, nor of a run folder that is full or gone."""
     if is_of_system(error) and (found := write_problem(run_dir)):
         said = " ".join(str(error).split())
         return FirstError(rank, host, "ConfigError", f"run_dir={run_dir}: {found}, then start again. ({said})", "", time.time())

@@ -38,7 +38,7 @@ def find_record(text: str, job_id: str) -> Record | None:
 
 
 def own_name(record: Record) -> str:
-    """What Slurm's commands are to be told to mean this job and no other: the id of a task of an array may be that of the whole array.
+    """The id by which Slurm's commands mean this job and no other: that of an array's task may be the id of the whole array.
 
     Components of a heterogeneous job can be queued again and cancelled together only, by the id of the first.
     """
