@@ -1,1 +1,1 @@
-"""What can be known about a job before it is queued: pure arithmetic, no torch."""
+"""Plans a job before it is queued, without torch: its memory, its time a step, its layout and its engines, by arithmetic."""

@@ -1,4 +1,4 @@
-"""``python -m rlbatch.plan``: the command is above this package, which is arithmetic alone."""
+"""Runs ``python -m rlbatch.plan``. The command itself is outside this package, which only does arithmetic."""
 
 from __future__ import annotations
 

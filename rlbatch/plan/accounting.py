@@ -1,4 +1,4 @@
-"""What a job takes of memory beside what was planned: phase by phase of a step, and by component where there was too little."""
+"""Compares the memory that a job takes with its plan: by phase of a step, and by component for a rank that ran out of memory."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from rlbatch.plan.memory import LEFT, PHASES, PROCESS_GIB, STATE, WHEN, Parts
 from rlbatch.registry import Registry
 
 STEP_PHASES = {"sync": "sync", "rollout": "generate", "logprobs": "log-probs", "update": "update"}
-"""A step's phases, as its tags call them -> the plan's."""
+"""Phase of a step, as metric tags name it -> phase of the plan (``PHASES``)."""
 ENDS_AS = {"sync": "generate"}
-"""Phases of the plan that end with what another has on GPUs: a sync wakes the engines, at last with their caches."""
+"""Phase of the plan -> phase whose memory GPUs have at its end: a sync ends by waking the engines and then their caches."""
 OTHER_PHASES = {"restart": "sync", "reward": "generate"}
-"""Those without a tag of memory; in the rest, engines sleep."""
+"""Phase of a step without a memory tag -> phase of the plan. For all phases in neither table it is ``log-probs``, where engines sleep."""
 TENSORS = "activations and other tensors"
 OTHERS = "engine, CUDA and NCCL"
 COMPONENTS = {"weights": "weights", "gradients": "gradients", "fragmentation": "fragmentation", **dict.fromkeys(STATE, "optimizer state")}
-"""Parts of the plan that have a component of their own."""
+"""Part of a plan for a GPU -> component under which messages show it, for the parts that have a component of their own."""
 SHOWN_GIB = 0.05
-"""Less is no news."""
+"""Smallest size that messages show, GiB."""
 LEFT_GPU = "what left the GPU"
 PROCESSES = "processes and all else"
 IMPORT = "import"
-"""What a rank does before it knows its plan."""
+"""Name of the phase before a rank knows its plan, in which it imports."""
 ON_HOST = {
     "weights": "weights",
     "gradients": "gradients",
@@ -37,15 +37,17 @@ ON_HOST = {
     **dict.fromkeys(STATE, "optimizer state"),
     **dict.fromkeys((LEFT, "weights that left the GPU"), LEFT_GPU),
 }
-"""The same of the host's memory."""
+"""Part of a plan for host memory -> component under which messages show it."""
 _ASKED = re.compile(r"Tried to allocate ([\d.]+) ([MG]iB)")
 
 Table = dict[str, dict[str, dict[str, float]]]
 
 
 def planned_memory(memory: MemoryEstimate, nodes: Sequence[int], *, on_gpu: bool) -> Table:
-    """What is expected in each phase of a step, and of it what is certainly held, GiB: of rank 0's ``gpu``, of the ``trainer`` there, and
-    of the ``node`` that takes most. ``nodes`` are the ranks of each.
+    """The memory that a plan expects in each phase of a step, and the part of it that is certainly held, GiB.
+
+    Returns phase -> ``gpu`` (all of rank 0's GPU), ``trainer`` (the trainer on that GPU) or ``node`` (the node that takes most) ->
+    ``planned`` or ``at_least``. ``nodes`` are the numbers of ranks of each node.
     """
     table: Table = {}
     for name, phase in STEP_PHASES.items():
@@ -63,20 +65,20 @@ def planned_memory(memory: MemoryEstimate, nodes: Sequence[int], *, on_gpu: bool
 def out_of_memory(
     plan: JobPlan, registry: Registry, rank: int, name: str, taken: Parts, said: str, owners: Sequence[tuple[str, int]] = ()
 ) -> str:
-    """What is told of a rank whose GPU has no memory left.
+    """The error message for a rank whose GPU has no memory left.
 
     Args:
-        plan: Of the job.
-        registry: Its plugins.
-        rank: Whose GPU it is.
-        name: Phase of the step.
-        taken: Component -> bytes.
-        said: What torch said.
-        owners: Lines of code that hold most of it, and their bytes.
+        plan: Plan of the job.
+        registry: Plugins of the job.
+        rank: The rank that ran out of memory.
+        name: Phase of the step in which it did.
+        taken: Component -> bytes that are allocated.
+        said: Text of torch's error.
+        owners: Lines of code that hold most of the memory, each with its bytes.
 
     Returns:
-        The component that outgrew its plan most, all of them, who holds most, and the cheapest change with which the phase takes so much
-        less.
+        Text with the component that outgrew its plan most, all components, the lines of code that hold most, and the cheapest change
+        with which the phase takes as many bytes less as torch asked for.
     """
     phase = STEP_PHASES.get(name, OTHER_PHASES.get(name, "log-probs"))
     stages = plan.memory.expected.stages
@@ -97,8 +99,10 @@ def out_of_memory(
 
 
 def host_plans(plan: JobPlan, registry: Registry, rank: int) -> dict[str, dict[str, Any]]:
-    """What ``out_of_host_memory`` has to know of a job, by phase of the plan: component -> bytes that the rank is expected to take of its
-    host's memory, and the cheapest change with which its node takes less.
+    """The part of a job's plan that ``out_of_host_memory`` needs, by phase of the plan.
+
+    Each phase has ``planned``, component -> bytes of host memory that the rank is expected to take, and ``change``, the cheapest change
+    with which the rank's node takes less.
     """
     config, stages = plan.job.config, plan.memory.floor.stages  # beside it only what is no rank's is expected of a host
     stage = stages[rank * len(stages) // config.layout.world_size]
@@ -117,15 +121,15 @@ def host_plans(plan: JobPlan, registry: Registry, rank: int) -> dict[str, dict[s
 
 
 def out_of_host_memory(told: Mapping[str, Any], most: int, others: int, *, on_gpu: bool, limit: str = "--mem") -> str:
-    """What is told of a rank whose host has no memory left; empty: a plugin of its job cannot be planned with.
+    """The error message for a rank whose host has no memory left; empty if a plugin of its job cannot be planned with.
 
     Args:
-        told: By the rank: ``host_plans``, and of now the watchdog's ``phase``, what it is ``doing`` (a phase of the step or of the plan)
-            and ``held``, bytes of components. Before it has a plan it imports.
-        most: Bytes that its process had at most.
-        others: Bytes of the processes that it started.
-        on_gpu: Whether it has a GPU.
-        limit: By which name more can be asked for.
+        told: What the rank has reported: ``host_plans``, the watchdog's ``phase``, what the rank is ``doing`` (a phase of the step or
+            of the plan) and ``held``, component -> bytes. A rank without a plan yet is importing.
+        most: Peak memory of the rank's process, bytes.
+        others: Memory of the processes that it started, bytes.
+        on_gpu: Whether the rank has a GPU.
+        limit: Option with which more memory can be requested.
     """
     alone = {"planned": {PROCESSES: PROCESS_GIB["gpu" if on_gpu else "cpu"] * GIB}, "change": "more nodes or fewer ranks on each"}
     plans, held = told.get("host_plans", {IMPORT: alone}), told.get("held", {})
@@ -142,7 +146,7 @@ def out_of_host_memory(told: Mapping[str, Any], most: int, others: int, *, on_gp
 
 
 def _compared(taken: Parts, planned: Parts) -> tuple[str, str]:
-    """The component that outgrew its plan most, in words, and all of them, the largest first."""
+    """Text about the component that outgrew its plan most, and a list of all components, the largest first."""
     both = {each: (taken.get(each, 0.0) / GIB, planned.get(each, 0.0) / GIB) for each in {*taken, *planned}}
     worst = max(both, key=lambda each: both[each][0] - both[each][1])
     over = both[worst][0] - both[worst][1]
@@ -152,7 +156,7 @@ def _compared(taken: Parts, planned: Parts) -> tuple[str, str]:
 
 
 def _components(parts: Parts, *, has_process: bool) -> Mapping[str, float]:
-    """The plan's parts, as a rank can tell them apart."""
+    """The bytes of a plan's parts, summed into the components that a rank can tell apart."""
     found: dict[str, float] = {}
     for part, size in parts.items():
         is_other = part.startswith("CUDA") or (part.startswith("engine's") and has_process)

@@ -1,7 +1,7 @@
-"""Counts what a forward pass keeps for the backward pass, from this trainer's own modules (``rlbatch.megatron``): bytes of a GPU.
+"""Counts the bytes of activations that a GPU keeps for the backward pass, from the modules of this trainer (``rlbatch.megatron``).
 
-Derived from the code, not fitted: which tensors torch's autograd holds of each part of a layer, with Megatron's sequence parallelism (what
-is between attention and MLP is divided over tensor-parallel ranks). Left out: masks, indices, statistics of norms.
+The numbers are derived from the code, not fitted: the tensors that autograd holds for each part of a layer with Megatron's sequence
+parallelism (tensors between attention and MLP are divided over tensor-parallel ranks). Masks, indices and norm statistics are left out.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from rlbatch.config.schema import LayoutConfig
 from rlbatch.plan.layout import recomputed, stage_chunks
 
 ROUTING_BYTES = 24
-"""Of a token and expert: probabilities in fp32, here and gathered, and the maps that sort tokens by expert."""
+"""Bytes that routing keeps for each pair of token and expert: fp32 probabilities, local and gathered, and maps that sort tokens."""
 SUM_BYTES = 4
-"""Of a parameter of an output layer that is the embedding too: its gradient is added up beside the one that others add to."""
+"""Bytes for each parameter of an output layer that is the embedding too, whose gradient is summed in a second fp32 buffer."""
 
 
 @dataclass(frozen=True)
 class TokenBytes:
-    """Bytes that a layer keeps of each token of a rank's pack.
+    """Bytes that a layer keeps for each token of a rank's pack.
 
     Attributes:
-        kept: All, with experts that get equally many tokens.
-        rows: Of ``kept``, what grows with the tokens that experts get.
-        backward: Of gradients beside them while the layer's backward pass runs: of its widest part.
-        remade: Of parts that are computed again in the backward pass.
-        remade_rows: Of ``remade``, what grows with the tokens that experts get.
+        kept: Bytes kept until the backward pass, with experts that get equally many tokens.
+        rows: The part of ``kept`` that grows with the tokens that experts get.
+        backward: Bytes of gradients that come on top while the widest part of the layer runs its backward pass.
+        remade: Bytes of the parts that are recomputed in the backward pass.
+        remade_rows: The part of ``remade`` that grows with the tokens that experts get.
     """
 
     kept: float
@@ -38,12 +38,12 @@ class TokenBytes:
 
 
 def layer_bytes(family: ModelFamily, layout: LayoutConfig, value_bytes: int, *, has_experts: bool) -> TokenBytes:
-    """What one layer keeps.
+    """The bytes that one layer keeps for each token.
 
     Args:
-        family: The model.
-        layout: Divides it.
-        value_bytes: Of an activation: 2 (bf16) or 4.
+        family: Family of the model.
+        layout: Layout that divides the model over ranks.
+        value_bytes: Bytes of one activation value: 2 (bf16) or 4 (fp32).
         has_experts: Whether the layer has experts.
     """
     hidden, tp = int(family.transformer["hidden_size"]), layout.tp_size
@@ -76,7 +76,7 @@ def layer_bytes(family: ModelFamily, layout: LayoutConfig, value_bytes: int, *, 
 
 
 def _attention(family: ModelFamily, tp: int) -> float:
-    """Numbers of a token: projections (inputs of norms; values are a part of them), what RoPE makes of queries and keys, the output."""
+    """Values that attention keeps for each token: inputs of norms, projections, queries and keys with RoPE, values, and the output."""
     model, heads = family.transformer, family.transformer["num_attention_heads"] / tp
     query, value = family.head_sizes
     if model.get("multi_latent_attention"):
@@ -87,24 +87,24 @@ def _attention(family: ModelFamily, tp: int) -> float:
 
 
 def _up_projected(family: ModelFamily, tp: int) -> float:
-    """Of latent attention, numbers of a token that come from the compressed ones: queries, keys and values."""
+    """Values of latent attention's queries, keys and values for each token, which are recomputed from compressed ones (``mla_up_proj``)."""
     query, value = family.head_sizes
     return float(family.transformer["num_attention_heads"] / tp * (2 * query + int(family.transformer["qk_head_dim"]) + value))
 
 
 @dataclass(frozen=True)
 class StageActivations:
-    """What a pipeline stage has at its peak, bytes of a GPU.
+    """Peak bytes of activations on each GPU of a pipeline stage.
 
     Attributes:
-        kept: Of all microbatches in flight, until their backward pass.
-        working: Of the layer that is recomputed, or whose backward pass runs.
-        logits: Of a chunk of tokens in the output layer, which become their gradient where they are, and a gradient of its weight in the
-            training precision; other stages have none.
-        kept_logits: The same if all tokens' logits stay, as they do where there is room.
-        imbalance: Of ``kept`` and ``working``, what the fullest expert-parallel rank has more of.
-        scoring: Of a layer's forward pass alone, which keeps nothing.
-        scoring_logits: Of a chunk's forward pass alone.
+        kept: Activations of all microbatches in flight, kept until their backward pass.
+        working: Activations of the layer that is being recomputed, or whose backward pass runs.
+        logits: Logits of a chunk of tokens, overwritten by their gradient, and a gradient of the output layer's weight in the training
+            precision; 0 for stages without an output layer.
+        kept_logits: The same as ``logits`` if all tokens' logits are kept, which they are where there is room.
+        imbalance: Bytes that the fullest expert-parallel rank has beyond ``kept`` and ``working``.
+        scoring: Activations of one layer's forward pass that keeps nothing for a backward pass.
+        scoring_logits: Logits of a chunk of tokens in such a forward pass.
     """
 
     kept: float
@@ -122,16 +122,16 @@ NO_ACTIVATIONS = StageActivations(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 def stage_activations(
     family: ModelFamily, layout: LayoutConfig, *, value_bytes: int, tokens: int, chunk: int, microbatches: int, imbalance: float
 ) -> tuple[StageActivations, ...]:
-    """Each stage's.
+    """The peak activations of each pipeline stage.
 
     Args:
-        family: The model.
-        layout: One that ``check_layout`` accepts.
-        value_bytes: Of an activation.
-        tokens: Of a rank in a microbatch: its part of a pack.
+        family: Family of the model.
+        layout: Layout that ``check_layout`` accepts.
+        value_bytes: Bytes of one activation value.
+        tokens: Tokens of one rank in a microbatch, which is its part of a pack.
         chunk: ``train.logprob_chunk_tokens``.
-        microbatches: Of an update and data-parallel rank.
-        imbalance: Tokens of the fullest expert-parallel rank over the mean.
+        microbatches: Microbatches of an update on each data-parallel rank.
+        imbalance: Tokens of the fullest expert-parallel rank, divided by the mean of all.
     """
     kinds = {kind: layer_bytes(family, layout, value_bytes, has_experts=kind) for kind in set(family.has_experts)}
     vocabulary = -(-family.vocab_size // layout.tp_size)
@@ -168,7 +168,7 @@ def stage_activations(
 
 
 def in_flight(layout: LayoutConfig, stage: int, microbatches: int) -> float:
-    """Microbatches whose activations a stage holds at once: of 1F1B, and of its interleaved form in parts of a stage."""
+    """Number of microbatches whose activations a stage holds at once in a 1F1B schedule; a fraction where it is interleaved."""
     stages, parts = layout.pp_size, layout.vpp_size
     if parts == 1:
         return min(stages - stage, microbatches)

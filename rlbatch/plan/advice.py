@@ -1,4 +1,4 @@
-"""Finds the cheapest changes with which a job fits: each with its memory, and what a step then takes."""
+"""Finds the cheapest changes of a job with which it fits, each with the memory and step time that follow."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ MOST_LAYOUTS = 60
 SHOWN = 3
 RECOMPUTE = {"layout.recompute_granularity": "full", "layout.recompute_method": "uniform", "layout.recompute_num_layers": 1}
 SHARES = (0.85, 0.7, 0.55, 0.4)
-"""Of an engine's share of a GPU: what is tried in its place."""
+"""Shares of a GPU that are tried for an engine in place of its own."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """A job that differs in some keys, and fits.
+    """A change of some config keys with which a job fits.
 
     Attributes:
-        keys: Key -> value.
-        plan: Of the changed job.
+        keys: Config key -> new value.
+        plan: Plan of the changed job.
     """
 
     keys: Mapping[str, Any]
@@ -41,7 +41,10 @@ class Change:
 
 
 def cheapest_changes(plan: JobPlan, registry: Registry) -> list[Change]:
-    """Those after which the job fits: of one key, or else of two, or else other layouts on as few GPUs as possible; the fastest first."""
+    """The cheapest changes with which the job fits, the fastest first, at most ``SHOWN``.
+
+    Changes of one key come before changes of two, and these before other layouts. Only those on the fewest GPUs are returned.
+    """
     for group in (_single(plan, registry), _pairs(plan, registry), _layouts(plan)):
         found = [change for keys in group if (change := _change(plan, keys, registry))]
         if found:
@@ -56,8 +59,9 @@ def _seconds(plan: JobPlan) -> float:
 
 
 def cheapest_relief(plan: JobPlan, registry: Registry, phase: str, gib: float, *, on_host: bool = False) -> Change | None:
-    """The fastest job with another key whose fullest GPU (or node, of its host's memory) takes so much less in a phase, whether or not the
-    plan said that it fits.
+    """The fastest change of one key with which the fullest GPU takes ``gib`` less in a phase and the job may fit; None if there is none.
+
+    With ``on_host`` the host memory of the fullest node has to take that much less. The job may have fit its plan before.
     """
 
     def most(of: JobPlan) -> float:
@@ -71,13 +75,13 @@ def cheapest_relief(plan: JobPlan, registry: Registry, phase: str, gib: float, *
 
 
 def _change(plan: JobPlan, keys: Mapping[str, Any], registry: Registry) -> Change | None:
-    """The changed job, if it fits."""
+    """The change with its plan, or None if the changed job does not fit."""
     after = _changed(plan, keys, registry)
     return Change(keys, after) if after and after.has_room else None
 
 
 def _changed(plan: JobPlan, keys: Mapping[str, Any], registry: Registry) -> JobPlan | None:
-    """The plan of the changed job, if its options are possible and its engines have room."""
+    """The plan of the changed job, or None if its options are invalid or its engines have no room."""
     try:
         job = changed_inputs(plan.job, changed(plan.job.config, keys, registry), registry)
         nodes = engine_nodes(job, registry)
@@ -87,14 +91,14 @@ def _changed(plan: JobPlan, keys: Mapping[str, Any], registry: Registry) -> JobP
 
 
 def engine_nodes(job: MemoryInputs, registry: Registry) -> tuple[int, ...]:
-    """The ranks of each node of a job whose engines have a place there; raises RlbatchError if they have none."""
+    """The number of ranks of each node; raises RlbatchError if the job's engines have no place on these nodes."""
     where = place_ranks(job.config, registry)
     EnginePlan(job.config, registry, job.gpus, job.shape, where).check_place(job)
     return (where.ranks_per_node,) * where.nodes
 
 
 def _single(plan: JobPlan, registry: Registry) -> list[Mapping[str, Any]]:
-    """What can be changed without another layout."""
+    """Candidates for changes that keep the layout's sizes, each a mapping of config keys to values."""
     job, config = plan.job, plan.job.config
     found: list[Mapping[str, Any]] = [each for each in spare(job, registry) if each]
     if config.layout.recompute_granularity != "full":
@@ -105,7 +109,7 @@ def _single(plan: JobPlan, registry: Registry) -> list[Mapping[str, Any]]:
 
 
 def engine_shares(job: MemoryInputs) -> dict[float, Mapping[str, Any]]:
-    """Shares of a GPU that its engine could take, the largest first, and how that is said; the job's own changes nothing."""
+    """Shares of a GPU that the job's engines could take, the largest first -> keys that set them; the present share has no keys."""
     own, option = job.shape.memory_share, job.shape.memory_option
     others = {share: {f"rollout.engine.{option}": share} for share in SHARES} if option and own < 1 else {}
     return dict(sorted({**others, own: {}}.items(), reverse=True))

@@ -1,7 +1,7 @@
-"""What runs say of the plan: which values of ``plan.assume`` would have made it right.
+"""Corrects a plan with measurements of runs: finds the values of ``plan.assume`` with which it would have been right.
 
-A time is corrected by a factor, of each phase one; activations too. What a GPU or a node uses beyond what is counted is added to what CUDA
-and NCCL, or the operating system, take there.
+The time of each phase is corrected by a factor, and so are activations. Memory beyond the planned is added to what CUDA and NCCL take of
+a GPU, or the operating system of a node.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from rlbatch.plan.accounting import STEP_PHASES, Table
 from rlbatch.plan.job_plan import JobPlan
 
 FACTORS = {"sync": "sync_factor", "rollout": "generate_factor", "logprobs": "logprobs_factor", "update": "update_factor"}
-"""A step's phase -> the assumption that corrects its time."""
+"""Phase of a step -> name in ``plan.assume`` of the factor that corrects its time."""
 ACTIVATIONS = "activations_factor"
 LEAST_GIB = 0.5
-"""Activations of less say nothing of larger ones."""
+"""Smallest planned size of activations that is calibrated, GiB; smaller ones say nothing about larger ones."""
 LEAST_S = 0.01
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run recorded beside its plan.
+    """Measurements that a run recorded beside its plan.
 
     Attributes:
-        seconds: Of a step's phases, medians.
-        memory: Phase -> ``gpu``, ``trainer`` and ``node``, GiB, of rank 0.
-        prompt, response: Mean tokens.
+        seconds: Phase of a step -> median duration, seconds.
+        memory: Phase -> ``gpu``, ``trainer`` or ``node`` -> memory of rank 0, GiB.
+        prompt, response: Mean lengths, tokens.
     """
 
     seconds: Mapping[str, float]
@@ -40,19 +40,19 @@ class Measured:
 
 
 def uncalibrated(config: Config, measured: Measured) -> Config:
-    """The run's config as a plan would have it that knows how long its samples are, and that nothing has corrected."""
+    """The run's config with the measured sample lengths and without corrections of earlier runs."""
     plain = {name: getattr(AssumeConfig(), name) for name in (*FACTORS.values(), ACTIVATIONS, *config.plan.calibrated)}
     lengths = {"mean_prompt_tokens": max(round(measured.prompt), 1), "mean_response_tokens": max(round(measured.response), 1)}
     return replace(config, plan=replace(config.plan, assume=replace(config.plan.assume, **plain, **lengths), calibrated={}))
 
 
 def factors(plan: JobPlan, table: Table, measured: Measured) -> dict[str, float]:
-    """Assumption -> the value with which times and activations would have been right.
+    """The factors with which planned times and activations would have been right, by their name in ``plan.assume``.
 
     Args:
-        plan: Of the run, ``uncalibrated``.
-        table: Its memory, phase by phase.
-        measured: What the run recorded.
+        plan: Plan of the ``uncalibrated`` config.
+        table: Planned memory of that plan, by phase.
+        measured: Measurements of the run.
     """
     found: dict[str, float] = {}
     for phase, name in FACTORS.items():
@@ -66,20 +66,20 @@ def factors(plan: JobPlan, table: Table, measured: Measured) -> dict[str, float]
 
 
 def added(assume: AssumeConfig, table: Table, measured: Measured) -> dict[str, float]:
-    """The same of what has a size of its own, where ``factors`` are in the plan already."""
+    """Sizes in GiB, by name in ``plan.assume``, with which planned memory would have been right once ``factors`` are in the plan."""
     over = {"cuda_gib": _over(table, measured, "gpu", "trainer"), "node_gib": _over(table, measured, "node")}
     return {name: max(getattr(assume, name) + gib, 0.0) for name, gib in over.items() if gib is not None}
 
 
 def combined(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of several runs: medians of factors, and of memory that is not in one's power the most."""
+    """Joins the corrections of several runs: the median of each factor, and the largest of each memory size."""
     names = dict.fromkeys(name for one in each for name in one)
     values = {name: [one[name] for one in each if name in one] for name in names}
     return {name: round(max(found) if name.endswith("_gib") else median(found), 4) for name, found in values.items()}
 
 
 def _over(table: Table, measured: Measured, what: str, less: str = "") -> float | None:
-    """By how much one uses more than planned, at most, GiB; ``less`` is a part of it that is corrected otherwise. None: nobody measured."""
+    """Largest excess over the planned memory of ``what`` in any phase, GiB, without the excess of ``less``; None if it was not measured."""
     names = [what, less] if less else [what]
     found = []
     for phase, rows in table.items():

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 CHECKPOINT_BYTES = {"bf16": 14, "fp32": 16}
-"""Of a parameter in a checkpoint: the weight as it is trained, then its fp32 main weight and Adam's two moments."""
+"""Bytes for each parameter in a checkpoint, by ``train.precision``: the trained weight, its fp32 main weight and Adam's two moments."""
 
 
 def checkpoint_bytes(num_parameters: float, precision: str) -> float:
-    """Size of a checkpoint.
+    """The size of a checkpoint, bytes.
 
     Args:
-        num_parameters: Of the model.
+        num_parameters: Parameters of the model.
         precision: ``train.precision``.
     """
     return num_parameters * CHECKPOINT_BYTES[precision]

@@ -1,4 +1,4 @@
-"""Counts the least memory of an engine: its weights, and the cache of one longest sample."""
+"""Counts the least memory that an engine needs: its weights, and a cache for one sample of the greatest length."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from rlbatch.registry import Registry
 GIB = 2**30
 WEIGHT_BYTES = {"bf16": 2, "fp32": 4}
 FP8_COMPUTES_IN = 2
-"""Bytes of what an fp8 engine does not quantise: it computes in bf16, whatever the trainer does."""
+"""Bytes of each weight that an fp8 engine does not quantise: it computes in bf16, whatever the trainer's precision."""
 
 
 @dataclass(frozen=True)
 class MemoryInputs:
-    """What the memory of a job follows from.
+    """The inputs from which the memory of a job follows.
 
     Attributes:
-        config: Complete.
-        model: Its parameters; None: not known, then ``model.parameters`` counts.
-        offload: What the offload strategy does with memory; None: not known.
-        shape: Of an engine.
-        gpus: Of an engine.
-        has_process: Whether engines are processes of their own.
-        is_fp8: Whether their matrices are, as model families have them: all but vocabulary, routers and norms.
-        draft: Whose weights they speculate with; see ``RolloutSpec``.
+        config: Complete config of the job.
+        model: Parameter counts of the model; None if the model is not known, and ``model.parameters`` is used instead.
+        offload: Effect of the offload strategy on memory; None if it is not known.
+        shape: Division of an engine over its GPUs.
+        gpus: GPUs of an engine.
+        has_process: Whether engines run in processes of their own.
+        is_fp8: Whether engines hold matrices in fp8: all that the model family lists, not the vocabulary, routers and norms.
+        draft: Folder of the weights that engines speculate with; see ``RolloutSpec``.
         on_gpu: Whether ranks have GPUs.
         has_reference: Whether ranks keep a reference model.
     """
@@ -48,7 +48,7 @@ class MemoryInputs:
 
 
 def memory_inputs(config: Config, registry: Registry, family: ModelFamily | None, *, on_gpu: bool) -> MemoryInputs:
-    """Asks the plugins of a job; raises RlbatchError for options that cannot be."""
+    """Collects the inputs from a job's config and plugins; raises RlbatchError for invalid options."""
     return MemoryInputs(
         config,
         ModelSize(family) if family else None,
@@ -64,17 +64,17 @@ def memory_inputs(config: Config, registry: Registry, family: ModelFamily | None
 
 
 def changed_inputs(job: MemoryInputs, config: Config, registry: Registry) -> MemoryInputs:
-    """The same model's job with another config; raises as ``memory_inputs``."""
+    """The inputs of the same model's job with another config; raises RlbatchError as ``memory_inputs`` does."""
     return replace(memory_inputs(config, registry, None, on_gpu=job.on_gpu), model=job.model, is_fp8=job.is_fp8)
 
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Least memory of an engine on each of its GPUs, GiB.
+    """Least memory that an engine needs on each of its GPUs, GiB.
 
     Attributes:
-        weights: All but the routed experts over the GPUs of a replica, those over all.
-        cache: Keys and values of one longest sample.
+        weights: Weights of the model. Routed experts are divided over all of the engine's GPUs, the rest over those of a replica.
+        cache: Keys and values of one sample of the greatest length.
     """
 
     weights: float
@@ -82,12 +82,12 @@ class EngineMemory:
 
     @property
     def total(self) -> float:
-        """Both."""
+        """Weights and cache together, GiB."""
         return self.weights + self.cache
 
 
 def engine_memory(job: MemoryInputs) -> EngineMemory:
-    """The floor of an engine."""
+    """The least memory of the job's engines."""
     shape, config = job.shape, job.config
     full = plain_bytes(job)
     if job.model is None:
@@ -101,17 +101,17 @@ def engine_memory(job: MemoryInputs) -> EngineMemory:
 
 
 def plain_bytes(job: MemoryInputs) -> float:
-    """Bytes of an engine's number that is not quantised."""
+    """Bytes of each weight that the engine does not quantise."""
     return job.shape.value_bytes or (FP8_COMPUTES_IN if job.is_fp8 else WEIGHT_BYTES[job.config.train.precision])
 
 
 def cached_bytes(job: MemoryInputs) -> float:
-    """Bytes of a number in an engine's cache."""
+    """Bytes of each value in the engine's cache of keys and values."""
     return job.shape.cached_bytes or plain_bytes(job)
 
 
 def cache_bytes(family: ModelFamily, shape: EngineShape, value_bytes: float) -> float:
-    """Counts an engine's keys and values, for one token on each GPU of a replica, which share it; ``value_bytes``: of one number."""
+    """Bytes of keys and values of one token on each GPU of the replica that shares them; a single value has ``value_bytes``."""
     model, layers = family.transformer, family.num_layers / shape.stages
     if model.get("multi_latent_attention"):  # the latent part is on every tensor-parallel GPU
         return float(layers * (model["kv_lora_rank"] + model["qk_pos_emb_head_dim"]) * value_bytes)
@@ -120,11 +120,11 @@ def cache_bytes(family: ModelFamily, shape: EngineShape, value_bytes: float) -> 
 
 
 def _weights(part: PartSize, job: MemoryInputs, full: float) -> float:
-    """Bytes on each GPU."""
+    """Bytes of a model part's weights on each GPU of the engine."""
     small, plain = 1 if job.is_fp8 else full, part.vocabulary + part.unquantised
     return ((part.dense - plain) * small + plain * full) / job.shape.replica_gpus + part.experts * small / job.gpus
 
 
 def _folder_bytes(folder: Path) -> int:
-    """Size of a model's weights on disk."""
+    """Bytes of the safetensors files in a model folder."""
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))

@@ -1,4 +1,4 @@
-"""Checks whether engines have a place: on nodes, and in the memory of GPUs beside the trainer. All are floors, as in ``memory``."""
+"""Checks whether a job's engines have room on its nodes, and on GPUs beside the trainer. Memory sizes are minimums, as in ``memory``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlbatch.registry import Registry
 
 LARGER = "Use larger GPUs or more of them, or keep more of the trainer on the host"
 FREE_GIB = 2.0
-"""Free memory of each GPU for CUDA and NCCL of both sides, in what messages advise; less is not refused."""
+"""Free memory of each GPU that advice in messages leaves for CUDA and NCCL of trainer and engine, GiB; less is not refused."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,11 @@ class EnginePlan:
     """The engines of a job.
 
     Attributes:
-        config: Complete.
-        registry: Its plugins.
-        gpus: Of an engine, one a rank.
-        shape: Of an engine.
-        place: Where ranks are; None: not known.
+        config: Complete config of the job.
+        registry: Plugins of the job.
+        gpus: GPUs of an engine, one for each rank.
+        shape: Division of an engine over its GPUs.
+        place: Nodes of the job; None if they are not known.
     """
 
     config: Config
@@ -40,16 +40,16 @@ class EnginePlan:
 
     @property
     def spec(self) -> RolloutSpec:
-        """What the rollout backend says of itself."""
+        """The properties of the job's rollout backend."""
         return self.registry.rollout(self.config)
 
     @property
     def key(self) -> str:
-        """The key that says ``gpus``."""
+        """Config key that sets ``gpus``."""
         return f"rollout.options.{self.spec.ranks_option}"
 
     def check_context(self) -> None:
-        """Refuses samples that are longer than the engine's context, with ConfigError."""
+        """Refuses, with ConfigError, samples that may become longer than the engine's context."""
         shape, prompt, (response, key) = self.shape, self.config.data.max_prompt_tokens or 1, longest_response(self.config)
         if shape.context_tokens and (least := prompt + response + shape.context_spare) > shape.context_tokens:
             spare = f", and {shape.context_spare} that the engine keeps" if shape.context_spare else ""
@@ -59,7 +59,7 @@ class EnginePlan:
             )
 
     def check_shortest(self) -> None:
-        """Refuses, with ConfigError, shortest responses that are too long, or that the check of log-probs would end the run for."""
+        """Refuses, with ConfigError, a minimum response length above the maximum, or one that makes ``max_logprob_diff`` end the run."""
         rollout, option = self.config.rollout, self.spec.shortest_option
         least, most, limit = self.registry.rollout_number(self.config, option), rollout.max_response_tokens, rollout.max_logprob_diff
         key = f"rollout.options.{option}={least}"
@@ -72,7 +72,7 @@ class EnginePlan:
             )
 
     def check_nodes(self) -> None:
-        """Refuses engines whose GPUs would not be where they must, with ConfigError and what would do."""
+        """Refuses, with ConfigError, engines whose GPUs cannot be placed on nodes as they must; the message names sizes that can."""
         if self.place is None or self.place.nodes == 1:
             return
         node, gpus, shape, spans_nodes = self.place.ranks_per_node, self.gpus, self.shape, self.spec.over_nodes is not None
@@ -86,7 +86,7 @@ class EnginePlan:
             )
 
     def check_separate_gpus(self) -> None:
-        """Refuses engines on GPUs of their own that are not as many as the ranks of a node, with ConfigError."""
+        """Refuses, with ConfigError, engines on GPUs of their own that are not as many as the ranks of a node."""
         if self.shape.is_colocated:
             return
         engines, key = self.shape.separate_gpus, f"rollout.options.{self.spec.separate_option}"
@@ -103,7 +103,7 @@ class EnginePlan:
             )
 
     def check_experts(self, family: ModelFamily) -> None:
-        """Refuses, with ConfigError, an engine over several nodes for a model without experts: nothing would be divided over them."""
+        """Refuses, with ConfigError, an engine over several nodes for a model without experts: only experts are divided over nodes."""
         if self.place is not None and self.gpus > self.place.ranks_per_node and not family.num_experts:
             raise ConfigError(
                 f"{self.key}={self.gpus}: an engine over several nodes divides experts, and model.hf has none. "
@@ -111,7 +111,7 @@ class EnginePlan:
             )
 
     def check_heads(self, family: ModelFamily, *, on_gpu: bool) -> None:
-        """Refuses, with ConfigError, a model whose attention heads cannot be divided so, or that the engine has no kernel for, on CPUs."""
+        """Refuses, with ConfigError, attention heads that the engine's GPUs cannot divide, or whose size has no CPU kernel."""
         heads, over = int(family.transformer["num_attention_heads"]), self.shape.replica_gpus // self.shape.stages
         if heads % over:
             sizes_there = [*self.sizes(spans_nodes=True)]
@@ -130,16 +130,16 @@ class EnginePlan:
             )
 
     def check_place(self, job: MemoryInputs) -> None:
-        """Refuses, with ConfigError, engines that have no place: on nodes, on GPUs of their own, in memory."""
+        """Refuses, with ConfigError, engines that have no room: on nodes, on GPUs of their own, or in memory."""
         self.check_nodes()
         self.check_separate_gpus()
         self.check_memory(job)
 
     def check_memory(self, job: MemoryInputs, fix: Callable[[], str] = lambda: LARGER) -> None:
-        """Refuses engines that have no room on their GPUs, which the trainer may share.
+        """Refuses engines that do not fit the memory of their GPUs, which the trainer may share. ``fix`` makes the advice of the message.
 
         Raises:
-            ConfigError: what is needed, what is there, and what would do.
+            ConfigError: the memory that is needed and available, and a setting with which the engines fit.
         """
         trainer = trainer_gib(job)
         if (found := self._short_of(job, trainer)) is None:
@@ -167,12 +167,13 @@ class EnginePlan:
         )
 
     def has_memory(self, job: MemoryInputs, trainer: float) -> bool:
-        """Whether ``check_memory`` accepts them beside a trainer that keeps so much of a GPU, GiB."""
+        """Whether ``check_memory`` accepts the engines beside a trainer that keeps ``trainer`` GiB of each GPU."""
         return self._short_of(job, trainer) is None
 
     def _short_of(self, job: MemoryInputs, trainer: float) -> tuple[EngineMemory, float, bool] | None:
-        """What the engine needs on a GPU beside a trainer that keeps so much, its share (GiB), and whether both are too large together;
-        None: there is room for both.
+        """The engine's least memory, its share of a GPU (GiB), and whether that share and ``trainer`` GiB are too large together.
+
+        None if both have room.
         """
         total = self.config.cluster.gpu_memory_gib
         if not (total and job.on_gpu):
@@ -182,7 +183,7 @@ class EnginePlan:
         return (need, share, overlaps) if overlaps or need.total > max(min(share, room), 0.0) else None
 
     def memory_line(self, job: MemoryInputs) -> str:
-        """How engine and trainer divide each GPU, in words; ``check_memory`` says whether that can be."""
+        """One line that says how engine and trainer divide each GPU. ``check_memory`` decides whether they can."""
         total, trainer, need = self.config.cluster.gpu_memory_gib, trainer_gib(job), engine_memory(job)
         cache = f", cache of one longest sample {need.cache:.1f}" if job.model else "; its cache is unknown until model.hf is there"
         engine = engine_share_gib(job, trainer) if self.shape.memory_share < 1 else need.total
@@ -193,12 +194,12 @@ class EnginePlan:
         )
 
     def sizes(self, *, spans_nodes: bool) -> Iterator[int]:
-        """GPUs that an engine can have: those of whole nodes, or a part of a node's that divides them."""
+        """Possible numbers of GPUs of an engine: divisors of a node's ranks and, with ``spans_nodes``, whole nodes."""
         node, world = self.place.ranks_per_node if self.place else self.config.cluster.gpus_per_node, self.config.layout.world_size
         yield from (size for size in divisors(world) if node % size == 0 or (spans_nodes and size % node == 0))
 
     def _larger(self, job: MemoryInputs, room: float) -> str:
-        """A larger engine that fits; empty: none does."""
+        """Advice with a larger engine that fits ``room`` GiB of each GPU; empty if none does."""
         node = self.place.ranks_per_node if self.place else self.config.cluster.gpus_per_node
         for size in self.sizes(spans_nodes=job.model is None or bool(job.model.family.num_experts)):
             replica = min(size, node)
@@ -214,11 +215,11 @@ class EnginePlan:
         return ""
 
     def _backends(self) -> Iterator[tuple[str, RolloutSpec]]:
-        """Those whose engines ranks share: the job's own, then the others, first such that may grow over nodes."""
+        """Rollout backends whose engines are shared by several ranks: the job's own first, then those that can span nodes."""
         specs = {name: entry.value for name, entry in self.registry.rollouts.items() if entry.value.ranks_option}
         yield from sorted(specs.items(), key=lambda item: (item[0] != self.config.rollout.name, item[1].over_nodes is None))
 
     def _share(self, need: EngineMemory, room: float) -> str:
-        """What else to change, where only the engine's share of a GPU is too small."""
+        """Advice to raise the engine's share of a GPU, where only that share is too small; else empty."""
         option = self.shape.memory_option
         return f", or raise rollout.engine.{option}" if option and need.total <= room - FREE_GIB else ""

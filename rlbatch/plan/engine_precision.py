@@ -1,4 +1,4 @@
-"""Decides in which form engines hold the weights: what `rollout.quantization` comes to. Imports no torch."""
+"""Decides whether engines hold weights in fp8, from `rollout.quantization`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Quantization = Literal["none", "fp8"]
 
 
 def engine_quantization(config: Config, registry: Registry, family: ModelFamily, hf_config: Mapping[str, Any]) -> Quantization:
-    """Decides in which form engines hold the weights: ``auto`` is the form of model.hf, where the backend can have it.
+    """Decides in which form engines hold the weights. ``auto`` keeps the form of model.hf where the backend supports it.
 
     Raises:
-        ConfigError: the backend has no fp8.
-        ModelError: the family says of no weight that it is fp8.
+        ConfigError: the backend does not support fp8.
+        ModelError: the model family lists no weights for fp8.
     """
     said, name = config.rollout.quantization, config.rollout.name
     has_fp8 = registry.rollout(config).has_fp8
@@ -36,10 +36,10 @@ def engine_quantization(config: Config, registry: Registry, family: ModelFamily,
 
 
 def has_fp8_engines(config: Config, registry: Registry, family: ModelFamily | None) -> bool:
-    """Whether engines hold fp8 weights; of a model that is not known whether they can, as less memory is then needed.
+    """Whether engines hold fp8 weights. If the model is not known, whether they could, which needs less memory.
 
     Raises:
-        RlbatchError: the backend or the family has no fp8.
+        RlbatchError: the backend or the model family does not support fp8.
     """
     if family is None:
         return config.rollout.quantization != "none" and registry.rollout(config).has_fp8

@@ -1,4 +1,4 @@
-"""The engines that a job could have in the place of its own: on so many GPUs, in so many copies."""
+"""Lists the engines that a job could have in place of its own, by their GPUs and data-parallel replicas."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from rlbatch.plan.step_time import least_sync
 from rlbatch.registry import Registry
 
 MOST_GPUS = 64
-"""Of an engine that is tried in the place of the job's: what larger ones do is not known well enough."""
+"""Largest number of GPUs of an engine that is tried in place of the job's own; larger engines are not known well enough."""
 
 
 def engine_keys(job: MemoryInputs, registry: Registry) -> Iterator[Mapping[str, Any]]:
-    """What makes other engines of it; the job's own, which nothing makes, first. Engines on GPUs of their own stay."""
+    """Changes of keys that give the job other engines, beginning with none, the job's own. Engines on GPUs of their own are not changed."""
     config, spec, shape = job.config, registry.rollout(job.config), job.shape
     yield {}
     if not (spec.ranks_option and shape.is_colocated and job.model):
@@ -42,19 +42,19 @@ def engine_keys(job: MemoryInputs, registry: Registry) -> Iterator[Mapping[str, 
 
 
 class Engines:
-    """Engines of one shape, beside a trainer with any offload strategy, with any share of a GPU.
+    """Engines of one shape, combined with any offload strategy of the trainer and any share of a GPU.
 
     Args:
-        plan: Of a job, whose engines these may replace.
-        keys: What makes them.
-        registry: Plugins.
+        plan: Plan of the job whose engines these may replace.
+        keys: Config keys and values that make these engines.
+        registry: Plugins of the job.
 
     Raises:
-        RlbatchError: there are no such engines, or not of this model, or they do not fit a GPU.
+        RlbatchError: the engines are invalid, do not suit this model, or do not fit a GPU.
     """
 
     def __init__(self, plan: JobPlan, keys: Mapping[str, Any], registry: Registry) -> None:
-        """Counts how long a step of theirs takes at least."""
+        """Counts the least time that a step takes with these engines."""
         self._plan, self._keys, self._registry, own = plan, keys, registry, plan.job
         self._jobs: dict[tuple[int, int], MemoryInputs] = {}
         self._generated: dict[Cache, Generation] = {}
@@ -73,7 +73,7 @@ class Engines:
         largest = changed_inputs(own, changed(job.config, shares[max(shares)], registry), registry)
         cache = replica_cache(largest, plan.model, plan.work, trainer=0.0)
         self.least = generation(largest, plan.model, plan.work, cache, gpu, node).seconds + least_sync(job)
-        """Seconds of generation and sync with the largest share of a GPU."""
+        """Seconds of generation and weight sync with the largest share of a GPU, which no job with these engines can undercut."""
 
     @cached_property
     def _offloaded(self) -> list[Mapping[str, Any]]:
@@ -85,23 +85,23 @@ class Engines:
 
     @property
     def ways(self) -> range:
-        """Numbers of offload strategies."""
+        """Indices of the offload strategies; 0 is the job's own."""
         return range(len(self._offloaded))
 
     @property
     def shares(self) -> int:
-        """Shares of a GPU that are tried."""
+        """Number of shares of a GPU that are tried."""
         return len(self._shares)
 
     def job(self, way: int, share: int) -> MemoryInputs:
-        """With an offload strategy and a share of a GPU, the largest first, in the layout of the plan."""
+        """The job with offload strategy number ``way`` and GPU share number ``share`` (0: the largest), in the layout of the plan."""
         if (way, share) not in self._jobs:
             keys = {**self._keys, **self._offloaded[way], **self._shares[share]}
             self._jobs[way, share] = changed_inputs(self._plan.job, changed(self._plan.job.config, keys, self._registry), self._registry)
         return self._jobs[way, share]
 
     def generated(self, job: MemoryInputs) -> Generation:
-        """A step's generation by one of its jobs, in any layout."""
+        """The generation of a step by one of these engines' jobs; its layout does not matter."""
         cache = replica_cache(job, self._plan.model, self._plan.work)
         if cache not in self._generated:
             gpu = gpu_of(job.config)

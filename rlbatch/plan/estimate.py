@@ -1,7 +1,7 @@
-"""Estimates the memory of a job, phase by phase: the floor, which is certainly held, and what comes on top of it.
+"""Estimates the memory of a job in each phase: the floor, which is certainly held, and what comes on top of it.
 
-Parts of the floor have no error; each other part has ``plan.assume.memory_error``. Where a part's size comes from: ``activations`` (derived
-from the code), ``plan.assume`` (each with its source).
+Parts of the floor have no error; every other part has the error ``plan.assume.memory_error``. Sizes on top of the floor come from
+``activations`` (derived from the code) and ``plan.assume`` (each with its source).
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from rlbatch.plan.workload import microbatches, pack_tokens, workload
 
 MIB = 2**20
 SHARED = ("engine's cache", "engine's workspace")
-"""Parts that divide a share of the GPU among themselves, which an engine keeps to."""
+"""Parts whose sum is an engine's share of the GPU, which it keeps to. They add no error."""
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """What a job is expected to take.
+    """The memory that a job is expected to take.
 
     Attributes:
-        floor: Certainly.
-        expected: All of it.
-        error: Of each part that is not in the floor, as a share of it.
+        floor: Memory that is certainly held.
+        expected: All expected memory, with the floor.
+        error: Relative error of each part that is not in the floor.
     """
 
     floor: MemoryFloor
@@ -48,33 +48,33 @@ class MemoryEstimate:
     error: float
 
     def spread(self, expected: Peak, floor: Peak) -> float:
-        """By how much a phase may be off, GiB."""
+        """The error of an expected peak, plus or minus GiB."""
         own = sum(size for name, size in expected.parts.items() if name not in SHARED and name not in floor.parts)
         return self.error * own / GIB
 
     def gpu_of_stage(self, stage: int, phase: str) -> tuple[Peak, float]:
-        """A rank of the stage, and by how much that may be off."""
+        """The peak of a rank of the stage on its GPU in a phase, and its error in GiB."""
         peak, certain = (Peak(phase, memory.stages[stage].gpu[phase]) for memory in (self.expected, self.floor))
         return peak, self.spread(peak, certain)
 
     def gpu(self) -> tuple[int, Peak, float]:
-        """The stage and phase that take most on a GPU, and by how much that may be off."""
+        """The stage whose GPUs take most in any phase, that peak, and its error in GiB."""
         found = [(stage, *self.gpu_of_stage(stage, phase)) for stage in range(len(self.expected.stages)) for phase in PHASES]
         return max(found, key=lambda each: each[1].gib)
 
     def host(self, nodes: tuple[int, ...], phase: str) -> tuple[Peak, float]:
-        """The node that takes most of its host memory in a phase, and by how much that may be off."""
+        """The peak host memory of the fullest node in a phase, and its error in GiB. ``nodes`` are the ranks of each node."""
         peak, certain = (memory.fullest_host(nodes, [phase]) for memory in (self.expected, self.floor))
         return peak, self.spread(peak, certain)
 
 
 def estimate_memory(job: MemoryInputs, floor: MemoryFloor | None = None, *, has_activations: bool = True) -> MemoryEstimate:
-    """Trainer, engines and what libraries take.
+    """Estimates the memory of trainer, engines and libraries.
 
     Args:
-        job: Its model is known, and its layout is one that ``check_layout`` accepts.
-        floor: Its own, if that is known already.
-        has_activations: Without them it is what the job takes at least, with any recomputation and packs.
+        job: Job of a known model, with a layout that ``check_layout`` accepts.
+        floor: Floor of the job, if it was counted already.
+        has_activations: Whether to add activations. Without them it is the least memory with any recomputation and packs.
     """
     floor, assume = floor or memory_floor(job), job.config.plan.assume
     activations = _activations(job) if has_activations else (NO_ACTIVATIONS,) * len(floor.stages)
@@ -104,7 +104,7 @@ def _activations(job: MemoryInputs) -> tuple[StageActivations, ...]:
 
 
 def _on_gpu(job: MemoryInputs, certain: RankMemory, activations: StageActivations) -> Iterator[tuple[str, Parts]]:
-    """What comes on top in each phase, bytes."""
+    """Yields each phase with the parts in bytes that come on top of the floor on a GPU."""
     assume, is_eval = job.config.plan.assume, job.config.mode == "eval"
     always = {"CUDA and NCCL": assume.cuda_gib * GIB}
     process = {"engine's process": assume.engine_process_gib * GIB} if job.has_process and job.shape.is_colocated else {}
@@ -134,13 +134,13 @@ def _on_gpu(job: MemoryInputs, certain: RankMemory, activations: StageActivation
 
 
 def _keeps_logits(job: MemoryInputs, certain: RankMemory, activations: StageActivations, others: Parts) -> bool:
-    """Whether a pack's logits are half of what is free, or less: then ``rlbatch.megatron.logprobs`` keeps them."""
+    """Whether a pack's logits take at most half of the free memory, so that ``rlbatch.megatron.logprobs`` keeps them."""
     used = sum(certain.gpu["update"].values()) + sum(others.values()) + activations.kept
     return activations.kept_logits <= (job.config.cluster.gpu_memory_gib * GIB - used) / 2
 
 
 def _engine(job: MemoryInputs, certain: Parts, phase: str) -> Parts:
-    """What an engine takes beside what is certain: the rest of its share, or the sync's buffers."""
+    """Bytes that an engine takes on a GPU on top of the floor: its workspace, and the rest of its share or the buffers of a sync."""
     shape, assume = job.shape, job.config.plan.assume
     if not shape.is_colocated or "engine's weights" not in certain:
         return {}
@@ -166,6 +166,6 @@ def _divided(job: MemoryInputs, certain: RankMemory, parts: Parts) -> Parts:
 
 
 def _on_host(job: MemoryInputs) -> Parts:
-    """What a rank's host memory takes beside what is certain."""
+    """Bytes that a rank takes of host memory on top of the floor."""
     assume, config = job.config.plan.assume, job.config
     return {"operating system, data, rewards": assume.node_gib * GIB / min(config.cluster.gpus_per_node, config.layout.world_size)}

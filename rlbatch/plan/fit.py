@@ -22,18 +22,18 @@ from rlbatch.plan.parameters import ModelSize, Share, least_share
 from rlbatch.registry import Registry
 
 GROWTH = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""So many times as many GPUs are tried, and as large sizes."""
+"""Factors by which the number of GPUs and the sizes of a layout are multiplied in the search."""
 SHOWN_PHASES = 3
 SIZES = ("ep_size", "pp_size", "tp_size")
-"""The parts of a layout that divide the model; the cheaper first."""
+"""Sizes of a layout that divide the model, the cheaper first."""
 Nodes = Callable[[Config], Sequence[int] | None]
-"""The ranks of each of a job's nodes, where they are known; raises ``ConfigError`` if there are not so many."""
+"""Returns the number of ranks of each node of a config's job, None if not known; raises ``ConfigError`` if the cluster is too small."""
 Changes = Mapping[str, Any]
-"""Config key -> value."""
+"""Config key -> new value."""
 
 
 class _Spared(NamedTuple):
-    """A job with changes that need no other layout, and the ranks of its nodes."""
+    """A job with changes that keep its layout, and the numbers of ranks of its nodes (None if not known)."""
 
     changes: Changes
     job: MemoryInputs
@@ -41,8 +41,9 @@ class _Spared(NamedTuple):
 
 
 def excesses(job: MemoryInputs, floor: MemoryFloor, nodes: Sequence[int] | None) -> list[str]:
-    """What is too small, in words and with both numbers; ``nodes`` are the ranks of each, None where that is not known. What engines need
-    beside the trainer is not looked at: see ``EnginePlan``.
+    """Messages about GPUs and nodes whose memory is too small, each with the needed and the available size.
+
+    ``nodes`` are the numbers of ranks of each node, None if not known. The engines' need beside the trainer is checked by ``EnginePlan``.
     """
     cluster, found = job.config.cluster, []
     is_full_in_sync = job.offload is not None and job.offload.moves_weights  # and has room when engines take memory for their caches
@@ -62,10 +63,10 @@ def excesses(job: MemoryInputs, floor: MemoryFloor, nodes: Sequence[int] | None)
 
 
 def check_fit(job: MemoryInputs, registry: Registry, nodes: Nodes) -> None:
-    """Refuses a job that needs more memory than there is, in any phase. ``check_layout`` accepts its layout, if the model is known.
+    """Refuses a job that needs more memory than there is in any phase. If the model is known, ``check_layout`` accepts the layout.
 
     Raises:
-        ConfigError: what is needed and what is there, each with its parts, and the cheapest change.
+        ConfigError: the needed and the available memory, with its parts, and the cheapest change with which the job fits.
     """
     where, apart = nodes(job.config), without_engines(job)
     found = excesses(job, memory_floor(job), where)
@@ -76,7 +77,7 @@ def check_fit(job: MemoryInputs, registry: Registry, nodes: Nodes) -> None:
 
 
 def without_engines(job: MemoryInputs) -> MemoryInputs:
-    """The job as if its engines had GPUs of their own."""
+    """The job with its engines on GPUs of their own, so that none shares the trainer's."""
     return replace(job, shape=replace(job.shape, separate_gpus=1))
 
 
@@ -86,7 +87,7 @@ def _engines(job: MemoryInputs, registry: Registry, nodes: Sequence[int] | None)
 
 
 def _fix(job: MemoryInputs, registry: Registry, nodes: Nodes) -> str:
-    """The first of all candidates, cheapest first, that fits; else that does without engines: what these need is said next."""
+    """Advice with the cheapest candidate that fits, or else with the cheapest whose trainer fits without engines."""
     spared, apart, aside = spare(job, registry), without_engines(job), ""
     is_trainer_short = bool(excesses(apart, memory_floor(apart), nodes(job.config)))
     is_engine_short = job.on_gpu and 0 < job.config.cluster.gpu_memory_gib < engine_memory(job).total  # wherever the trainer is
@@ -106,7 +107,7 @@ def _fix(job: MemoryInputs, registry: Registry, nodes: Nodes) -> str:
 
 
 def _all_spared(job: MemoryInputs, spared: Sequence[Changes], world: int, registry: Registry, nodes: Nodes) -> Iterator[_Spared]:
-    """Jobs of so many ranks with each of the changes, of those that are possible. No layout makes others of them."""
+    """Yields the job on ``world`` ranks with each of the changes that are valid. The result is the same for all layouts."""
     for changes in spared:
         with suppress(RlbatchError):
             config = changed(job.config, {"layout.world_size": world, **changes}, registry)
@@ -114,7 +115,7 @@ def _all_spared(job: MemoryInputs, spared: Sequence[Changes], world: int, regist
 
 
 def _more_gpus(job: MemoryInputs, nodes: Nodes) -> Iterator[str]:
-    """How many would do if they divided the model evenly."""
+    """Yields advice with a number of GPUs on which the model would fit if it were divided evenly."""
     config, layout = job.config, job.config.layout
     count = job.model.total.total if job.model else config.model.parameters
     alike = max(layout.tp_size, layout.ep_size * layout.etp_size)
@@ -129,7 +130,7 @@ def _more_gpus(job: MemoryInputs, nodes: Nodes) -> Iterator[str]:
 
 
 def may_fit(job: MemoryInputs, layout: LayoutConfig) -> bool:
-    """Whether weights and gradients alone have room, and the layout is one."""
+    """Whether the layout is valid, and the weights and gradients alone fit a GPU."""
     config, total = job.config, job.config.cluster.gpu_memory_gib * GIB
     if job.model is None:
         shares: tuple[Share, ...] = (least_share(config.model.parameters, layout),)
@@ -142,7 +143,7 @@ def may_fit(job: MemoryInputs, layout: LayoutConfig) -> bool:
 
 
 def _fits(job: MemoryInputs, registry: Registry, nodes: Sequence[int] | None) -> tuple[bool, bool]:
-    """Whether there is room without engines, and with them."""
+    """Whether the job fits without engines, and whether it fits with them."""
     apart = without_engines(job)
     if excesses(apart, memory_floor(apart), nodes):
         return False, False
@@ -155,7 +156,7 @@ def _fits(job: MemoryInputs, registry: Registry, nodes: Sequence[int] | None) ->
 
 
 def layouts(job: MemoryInputs) -> Iterator[LayoutConfig]:
-    """The job's own, and those that divide the model further, or over more GPUs: few changes first."""
+    """Yields the job's own layout, and then layouts that divide the model further or take more GPUs, those with few changes first."""
     layout = job.config.layout
     for growth in GROWTH:
         grown = replace(layout, world_size=layout.world_size * growth)
@@ -166,7 +167,7 @@ def layouts(job: MemoryInputs) -> Iterator[LayoutConfig]:
 
 
 def _balanced(layout: LayoutConfig, model: ModelSize) -> Iterator[LayoutConfig]:
-    """Gives the layout a first and a last stage whose ranks have no more than they must; yields none if the pipeline cannot be."""
+    """Yields the layout with the first and last stage sized so that the fullest rank holds least; nothing if no such pipeline is valid."""
     layers, stages = model.family.num_layers, layout.pp_size
     alone = replace(layout, world_size=max(layout.world_size // stages, 1), pp_size=1, vpp_size=1, recompute_num_layers=None)
     if layout.world_size % stages or not _is_layout(replace(alone, first_stage_layers=None, last_stage_layers=None), model.family):
@@ -189,7 +190,7 @@ def _is_layout(layout: LayoutConfig, family: ModelFamily) -> bool:
 
 
 def _divisions(layout: LayoutConfig, node: int) -> list[Changes]:
-    """Larger sizes: one, then two of them; tensor parallel ranks stay on a node."""
+    """Changes that multiply one or two of a layout's sizes, the smallest products first. Tensor parallel ranks stay on a node."""
     larger = {name: [getattr(layout, name) * growth for growth in GROWTH[1:]] for name in SIZES}
     larger["tp_size"] = [size for size in larger["tp_size"] if size <= node]
     one = [{name: size} for name in SIZES for size in larger[name]]
@@ -198,13 +199,13 @@ def _divisions(layout: LayoutConfig, node: int) -> list[Changes]:
 
 
 def layout_changes(before: LayoutConfig, after: LayoutConfig) -> Changes:
-    """The keys in which a layout differs from another."""
+    """Config keys in which the layout ``after`` differs from ``before``, with the values of ``after``."""
     names = [field.name for field in fields(before) if getattr(before, field.name) != getattr(after, field.name)]
     return {f"layout.{name}": getattr(after, name) for name in names}
 
 
 def spare(job: MemoryInputs, registry: Registry) -> list[Changes]:
-    """Changes that need no other layout, and their combinations: few first, and those that take less host memory."""
+    """Changes that keep the layout, and their combinations: those of few keys first, then those that take less host memory."""
     algorithm, shape = job.config.algorithm, job.shape
     is_kept = shape.is_colocated and shape.asleep != "gone"
     asleep = [{f"rollout.options.{key}": value for key, value in shape.gone_options.items()}] if is_kept and shape.gone_options else []
@@ -218,7 +219,7 @@ def spare(job: MemoryInputs, registry: Registry) -> list[Changes]:
 
 
 def offloads(job: MemoryInputs, registry: Registry) -> list[Changes]:
-    """Other strategies that say what they do, and this one with other options; those first that take less host memory."""
+    """Changes to other offload strategies or other options of the job's own, those that take less host memory first."""
     found = []
     for name, entry in registry.offloads.items():
         for advised in entry.value.advised:
@@ -238,10 +239,10 @@ def offloads(job: MemoryInputs, registry: Registry) -> list[Changes]:
 
 
 def changed(config: Config, changes: Changes, registry: Registry) -> Config:
-    """The config with other values of these keys.
+    """The config with other values of some keys.
 
     Raises:
-        RlbatchError: a plugin's option that cannot be.
+        RlbatchError: an option of a plugin is invalid.
     """
     for key, value in changes.items():
         config = replace(config, offload=OffloadConfig(name=value)) if key == "offload" else _with(config, key.split("."), value)

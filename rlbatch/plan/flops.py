@@ -1,7 +1,7 @@
-"""Counts model FLOPs as Megatron does: what the model needs, not what the implementation spends.
+"""Counts model FLOPs as Megatron does: those that the model needs, not those that the implementation spends.
 
-Not counted: recomputation, the router, the embedding lookup, norms and activations. Numbers of other frameworks that count attention
-without the causal half, or the embedding twice, are higher for the same speed.
+Recomputation, the router, the embedding lookup, norms and activation functions are not counted. Frameworks that count attention without
+the causal half, or the embedding twice, report higher numbers for the same speed.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from rlbatch.plan.parameters import ModelSize, PartSize, active_experts
 
 
 def part_flops(family: ModelFamily, part: PartSize) -> float:
-    """Forward FLOPs of a token in matrix products with a part's weights, without logits: two a multiply-add."""
+    """Forward FLOPs for each token in matrix products with a part's weights, without logits. A multiply-add is two."""
     return 2.0 * (part.dense - part.vocabulary - part.unquantised + active_experts(family, part))
 
 
 def logits_flops(family: ModelFamily) -> float:
-    """Forward FLOPs of a token's logits."""
+    """Forward FLOPs for each token in the output layer."""
     return 2.0 * int(family.transformer["hidden_size"]) * family.vocab_size
 
 
 def model_flops(model: ModelSize) -> float:
-    """Forward FLOPs of a token in matrix products with weights: attention projections, MLPs, top-k and shared experts, logits."""
+    """Forward FLOPs for each token in matrix products with weights: attention projections, MLPs, top-k and shared experts, logits."""
     return part_flops(model.family, model.total) + logits_flops(model.family)
 
 
 def matmul_flops_per_token(family: ModelFamily) -> float:
-    """``model_flops`` of a family."""
+    """``model_flops`` of a model of the family."""
     return model_flops(ModelSize(family))
 
 

@@ -1,4 +1,4 @@
-"""How engines generate: how many tokens their cache holds, whether they preempt, how long a step's samples take."""
+"""Estimates how engines generate: how many tokens their cache holds, whether they preempt samples, how long a step's samples take."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from rlbatch.plan.workload import POINTS, Workload
 
 @dataclass(frozen=True)
 class Cache:
-    """Keys and values of a replica.
+    """The cache of keys and values of an engine's data-parallel replica.
 
     Attributes:
-        tokens: That it holds; 0: not known.
-        samples: At once, that a replica is given.
-        needed: Tokens, if all of these are of mean length.
-        needed_most: Tokens, if all are as long as they may be.
+        tokens: Tokens that the cache holds; 0 if that is not known.
+        samples: Samples that the replica generates at once.
+        needed: Tokens of these samples if all have the mean length.
+        needed_most: Tokens of these samples if all have the greatest possible length.
     """
 
     tokens: int
@@ -30,7 +30,7 @@ class Cache:
 
     @property
     def warning(self) -> str:
-        """Whether samples are thrown out of the cache, to begin again; empty: never."""
+        """Warning that the engine will preempt samples for lack of cache; empty if it never does."""
         if not self.tokens or self.needed_most <= self.tokens:
             return ""
         each = self.tokens // self.samples
@@ -42,13 +42,13 @@ class Cache:
 
 
 def replica_cache(job: MemoryInputs, model: ModelSize, work: Workload, trainer: float | None = None) -> Cache:
-    """The cache of a data-parallel replica.
+    """Sizes the cache of a data-parallel replica.
 
     Args:
-        job: Its engines.
-        model: Not None.
-        work: A step.
-        trainer: What the trainer keeps beside it on a GPU, GiB; None: as it does.
+        job: Job whose engines have the cache.
+        model: Parameter counts of the model.
+        work: Samples of a step.
+        trainer: Memory that the trainer keeps of each GPU, GiB; None: as much as the job's own does.
     """
     shape, assume, samples = job.shape, job.config.plan.assume, samples_at_once(job, work)
     room = 0.0
@@ -61,25 +61,25 @@ def replica_cache(job: MemoryInputs, model: ModelSize, work: Workload, trainer: 
 
 
 def samples_at_once(job: MemoryInputs, work: Workload) -> int:
-    """Of a replica: its part of the step's, or as many as it is told to take."""
+    """Samples that a replica generates at once: all of its samples of a step, or the engine's limit."""
     here = _samples_here(job, work)
     return min(here, job.shape.samples_at_once) if job.shape.samples_at_once else here
 
 
 def _samples_here(job: MemoryInputs, work: Workload) -> int:
-    """Of a replica: its part of the step's."""
+    """Samples of a step that each replica generates."""
     replicas = max(job.config.layout.world_size // job.gpus, 1) * job.shape.replicas
     return -(-work.samples // replicas)
 
 
 @dataclass(frozen=True)
 class Generation:
-    """A step's generation.
+    """The generation phase of a step.
 
     Attributes:
-        seconds: Of the replica that takes longest.
-        tail_seconds: Of these, while fewer than half of the samples at once are left.
-        tokens_per_second: Of all engines.
+        seconds: Duration on the replica that takes longest.
+        tail_seconds: The part of ``seconds`` in which fewer than half of the samples at once are left.
+        tokens_per_second: Generated tokens of all engines a second.
     """
 
     seconds: float
@@ -88,11 +88,11 @@ class Generation:
 
 
 def generation(job: MemoryInputs, model: ModelSize, work: Workload, cache: Cache, gpu: Gpu, ranks_per_node: int) -> Generation:
-    """Decodes the step's samples: the n-th tokens of all that have so many, as many at once as the cache takes; few have the last ones.
+    """Estimates the generation of a step by simulating its decoding steps; fewer samples have the later tokens.
 
-    As if the longest began first, so that the tail is the shortest possible; never slower with a larger cache.
-    A decoding step takes the time to read the weights that it meets and the cache, from the GPU's memory (or the matrix products', or the
-    host's for kernels that no graph starts, if that is longer), and of collectives and draws.
+    Samples are taken as started longest first, so the tail is the shortest possible, and a larger cache never makes it slower. A decoding
+    step takes the longest of: reading the weights that it needs and the cache from GPU memory, the matrix products, and the host's work for
+    kernels that no CUDA graph starts. Collectives and the sampling of tokens come on top.
     """
     assume, shape = job.config.plan.assume, job.shape
     here = _samples_here(job, work)
@@ -115,7 +115,7 @@ def generation(job: MemoryInputs, model: ModelSize, work: Workload, cache: Cache
 
 
 class _Step:
-    """Seconds of one decoding step."""
+    """Times of single decoding steps of an engine."""
 
     def __init__(self, job: MemoryInputs, model: ModelSize, gpu: Gpu, ranks_per_node: int) -> None:
         self._assume, self._shape, family = job.config.plan.assume, job.shape, model.family
@@ -134,7 +134,7 @@ class _Step:
         self._host = family.num_layers * job.shape.is_eager * self._assume.decode_eager_ms * 1e-3
 
     def seconds(self, samples: float, context: float) -> float:
-        """Of a step of so many samples a replica, each with so many tokens before it."""
+        """Seconds of a step in which each replica decodes ``samples`` samples, each with ``context`` tokens before the new one."""
         met = 1 - float(self._idle ** (samples * self._shape.replicas))
         read = (self._others + self._experts * met + samples * context * self._cache) / self._bandwidth
         return max(read, samples * self._flops, self._host) + self._collectives + samples * self._assume.decode_sample_ms * 1e-3

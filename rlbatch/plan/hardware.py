@@ -1,4 +1,4 @@
-"""What GPUs can do at best, by the word in their name (vendors' data sheets, SXM cards)."""
+"""Peak rates of GPUs, by a word in their name (from the vendors' data sheets of SXM cards)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Gpu:
-    """A kind of GPU.
+    """Peak rates of a kind of GPU.
 
     Attributes:
         flops: Dense bf16 FLOP/s.
-        memory_gbs: Bandwidth of its memory, GB/s.
-        link_gbs: NVLink, one direction, GB/s.
+        memory_gbs: Memory bandwidth, GB/s.
+        link_gbs: NVLink bandwidth in one direction, GB/s.
     """
 
     flops: float
@@ -30,9 +30,9 @@ GPUS = {
 
 
 def known_gpu(device_name: str) -> Gpu | None:
-    """What is known of a name such as ``NVIDIA H100 80GB HBM3``; None for other cards.
+    """The rates of a device such as ``NVIDIA H100 80GB HBM3``; None for other cards.
 
-    PCIe and NVL variants are other cards: they are slower.
+    PCIe and NVL variants count as other cards, since they are slower.
     """
     words = set(re.findall(r"[A-Z0-9]+", device_name.upper()))
     if words & {"PCIE", "NVL"}:

@@ -1,6 +1,6 @@
 """The plan of a job: everything that is known of it before it is queued, in one object.
 
-``python -m rlbatch.plan`` prints it, submit and the dry run show its verdict, and the search compares many of them.
+``python -m rlbatch.plan`` prints the plan, submit and the dry run show its verdict, and the search compares the plans of many jobs.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from rlbatch.plan.workload import Workload, workload
 
 Verdict = Literal["fits", "not known", "too close", "does not fit"]
 ORDER: tuple[Verdict, ...] = ("fits", "not known", "too close", "does not fit")
-"""The worse later."""
+"""All verdicts, the best first."""
 ROOM = ORDER[:2]
-"""Of what fits in all that is known."""
+"""Verdicts of jobs that fit as far as their sizes are known."""
 
 
 @dataclass(frozen=True)
 class Need:
-    """The memory of a GPU or of a node, in its fullest phase, GiB.
+    """The memory that a GPU or a node needs in its fullest phase, GiB.
 
     Attributes:
-        where: In words.
-        key: The config key that says what there is.
-        peak: Expected.
-        spread: By how much that may be off.
-        certain: Of it, what is certainly held.
-        has: What there is; 0: not said.
+        where: Name of the GPU or node in messages.
+        key: Config key that sets the available memory.
+        peak: Expected peak.
+        spread: Error of the peak, plus or minus.
+        certain: The part of the peak that is certainly held.
+        has: Available memory; 0 if it is not set.
     """
 
     where: str
@@ -49,7 +49,7 @@ class Need:
 
     @property
     def verdict(self) -> Verdict:
-        """Whether it fits: with its error, without, or perhaps."""
+        """Whether the peak fits for certain (``fits``), only without its error (``too close``), or not."""
         if not self.has:
             return "not known"
         if max(self.certain, self.peak.gib - self.spread) > self.has:
@@ -58,7 +58,7 @@ class Need:
 
     @property
     def share(self) -> float:
-        """Of what there is."""
+        """Share of the available memory that the peak takes; 0 if that is not set."""
         return self.peak.gib / self.has if self.has else 0.0
 
     def __str__(self) -> str:
@@ -68,18 +68,18 @@ class Need:
 
 @dataclass(frozen=True)
 class JobPlan:
-    """What is known of a job.
+    """The plan of a job.
 
     Attributes:
-        job: What it consists of.
-        model: Its parameters.
-        nodes: Ranks of each.
-        work: A step's samples.
-        memory: Of GPUs and nodes.
-        needs: Of the fullest GPU and the fullest node, of those with the worst verdict.
-        cache: Of an engine's replica.
-        generated: A step's generation; None: what the GPUs can do is not known.
-        time: Of a step; None: as above.
+        job: Inputs of the plan.
+        model: Parameter counts of the model.
+        nodes: Number of ranks of each node.
+        work: Samples of a step.
+        memory: Estimated memory of GPUs and nodes.
+        needs: Memory of the fullest GPU and of the fullest node, among those with the worst verdict.
+        cache: Cache of an engine's replica.
+        generated: Generation of a step; None if the rates of the GPUs are not known.
+        time: Time of a step; None if the rates of the GPUs are not known, or the job does not train.
     """
 
     job: MemoryInputs
@@ -94,17 +94,17 @@ class JobPlan:
 
     @property
     def binding(self) -> Need:
-        """What is fullest."""
+        """The need that is closest to its limit, or furthest beyond."""
         return max(self.needs, key=lambda need: (need.verdict not in ROOM, need.verdict == "does not fit", need.share, need.peak.gib))
 
     @property
     def has_room(self) -> bool:
-        """Whether it fits in all that is known."""
+        """Whether the job fits as far as its sizes are known."""
         return self.verdict in ROOM
 
     @property
     def verdict(self) -> Verdict:
-        """Of all together: the worst."""
+        """The worst verdict of all needs."""
         return max((need.verdict for need in self.needs), key=ORDER.index)
 
 
@@ -112,8 +112,8 @@ def plan_job(job: MemoryInputs, nodes: tuple[int, ...]) -> JobPlan:
     """Plans a job.
 
     Args:
-        job: Its model is known, and its layout is one that ``check_layout`` accepts.
-        nodes: Ranks of each of its nodes.
+        job: Job of a known model, with a layout that ``check_layout`` accepts.
+        nodes: Number of ranks of each of its nodes.
     """
     assert job.model is not None
     work, memory = workload(job.config), estimate_memory(job)
@@ -124,7 +124,7 @@ def plan_job(job: MemoryInputs, nodes: tuple[int, ...]) -> JobPlan:
 
 
 def gpu_of(config: Config) -> Gpu | None:
-    """What the cluster's GPUs can do: as it says, else by their name; None: neither is known."""
+    """The rates of the cluster's GPUs, from its config or else by their name; None if they are not known."""
     cluster, known = config.cluster, known_gpu(config.cluster.gpu)
     flops, link = cluster.gpu_bf16_tflops * 1e12, cluster.gpu_link_gbs
     memory = config.plan.assume.memory_gbs or (known.memory_gbs if known else 0.0)
@@ -133,12 +133,12 @@ def gpu_of(config: Config) -> Gpu | None:
 
 
 def may_have_room(job: MemoryInputs, nodes: tuple[int, ...]) -> bool:
-    """Whether a job could fit with other recomputation and packs: activations aside it does."""
+    """Whether the job could fit with other recomputation and packs: whether it does without activations."""
     return _has_room(job, nodes, has_activations=False)
 
 
 def has_room(job: MemoryInputs, nodes: tuple[int, ...]) -> bool:
-    """Whether ``plan_job`` says so, and no more."""
+    """Whether ``plan_job`` would find that the job fits; faster than the whole plan."""
     return _has_room(job, nodes, has_activations=True)
 
 
@@ -151,13 +151,13 @@ def _has_room(job: MemoryInputs, nodes: tuple[int, ...], *, has_activations: boo
 
 
 def needs_of(job: MemoryInputs, memory: MemoryEstimate, nodes: tuple[int, ...]) -> tuple[Need, ...]:
-    """Of a GPU and a node, in the stage and phase with the worst verdict; where several are as bad, in the fullest."""
+    """The needs of a GPU and of a node with the worst verdict over all stages and phases; the fullest of equally bad ones."""
     each = ([*_of_gpus(job, memory)], [*_of_nodes(job, memory, nodes)])
     return tuple(max(needs, key=lambda need: (ORDER.index(need.verdict), need.peak.gib)) for needs in each if needs)
 
 
 def _of_gpus(job: MemoryInputs, memory: MemoryEstimate) -> Iterator[Need]:
-    """Of a GPU of each stage, in each phase; of stages that are alike one."""
+    """Yields the need of one GPU of each stage in each phase, of equal stages only once."""
     if not job.on_gpu:
         return
     has, certain = job.config.cluster.gpu_memory_gib, memory.floor.gpu().gib
@@ -167,7 +167,7 @@ def _of_gpus(job: MemoryInputs, memory: MemoryEstimate) -> Iterator[Need]:
 
 
 def _of_nodes(job: MemoryInputs, memory: MemoryEstimate, nodes: tuple[int, ...]) -> Iterator[Need]:
-    """Of the fullest node, in each phase."""
+    """Yields the need of the fullest node in each phase."""
     has, floors = job.config.cluster.host_memory_gib, [memory.floor.fullest_host(nodes, [phase]) for phase in PHASES]
     certain = max(floor.gib for floor in floors)
     for phase, floor in zip(PHASES, floors, strict=True):

@@ -1,7 +1,7 @@
-"""Checks whether a model can be laid out over the ranks as asked: every degree against every number that it must divide.
+"""Checks whether a model can be laid out over the ranks as configured: every size against every number that it must divide.
 
-Two decompositions of the same ranks hold at once: world = tp x cp x dp x pp for dense layers and attention, and world = etp x ep x edp x pp
-for experts.
+The same ranks are divided in two ways at once: world = tp x cp x dp x pp for dense layers and attention, and world = etp x ep x edp x
+pp for experts.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from rlbatch.config.divisors import divisors, either, nearest
 from rlbatch.config.schema import LayoutConfig
 
 GROUPED_GEMM_MULTIPLE = 8
-"""Rows of a grouped matrix product must be multiples of 16 bytes: 8 elements of bf16."""
+"""Multiple that the rows of a grouped matrix product must have, elements: 16 bytes are 8 elements of bf16."""
 
 
 @dataclass(frozen=True)
 class Degrees:
-    """What follows from a checked layout.
+    """Sizes that follow from a checked layout.
 
     Attributes:
         dp_size: Data-parallel size of dense layers.
         edp_size: Data-parallel size of experts.
-        stage_layers: Layers of each pipeline stage.
+        stage_layers: Number of layers of each pipeline stage.
     """
 
     dp_size: int
@@ -34,7 +34,7 @@ class Degrees:
 
 
 def degrees(layout: LayoutConfig, num_layers: int) -> Degrees:
-    """The derived degrees of a layout that ``check_layout`` accepts."""
+    """The sizes that follow from a layout that ``check_layout`` accepts."""
     return Degrees(
         dp_size=layout.world_size // (layout.tp_size * layout.pp_size * layout.cp_size),
         edp_size=layout.world_size // (layout.etp_size * layout.ep_size * layout.pp_size),
@@ -43,7 +43,7 @@ def degrees(layout: LayoutConfig, num_layers: int) -> Degrees:
 
 
 def stage_chunks(layout: LayoutConfig, num_layers: int) -> tuple[tuple[range, ...], ...]:
-    """Which layers are on each pipeline stage, in each of its model chunks; ``check_layout`` accepts the layout."""
+    """The layers of each model chunk of each pipeline stage; ``check_layout`` accepts the layout."""
     sizes, chunks = _stage_layers(layout, num_layers), layout.vpp_size
     if chunks == 1:
         ends = list(accumulate(sizes))
@@ -53,16 +53,16 @@ def stage_chunks(layout: LayoutConfig, num_layers: int) -> tuple[tuple[range, ..
 
 
 def microbatch_count(layout: LayoutConfig, packs: int) -> int:
-    """Microbatches of the pipeline's schedule for so many packs: an interleaved one sends them around in rounds of pp_size."""
+    """Number of microbatches for so many packs. An interleaved pipeline needs a multiple of pp_size and fills it up."""
     multiple = layout.pp_size if layout.vpp_size > 1 else 1
     return -(-packs // multiple) * multiple
 
 
 def check_layout(layout: LayoutConfig, family: ModelFamily, *, on_gpu: bool) -> None:
-    """Refuses a layout that cannot run, or that is known to run and give wrong gradients.
+    """Refuses a layout that cannot run, or that would run with wrong gradients.
 
     Raises:
-        ConfigError: the first violated rule, with both numbers and the nearest values that keep it.
+        ConfigError: the first rule that is violated, with both numbers and the nearest valid values.
     """
     if family.num_experts:
         _check_experts(layout, family, on_gpu)
@@ -112,8 +112,9 @@ def _check_recomputed_layers(layout: LayoutConfig, num_layers: int) -> None:
 
 
 def recomputed(layout: LayoutConfig, chunk: range) -> int:
-    """Counts the first layers of a model chunk of which only the input is kept. Selective recomputation spares what flash attention does
-    not keep anyway.
+    """Number of layers at the start of a model chunk that keep only their input for the backward pass.
+
+    Selective recomputation counts as 0: it spares only what flash attention does not keep anyway.
     """
     if layout.recompute_granularity != "full":
         return 0
@@ -136,7 +137,7 @@ def _check_world(layout: LayoutConfig, family: ModelFamily) -> None:
 
 
 def _divided_by_tensor_parallel(family: ModelFamily) -> dict[str, int]:
-    """What tensor-parallel ranks have equal parts of."""
+    """Numbers of the model that tensor-parallel ranks must divide evenly, by name; 0 for those that it does not have."""
     names = ["num_attention_heads", "num_query_groups", "moe_shared_expert_intermediate_size"]
     if not all(family.has_experts):
         names.append("ffn_hidden_size")
@@ -181,7 +182,7 @@ def _check_experts(layout: LayoutConfig, family: ModelFamily, on_gpu: bool) -> N
 
 
 def check_routing_replay(routing_replay: str, family: ModelFamily) -> None:
-    """Refuses ``algorithm.routing_replay`` of a model without routers."""
+    """Refuses, with ConfigError, ``algorithm.routing_replay`` for a model without routers."""
     if routing_replay != "none" and not any(family.has_experts):
         raise ConfigError(
             f"algorithm.routing_replay={routing_replay}: {family.name} has no layer with experts here. Use algorithm.routing_replay=none."
@@ -189,7 +190,7 @@ def check_routing_replay(routing_replay: str, family: ModelFamily) -> None:
 
 
 def check_expert_widths(family: ModelFamily, precision: str, *, on_gpu: bool) -> None:
-    """Refuses experts that grouped matrix products cannot take: the trainer's on GPUs, and an engine's of transformers also on CPUs.
+    """Refuses experts whose widths grouped matrix products cannot take: the trainer's on GPUs, and those of transformers also on CPUs.
 
     Raises:
         ModelError: a width whose rows are not whole multiples of 16 bytes.
@@ -205,7 +206,7 @@ def check_expert_widths(family: ModelFamily, precision: str, *, on_gpu: bool) ->
 
 
 def _check_dispatcher(layout: LayoutConfig, on_gpu: bool) -> None:
-    """Megatron's flex dispatcher is a front of DeepEP, which moves tokens between GPUs."""
+    """Refuses, with ConfigError, dispatcher settings that do not fit DeepEP, of which Megatron's flex dispatcher is a front."""
     way_out = "Use layout.deepep=false layout.dispatcher=alltoall."
     if layout.deepep and layout.dispatcher not in ("auto", "flex"):
         raise ConfigError(
@@ -220,11 +221,11 @@ def _check_dispatcher(layout: LayoutConfig, on_gpu: bool) -> None:
 
 
 def dispatcher(layout: LayoutConfig, family: ModelFamily) -> str:
-    """What ``layout.dispatcher`` comes to: ``alltoall``, ``gather`` or ``flex``.
+    """The dispatcher that ``layout.dispatcher`` stands for: ``alltoall``, ``gather`` or ``flex``.
 
-    ``auto`` gathers where that sends less. Of R ranks, an all-to-all sends each token to its k experts, of which k (R - 1) / R are on
-    other ranks; gathering sends it to R - 1 ranks. The last is less while R < k. From there on DeepEP, which sends it once to each rank
-    that has some of its experts, if ``layout.deepep`` says that it is there.
+    ``auto`` gathers where that sends less. Between R ranks, an all-to-all sends each token to its k experts, of which k (R - 1) / R are on
+    other ranks; gathering sends it to R - 1 ranks, which is less while R < k. For larger R ``auto`` takes DeepEP, which sends a token once
+    to each rank that has some of its experts, if ``layout.deepep`` says that it is installed.
     """
     ranks = layout.ep_size * layout.etp_size
     if ranks == 1:
@@ -237,7 +238,7 @@ def dispatcher(layout: LayoutConfig, family: ModelFamily) -> str:
 
 
 def dispatcher_words(layout: LayoutConfig, family: ModelFamily) -> str:
-    """What ``layout.dispatcher=auto`` comes to, and why."""
+    """Text that says what ``layout.dispatcher=auto`` stands for, and why."""
     chosen, ranks, experts = dispatcher(layout, family), layout.ep_size * layout.etp_size, family.transformer.get("moe_router_topk")
     if ranks == 1:
         return f"{chosen} (layout.dispatcher=auto: each rank has all experts)"
@@ -256,7 +257,7 @@ def _check_no_experts(layout: LayoutConfig, family: ModelFamily) -> None:
 
 
 def _stage_layers(layout: LayoutConfig, num_layers: int) -> tuple[int, ...]:
-    """Layers of each stage: the first and last as asked, the others alike."""
+    """Number of layers of each stage: the first and last as configured, the others equal. Raises ConfigError if that is impossible."""
     stages, first, last = layout.pp_size, layout.first_stage_layers, layout.last_stage_layers
     _check_interleaved(layout, num_layers)
     if stages == 1:
@@ -310,8 +311,9 @@ def _check_interleaved(layout: LayoutConfig, num_layers: int) -> None:
 
 
 def stage_ends(stages: int, num_layers: int) -> tuple[int, int] | None:
-    """Layers of the first and last stage with which the others are equal: these take the share rounded up if that leaves layers for the
-    ends, else down. None: all can be equal.
+    """Numbers of layers of the first and last stage with which all others are equal; None if all stages can be equal.
+
+    The stages between them get the mean, rounded up if that leaves at least a layer for each end, else rounded down.
     """
     if num_layers % stages == 0:
         return None
@@ -322,7 +324,7 @@ def stage_ends(stages: int, num_layers: int) -> tuple[int, int] | None:
 
 
 def _uneven(stages: int, num_layers: int) -> str:
-    """First and last stage that fit."""
+    """Settings for the first and last stage with which the others are equal."""
     ends = stage_ends(stages, num_layers)
     return f"layout.first_stage_layers={ends[0]} layout.last_stage_layers={ends[1]}" if ends else "neither key (equal stages)"
 

@@ -1,7 +1,7 @@
-"""Counts the least memory of a job, phase by phase: what is certainly held on a GPU and on a node, each part under its name.
+"""Counts the least memory of a job in each phase: the parts that are certainly held on a GPU and on a node, by name.
 
-A floor, not a plan: activations, the libraries' own memory, fragmentation and the sync's buffers come on top. What is below the floor
-cannot work, and is said before hours are spent on finding out.
+This is a floor, not a plan: activations, the libraries' own memory, fragmentation and the sync's buffers come on top. A job with less
+memory than the floor cannot work, which is better said before it has run for hours.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from rlbatch.plan.engine_memory import GIB, WEIGHT_BYTES, MemoryInputs, engine_m
 from rlbatch.plan.parameters import Share, least_share
 
 PHASES = ("load", "start", "sync", "generate", "log-probs", "update", "save")
-"""``load``: the model is built and filled; ``start``: engines start, before the optimizer has moments."""
+"""Phases of a job. In ``load`` the model is built and filled; in ``start`` engines start, before the optimizer has moments."""
 EVALUATING = ("load", "start", "sync", "generate")
-"""What a job comes to that only evaluates."""
+"""Phases of a job that only evaluates."""
 WITH_CACHE = ("start", "generate")
-"""Engines have all of their memory on their GPUs."""
+"""Phases in which engines have all of their memory on GPUs."""
 BESIDE_ENGINES = (*WITH_CACHE, "sync")
-"""Engines have memory on their GPUs, in the sync only for weights. In the other phases those are asleep that can."""
+"""Phases in which engines have memory on GPUs, in the sync only for weights. In all others engines sleep, if they can."""
 WHEN = {
     "load": "while the model is loaded",
     "start": "while engines start",
@@ -36,32 +36,32 @@ WHEN = {
     "save": "while a checkpoint is saved",
 }
 PROCESS_GIB = {"cpu": 0.25, "gpu": 2.0}
-"""Host memory of a rank's process, or an engine's of one GPU: Python, torch and, on GPUs, the libraries of CUDA and NCCL."""
+"""Host memory of the process of a rank or of one engine GPU, GiB: Python, torch and, on GPUs, the libraries of CUDA and NCCL."""
 NODE_SHM_GIB = 1.0
-"""What a node with several GPUs needs of /dev/shm: NCCL and engines exchange data there. A container has 64 MiB unless told otherwise."""
+"""Size that /dev/shm needs on a node with several GPUs, GiB, for NCCL and engines. Containers have 64 MiB unless configured."""
 GRADIENT_BYTES = 4
 MAIN_WEIGHT_BYTES = {"bf16": 4, "fp32": 0}
 MOMENT_BYTES = 8
 STATE_BYTES = 12
-"""fp32 main weights and moments."""
+"""Bytes of each parameter's optimizer state: fp32 main weight and moments."""
 STATE = ("main weights", "moments")
 LEFT = "optimizer state that left the GPU"
 UNKNOWN = OffloadMemory(releases_gradients=True, hosted_share=1.0, moves_weights=True)
-"""What is taken of an offload strategy that does not say what it does: all that could leaves the GPU, to nowhere."""
+"""Assumption for offload strategies that do not describe themselves: everything that can leaves the GPU, and takes no host memory."""
 
 Parts = Mapping[str, float]
-"""Name -> bytes."""
+"""Name of a part of memory -> bytes."""
 _NOTHING: Mapping[str, Parts] = {phase: {} for phase in PHASES}
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """What a rank of a pipeline stage takes; phase -> parts.
+    """Memory that a rank of a pipeline stage takes: phase -> parts.
 
     Attributes:
-        gpu: On its GPU; nothing on the CPU, where the host has it.
-        host: Its part of the node's memory.
-        undecided: Parameters whose optimizer may be on either: it is divided in whole tensors, and the floor of neither has them.
+        gpu: Parts on the rank's GPU; empty on CPUs, where ``host`` has them.
+        host: The rank's parts of the host memory of its node.
+        undecided: Parameters whose optimizer state may be on GPU or host, as it is divided in whole tensors; no floor has them.
     """
 
     gpu: Mapping[str, Parts]
@@ -71,11 +71,11 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class Peak:
-    """The phase that takes most.
+    """The memory of a phase, often of the one that takes most.
 
     Attributes:
         phase: One of ``PHASES``.
-        parts: What it consists of.
+        parts: Sizes of its parts.
     """
 
     phase: str = ""
@@ -83,27 +83,27 @@ class Peak:
 
     @property
     def gib(self) -> float:
-        """All of it, GiB."""
+        """Sum of all parts, GiB."""
         return sum(self.parts.values()) / GIB
 
     def described(self) -> str:
-        """Shows it as ``117.2 GiB in updates (gradients 78.1, weights 39.1)``."""
+        """Text such as ``117.2 GiB in updates (gradients 78.1, weights 39.1)``."""
         return f"{self.gib:.1f} GiB {WHEN[self.phase]} ({self.parts_listed()})"
 
     def parts_listed(self) -> str:
-        """The parts in GiB, largest first."""
+        """Text that lists the parts in GiB, the largest first."""
         parts = sorted(((size / GIB, name) for name, size in self.parts.items()), reverse=True)
         return ", ".join(f"{name} {gib:.1f}" for gib, name in parts if gib >= 0.05)
 
 
 @dataclass(frozen=True)
 class MemoryFloor:
-    """Least memory.
+    """Least memory of a job.
 
     Attributes:
-        stages: Of a rank of each pipeline stage; ranks are numbered stage by stage.
-        world_size: Ranks.
-        shm_gib: Of a node's /dev/shm, with several ranks.
+        stages: Memory of a rank of each pipeline stage. Ranks are numbered stage by stage.
+        world_size: Number of ranks.
+        shm_gib: Size of /dev/shm that a node with several ranks needs, GiB.
     """
 
     stages: Sequence[RankMemory] = (RankMemory(_NOTHING, _NOTHING),)
@@ -111,17 +111,17 @@ class MemoryFloor:
     shm_gib: float = 0.0
 
     def gpu(self, ranks: Iterable[int] | None = None, phases: Iterable[str] = PHASES) -> Peak:
-        """What the fullest GPU takes, of these ranks (None: of all) in these phases."""
+        """The peak of the fullest GPU of these ranks (None: of all) in these phases."""
         stages = self.stages if ranks is None else [self.stages[stage] for stage in self._stages(ranks)]
         return _largest(Peak(phase, stage.gpu[phase]) for stage in stages for phase in phases)
 
     def host(self, ranks: Iterable[int], phases: Iterable[str] = PHASES) -> Peak:
-        """What a node with these ranks takes of its host memory."""
+        """The peak host memory of a node with these ranks in these phases."""
         stages = self._stages(ranks)
         return _largest(self._host(stages, phase) for phase in phases)
 
     def fullest_host(self, nodes: Iterable[int], phases: Iterable[str] = PHASES) -> Peak:
-        """What the node that needs most takes of its host memory; ``nodes`` are the ranks of each."""
+        """The peak host memory of the fullest node. ``nodes`` are the numbers of ranks of each node."""
         alike: dict[tuple[tuple[int, int], ...], Mapping[int, int]] = {}
         for stages in _nodes_stages(tuple(nodes), len(self.stages), self.world_size):  # stages that are alike are one object
             alike.setdefault(tuple((id(self.stages[stage]), ranks) for stage, ranks in stages.items()), stages)
@@ -139,7 +139,7 @@ class MemoryFloor:
 
 
 def memory_floor(job: MemoryInputs) -> MemoryFloor:
-    """Trainer, and engines beside it. ``check_layout`` accepts the layout, if the model is known."""
+    """Counts the least memory of trainer and engines. If the model is known, ``check_layout`` accepts the layout."""
     engine, shares = _engine(job), _shares(job)
     alike: dict[Share, RankMemory] = {}
     for share in dict.fromkeys(shares):
@@ -152,7 +152,7 @@ def memory_floor(job: MemoryInputs) -> MemoryFloor:
 
 
 def trainer_gib(job: MemoryInputs) -> float:
-    """What the trainer keeps on each of an engine's GPUs when that starts or generates, GiB."""
+    """Memory that the trainer keeps on each GPU of an engine while the engine starts or generates, GiB."""
     if not job.shape.is_colocated:
         return 0.0
     trainers = [_trainer(job, share) for share in dict.fromkeys(_shares(job))]
@@ -160,7 +160,7 @@ def trainer_gib(job: MemoryInputs) -> float:
 
 
 def engine_share_gib(job: MemoryInputs, trainer: float) -> float:
-    """What an engine takes of each of its GPUs, weights and cache, beside a trainer that keeps so much there; GiB."""
+    """Memory that an engine takes of each of its GPUs, GiB, with its cache, beside a trainer that keeps ``trainer`` GiB of each."""
     total, shape = job.config.cluster.gpu_memory_gib, job.shape
     return shape.memory_share * (total - trainer if shape.is_share_of_free else total)
 
@@ -176,7 +176,7 @@ def _undecided(job: MemoryInputs, share: Share) -> float:
 
 
 def _trainer(job: MemoryInputs, share: Share) -> Mapping[str, Parts]:
-    """What the trainer takes on a rank's GPU, or in its host memory where it has none."""
+    """Bytes that the trainer takes on a rank's GPU, or in its host memory on CPUs, by phase."""
     config, offload, precision = job.config, job.offload or UNKNOWN, job.config.train.precision
     own = share.owned * (1 - offload.hosted_share) - _undecided(job, share)
     weights = {"weights": WEIGHT_BYTES[precision] * share.held}
@@ -203,7 +203,7 @@ def _trainer(job: MemoryInputs, share: Share) -> Mapping[str, Parts]:
 
 
 def _engine(job: MemoryInputs) -> Mapping[str, Parts]:
-    """What the engine takes on a rank's GPU, or in its host memory."""
+    """Bytes that the engine takes on a rank's GPU, or in its host memory on CPUs, by phase."""
     memory, shape = engine_memory(job), job.shape
     if not shape.is_colocated:
         return _NOTHING
@@ -223,7 +223,7 @@ def _engine(job: MemoryInputs) -> Mapping[str, Parts]:
 
 
 def _host(job: MemoryInputs, share: Share) -> Mapping[str, Parts]:
-    """A rank's part of its node's memory, beside what a GPU would have."""
+    """Bytes that a rank takes of its node's host memory, by phase, beside what a GPU would hold."""
     config, offload, shape = job.config, job.offload or UNKNOWN, job.shape
     process = PROCESS_GIB["gpu" if job.on_gpu else "cpu"] * GIB
     always = {"processes": process * (2 if job.has_process else 1)}
@@ -252,7 +252,7 @@ def _host(job: MemoryInputs, share: Share) -> Mapping[str, Parts]:
 
 
 def _updates_before_generating(config: Config) -> bool:
-    """Whether there is a generation after an update, which makes Adam's moments."""
+    """Whether engines generate after an update, which creates Adam's moments."""
     return config.train.steps > 1 or bool(eval_sets(config))
 
 
@@ -261,13 +261,13 @@ def _largest(peaks: Iterable[Peak]) -> Peak:
 
 
 def _stages(ranks: Iterable[int], stages: int, world_size: int) -> Mapping[int, int]:
-    """How many of the ranks each stage has."""
+    """Number of the ranks that are of each stage."""
     return Counter(rank * stages // world_size for rank in ranks)
 
 
 @cache
 def _nodes_stages(nodes: tuple[int, ...], stages: int, world_size: int) -> tuple[Mapping[int, int], ...]:
-    """How many ranks of which stages nodes have; alike nodes once."""
+    """Numbers of ranks of each stage that a node has, for each different node."""
     ends = accumulate(nodes)
     found = [_stages(range(end - count, end), stages, world_size) for end, count in zip(ends, nodes, strict=True)]
     return tuple({tuple(each.items()): each for each in found}.values())

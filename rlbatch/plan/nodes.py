@@ -1,4 +1,4 @@
-"""Counts the nodes that a job takes, and says which pipeline stage is where."""
+"""Places ranks and pipeline stages on nodes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rlbatch.registry import Registry
 
 @dataclass(frozen=True)
 class Placement:
-    """Nodes of a job whose nodes are all alike.
+    """The nodes of a job, all with equally many ranks.
 
     Attributes:
-        nodes: How many.
-        ranks_per_node: Ranks, and so GPUs, of each.
-        separate_gpus: GPUs of each that have no rank, but only engines.
+        nodes: Number of nodes.
+        ranks_per_node: Ranks of each node, one on each GPU.
+        separate_gpus: GPUs of each node that have no rank but an engine.
     """
 
     nodes: int
@@ -26,12 +26,12 @@ class Placement:
 
 @dataclass(frozen=True)
 class Stage:
-    """A pipeline stage: consecutive ranks, because Megatron numbers stages slowest.
+    """A pipeline stage. Its ranks are consecutive, because Megatron numbers stages slowest.
 
     Attributes:
-        layers: Of the model.
-        ranks: All of them.
-        nodes: The numbers of the nodes that have some of its ranks.
+        layers: Number of layers.
+        ranks: All ranks of the stage.
+        nodes: Indices of the nodes that have some of these ranks.
     """
 
     layers: int
@@ -40,10 +40,10 @@ class Stage:
 
 
 def place_ranks(config: Config, registry: Registry) -> Placement:
-    """The nodes that ``layout.world_size`` ranks take.
+    """Finds the nodes that ``layout.world_size`` ranks take.
 
     Raises:
-        ConfigError: more ranks than the cluster has GPUs, or nodes that would not all be full.
+        ConfigError: there are more ranks than the cluster has GPUs, or nodes would not all be full.
     """
     if separate := registry.separate_gpus(config):
         return _place_beside_engines(config, separate, f"rollout.options.{registry.rollout(config).separate_option}")
@@ -64,7 +64,7 @@ def place_ranks(config: Config, registry: Registry) -> Placement:
 
 
 def _place_beside_engines(config: Config, engines: int, key: str) -> Placement:
-    """Each node has as many GPUs for engines as for ranks."""
+    """Places as many GPUs for engines as ranks on each node."""
     per_node, gpus = config.cluster.gpus_per_node, config.cluster.gpus
     if not 0 < engines <= per_node // 2:
         raise ConfigError(
@@ -86,7 +86,7 @@ def _place_beside_engines(config: Config, engines: int, key: str) -> Placement:
 
 
 def stages(stage_layers: tuple[int, ...], world_size: int, ranks_per_node: int) -> list[Stage]:
-    """Finds where each pipeline stage is; its layers are as of ``rlbatch.plan.layout.degrees``."""
+    """Places pipeline stages with these numbers of layers, see ``rlbatch.plan.layout.Degrees``, on nodes."""
     size = world_size // len(stage_layers)
     found = []
     for stage, layers in enumerate(stage_layers):

@@ -1,6 +1,6 @@
-"""How many tokens a pack has: where that is left to us (``train.max_tokens_per_gpu=auto``), as many as memory allows.
+"""Chooses the number of tokens of a pack: as many as memory allows, where ``train.max_tokens_per_gpu`` is ``auto``.
 
-Larger packs are faster: the products of each expert have more rows, and the experts' gradients are added up less often.
+Larger packs are faster: the matrix products of each expert have more rows, and the experts' gradients are added up less often.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from rlbatch.plan.memory import WHEN, Peak
 from rlbatch.plan.workload import microbatches, workload
 
 SIZES = (32768, 16384, 8192, DEFAULT_PACK)
-"""What is tried. Beyond the first there is little to win."""
+"""Pack sizes that are tried, tokens, the largest first; beyond that there is little to win."""
 ROUNDS = 4
-"""Microbatches of an update for each pipeline stage, at least: with fewer, stages wait longer than larger packs save."""
+"""Least number of microbatches of an update for each pipeline stage: with fewer, stages wait longer than larger packs save."""
 STEP = 512
-"""To how many tokens exactly the most that fits is told."""
+"""Multiple to which messages round the largest pack that fits down, tokens."""
 PHASES = ("log-probs", "update")
-"""In which packs take memory."""
+"""Phases in which packs take memory."""
 
 
 def packs_chosen(config: Config, job: MemoryInputs | None) -> tuple[Config, str]:
-    """The config with a number for ``auto``, and why that one; empty: a number was given.
+    """The config with a number in place of ``auto``, and the reason for it; an empty reason if a number was given.
 
-    The largest of ``SIZES`` with which every stage's GPU has room for log-probs and updates, the planner's error added, and with which an
-    update has ``ROUNDS`` microbatches for each stage of a pipeline. At least the longest sample: that forms a pack anyway. ``DEFAULT_PACK``
-    where nothing says what a GPU has.
+    The number is the largest of ``SIZES`` with which every stage's GPU has room for log-probs and updates, with the planner's error,
+    and with which an update has ``ROUNDS`` microbatches for each stage of a pipeline. It is at least the longest sample, which forms
+    a pack anyway, and ``DEFAULT_PACK`` where the GPUs' memory is not known.
 
     Args:
-        config: Complete.
-        job: Its memory; None: the model cannot be divided so.
+        config: Complete config of the job.
+        job: Inputs of the job's memory; None if the model cannot be divided as configured.
     """
     if config.train.max_tokens_per_gpu != "auto":
         return config, ""
@@ -52,10 +52,10 @@ def packs_chosen(config: Config, job: MemoryInputs | None) -> tuple[Config, str]
 
 
 def check_packs(job: MemoryInputs) -> None:
-    """Refuses packs for which a GPU has no room, even less the planner's error, where smaller ones fit.
+    """Refuses packs that do not fit a GPU even without the planner's error, where smaller ones fit.
 
     Raises:
-        ConfigError: the most tokens that fit.
+        ConfigError: the largest number of tokens that fits.
     """
     if _unknown(job):
         return
@@ -72,12 +72,12 @@ def check_packs(job: MemoryInputs) -> None:
 
 
 def _longest(config: Config) -> int:
-    """Tokens of a rank of the longest sample."""
+    """Tokens of the longest sample on each rank that shares it."""
     return -(-workload(config).longest // config.layout.cp_size)
 
 
 def _unknown(job: MemoryInputs | None) -> str:
-    """Why memory does not say what fits; empty: it does."""
+    """Reason why memory cannot say which packs fit; empty if it can."""
     if job is None or job.model is None:
         return "the model is not known"
     if not job.on_gpu:
@@ -88,7 +88,7 @@ def _unknown(job: MemoryInputs | None) -> str:
 
 
 def _fits(job: MemoryInputs, tokens: int) -> bool:
-    """Whether every GPU has room for packs of so many tokens, the planner's error added."""
+    """Whether packs of so many tokens fit every GPU, with the planner's error."""
     has = job.config.cluster.gpu_memory_gib
     return all(peak.gib + spread <= has for peak, spread in _peaks(replace(job, config=_with(job.config, tokens))))
 
@@ -99,7 +99,7 @@ def _peaks(job: MemoryInputs) -> list[tuple[Peak, float]]:
 
 
 def _has_rounds(config: Config, job: MemoryInputs) -> bool:
-    """Whether no stage of a pipeline waits longer for large packs than they save."""
+    """Whether an update has enough microbatches that no pipeline stage waits longer than large packs save."""
     assert job.model is not None
     stages, over = config.layout.pp_size, degrees(config.layout, job.model.family.num_layers)
     return stages == 1 or microbatches(config, workload(config), over) >= ROUNDS * stages

@@ -1,4 +1,4 @@
-"""Shows a plan as one HTML page, with nothing from elsewhere: a stacked bar for each stage and phase, a time line of a step, the table."""
+"""Shows a plan as one self-contained HTML page: a stacked bar for each stage and phase, a time line of a step, and the table."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ COLOURS = (
     *("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377"),
     *("#bbbbbb", "#000000", "#ee7733", "#009988", "#cc3311", "#997700"),
 )
-"""Of parts, told apart also without full colour vision (Paul Tol's schemes)."""
+"""Colours of the parts, which can be told apart without full colour vision (Paul Tol's schemes)."""
 WIDTH, LABEL, ROW, BAR, MARGIN = 1000, 220, 18, 13, 40
 
 
 def page(plan: JobPlan, table: Sequence[str]) -> str:
-    """The whole page.
+    """The HTML page of a plan.
 
     Args:
-        plan: What is shown.
-        table: The lines of the table.
+        plan: The plan.
+        table: Lines of the table that ``rlbatch.plan.report`` makes of it.
     """
     title = f"Plan: {plan.verdict}"
     parts = [
@@ -41,7 +41,7 @@ def page(plan: JobPlan, table: Sequence[str]) -> str:
 
 
 def _memory(plan: JobPlan) -> Iterator[str]:
-    """A row for each stage and phase; alike stages once."""
+    """Yields a bar chart with a row for each stage and phase; equal stages share a row."""
     rows: dict[tuple[str, tuple[tuple[str, float], ...], float], list[int]] = {}
     for phase in PHASES:
         for number, stage in enumerate(plan.memory.expected.stages):
@@ -72,14 +72,14 @@ def _memory(plan: JobPlan) -> Iterator[str]:
 
 
 def _listed(stages: Sequence[int]) -> str:
-    """Numbers of stages: a span if they follow each other."""
+    """Text that lists stage numbers, as a span if they are consecutive."""
     if len(stages) > 1 and stages[-1] - stages[0] == len(stages) - 1:
         return f"{stages[0]}-{stages[-1]}"
     return ", ".join(map(str, stages))
 
 
 def _timeline(phases: dict[str, float]) -> Iterator[str]:
-    """One bar from left to right, with a line for each phase below."""
+    """Yields a bar chart of a step, one bar from left to right with a line of text for each phase below."""
     total = sum(phases.values())
     yield f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH + MARGIN}" height="{ROW * (len(phases) + 2)}" font-size="11">'
     left = 0.0

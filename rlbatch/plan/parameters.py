@@ -1,6 +1,6 @@
-"""Counts a model's parameters from its family's data alone: in its layers, on a pipeline stage, on a rank; and those that a token meets.
+"""Counts a model's parameters from its family's data alone: those of its layers, of pipeline stages, of ranks, and of one token.
 
-Exact: equal to what transformers builds from the same config.json, and to what Megatron builds on every rank.
+The counts are exact: equal to what transformers builds from the same config.json, and to what Megatron builds on every rank.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from rlbatch.plan.layout import degrees, stage_chunks
 
 @dataclass(frozen=True)
 class PartSize:
-    """Parameters of a part of a model, by how ranks share them.
+    """Parameters of a part of a model, by how ranks divide them.
 
     Attributes:
-        vocabulary: Of matrices with a row for each token: rows are divided over tensor parallel ranks.
-        divided: Over tensor parallel ranks.
-        whole: On each tensor parallel rank.
-        experts: Of routed experts: over expert parallel and expert tensor parallel ranks.
-        unquantised: Of ``divided`` and ``whole``, what no form of the weights has in fewer bits: routers, norms, biases.
-        largest: Of the first two, those of the largest tensor.
-        largest_stack: Of ``experts``, those of the largest tensor, in which a layer's experts are stacked.
+        vocabulary: Parameters of matrices with a row for each token; tensor-parallel ranks divide the rows.
+        divided: Parameters that tensor-parallel ranks divide.
+        whole: Parameters that every tensor-parallel rank has.
+        experts: Parameters of routed experts, which expert-parallel and expert-tensor-parallel ranks divide.
+        unquantised: The part of ``divided`` and ``whole`` that is never stored in fewer bits: routers, norms, biases.
+        largest: Parameters of the largest tensor of the dense parts.
+        largest_stack: Parameters of the largest tensor of ``experts``, in which all experts of a layer are stacked.
     """
 
     vocabulary: int = 0
@@ -38,7 +38,7 @@ class PartSize:
     largest_stack: int = 0
 
     def __add__(self, other: PartSize) -> PartSize:
-        """Both together."""
+        """The two parts together."""
         return PartSize(
             self.vocabulary + other.vocabulary,
             self.divided + other.divided,
@@ -51,25 +51,25 @@ class PartSize:
 
     @property
     def dense(self) -> int:
-        """All but the experts."""
+        """All parameters but those of experts."""
         return self.vocabulary + self.divided + self.whole
 
     @property
     def total(self) -> int:
-        """All."""
+        """All parameters."""
         return self.dense + self.experts
 
 
 @dataclass(frozen=True)
 class Share:
-    """Parameters of a rank. Dense ones and experts have a buffer each, for every model chunk.
+    """Parameters of a rank. Megatron keeps a buffer of dense ones and a buffer of experts for every model chunk.
 
     Attributes:
-        held: All, with those that other ranks hold too.
-        experts: Of ``held``, those of routed experts.
-        owned: Whose optimizer state this rank has: its part of what data-parallel ranks hold alike.
-        last_buffer: Of the buffer that is made last.
-        largest: Of the largest dense tensor and of the largest stack of experts, together.
+        held: All parameters on the rank, with those that other ranks hold too.
+        experts: The part of ``held`` that is in routed experts.
+        owned: Parameters whose optimizer state is on this rank: its part of what data-parallel ranks hold alike.
+        last_buffer: Parameters of the buffer that is created last.
+        largest: Parameters of the largest dense tensor and of the largest stack of experts, together.
     """
 
     held: float
@@ -80,11 +80,11 @@ class Share:
 
 
 class ModelSize:
-    """A family's parameters, counted once.
+    """The parameters of a model of a family, counted once.
 
     Attributes:
-        total: All that are trained.
-        active: Those of ``total`` that one token meets: all but the experts that are not chosen for it.
+        total: All parameters that are trained.
+        active: Parameters of ``total`` that are used for one token: all but the experts that are not chosen for it.
     """
 
     def __init__(self, family: ModelFamily) -> None:
@@ -104,15 +104,17 @@ class ModelSize:
 
     @property
     def carried(self) -> PartSize:
-        """Counts layers that are not trained, with which an engine may speculate: each taken as the model's last, with a projection of two
-        hidden states into one. Embedding and output layer are the model's own.
+        """Layers behind the last trained one, which are not trained and with which an engine may speculate.
+
+        Each counts as a copy of the model's last layer, with a projection of two hidden states into one. They use the model's own embedding
+        and output layer.
         """
         behind = {layer for other in self.family.passthrough if not other.is_dropped for layer in other.layers or ()}
         joint = PartSize(whole=2 * int(self.family.transformer["hidden_size"]) ** 2)
         return _sum(self._layers[-1] + joint for layer in behind if layer >= self.family.num_layers)
 
     def stages(self, layout: LayoutConfig) -> tuple[tuple[PartSize, ...], ...]:
-        """The model chunks of each pipeline stage, before they are divided over ranks; ``check_layout`` accepts the layout."""
+        """The model chunks of each pipeline stage, before ranks divide them; ``check_layout`` accepts the layout."""
         key = (layout.pp_size, layout.vpp_size, layout.first_stage_layers, layout.last_stage_layers)
         if key not in self._stages:
             stages = [[self._chunk(chunk) for chunk in stage] for stage in stage_chunks(layout, len(self._layers))]
@@ -122,15 +124,16 @@ class ModelSize:
         return self._stages[key]
 
     def _chunk(self, layers: range) -> PartSize:
-        """Layers of two kinds: chunks with as many of each are alike, and counted once."""
+        """Parameters of the layers of a model chunk. Chunks with equally many layers with and without experts are counted once."""
         sparse = self._sparse_before[layers.stop] - self._sparse_before[layers.start]
         if (key := (len(layers), sparse)) not in self._chunks:
             self._chunks[key] = _sum(self._layers[layer] for layer in layers)
         return self._chunks[key]
 
     def shares(self, layout: LayoutConfig) -> tuple[Share, ...]:
-        """What a rank of each pipeline stage has, of a layout that ``check_layout`` accepts. An embedding that is the output layer too is
-        on the first and on the last stage.
+        """The parameters of a rank of each pipeline stage, in a layout that ``check_layout`` accepts.
+
+        An embedding that is the output layer too is on the first and on the last stage.
         """
         ends, sizes = (layout.first_stage_layers, layout.last_stage_layers), (layout.tp_size, layout.pp_size, layout.cp_size)
         key = (layout.world_size, *ends, *sizes, layout.ep_size, layout.etp_size, layout.vpp_size)
@@ -168,15 +171,16 @@ class ModelSize:
 
 
 def least_share(total: float, layout: LayoutConfig) -> Share:
-    """The mean over ranks of what they have at least, of a model of which only the size is known: all of it divided as far as its most
-    divided part can be.
+    """The least parameters of a rank on average, for a model of which only the number of parameters is known.
+
+    All of it is taken as divided as far as the layout divides any part.
     """
     held = total / (layout.pp_size * max(layout.tp_size, layout.ep_size * layout.etp_size))
     return Share(held, 0.0, total / layout.world_size, 0.0, held)
 
 
 def active_experts(family: ModelFamily, part: PartSize) -> int:
-    """Those parameters of a part's experts that one token meets: of the experts that are chosen for it."""
+    """Parameters of a part's experts that are used for one token, which are those of the experts chosen for it."""
     chosen = int(family.transformer.get("moe_router_topk", 2))  # Megatron's default
     return part.experts * chosen // family.num_experts if family.num_experts else 0
 
@@ -192,7 +196,7 @@ def _layer(family: ModelFamily, *, has_experts: bool) -> PartSize:
 
 
 def _norm(family: ModelFamily) -> int:
-    """Parameters of a norm of hidden states."""
+    """Parameters of a norm over hidden states."""
     return int(family.transformer["hidden_size"]) * (1 if family.transformer.get("normalization") == "RMSNorm" else 2)
 
 
@@ -235,5 +239,5 @@ def _sparse(family: ModelFamily) -> PartSize:
 
 
 def _inwards(family: ModelFamily) -> int:
-    """Matrices of an MLP from hidden states to its inner width."""
+    """Number of an MLP's matrices from hidden states to its inner width: 2 with a gate, else 1."""
     return 2 if family.transformer.get("gated_linear_unit") else 1

@@ -1,4 +1,4 @@
-"""Shows a plan: as lines for a terminal, and as JSON. Sizes are GiB (2^30 bytes), times seconds."""
+"""Shows a plan as lines for a terminal and as JSON. Sizes are in GiB (2^30 bytes), times in seconds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BILLION = 1e9
 
 
 def summary(plan: JobPlan) -> Iterator[str]:
-    """The verdict, what is fullest, and a step: for submit and the dry run."""
+    """Yields lines for submit and the dry run: the verdict, what is fullest, and the time of a step."""
     yield f"Plan        {plan.verdict}: {'; '.join(map(str, plan.needs))}"
     if plan.time:
         error = plan.job.config.plan.assume.time_error
@@ -35,7 +35,7 @@ def _warnings(plan: JobPlan) -> list[str]:
 
 
 def _unknown_gpu(plan: JobPlan) -> str:
-    """Why there is no time of a step, and what to say; empty: there is one, or nothing is said of GPUs at all."""
+    """Warning that the GPU's rates, and so step times, are not known, and how to set them; empty if they are, or no GPU is named."""
     cluster = plan.job.config.cluster
     if plan.time or not cluster.gpu or plan.job.config.mode != "train":
         return ""
@@ -46,7 +46,7 @@ def _unknown_gpu(plan: JobPlan) -> str:
 
 
 def lines(plan: JobPlan, problems: Sequence[str], changes: Sequence[Change]) -> Iterator[str]:
-    """The whole plan."""
+    """Yields all lines of the plan's report."""
     config, model = plan.job.config, plan.model
     yield from summary(plan)
     yield f"Binding     {plan.binding}"
@@ -78,7 +78,7 @@ def lines(plan: JobPlan, problems: Sequence[str], changes: Sequence[Change]) -> 
 
 
 def ranking(found: Sequence[Change]) -> Iterator[str]:
-    """Jobs that fit, the fastest first, and in which phase each is faster than the next."""
+    """Yields a table of jobs that fit, the fastest first, with the phase in which each is faster than the next."""
     yield f"{'':<4}{'step s':>8}{'GPU GiB':>9}{'node GiB':>10}  with"
     for number, change in enumerate(found, 1):
         time, needs = change.plan.time, {need.key: need for need in change.plan.needs}
@@ -109,7 +109,7 @@ def _stages(plan: JobPlan) -> Iterator[str]:
 
 
 def _parts(plan: JobPlan) -> Iterator[str]:
-    """The parts of the fullest GPU and node in each phase."""
+    """Yields the parts of the fullest GPU and of the fullest node in each phase."""
     if plan.job.on_gpu:
         yield "A GPU, in the stage that has most"
         for phase in PHASES:
@@ -129,7 +129,7 @@ def _gpu_peaks(plan: JobPlan, phase: str) -> list[tuple[Peak, float]]:
 
 
 def _stage_rows(plan: JobPlan) -> list[dict[str, Any]]:
-    """Each pipeline stage: its layers, what a rank of it holds, GiB of a GPU by phase and part."""
+    """A row for each pipeline stage: its layers, the parameters of a rank, and a GPU's memory in GiB by phase and part."""
     layout, rows = plan.job.config.layout, []
     shares = plan.model.shares(layout)
     for number, chunks in enumerate(stage_chunks(layout, plan.model.family.num_layers)):
@@ -154,7 +154,7 @@ def _gib(peak: Peak) -> dict[str, float]:
 
 
 def change_json(change: Change) -> dict[str, Any]:
-    """A changed job that fits."""
+    """A change with which a job fits, as JSON."""
     return {
         "keys": dict(change.keys),
         "needs": list(map(str, change.plan.needs)),
@@ -163,7 +163,7 @@ def change_json(change: Change) -> dict[str, Any]:
 
 
 def as_json(plan: JobPlan, problems: Sequence[str], changes: Sequence[Change]) -> dict[str, Any]:
-    """Everything, under names that stay."""
+    """The whole plan as JSON, with names that stay the same between versions."""
     config, total, time = plan.job.config, plan.model.total, plan.time
     host = {phase: plan.memory.host(plan.nodes, phase) for phase in PHASES}
     gpu = plan.memory.gpu() if plan.job.on_gpu else None

@@ -1,9 +1,9 @@
-"""Searches the layouts of a model on so many GPUs: those that fit, the fastest first.
+"""Searches the layouts of a model on a number of GPUs for those that fit and are fastest.
 
-The space: tensor, pipeline (also with uneven ends, and interleaved), context, expert and expert tensor parallel sizes, recomputation,
-offload strategies with what they advise, tokens of a pack; an engine's GPUs, copies and share of a GPU; and the job's own. Candidates are
-looked at in the order of a time that none of them can beat: the ten that are returned are the fastest of the whole space that fit, as each
-of the others is slower by its bound already.
+The space: tensor, pipeline (also with uneven ends, and interleaved), context, expert and expert tensor parallel sizes; recomputation;
+offload strategies with the options that they advise; tokens of a pack; an engine's GPUs, replicas and share of a GPU; and the job's own
+settings. Candidates are examined in the order of a lower bound of their step time. The search stops after ten that fit: these are the
+fastest of the whole space, since the bound of every other candidate is already higher.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ from rlbatch.registry import Registry
 
 BEST = 10
 DIGITS = 9
-"""Of seconds, after which steps are equally long."""
+"""Digits after the decimal point of a step's seconds; steps with equal digits count as equally long."""
 NOTHING = Generation(0.0, 0.0, 0.0)
 INTERLEAVED = (1, 2, 4)
 CONTEXTS = (1, 2, 4, 8)
 PACKS = (1, 2, 4)
-"""Times the longest sample's tokens of a rank."""
+"""Pack sizes that are tried, as multiples of a rank's tokens of the longest sample."""
 _REMADE = {key.removeprefix("layout."): value for key, value in RECOMPUTE.items()}
 RECOMPUTED: tuple[dict[str, Any], ...] = tuple({**keys, "recompute_modules": ()} for keys in (dict.fromkeys(_REMADE), _REMADE))
-"""Nothing, and all."""
+"""Settings of recomputation that are tried: none, and of all layers."""
 NODES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-"""Tried as the smallest cluster, after parts of one node and a whole one."""
+"""Numbers of nodes that are tried for the smallest cluster, after parts of one node and a whole one."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with its recomputation and packs.
+    """A layout with recomputation and a pack size.
 
     Attributes:
-        config: The job's own in all else.
-        plain: Its layout without recomputation.
-        number: A number for ``plain``, of which several candidates are: a key of caches.
-        bound: The time below which the trainer's part of a step cannot be, whatever is offloaded.
-        keys: In how many keys it differs from the job.
+        config: The job's config with this layout and pack size.
+        plain: The layout without recomputation.
+        number: Index of ``plain``, which several candidates share, as a key of caches.
+        bound: Least time of the trainer's part of a step with any offload strategy, seconds.
+        keys: Number of config keys in which the candidate differs from the job.
     """
 
     config: Config
@@ -67,13 +67,14 @@ class Candidate:
 
 
 def best_layouts(plan: JobPlan, registry: Registry, most: int = BEST) -> list[Change]:
-    """The fastest jobs that fit on as many GPUs, the fastest first; changes are to the plan's own. Of those that take equally long, the one
-    that differs in the fewest keys.
+    """Finds the jobs on as many GPUs that fit, the fastest first, as changes of the plan's job.
+
+    Of jobs that take equally long, only the one that differs in the fewest keys is returned.
 
     Args:
-        plan: What its GPUs can do is known.
-        registry: Plugins.
-        most: How many are looked for.
+        plan: Plan of a job on GPUs whose rates are known.
+        registry: Plugins of the job.
+        most: Largest number of jobs to find.
     """
     number, engines = count(), other_engines(plan, registry)
     clock, room = _Clock(plan, engines), _Room(plan, registry, engines)
@@ -109,7 +110,7 @@ def best_layouts(plan: JobPlan, registry: Registry, most: int = BEST) -> list[Ch
 
 
 class _Clock:
-    """Steps of jobs, whether or not they fit. Each part is counted once for all jobs in which what it depends on is alike."""
+    """Estimates the step times of jobs, whether or not they fit. A part of the time is computed once for all jobs that share its inputs."""
 
     def __init__(self, plan: JobPlan, engines: Sequence[Engines]) -> None:
         self._plan, self._engines = plan, engines
@@ -119,7 +120,7 @@ class _Clock:
         self._keys: dict[tuple[int, int, int], int] = {}
 
     def seconds(self, each: _Next) -> float:
-        """Of a job's step."""
+        """Seconds of a step of the job."""
         candidate, engines, way = each.candidate, self._engines[each.place], each.way or 0
         node, plain = self._plan.nodes[0], engines.job(way, each.share)
         if (key := (way, candidate.number)) not in self._of_layouts:
@@ -136,7 +137,7 @@ class _Clock:
         return candidate.bound + added + self._generated[generated] + sync
 
     def changed_keys(self, each: _Next) -> int:
-        """In how many keys a job differs from the plan's."""
+        """Number of config keys in which the job differs from the plan's."""
         if (key := (each.place, each.way or 0, each.share)) not in self._keys:
             job = self._engines[each.place].job(each.way or 0, each.share)
             self._keys[key] = len(engine_changes(self._plan.job.config, job.config))
@@ -144,7 +145,7 @@ class _Clock:
 
 
 class _Next(NamedTuple):
-    """What is looked at next: a candidate with engines; or, with its offload strategy and share of a GPU, a job."""
+    """The next entry of the search: a candidate with engines or, if ``way`` and ``share`` are set, a whole job."""
 
     candidate: Candidate
     place: int
@@ -152,20 +153,20 @@ class _Next(NamedTuple):
     share: int = 0
 
     def after(self) -> _Next:
-        """The same with less of the GPU for its engines."""
+        """The same entry with the next smaller share of the GPU for its engines."""
         return _Next(self.candidate, self.place, self.way, self.share + 1)
 
     def job(self, engines: Engines) -> MemoryInputs:
-        """In the layout of the candidate."""
+        """The job in the layout of the candidate."""
         return _with(engines.job(self.way or 0, self.share), self.candidate.config.layout, self.candidate.config.train)
 
     def plain_job(self, engines: Engines) -> MemoryInputs:
-        """Without recomputation."""
+        """The job in the layout of the candidate without recomputation."""
         return _with(engines.job(self.way or 0, self.share), self.candidate.plain, self.candidate.config.train)
 
 
 def other_engines(plan: JobPlan, registry: Registry) -> list[Engines]:
-    """Those that the job could have, its own too, the fastest first."""
+    """Engines that the job could have, with its own, the fastest first."""
     found = []
     for keys in engine_keys(plan.job, registry):
         with suppress(RlbatchError):
@@ -174,7 +175,7 @@ def other_engines(plan: JobPlan, registry: Registry) -> list[Engines]:
 
 
 class _Room:
-    """Which jobs may fit; each layout is looked at once, first without engines."""
+    """Decides which jobs may fit. Each layout is examined once, first without engines."""
 
     def __init__(self, plan: JobPlan, registry: Registry, engines: Sequence[Engines]) -> None:
         self._nodes, self._place, self._registry, self._engines = plan.nodes, place_ranks(plan.job.config, registry), registry, engines
@@ -184,7 +185,7 @@ class _Room:
         self._known: dict[tuple[int, int, int, int], bool] = {}
 
     def has(self, each: _Next) -> bool:
-        """Whether a job fits with some recomputation and packs."""
+        """Whether the job may fit with some recomputation and packs."""
         way, number, engines = each.way or 0, each.candidate.number, self._engines[each.place]
         if (key := (each.place, way, each.share, number)) not in self._known:
             plain, shape = engines.job(way, each.share), key[:3]
@@ -197,7 +198,7 @@ class _Room:
         return self._known[key]
 
     def has_trainer(self, each: _Next) -> bool:
-        """Whether it may fit without its engines."""
+        """Whether the job may fit without its engines."""
         if (key := (each.way or 0, each.candidate.number)) not in self._trainers:
             job = each.plain_job(self._engines[each.place])
             self._trainers[key] = may_have_room(without_engines(job), self._nodes)
@@ -205,7 +206,7 @@ class _Room:
 
 
 def smallest_cluster(plan: JobPlan, registry: Registry) -> tuple[int, list[Change]]:
-    """The fewest GPUs on which a job fits, of a node's or of whole nodes, and the fastest jobs there; 0: none of those tried."""
+    """The fewest GPUs of those tried on which the job fits, and the fastest jobs there; 0 and no jobs if it fits on none."""
     cluster = plan.job.config.cluster
     for world in (*divisors(cluster.gpus_per_node), *(nodes * cluster.gpus_per_node for nodes in NODES)):
         sized = {"layout.world_size": world, **({"cluster.gpus": world} if 0 < cluster.gpus < world else {})}
@@ -220,15 +221,15 @@ def smallest_cluster(plan: JobPlan, registry: Registry) -> tuple[int, list[Chang
 
 
 def _least_engines(job: MemoryInputs, registry: Registry) -> dict[str, Any]:
-    """Keys of engines of one GPU."""
+    """Config keys for engines of one GPU."""
     option, copies = registry.rollout(job.config).ranks_option, job.shape.replicas_option if job.shape.replicas > 1 else ""
     return {**({f"rollout.options.{option}": 1} if option else {}), **({f"rollout.engine.{copies}": 1} if copies else {})}
 
 
 def candidates(plan: JobPlan) -> Iterator[Candidate]:
-    """All of the space whose weights and gradients have room.
+    """Yields all candidates whose weights and gradients fit a GPU.
 
-    The trainer cannot be faster than with an optimizer that stays on the GPU.
+    Their bounds are times with an optimizer that stays on the GPU, which no offload strategy beats.
     """
     job, gpu = replace(plan.job, offload=OffloadMemory()), gpu_of(plan.job.config)
     own, node = job.config, plan.nodes[0]
@@ -245,7 +246,7 @@ def candidates(plan: JobPlan) -> Iterator[Candidate]:
 
 
 def all_layouts(plan: JobPlan) -> Iterator[LayoutConfig]:
-    """Layouts of as many ranks that are accepted."""
+    """Yields the valid layouts with as many ranks as the job."""
     own, family, node = plan.job.config.layout, plan.model.family, plan.job.config.cluster.gpus_per_node
     world, layers, own_ends = own.world_size, family.num_layers, {own.pp_size: (own.first_stage_layers, own.last_stage_layers)}
     tensor = [size for size in divisors(world) if size <= node]
@@ -265,12 +266,12 @@ def all_layouts(plan: JobPlan) -> Iterator[LayoutConfig]:
 
 
 def config_changes(before: Config, after: Config) -> dict[str, Any]:
-    """The keys in which a candidate differs."""
+    """Config keys in which ``after`` differs from ``before``, with the values of ``after``."""
     return {**trainer_changes(before, after), **engine_changes(before, after)}
 
 
 def trainer_changes(before: Config, after: Config) -> dict[str, Any]:
-    """Of layout and packs."""
+    """Changes of the layout's and packs' keys from ``before`` to ``after``."""
     keys = dict(layout_changes(before.layout, after.layout))
     if before.train.max_tokens_per_gpu != after.train.max_tokens_per_gpu:
         keys["train.max_tokens_per_gpu"] = after.train.pack_tokens
@@ -278,7 +279,7 @@ def trainer_changes(before: Config, after: Config) -> dict[str, Any]:
 
 
 def engine_changes(before: Config, after: Config) -> dict[str, Any]:
-    """Of engines, and of the offload strategy beside them."""
+    """Changes of the engines' and the offload strategy's keys from ``before`` to ``after``."""
     keys: dict[str, Any] = {}
     if before.offload != after.offload:
         keys["offload"] = after.offload.name

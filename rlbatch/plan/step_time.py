@@ -1,8 +1,8 @@
 """Estimates how long a step takes, phase by phase.
 
-A stage's forward pass of one microbatch is the sum of what does not overlap: matrix products at a share of the peak, everything else at the
-speed of the GPU's memory, tokens and activations between GPUs, and the GPU's waiting for its host. A backward pass is two of it. Every rate
-is one of ``plan.assume``.
+A stage's forward pass of one microbatch is the sum of times that do not overlap: matrix products at a share of the peak rate, everything
+else at the bandwidth of the GPU's memory, tokens and activations between GPUs, and the GPU's waiting for its host. A backward pass takes
+two forward passes. Every rate is an option of ``plan.assume``.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from rlbatch.plan.parameters import ModelSize, PartSize, Share
 from rlbatch.plan.workload import Workload, microbatch_tokens, microbatches
 
 FORWARD_SHARE = 1 / 3
-"""Of forward and backward pass."""
+"""Share of the forward pass in forward and backward pass together."""
 BOTH_PASSES = 2
-"""A backward pass sends tokens' gradients as a forward pass sends tokens, and recomputes nothing."""
+"""Passes in which tokens move between ranks: forward, and backward with their gradients; recomputation sends none again."""
 HOST_ADAM_BYTES = 28
-"""Of a parameter of Adam on the host: fp32 weight, gradient and two moments are read, all but the gradient written."""
+"""Bytes that Adam on the host moves for each parameter: fp32 weight, two moments and gradient are read, all but the last written."""
 PCIE_BYTES = 6
-"""Of such a parameter, between GPU and host: its gradient in fp32, the new weight in bf16."""
+"""Bytes that move between GPU and host for each such parameter: its fp32 gradient, and the new bf16 weight."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step, by phase.
+    """Estimated seconds of a step.
 
     Attributes:
-        phases: In the order of the step.
-        stage_seconds: Of each pipeline stage, forward and backward pass of one microbatch.
-        microbatches: Of an update and data-parallel rank.
-        bubble: Share of an update in which a stage waits for others, of equal stages.
-        balance: Mean of ``stage_seconds`` over the largest.
-        mfu: Of log-probs and updates, by Megatron's count.
-        tokens: Of the step's samples.
+        phases: Phase -> seconds, in the order of the step.
+        stage_seconds: Seconds of forward and backward pass of one microbatch, for each pipeline stage.
+        microbatches: Microbatches of an update on each data-parallel rank.
+        bubble: Share of an update in which a stage waits for others, if all are equal.
+        balance: Mean of ``stage_seconds`` divided by the largest.
+        mfu: Model FLOPs utilisation of log-probs and updates, by Megatron's count.
+        tokens: Tokens of all samples of the step.
     """
 
     phases: dict[str, float]
@@ -61,20 +61,20 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """Seconds of the whole step."""
         return sum(self.phases.values())
 
 
 def step_time(job: MemoryInputs, model: ModelSize, work: Workload, generated: Generation, gpu: Gpu, ranks_per_node: int) -> StepTime:
-    """All phases.
+    """Estimates all phases of a step.
 
     Args:
-        job: Its layout is one that ``check_layout`` accepts.
-        model: Not None.
-        work: A step's samples.
-        generated: Its generation.
-        gpu: What a GPU can do.
-        ranks_per_node: Ranks of a node.
+        job: Job with a layout that ``check_layout`` accepts.
+        model: Parameter counts of the model.
+        work: Samples of the step.
+        generated: Generation of the step.
+        gpu: Rates of a GPU.
+        ranks_per_node: Number of ranks of a node.
     """
     config, layout, assume = job.config, job.config.layout, job.config.plan.assume
     over = degrees(layout, model.family.num_layers)
@@ -112,18 +112,18 @@ def step_time(job: MemoryInputs, model: ModelSize, work: Workload, generated: Ge
 
 
 def _recomputed_share(layout: LayoutConfig, num_layers: int) -> float:
-    """Of the layers, those whose forward pass runs again; of parts of a layer those with most of its products count as all of it."""
+    """Share of the layers whose forward pass runs again. Recomputing an MLP or the experts counts as all of a layer."""
     if {"mlp", "moe"} & {*layout.recompute_modules}:
         return 1.0
     return sum(recomputed(layout, chunk) for stage in stage_chunks(layout, num_layers) for chunk in stage) / num_layers
 
 
 class _Stages:
-    """Forward passes of each pipeline stage, of one microbatch.
+    """The forward pass of one microbatch on each pipeline stage.
 
     Args:
-        tokens: Of the microbatch, of all ranks that share it.
-        context: Mean of the squares of samples' lengths over the mean of lengths: the tokens that a token's attention is charged with.
+        tokens: Tokens of the microbatch, on all ranks that share it.
+        context: Mean squared length of samples divided by their mean length: tokens with which a token's attention is computed.
     """
 
     def __init__(self, job: MemoryInputs, model: ModelSize, gpu: Gpu, ranks_per_node: int, tokens: float, context: float) -> None:
@@ -132,7 +132,7 @@ class _Stages:
 
     @cached_property
     def forward(self) -> tuple[float, ...]:
-        """Seconds of each stage."""
+        """Seconds of the forward pass on each stage."""
         layout, has_experts = self._job.config.layout, self._model.family.has_experts
         parts, found = self._model.stages(layout), dict[tuple[Any, ...], float]()
         stages = []
@@ -145,7 +145,7 @@ class _Stages:
         return tuple(stages)
 
     def _stage(self, kinds: Mapping[bool, int], parts: tuple[PartSize, ...], *, has_head: bool) -> float:
-        """Of so many layers with and without experts."""
+        """Seconds of a stage with the given number of layers with (``kinds[True]``) and without experts."""
         family, layout, assume = self._model.family, self._job.config.layout, self._job.config.plan.assume
         layers = sum(kinds.values())
         own = self._tokens / layout.cp_size  # tokens of a rank
@@ -180,7 +180,7 @@ class _Stages:
         return seconds
 
     def _rate(self, group: int) -> float:
-        """Bytes a second of a rank in a group of so many, which are neighbours."""
+        """Bytes a second of each rank in a collective of ``group`` neighbouring ranks."""
         return rate(self._job, self._gpu, spans_nodes=group > self._ranks_per_node)
 
 
@@ -193,20 +193,20 @@ def rate(job: MemoryInputs, gpu: Gpu, *, spans_nodes: bool) -> float:
 
 
 def offload_seconds(job: MemoryInputs, model: ModelSize, gpu: Gpu, ranks_per_node: int) -> float:
-    """What the offload strategy adds to the updates of a step; as ``step_time``."""
+    """Seconds that the offload strategy adds to the updates of a step. Arguments are as in ``step_time``."""
     train, without = job.config.train, replace(job, offload=OffloadMemory())
     ends = [_update_ends(each, model, gpu, ranks_per_node) for each in (job, without)]
     return job.config.plan.assume.update_factor * train.updates_per_step * train.epochs * (ends[0] - ends[1])
 
 
 def _update_ends(job: MemoryInputs, model: ModelSize, gpu: Gpu, ranks_per_node: int) -> float:
-    """Of the stage that takes longest."""
+    """Seconds at the end of an update on the stage where it takes longest."""
     over = degrees(job.config.layout, model.family.num_layers)
     return max(_update_end(job, share, over, gpu, ranks_per_node) for share in dict.fromkeys(model.shares(job.config.layout)))
 
 
 def _update_end(job: MemoryInputs, share: Share, over: Degrees, gpu: Gpu, ranks_per_node: int) -> float:
-    """Gradients between data-parallel ranks, and the optimizer."""
+    """Seconds at the end of an update: gradients are summed over data-parallel ranks, and the optimizer steps."""
     layout, assume, value = job.config.layout, job.config.plan.assume, WEIGHT_BYTES[job.config.train.precision]
     seconds = 0.0
     for held, replicas in ((share.held - share.experts, over.dp_size * layout.cp_size), (share.experts, over.edp_size)):
@@ -219,19 +219,19 @@ def _update_end(job: MemoryInputs, share: Share, over: Degrees, gpu: Gpu, ranks_
 
 
 def sync_seconds(job: MemoryInputs, model: ModelSize, ranks_per_node: int) -> float:
-    """Of a weight sync, and of what the offload strategy moves; as ``step_time``."""
+    """Seconds of a weight sync, with what the offload strategy moves. Arguments are as in ``step_time``."""
     return job.config.plan.assume.sync_factor * (arriving_seconds(job, ranks_per_node) + moving_seconds(job, model))
 
 
 def arriving_seconds(job: MemoryInputs, ranks_per_node: int) -> float:
-    """Each engine GPU gets its part of the weights, in the trainer's precision; waking the engine."""
+    """Seconds until each engine GPU has its part of the weights, in the trainer's precision, and the engine is awake."""
     assume, layout = job.config.plan.assume, job.config.layout
     is_local = layout.world_size <= ranks_per_node or (layout.world_size // layout.pp_size <= ranks_per_node and layout.pp_size == 1)
     return _arrive(job, assume.sync_gbs if is_local else assume.network_gbs * assume.network_efficiency)
 
 
 def least_sync(job: MemoryInputs) -> float:
-    """Seconds of a weight sync, whatever the layout and offload strategy."""
+    """Least seconds of a weight sync with any layout and offload strategy."""
     assume = job.config.plan.assume
     return assume.sync_factor * _arrive(job, max(assume.sync_gbs, assume.network_gbs * assume.network_efficiency))
 
@@ -242,7 +242,7 @@ def _arrive(job: MemoryInputs, speed: float) -> float:
 
 
 def moving_seconds(job: MemoryInputs, model: ModelSize) -> float:
-    """Optimizer state and weights that leave the GPU and come back."""
+    """Seconds in which optimizer state and weights leave the GPU and come back."""
     if job.offload is None:
         return 0.0
     state, weight = MAIN_WEIGHT_BYTES[job.config.train.precision] + MOMENT_BYTES, WEIGHT_BYTES[job.config.train.precision]
