@@ -1,1 +1,1 @@
-"""Makes updated weights of prompts: the step, the loop around it, and what they need."""
+"""Turns prompts into updated weights: the training step, the loop around it, and their parts."""

@@ -1,7 +1,7 @@
-"""Decides which groups a step trains on, by counts and the order of prompts alone: not by who finished first, where, or when.
+"""Decides which groups a step trains on, by counts and the order of prompts alone, not by which engine finished first, where, or when.
 
-A round samples a number of new prompts, which follows from how many groups are missing. What passes the filters is accepted. Once there is
-enough, the first groups in the order of prompts are taken; the others wait for the next step, where they come first.
+Each round samples new prompts, as many as follow from the number of missing groups. Groups that pass the filters are accepted. Once there
+are enough, the first groups in the order of prompts are taken; the others wait for the next step, where they come first.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from rlbatch.config.schema import Config
 from rlbatch.prompts.prompt_order import round_size
 
 STEPS_OF_LAG = 4
-"""Whose updates a token may be older than the policy that is trained with it, by default."""
+"""Default age limit of tokens: number of steps whose updates a token may be older than the policy that trains on it."""
 ACCEPTED, UNFINISHED, UNSCORED = "accepted", "unfinished", "unscored"
 
 
 class Verdict(NamedTuple):
-    """What became of a group in a round.
+    """The outcome of a group in a round.
 
     Attributes:
-        number: The group's place in the order of all prompts of the run.
-        outcome: ``accepted``, ``unfinished``, ``unscored`` (its reward gave no verdict), or the filter that dropped it.
-        tokens: That were sampled for it in this round.
-        length: Mean response length.
-        equal: Of a scored group whose rewards are all equal, that reward; else None.
-        oldest_version: Policy version of its oldest token; -1: not known.
+        number: Place of the group in the order of all prompts of the run.
+        outcome: ``accepted``, ``unfinished``, ``unscored`` (its reward gave no verdict), or the name of the filter that dropped it.
+        tokens: Number of tokens that were sampled for the group in this round.
+        length: Mean length of its responses, tokens.
+        equal: The reward of a scored group whose rewards are all equal; else None.
+        oldest_version: Policy version that sampled its oldest token; -1 if not known.
     """
 
     number: int
@@ -38,23 +38,23 @@ class Verdict(NamedTuple):
 
 
 def updates_of_a_step(config: Config) -> int:
-    """Policy versions that a step goes through, if none of its updates is left out."""
+    """Number of policy versions that a step goes through if none of its updates is skipped."""
     return config.train.updates_per_step * config.train.epochs
 
 
 def most_lag(config: Config) -> int:
-    """``sampling.max_version_lag``, or its default."""
+    """``sampling.max_version_lag``, or its default, in policy versions."""
     limit = config.sampling.max_version_lag
     return STEPS_OF_LAG * updates_of_a_step(config) if limit is None else limit
 
 
 class Acceptance:
-    """Counts a step's groups, by their numbers; the same on every rank. Of unfinished ones those that are ``due`` cannot wait any longer.
+    """Counts the groups of a step by their numbers, equally on every rank. Unfinished groups that are ``due`` cannot wait for another step.
 
     Attributes:
-        rounds: With new prompts, so far.
-        unfinished: As given, by now.
-        verdicts: All, in order.
+        rounds: Number of rounds with new prompts so far.
+        unfinished: Numbers of the groups that are unfinished by now.
+        verdicts: All verdicts, in order.
     """
 
     def __init__(self, config: Config, accepted: Iterable[int] = (), unfinished: Iterable[int] = (), due: Iterable[int] = ()) -> None:
@@ -64,7 +64,7 @@ class Acceptance:
         self.verdicts: list[Verdict] = []
 
     def new_prompts(self) -> int:
-        """How many the next round begins with; 0: it has none."""
+        """Number of prompts with which the next round begins; 0 if there is none."""
         missing = self._wanted - self._unscored - len(self._accepted) - len(self.unfinished)
         if missing <= 0 or self.rounds == self._sampling.max_rounds:
             return 0
@@ -72,11 +72,11 @@ class Acceptance:
         return round_size(missing, self._sampling.oversampling)
 
     def continues(self) -> bool:
-        """Whether unfinished groups go on in this step."""
+        """Whether unfinished groups are continued in this step."""
         return bool(self.unfinished) and (len(self._accepted) + self._unscored < self._wanted or bool(self.unfinished & self._due))
 
     def record(self, verdicts: Iterable[Verdict]) -> None:
-        """Takes what became of a round's groups, in whatever order."""
+        """Records the outcomes of a round's groups, in any order."""
         for verdict in sorted(verdicts):
             self.verdicts.append(verdict)
             self.unfinished.discard(verdict.number)
@@ -88,13 +88,13 @@ class Acceptance:
                 self._unscored += 1
 
     def is_short(self) -> bool:
-        """Whether filters have left too few; groups without a verdict are left out of the step whatever ``sampling.on_shortage`` says."""
+        """Whether filters have left too few groups. Unscored groups do not count as missing, whatever ``sampling.on_shortage`` says."""
         return len(self._accepted) + self._unscored < self._wanted
 
     def taken(self) -> list[int]:
-        """The groups of the step, in order; fewer than wanted: there are no more."""
+        """Numbers of the step's groups, in order; fewer than wanted if there are no more."""
         return sorted(self._accepted)[: self._wanted]
 
     def surplus(self) -> list[int]:
-        """Accepted groups that the next step begins with, in order."""
+        """Numbers of accepted groups with which the next step begins, in order."""
         return sorted(self._accepted)[self._wanted :]

@@ -1,4 +1,4 @@
-"""Builds a rank's ``Job`` of a resolved config: plugins, model, weights, engine, prompts."""
+"""Builds a rank's ``Job`` from a resolved config: plugins, model, weights, engine, prompts."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def assemble(
     notice: StopNotice | None = None,
     registry: Registry | None = None,
 ) -> EngineJob:
-    """Builds this rank's part of the job: a ``Job``, or where it only evaluates one without optimizer and prompts; a collective."""
+    """Builds this rank's part of the job; a collective. A job that only evaluates is an ``EngineJob``, without optimizer and prompts."""
     registry = registry or load_plugins(config.plugins)
     engine_job, train = _Assembly(config, run_dir, device, store, watchdog, announce, notice or StopNotice(), registry).engine_job()
     if train is None:
@@ -93,7 +93,7 @@ def assemble(
 
 @dataclass(frozen=True)
 class _Assembly:
-    """What a job is built of: ``engine_job`` calls the others, in this order."""
+    """The parts from which a job is built. ``engine_job`` calls the other methods in this order."""
 
     config: Config
     run_dir: Path
@@ -105,7 +105,7 @@ class _Assembly:
     registry: Registry
 
     def engine_job(self) -> tuple[EngineJob, Training | None]:
-        """What every job has, and the training prompts, if it has any."""
+        """The parts that every job has, and the training prompts if the job trains."""
         config, registry, rank = self.config, self.registry, self.store.info.rank
         clock = PartClock()
         with clock.part("groups"):
@@ -153,7 +153,7 @@ class _Assembly:
         return job, train
 
     def _model(self) -> tuple[Path, ModelFamily]:
-        """The model's folder and family, once they, the layout and the engine are known to fit; ranks have their groups and seeds then."""
+        """The model's folder and family, after checks that they suit layout and engine. Also sets up process groups and seeds."""
         config, info, on_gpu = self.config, self.store.info, self.device != "cpu"
         if info.world_size != config.layout.world_size:
             raise ConfigError(f"layout.world_size={config.layout.world_size}: {info.world_size} ranks were started. Make both equal.")
@@ -170,7 +170,7 @@ class _Assembly:
         return hf_folder, family
 
     def _model_folder(self) -> Path:
-        """The Hugging Face folder; rank 0 makes the embedded model's weights."""
+        """The model's Hugging Face folder. Rank 0 writes the weights of the embedded model."""
         if self.config.model.hf != EMBEDDED:
             return Path(self.config.model.hf)
         folder = self.run_dir / EMBEDDED / "model"
@@ -180,7 +180,7 @@ class _Assembly:
         return folder
 
     def _beside_weights(self, offload: OffloadStrategy, start: Callable[[], Started]) -> Started:
-        """Starts engines: where weights are offloaded, with the GPU as they will have it when they generate, which they then give back."""
+        """Starts engines. Where weights are offloaded, the GPU is first freed as for generation, and engines sleep afterwards."""
         if not offload.moves_weights:
             return start()
         strategy = f"offload={self.config.offload.name}"
@@ -192,7 +192,7 @@ class _Assembly:
         return rollout, tokenizer
 
     def _backend(self, family: ModelFamily, hf_folder: Path, quantization: Quantization) -> RolloutBackend:
-        """The engine that this rank has a part of."""
+        """The rollout backend of this rank's part of an engine."""
         config, registry = self.config, self.registry
         self.announce(f"starting the {config.rollout.name} engine")
         check_device(config, quantization, on_gpu=self.device != "cpu")
@@ -204,7 +204,7 @@ class _Assembly:
         return engine_ranks(self.store.info, self.registry.ranks_per_engine(self.config), self.registry.rollout(self.config))
 
     def _rollout(self, family: ModelFamily, hf_folder: Path, quantization: Quantization, begun: RolloutBackend | None) -> Started:
-        """This rank's part of its engine, which may have begun to start, and the tokenizer that the engine has too."""
+        """This rank's part of its engine, which may have begun to start (``begun``), and the tokenizer that the engine uses too."""
         config, registry, rank, engine = self.config, self.registry, self.store.info.rank, self._engine
         backend = begun or self._backend(family, hf_folder, quantization)
         if isinstance(begun, StartingBackend):
@@ -232,7 +232,7 @@ class _Assembly:
         return rollout, tokenizer
 
     def _context(self, folder: Path, quantization: Quantization) -> RolloutContext:
-        """What a backend is told of its place."""
+        """The context that a rollout backend is built with."""
         engine = self._engine
         return RolloutContext(
             folder,
@@ -254,7 +254,7 @@ class _Assembly:
         )
 
     def _carried(self, family: ModelFamily, hf_folder: Path, folder: Path) -> Carried | None:
-        """What engines speculate with, if it has weights."""
+        """The weights that engines speculate with; None if they need none from the trainer."""
         draft = self.registry.draft(self.config)
         if draft is None:
             return None
@@ -263,7 +263,7 @@ class _Assembly:
     def _held_out(
         self, tokenizer: PreTrainedTokenizerBase, family: ModelFamily, announce: Callable[[str], object]
     ) -> Iterator[list[Prompt]]:
-        """The prompts of each evaluation set."""
+        """Yields the prompts of each evaluation set."""
         for one, own in held_out_sets(self.config, self.run_dir):
             yield load_prompts(
                 one.paths,
@@ -278,7 +278,7 @@ class _Assembly:
             )
 
     def _scorer(self, named: Collection[str], *, generates: bool) -> Scorer:
-        """The job's reward, those that sets and prompts name (with their default options), and those of evaluation sets."""
+        """The scorer of the job's reward, of rewards that sets and prompts name (with default options), and of those of evaluation sets."""
         sets = set_rewards(self.config)
         names = sorted({*named} - {"", self.config.reward.name, *sets})
         generating = max(self.store.info.local_size // self.registry.ranks_per_engine(self.config), 1)

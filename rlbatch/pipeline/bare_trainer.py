@@ -1,4 +1,4 @@
-"""A trainer without a run: the weights of a folder on the ranks of a layout, and one GRPO backward pass, for comparisons."""
+"""A trainer without a run, for comparisons: a folder's weights on the ranks of a layout, and one GRPO backward pass."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rlbatch.registry import Registry, load_plugins
 
 @lru_cache(maxsize=4)
 def plugins_of(names: tuple[str, ...] = ()) -> Registry:
-    """The installed plugins, and those named (``plugins=[...]``)."""
+    """The installed plugins, with those named as in ``plugins=[...]``."""
     return load_plugins(names)
 
 
@@ -50,9 +50,10 @@ def backward(
     correction: CorrectionConfig | None = None,
     old: Literal["moved", "before", "own"] = "moved",
 ) -> float:
-    """Leaves the gradients in the trainer, and returns the loss.
+    """Runs one backward pass, which leaves its gradients in the trainer, and returns the loss.
 
-    Old log-probs are another policy's, or the trainer's: by a pass before the update, or its own.
+    With ``old`` ``moved``, old log-probs are those of a slightly different policy; with ``before``, the trainer's by a pass before the
+    update; with ``own``, the update's own.
     """
     algorithm = AlgorithmConfig(
         loss=loss, loss_aggregation=cast(Any, aggregation), loss_options=options, kl_loss=True, kl_loss_coef=0.3, entropy_coef=0.1
@@ -72,5 +73,5 @@ def backward(
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """L2 norm of the difference over the norm of the reference."""
+    """L2 norm of the difference, divided by that of ``want``."""
     return float((got - want).norm() / want.norm().clamp(min=1e-12))

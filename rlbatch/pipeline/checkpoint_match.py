@@ -1,4 +1,4 @@
-"""Checks whether the checkpoints that a run would start or go on from are of its model, before ranks start. Imports no torch."""
+"""Checks before ranks start whether the checkpoints that a run would start or resume from are of its model. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from rlbatch.config.schema import Config
 from rlbatch.registry import Registry
 
 COMPARED = ("transformer", "vocab_size", "rotary_base", "tie_embeddings", "rope", "mappings")
-"""What families are compared by: what makes another model of the same weights, or cannot take them."""
+"""Attributes by which families are compared; a difference means another model, or one that cannot take the weights."""
 
 
 def check_first_weights(config: Config, registry: Registry, family: ModelFamily, hf_folder: Path, *, needs_reference: bool) -> None:
-    """Refuses weights of another model: ``checkpoint.load``, and ``checkpoint.ref_load`` where it is read.
+    """Refuses weights of another model in ``checkpoint.load``, and in ``checkpoint.ref_load`` where that is read.
 
     Raises:
-        RlbatchError: the key, its folder, and what is another or damaged.
+        RlbatchError: the key, its folder, and the difference or damage.
     """
     load, reference = config.checkpoint.load, config.checkpoint.ref_load
     read = {"checkpoint.load": load, "checkpoint.ref_load": reference if needs_reference or not load else ""}
@@ -35,10 +35,10 @@ def check_first_weights(config: Config, registry: Registry, family: ModelFamily,
 
 
 def check_resumed(config: Config, hf_config: Mapping[str, Any], folder: Path, progress: Mapping[str, Any]) -> None:
-    """Refuses to go on with a checkpoint of another model, or with another seed, optimizer or precision. Prompts are compared by the ranks.
+    """Refuses to resume from a checkpoint of another model, seed, optimizer or precision. Ranks compare the prompts later.
 
     Raises:
-        ConfigError: what was and what is.
+        ConfigError: the values in the checkpoint and in this run.
     """
     own = {"model": model_identity(hf_config), "config": asdict(config), "data.train": progress.get("data.train", {})}
     if changed := refused_changes(progress, own):
@@ -48,7 +48,7 @@ def check_resumed(config: Config, hf_config: Mapping[str, Any], folder: Path, pr
 
 
 def _check_family(key: str, folder: Path, registry: Registry, family: ModelFamily) -> None:
-    """Compares what config.jsons come to: exports by other programs write the same model in other words."""
+    """Refuses a config.json of another model. Resolved families are compared, as other programs write the same model in other words."""
     try:
         other = registry.resolve_model_family(read_config(folder))
     except MissingFileError:

@@ -1,4 +1,4 @@
-"""Checks whether there is room for a checkpoint, on the disk and in the hosts' memory, and says what to do about one that failed."""
+"""Checks whether a checkpoint has room on disk and in the hosts' memory, and advises on one that could not be written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlbatch.first_rank import on_first_rank
 from rlbatch.launch.ranks.host_memory import host_memory
 
 SPARE_BYTES = 2**18
-"""Room for progress.json, metadata and folders."""
+"""Bytes of free space beyond the tensors, for progress.json, metadata and folders."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 READ_ONLY = "It may not be written to: mount it for writing or mend its permissions, or choose another folder."
 ADVICE = {
@@ -31,11 +31,11 @@ ADVICE = {
 }
 OTHER_ADVICE = "Look at that disk (`dmesg`), or choose another folder."
 NO_ADVICE = "The output above may say why."
-"""Of what is none of the system's errors."""
+"""Advice for failures that are not one of the system's errors."""
 
 
 def size(num_bytes: float) -> str:
-    """E.g. ``12.3 GiB``."""
+    """Text of a size, e.g. ``12.3 GiB``."""
     for unit in ("KiB", "MiB"):
         num_bytes /= 1024
         if num_bytes < 1024:
@@ -44,15 +44,15 @@ def size(num_bytes: float) -> str:
 
 
 def check_disk(root: Path, need: int, step: int) -> None:
-    """Refuses to write more than there is room for; a collective.
+    """Refuses to write more than the disk has room for; a collective.
 
     Args:
-        root: Folder of checkpoints; exists.
-        need: Bytes that all ranks will write.
-        step: For the message.
+        root: Folder of checkpoints, which exists.
+        need: Bytes that all ranks together will write.
+        step: Number of the step, for the message.
 
     Raises:
-        CheckpointError: on every rank, with both numbers.
+        CheckpointError: the disk has too little room; raised on every rank, with both sizes.
     """
 
     def check() -> None:
@@ -68,8 +68,9 @@ def check_disk(root: Path, need: int, step: int) -> None:
 
 @contextmanager
 def explaining_write_errors(root: Path, need: int, step: int) -> Iterator[None]:
-    """Turns what writing raises into an error with the folder, what the system said, and what to do about that; with need and free space
-    where space is what lacks.
+    """Turns exceptions of writing into one with the folder, the system's error and advice.
+
+    Where space is lacking, the message also has the needed and the free space.
     """
     try:
         yield
@@ -91,27 +92,27 @@ def explaining_write_errors(root: Path, need: int, step: int) -> Iterator[None]:
 
 
 def _kept(root: Path) -> str:
-    """What there is to go on from."""
+    """Text that says which checkpoint there is to resume from."""
     return "The previous checkpoint stays the latest." if os.path.exists(root / LATEST) else "No checkpoint was saved before it."
 
 
 def system_error(error: BaseException | None) -> OSError | None:
-    """The system's own error in or behind another one: torch hides it."""
+    """The OSError that an exception is or was caused by, which torch hides; None if there is none."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error
 
 
 def check_memory(root: Path, need: int, step: int) -> None:
-    """Refuses to write where that could end a host's memory; a collective.
+    """Refuses to write a checkpoint where that could exhaust a host's memory; a collective.
 
     Args:
-        root: For the message.
-        need: Bytes that this rank takes meanwhile.
-        step: For the message.
+        root: Folder of checkpoints, for the message.
+        need: Bytes of memory that this rank takes while it writes.
+        step: Number of the step, for the message.
 
     Raises:
-        CheckpointError: on every rank, with both numbers.
+        CheckpointError: a host has too little memory; raised on every rank, with both sizes.
     """
     if reason := host_without_room(need):
         raise CheckpointError(
@@ -121,10 +122,10 @@ def check_memory(root: Path, need: int, step: int) -> None:
 
 
 def host_without_room(need: int) -> str:
-    """Which host has no memory for its ranks to write, in words; empty if all have. A collective.
+    """Text about a host without enough memory for its ranks to write; empty if all have enough. A collective.
 
     Args:
-        need: Bytes of this rank.
+        need: Bytes of memory that this rank needs.
     """
     rows = gathered((socket.gethostname(), need, host_memory()[1]))
     for host in dict.fromkeys(name for name, _, _ in rows):

@@ -1,5 +1,6 @@
-"""Responses that are generated in parts (``sampling.partial_tokens``): what an engine is asked for, and how its answer is joined to what
-was there, which stays as it is.
+"""Continues responses that are generated in parts (``sampling.partial_tokens``).
+
+Makes the requests to an engine, and joins its answers to the earlier parts, which stay unchanged.
 """
 
 from __future__ import annotations
@@ -13,19 +14,19 @@ from rlbatch.pipeline.waiting_groups import Candidate, spans_of
 
 
 def unfinished(group: SampleGroup, group_size: int, most: int) -> list[int]:
-    """The responses that go on, by their sample index. A group that was begun with another size than ``algorithm.group_size`` keeps it."""
+    """Indices of the samples of a group that are not finished; all of a group without samples. A begun group keeps its own group size."""
     if not group.samples:
         return list(range(group_size))
     return [sample.sample_index for sample in group.samples if sample.finish_reason != "stop" and sample.response_length < most]
 
 
 def tokens_so_far(group: SampleGroup, indices: list[int]) -> int:
-    """Of each response that goes on: all have had as many parts."""
+    """Number of tokens that each unfinished response has so far: all have had as many parts."""
     return max((group.samples[index].response_length for index in indices), default=0) if group.samples else 0
 
 
 def parts_of(candidate: Candidate, indices: list[int]) -> list[Continued]:
-    """What the engine is asked for, one response each. The first part has the random numbers that the response would have as a whole."""
+    """Requests to the engine, one for each response. The first part has the random numbers that the response would have as a whole."""
     prompt, samples = candidate.group.prompt, candidate.group.samples
     start = tokens_so_far(candidate.group, indices)
     return [
@@ -40,8 +41,10 @@ def parts_of(candidate: Candidate, indices: list[int]) -> list[Continued]:
 
 
 def joined(prompt: Prompt, before: Sample | None, part: Sample, text: str) -> Sample:
-    """A response with its next part. ``before`` is the response without it (None: it has none yet); ``part`` counts what was there as
-    prompt; ``text`` is that of the whole.
+    """Joins a response with its next part.
+
+    ``before`` is the response so far (None if it has none yet). ``part`` has the tokens of ``before`` in its prompt. ``text`` is the text
+    of the whole response.
     """
     start = len(prompt.token_ids) if before is None else len(before.token_ids)
     spans = [] if before is None else list(spans_of(before))
@@ -74,7 +77,7 @@ def _kept(before: Sample | None, part: Sample, start: int) -> KeptTokens | None:
 
 
 def _routes(before: Sample | None, part: Sample) -> Routes | None:
-    """Each token's of when it was first read: its log-prob, or that of the token behind it, is of these experts."""
+    """Joins the routes of both, each token's from when it was first read: log-probs were computed with these experts."""
     if before is None or before.routes is None:
         return part.routes
     old, more = before.routes, len(part.token_ids) - len(before.token_ids)

@@ -1,4 +1,4 @@
-"""What a correction (``correction.*``) needs, or tells, of more than one pack; all else of it is in the loss."""
+"""The parts of a correction (``correction.*``) that need more than one pack. All else is in the loss."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from rlbatch.megatron import parallel
 
 
 def with_kept_ratio(objective: Objective, microbatches: Sequence[Microbatch]) -> Objective:
-    """The objective of an update; with ``correction.denominator=kept`` a collective that looks at all its packs.
+    """The objective of an update. With ``correction.denominator=kept`` it looks at all packs of the update and is a collective.
 
     Args:
-        objective: Of the job.
-        microbatches: This rank's of the update, with old log-probs and advantages where they are looked at.
+        objective: Objective of the job.
+        microbatches: This rank's microbatches of the update, with old log-probs and advantages where the correction needs them.
     """
     correction, aggregation = objective.correction, objective.algorithm.loss_aggregation
     if correction.denominator != "kept":
@@ -35,11 +35,11 @@ def with_kept_ratio(objective: Objective, microbatches: Sequence[Microbatch]) ->
 
 
 def measured(microbatches: Sequence[Microbatch], correction: CorrectionConfig) -> dict[str, float]:
-    """``mismatch/`` of a step, over the packs of all ranks; a collective.
+    """The ``mismatch/`` metrics of a step, over the packs of all ranks; a collective.
 
     Args:
-        microbatches: This rank's, each sample in one of them, with old log-probs and advantages.
-        correction: ``correction.*``.
+        microbatches: This rank's microbatches, each sample in one of them, with old log-probs and advantages.
+        correction: Options ``correction.*``.
     """
     sums, largest = zip(*(mismatch_sums(microbatch, correction) for microbatch in microbatches), strict=True)
     total, most = torch.stack(sums).sum(0), torch.stack(largest).max()

@@ -1,4 +1,4 @@
-"""Writes the model folder that engines read: config.json as the weights are sent, and small files beside it. Weights come with syncs."""
+"""Writes the model folder that engines read: a config.json for the weights as they are sent, and small files. Weights come with syncs."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from rlbatch.config.hf_config import read_config
 from rlbatch.plan.engine_precision import Quantization
 
 FOLDER = Path("engines/model")
-"""The engine's own model folder, in the run folder."""
+"""Path of the engines' model folder in the run folder."""
 
 
 def write_engine_folder(hf_folder: Path, run_dir: Path, family: ModelFamily, quantization: Quantization) -> Path:
-    """Makes ``<run_dir>/engines/model``, or makes it anew, and returns it: links to ``model_files``, and config.json, which has a
-    ``quantization_config`` if and only if the quantization is ``fp8``.
+    """Writes ``<run_dir>/engines/model`` anew and returns its path.
+
+    The folder has links to ``model_files`` and a config.json, which has a ``quantization_config`` if and only if the
+    quantization is ``fp8``.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the folder cannot be written.
         DataError: see ``model_files``.
     """
     folder = run_dir / FOLDER
@@ -50,7 +52,7 @@ def write_engine_folder(hf_folder: Path, run_dir: Path, family: ModelFamily, qua
 
 
 def _link(path: Path, target: Path) -> None:
-    """A link; of a text with a byte order mark, which engines' readers do not know, a copy without it."""
+    """Links ``path`` to a file. A text with a byte order mark, which engines cannot read, is copied without it."""
     with target.open("rb") as file:
         if target.suffix == ".model" or file.read(len(BOM_UTF8)) != BOM_UTF8:
             path.symlink_to(target)

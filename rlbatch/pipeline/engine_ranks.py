@@ -19,18 +19,18 @@ Gather = Callable[[bytes], list[bytes]]
 
 @dataclass(frozen=True)
 class EngineRanks:
-    """This rank's engine.
+    """This rank's place in its engine.
 
     Attributes:
-        place: Of this rank among the engine's, from 0.
+        place: Index of this rank among the engine's ranks.
         gather: All-gather of bytes over the engine's ranks.
-        node: Of this rank among the engine's nodes, from 0.
-        nodes: Of the engine; each has equally many of its ranks.
-        node_place: Of this rank among the engine's on its node; the first holds a host and generates.
+        node: Index of this rank's node among the engine's nodes.
+        nodes: Number of the engine's nodes, each with equally many of its ranks.
+        node_place: Index of this rank among the engine's ranks on its node. The first of them holds a host and generates.
         node_gather: All-gather of bytes over the engine's ranks on this node.
-        address: Of the engine's first node, on the network of the job.
-        host: Number of this node's host among those of the job, from 0.
-        hosts: Of the job: one for each node of each engine.
+        address: Address of the engine's first node on the job's network.
+        host: Index of this node's host among the job's hosts.
+        hosts: Number of the job's hosts: one for each node of each engine.
     """
 
     place: int
@@ -45,15 +45,15 @@ class EngineRanks:
 
     @property
     def generates(self) -> int | None:
-        """The host that this rank generates with; None: it holds none."""
+        """Index of the host with which this rank generates; None if it holds none."""
         return self.host if self.node_place == 0 else None
 
 
 def engine_ranks(info: RankInfo, size: int, spec: RolloutSpec) -> EngineRanks:
-    """Gives each ``size`` ranks that follow each other an engine; a collective.
+    """Gives every ``size`` consecutive ranks an engine; a collective.
 
     Raises:
-        ConfigError: they are on several nodes and may not, or differently many are on each.
+        ConfigError: an engine's ranks are on several nodes and may not be, or not equally many are on each.
     """
     engines = [list(range(first, first + size)) for first in range(0, info.world_size, size)]
     names = [name.decode() for name in all_gather_bytes(info.host.encode())]
@@ -71,7 +71,7 @@ def engine_ranks(info: RankInfo, size: int, spec: RolloutSpec) -> EngineRanks:
 
 
 def _by_node(ranks: Sequence[int], hosts: Sequence[str], spec: RolloutSpec) -> list[list[int]]:
-    """An engine's ranks, those of each node together."""
+    """The ranks of an engine, grouped by node."""
     nodes: list[list[int]] = []
     for rank in ranks:
         if not nodes or hosts[nodes[-1][-1]] != hosts[rank]:
@@ -92,5 +92,5 @@ def _by_node(ranks: Sequence[int], hosts: Sequence[str], spec: RolloutSpec) -> l
 
 
 def _groups(groups: Sequence[Sequence[int]]) -> list[Any]:
-    """A process group for each; a collective of all ranks."""
+    """Makes a process group for each group of ranks; a collective of all ranks."""
     return [dist.new_group(list(ranks), backend="gloo") for ranks in groups]

@@ -1,4 +1,4 @@
-"""An evaluation: samples of all sets under the current weights, their rewards, and what they come to."""
+"""Evaluates the current weights: samples the prompts of all sets, scores the responses, and computes metrics."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from rlbatch.prompts.eval_sets import EvalSet
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What came of an evaluation.
+    """The results of an evaluation.
 
     Attributes:
         metrics: Tag -> value, the same on every rank.
-        sets: Each set's table and samples; on rank 0, which writes them.
+        sets: Table and samples of each set; empty on ranks other than 0, which writes them.
     """
 
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -38,8 +38,9 @@ class Evaluated:
 
 
 def evaluate(job: EngineJob, step: int) -> Evaluated | None:
-    """Samples, scores and measures all sets, in prompt order whichever rank sampled what; a collective. None everywhere: the job has to
-    stop.
+    """Samples, scores and measures all sets, in prompt order whichever rank samples what; a collective.
+
+    Returns None on every rank if the job has to stop.
     """
     started = time.perf_counter()
     asked = [(held_out, prompt) for held_out in job.eval_sets for prompt in held_out.prompts]
@@ -47,7 +48,7 @@ def evaluate(job: EngineJob, step: int) -> Evaluated | None:
     set_of = {id(prompt): held_out for held_out, prompt in mine}
 
     def sample(prompts: Sequence[Prompt]) -> Iterator[SampleGroup]:
-        """Set after set; no more if one is interrupted, or the engine is lost."""
+        """Yields set after set; stops when a set is interrupted, or the engine is lost."""
         for held_out in job.eval_sets:
             own = [prompt for prompt in prompts if set_of[id(prompt)] is held_out]
             yield from job.rollout.evaluate(own, held_out.params(job.config.seed))
@@ -70,7 +71,7 @@ def evaluate(job: EngineJob, step: int) -> Evaluated | None:
 
 
 def _rows(step: int, held_out: EvalSet, group: SampleGroup) -> list[dict[str, Any]]:
-    """Of each sample what is written, and what is measured."""
+    """The row to write, the length of the response in tokens, and the answer, for each sample of a group."""
     written = sample_rows(step, [group], [math.nan] * len(group.samples))
     lengths = [sample.response_length for sample in group.samples]
     return [
@@ -80,7 +81,7 @@ def _rows(step: int, held_out: EvalSet, group: SampleGroup) -> list[dict[str, An
 
 
 def _by_set(sets: Sequence[EvalSet], rows: Iterable[Mapping[str, Any]]) -> list[Evaluation]:
-    """Each set's, of the rows of all ranks; none where there are no rows, on ranks other than 0."""
+    """The evaluation of each set, from the rows of all ranks; empty where there are no rows, on ranks other than 0."""
     by_set: dict[str, list[Mapping[str, Any]]] = {}
     for row in sorted(rows, key=lambda row: (row["row"]["prompt_id"], row["row"]["sample_index"])):
         by_set.setdefault(row["row"]["set"], []).append(row)
@@ -88,7 +89,7 @@ def _by_set(sets: Sequence[EvalSet], rows: Iterable[Mapping[str, Any]]) -> list[
 
 
 def measured(held_out: EvalSet, rows: Sequence[Mapping[str, Any]]) -> Evaluation:
-    """What a set's samples come to: of each, in order, ``row`` as it is written, ``length`` in tokens, and ``answer``."""
+    """The evaluation of a set, from its samples in order, each with its ``row`` as written, ``length`` in tokens, and ``answer``."""
     name, settings = held_out.name, held_out.settings
     prompts = [list(group) for _, group in groupby(rows, key=lambda row: row["row"]["prompt_id"])]
     rewards = [[row["row"]["reward"] for row in prompt] for prompt in prompts]

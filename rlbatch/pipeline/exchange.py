@@ -1,5 +1,6 @@
-"""Exchanges samples between ranks. Every rank gets the numbers of all, and of an update those tokens that it trains on. Flat tensors, never
-pickles.
+"""Exchanges samples between ranks: every rank gets the numbers of all samples, and the tokens of those that it trains on in an update.
+
+What is sent are flat tensors, never pickles.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from rlbatch.collectives import all_gather_ragged, all_to_all_ragged
 
 NO_LIMIT = torch.iinfo(torch.int32).max
 ROUND_TOKENS = 2**18
-"""That a rank gives at once, on average: what is on its way is held up to four times, 12 bytes a token."""
+"""Tokens that each rank sends at once, on average. Up to four times as many are held at a time, 12 bytes each."""
 Shares = Sequence[Sequence[int]]
-"""Of each data-parallel rank the samples that it trains on, by their indices in the batch."""
+"""Indices in the batch of the samples that each data-parallel rank trains on."""
 
 
 class Row(NamedTuple):
-    """What is trained on of a sample.
+    """The tensors of a sample that are used in training.
 
     Attributes:
-        columns: [3 or more, L] int32, of ``Batch.columns``: a rank has ten thousands of samples, and a view takes half a kilobyte.
-        kept: What the tokens were chosen from; None: the whole vocabulary.
-        routes: Of the tokens, in this rank's layers; None: the routers choose.
+        columns: [3 or more, L] int32 as in ``Batch.columns``. The rest are views made on demand: a rank has ten thousands of samples.
+        kept: Vocabularies that tokens were chosen from; None: the whole vocabulary.
+        routes: Experts of the tokens in this rank's layers; None: the routers choose.
     """
 
     columns: Tensor
@@ -41,39 +42,39 @@ class Row(NamedTuple):
 
     @property
     def token_ids(self) -> Tensor:
-        """[L] int32."""
+        """[L] int32 token ids, prompt included."""
         return self.columns[0]
 
     @property
     def logprobs(self) -> Tensor:
-        """[L] float32 nats, the engine's."""
+        """[L] float32 log-probs of the engine, nats."""
         return self.columns[1].view(torch.float32)
 
     @property
     def ages(self) -> Tensor:
-        """[L] int32, how many policy versions before the step's first one the token was sampled; -1: it is masked."""
+        """[L] int32, number of policy versions by which each token is older than the step's first policy; -1: the token is masked."""
         return self.columns[2]
 
 
 Deal = Callable[[Shares], Mapping[int, Row]]
-"""Gives each data-parallel rank the rows of its share; a collective."""
+"""A collective that gives each data-parallel rank the rows of its share."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """All N samples of the step, in prompt order then sample order: their numbers on every rank, their tokens on the one that sampled them.
+    """All N samples of the step, in prompt order then sample order. Every rank has their numbers; each has the tokens of those it sampled.
 
     Attributes:
-        lengths: N times tokens, prompt included.
+        lengths: Number of tokens of each of the N samples, prompt included.
         rewards: [N] float64.
-        group_ids: [N] int64, position of the prompt in the step.
-        truncated: [N] bool, cut at the length limit.
-        lags: [N] int64, how many policy versions before the step's first one the oldest token was sampled.
-        sampled: [N] int64, sampled tokens.
-        new: [N] int64, those of them that the step's first policy sampled.
-        limits: [N] int32, ages of tokens that count; older ones are masked.
-        own: This rank's samples, by index.
-        version: Of the step's first policy; -1: not known.
+        group_ids: [N] int64, position of the sample's prompt in the step.
+        truncated: [N] bool, whether the response was cut at the length limit.
+        lags: [N] int64, number of policy versions by which the sample's oldest token is older than the step's first policy.
+        sampled: [N] int64, number of sampled tokens.
+        new: [N] int64, number of tokens that the step's first policy sampled.
+        limits: [N] int32, greatest age of tokens that count; older ones are masked.
+        own: Samples of this rank, by index.
+        version: Version of the step's first policy; -1 if not known.
         with_kept: Whether tokens were chosen from a part of the vocabulary.
     """
 
@@ -91,45 +92,45 @@ class Batch:
 
     @cached_property
     def response_lengths(self) -> Tensor:
-        """[N] int64, sampled tokens of each sample that count."""
+        """[N] int64, number of sampled tokens of each sample that count."""
         return self.sampled.where(self.limits > 0, self.new_lengths)
 
     @cached_property
     def new_lengths(self) -> Tensor:
-        """[N] int64, those of them that the step's first policy sampled."""
+        """[N] int64, number of these tokens that the step's first policy sampled."""
         return self.new.where(self.limits >= 0, 0)
 
     @cached_property
     def most_lag(self) -> int:
-        """Of the tokens that are not masked."""
+        """Greatest age of the tokens that are not masked, policy versions."""
         lags: list[int] = torch.minimum(self.lags, self.limits).tolist()
         return max([0, *lags])
 
     @cached_property
     def num_groups(self) -> int:
-        """Prompts of the step."""
+        """Number of prompts in the step."""
         return int(self.group_ids[-1]) + 1 if len(self.group_ids) else 0
 
     def without_truncated(self) -> Batch:
-        """The batch with responses that the length limit cut masked: they count for no loss, denominator or advantage."""
+        """The batch with truncated responses masked, so that they count for no loss, denominator or advantage."""
         return replace(self, limits=self.limits.masked_fill(self.truncated, -1))
 
     def without_old(self) -> Batch:
-        """The batch with tokens of earlier policies masked; for losses, not for the rewards' statistics."""
+        """The batch with tokens of earlier policies masked. For losses, not for the rewards' statistics."""
         return replace(self, limits=self.limits.clamp(max=0))
 
     def name(self, index: int, prompts: Sequence[Prompt]) -> str:
-        """What messages call a sample, e.g. ``prompt 17 sample 3``.
+        """Name of a sample in messages, e.g. ``prompt 17 sample 3``.
 
         Args:
-            index: Of the sample.
-            prompts: Of the step, in order.
+            index: Index of the sample.
+            prompts: Prompts of the step, in order.
         """
         position = self.group_ids[index]
         return f"prompt {prompts[int(position)].prompt_id} sample {index - int((self.group_ids < position).sum())}"
 
     def columns(self, indices: Sequence[int]) -> dict[int, Tensor]:
-        """Of some of this rank's samples [C, L_i] int32: tokens, bits of log-probs, ages and, if there are, counts of ``KeptTokens``."""
+        """[C, L_i] int32 for each of these samples of this rank: token ids, bits of log-probs, ages and, with ``with_kept``, counts."""
         samples, lengths = [self.own[i] for i in indices], [self.lengths[i] for i in indices]
         values = torch.empty(3 + self.with_kept, sum(lengths), dtype=torch.int32)
         values[0] = _flat([sample.token_ids for sample in samples])
@@ -142,12 +143,12 @@ class Batch:
 
 
 def exchange(groups: Sequence[SampleGroup], positions: Sequence[int], version: int = -1, *, with_kept: bool = False) -> Batch:
-    """Tells every rank the numbers of all ranks' samples; a collective.
+    """Gives every rank the numbers of all ranks' samples; a collective.
 
     Args:
-        groups: This rank's scored groups.
-        positions: Of their prompts in the step.
-        version: Of the step's first policy; -1: not known, then no token is old.
+        groups: Scored groups of this rank.
+        positions: Positions of their prompts in the step.
+        version: Version of the step's first policy; -1 if not known, then no token is old.
         with_kept: Whether tokens were chosen from a part of the vocabulary.
     """
     mine = [
@@ -192,10 +193,10 @@ def deal(batch: Batch, shares: Shares, group: Any, sharing: Sequence[Any] = ()) 
     """Gives each data-parallel rank the rows of its share, ``ROUND_TOKENS`` at a time; a collective.
 
     Args:
-        batch: Whose samples are dealt.
-        shares: Of each rank of ``group``; no sample twice.
-        group: Data-parallel ranks.
-        sharing: Groups that together have all ranks of one share.
+        batch: Batch with the samples to give.
+        shares: Samples for each rank of ``group``, none of them twice.
+        group: Process group of data-parallel ranks.
+        sharing: Process groups that together have all ranks of one share.
     """
     tokens = sum(batch.lengths[i] for i in chain(*shares))
     rounds = max(1, -(-tokens // (ROUND_TOKENS * dist.get_world_size())))
@@ -217,28 +218,28 @@ def _deal(batch: Batch, shares: Shares, group: Any, sharing: Sequence[Any]) -> d
 
 
 def deal_values(mine: Mapping[int, Tensor], shares: Shares, lengths: Sequence[int], group: Any) -> dict[int, Tensor]:
-    """Gives each rank of a group one value of each token of its share; a collective.
+    """Gives each rank of a group one value for each token of its share; a collective.
 
     Args:
-        mine: [L_i] float32 of this rank's samples, by index.
-        shares: Of each rank of the group.
+        mine: [L_i] float32 for each of this rank's samples, by index.
+        shares: Samples for each rank of the group.
         lengths: L_i of all N samples.
-        group: Its ranks together have every sample once.
+        group: Process group whose ranks together have every sample once.
     """
     found = dealt({i: values.view(torch.int32)[None] for i, values in mine.items()}, shares, lengths, 1, group)
     return {i: values[0].view(torch.float32) for i, values in found.items()}
 
 
 def all_gather_samples(mine: Mapping[int, Tensor], lengths: Sequence[int], group: Any) -> list[Tensor]:
-    """Gathers one tensor a sample, each from the rank that has it.
+    """Gathers one tensor for each sample, from the rank that has it; a collective.
 
     Args:
         mine: [L_i] float32 or float64 for each of this rank's samples, by index.
         lengths: L_i of all N samples.
-        group: Process group, whose ranks together have every sample once.
+        group: Process group whose ranks together have every sample once.
 
     Returns:
-        N tensors float64.
+        N float64 tensors, in the order of samples.
     """
     owned = torch.cat(all_gather_ragged(torch.tensor(list(mine), dtype=torch.int64), group)).tolist()
     # A rank without samples has no dtype to go by: doubles hold every float32.
@@ -248,7 +249,7 @@ def all_gather_samples(mine: Mapping[int, Tensor], lengths: Sequence[int], group
 
 
 def lags_of(sample: Sample, version: int) -> Tensor:
-    """[L] int64, how many policy versions before ``version`` each token of a sample was sampled; 0 where one of both is not known."""
+    """[L] int64, number of policy versions between ``version`` and the one that sampled each token; 0 where one of them is not known."""
     lags = torch.zeros(len(sample.token_ids), dtype=torch.int64)
     for span in _spans(sample):
         if min(version, span.policy_version) >= 0:
@@ -261,12 +262,12 @@ def _spans(sample: Sample) -> Sequence[Span]:
 
 
 def _lag(sample: Sample, version: int) -> int:
-    """Of the oldest token."""
+    """Number of policy versions by which the sample's oldest token is older than ``version``."""
     return max(version - span.policy_version if min(version, span.policy_version) >= 0 else 0 for span in _spans(sample))
 
 
 def _ages(samples: Sequence[Sample], version: int) -> Tensor:
-    """[T] int32 of all their tokens, see ``Row``."""
+    """[T] int32 ages of all tokens of these samples, as in ``Row.ages``."""
     ages = (_flat([sample.loss_mask for sample in samples]) > 0).int() - 1
     for sample, own in zip(samples, ages.split([len(sample.token_ids) for sample in samples]), strict=True):
         if _lag(sample, version):
@@ -286,7 +287,7 @@ def dealt(
     group: Any,
     sharing: Sequence[Any] = (),
 ) -> dict[int, Tensor]:
-    """[C, L_i] int32 of each sample of this rank's share, of those that ranks have; a collective of ``group`` and of ``sharing``."""
+    """[C, L_i] int32 for each sample of this rank's share, sent by the ranks that have it; a collective of ``group`` and ``sharing``."""
     messages = all_to_all_ragged([message({i: mine[i] for i in share if i in mine}) for share in shares], group)
     found = read(messages, lengths, columns)
     for ranks in sharing:
@@ -295,13 +296,13 @@ def dealt(
 
 
 def message(values: Mapping[int, Tensor]) -> Tensor:
-    """[n] int32: how many samples, which, and their columns."""
+    """[n] int32 message: number of samples, their indices, and their columns."""
     head = torch.tensor([len(values), *values], dtype=torch.int32)
     return torch.cat([head, torch.cat(list(values.values()), 1).flatten()]) if values else head
 
 
 def read(messages: Sequence[Tensor], lengths: Mapping[int, int] | Sequence[int], columns: int) -> dict[int, Tensor]:
-    """[C, L_i] int32 of each sample that messages have."""
+    """[C, L_i] int32 for each sample in the messages."""
     found: dict[int, Tensor] = {}
     for each in messages:
         start = 1 + int(each[0])

@@ -17,13 +17,13 @@ from rlbatch.pipeline.loading import weights_source
 
 
 def export_hf(job: Job, name: str) -> Path:
-    """Writes ``<run_dir>/<name>``: weights, and config and tokenizer of the model that the run began from; a collective.
+    """Writes ``<run_dir>/<name>`` with the weights, and with config and tokenizer of the model that the run began from; a collective.
 
-    Every rank takes part in gathering, tensor by tensor; rank 0 writes, and then adds what is carried from the source. The folder appears
-    when it is complete.
+    Every rank takes part in gathering the tensors, one by one. Rank 0 writes them, and then adds the tensors that are carried over from the
+    source. The folder appears when it is complete.
 
     Raises:
-        CheckpointError: on rank 0, it cannot be written; nothing is left of it.
+        CheckpointError: on rank 0, the folder cannot be written; nothing is left of it.
     """
     folder, draft = job.run_dir / name, job.run_dir / f"{name}.part"
     if job.rank == 0:
@@ -53,7 +53,7 @@ def _write(job: Job, draft: Path) -> None:
 
 
 def _checked(tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
-    """Weights are finite as they are trained; the type that they are written in may be too small."""
+    """Passes tensors on; raises CheckpointError for a value that is not finite in the written type, which may have too small a range."""
     for name, tensor in tensors:
         if count := count_not_finite(tensor.contiguous()):
             raise CheckpointError(

@@ -1,8 +1,8 @@
-"""Keeps the groups of the running step on disk, each once it is generated: whoever takes the step up again does not generate them again.
+"""Keeps the groups of the running step on disk as each is generated, so that a resumed run does not generate them again.
 
-``<run_dir>/groups/step_000012/prompt_000345.safetensors`` holds the completions of one prompt. Its key says by what they were sampled: the
-policy's weights, the sampler (``sampler_key``), the seed, the sampling settings and the prompt. A file with another key, or a damaged one,
-is as good as none.
+``<run_dir>/groups/step_000012/prompt_000345.safetensors`` holds the completions of one prompt. Its key identifies how they were sampled:
+the policy's weights, the sampler (``sampler_key``), the seed, the sampling settings and the prompt. A file with another key, or a damaged
+one, is ignored.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ from rlbatch.weights.quantize import SCALE_SUFFIX
 
 FOLDER = "groups"
 PROBED_VALUES = 8
-"""Values from the beginning and from the end of each tensor that tell one policy's weights from another's."""
+"""Number of values at the beginning and at the end of each tensor by which policies are told apart."""
 
 
 class WeightsProbe:
-    """Tells policies apart by a few values of every tensor, taken while the weights go by; the same under every layout. An optimizer moves
-    almost every value at every update, so that a few are enough. Routed experts, which not every rank gets, are passed over.
+    """Tells policies apart by a few values of every tensor, taken as the weights are streamed; equal under every layout.
+
+    An optimizer changes almost every value in every update, so a few are enough. Tensors of routed experts, which not every rank gets, are
+    skipped (``passed_over``).
     """
 
     def __init__(self, passed_over: Container[str] = ()) -> None:
@@ -44,7 +46,7 @@ class WeightsProbe:
         self._values: list[Tensor] = []
 
     def watch(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Passes the tensors on."""
+        """Passes the tensors on, and notes values of each."""
         for name, tensor in tensors:
             if name.removesuffix(SCALE_SUFFIX) in self._passed_over or not name:
                 yield name, tensor
@@ -56,14 +58,16 @@ class WeightsProbe:
             yield name, tensor
 
     def digest(self) -> str:
-        """Of all that went by."""
+        """SHA-256 of the names and noted values of all tensors so far, in hex."""
         values = torch.cat(self._values).cpu() if self._values else torch.empty(0)
         return hashlib.sha256(json.dumps(self._names).encode() + values.numpy().tobytes()).hexdigest()
 
 
 class FinishedGroups:
-    """The finished groups of one step, of samples with these params; no collectives. ``weights`` is the policy's ``WeightsProbe.digest``,
-    ``sampler`` the engine's ``sampler_key``; ``announce`` is told of files that cannot be used.
+    """Stores the finished groups of one step on disk, for one set of sampling parameters; no collectives.
+
+    ``weights`` is the policy's ``WeightsProbe.digest``, ``sampler`` the engine's ``sampler_key``. ``announce`` is called with messages
+    about files that cannot be used.
     """
 
     def __init__(
@@ -75,7 +79,7 @@ class FinishedGroups:
         self._is_new = not self._folder.exists()
 
     def load(self, prompt: Prompt, parts: Sequence[Continued] = ()) -> list[Completion] | None:
-        """The completions of a prompt, or of responses to it that go on, if they are there."""
+        """The stored completions of a prompt, or of the next parts of its responses; None if they are not stored."""
         path = self._path(prompt, parts)
         if self._is_new or not path.exists():
             return None
@@ -86,7 +90,7 @@ class FinishedGroups:
             return None
 
     def save(self, prompt: Prompt, completions: Sequence[Completion], parts: Sequence[Continued] = ()) -> None:
-        """Writes a group, whole or not at all. A disk that does not take it costs no more than the group's reuse."""
+        """Writes a group, whole or not at all. If the disk fails, the group only cannot be reused."""
         tokens, logprobs = (
             torch.tensor([value for completion in completions for value in getattr(completion, name)], dtype=dtype)
             for name, dtype in (("token_ids", torch.int32), ("logprobs", torch.float32))
@@ -140,15 +144,16 @@ class FinishedGroups:
 
 
 def delete_other_steps(run_dir: Path, step: int) -> None:
-    """Deletes the groups of all steps but one. Rank 0 only; no rank generates."""
+    """Deletes the groups of all steps but one. Only rank 0 calls this, while no rank generates."""
     for folder in (run_dir / FOLDER).glob("step_*"):
         if folder.name != f"step_{step:06d}":
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def sampler_key(config: Config, backend: RolloutBackend, engine_folder: Path) -> str:
-    """Tells samplers apart whose samples must not be mixed in a step: by options and precision, code and interpreter of the backend, and
-    the files that engines read. It says more often than necessary that two differ: that costs time.
+    """Identifies samplers whose samples may be mixed in a step: options and precision, the backend's code and interpreter, engine files.
+
+    Equal samplers may get different keys, which only costs time.
     """
     rollout = config.rollout
     options = [rollout.name, rollout.options, rollout.engine, rollout.quantization, config.train.precision, config.cluster.environment]
@@ -159,7 +164,7 @@ def sampler_key(config: Config, backend: RolloutBackend, engine_folder: Path) ->
 
 
 def _metadata(content: bytes) -> dict[str, str]:
-    """Of a safetensors file: 8 bytes with the size of a JSON header, in which ``__metadata__`` holds strings."""
+    """The ``__metadata__`` strings of a safetensors file, from the JSON header behind its 8 bytes of header size."""
     header: Any = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
     said: dict[str, str] = header["__metadata__"]
     return said

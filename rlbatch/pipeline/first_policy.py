@@ -1,4 +1,4 @@
-"""The policy before a step's first update: its log-probs of the samples, in as few forward passes as there must be, beside the engine's."""
+"""The policy before a step's first update: computes its log-probs of the samples in few forward passes, and compares the engine's."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from rlbatch.pipeline.updates import Update
 
 @dataclass
 class FirstPolicy:
-    """What is known of a step's samples by the policy before the first update. Every method is a collective.
+    """The log-probs of a step's samples under the policy before the first update. Every method is a collective.
 
     Attributes:
         job: This rank's part of the job.
-        updates: Of the first epoch. Their packs get old log-probs, those of the first update with ``known``, and the reference's.
-        finder: Of the step's samples.
-        broken: The first sample with a log-prob that is not finite, in words; empty: none is known.
-        metrics: How far the engine is from this policy; there once that is known.
+        updates: Updates of the first epoch. Their packs get old log-probs (those of the first update in ``known``) and the reference's.
+        finder: Finder among the step's samples.
+        broken: Message about the first sample with a log-prob that is not finite; empty while none is known.
+        metrics: Differences between the engine and this policy, once they are known.
     """
 
     job: Job
@@ -39,8 +39,9 @@ class FirstPolicy:
 
     @property
     def scored(self) -> Sequence[Update]:
-        """Those whose samples have a forward pass for their old log-probs. The first one computes its own, unless something asks for them
-        before its loss, or for its routes in later epochs.
+        """Updates whose samples get old log-probs from a forward pass of their own.
+
+        The first update computes its own, unless its old log-probs are needed before its loss, or its routes in later epochs.
         """
         config = self.job.config
         if self._is_engines:
@@ -56,7 +57,7 @@ class FirstPolicy:
         return self.job.config.algorithm.old_logprobs == "rollout"
 
     def score(self) -> None:
-        """Runs the forward passes that come before the first update."""
+        """Runs the forward passes that are needed before the first update."""
         trainer, every, scored = self.job.trainer, _microbatches(self.updates), _microbatches(self.scored)
         if self._is_engines:
             for microbatch in every:
@@ -74,15 +75,15 @@ class FirstPolicy:
             self.job.limit.measure(trainer, self.job.config, _microbatches(self.updates[:1]), quantises=self.job.quantises)
 
     def known(self, advantages: Advantages, logprobs: Sequence[Tensor]) -> None:
-        """Takes what the forward pass of the first update gave, before that changes the policy.
+        """Receives the log-probs of the first update's forward pass, before the policy changes.
 
         Args:
-            advantages: Of each sample.
-            logprobs: [T] for each pack of the first update.
+            advantages: Advantages of every sample.
+            logprobs: [T] for each pack of the first update, nats.
 
         Raises:
-            NotFinite: they are not, as ``broken`` says.
-            RolloutError: the engine's are further away than ``rollout.max_logprob_diff`` allows.
+            NotFinite: log-probs are not finite, as ``broken`` describes.
+            RolloutError: the engine's log-probs differ by more than ``rollout.max_logprob_diff``.
         """
         config, updates = self.job.config, self.updates
         for microbatch, values in zip(_microbatches(updates[:1]), logprobs, strict=True):

@@ -1,8 +1,7 @@
-"""Generates on all ranks, from synced engines to rewards. Engines that are lost on the way are started anew, and what is missing is
-sampled again.
+"""Generates on all ranks, from synced engines to rewards. Lost engines are restarted, and missing samples are sampled again.
 
-A rank that notices the loss of its engine says so where all ranks meet. Samples do not depend on when they are drawn: the step's are those
-that it would have had.
+A rank that notices the loss of its engine reports it where all ranks meet. Samples do not depend on when they are drawn, so the step gets
+the same ones as without the loss.
 """
 
 from __future__ import annotations
@@ -29,20 +28,20 @@ def generate(
     *,
     is_held_out: bool = False,
 ) -> list[SampleGroup] | None:
-    """Samples with synced engines, and scores meanwhile; a collective, after which the engines are awake.
+    """Samples with synced engines, and scores samples meanwhile; a collective, after which the engines are awake.
 
     Args:
         job: This rank's part of the job.
-        clock: Of the step.
-        prompts: This rank's share.
-        sample: Groups of this rank's engine, each once it is complete: all, or fewer if it is interrupted or lost.
+        clock: Clock of the step.
+        prompts: This rank's share of the prompts.
+        sample: Yields the groups of this rank's engine, each once it is complete; not all if it is interrupted or the engine is lost.
         is_finished: Whether a group is scored now.
-        key: Tells prompts apart.
-        is_held_out: Whether it is for an evaluation; see ``Scorer.submit``.
+        key: Identifies a prompt.
+        is_held_out: Whether the samples are for an evaluation; see ``Scorer.submit``.
 
     Returns:
-        A group for each prompt, in order; those that have no verdict, and are to be left out, without rewards. None, on every rank: the job
-        has to stop.
+        A group for each prompt, in order; groups without a verdict, which are to be left out, have no rewards. None on every rank if the
+        job has to stop.
 
     Raises:
         RolloutError: an engine was lost more than ``max_restarts`` times.
@@ -75,7 +74,7 @@ def _loss(job: EngineJob) -> dict[str, Any]:
 
 
 def _restart(job: EngineJob, lost: Mapping[int, str]) -> bool:
-    """Starts lost engines anew and gives them the policy; a collective. Returns whether the job goes on."""
+    """Restarts lost engines and sends them the policy; a collective. Returns whether the job goes on."""
     rollout, started = job.rollout, time.monotonic()
     is_mine, is_done = rollout.engine in lost, True
     _count(rollout, lost)
@@ -104,7 +103,7 @@ def _restart(job: EngineJob, lost: Mapping[int, str]) -> bool:
 
 
 def _count(rollout: Rollout, lost: Mapping[int, str]) -> None:
-    """Raises RolloutError on the rank that noticed one loss too many; it ends the others."""
+    """Counts the restarts. Raises RolloutError on the rank whose engine was lost too often, which ends the others."""
     rollout.restarts.update(lost.keys())
     times = rollout.restarts[rollout.engine]
     if rollout.lost and times > rollout.max_restarts:

@@ -1,4 +1,4 @@
-"""Decides whether a run may go on: not with values that are not finite, and not after many steps that teach nothing."""
+"""Decides whether a run may go on: not with values that are not finite, and not after many steps without a learning signal."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from rlbatch.config.schema import TrainConfig
 
 @dataclass
 class Health:
-    """Watches a run's steps, alike on every rank.
+    """Watches the steps of a run, equally on every rank.
 
     Attributes:
-        train: ``train.*``.
-        announce: Told of what is passed over.
-        skipped: Updates in a row that were passed over.
-        silent: Steps in a row that count as teaching nothing.
-        lowest_reward: Smallest mean reward of a step so far; -infinity: not known.
-        was_told: Whether the last step's advantages were all 0, which was told.
+        train: Options ``train.*``.
+        announce: Called with messages about skipped updates and steps.
+        skipped: Number of consecutive updates that were skipped.
+        silent: Number of consecutive steps that count as without a learning signal.
+        lowest_reward: Lowest mean reward of a step so far; -infinity if it is not known.
+        was_told: Whether the last step had only zero advantages, which was announced.
     """
 
     train: TrainConfig
@@ -32,14 +32,14 @@ class Health:
     was_told: bool = False
 
     def pass_over(self, what: str, updates: int = 1) -> None:
-        """Takes note of updates that are not made, as their values are not finite.
+        """Records updates that are skipped because their values are not finite.
 
         Args:
-            what: Must be finite and is not, and whose fault that is, without a full stop.
-            updates: How many.
+            what: Text that names the value and its cause, without a full stop.
+            updates: Number of skipped updates.
 
         Raises:
-            ModelError: with ``train.on_nonfinite=stop``, or after too many in a row.
+            ModelError: with ``train.on_nonfinite=stop``, or after too many consecutive ones.
         """
         fix = "Mend what gave that, lower optimizer.lr or scale the rewards, and go on from the last checkpoint"
         if self.train.on_nonfinite == "stop":
@@ -53,17 +53,17 @@ class Health:
         self.announce(f"train.on_nonfinite=skip: {what}: left out")
 
     def updated(self) -> None:
-        """Takes note of an update that was made."""
+        """Records an update that was made."""
         self.skipped = 0
 
     def end_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Tells of a step whose advantages are all 0, and ends a run that learns nothing.
+        """Announces a step whose advantages are all 0, and ends a run that learns nothing.
 
         Such a step counts if its mean reward is the lowest that the run has had. So a run that ends with the best reward for every sample
         goes on to its end; one with the same reward from its start, or that has lost what it had learned, does not.
 
         Raises:
-            RewardError: ``train.max_steps_without_signal`` steps in a row counted.
+            RewardError: ``train.max_steps_without_signal`` such steps were counted in a row.
         """
         if "reward/mean" not in metrics:  # the step had no groups, and that was told
             return
@@ -86,11 +86,11 @@ class Health:
         self.was_told = True
 
     def state(self) -> list[Any]:
-        """What a resumed run goes on with, for JSON."""
+        """State that a resumed run needs, for JSON."""
         return [self.silent, self.lowest_reward if math.isfinite(self.lowest_reward) else None]
 
     def restore(self, state: Any) -> None:
-        """``state`` of an earlier attempt; a checkpoint that has none is of a run that may have learned all that there was."""
+        """Restores the ``state`` of an earlier attempt. Without one, the run is taken as one that may have learned all it can."""
         if isinstance(state, list) and len(state) == 2 and isinstance(state[0], int) and isinstance(state[1], (int, float)):
             self.silent, self.lowest_reward = state
         else:

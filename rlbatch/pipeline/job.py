@@ -1,4 +1,4 @@
-"""Holds what a rank of a running job uses."""
+"""The objects that a rank of a running job uses."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ from rlbatch.rewards.scorer import Scorer
 
 @dataclass(frozen=True, kw_only=True)
 class EngineJob:
-    """What a rank uses that generates and scores: all that an evaluation needs.
+    """The objects with which a rank generates and scores: all that an evaluation needs.
 
     Attributes:
-        config: Resolved.
+        config: Resolved config.
         run_dir: Run folder.
-        rank: This process.
+        rank: Rank of this process.
         device: ``cpu`` or ``cuda:<index>``.
-        store: Where ranks wait for each other outside of collectives.
-        watchdog: Ends the job if a rank hangs; told what this rank does.
-        stopping: Knows whether the job was asked to stop, and when it does so.
-        hf_folder: The model's config.json and tokenizer.
-        family: Of the model.
-        trainer: The policy.
-        rollout: Engine.
-        offload: Memory choreography.
-        scorer: Rewards: the job's, those that prompts name, and those of evaluation sets.
-        eval_sets: Held-out prompts; may be none.
+        store: Store on which ranks wait for each other outside of collectives.
+        watchdog: Ends the job if a rank hangs; is told what this rank does.
+        stopping: Decides when a job that was asked to stop does so.
+        hf_folder: Folder with the model's config.json and tokenizer.
+        family: Family of the model.
+        trainer: The trained policy.
+        rollout: This rank's part of its engine.
+        offload: Strategy that moves the trainer's memory off GPUs while engines use them.
+        scorer: Computes rewards: the job's, those that prompts name, and those of evaluation sets.
+        eval_sets: Held-out prompts; may be empty.
         quantises: Whether engines hold the family's fp8 weights quantised.
     """
 
@@ -67,7 +67,7 @@ class EngineJob:
     quantises: bool = False
 
     def generating(self, clock: PhaseClock) -> AbstractContextManager[None]:
-        """The offload strategy's, around weight sync and generation; what it moves then is a phase of its own."""
+        """Context for weight sync and generation, in which the offload strategy gives GPUs to engines. Its moves are timed as a phase."""
         return _timed(clock, foreign_context(self._strategy, self.offload.generating))
 
     @property
@@ -92,22 +92,22 @@ class EngineJob:
 
 @dataclass(frozen=True, kw_only=True)
 class Job(EngineJob):
-    """Everything that a step uses.
+    """The objects that a training step uses.
 
     Attributes:
         trainer: Policy and optimizer.
-        estimator: Advantages.
-        objective: Loss.
-        prompts: Training prompts, by their positions.
-        prompts_identity: Tells them from another run's.
-        order: Which prompts a step takes.
+        estimator: Computes advantages.
+        objective: Loss of an update.
+        prompts: Training prompts, by position.
+        prompts_identity: Values that identify these prompts among those of other runs.
+        order: Decides which prompts a step takes.
         needs_reference: Whether log-probs of the reference model are computed.
-        needs_logprobs: Whether the estimator reads them, and the old policy's, which are then computed before any update.
-        health: Ends a run that would go on with values that are not finite, or learn nothing.
-        registry: The job's plugins.
-        filters: Of groups, by name, in order.
+        needs_logprobs: Whether the estimator reads reference and old log-probs, which are then computed before any update.
+        health: Ends a run with values that are not finite, or without a learning signal.
+        registry: Plugins of the job.
+        filters: Filters of groups by name, in order.
         waiting: Groups that the last step left to the next.
-        limit: Of the difference of trainer and engine.
+        limit: Largest accepted difference between log-probs of trainer and engine.
     """
 
     trainer: Trainer
@@ -125,13 +125,13 @@ class Job(EngineJob):
     limit: LogprobLimit = field(default_factory=LogprobLimit)
 
     def training(self, clock: PhaseClock) -> AbstractContextManager[None]:
-        """The offload strategy's, around log-probs and updates."""
+        """Context for log-probs and updates, in which the offload strategy gives GPUs to the trainer. Its moves are timed as a phase."""
         return _timed(clock, foreign_context(self._strategy, self.offload.training))
 
 
 @contextmanager
 def _timed(clock: PhaseClock, manager: AbstractContextManager[None]) -> Iterator[None]:
-    """Counts what is done at the beginning and at the end, but not what goes on beside what follows."""
+    """Times entering and leaving the context as ``offload``, but not moves that continue during the phases inside."""
     with ExitStack() as stack:
         with clock.phase("offload", waits=False):
             stack.enter_context(manager)

@@ -1,4 +1,4 @@
-"""Loads a run's first weights: from a Hugging Face folder or a checkpoint, for the policy and the reference model."""
+"""Loads the first weights of a run, from a Hugging Face folder or a checkpoint, into the policy and the reference model."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from rlbatch.weights.coverage import expert_names
 def load_policy(
     config: Config, trainer: Policy, family: ModelFamily, hf_folder: Path, announce: Callable[[str], None], *, needs_reference: bool
 ) -> None:
-    """Fills the policy, and the reference model where it is needed; a collective. Weights are ``hf_folder``'s where the config names no
-    others.
+    """Loads the policy, and the reference model if it is needed; a collective.
+
+    Weights come from ``hf_folder`` where the config names no other folder.
 
     Raises:
         RlbatchError: a folder has no weights, or another model's.
@@ -39,7 +40,7 @@ def load_policy(
 
 
 def weights_source(config: Config, hf_folder: Path) -> Path | None:
-    """The Hugging Face folder with weights that a run began from: what is not trained is carried from there; None: there is none."""
+    """The Hugging Face folder with the weights that a run began from, for tensors that are not trained; None if there is none."""
     folders = [hf_folder, *(Path(path) for path in (config.checkpoint.ref_load, config.checkpoint.load) if path)]
     return next((folder for folder in folders if has_weights(folder)), None)
 

@@ -1,4 +1,4 @@
-"""``rollout.max_logprob_diff``: a limit that is given, or taken from what rounding does to this model's log-probs."""
+"""The limit ``rollout.max_logprob_diff``: a given number, or one derived from the effect of rounding on this model's log-probs."""
 
 from __future__ import annotations
 
@@ -15,26 +15,28 @@ from rlbatch.megatron import parallel
 from rlbatch.megatron.trainer import Trainer
 
 FACTOR = 10.0
-"""The limit over what is measured: engines round elsewhere and more often than once a weight, and policies change as they learn."""
+"""Ratio of the limit to the measured effect: engines round at more places than once a weight, and policies change as they learn."""
 LEAST = 2e-6
-"""Nats: of log-probs around -16 one place of fp32."""
+"""Smallest limit, nats: one place of fp32 at log-probs around -16."""
 DIGITS = {"fp32": 23, "bf16": 7, "fp8": 4}
-"""Binary digits behind the point of what the coarser side computes with; of fp8 one more than it has: weights are rounded once."""
+"""Binary digits after the point in the coarser side's number format; for fp8 one more than it has, as weights are rounded once."""
 
 
 @dataclass
 class LogprobLimit:
-    """Of one attempt of a run.
+    """The limit of one attempt of a run.
 
     Attributes:
-        value: Largest accepted mean difference, nats; None: there is none, or it is not measured yet.
+        value: Largest accepted mean difference of log-probs, nats; None if there is no limit, or it is not measured yet.
     """
 
     value: float | None = None
 
     def measure(self, trainer: Trainer, config: Config, microbatches: Sequence[Microbatch], *, quantises: bool) -> None:
-        """Sets ``value``, unless it is there or not ``auto``: ``FACTOR`` times the mean difference that it makes to the log-probs of some
-        samples if about every second weight differs in its last place. Two forward passes; a collective.
+        """Sets ``value``, if it is not set; with ``auto`` from a measurement of two forward passes, which is a collective.
+
+        The limit is then ``FACTOR`` times the mean difference of the samples' log-probs after about every second weight is changed in its
+        last digit.
         """
         given = config.rollout.max_logprob_diff
         if given != "auto":
@@ -44,7 +46,7 @@ class LogprobLimit:
 
 
 def _by_rounding(trainer: Trainer, config: Config, microbatches: Sequence[Microbatch], *, quantises: bool) -> float:
-    """Mean difference of log-probs, nats."""
+    """Mean difference of log-probs that rounding makes, nats."""
     # Where the trainer records its routes, engines have their own.
     packs = [replace(each, routes=None) if config.algorithm.routing_replay == "recorded" else each for each in microbatches]
     before = trainer.logprobs(packs)
@@ -54,7 +56,7 @@ def _by_rounding(trainer: Trainer, config: Config, microbatches: Sequence[Microb
 
 
 def _mean_difference(values: Sequence[tuple[Tensor, Tensor, Tensor]]) -> float:
-    """Mean absolute difference of [T] and [T], weighted by [T], over all data-parallel ranks; a collective."""
+    """Mean absolute difference of two [T] tensors, weighted by a third, over all data-parallel ranks; a collective."""
     sums = torch.zeros(2, dtype=torch.float64)
     for one, other, weights in values:
         sums += torch.stack([((one - other).abs() * weights).sum(), weights.sum()]).double()

@@ -1,4 +1,4 @@
-"""The run: evaluate, train step by step, evaluate and save at intervals, resume where it ended."""
+"""The loop of a run: evaluates, trains step by step, evaluates and saves at intervals, and resumes where it ended."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from rlbatch.pipeline.step import train_step
 
 @dataclass(frozen=True)
 class EarlyEnd:
-    """A run that ended because it was asked to.
+    """The end of a run that was asked to stop.
 
     Attributes:
-        step: Last step done; its state is saved, if it is not 0 and checkpoints are saved at all.
-        ending: Why; known to rank 0 only.
+        step: Last step done. Its state is saved, unless it is 0 or checkpoints are off.
+        ending: Reason for the end; None on ranks other than 0.
     """
 
     step: int
@@ -42,7 +42,7 @@ class EarlyEnd:
 
 
 def run(job: Job, log: RunLog) -> EarlyEnd | None:
-    """Runs ``train.steps`` steps. Returns how it ended before that; None: it did not."""
+    """Runs ``train.steps`` steps. Returns where the run ended if that was earlier; else None."""
     check_profile(job.config.profile)
     begun = time.monotonic()
     resumed = resume(job, log.phase)
@@ -82,7 +82,7 @@ def run(job: Job, log: RunLog) -> EarlyEnd | None:
 
 
 def evaluate_alone(job: EngineJob, log: RunLog) -> EarlyEnd | None:
-    """Evaluates all sets once (``mode=eval``), and shows what came of it. Returns how it ended before that; None: it did not."""
+    """Evaluates all sets once (``mode=eval``) and shows the results. Returns where the job ended if that was earlier; else None."""
     log.begin(0)
     on_first_rank(lambda: _begin_life(job, 0))
     log.phase(f"evaluating {', '.join(f'{each.name} ({len(each.prompts)} prompts x {each.settings.n})' for each in job.eval_sets)}")
@@ -99,7 +99,7 @@ def evaluate_alone(job: EngineJob, log: RunLog) -> EarlyEnd | None:
 
 
 def _begin_life(job: EngineJob, done: int) -> None:
-    """Raises LaunchError if the job is queued again and again without a new step."""
+    """Begins an attempt of the run; raises LaunchError if the job is requeued again and again without a new step."""
     info, most = job.store.info, job.config.launch.max_idle_requeues
     idle = begin_attempt(job.run_dir, info, done).idle_requeues()
     if idle > most:
@@ -111,7 +111,7 @@ def _begin_life(job: EngineJob, done: int) -> None:
 
 
 def _run_steps(job: Job, log: RunLog, checkpoints: Checkpoints, resumed: Resumed) -> Resumed | None:
-    """Returns what the next attempt goes on from, if the job has to end early: nothing was changed after that step."""
+    """Runs the steps. Returns the state to resume from if the job has to end early; nothing has changed since that step."""
     config, steps, done = job.config, job.config.train.steps, resumed.step
     if not done or not resumed.is_followed_up:
         if done:
@@ -155,7 +155,7 @@ def _run_steps(job: Job, log: RunLog, checkpoints: Checkpoints, resumed: Resumed
 
 
 def _record(log: RunLog, result: StepResult, evaluated: Evaluated) -> None:
-    """A step, or an evaluation alone."""
+    """Logs a step, or an evaluation alone."""
     log.evaluated(result.step, evaluated.sets)
     log.record(result)
     for each in evaluated.sets:
@@ -164,7 +164,7 @@ def _record(log: RunLog, result: StepResult, evaluated: Evaluated) -> None:
 
 
 def _follow_up(job: Job, step: int) -> Evaluated | None:
-    """Evaluates and exports after a step, as is due; None, on every rank: the job has to stop, and this is left to its next attempt."""
+    """Evaluates and exports after a step where due. Returns None on every rank if the job has to stop; its next attempt then does it."""
     train, checkpoint = job.config.train, job.config.checkpoint
     needs_evaluation = bool(job.eval_sets) and (not step or _is_due(step, train.eval_interval, train.steps))
     needs_export = checkpoint.export_hf and 0 < step < train.steps and _is_due(step, checkpoint.export_interval, train.steps)
@@ -184,5 +184,5 @@ def _is_due(step: int, interval: int, steps: int) -> bool:
 
 
 def all_lines(step: int, groups: list[SampleGroup], advantages: list[float]) -> Iterator[bytes]:
-    """On rank 0, which writes them, the samples of all ranks in prompt order; a collective, which rank 0 takes part in as it reads."""
+    """Yields lines with the samples of all ranks, in prompt order, on rank 0, which writes them; a collective that runs as rank 0 reads."""
     return merge(*gather_lines(map(line_of, sample_rows(step, groups, advantages))), key=place_of)

@@ -1,4 +1,4 @@
-"""Where engine and trainer differ: their log-probs by the token's place in its response, and by the kind of token."""
+"""Measures where log-probs of engine and trainer differ: by the token's place in its response, and by the kind of token."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 KINDS = ("first", "last", "digits", "repeated")
-"""Of a response the first and the last token; those with a digit in their text; those that are one of the ``NEAR`` tokens before them."""
+"""Kinds of tokens: first and last of a response; those with a digit in their text; those that equal one of the ``NEAR`` tokens before."""
 NEAR = 8
 SPANS = 32
-"""Places from 2**n to 2**(n + 1) - 1, counted from 1, are one span."""
+"""Number of spans of places: span n has places 2**n to 2**(n + 1) - 1 of a response, counted from 1."""
 
 
 def compared_tokens(microbatch: Microbatch) -> Tensor:
-    """[T] float32: 1 where the engine's log-prob is of the policy that the trainer's is of."""
+    """[T] float32: 1 for tokens whose log-probs of engine and trainer are of the same policy version, else 0."""
     return microbatch.loss_mask if microbatch.lags is None else microbatch.loss_mask.where(microbatch.lags == 0, 0.0)
 
 
 def profile(microbatches: Sequence[Microbatch], digits: Tensor) -> dict[str, float]:
-    """Mean absolute differences of all ranks' samples; a collective.
+    """Mean absolute log-prob differences by kind and span, over the samples of all ranks; a collective.
 
     Args:
-        microbatches: This rank's; their old log-probs are the trainer's.
-        digits: [vocabulary] bool, tokens with a digit.
+        microbatches: Microbatches of this rank, with the trainer's log-probs as old log-probs.
+        digits: [vocabulary] bool, whether a token has a digit.
 
     Returns:
-        ``mismatch/diff_*``, for the kinds and spans that there are.
+        ``mismatch/diff_*`` tags for the kinds and spans that occur, nats.
     """
     sums = sums_of(microbatches, digits)
     dist.all_reduce(sums, group=parallel.dp_group())
@@ -43,7 +43,7 @@ def profile(microbatches: Sequence[Microbatch], digits: Tensor) -> dict[str, flo
 
 
 def sums_of(microbatches: Sequence[Microbatch], digits: Tensor) -> Tensor:
-    """[2, spans and kinds] float64: absolute differences, and how many tokens."""
+    """[2, spans and kinds] float64: sums of absolute differences, and numbers of tokens."""
     sums = torch.zeros(2, SPANS + len(KINDS), dtype=torch.float64)
     for microbatch in microbatches:
         assert microbatch.old_logprobs is not None
@@ -59,14 +59,14 @@ def sums_of(microbatches: Sequence[Microbatch], digits: Tensor) -> Tensor:
 
 
 def means(sums: Tensor) -> dict[str, float]:
-    """``mismatch/diff_*`` of ``sums_of``."""
+    """``mismatch/diff_*`` tags from the sums of ``sums_of``, nats."""
     names = [f"at_{2**span}" for span in range(SPANS)] + list(KINDS)
     total, count = sums.tolist()
     return {f"mismatch/diff_{name}": total[place] / count[place] for place, name in enumerate(names) if count[place]}
 
 
 def _places(microbatch: Microbatch) -> tuple[Tensor, Tensor]:
-    """[T] int64 each: the token's place in its response from its start, and from its end, from 1; 0 or less outside of it."""
+    """Two [T] int64: each token's place in its response counted from the start and from the end, from 1; 0 or less outside of it."""
     sampled = microbatch.loss_mask > 0
     index, own = torch.arange(len(sampled)), microbatch.sequence_ids
     sequences = len(microbatch.cu_seqlens) - 1
@@ -76,7 +76,7 @@ def _places(microbatch: Microbatch) -> tuple[Tensor, Tensor]:
 
 
 def _repeated(microbatch: Microbatch) -> Tensor:
-    """[T] bool."""
+    """[T] bool, whether a token equals one of the ``NEAR`` tokens before it in its sequence."""
     tokens, own = microbatch.token_ids, microbatch.sequence_ids
     repeated = torch.zeros_like(tokens, dtype=torch.bool)
     for back in range(1, min(NEAR, len(tokens) - 1) + 1):
@@ -85,7 +85,7 @@ def _repeated(microbatch: Microbatch) -> Tensor:
 
 
 def digit_tokens(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Tensor:
-    """[vocab_size] bool: which tokens have a digit in their text."""
+    """[vocab_size] bool, whether a token has a digit in its text."""
     texts = tokenizer.convert_ids_to_tokens(list(range(min(len(tokenizer), vocab_size))))
     found = [any(letter.isdigit() for letter in text or "") for text in texts]
     return torch.tensor(found + [False] * (vocab_size - len(found)))

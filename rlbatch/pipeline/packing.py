@@ -1,4 +1,4 @@
-"""Deals samples to data-parallel ranks, packs under a token cap and microbatches, and per-token results back to samples."""
+"""Assigns samples to data-parallel ranks, packs them into microbatches under a token cap, and cuts results back into samples."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rlbatch.api import KeptTokens, Microbatch, Routes
 
 @dataclass(frozen=True)
 class Pack:
-    """A microbatch and where its sequences come from.
+    """A microbatch, and the samples that its sequences come from.
 
     Attributes:
-        microbatch: The padded sequences, concatenated.
-        sample_indices: Position of each sequence among the samples of ``build_microbatches``; empty for a dummy.
-        lengths: Tokens of each sequence without padding.
+        microbatch: Padded sequences, concatenated.
+        sample_indices: Index of each sequence's sample in ``build_microbatches``; empty for a dummy.
+        lengths: Number of tokens of each sequence, without padding.
     """
 
     microbatch: Microbatch
@@ -33,11 +33,11 @@ def assign_to_ranks(lengths: Sequence[int], dp_size: int) -> list[list[int]]:
     """Balances tokens over data-parallel ranks: the longest remaining sample goes to the rank with the fewest tokens (LPT, Graham 1969).
 
     Args:
-        lengths: Tokens of each sample. The result depends on nothing else, so every rank computes the same.
-        dp_size: Data-parallel ranks.
+        lengths: Number of tokens of each sample. The result depends on nothing else, so every rank computes the same.
+        dp_size: Number of data-parallel ranks.
 
     Returns:
-        For each rank the indices of its samples, ascending; each index exactly once.
+        For each rank, the indices of its samples in ascending order; each index exactly once.
     """
     ranks: list[list[int]] = [[] for _ in range(dp_size)]
     # Equally loaded ranks are told apart by their number of samples: samples without tokens spread too.
@@ -53,11 +53,11 @@ def pack(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Packs samples under a token cap by first-fit-decreasing (at most 11/9 of the fewest packs, plus one), in O(n log n).
 
     Args:
-        lengths: Padded tokens of each sample.
+        lengths: Number of tokens of each sample, padding included.
         max_tokens: Cap of a pack; a longer sample forms a pack of its own.
 
     Returns:
-        The indices of each pack, ascending; each index exactly once.
+        The indices of each pack in ascending order; each index exactly once.
     """
     order = _longest_first(lengths)
     alone = [[index] for index in order if lengths[index] > max_tokens]
@@ -80,7 +80,7 @@ def _longest_first(lengths: Sequence[int]) -> list[int]:
 
 
 def sequence_multiple(tp_size: int, cp_size: int) -> int:
-    """Tokens that every sequence's padded length must be a multiple of.
+    """Number of tokens that every sequence's padded length must be a multiple of.
 
     Context parallelism cuts each sequence into 2 x cp_size pieces; sequence parallelism (on when tp_size > 1) cuts each piece into tp_size.
     """
@@ -107,11 +107,11 @@ def build_microbatches(
         rollout_logprobs: [L_i] float32 nats for each sample.
         max_tokens: ``train.max_tokens_per_gpu`` x cp_size, padding included.
         pad_multiple: See ``sequence_multiple``.
-        kept: What each sample's tokens were chosen from; empty: the whole vocabulary.
-        routes: Of each sample's tokens, in this rank's layers; empty: the routers choose, as they do for padding.
+        kept: Vocabularies from which each sample's tokens were chosen; empty: the whole vocabulary.
+        routes: Experts of each sample's tokens in this rank's layers; empty: the routers choose, as they do for padding.
 
     Returns:
-        No pack for no samples.
+        The packs; none if there are no samples.
     """
     padded = [-(-len(tokens) // pad_multiple) * pad_multiple for tokens in token_ids]
 
@@ -140,18 +140,18 @@ def build_pack(
     kept: Sequence[KeptTokens] = (),
     routes: Sequence[Routes] = (),
 ) -> Pack:
-    """One pack, of samples that ``pack`` put together.
+    """Builds one pack from samples that ``pack`` grouped.
 
     Args:
-        indices: Of its samples, for ``Pack.sample_indices``.
-        token_ids: As for ``build_microbatches``, of these samples; so are the others.
-        loss_mask: Likewise.
-        rollout_logprobs: Likewise.
-        lags: Likewise.
+        indices: Indices of the samples, for ``Pack.sample_indices``.
+        token_ids: Token ids of these samples, as in ``build_microbatches``.
+        loss_mask: Loss masks of these samples, as in ``build_microbatches``.
+        rollout_logprobs: Engine's log-probs of these samples, as in ``build_microbatches``.
+        lags: [L_i] ages of each sample's tokens, policy versions; empty: none is old.
         pad_multiple: See ``sequence_multiple``.
-        truncated: Likewise.
-        kept: Likewise.
-        routes: Likewise.
+        truncated: Whether each response was cut at the length limit; empty: none was.
+        kept: Vocabularies of these samples' tokens, as in ``build_microbatches``.
+        routes: Experts of these samples' tokens, as in ``build_microbatches``.
     """
     lengths = [len(tokens) for tokens in token_ids]
     missing = [-length % pad_multiple for length in lengths]
@@ -196,18 +196,18 @@ def _microbatch(
 
 
 def _zeros_like(values: Tensor) -> Tensor:
-    """Which take no memory, and are not to be written into."""
+    """Zeros in the shape of ``values`` that take no memory and must not be written into."""
     return values.new_zeros(()).expand(values.shape)
 
 
 def pad_with_dummies(packs: Sequence[Pack], count: int, pad_multiple: int = 1) -> list[Pack]:
-    """Appends dummies until there are ``count`` packs, the largest number over data-parallel ranks.
+    """Appends dummy packs until there are ``count``, the largest number on any data-parallel rank.
 
     A dummy is one fully masked sequence. It runs forward and backward like any pack, so that collectives match, and adds 0 to the loss and
     to its denominator.
 
     Raises:
-        ValueError: more packs than ``count``.
+        ValueError: there are more packs than ``count``.
     """
     if len(packs) > count:
         raise ValueError(f"{len(packs)} packs on this rank, but {count} agreed over data-parallel ranks")
@@ -220,21 +220,21 @@ def _dummy(tokens: int) -> Pack:
 
 
 def with_advantages(packs: Sequence[Pack], advantages: Sequence[Tensor]) -> list[Pack]:
-    """The packs with their advantages.
+    """The packs with their advantages filled in.
 
     Args:
-        packs: From ``build_microbatches``; dummies are left alone.
-        advantages: [R_i] float32 for each sample, on its last R_i tokens (R_i = L_i: on all); ignored where masked.
+        packs: Packs of ``build_microbatches``; dummies are left alone.
+        advantages: [R_i] float32 for each sample, of its last R_i tokens (R_i = L_i: of all); ignored where masked.
     """
     filled = spread_over_packs(packs, advantages)
     return [replace(item, microbatch=replace(item.microbatch, advantages=values)) for item, values in zip(packs, filled, strict=True)]
 
 
 def spread_over_packs(packs: Sequence[Pack], values: Sequence[Tensor]) -> list[Tensor]:
-    """Per-token values of samples as those of packs.
+    """Arranges per-token values of samples as per-token values of packs.
 
     Args:
-        packs: From ``build_microbatches``, with or without dummies.
+        packs: Packs of ``build_microbatches``, with or without dummies.
         values: [R_i] float32 for each sample, of its last R_i tokens.
 
     Returns:
@@ -253,14 +253,14 @@ def spread_over_packs(packs: Sequence[Pack], values: Sequence[Tensor]) -> list[T
 
 
 def split_by_sample(packs: Sequence[Pack], values: Sequence[Tensor]) -> list[Tensor]:
-    """Cuts per-token results back into samples.
+    """Cuts per-token results of packs back into samples.
 
     Args:
-        packs: From ``build_microbatches``, with or without dummies.
+        packs: Packs of ``build_microbatches``, with or without dummies.
         values: [T] for each pack, any dtype.
 
     Returns:
-        [L_i] for each sample, in the order given to ``build_microbatches``; views without the padding.
+        [L_i] for each sample, in the order of ``build_microbatches``; views without the padding.
     """
     by_sample: dict[int, Tensor] = {}
     for item, flat in zip(packs, values, strict=True):

@@ -1,4 +1,4 @@
-"""A running job beside its plan."""
+"""Compares a running job with its plan, and explains failures for lack of memory."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from rlbatch.registry import Registry
 
 
 def node_used_gib() -> float:
-    """What all processes use of this node's memory, or of the job's share of it."""
+    """Memory that all processes use of this node, or of the job's share of it, GiB."""
     total, free = host_memory()
     return (total - free) / GIB
 
 
 def planned_step(job: Job) -> dict[str, Any]:
-    """What is planned of a step, as ``PlanVsActual`` begins with it."""
+    """The planned values of a step, in the form in which ``PlanVsActual`` begins."""
     plan, on_gpu = plan_job(_inputs(job), _nodes(job.store.info)), job.device != "cpu"
     seconds = {name: {"planned": plan.time.phases[phase]} for name, phase in STEP_PHASES.items()} if plan.time else {}
     if plan.time:
@@ -54,14 +54,14 @@ def planned_step(job: Job) -> dict[str, Any]:
 
 
 def tell_host_plans(config: Config, registry: Registry, family: ModelFamily, info: RankInfo, *, on_gpu: bool) -> None:
-    """Lets the process above this rank know what is planned of the host's memory, should the system end this one for want of it."""
+    """Tells the process above this rank the planned host memory, for its message should the system kill this rank for lack of memory."""
     with suppress(RlbatchError):  # of a plugin that cannot be planned with
         plan = plan_job(memory_inputs(config, registry, family, on_gpu=on_gpu), _nodes(info))
         guardian.tell(host_plans=host_plans(plan, registry, info.rank), doing="load", held={})
 
 
 def tell_held(job: Job, name: str) -> None:
-    """The same of what this rank holds when a phase begins."""
+    """Tells the process above this rank how much host memory the rank holds as a phase begins."""
     parts = {
         "weights": job.trainer.weights(),
         "optimizer state": job.trainer.optimizer_state(),
@@ -74,8 +74,10 @@ def tell_held(job: Job, name: str) -> None:
 
 @contextmanager
 def explaining_out_of_memory(job: Job) -> Iterator[None]:
-    """Turns a GPU without memory into an error that names what outgrew the plan, who holds most, and the cheapest change; what torch's
-    allocator knew goes into the run folder.
+    """Turns an out-of-memory error of a GPU into a ConfigError with a comparison to the plan.
+
+    The message names the component that outgrew the plan, the lines of code that hold most, and the cheapest change. The allocator's
+    snapshot is written into the run folder.
     """
     if job.config.profile.owners:
         record_owners()
@@ -105,7 +107,7 @@ def explaining_out_of_memory(job: Job) -> Iterator[None]:
 
 
 def _written(snapshot: Mapping[str, Any], job: Job) -> str:
-    """Where a snapshot is now, in words; empty: nowhere."""
+    """Writes a snapshot; returns a sentence with its path, or an empty text if it could not be written."""
     path = job.run_dir / FOLDER / f"out_of_memory_rank_{job.rank:05d}.pickle"
     with suppress(OSError):  # a full disk; the error is told nevertheless
         path.parent.mkdir(exist_ok=True)
@@ -119,7 +121,7 @@ def _inputs(job: Job) -> MemoryInputs:
 
 
 def _nodes(info: RankInfo) -> tuple[int, ...]:
-    """Ranks of each node, which have as many as this one."""
+    """Number of ranks of each node, taken as equal to this one's."""
     return (info.local_size,) * max(info.world_size // info.local_size, 1)
 
 

@@ -24,12 +24,12 @@ from rlbatch.pipeline.waiting_groups import restored
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a run goes on from.
+    """The state from which a run goes on.
 
     Attributes:
-        step: Last step done; 0: none.
-        is_followed_up: False: the step's evaluation and export, if they were due, are still to be done.
-        best: The best checkpoint until then, by ``checkpoint.best``; None: there is none.
+        step: Last step done; 0 if none is.
+        is_followed_up: Whether evaluation and export of that step are done, if they were due.
+        best: Best checkpoint so far, by ``checkpoint.best``; None if there is none.
     """
 
     step: int = 0
@@ -38,22 +38,22 @@ class Resumed:
 
 
 START = Resumed()
-"""From nothing."""
+"""The state of a run that starts from nothing."""
 
 
 def resume(job: Job, announce: Callable[[str], None]) -> Resumed:
     """Restores the newest checkpoint if ``resume=auto``; a collective.
 
     Args:
-        job: Newly assembled.
-        announce: Told of a changed layout or config, and of a checkpoint that was chosen without latest.json.
+        job: Newly assembled job.
+        announce: Called with messages about a changed layout or config, and about a checkpoint that was chosen without latest.json.
 
     Returns:
-        Its step.
+        State of the checkpoint; the default if there is none.
 
     Raises:
-        ConfigError: it belongs to another model, prompt file or seed; or there is one, and the run is not to be resumed.
-        DataError: it is damaged, or there is none that is whole.
+        ConfigError: the checkpoint is of another model, prompt file or seed; or there is one, and ``resume`` is off.
+        DataError: the checkpoint is damaged, or none is whole.
     """
     root = run_folder.checkpoint_root(job.config.checkpoint.save, job.run_dir)
     if job.config.resume != "auto":
@@ -103,7 +103,7 @@ def _newest(job: Job, root: Path, own: dict[str, Any], announce: Callable[[str],
 
 
 def _check_values(job: Job, folder: Path, progress: dict[str, Any]) -> None:
-    """Those that ``_restore`` uses."""
+    """Checks the values that ``_restore`` uses."""
     cursor = progress.get("prompt_cursor")
     numbers = [progress.get("policy_version"), progress.get("schedule_steps"), *(cursor if isinstance(cursor, list) else [None])]
     before = job.order.cursor

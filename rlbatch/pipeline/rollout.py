@@ -1,5 +1,6 @@
-"""This rank's engine: its share of the prompts goes in, sample groups come out, and weights go in before. What happens on all ranks when
-one is lost is in ``generation``.
+"""This rank's engine: takes weights and this rank's share of the prompts, and gives sample groups.
+
+``generation`` handles the loss of an engine on all ranks.
 """
 
 from __future__ import annotations
@@ -49,17 +50,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SIGNAL_WAIT_S = 1.0
-"""Within it a signal that goes to all processes of a job has reached each of them."""
+"""Seconds within which a signal to all processes of a job has reached each of them."""
 
 
 @dataclass
 class Work:
-    """What this rank's engine did for a step.
+    """The work of this rank's engine in a step.
 
     Attributes:
-        busy_s: Seconds in which it had prompts.
-        longest_s: Seconds that its slowest sample took; 0: not measured.
-        tokens: Sampled.
+        busy_s: Seconds in which the engine had prompts.
+        longest_s: Duration of its slowest sample, seconds; 0 if not measured.
+        tokens: Number of sampled tokens.
     """
 
     busy_s: float = 0.0
@@ -71,27 +72,27 @@ class Rollout:
     """This rank's engine and its share of the prompts.
 
     Args:
-        backend: The engine.
-        tokenizer: Of the model.
-        config: Sampling.
+        backend: Rollout backend of the engine.
+        tokenizer: Tokenizer of the model.
+        config: Config of the job.
         stop_token_ids: Tokens that end a response.
-        rank: This engine, of ``num_engines``; None: this rank only sends weights to a neighbour's.
-        num_engines: Engines of the job.
+        rank: Index of this engine among ``num_engines``; None if this rank only sends weights to a neighbour's engine.
+        num_engines: Number of engines of the job.
         run_dir: Run folder, where finished groups are kept.
-        notice: What may interrupt a generation.
-        announce: Told of groups that are reused, or could not be.
-        engine: Number of the engine whose ranks this one belongs to, whether it generates or not.
-        carried: What the engine speculates with; None: nothing.
+        notice: Signal that may interrupt a generation.
+        announce: Called with messages about groups that are reused, or could not be.
+        engine: Number of the engine that this rank belongs to, whether it generates or not.
+        carried: Weights that the engine speculates with; None: none.
         experts: Names of the routed experts' tensors.
         sampler: ``sampler_key`` of the backend.
-        routers: Of the model, if the engine is to say which experts tokens went to.
+        routers: Routers of the model, if the engine has to report the experts of tokens; else None.
 
     Attributes:
-        engine: As given.
-        work: Of this step's generation; whoever reports it puts a new one here.
-        lost: Why the engine is lost, since this rank noticed; None: it did not.
-        restarts: Of every engine of the job, in this attempt of it.
-        announce: As given.
+        engine: Number of the engine that this rank belongs to.
+        work: Work of this step's generation; replaced with a new one when it is reported.
+        lost: Reason for the loss of the engine; None if this rank noticed none.
+        restarts: Number of restarts of each of the job's engines in this attempt.
+        announce: Called with messages.
     """
 
     def __init__(
@@ -124,13 +125,13 @@ class Rollout:
         self.restarts: Counter[int] = Counter()
 
     def digit_tokens(self, vocab_size: int) -> Tensor:
-        """[vocab_size] bool: which tokens have a digit in their text."""
+        """[vocab_size] bool, whether a token has a digit in its text."""
         if self._digits is None or len(self._digits) != vocab_size:
             self._digits = digit_tokens(self._tokenizer, vocab_size)
         return self._digits
 
     def wanted_experts(self) -> Sequence[int] | None:
-        """Routed experts that this rank's part of the engine needs; None: all. A collective of the engine's ranks."""
+        """Indices of the routed experts that this rank's part of the engine needs; None: all. A collective of the engine's ranks."""
         return self._backend.wanted_experts() if isinstance(self._backend, ExpertParallelBackend) else None
 
     def sync_weights(
@@ -143,15 +144,15 @@ class Rollout:
         wanted: Sequence[int] | None = None,
         sent: Callable[[], object] = lambda: None,
     ) -> None:
-        """Sends the policy to the engine, and before it what is carried, if the engine lacks that; a collective.
+        """Sends the policy to the engine, after the carried weights if the engine lacks them; a collective.
 
         Args:
-            tensors: Full Hugging Face tensors, streamed: always to the end, also if the engine is lost.
-            policy_version: Of the policy.
-            is_taken: Whether the engine gets it; else this rank only takes part.
-            lasting: As ``buckets``.
-            wanted: ``wanted_experts``, which ``tensors`` were exported for.
-            sent: Called when no tensor is read any more, before the engine takes memory for its cache.
+            tensors: Full Hugging Face tensors, streamed; always read to the end, also if the engine is lost.
+            policy_version: Version of the policy.
+            is_taken: Whether the engine gets the weights; else this rank only takes part in the collective.
+            lasting: Storages that are not overwritten meanwhile, as in ``buckets``.
+            wanted: Result of ``wanted_experts`` with which ``tensors`` were exported.
+            sent: Called after the last tensor was read, before the engine allocates its cache.
         """
         if not self._config.rollout.sync_weights:
             return
@@ -172,7 +173,7 @@ class Rollout:
         wanted: Sequence[int] | None,
         sent: Callable[[], object],
     ) -> Iterator[WeightBucket]:
-        """The policy comes last: where a draft shares parameters with the model, its checkpoint has older values of them."""
+        """Yields buckets of weights, the policy's last: where a draft shares parameters with the model, its checkpoint has older values."""
         limit = self._config.rollout.bucket_mib
         if self._carried is not None and isinstance(self._backend, CarryingBackend) and self._backend.lacks_carried:
             yield from buckets(self._carried.read(wanted), limit, version, is_carried=True)
@@ -180,7 +181,7 @@ class Rollout:
         sent()
 
     def restart(self) -> None:
-        """Starts a lost engine anew; see ``RestartableBackend``. It may be lost again at once."""
+        """Restarts a lost engine, see ``RestartableBackend``; it may be lost again at once."""
         assert isinstance(self._backend, RestartableBackend)
         self.lost = None
         try:
@@ -194,7 +195,7 @@ class Rollout:
 
     @property
     def version(self) -> int:
-        """Of the policy that the engine was sent; -1: it was sent none."""
+        """Version of the policy that was last sent to the engine; -1 if none was."""
         return -1 if self._version is None else self._version
 
     @property
@@ -204,12 +205,12 @@ class Rollout:
 
     @property
     def max_restarts(self) -> int:
-        """Of an engine; 0 for one that cannot be restarted."""
+        """Largest number of restarts of an engine; 0 if it cannot be restarted."""
         return self._backend.max_restarts if isinstance(self._backend, RestartableBackend) else 0
 
     @contextmanager
     def _noticing_loss(self) -> Iterator[None]:
-        """Keeps the loss of an engine that can be restarted."""
+        """Stores the loss of an engine that can be restarted in ``lost`` instead of raising."""
         try:
             yield
         except EngineLost as error:
@@ -218,22 +219,23 @@ class Rollout:
             self.lost = error
 
     def share(self, num_prompts: int) -> range:
-        """Positions of the prompts that this rank generates: dealt out like cards, so that long prompts do not meet."""
+        """Positions of the prompts that this rank generates, dealt out like cards, so that neighbouring long prompts are spread."""
         return range(0) if self._rank is None else range(self._rank, num_prompts, self._num_engines)
 
     def generate(self, prompts: Sequence[Prompt], step: int) -> Iterator[SampleGroup]:
-        """Groups for training. Each is kept on disk as soon as it is finished; what an earlier attempt kept is not sampled again.
+        """Generates groups for training. Each is kept on disk once finished; groups that an earlier attempt kept are not sampled again.
 
         Yields:
-            One group a prompt, once it is complete: those that were kept, then the others in order; fewer if it was interrupted, or the
-            engine is lost.
+            One group for each prompt, once it is complete: those that were kept first, then the others in order. Fewer if generation is
+            interrupted, or the engine is lost.
         """
         found = self._found_or_sampled([(prompt, ()) for prompt in prompts], self._training_params(step), step)
         yield from (self._group(prompts[place], answer) for place, answer in found)
 
     def extend(self, candidates: Sequence[Candidate], step: int) -> Iterator[SampleGroup]:
-        """Groups with the next part of each response that is not finished: at most ``sampling.partial_tokens``; else as ``generate``. Those
-        without samples are begun.
+        """Generates the next part of each unfinished response, at most ``sampling.partial_tokens`` tokens; else as ``generate``.
+
+        Groups without samples are begun.
         """
         size, most, part = self._config.algorithm.group_size, self._config.rollout.max_response_tokens, self._config.sampling.partial_tokens
         by_limit: dict[int, list[tuple[Candidate, list[Continued]]]] = {}
@@ -264,7 +266,7 @@ class Rollout:
     def _found_or_sampled(
         self, asked: Sequence[tuple[Prompt, Sequence[Continued]]], params: SamplingParams, step: int
     ) -> Iterator[tuple[int, list[Completion]]]:
-        """Places in ``asked``, with the completions of the prompt, or of its parts: from the disk, then from the engine."""
+        """Yields places in ``asked`` with the completions of the prompt or of its parts, those on disk first, then the engine's."""
         kept = FinishedGroups(self._run_dir, step, self._weights, params, self._sampler, self.announce)
         found = {place: answer for place, each in enumerate(asked) if self._weights and (answer := kept.load(*each))}
         if found:
@@ -285,8 +287,9 @@ class Rollout:
             pass
 
     def evaluate(self, prompts: Sequence[Prompt], params: SamplingParams) -> Iterator[SampleGroup]:
-        """Groups that nothing is trained on, each once it is complete; fewer if it was interrupted, or the engine is lost. The params need
-        not have tokens that end a response.
+        """Generates groups for evaluation, each yielded once it is complete; fewer if interrupted, or the engine is lost.
+
+        Stop tokens of ``params`` are replaced by the engine's.
         """
         params = replace(params, stop_token_ids=self._stops)
         yield from (self._group(prompt, answer) for prompt, answer in self._answers(prompts, params))
@@ -372,7 +375,7 @@ class Rollout:
         )
 
     def _kept(self, which: str, before: int, completion: Completion) -> KeptTokens | None:
-        """What each token was chosen from, ``before`` tokens of the prompt included."""
+        """The vocabularies that tokens were chosen from, with none for the ``before`` tokens of the prompt; None: always the whole one."""
         if completion.kept is None:
             return None
         pairs = enumerate(zip(completion.token_ids, completion.kept, strict=True))
@@ -392,8 +395,9 @@ class Rollout:
         return known[0] if known else -1
 
     def sleep(self) -> None:
-        """Gives the accelerator's memory back to the trainer until the next sync. On every rank, once no engine generates any more: the
-        parts of an engine on several nodes work in lockstep.
+        """Frees the engine's GPU memory for the trainer until the next sync.
+
+        Every rank calls this once no engine generates: the parts of an engine on several nodes work in lockstep.
         """
         if isinstance(self._backend, SleepingBackend):
             with state_kept(self._name):

@@ -1,4 +1,4 @@
-"""What is checked of the routes that an engine gives."""
+"""Checks the routes that engines return: the experts that each token was routed to."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Routers:
     """The routers of a model.
 
     Attributes:
-        layers: Numbers of the layers that have one.
-        experts: Of a layer.
-        chosen: Of them, for each token.
-        depth: Layers of the model, those without a router too.
+        layers: Indices of the layers that have a router.
+        experts: Number of experts of a layer.
+        chosen: Number of experts that are chosen for each token.
+        depth: Number of layers of the model, with those without a router.
     """
 
     layers: tuple[int, ...]
@@ -31,25 +31,25 @@ class Routers:
 
     @classmethod
     def of(cls, family: ModelFamily) -> Routers:
-        """Those of a family."""
+        """The routers of a model of the family."""
         layers = tuple(layer for layer, has in enumerate(family.has_experts) if has)
         return cls(layers, family.num_experts, int(family.transformer.get("moe_router_topk", 2)), family.num_layers)
 
     def unknown(self, tokens: int) -> Routes:
-        """Of tokens of which nothing is known."""
+        """Routes for tokens of which no experts are known."""
         experts = torch.zeros(tokens, len(self.layers), self.chosen, dtype=expert_dtype(self.experts))
         return Routes(experts, torch.zeros(tokens, dtype=torch.bool))
 
     def checked(self, which: str, given: Any, tokens: int) -> Routes:
-        """What an engine said of a sample (``Completion.routes``).
+        """Checks and converts the routes of a sample (``Completion.routes``).
 
         Args:
-            which: Whose, and ``has``, for messages.
-            given: The engine's.
-            tokens: Of the sample, the prompt's included.
+            which: Subject of messages: the sample's name and ``has``.
+            given: Value that the engine returned.
+            tokens: Number of tokens of the sample, prompt included.
 
         Raises:
-            RolloutError: it is not of this model, or experts of a token are not distinct.
+            RolloutError: the routes do not fit this model, or a token's experts are not distinct.
         """
         shape = (len(self.layers), self.chosen)
         if isinstance(given, Tensor) and given.dim() == 3 and given.shape[1] == self.depth:

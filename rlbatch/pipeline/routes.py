@@ -1,4 +1,4 @@
-"""Brings routes (``algorithm.routing_replay``) as bytes to the ranks that train on the tokens, of each pipeline stage its own layers."""
+"""Sends routes (``algorithm.routing_replay``) to the ranks that train on the tokens, to each pipeline stage those of its layers."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from rlbatch.pipeline.route_checks import Routers
 from rlbatch.pipeline.updates import Update
 
 ROUND_BYTES = 2**24
-"""That a rank gives at once, on average."""
+"""Bytes that each rank sends at once, on average."""
 
 
 class RouteExchange:
-    """Brings the routes of an update's samples to the ranks that train on them.
+    """Sends the routes of an update's samples to the ranks that train on them.
 
     Args:
-        routers: Of the model.
-        stages: Of each pipeline stage the layers with experts, by their numbers, in the order in which its ranks have them.
+        routers: Routers of the model.
+        stages: Indices of the layers with experts of each pipeline stage, in the order of its ranks.
     """
 
     def __init__(self, routers: Routers, stages: Sequence[Sequence[int]]) -> None:
@@ -35,15 +35,15 @@ class RouteExchange:
         self._places = [[routers.layers.index(layer) for layer in layers] for layers in stages]
 
     def of_engines(self, own: Mapping[int, Sample], shares: Shares, lengths: Sequence[int]) -> dict[int, Routes]:
-        """Deals what engines gave; a collective.
+        """Sends the routes that engines returned; a collective.
 
         Args:
             own: The samples that this rank sampled, by index.
-            shares: Of each data-parallel rank.
-            lengths: Tokens of all samples.
+            shares: Samples for each data-parallel rank.
+            lengths: Number of tokens of every sample.
 
         Returns:
-            Of this rank's share, in its stage's layers.
+            Routes of the samples of this rank's share, in its stage's layers.
         """
         pipeline, rows = parallel.pp_group(), dict[int, Routes]()
         given = self._bytes(len(self._routers.layers)) * sum(lengths[i] for i in chain(*shares))
@@ -57,7 +57,7 @@ class RouteExchange:
         return rows
 
     def of_ranks(self, mine: Mapping[int, Routes], shares: Shares, lengths: Sequence[int]) -> dict[int, Routes]:
-        """Deals what the ranks recorded, each in its stage's layers, to the same layers' ranks; a collective. As ``of_engines``."""
+        """Sends the routes that ranks recorded to the ranks of the same layers; a collective. Arguments are as in ``of_engines``."""
         own = self._places[parallel.pp_rank()]
         return self._dealt({i: self._columns(routes, range(len(own))) for i, routes in mine.items()}, shares, lengths, [])
 
@@ -66,14 +66,14 @@ class RouteExchange:
 
     @property
     def _width(self) -> int:
-        """Columns of this rank's stage."""
+        """Number of int32 columns of this rank's stage."""
         return self._bytes(len(self._places[parallel.pp_rank()])) // 4 + 1
 
     def _bytes(self, layers: int) -> int:
         return layers * self._routers.chosen * expert_dtype(self._routers.experts).itemsize
 
     def _columns(self, routes: Routes, places: Sequence[int]) -> Tensor:
-        """[C, L] int32: the bytes of each token's experts, filled up; the last one says whether they are known."""
+        """[C, L] int32: the bytes of each token's experts, padded; the last byte says whether they are known."""
         experts = routes.experts[:, list(places)].flatten(1).contiguous().view(torch.uint8)
         rows = torch.zeros(len(experts), 4 * (experts.shape[1] // 4 + 1), dtype=torch.uint8)
         rows[:, : experts.shape[1]] = experts
@@ -92,13 +92,13 @@ class RouteExchange:
 
 
 def with_routes(deal: Deal, routes: RouteExchange, batch: Batch, recorded: Mapping[int, Routes] | None) -> Deal:
-    """Deals rows with routes.
+    """Wraps a dealer of rows so that they come with routes.
 
     Args:
-        deal: Deals them without.
-        routes: Of the model.
-        batch: Whose samples are dealt.
-        recorded: Of the samples that this rank had before, ``of_own``; None: those of the engines.
+        deal: Deals rows without routes.
+        routes: Route exchange of the model.
+        batch: Batch with the samples to deal.
+        recorded: Routes that this rank recorded, from ``of_own``; None: those of the engines are dealt.
     """
 
     def both(shares: Shares) -> dict[int, Row]:
@@ -113,7 +113,7 @@ def with_routes(deal: Deal, routes: RouteExchange, batch: Batch, recorded: Mappi
 
 
 def of_own(updates: Sequence[Update]) -> dict[int, Routes]:
-    """Of each sample that this rank trains on, by index: what was recorded in its layers."""
+    """The routes recorded in this rank's layers of each sample that it trains on, by index."""
     found: dict[int, Routes] = {}
     for update in updates:
         routes = [pack.microbatch.routes for pack in update.packs if pack.microbatch.routes]
@@ -123,7 +123,7 @@ def of_own(updates: Sequence[Update]) -> dict[int, Routes]:
 
 
 def native_share(batch: Batch) -> float:
-    """Of the tokens that engines read, those that no engine routed; a collective. The last token of a response is not read.
+    """Share of the tokens that engines read without returning a route; a collective. The last token of a response is not read.
 
     Raises:
         RolloutError: no token has a route.

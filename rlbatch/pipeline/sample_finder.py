@@ -1,4 +1,4 @@
-"""Finds the sample that a value which is not finite comes from."""
+"""Finds the sample that caused a value that is not finite."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from rlbatch.pipeline.exchange import Batch
 from rlbatch.pipeline.updates import Update
 
 OF_THE_LOSS = ("loss", "derivative of the loss", "clipped")
-"""What a policy loss makes, of what is finite."""
+"""Values that a policy loss computes, from finite inputs."""
 
 
 @dataclass(frozen=True)
 class SampleFinder:
-    """Finds the sample of a value, among those of a step.
+    """Finds the sample of a step that a value comes from.
 
     Attributes:
-        batch: All.
-        name: Of a sample, by its index.
+        batch: All samples of the step.
+        name: Returns the name of a sample, given its index.
     """
 
     batch: Batch
     name: Callable[[int], str]
 
     def first(self, update: Update, token: Token | None) -> str:
-        """The sample that was rather the cause, of what every rank found in packs of ``update`` (None: nothing), in words; a collective."""
+        """Text about the sample that is most likely the cause, from every rank's find in packs of ``update`` (None: none); a collective."""
         answers = [answer for answer in gathered(None if token is None else self._words(update, token)) if answer]
         return str(min(answers)[-1]) if answers else "no sample computes it"
 
     def broken_logprobs(self, updates: Sequence[Update]) -> str:
-        """The first sample with a log-prob that is not finite, in words; empty: none has. A collective."""
+        """Text about the first sample with a log-prob that is not finite; empty if there is none. A collective."""
         found = None
         for update in updates:
             token = find_token([_logprobs(pack.microbatch) for pack in update.packs])
@@ -49,7 +49,7 @@ class SampleFinder:
         return str(min(answer for answer in gathered(found) if answer)[-1])
 
     def _words(self, update: Update, token: Token) -> tuple[Any, ...] | None:
-        """Comparable over ranks; ends with the text."""
+        """A tuple that orders finds of different ranks, with the text as its last item; None for a dummy."""
         place = update.sample_at(token.pack, token.position)
         if place is None:
             return None

@@ -1,7 +1,7 @@
-"""Samples the groups of a step in rounds until there is enough to train on (``sampling.*``); every rank runs it.
+"""Samples the groups of a step in rounds until there are enough to train on (``sampling.*``); every rank runs this.
 
-All engines take an equal part in each round, whoever's groups were dropped in the one before. Ranks that have nothing to do wait on the
-job's store, in no collective of the accelerators.
+All engines take an equal part in each round, whichever engine's groups were dropped before. Ranks without work wait on the job's store,
+not in a collective of the accelerators.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Taken:
     """The groups of a step.
 
     Attributes:
-        prompts: Of all of them, in order.
-        groups: Those that this rank hands over; each is one rank's.
-        positions: Their places in the step.
-        metrics: ``sampling/``, the same on every rank; empty where nothing is filtered or carried over.
+        prompts: Prompts of all groups, in order.
+        groups: Groups that this rank contributes; each comes from one rank.
+        positions: Positions of ``groups`` in the step.
+        metrics: ``sampling/`` tags, the same on every rank; empty where nothing is filtered or carried over.
     """
 
     prompts: list[Prompt]
@@ -44,13 +44,13 @@ class Taken:
 
 
 def take_groups(job: Job, clock: PhaseClock, step: int) -> Taken | None:
-    """Samples, scores and filters, and lets the engines sleep; a collective.
+    """Samples, scores and filters the groups of a step, and puts the engines to sleep; a collective.
 
     Returns:
-        The step's groups. None, on every rank: the job has to stop, and nothing was changed but the place in the prompts.
+        Groups of the step. None on every rank if the job has to stop; then only the place in the prompts has changed.
 
     Raises:
-        RewardError: too few groups, with ``sampling.on_shortage=stop``.
+        RewardError: there are too few groups, with ``sampling.on_shortage=stop``.
     """
     taking = _Taking(job, clock, step)
     is_whole = taking.run()
@@ -60,7 +60,7 @@ def take_groups(job: Job, clock: PhaseClock, step: int) -> Taken | None:
 
 
 class _Taking:
-    """One step's rounds, on this rank."""
+    """The sampling rounds of one step, on this rank."""
 
     def __init__(self, job: Job, clock: PhaseClock, step: int) -> None:
         self._job, self._clock, self._step = job, clock, step
@@ -85,7 +85,7 @@ class _Taking:
         return self._version - ticket.oldest_version if min(self._version, ticket.oldest_version) >= 0 else 0
 
     def run(self) -> bool:
-        """Rounds until there is enough, or no more; returns whether the job goes on."""
+        """Runs rounds until there are enough groups, or no more prompts; returns whether the job goes on."""
         job, new = self._job, self._draw()
         while True:
             goes_on = bool(new) or self._rule.continues()
@@ -104,7 +104,7 @@ class _Taking:
                 return True
 
     def _draw(self) -> list[int]:
-        """Numbers of a round's new prompts; fewer than it needs where there are no others: no prompt is in a step, or waits, twice."""
+        """Draws the numbers of a round's new prompts. Fewer than wanted if there are no others, as no prompt is drawn twice in a step."""
         job, seen = self._job, set(self._positions.values())
         found = job.order.take(self._rule.new_prompts(), held=seen, or_fewer=bool(seen))
         numbers = list(range(self._drawn, self._drawn + len(found)))
@@ -128,7 +128,7 @@ class _Taking:
         return not unfinished(group, config.algorithm.group_size, config.rollout.max_response_tokens)
 
     def _judged(self, mine: Sequence[int], groups: Sequence[SampleGroup], work: Sequence[int]) -> Iterable[Verdict]:
-        """What became of a round's groups, of all ranks."""
+        """The verdicts on a round's groups, from all ranks."""
         if not self._is_on:
             self._own = dict(zip(mine, groups, strict=True))
             return [Verdict(number, ACCEPTED, 0, 0.0) for number in work]
@@ -150,12 +150,12 @@ class _Taking:
         return verdicts
 
     def _tickets(self, verdicts: Iterable[Verdict], outcome: str) -> dict[int, Ticket]:
-        """Of groups that came to this, in order."""
+        """Tickets of the groups with this outcome, in order, by number."""
         found = sorted(verdict for verdict in verdicts if verdict.outcome == outcome)
         return {each.number: Ticket(each.number, self._positions[each.number], each.oldest_version) for each in found}
 
     def _moved(self, wanted: Sequence[int]) -> dict[int, Candidate]:
-        """Groups that wait, on the rank that wants them, from those that hold them; a collective."""
+        """Moves waiting groups from the ranks that hold them to the ranks that want them; a collective."""
         asked, rank = gathered(wanted), self._job.rank
         found = [[self._held[number] for number in numbers if number in self._held] for numbers in asked]
         parts = all_to_all_bytes([pack_candidates(each) if each and to != rank else b"" for to, each in enumerate(found)])
@@ -163,7 +163,7 @@ class _Taking:
         return {each.number: each for each in (*found[rank], *came)}
 
     def finish(self) -> Taken:
-        """Decides, brings groups that waited to the ranks that train on them, and lets the others wait."""
+        """Decides on the step's groups, moves those that waited to the ranks that train on them, and lets the rest wait."""
         job, rule = self._job, self._rule
         taken, surplus = rule.taken(), rule.surplus()
         if rule.is_short() and job.config.sampling.on_shortage != "train":
@@ -225,7 +225,7 @@ class _Taking:
 
 
 def is_on(job: Job) -> bool:
-    """Whether a step's groups may be others than those of its first prompts."""
+    """Whether a step's groups may differ from those of its first prompts."""
     sampling, waiting = job.config.sampling, job.waiting
     return (
         bool(job.filters)
@@ -237,7 +237,7 @@ def is_on(job: Job) -> bool:
 
 
 def judged(job: Job, candidate: Candidate, before: int) -> Verdict:
-    """What becomes of a scored group that this rank sampled, and that had so many tokens before the round."""
+    """The verdict on a scored group that this rank sampled. ``before`` is its number of response tokens before the round."""
     group = candidate.group
     lengths = [sample.response_length for sample in group.samples]
     equal = group.rewards[0] if len(set(group.rewards)) == 1 else None
@@ -246,7 +246,7 @@ def judged(job: Job, candidate: Candidate, before: int) -> Verdict:
 
 
 def _refused_by(group: SampleGroup, filters: Mapping[str, GroupFilter]) -> str:
-    """The first filter that refuses a scored group; empty: all keep it."""
+    """Name of the first filter that refuses a scored group; empty if all keep it."""
     for name, keeps in filters.items():
         place = f"prompt {group.prompt.prompt_id} with {len(group.samples)} samples"
         with foreign_code(f"sampling.filters=[{name}]", on=place):
@@ -260,14 +260,15 @@ def _refused_by(group: SampleGroup, filters: Mapping[str, GroupFilter]) -> str:
 
 
 def equal_groups(verdicts: Iterable[Verdict]) -> tuple[int, int]:
-    """How many groups have the same reward for all samples: above 0, and not."""
+    """Numbers of groups whose samples all have the same reward: with one above 0, and with another."""
     equal = [verdict.equal for verdict in verdicts if verdict.equal is not None]
     return sum(reward > 0 for reward in equal), sum(reward <= 0 for reward in equal)
 
 
 def count_trained(job: Job, batch: Batch) -> dict[str, float]:
-    """Counts the tokens that this step's updates use; ``Job.waiting`` keeps the sum. One that is too old, which cannot be, raises
-    RolloutError.
+    """Counts the tokens that this step's updates use, and adds them to ``Job.waiting``; returns tags.
+
+    Raises RolloutError for a token that is older than allowed, which would be a fault of rlbatch.
     """
     limit = most_lag(job.config)
     if batch.most_lag > limit:
@@ -281,7 +282,7 @@ def count_trained(job: Job, batch: Batch) -> dict[str, float]:
 
 
 def without_update(job: Job, step: int, clock: PhaseClock, taken: Taken) -> dict[str, float]:
-    """Metrics of a step for which no group was accepted, or too few."""
+    """Ends a step without an update, for which no or too few groups were accepted, and returns its metrics."""
     job.trainer.next_learning_rate()
     found, least = int(taken.metrics["sampling/carried"]), job.config.train.prompts_per_step
     waits = f"{found} of {least} groups were accepted, which wait" if found else "no group was accepted"

@@ -1,4 +1,4 @@
-"""Writes a run's checkpoints: Megatron's state, and what the pipeline adds (step, schedule, place in the prompts, random numbers)."""
+"""Writes the checkpoints of a run: Megatron's state, and the pipeline's (step, schedule, place in the prompts, random numbers)."""
 
 from __future__ import annotations
 
@@ -35,13 +35,14 @@ from rlbatch.pipeline.waiting_groups import Waiting
 from rlbatch.prompts.prompt_order import Cursor
 
 HANDOVER_S = 5.0
-"""Longest wait for what an earlier attempt's rank 0 has left to end."""
+"""Longest wait for a remaining rank 0 of an earlier attempt to end, seconds."""
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """What a step changes before its first update: the place in the prompts, which groups wait, and this rank's random numbers (rewards may
-    draw some).
+    """The state that a step changes before its first update.
+
+    That is the place in the prompts, the waiting groups and this rank's random numbers, from which rewards may draw.
     """
 
     prompt_cursor: Cursor
@@ -50,11 +51,11 @@ class Boundary:
 
     @classmethod
     def of(cls, job: Job) -> Boundary:
-        """Notes where the job is now."""
+        """The state of the job now."""
         return cls(job.order.cursor, rng_states(), job.waiting.copy())
 
     def restore(self, job: Job) -> None:
-        """Takes the step back."""
+        """Restores the state, which undoes the step."""
         job.order.cursor = self.prompt_cursor
         job.waiting.restore(self.waiting)
         set_rng_states(self.random_numbers)
@@ -71,15 +72,15 @@ class _Pending:
 
 
 class Checkpoints:
-    """Saves a job at its steps, in a folder that rank 0 holds meanwhile. Every method but ``abort`` is a collective.
+    """Saves a job after its steps, in a folder that rank 0 locks. Every method but ``abort`` is a collective.
 
     Args:
-        job: What is saved.
-        announce: Told what the user should know.
-        resumed: What the job goes on from.
+        job: Job to save.
+        announce: Called with messages for the user.
+        resumed: State that the job resumed from.
 
     Raises:
-        RlbatchError: another run saves in that folder, or something in it is where a step of this one would go.
+        RlbatchError: another run saves in the folder, or something is in the place of a checkpoint of this run.
     """
 
     def __init__(self, job: Job, announce: Callable[[str], None], resumed: Resumed = START) -> None:
@@ -95,7 +96,7 @@ class Checkpoints:
         self._pending: _Pending | None = None
 
     def _take_folder(self) -> str:
-        """Makes the folder for checkpoints, on rank 0; returns the run's id."""
+        """Makes and locks the folder of checkpoints, on rank 0; returns the run's id."""
         run, steps = ensure_run_id(self._job.run_dir), range(self._saved_step + 1, self._job.config.train.steps + 1)
         run_folder.make_root(self._root)
         self._lock = lock = Lock(self._root)
@@ -105,11 +106,11 @@ class Checkpoints:
         return run
 
     def is_best(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Whether the evaluation after a step is better than every one before, so that its checkpoint is kept; the same on every rank.
+        """Whether the evaluation after a step is the best so far, so that its checkpoint is kept; the same on every rank.
 
         Args:
-            step: The last one done; 0 is none that could be saved.
-            metrics: Of the evaluation, if there was one.
+            step: Last step done; 0 if there is none, which cannot be saved.
+            metrics: Metrics of the evaluation; empty if there was none.
         """
         metric = self._job.config.checkpoint.best
         if not step or metric not in metrics or (self._best and metrics[metric] <= self._best.value):
@@ -120,18 +121,18 @@ class Checkpoints:
         return True
 
     def after_step(self, step: int, *, is_due: bool, is_followed_up: bool = True) -> float | None:
-        """Completes a checkpoint that has been written in the meantime, and saves this step if it is due.
+        """Completes a checkpoint that was written in the meantime, and saves this step if due.
 
         Args:
-            step: The last one done.
-            is_due: Whether to save it.
-            is_followed_up: False: its evaluation and export are left to who resumes it.
+            step: Last step done.
+            is_due: Whether to save the step.
+            is_followed_up: Whether its evaluation and export are done; else they are left to the attempt that resumes from it.
 
         Returns:
-            Seconds that training waited; None if there was nothing to do.
+            Seconds for which training waited; None if there was nothing to do.
 
         Raises:
-            CheckpointError: it cannot be written; the previous one stays the latest.
+            CheckpointError: a checkpoint cannot be written; the previous one stays the latest.
         """
         started, before = time.perf_counter(), self._pending
         if before and (is_due or before.writing.is_done()):
@@ -141,13 +142,13 @@ class Checkpoints:
         return time.perf_counter() - started if is_due or self._pending is not before else None
 
     def before_end(self, step: int, *, is_followed_up: bool = True) -> None:
-        """Saves the state after ``step``, whole on return, unless its checkpoint exists; before the job ends early."""
+        """Saves the state after ``step`` before the job ends early, unless its checkpoint exists; complete on return."""
         if step != self._saved_step:
             self.save(step, is_followed_up=is_followed_up)
         self.close()
 
     def save(self, step: int, *, is_followed_up: bool = True) -> None:
-        """Saves the state after ``step``: whole on return, or, with ``checkpoint.async_save``, when it was written and ``close`` ran."""
+        """Saves the state after ``step``: complete on return, or with ``checkpoint.async_save`` once it is written and ``close`` ran."""
         self.close()
         if not self._job.trainer.policy_version:  # the optimizer has no state yet, which Megatron does not save
             self._announce(f"step {step}: no update was made so far, nothing is saved")
@@ -178,7 +179,7 @@ class Checkpoints:
         self._saved_step = step
 
     def close(self) -> None:
-        """Waits for a checkpoint that is being written and makes it the newest."""
+        """Waits for the checkpoint that is being written, and makes it the latest."""
         pending = self._pending
         if pending:
             with self._removing(run_folder.draft_folder(self._root, pending.step)):
@@ -188,7 +189,7 @@ class Checkpoints:
             self._pending = None
 
     def abort(self) -> None:
-        """Drops a checkpoint that is being written, on this rank, and lets go of the folder."""
+        """Drops the checkpoint that is being written, on this rank, and unlocks the folder."""
         pending, self._pending = self._pending, None
         if pending:
             pending.writing.abort()
@@ -208,7 +209,7 @@ class Checkpoints:
 
     @contextmanager
     def _removing(self, draft: Path) -> Iterator[None]:
-        """Gives the disk back what a failed save took."""
+        """Removes the draft of a failed save, to free the disk."""
         try:
             yield
         except CheckpointError:
@@ -233,7 +234,7 @@ class Checkpoints:
             record_write(self._job.run_dir, num_bytes, seconds)
 
     def _beside(self) -> dict[str, bytes]:
-        """What this rank writes beside the trainer's state: name -> content."""
+        """Files that this rank writes beside the trainer's state: name -> content."""
         files, ranks = {}, all_gather_ragged(rng_states())
         if self._job.rank == 0:
             saved = io.BytesIO()
@@ -258,7 +259,7 @@ class Checkpoints:
 
 
 def _write(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Writes files, which are on the disk then: rank 0 might wait for its own host's only."""
+    """Writes files and syncs each to disk, as rank 0 might wait only for its own host's."""
     for name, content in files.items():
         with naming(name):
             (folder / name).write_bytes(content)

@@ -1,4 +1,4 @@
-"""One step of training, from top to bottom; every rank runs it."""
+"""Runs one training step; every rank runs it."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ from rlbatch.pipeline.updates import Update, plan_updates, shuffled_groups
 
 
 def train_step(job: Job, step: int) -> tuple[StepResult, list[SampleGroup], list[float]] | None:
-    """Generates, scores and updates; ``step`` is from 1. Returns the step's metrics (the same on every rank), this rank's groups, and the
-    mean advantage of each of their samples. None, on every rank: the job has to stop before the update, with the last step's policy.
+    """Generates, scores and updates; ``step`` counts from 1.
+
+    Returns the step's result with metrics (the same on every rank), this rank's groups, and the mean advantage of each of their samples.
+    None on every rank if the job has to stop before the update, with the last step's policy.
     """
     config, clock = job.config, PhaseClock(node_used_gib, partial(tell_held, job))
 
@@ -97,7 +99,7 @@ def _plan(job: Job, batch: Batch, order: Sequence[int] | None = None, recorded: 
 
 
 def _epochs(job: Job, step: int, updates: Sequence[Update], batch: Batch, advantages: Advantages) -> Iterator[Update]:
-    """The updates of all passes over the step's samples, which share advantages and log-probs of before the first."""
+    """Yields the updates of all epochs, which share the advantages and the log-probs from before the first."""
     yield from (update.with_advantages(advantages) for update in updates)
     if job.config.train.epochs == 1:
         return
@@ -114,8 +116,10 @@ def _epochs(job: Job, step: int, updates: Sequence[Update], batch: Batch, advant
 def _update(
     job: Job, step: int, batch: Batch, planned: int, first: FirstPolicy, advantages: Advantages
 ) -> list[tuple[Update, dict[str, float]]]:
-    """Each update that was made, with what ``Trainer.update`` returned. One whose values are not finite is not made: the run ends, or
-    passes over it; over all of them if the first one finds log-probs that are not.
+    """Makes the updates, and returns each with the result of ``Trainer.update``.
+
+    An update with values that are not finite is not made: the run ends, or skips it. If the first one finds such log-probs, all are
+    skipped.
     """
     made = []
     for number, update in enumerate(_epochs(job, step, first.updates, batch, advantages), start=1):
@@ -135,10 +139,10 @@ def _update(
 
 
 def _advantages(job: Job, finder: SampleFinder, updates: Sequence[Update]) -> Advantages:
-    """Advantages of all N samples, estimated from all of them.
+    """Estimates the advantages of all N samples, from all of them; a collective.
 
     Raises:
-        PluginError: on every rank, the estimator's answer is no advantage, or not the same on all ranks.
+        PluginError: on every rank, the estimator's result is not valid, or differs between ranks.
     """
     algorithm, batch, lengths = job.config.algorithm, finder.batch, finder.batch.response_lengths
     kept = lengths.nonzero().flatten()
@@ -169,20 +173,20 @@ def _advantages(job: Job, finder: SampleFinder, updates: Sequence[Update]) -> Ad
 
 
 def _overlong_penalties(job: Job, lengths: Tensor) -> Tensor:
-    """[N] float64, of the whole step."""
+    """[N] float64 penalties for overlong responses, for all samples of the step."""
     algorithm, most = job.config.algorithm, job.config.rollout.max_response_tokens
     return overlong_penalties(lengths, most, algorithm.overlong_buffer_tokens or max(most // 5, 1), algorithm.overlong_penalty)
 
 
 def _responses(batch: Batch, updates: Sequence[Update], values: Callable[[Microbatch], Tensor | None]) -> Tensor:
-    """[T] float64: a value of every response token of the step."""
+    """[T] float64: one value for every response token of the step; a collective."""
     lengths = batch.response_lengths.tolist()
     mine = {index: of_tokens[len(of_tokens) - lengths[index] :] for index, of_tokens in _of_own(updates, values).items()}
     return torch.cat(all_gather_samples(mine, lengths, parallel.dp_group()))
 
 
 def _of_own(updates: Sequence[Update], values: Callable[[Microbatch], Tensor | None]) -> dict[int, Tensor]:
-    """[L_i] for each sample that this rank trains on, by its index in the batch: a value of each token."""
+    """[L_i] for each sample that this rank trains on, by its index in the batch: one value for each token."""
     mine: dict[int, Tensor] = {}
     for update in updates:
         found = (values(pack.microbatch) for pack in update.packs)

@@ -1,4 +1,4 @@
-"""Computes what a step reports from what it did; the tags are defined in ``rlbatch.metrics.names``."""
+"""Computes the metrics of a step; their tags are defined in ``rlbatch.metrics.names``."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from rlbatch.plan.flops import forward_flops, training_flops
 
 GIB = 2**30
 TOLERANCE = 1e-6
-"""Rounding of a mean of zeros and ones."""
+"""Largest accepted rounding error of a mean of zeros and ones."""
 
 
 def samples(batch: Batch, advantages: Advantages | None) -> dict[str, float]:
-    """Rewards, advantages (if there are any) and responses of the step."""
+    """Tags of the step's rewards, advantages (None: there are none) and response lengths."""
     rewards, lengths = batch.rewards, batch.response_lengths.float()
     metrics = {
         "reward/mean": float(rewards.mean()),
@@ -47,7 +47,7 @@ def samples(batch: Batch, advantages: Advantages | None) -> dict[str, float]:
 
 
 def verdicts(job: Job, groups: Sequence[SampleGroup]) -> dict[str, float]:
-    """Samples without a verdict, and the mean of each named part of rewards over the samples that have it; a collective."""
+    """Tags of samples without a verdict, and of the mean of each named part of rewards over the samples that have it; a collective."""
     counts, job.scorer.counts = job.scorer.counts, Counter()
     sums: dict[str, list[float]] = {}
     for parts in (parts for group in groups for parts in group.parts):
@@ -63,7 +63,7 @@ def verdicts(job: Job, groups: Sequence[SampleGroup]) -> dict[str, float]:
 
 
 def updates(made: Sequence[tuple[Update, Mapping[str, float]]], planned: int, *, with_kl: bool) -> dict[str, float]:
-    """Means over the step's updates: those that were made, with what ``Trainer.update`` returned, of so many that were planned."""
+    """Tags of means over the updates ``made`` (each with its result of ``Trainer.update``), and of how many of ``planned`` were skipped."""
     skipped = {"train/skipped_updates": float(planned - len(made))}
     if not made:
         return skipped
@@ -87,10 +87,10 @@ def updates(made: Sequence[tuple[Update, Mapping[str, float]]], planned: int, *,
 
 
 def rollout_mismatch(microbatches: Sequence[Microbatch]) -> dict[str, float]:
-    """How far the engine's log-probs are from the trainer's, on the sampled tokens of all ranks; a collective.
+    """Differences between log-probs of engine and trainer, nats, on the sampled tokens of all ranks; a collective.
 
     Args:
-        microbatches: This rank's; their old log-probs are the trainer's.
+        microbatches: Microbatches of this rank, with the trainer's log-probs as old log-probs.
     """
     sums, largest = torch.zeros(2, dtype=torch.float64), torch.zeros(1)
     for microbatch in microbatches:
@@ -108,13 +108,13 @@ def rollout_mismatch(microbatches: Sequence[Microbatch]) -> dict[str, float]:
 
 
 def check_logprob_difference(config: Config, limit: LogprobLimit, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Ends the run when engine and trainer disagree more than ``rollout.max_logprob_diff`` allows.
+    """Ends the run if engine and trainer differ by more than ``rollout.max_logprob_diff``.
 
     Returns:
-        The limit, where it is measured.
+        Tag of the limit if it was measured; else none.
 
     Raises:
-        RolloutError: with both numbers.
+        RolloutError: the difference is too large; with both numbers.
     """
     given, mean = config.rollout.max_logprob_diff, metrics.get("train/rollout_logprob_diff_mean", 0.0)
     if limit.value is not None and not mean <= limit.value:
@@ -129,10 +129,10 @@ def check_logprob_difference(config: Config, limit: LogprobLimit, metrics: Mappi
 
 
 def check_clip_fraction(config: Config, metrics: Mapping[str, float]) -> None:
-    """Refuses what a policy loss says of its clipping, if that cannot be.
+    """Refuses a clip fraction of a policy loss that is outside of 0 to 1.
 
     Raises:
-        PluginError: with the number.
+        PluginError: the loss returned an impossible fraction, which the message has.
     """
     share = metrics.get("train/clip_fraction", 0.0)
     if not -TOLERANCE <= share <= 1 + TOLERANCE:
@@ -143,12 +143,12 @@ def check_clip_fraction(config: Config, metrics: Mapping[str, float]) -> None:
 
 
 def speed(job: Job, batch: Batch, clock: PhaseClock, scored: Sequence[Update]) -> dict[str, float]:
-    """Times, throughput and model FLOPs utilisation.
+    """Tags of times, throughput and model FLOPs utilisation.
 
     Args:
         job: This rank's part of the job.
-        batch: The step's samples.
-        clock: Of the step.
+        batch: Samples of the step.
+        clock: Clock of the step.
         scored: Updates whose samples had a forward pass for their old log-probs.
     """
     seconds, world_size, lengths = clock.total(), job.config.layout.world_size, batch.lengths
@@ -165,7 +165,7 @@ def speed(job: Job, batch: Batch, clock: PhaseClock, scored: Sequence[Update]) -
 
 
 def generation(job: Job) -> dict[str, float]:
-    """The long tail of the step's generation, over all engines; a collective."""
+    """Tags of the step's generation over all engines: idle time in its long tail, and speed; a collective."""
     work, job.rollout.work = job.rollout.work, Work()
     sums = torch.tensor([work.busy_s, float(job.rollout.generates), work.tokens], dtype=torch.float64)
     largest = torch.tensor([work.busy_s, work.longest_s], dtype=torch.float64)
@@ -180,5 +180,5 @@ def generation(job: Job) -> dict[str, float]:
 
 
 def memory(clock: PhaseClock) -> dict[str, float]:
-    """Memory of this process, and of its GPU."""
+    """Tags of the memory of this process, and of its GPU."""
     return {"memory/rss_gib": psutil.Process().memory_info().rss / GIB} | clock.memory.tags()

@@ -1,6 +1,6 @@
 """Decides when a job that was asked to stop does so: at the next step boundary if there is time for it, else before the step's update.
 
-All ranks decide alike, from what every rank said where all of them met: a signal may have reached only some.
+All ranks decide alike, from what every rank reported where all of them met: a signal may have reached only some.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from rlbatch.launch.membership.watchdog import Phase, Watchdog
 from rlbatch.launch.shutdown.signals import Ending, Interrupted, StopNotice, find_ending
 
 POLL_S = 1.0
-"""Seconds between looks at what other ranks know."""
+"""Seconds between reads of the other ranks' reports."""
 RECENT_STEPS = 5
-"""Steps whose longest tells how long the next one may take."""
+"""Number of recent steps whose longest one predicts the next."""
 Place = Literal["generation", "ended", "restart", "step"]
 PHASES: Mapping[Place, Phase] = {"generation": "generation", "ended": "training", "restart": "start", "step": "training"}
-"""Places where ranks meet, and what the others may still be at."""
+"""Place where ranks meet -> phase in which the other ranks may still be."""
 NOTICED, ENDING = "stop/noticed", "stop/ending"
-"""Keys of the job's store: the signal that a rank got, and what rank 0 found out about it."""
+"""Keys of the job's store: a rank's signal, and the ending that rank 0 derived from it."""
 
 
 class Pace:
-    """How long this job's steps and saves take; ``save_s`` is an estimate, until one was measured."""
+    """Durations of this job's steps and saves. ``save_s`` is an estimate until a save was measured."""
 
     def __init__(self, save_s: float) -> None:
         self.save_s = save_s
         self._steps: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)
 
     def measure(self, before_s: float, after_s: float) -> None:
-        """Takes a step's seconds until all ranks had generated, and after that."""
+        """Records a step's seconds until all ranks had generated, and after that."""
         self._steps.append((before_s, after_s))
 
     def rest_s(self, elapsed_s: float) -> float:
-        """Longest that it may take from within a step's generation to the end of a save after that step; infinite in the first step.
+        """Longest time from within a step's generation to the end of a save after that step, seconds; infinite in the first step.
 
         Args:
-            elapsed_s: Since the step began; infinite: all ranks have generated.
+            elapsed_s: Seconds since the step began; infinite if all ranks have generated.
         """
         if not self._steps:
             return float("inf")
@@ -55,17 +55,17 @@ class Pace:
 
 @dataclass(frozen=True)
 class _Word:
-    """What a rank says where all of them meet.
+    """The report of a rank where all ranks meet.
 
     Attributes:
-        signal: That it got; 0: none.
-        received: When, seconds since the epoch.
-        deadline: Of the job as far as it knows, seconds since the epoch; 0: it knows of none.
-        now: Its clock.
-        is_complete: Whether it has done what it came from.
-        rest_s: What it takes to go on and save.
-        engine: That it knows to be lost; -1: none.
-        lost_by: Why.
+        signal: Number of the signal that the rank got; 0 if none.
+        received: Time of the signal, seconds since the epoch.
+        deadline: End of the job as far as the rank knows, seconds since the epoch; 0 if it knows of none.
+        now: Time on its clock, seconds since the epoch.
+        is_complete: Whether the rank has finished the work before this meeting.
+        rest_s: Seconds that it needs to finish the step and save.
+        engine: Number of the engine that it knows to be lost; -1 if none.
+        lost_by: Reason for that loss.
     """
 
     signal: int
@@ -80,11 +80,11 @@ class _Word:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all ranks know alike once they have met in a generation.
+    """The conclusions that all ranks share after a meeting.
 
     Attributes:
         must_leave: Whether the job ends here, in the middle of a step, before anything was changed.
-        lost: Engines that are lost, and why.
+        lost: Number of each lost engine -> reason.
     """
 
     must_leave: bool
@@ -92,8 +92,9 @@ class Agreement:
 
 
 class Stopping:
-    """A job's way to an early end, on one rank; ``save_s`` is an estimate of a save. ``ending`` is why and when the job ends, once this
-    rank knows.
+    """Ends a job early on request, on one rank.
+
+    ``save_s`` is an estimate of the seconds of a save. ``ending`` has reason and time of the end, once this rank knows them.
     """
 
     def __init__(self, store: JobStore, watchdog: Watchdog, notice: StopNotice, limits: LaunchConfig, save_s: float = 0.0) -> None:
@@ -106,7 +107,7 @@ class Stopping:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Keeps signals from ending anything at once: a thread learns what other ranks know, and interrupts generation if it must."""
+        """Context in which signals end nothing at once: a thread learns of other ranks' signals, and interrupts generation if it must."""
         self._notice.started()
         over = threading.Event()
         thread = threading.Thread(target=self._listen, args=(self._store.clone(), over), name="rlbatch-stopping", daemon=True)
@@ -120,8 +121,9 @@ class Stopping:
 
     @contextmanager
     def generating(self, *, may_finish: bool) -> Iterator[None]:
-        """Around a generation and what belongs to it. After a notice it goes on as long as there is time for the whole step, if it may;
-        else it ends at once.
+        """Context of a generation and the work around it, which a stop may interrupt.
+
+        After a notice, generation goes on if ``may_finish`` and there is time for the whole step; else it ends at once.
         """
         self._began, self._may_finish_step, self._is_generating = time.monotonic(), may_finish, True
         try:
@@ -130,7 +132,7 @@ class Stopping:
             self._is_generating = False
 
     def attempt(self, function: Callable[[], None]) -> bool:
-        """Calls what may be left at any moment, as generation is, and returns whether it came to its end."""
+        """Calls a function that may be interrupted at any moment, and returns whether it finished."""
         try:
             with self._notice.interruptible():
                 function()
@@ -139,13 +141,13 @@ class Stopping:
         return True
 
     def meet(self, place: Place, *, is_complete: bool, engine: int = -1, lost_by: str = "") -> Agreement:
-        """Waits for all ranks, on the store; a collective.
+        """Waits for all ranks on the store, and returns their conclusions; a collective.
 
         Args:
-            place: ``generation``: they have generated; ``ended``, ``restart``: they have ended lost engines, and started them anew.
-            is_complete: Whether this rank did all that it had to do there.
-            engine: Number of this rank's engine if that is lost; -1: it is not.
-            lost_by: Why it is lost.
+            place: Meeting place: ``generation`` after generating, ``ended`` after ending lost engines, ``restart`` after restarting them.
+            is_complete: Whether this rank finished its work before the meeting.
+            engine: Number of this rank's engine if that is lost; else -1.
+            lost_by: Reason for the loss.
         """
         rest = self.pace.rest_s(float("inf")) if self._may_finish_step else float("-inf")
         if place != "generation":
@@ -159,11 +161,11 @@ class Stopping:
         return Agreement(was_interrupted or (bool(deadlines) and (bool(lost) or now + rest > min(deadlines))), lost)
 
     def step_done(self) -> None:
-        """Keeps how long the step took, for the next ones."""
+        """Records how long the step took, to predict the next ones."""
         self.pace.measure(self._met - self._began, time.monotonic() - self._met)
 
     def must_stop(self) -> bool:
-        """Whether the job ends at this step boundary: some rank was asked to; a collective that waits on the store."""
+        """Whether the job ends at this step boundary because some rank was asked to; a collective that waits on the store."""
         return any(word.deadline for word in self._exchange("step", self._word()))
 
     def _word(self, is_complete: bool = True, rest_s: float = 0.0, engine: int = -1, lost_by: str = "") -> _Word:
@@ -203,7 +205,7 @@ class Stopping:
                     self._notice.interrupt()
 
     def _learn(self, store: JobStore) -> None:
-        """Rank 0 finds out what a notice means, for all."""
+        """Learns what a notice means: rank 0 finds out, and tells the others through the store."""
         if self.ending is None and self._store.info.rank == 0 and store.check(NOTICED):
             number, received = json.loads(store.get(NOTICED, POLL_S))
             self._find(number, received)

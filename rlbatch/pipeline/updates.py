@@ -37,11 +37,11 @@ class Update:
     """One optimizer update.
 
     Attributes:
-        shares: Each data-parallel rank's samples, as indices into the batch.
-        samples: This rank's.
-        packs: Of these samples; as many on every data-parallel rank, dummies included.
-        denominator: Of the loss, over the samples of all ranks.
-        tokens: Sampled tokens, of all ranks.
+        shares: Samples of each data-parallel rank, as indices into the batch.
+        samples: Samples of this rank, as indices into the batch.
+        packs: Packs of this rank's samples. Every data-parallel rank has equally many, dummies included.
+        denominator: Denominator of the loss, over the samples of all ranks.
+        tokens: Number of sampled tokens, on all ranks.
     """
 
     shares: Sequence[Sequence[int]]
@@ -51,7 +51,7 @@ class Update:
     tokens: int
 
     def with_advantages(self, advantages: Advantages) -> Update:
-        """The update with the advantages (of the whole batch) in its packs."""
+        """The update with advantages, given for the whole batch, in its packs."""
         return replace(self, packs=tuple(with_advantages(self.packs, [advantages[i] for i in self.samples])))
 
     def with_logprobs(self, name: str, logprobs: Mapping[int, Tensor]) -> Update:
@@ -59,13 +59,13 @@ class Update:
         return self.with_values(name, spread_over_packs(self.packs, [logprobs[i] for i in self.samples]))
 
     def with_values(self, name: str, values: Sequence[Tensor]) -> Update:
-        """The update with [T] for each of its packs, as ``Microbatch.<name>``."""
+        """The update with values ([T] for each of its packs) as ``Microbatch.<name>``."""
         changes: list[dict[str, Any]] = [{name: of_pack} for of_pack in values]
         packs = [replace(pack, microbatch=replace(pack.microbatch, **new)) for pack, new in zip(self.packs, changes, strict=True)]
         return replace(self, packs=tuple(packs))
 
     def sample_at(self, pack: int, position: int) -> tuple[int, int] | None:
-        """Finds whose token it is, by index in the batch, and the token's place in the sample; None: a dummy's."""
+        """Index in the batch of the sample that has this token of a pack, and the token's place in the sample; None for a dummy."""
         item = self.packs[pack]
         starts = item.microbatch.cu_seqlens.tolist()
         sequence = bisect_right(starts, position) - 1
@@ -74,20 +74,22 @@ class Update:
         return self.samples[item.sample_indices[sequence]], position - starts[sequence]
 
     def by_sample(self, values: Sequence[Tensor]) -> dict[int, Tensor]:
-        """[T] for each pack -> [L] for each sample, by its index in the batch."""
+        """Cuts values ([T] for each pack) into [L_i] for each sample, by its index in the batch."""
         return dict(zip(self.samples, split_by_sample(self.packs, values), strict=True))
 
 
 def shuffled_groups(seed: int, step: int, epoch: int, groups: int) -> list[int]:
-    """Order in which an epoch after the first takes the step's groups: depends on nothing but this."""
+    """Order in which an epoch after the first takes the step's groups; depends on these arguments alone."""
     order = list(range(groups))
     random.Random(f"group order {seed} {step} {epoch}").shuffle(order)
     return order
 
 
 def plan_updates(batch: Batch, config: Config, dp_rank: int, dp_size: int, deal: Deal, order: Sequence[int] | None = None) -> list[Update]:
-    """Divides the step's groups evenly over ``train.updates_per_step`` updates, or over as many as there are groups: in ``order``, by their
-    positions in the step (None: prompt order). Each update has this rank's packs. ``deal`` is called for each; a collective.
+    """Divides the step's groups evenly over ``train.updates_per_step`` updates, or fewer if there are fewer groups; a collective.
+
+    ``order`` has the groups' positions in the step, in the order in which updates take them (None: prompt order). ``deal`` is called once
+    for each update. Each result has the packs of this rank.
     """
     groups = batch.num_groups
     updates = min(config.train.updates_per_step, groups)
@@ -118,7 +120,7 @@ def _plan(batch: Batch, samples: list[int], config: Config, dp_rank: int, dp_siz
 
 
 def _pack(batch: Batch, rows: Mapping[int, Row], samples: Sequence[int], places: Sequence[int], multiple: int) -> Pack:
-    """One pack of samples of the batch, at these places of this rank's share."""
+    """Builds one pack from samples of the batch, which are at ``places`` of this rank's share."""
     mine = [rows[i] for i in samples]
     return build_pack(
         places,

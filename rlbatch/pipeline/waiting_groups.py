@@ -1,7 +1,7 @@
-"""Groups that wait for a later step: accepted ones that were not needed, and ones whose responses are not finished.
+"""Groups that wait for a later step: accepted ones that were not needed, and ones whose responses are unfinished.
 
-Every rank knows of all; each is on the rank that sampled it, until another one trains on it or continues it. In a checkpoint each rank that
-has some writes a safetensors file, which any layout reads.
+Every rank knows of all such groups; each is held by the rank that sampled it, until another one trains on it or continues it. In a
+checkpoint each rank that holds some writes a safetensors file, which any layout can read.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from rlbatch.api import DataError, KeptTokens, Prompt, Routes, Sample, SampleGro
 from rlbatch.collectives import gathered
 
 FILE = "waiting_{rank:05d}.safetensors"
-"""In a checkpoint's folder; until 2026-11-29 ``waiting.safetensors`` had all."""
+"""File name in a checkpoint's folder; until 2026-11-29 one ``waiting.safetensors`` had all groups."""
 _HEADER = "groups"
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A prompt that was drawn, and what it has by now.
+    """A drawn prompt and its samples so far.
 
     Attributes:
-        number: Its place in the order of all prompts that the run has drawn.
-        position: The prompt's among all training prompts.
-        group: Its samples, perhaps unfinished; none before it was sampled.
+        number: Place of the prompt in the order of all prompts that the run has drawn.
+        position: Position of the prompt among all training prompts.
+        group: Samples of the prompt, perhaps unfinished; none before the first round.
     """
 
     number: int
@@ -42,17 +42,17 @@ class Candidate:
 
     @property
     def oldest_version(self) -> int:
-        """Policy version of its oldest token; -1: not known."""
+        """Policy version of the oldest token; -1 if not known."""
         return min((span.policy_version for sample in self.group.samples for span in spans_of(sample)), default=-1)
 
     @property
     def response_tokens(self) -> int:
-        """Sampled so far."""
+        """Number of tokens sampled so far."""
         return sum(sample.response_length for sample in self.group.samples)
 
 
 class Ticket(NamedTuple):
-    """What every rank knows of a group that waits; see ``Candidate``."""
+    """The facts that every rank knows of a waiting group; see ``Candidate``."""
 
     number: int
     position: int
@@ -61,15 +61,15 @@ class Ticket(NamedTuple):
 
 @dataclass
 class Waiting:
-    """What a step leaves to the next; alike on every rank, but for ``held``.
+    """The state that a step leaves to the next, equal on every rank except for ``held``.
 
     Attributes:
-        drawn: Prompts that the run has drawn.
+        drawn: Number of prompts that the run has drawn.
         accepted: Groups to train on, in order.
         unfinished: Groups to be continued, in order.
-        held: Those that are on this rank, by number.
-        generated: Tokens that the run has sampled.
-        trained: Those of them that an update used.
+        held: Waiting groups that this rank holds, by number.
+        generated: Number of tokens that the run has sampled.
+        trained: Number of these tokens that an update used.
     """
 
     drawn: int = 0
@@ -80,32 +80,32 @@ class Waiting:
     trained: int = 0
 
     def copy(self) -> Waiting:
-        """As it is now."""
+        """A copy of the present state."""
         return replace(self)
 
     def restore(self, earlier: Waiting) -> None:
-        """Becomes what it was."""
+        """Returns to an earlier state."""
         vars(self).update(vars(earlier))
 
     def counts(self) -> dict[str, int]:
-        """What a checkpoint's progress has of it."""
+        """Numbers that a checkpoint's progress.json records."""
         return {"drawn": self.drawn, "accepted": len(self.accepted), "generated": self.generated, "trained": self.trained}
 
     def to_bytes(self) -> bytes:
-        """The groups that are on this rank; empty: none is."""
+        """The groups that this rank holds, as a file; empty if it holds none."""
         return pack_candidates(list(self.held.values())) if self.held else b""
 
 
 def restored(folder: Path, counts: Any, prompts: Sequence[Prompt]) -> Waiting:
-    """What a checkpoint has; a collective, in which each file is read by one rank.
+    """Reads the waiting groups of a checkpoint; a collective, in which each file is read by one rank.
 
     Args:
-        folder: The checkpoint.
-        counts: ``Waiting.counts`` of its progress; None: it is of a version that had none.
-        prompts: Of the run.
+        folder: Folder of the checkpoint.
+        counts: ``Waiting.counts`` in its progress; None if its version had none.
+        prompts: Training prompts of the run.
 
     Raises:
-        DataError: it cannot be read by one of the ranks; on every rank.
+        DataError: a rank cannot read a file, or groups are missing; raised on every rank.
     """
     if counts is None:
         return Waiting()
@@ -128,12 +128,12 @@ def restored(folder: Path, counts: Any, prompts: Sequence[Prompt]) -> Waiting:
 
 
 def spans_of(sample: Sample) -> tuple[Span, ...]:
-    """Who sampled which tokens, from the response's first to its last."""
+    """The spans of a response's tokens, each with the policy version that sampled it, in order."""
     return sample.spans or (Span(sample.policy_version, len(sample.prompt.token_ids), len(sample.token_ids)),)
 
 
 def pack_candidates(candidates: Sequence[Candidate]) -> bytes:
-    """A safetensors file: tokens and log-probs of all responses, concatenated, and the rest as JSON in its header."""
+    """Packs groups into a safetensors file: tokens and log-probs of all responses, concatenated, and the rest as JSON in the header."""
     samples = [sample for candidate in candidates for sample in candidate.group.samples]
 
     def responses(name: str, dtype: torch.dtype) -> Tensor:
@@ -166,11 +166,11 @@ def pack_candidates(candidates: Sequence[Candidate]) -> bytes:
 
 
 def unpack_candidates(content: bytes, prompts: Sequence[Prompt]) -> list[Candidate]:
-    """What ``pack_candidates`` was given.
+    """Unpacks the groups of ``pack_candidates``.
 
     Args:
-        content: Of the file.
-        prompts: Of the run.
+        content: Content of the file.
+        prompts: Training prompts of the run.
     """
     header: Mapping[str, Any] = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
     said = json.loads(header["__metadata__"][_HEADER])
